@@ -27,6 +27,7 @@ from psserver.plans.round import Commit, ReadyRound
 from psserver.programs.kernels.codegen import ASSIGNED, SUMS
 from psserver.programs.kernels.kernels import Kernels
 from psserver.programs.kernels.replay import Replay
+from psserver.state.held import Held
 from psserver.state.missed import MissedUpdates
 from psserver.state.strands import Given
 from psserver.state.variables import take_rows
@@ -89,6 +90,7 @@ class Execution:
         self._missed: Mapping[int, MissedUpdates] = {}  # before this step
         self._copied: Set[int] = frozenset()  # variables of which this step has copies of its own
         self._alone: Set[int] = frozenset()
+        self._held: Mapping[int, Held] = {}
         # Operands and results, and below reductions, that are still to be read.
         self._known: dict[Ref, Any] = {}
         self._reduced: dict[int, Any] = {}
@@ -158,6 +160,7 @@ class Execution:
         alone: Set[int],
         spare: Spare,
         missed: Mapping[int, MissedUpdates] = MappingProxyType({}),
+        held: Mapping[int, Held] = MappingProxyType({}),
     ) -> tuple[dict[int, Array], dict[int | Ref, Array]]:
         """Runs the next step, as `reads` has decided.
 
@@ -166,6 +169,7 @@ class Execution:
             alone: variables whose arrays nobody else holds.
             spare: returns an array for the new value of a variable, or None: then it is allocated.
             missed: what rows of these variables have missed.
+            held: who holds variables that nobody else holds, and has rows set aside before they are written.
 
         Returns:
             Assigned values, on the device; and final values on the host: wanted variables by number, and returned
@@ -182,7 +186,7 @@ class Execution:
             return {}, {}
         with self._told(), self._device.scope():
             self._values, self._assigned, self._missed, self._alone = values, {}, missed, alone
-            self._copied = frozenset()
+            self._copied, self._held = frozenset(), held
             if not self.begun:
                 self._begin()
             ready = self._make(self._at, self._stop, alone, spare)
@@ -195,7 +199,7 @@ class Execution:
             if self._progressive:
                 self.contributions.let_go(self._outline.needs[self._at : self._stop])
             assigned, self._assigned, self._values, self._at = self._assigned, {}, {}, self._stop
-            self._missed = {}
+            self._missed, self._held = {}, {}
             return assigned, ready
 
     def _look_up(self) -> None:
@@ -215,7 +219,9 @@ class Execution:
         tables = list(map(value, missed.tables))
         if not self.job.skipped and self._assigned.keys() >= set(missed.tables):
             # They are likely to be updated by the next round, and would be made up again.
-            missed.make_up(tables, np.unique(ids))
+            places = np.unique(ids)
+            self._set_aside(missed.tables, places)
+            missed.make_up(tables, places)
             return take_rows(value(id), ids, self._device.xp)
         return missed.rows(tables, missed.tables.index(id), ids)
 
@@ -341,7 +347,7 @@ class Execution:
                 call.reserve(risky - at, alone, fresh, spare)
                 fresh |= call.assigned
             elif isinstance(call, RowsCall):
-                call.reserve(alone | fresh, keeps_old=at < risky)
+                call.reserve(alone | self._held.keys() | fresh, keeps_old=at < risky)
                 fresh |= call.assigned
             elif at < risky:
                 return False
@@ -384,7 +390,9 @@ class Execution:
                 del self._known[ref]  # no reader is left
 
     def _run_rows(self, call: RowsCall) -> None:
-        rows, assigned = call.rows, call.run(self._value, self._made_up(call))
+        missed = self._made_up(call)
+        self._set_aside(call.assigned, call.ids)
+        rows, assigned = call.rows, call.run(self._value, missed)
         self.found.forget(assigned)
         if may_be_nonfinite(rows.values.dtype) and not is_finite(rows.values):
             self.found.accuse(call.reduction)
@@ -404,7 +412,7 @@ class Execution:
             missed = self._missing(id)
             if missed is not None:
                 if missed.behind:
-                    missed, tables = self._owned(missed)
+                    missed, tables = self._owned(missed, self._alone)
                     missed.make_up_all(tables)
                 self.missed |= dict.fromkeys(missed.tables)
 
@@ -418,21 +426,31 @@ class Execution:
             self.missed |= dict.fromkeys(call.tables, same)
         touched = (self._missing(ref.index) for ref in call.refs if ref.kind == "variable")
         for missed in dict.fromkeys(found for found in touched if found is not None):
-            now, tables = self._owned(missed)
+            now, tables = self._owned(missed, self._alone | self._held.keys())
+            ids = call.ids
             if missed is same:
                 same = now
-                now.make_room(tables)
-            now.make_up(tables, call.ids)
+                ids = np.union1d(ids, now.make_room())
+            self._set_aside(now.tables, ids)
+            now.make_up(tables, ids)
         return same
 
-    def _owned(self, missed: MissedUpdates) -> tuple[MissedUpdates, list[Any]]:
+    def _set_aside(self, ids: Collection[int], rows: Int64s) -> None:
+        """Has rows of variables, which are about to be written in place, set aside by those who hold the variables."""
+        for id in self._held.keys() & set(ids):
+            for held in self._held[id]:
+                held.set_aside(self._variable(id), rows)
+
+    def _owned(self, missed: MissedUpdates, own: Set[int]) -> tuple[MissedUpdates, list[Any]]:
         """Returns what rows have missed, and the tables, for a change in place; copies them where that must not be.
+
+        `own` are the variables that may be changed in place.
 
         Where updates are made up in place of others' values, no value changes, and it stays if the round fails. But
         updates of this round are made up in copies.
         """
         tables = frozenset(missed.tables)
-        in_place = tables <= self._alone and not tables & self._assigned.keys()
+        in_place = tables <= own and not tables & self._assigned.keys()
         if not in_place and not tables <= self._copied:
             missed = missed.copy()
             self.missed |= dict.fromkeys(missed.tables, missed)

@@ -10,14 +10,14 @@ its array, of that count, and of what is kept; who makes updates up changes no v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from psserver.programs.kernels.replay import Replay
+from psserver.state.held import HeldTable
 from pswire.model.program import Program
 from pswire.model.rows import Int64s
 from pswire.model.tensor import Array
@@ -120,20 +120,21 @@ class MissedUpdates:
         for at in range(0, len(self.last), PIECE):
             self.make_up(arrays, np.arange(at, min(at + PIECE, len(self.last))))
 
-    def make_room(self, arrays: Sequence[Any]) -> None:
-        """Makes room for one more update: makes up a few rows, in turn, and forgets updates that no row has missed.
+    def make_room(self) -> Int64s:
+        """Makes room for one more update: forgets those that no row has missed.
 
-        Each row's turn comes in half of the updates that are kept.
+        Returns:
+            A few rows, which have to be made up as well. Each row's turn comes in half of the updates that are kept.
         """
-        rows = -(-len(self.last) // (RING // 2))
-        ids = np.arange(self._hand, min(self._hand + rows, len(self.last)))
-        self.make_up(arrays, ids)
-        self._hand = self._hand + rows if self._hand + rows < len(self.last) else 0
         if self.count >= RING:
             done = int(self.last.min(initial=self.count))
             self._kept = [np.concatenate([kept[done:], np.empty(done, kept.dtype)]) for kept in self._kept]
             self.last -= np.uint32(done)
             self.count -= done
+        rows = -(-len(self.last) // (RING // 2))
+        turn = np.arange(self._hand, min(self._hand + rows, len(self.last)))
+        self._hand = self._hand + rows if self._hand + rows < len(self.last) else 0
+        return turn
 
     def rows(self, arrays: Sequence[Any], place: int, ids: Int64s) -> Any:
         """Returns rows of one table with all updates, as a new array on its device; the table stays.
@@ -148,25 +149,28 @@ class MissedUpdates:
         return self._replay.rows(arrays, self._kept, places, first, self.count)[place][inverse]
 
     def wholes(self, arrays: Sequence[Any]) -> list[Any]:
-        """Returns copies of all tables with all updates."""
-        size = len(self.last)
-        found: list[Any] = []
-        for at in range(0, size, PIECE):
+        """Returns copies of all tables with all updates; a `HeldTable` is read by that."""
+        size, found = len(self.last), list[Any]()
+        for at in range(0, max(size, 1), PIECE):
             ids = np.arange(at, min(at + PIECE, size))
-            made = self._replay.rows(arrays, self._kept, ids, self.last[ids].astype(np.int64), self.count)
+            own = [a.read(at, at + len(ids)) if isinstance(a, HeldTable) else a[at : at + len(ids)] for a in arrays]
+            first = self.last[ids].astype(np.int64)
+            made = self._replay.rows(own, self._kept, ids - at, first, self.count)
+            if size <= PIECE:
+                return made
             for place, rows in enumerate(made):
                 if not at:
-                    found.append(arrays[place].copy())
-                found[place][ids[0] : ids[-1] + 1] = rows
-        return found or [array.copy() for array in arrays]
+                    found.append(type(rows)(shape=(size, *rows.shape[1:]), dtype=rows.dtype))
+                found[place][at : at + len(ids)] = rows
+        return found
 
 
 class Group:
     """The tables of some missed updates as they are at one time, for who reads them later.
 
     Args:
-        missed: what their rows have missed.
-        arrays: the tables, in order. They do not change as long as they are held.
+        missed: what their rows have missed; nobody changes it.
+        arrays: the tables, in order: arrays that do not change as long as they are held, or `HeldTable`s.
     """
 
     def __init__(self, missed: MissedUpdates, arrays: Sequence[Any]) -> None:
@@ -178,6 +182,7 @@ class Group:
         """Returns one of the tables with all updates; computes all of them with the first, and lets each go once."""
         if self._wholes is None or place not in self._wholes:
             self._wholes = dict(enumerate(self.missed.wholes(self.arrays)))
+            self.arrays = tuple(array for array in self.arrays if not isinstance(array, HeldTable))
         return self._wholes.pop(place)
 
 
@@ -187,37 +192,24 @@ class Unsettled:
     Args:
         group: its table and those beside it.
         place: which of them it is.
+
+    Attributes:
+        shape, dtype, nbytes: the variable's.
     """
 
     def __init__(self, group: Group, place: int) -> None:
         self._group = group
         self._place = place
 
-    @cached_property
-    def array(self) -> Any:
-        """The array as it lies there."""
-        return self._group.arrays[self._place]
+        array = group.arrays[place]
+        self.shape: tuple[int, ...] = tuple(array.shape)
+        self.dtype: np.dtype[Any] = array.dtype
+        self.nbytes = int(array.nbytes)
 
     @property
     def arrays(self) -> tuple[Any, ...]:
         """All arrays that it holds."""
         return self._group.arrays
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the variable."""
-        return int(self.array.nbytes)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The variable's."""
-        return tuple(self.array.shape)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The variable's."""
-        found: np.dtype[Any] = self.array.dtype
-        return found
 
     def whole(self) -> Any:
         """Returns the variable with all updates, on its device."""
@@ -229,8 +221,16 @@ class Unsettled:
 
 
 def arrays(value: Any) -> tuple[Any, ...]:
-    """Returns the arrays that a variable's value holds."""
+    """Returns the arrays, and the `HeldTable`s, that a variable's value holds."""
     return value.arrays if isinstance(value, Unsettled) else (value,)
+
+
+def pieces(value: Any) -> Iterator[Any]:
+    """Yields a variable's value, on its device, in pieces one behind another; a `HeldTable` is read by that."""
+    if isinstance(value, HeldTable):
+        yield from value.pieces()
+    else:
+        yield whole(value)
 
 
 def whole(value: Any) -> Any:

@@ -11,7 +11,9 @@ costs several times as much as the writing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Mapping
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Set
+from contextlib import ExitStack
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +22,7 @@ import numpy as np
 
 from psserver.devices import Device
 from psserver.sizes import human
+from psserver.state.held import Held, HeldTable
 from psserver.state.missed import Group, MissedUpdates, Unsettled
 from pswire.api import RowRead
 from pswire.cluster import Task
@@ -56,6 +59,8 @@ class Store:
         self._values: dict[int, Array] = {}
         self._spares: dict[int, Array] = {}  # the arrays that the last round on trial has replaced
         self._missed: dict[int, MissedUpdates] = {}  # by each of their variables
+        self._tables = set[int]()  # variables of which rounds update rows
+        self._held: dict[int, list[weakref.ref[HeldTable]]] = {}
         self.nbytes = 0
         self.lent: frozenset[int] = frozenset()
 
@@ -65,6 +70,8 @@ class Store:
         self._values.clear()
         self._spares.clear()
         self._missed.clear()
+        self._tables.clear()
+        self._held.clear()
         self.nbytes = 0
         self.lent = frozenset()
 
@@ -146,12 +153,8 @@ class Store:
         """Numbers of the variables of which rows may have missed updates."""
         return self._missed.keys()
 
-    def view(self, id: int) -> Array | Unsettled:
-        """Returns a variable's value for who reads it later; raises `InvalidRequest` if it has none here."""
-        return self.views((id,))[0]
-
     def views(self, ids: Iterable[int]) -> list[Array | Unsettled]:
-        """Returns values of variables as `view` does; what is made up for one is made up for those beside it."""
+        """Returns values of variables for who reads them later; raises `InvalidRequest` if one has none here."""
         if not self._missed:
             return [self.value(id) for id in ids]
         groups: dict[MissedUpdates, Group] = {}
@@ -165,6 +168,51 @@ class Store:
                 groups[missed] = Group(missed, [self._values[table] for table in missed.tables])
             found.append(Unsettled(groups[missed], missed.tables.index(id)))
         return found
+
+    def hold(self, ids: Iterable[int]) -> list[Array | HeldTable | Unsettled]:
+        """Returns values of variables as they are now, for who reads each of them once, while rounds go on."""
+        found: list[Array | HeldTable | Unsettled] = []
+        groups: dict[MissedUpdates, Group] = {}
+        for id in ids:
+            missed = self._missed.get(id)
+            if missed is None or not missed.behind:
+                found.append(self._hold(id))
+                continue
+            if missed not in groups:
+                groups[missed] = Group(missed.copy(), list(map(self._hold, missed.tables)))
+            found.append(Unsettled(groups[missed], missed.tables.index(id)))
+        return found
+
+    def _hold(self, id: int) -> Array | HeldTable:
+        value = self.value(id)
+        if id not in self._tables or self.device.gpu is not None or not value.flags.c_contiguous or not value.ndim:
+            return value
+        held = HeldTable(value)
+        self._held[id] = [*self._living(id), weakref.ref(held)]
+        return held
+
+    def _living(self, id: int) -> list[weakref.ref[HeldTable]]:
+        return [one for one in self._held.get(id, ()) if one() is not None]
+
+    def held_of(self, ids: Set[int]) -> dict[int, Held]:
+        """Returns the variables that nobody holds but the store and a `HeldTable`, with these: rows may be written."""
+        if not self._held:
+            return {}
+        found: dict[int, Held] = {}
+        for id in self._held.keys() & ids:
+            living = [one for one in (ref() for ref in self._held[id]) if one is not None]
+            with ExitStack() as stack:
+                holding = [one for one in living if stack.enter_context(one.looked_at())]
+                mine = [one for one in holding if one.array is self._values[id]]
+                if mine and _writable(self._values, id, len(mine)):
+                    found[id] = mine
+            if not holding:
+                del self._held[id]
+        return found
+
+    def note_tables(self, ids: Iterable[int]) -> None:
+        """Rounds update rows of these variables."""
+        self._tables.update(ids)
 
     def value(self, id: int) -> Array:
         """Returns a variable's array, on the device; raises `InvalidRequest` if it has none here."""
@@ -226,9 +274,9 @@ def take_rows(table: Array | Unsettled, ids: Int64s, xp: Any) -> Any:
     return xp.take(table, xp.asarray(ids), axis=0)
 
 
-def _writable(values: Mapping[int, Array], id: int) -> bool:
-    """Returns True if only this mapping holds an array; a view of it counts as a holder."""
-    if id not in values or _holders(values, id) > _ALONE:
+def _writable(values: Mapping[int, Array], id: int, others: int = 0) -> bool:
+    """Returns True if only this mapping holds an array, and so many others; a view of it counts as a holder."""
+    if id not in values or _holders(values, id) > _ALONE + others:
         return False
     flags = values[id].flags
     return flags.owndata and flags.c_contiguous and flags.writeable

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePosixPath
@@ -149,13 +149,15 @@ class _Said:
             raise CheckpointError(f"what is to be saved as {order.path[:300]!r} is malformed: {error}") from error
 
 
-def write_shard(place: Storage, frozen: Frozen, get: Callable[[Any], Array], written: Callable[[str], object]) -> Shard:
+def write_shard(
+    place: Storage, frozen: Frozen, get: Callable[[Any], Iterable[Array]], written: Callable[[str], object]
+) -> Shard:
     """Writes one server's file.
 
     Args:
         place: the storage; no path may lead out of it.
         frozen: the variables to write.
-        get: brings a variable's value to the host.
+        get: brings a variable's value to the host, in pieces of some rows one behind another.
         written: called with the name of each variable whose bytes are written, so that it may be let go of.
 
     Raises:
@@ -168,7 +170,7 @@ def write_shard(place: Storage, frozen: Frozen, get: Callable[[Any], Array], wri
     def fill(file: IO[bytes]) -> int:
         file.write(head)
         for name in safetensors_stream.ordered(specs):
-            sums[name] = safetensors_stream.append(file, portable(get(frozen.values[name])))
+            sums[name] = safetensors_stream.append(file, map(portable, get(frozen.values[name])))
             written(name)
         return len(head) + sum(spec.nbytes for spec in specs.values())
 
