@@ -128,7 +128,7 @@ class Answers:
                 if said.lookups or said.want not in payloads:
                     missing = [id for id in said.want if id not in fresh]
                     here = dict(zip(missing, self._store.views(missing), strict=True))
-                    behind = bool(self._store.unsettled) and any(isinstance(v, Unsettled) for v in here.values())
+                    behind = self._store.any_missed and any(isinstance(v, Unsettled) for v in here.values())
                     if rows is None or behind or (here and self._store.device.gpu is not None):
                         wanted = [fresh[id] if id in fresh else here[id] for id in said.want]
                         tables = self._store.views(read.variable for read in said.lookups)

@@ -265,11 +265,7 @@ class Runner:
             self._store.note_tables(execution.job.prepared.row_tables)
         # What may come to nothing writes nowhere.
         in_place = self._ballot is None and not execution.job.skipped
-        reads, restores = execution.reads(), execution.job.plan.restore is not None
-        if self._store.unsettled:
-            more = self._store.unsettled if restores else ()
-            reads = frozenset(self._store.missed_of((*reads, *more))).union(reads)
-        step = execution, reads, in_place
+        step = execution, self._store.beside(execution.reads(), execution.job.plan.restore is not None), in_place
         brief = execution.job.is_brief(self._kernels)
         return [Work("arrays", self._step, step, then=partial(self._commit, execution), follows=follows, brief=brief)]
 

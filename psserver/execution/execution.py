@@ -21,12 +21,12 @@ from psserver.execution.calls import KernelCall, Ready, Spare
 from psserver.execution.contributions import Contributions, Sender
 from psserver.execution.nonfinite import NonfiniteValues
 from psserver.execution.row_calls import RowsCall, undo
+from psserver.execution.step_variables import StepVariables
 from psserver.plans.batches import KernelBatch
 from psserver.plans.outline import Application
 from psserver.plans.round import Commit, ReadyRound
 from psserver.programs.kernels.codegen import ASSIGNED, SUMS
 from psserver.programs.kernels.kernels import Kernels
-from psserver.programs.kernels.replay import Replay
 from psserver.state.held import Held
 from psserver.state.missed import MissedUpdates
 from psserver.state.strands import Given
@@ -36,7 +36,6 @@ from pswire.errors import MemoryLimit, ProgramError, PSError
 from pswire.limits import PART_BYTES
 from pswire.model.finite import is_finite, may_be_nonfinite
 from pswire.model.plan import Ref
-from pswire.model.rows import Int64s
 from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
 
 log = logging.getLogger("psserver")
@@ -85,12 +84,7 @@ class Execution:
         self._batches: Mapping[int, KernelBatch] = {}
         self._written = False
         self._at = self._stop = 0  # the range of the outline's steps that the next step runs
-        self._values: Mapping[int, Any] = {}
-        self._assigned: dict[int, Array] = {}
-        self._missed: Mapping[int, MissedUpdates] = {}  # before this step
-        self._copied: Set[int] = frozenset()  # variables of which this step has copies of its own
-        self._alone: Set[int] = frozenset()
-        self._held: Mapping[int, Held] = {}
+        self._variables = StepVariables({}, frozenset(), {}, {})
         # Operands and results, and below reductions, that are still to be read.
         self._known: dict[Ref, Any] = {}
         self._reduced: dict[int, Any] = {}
@@ -185,8 +179,7 @@ class Execution:
             self.begun, self._at = True, len(self._outline.needs)
             return {}, {}
         with self._told(), self._device.scope():
-            self._values, self._assigned, self._missed, self._alone = values, {}, missed, alone
-            self._copied, self._held = frozenset(), held
+            variables = self._variables = StepVariables(values, alone, missed, held)
             if not self.begun:
                 self._begin()
             ready = self._make(self._at, self._stop, alone, spare)
@@ -198,32 +191,16 @@ class Execution:
                     self._look_up()
             if self._progressive:
                 self.contributions.let_go(self._outline.needs[self._at : self._stop])
-            assigned, self._assigned, self._values, self._at = self._assigned, {}, {}, self._stop
-            self._missed, self._held = {}, {}
-            return assigned, ready
+            self.missed |= variables.changed
+            self._variables, self._at = StepVariables({}, frozenset(), {}, {}), self._stop
+            return variables.assigned, ready
 
     def _look_up(self) -> None:
         """Takes the rows that members have asked for, as they are after the round."""
         for session, reads in self._lookups.items():
-            taken = [self._rows_after(read.variable, read.numbers()) for read in reads]
+            after, xp = not self.job.skipped, self._device.xp
+            taken = [self._variables.rows(read.variable, read.numbers(), after, xp) for read in reads]
             self.looked_up[session] = list(map(self._device.get, taken))
-
-    def _rows_after(self, id: int, ids: Int64s) -> Any:
-        """Returns rows of a variable as they are after the round."""
-        if self.job.skipped:
-            missed, value = self._missed.get(id), self._values.__getitem__
-        else:
-            missed, value = self._missing(id), self._variable
-        if missed is None:
-            return take_rows(value(id), ids, self._device.xp)
-        tables = list(map(value, missed.tables))
-        if not self.job.skipped and self._assigned.keys() >= set(missed.tables):
-            # They are likely to be updated by the next round, and would be made up again.
-            places = np.unique(ids)
-            self._set_aside(missed.tables, places)
-            missed.make_up(tables, places)
-            return take_rows(value(id), ids, self._device.xp)
-        return missed.rows(tables, missed.tables.index(id), ids)
 
     def _give_rows(self) -> None:
         for index in self.job.prepared.given_rows:
@@ -256,7 +233,7 @@ class Execution:
         # Before anything is written: kernels see addresses only.
         for application in self._outline.applications:
             for id, dtype, shape in application.variables:
-                value = self._values.get(id)
+                value = self._variables.before.get(id)
                 # To compare dtypes takes longer than all else here, and mostly they are the same object.
                 if value is None or value.shape != shape or (value.dtype is not dtype and value.dtype != dtype):
                     expected = TensorSpec(dtype.name, shape)
@@ -265,7 +242,7 @@ class Execution:
         self._known.update((ref, self._device.put(operand)) for ref, operand in self.contributions.operands())
         self._batches = self.job.prepared.batches(self._kernels, len(self.contributions.senders))
         if self.job.plan.restore is not None:
-            self._settle(self._missed)
+            self._variables.settle()
         self.begun = True
 
     def _check_contributed(self, contributed: bool) -> None:
@@ -295,8 +272,8 @@ class Execution:
         last, wanted = self._outline.last, self.wanted
         ready: dict[int | Ref, Array] = {
             id: array
-            for id, array in self._assigned.items()
-            if id in wanted and last.get(id, stop) < stop and self._missing(id) is None
+            for id, array in self._variables.assigned.items()
+            if id in wanted and last.get(id, stop) < stop and self._variables.missing(id) is None
         }
         if self._device.gpu is not None:
             ready = {id: self._device.get(array) for id, array in ready.items()}
@@ -347,7 +324,7 @@ class Execution:
                 call.reserve(risky - at, alone, fresh, spare)
                 fresh |= call.assigned
             elif isinstance(call, RowsCall):
-                call.reserve(alone | self._held.keys() | fresh, keeps_old=at < risky)
+                call.reserve(alone | self._variables.own_rows | fresh, keeps_old=at < risky)
                 fresh |= call.assigned
             elif at < risky:
                 return False
@@ -360,13 +337,14 @@ class Execution:
             self._run_rows(call)
             return
         applications = self._applications(call.numbers.start, call.numbers.stop)
-        if self._missed or self.missed:
-            self._settle({id for application in applications for id, *_ in application.variables})
+        if self._variables.any_missed:
+            self._variables.settle({id for application in applications for id, *_ in application.variables})
         suspects: Set[int]
         unsure: Set[int]
         if isinstance(call, Ready):
-            assigned = dict(zip(call.assigned, self._variables(call.assigned), strict=True))
-            seen = call.run(self._kernels.crew, self.contributions.total, self._value, self._variables)
+            values = self._variables.values
+            assigned = dict(zip(call.assigned, values(call.assigned), strict=True))
+            seen = call.run(self._kernels.crew, self.contributions.total, self._value, values)
             flagged = [(self._outline.applications[number], flags) for number, flags in seen]
             suspects = {index for application, flags in flagged if flags & SUMS for index in application.needs}
             unsure = {id for application, flags in flagged if flags & ASSIGNED for id in application.assigned}
@@ -379,8 +357,8 @@ class Execution:
         for index in suspects:
             self.found.accuse(index)
         for id in unsure:
-            self.found.look(Ref("variable", id), assigned[id], self._values.get(id))
-        self._assigned |= assigned
+            self.found.look(Ref("variable", id), assigned[id], self._variables.before.get(id))
+        self._variables.assigned |= assigned
         if not self._outline.results:
             return
         for ref in (ref for application in applications for ref in application.read):
@@ -390,73 +368,15 @@ class Execution:
                 del self._known[ref]  # no reader is left
 
     def _run_rows(self, call: RowsCall) -> None:
-        missed = self._made_up(call)
-        self._set_aside(call.assigned, call.ids)
+        missed = self._variables.make_up(call, self._kernels)
+        self._variables.set_aside(call.assigned, call.ids)
         rows, assigned = call.rows, call.run(self._value, missed)
         self.found.forget(assigned)
         if may_be_nonfinite(rows.values.dtype) and not is_finite(rows.values):
             self.found.accuse(call.reduction)
             for id, array in assigned.items():
                 self.found.look(Ref("variable", id), take_rows(array, rows.ids, self._device.xp))
-        self._assigned |= assigned
-
-    # ---- Updates that rows have missed ----
-
-    def _missing(self, id: int) -> MissedUpdates | None:
-        """Returns what rows of a variable have missed, as of now."""
-        return self.missed[id] if id in self.missed else self._missed.get(id)
-
-    def _settle(self, ids: Collection[int]) -> None:
-        """Makes all rows of variables have all updates, since something else is about to read or assign them."""
-        for id in ids:
-            missed = self._missing(id)
-            if missed is not None:
-                if missed.behind:
-                    missed, tables = self._owned(missed, self._alone)
-                    missed.make_up_all(tables)
-                self.missed |= dict.fromkeys(missed.tables)
-
-    def _made_up(self, call: RowsCall) -> MissedUpdates | None:
-        """Makes the rows of a call have all updates before it; returns what it has to note itself in."""
-        same = self._missing(call.tables[0]) if call.tables else None
-        if call.tables and (same is None or not same.is_of(call.program, call.tables)):
-            self._settle(call.tables)
-            replay, size = Replay(self._kernels, call.program), len(self._variable(call.tables[0]))
-            same = MissedUpdates(replay, call.program, call.tables, size)
-            self.missed |= dict.fromkeys(call.tables, same)
-        touched = (self._missing(ref.index) for ref in call.refs if ref.kind == "variable")
-        for missed in dict.fromkeys(found for found in touched if found is not None):
-            now, tables = self._owned(missed, self._alone | self._held.keys())
-            ids = call.ids
-            if missed is same:
-                same = now
-                ids = np.union1d(ids, now.make_room())
-            self._set_aside(now.tables, ids)
-            now.make_up(tables, ids)
-        return same
-
-    def _set_aside(self, ids: Collection[int], rows: Int64s) -> None:
-        """Has rows of variables, which are about to be written in place, set aside by those who hold the variables."""
-        for id in self._held.keys() & set(ids):
-            for held in self._held[id]:
-                held.set_aside(self._variable(id), rows)
-
-    def _owned(self, missed: MissedUpdates, own: Set[int]) -> tuple[MissedUpdates, list[Any]]:
-        """Returns what rows have missed, and the tables, for a change in place; copies them where that must not be.
-
-        `own` are the variables that may be changed in place.
-
-        Where updates are made up in place of others' values, no value changes, and it stays if the round fails. But
-        updates of this round are made up in copies.
-        """
-        tables = frozenset(missed.tables)
-        in_place = tables <= own and not tables & self._assigned.keys()
-        if not in_place and not tables <= self._copied:
-            missed = missed.copy()
-            self.missed |= dict.fromkeys(missed.tables, missed)
-            self._assigned |= {id: self._variable(id).copy() for id in missed.tables}
-            self._copied |= tables
-        return missed, list(map(self._variable, missed.tables))
+        self._variables.assigned |= assigned
 
     # ---- Values ----
 
@@ -465,16 +385,7 @@ class Execution:
             return self._reduction(ref.index)
         if ref.kind != "variable":
             return self._known[ref]
-        assigned = self._assigned.get(ref.index)
-        return self._values[ref.index] if assigned is None else assigned
-
-    def _variable(self, id: int) -> Any:
-        return self._value(Ref("variable", id))
-
-    def _variables(self, ids: Sequence[int]) -> list[Array]:
-        """Returns the values of variables, by their numbers."""
-        values = {**self._values, **self._assigned} if self._assigned else self._values
-        return list(map(values.__getitem__, ids))
+        return self._variables.value(ref.index)
 
     def _on_host(self, ref: Ref) -> Array:
         return owned(self._device.get(self._value(ref)))

@@ -149,9 +149,15 @@ class Store:
         return {id: missed for missed in found for id in missed.tables}
 
     @property
-    def unsettled(self) -> Collection[int]:
-        """Numbers of the variables of which rows may have missed updates."""
-        return self._missed.keys()
+    def any_missed(self) -> bool:
+        """True if rows of some variable may have missed updates."""
+        return bool(self._missed)
+
+    def beside(self, ids: Collection[int], every: bool) -> Collection[int]:
+        """Returns variables, and those that are made up together with them, or `every` one that may be."""
+        if not self._missed:
+            return ids
+        return frozenset(self._missed if every else self.missed_of(ids)).union(ids)
 
     def views(self, ids: Iterable[int]) -> list[Array | Unsettled]:
         """Returns values of variables for who reads them later; raises `InvalidRequest` if one has none here."""
