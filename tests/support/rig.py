@@ -456,7 +456,7 @@ def manifest_of(shards: Sequence[Shard]) -> str:
     return Manifest(
         shards[0].round,
         shards[0].positions,
-        {name: Saved(shard.file, spec, checksum) for shard in shards for name, spec, checksum in shard.tensors},
+        {each.name: Saved(shard.file, each.spec, each.checksum) for shard in shards for each in shard.tensors},
         {shard.file: shard.nbytes for shard in shards},
     ).text()
 
