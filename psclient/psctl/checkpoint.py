@@ -70,7 +70,7 @@ def show_checkpoint(settings: CommandSettings, path: str) -> int:
     heading += f", saved {_time(said['saved_at'])} by {said['library'] or 'an older version'}"
     paths = _paths(manifest)
     rows = (
-        (name, spec.dtype, shape(spec.shape), f"{spec.nbytes:,}", ", ".join(saved.files), ", ".join(paths.get(name, ())))
+        (name, spec.dtype, shape(spec.shape), f"{spec.nbytes:,}", *map(", ".join, (saved.files, paths.get(name, ()))))
         for name, saved in sorted(manifest.tensors.items())
         for spec in [saved.spec]
     )

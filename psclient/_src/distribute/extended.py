@@ -24,11 +24,15 @@ from psclient._src.options import ReduceOp, ReduceOpName
 from psclient._src.values import DistributedValues, container, local_results, merge_copies
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import CopiedVariable, LocalVariable, SyncOnReadVariable
+from psclient._src.variables.sharded import Sharding
 from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.model.plan import Reduction, VariableSpec
 from pswire.model.tensor import Array
 
 Destination = Beside | tuple[Device, ...]
+
+Colocation = ServerIds | Sharding
+"""Where `colocate_vars_with` places variables: on servers, or beside the shards of a partitioned variable."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class _Shared:
     backend: Backend
     runner: ReplicaRunner
     names: dict[str, int]
-    colocated: ContextVar[ServerIds]
+    colocated: ContextVar[Colocation]
 
     @classmethod
     def of(cls, strategy: StrategyFace, backend: Backend | None) -> _Shared:
@@ -138,16 +142,20 @@ class StrategyExtended:
     # ---- Variables ----
 
     def create_variable(
-        self, spec: VariableSpec, value: Array, place: ServerIds, on_read: bool, aggregation: VariableAggregation
+        self, spec: VariableSpec, value: Array, place: Colocation, on_read: bool, aggregation: VariableAggregation
     ) -> Variable:
         """Gets or creates a variable; called by `Variable`, and for what checkpoints have by another name."""
+        place = place.place if isinstance(place, Sharding) else place
         if context.is_default(self._strategy):
             return self._backend.create(self._strategy, spec, value, place, on_read, aggregation)
         unique = replace(spec, name=self._unique(spec.name))
         made = self._backend.create(self._strategy, unique, value, place, on_read, aggregation)
-        for taken in {spec.name, unique.name}:
-            self._names[taken] = self._names.get(taken, 0) + 1
+        self._take_names(spec.name, unique.name)
         return made
+
+    def _take_names(self, *names: str) -> None:
+        for taken in set(names):
+            self._names[taken] = self._names.get(taken, 0) + 1
 
     def _unique(self, name: str) -> str:
         count = self._names.get(name, 0)
@@ -159,8 +167,8 @@ class StrategyExtended:
         return isinstance(whole, Variable) and whole.strategy is self._strategy
 
     @property
-    def colocation(self) -> ServerIds:
-        """The servers for variables that the thread creates in `colocate_vars_with`; empty outside of it."""
+    def colocation(self) -> Colocation:
+        """The place for variables that the thread creates in `colocate_vars_with`; empty outside of it."""
         return self._colocated.get()
 
     @contextlib.contextmanager
@@ -174,7 +182,7 @@ class StrategyExtended:
             ValueError: it is a variable of another strategy, or no parameter device.
             RuntimeError: on entering, outside of the strategy's scope.
         """
-        place = self._placed(colocate_with_variable)
+        place = self._colocation_with(colocate_with_variable)
         if context.get_strategy() is not self._strategy:
             raise RuntimeError("colocate_vars_with is called outside of its scope; enter strategy.scope() first")
         token = self._colocated.set(place)
@@ -182,6 +190,10 @@ class StrategyExtended:
             yield
         finally:
             self._colocated.reset(token)
+
+    def _colocation_with(self, where: Variable | Sequence[str]) -> Colocation:
+        """Returns where `colocate_vars_with` places variables."""
+        return self._placed(where)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
         """Returns the devices for variables that serve several others, such as a step count. In any context.
@@ -309,22 +321,27 @@ class StrategyExtended:
         found = self.gather(value, axis)
         return nest.map_structure(lambda array: self._bring(array, self._backend.group.devices), found)
 
-    def contributions(self, values: Sequence[Value], reductions: Sequence[Reduction]) -> list[LocalValue | HostValue]:
+    def contributions(
+        self, values: Sequence[Value], variables: Sequence[Variable], reductions: Sequence[Reduction]
+    ) -> list[LocalValue | HostValue]:
         """Returns this process's contributions to sums like earlier ones, if they fit; else fewer items.
 
         In cross-replica context.
 
         Args:
-            values: one for each reduction, as `batch_reduce_to` takes them.
+            values: as `batch_reduce_to` takes them.
+            variables: the variable beside which each sum is.
             reductions: the earlier reductions.
         """
+        if len(values) != len(reductions):
+            return []
         whole = len(self.worker_devices) == 1 and not self._backend.group.empty
         found: list[LocalValue | HostValue] = []
-        for value, reduction in zip(values, reductions, strict=True):
+        for value, variable, reduction in zip(values, variables, reductions, strict=True):
             if whole and reduction.form == "dense" and travels_as(value, reduction.tensor):
                 found.append(HostValue(1.0, value))
                 continue
-            local = self._local(ReduceOp.SUM, value, None, reduction.tensor.shape, reduction.target)
+            local = self._local(ReduceOp.SUM, value, None, *_rows_of(variable))
             if (local.spec, local.form) == (reduction.tensor, reduction.form):
                 found.append(local)
         return found
