@@ -323,8 +323,8 @@ class Optimizer(Described):
         cut = [v for v in variables if len(shards_of(v)) > 1 and not self._by_row]
         if cut:
             raise ValueError(
-                f"{type(self).__name__} needs all of a variable for each step, and {cut[0].name!r} is in shards; create "
-                "it whole, beside another variable or in a strategy without variable_partitioner"
+                f"{type(self).__name__} needs all of a variable for each step, and {cut[0].name!r} is in shards; "
+                "create it in a strategy whose variable_partitioner leaves it whole"
             )
         if self._state.strategy not in (None, variables[0].strategy):
             raise ValueError(

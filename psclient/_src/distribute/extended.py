@@ -142,20 +142,16 @@ class StrategyExtended:
     # ---- Variables ----
 
     def create_variable(
-        self, spec: VariableSpec, value: Array, place: Colocation, on_read: bool, aggregation: VariableAggregation
+        self, spec: VariableSpec, value: Array, place: ServerIds, on_read: bool, aggregation: VariableAggregation
     ) -> Variable:
         """Gets or creates a variable; called by `Variable`, and for what checkpoints have by another name."""
-        place = place.place if isinstance(place, Sharding) else place
         if context.is_default(self._strategy):
             return self._backend.create(self._strategy, spec, value, place, on_read, aggregation)
         unique = replace(spec, name=self._unique(spec.name))
         made = self._backend.create(self._strategy, unique, value, place, on_read, aggregation)
-        self._take_names(spec.name, unique.name)
-        return made
-
-    def _take_names(self, *names: str) -> None:
-        for taken in set(names):
+        for taken in {spec.name, unique.name}:
             self._names[taken] = self._names.get(taken, 0) + 1
+        return made
 
     def _unique(self, name: str) -> str:
         count = self._names.get(name, 0)
@@ -182,7 +178,7 @@ class StrategyExtended:
             ValueError: it is a variable of another strategy, or no parameter device.
             RuntimeError: on entering, outside of the strategy's scope.
         """
-        place = self._colocation_with(colocate_with_variable)
+        place = self._placed(colocate_with_variable)
         if context.get_strategy() is not self._strategy:
             raise RuntimeError("colocate_vars_with is called outside of its scope; enter strategy.scope() first")
         token = self._colocated.set(place)
@@ -190,10 +186,6 @@ class StrategyExtended:
             yield
         finally:
             self._colocated.reset(token)
-
-    def _colocation_with(self, where: Variable | Sequence[str]) -> Colocation:
-        """Returns where `colocate_vars_with` places variables."""
-        return self._placed(where)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
         """Returns the devices for variables that serve several others, such as a step count. In any context.
@@ -333,8 +325,6 @@ class StrategyExtended:
             variables: the variable beside which each sum is.
             reductions: the earlier reductions.
         """
-        if len(values) != len(reductions):
-            return []
         whole = len(self.worker_devices) == 1 and not self._backend.group.empty
         found: list[LocalValue | HostValue] = []
         for value, variable, reduction in zip(values, variables, reductions, strict=True):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
@@ -72,7 +73,8 @@ class ShardedExtended(extended_v1.StrategyExtended):
     ) -> Variable:
         """Gets or creates a variable, in shards where the partitioner says so, or that beside which it is created."""
         if on_read or not (isinstance(place, Sharding) or (self._partitioner and not place)):
-            return super().create_variable(spec, value, place, on_read, aggregation)
+            servers = place.place if isinstance(place, Sharding) else place
+            return super().create_variable(spec, value, servers, on_read, aggregation)
         unique = replace(spec, name=self._unique(spec.name))
         if isinstance(place, Sharding):
             made = self._create_beside(unique, value, place, aggregation)
@@ -117,10 +119,27 @@ class ShardedExtended(extended_v1.StrategyExtended):
                 self._take_names(spec.name, unique.name)
         return made
 
-    def _colocation_with(self, where: Variable | Sequence[str]) -> Colocation:
-        whole = container(where)
-        place = super()._colocation_with(whole)
-        return whole.sharding if isinstance(whole, VariableOfShards) else place
+    def _take_names(self, *names: str) -> None:
+        for taken in set(names):
+            self._names[taken] = self._names.get(taken, 0) + 1
+
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Variable | Sequence[str]) -> Iterator[None]:
+        """Variables created within live on the same devices; see `extended.StrategyExtended.colocate_vars_with`.
+
+        Beside a partitioned variable those with as many rows are cut as it is, shard beside shard. Others have a copy
+        beside each shard: what an update assigns to them has to be the same for all shards.
+        """
+        whole = container(colocate_with_variable)
+        with super().colocate_vars_with(colocate_with_variable):
+            if not isinstance(whole, VariableOfShards):
+                yield
+                return
+            token = self._colocated.set(whole.sharding)
+            try:
+                yield
+            finally:
+                self._colocated.reset(token)
 
     # ---- Reductions ----
 
@@ -151,7 +170,9 @@ class ShardedExtended(extended_v1.StrategyExtended):
         for value, v in zip(values, variables, strict=True):
             count = len(v.sharding.places) if isinstance(v, ShardedVariable) else 1
             mine, rest = rest[:count], rest[count:]
-            if isinstance(v, ShardedVariable) and len(mine) == count:
+            if len(mine) < count:
+                return []
+            if isinstance(v, ShardedVariable):
                 found += self._contributions_to(value, v, mine)
             else:
                 found += super().contributions([value], [v], mine)

@@ -151,8 +151,7 @@ class RemoteBackend:
     def read_all(self, handles: Sequence[Handle]) -> list[Array]:
         """Returns the values of variables on the host, as `read`; their servers are asked together."""
         if self._section is None and not self._closed:
-            values = [self._reads.kept(handle.id) for handle in handles]
-            found = [value for value in values if value is not None]
+            found = [value for handle in handles if (value := self._reads.kept(handle.id)) is not None]
             if len(found) == len(handles):
                 return found
         in_replica = self._begin_read(handles)
