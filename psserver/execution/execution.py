@@ -32,6 +32,7 @@ from pswire.errors import MemoryLimit, ProgramError, PSError
 from pswire.limits import PART_BYTES
 from pswire.model.finite import is_finite, may_be_nonfinite
 from pswire.model.plan import Ref
+from pswire.model.rows import Rows
 from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
 
 log = logging.getLogger("psserver")
@@ -163,7 +164,7 @@ class Execution:
         if not self.contributions.senders:
             # All members were restarted while the last round of the earlier ones was still open.
             self._returned += [np.zeros(spec.shape, DTYPES[spec.dtype]) for _, spec in self.job.prepared.given]
-            self._give_rows()
+            self._give_rows(self._given_rows())
             self.begun, self._at = True, len(self._outline.needs)
             return {}, {}
         with self._told(), self._device.scope():
@@ -194,11 +195,14 @@ class Execution:
     def _after(self, id: int) -> Any:
         return self._values[id] if self.job.skipped else self._value(Ref("variable", id))
 
-    def _give_rows(self) -> None:
-        for index in self.job.prepared.given_rows:
-            rows = self.contributions.reduced_rows(index)
-            self._returned += rows
-            self._rows.append(len(rows.ids))
+    def _given_rows(self) -> list[Rows]:
+        return [self.contributions.reduced_rows(index) for index in self.job.prepared.given_rows]
+
+    def _give_rows(self, rows: Sequence[Rows]) -> None:
+        """Gives rows back: they come behind all else."""
+        for one in rows:
+            self._returned += one
+            self._rows.append(len(one.ids))
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -248,9 +252,8 @@ class Execution:
         applications = len(self._outline.applications)
         given = self._outline.given[max(at - applications, 0) : max(stop - applications, 0)]
         calls = self._calls(at, min(stop, applications), alone, spare)
-        if stop == len(self._outline.needs):
-            self._give_rows()
         # What may fail comes before anything is written in place.
+        rows = self._given_rows() if stop == len(self._outline.needs) else []
         reduced = {ref: self._on_host(ref) for ref in given if ref.kind == "reduction"}
         self._written |= self._progressive and bool(calls)
         try:
@@ -267,6 +270,7 @@ class Execution:
             ready = {id: self._device.get(array) for id, array in ready.items()}
         returned = [reduced[ref] if ref in reduced else self._on_host(ref) for ref in given]
         self._returned += returned
+        self._give_rows(rows)
         return ready | dict(zip(given, returned, strict=True))
 
     # ---- Calls of kernels ----
