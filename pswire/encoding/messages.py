@@ -38,6 +38,7 @@ from pswire.model.plan import (
     ReduceOp,
     RefKind,
     ShardOf,
+    Sparse,
     Turn,
     VariableSpec,
 )
@@ -122,6 +123,7 @@ MAPPER.words(RefKind, pb.Ref.Kind, "unknown kind of value {}")
 MAPPER.words(Nonfinite, pb.Nonfinite, "unknown choice {} for NaN and infinity")
 MAPPER.words(ReduceOp, pb.Reduction.Op, "unknown reduction {}")
 MAPPER.words(Form, pb.Reduction.Form, "unknown form {} of contributions")
+MAPPER.words(Sparse, pb.Apply.Sparse, "unknown way {} of updates with rows")
 MAPPER.words(RestoreStage, pb.RestoreStage, "a restore has no stage {}")
 
 TENSOR = MAPPER.pair(TensorSpec, pb.TensorSpec, check=TensorSpec.check)

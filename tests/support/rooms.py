@@ -43,7 +43,11 @@ ROOMS = {
         _room("psserver", 4, "pswire wire.model wire.security wire.transport wire.api"),
         _room("psserver.programs", 5, "pswire wire.model psserver"),
         _room("psserver.plans", 6, "pswire wire.model wire.transport psserver.programs wire.api"),
-        _room("psserver.state", 7, "pswire wire.model wire.telemetry psserver wire.transport wire.api psserver.plans"),
+        _room(
+            "psserver.state",
+            7,
+            "pswire wire.model wire.telemetry psserver wire.transport psserver.programs wire.api psserver.plans",
+        ),
         _room(
             "psserver.transport",
             7,
