@@ -44,6 +44,7 @@ from pswire.model.plan import (
     Reduction,
     Ref,
     RestoreCommit,
+    ShardOf,
     SnapshotOrder,
     Turn,
     VariableSpec,
@@ -250,9 +251,10 @@ class Job:
         servers: tuple[int, ...] = (0,),
         name: str = "",
         saved_as: str | None = None,
+        shard: ShardOf | None = None,
     ) -> PlacedVariable:
         """Creates a variable with its first value, as the next of the job."""
-        spec = VariableSpec(name or f"v{len(self.variables)}", spec_of(np.asarray(value)), saved_as=saved_as)
+        spec = VariableSpec(name or f"v{len(self.variables)}", spec_of(np.asarray(value)), True, saved_as, shard)
         ordinal = len(self.variables)
         named = self.verbs[0].create(creator.session, ordinal, -1, spec, servers, None)
         variable = PlacedVariable(named.id, spec, named.servers)
