@@ -190,7 +190,7 @@ def learn(resume, shards, stop):
         strategy.run(step, args=(ids,))
         manager.save()
         manager.sync()
-    say("table", table.numpy().tobytes().hex(), int(optimizer.iterations), len(table.variables))
+    say("table", [table.numpy().tobytes().hex(), int(optimizer.iterations), len(table.variables)])
 
 
 def test_a_job_goes_on_with_other_shards(tmp_path):
