@@ -36,7 +36,6 @@ from pswire.errors import MemoryLimit, ProgramError, PSError
 from pswire.limits import PART_BYTES
 from pswire.model.finite import is_finite, may_be_nonfinite
 from pswire.model.plan import Ref
-from pswire.model.rows import Rows
 from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
 
 log = logging.getLogger("psserver")
@@ -176,7 +175,7 @@ class Execution:
         if not self.contributions.senders:
             # All members were restarted while the last round of the earlier ones was still open.
             self._returned += [np.zeros(spec.shape, DTYPES[spec.dtype]) for _, spec in self.job.prepared.given]
-            self._give_rows(self._given_rows())
+            self._returned += self._give_rows()
             self.begun, self._at = True, len(self._outline.needs)
             return {}, {}
         with self._told(), self._device.scope():
@@ -203,14 +202,11 @@ class Execution:
             taken = [self._variables.rows(read.variable, read.numbers(), after, xp) for read in reads]
             self.looked_up[session] = list(map(self._device.get, taken))
 
-    def _given_rows(self) -> list[Rows]:
-        return [self.contributions.reduced_rows(index) for index in self.job.prepared.given_rows]
-
-    def _give_rows(self, rows: Sequence[Rows]) -> None:
-        """Gives rows back: they come behind all else."""
-        for one in rows:
-            self._returned += one
-            self._rows.append(len(one.ids))
+    def _give_rows(self) -> list[Array]:
+        """Returns ids and rows that are given back; they come behind all else."""
+        rows = [self.contributions.reduced_rows(index) for index in self.job.prepared.given_rows]
+        self._rows += [len(one.ids) for one in rows]
+        return [array for one in rows for array in one]
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -263,7 +259,7 @@ class Execution:
         given = self._outline.given[max(at - applications, 0) : max(stop - applications, 0)]
         calls = self._calls(at, min(stop, applications), alone, spare)
         # What may fail comes before anything is written in place.
-        rows = self._given_rows() if stop == len(self._outline.needs) else []
+        behind = self._give_rows() if stop == len(self._outline.needs) else []
         reduced = {ref: self._on_host(ref) for ref in given if ref.kind == "reduction"}
         self._written |= self._progressive and bool(calls)
         try:
@@ -281,8 +277,7 @@ class Execution:
         if self._device.gpu is not None:
             ready = {id: self._device.get(array) for id, array in ready.items()}
         returned = [reduced[ref] if ref in reduced else self._on_host(ref) for ref in given]
-        self._returned += returned
-        self._give_rows(rows)
+        self._returned += [*returned, *behind]
         return ready | dict(zip(given, returned, strict=True))
 
     # ---- Calls of kernels ----

@@ -239,7 +239,7 @@ def test_slices_that_do_not_make_the_whole_are_told(name):
     said = Manifest(1, (), {"w": Saved("", TensorSpec("int8", (4, 2)), "", (Slice("x", "w", 0, 4),))}).text()
     text = json.loads(said)
     text["tensors"]["w"]["slices"] = [vars(one) for one in slices]
-    with pytest.raises(DamagedCheckpoint, match="slice"):
+    with pytest.raises(DamagedCheckpoint, match=r"slice|not an integer"):
         Manifest.parse(json.dumps(text), "here")
     assert Manifest.parse(said, "here").tensors["w"].slices
 
