@@ -1,6 +1,6 @@
 """Train on parameter servers, without TensorFlow, as with `tf.distribute`."""
 
-from psclient import cluster_resolver, compat, losses, metrics, nn, ops, optimizers, summary, train
+from psclient import cluster_resolver, compat, experimental, losses, metrics, nn, ops, optimizers, summary, train
 from psclient._src.arraylike import Mirrored
 from psclient._src.context import (
     ReplicaContext,
@@ -30,6 +30,7 @@ from psclient._src.strategies.parameter_server import ParameterServerStrategy
 from psclient._src.tracing.update_function import update_function
 from psclient._src.values import DistributedValues, PerReplica
 from psclient._src.variables.indexed_slices import IndexedSlices, convert_to_tensor
+from psclient._src.variables.sharded import ShardedVariable
 from psclient._src.variables.sparse_updates import exactly, lazily
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from psclient.cluster_resolver import (
@@ -69,6 +70,7 @@ __all__ = [
     "ReplicaContext",
     "Round",
     "RunOptions",
+    "ShardedVariable",
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "SparseTensor",
@@ -90,6 +92,7 @@ __all__ = [
     "convert_to_tensor",
     "errors",
     "exactly",
+    "experimental",
     "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",

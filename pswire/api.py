@@ -17,7 +17,7 @@ import numpy as np
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError
 from pswire.model.log import Epoch, LogEntry, Mode, Position, Start
-from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
+from pswire.model.plan import PlacedVariable, Plan, ShardOf, Turn, VariableSpec
 from pswire.model.rows import Int64s
 from pswire.model.status import STILL, Happened, Pace, ServerStatus, SessionState
 from pswire.model.tensor import TensorSpec
@@ -278,6 +278,23 @@ class Watched:
 
 
 @dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of a file.
+
+    Attributes:
+        name: its name there.
+        spec: dtype and shape.
+        checksum: of its bytes, as in `Manifest`.
+        shard: which rows of a partitioned variable it has; None for a whole one.
+    """
+
+    name: str
+    spec: TensorSpec
+    checksum: str
+    shard: ShardOf | None = None
+
+
+@dataclass(frozen=True)
 class Shard:
     """One server's file of a checkpoint.
 
@@ -286,7 +303,7 @@ class Shard:
         file: the file's name in it.
         round: the round whose state it holds.
         positions: the datasets' positions after that round.
-        tensors: names, specs and checksums of its tensors, as in `Manifest`.
+        tensors: its tensors.
         nbytes: the file's size.
     """
 
@@ -294,7 +311,7 @@ class Shard:
     file: str
     round: int
     positions: tuple[Position, ...]
-    tensors: tuple[tuple[str, TensorSpec, str], ...]
+    tensors: tuple[SavedTensor, ...]
     nbytes: int = 0
 
 

@@ -56,8 +56,8 @@ class Extended(Protocol):
         """All devices that hold variables, by name."""
 
     @property
-    def colocation(self) -> tuple[int, ...]:
-        """The servers of the innermost `colocate_vars_with`, by number; empty outside of each."""
+    def colocation(self) -> Any:
+        """The place of the innermost `colocate_vars_with`: servers by number, or shards; empty outside of each."""
 
     def colocate_vars_with(self, colocate_with_variable: Any) -> AbstractContextManager[None]:
         """Places variables."""

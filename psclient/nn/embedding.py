@@ -8,6 +8,7 @@ from typing import Any, get_args
 from psclient._src import context
 from psclient._src.nest import Nest
 from psclient._src.variables.lookup import LookedUpRows, RowReadable
+from psclient._src.variables.sharded import ShardedVariable, whole_of
 from psclient.nn.bags import Bags, Combiner
 from psclient.nn.clipping import clip_rows
 from psclient.nn.id_bags import GivenBags, IdBags
@@ -23,11 +24,11 @@ def embedding_lookup(
     gradient of the variable; that of clipped rows is the gradient through the clip.
 
     Args:
-        params: a variable, (size, *row shape); a list of one as well.
+        params: a variable, (size, *row shape); a list of one, or of all shards of one, as well.
         ids: integers of any shape, of NumPy, CuPy or Python; may repeat.
         max_norm: rows are clipped to this L2 norm; None leaves them as they are.
         name: ignored.
-        partition_strategy: "div"; there are no partitions.
+        partition_strategy: "div", as variables are cut.
 
     Returns:
         The rows, see `values`, `inverse` and `gradient` there.
@@ -66,7 +67,7 @@ def embedding_lookup_sparse(
             result is 0.
         max_norm: rows are clipped to this L2 norm before; None leaves them as they are.
         name, allow_fast_lookup: ignored.
-        partition_strategy: "div"; there are no partitions.
+        partition_strategy: "div", as variables are cut.
 
     Returns:
         The bags; of an empty one zeros.
@@ -130,10 +131,15 @@ def _table(params: Any, partition_strategy: str) -> RowReadable:
     """Returns the variable whose rows are looked up."""
     if partition_strategy != "div":
         raise ValueError(
-            f"partition_strategy is {partition_strategy!r}; a variable is whole here, and its rows have the places "
-            'that "div" gives them'
+            f'partition_strategy is {partition_strategy!r}; the rows of a variable have the places that "div" gives '
+            "them here, whole or in shards"
         )
     tables = list(params) if isinstance(params, list | tuple) else [params]
+    whole = whole_of(tables[0]) if tables else None
+    if isinstance(whole, ShardedVariable) and len(tables) == len(whole.variables) > 1:
+        if all(table is shard for table, shard in zip(tables, whole.variables, strict=True)):
+            return whole
+        raise ValueError(f"params are the shards of {whole.name!r} in another order; give the variable itself")
     if len(tables) != 1:
         raise ValueError(f"params are {len(tables)} variables; give one, since rows are looked up in one at a time")
     if isinstance(tables[0], RowReadable):

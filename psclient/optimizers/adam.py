@@ -185,6 +185,8 @@ class Lamb(Moments):
     Source: `keras.optimizers.Lamb`; You et al., "Large Batch Optimization for Deep Learning", 2020.
     """
 
+    _by_row = False  # the lengths are those of whole variables
+
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
         m, s = slots
         first, second = (correction.astype(gradient.dtype) for correction in self.corrections(iterations))

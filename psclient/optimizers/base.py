@@ -16,6 +16,7 @@ from psclient._src.devices import Value
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.tracing.diagnostics import refuse_slots
 from psclient._src.tracing.hyperparameters import Settings, is_view
+from psclient._src.variables.sharded import shards_of
 from psclient._src.variables.sparse_updates import Sparse
 from psclient._src.variables.variable import Variable
 from psclient.optimizers.checks import Exclusions, check_variables
@@ -69,6 +70,8 @@ class Optimizer(Described):
     slots: tuple[str, ...] = ()
     _fixed: ClassVar[Set[str]] = frozenset({"name", "gradient_accumulation_steps"})
     _fixed_once_built: ClassVar[Set[str]] = frozenset({"slots", "use_ema"})
+    _by_row: ClassVar[bool] = True
+    """Whether `update` computes each row by itself, so that it may run beside the shards of a partitioned variable."""
     _slot_of: ClassVar[Mapping[str, str]] = {}
     """Slots by the attribute that needs them: a slot is there if its attribute is true."""
     _ranges: ClassVar[Mapping[str, Range]] = {}
@@ -331,6 +334,12 @@ class Optimizer(Described):
         if self._driver.was_of(variables):
             return
         check_variables(variables)
+        cut = [v for v in variables if len(shards_of(v)) > 1 and not self._by_row]
+        if cut:
+            raise ValueError(
+                f"{type(self).__name__} needs all of a variable for each step, and {cut[0].name!r} is in shards; "
+                "create it in a strategy whose variable_partitioner leaves it whole"
+            )
         if self._state.strategy not in (None, variables[0].strategy):
             raise ValueError(
                 f"this {type(self).__name__} keeps state in another strategy than that of {variables[0].name!r}; "

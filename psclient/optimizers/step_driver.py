@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from psclient._src import context
 from psclient._src.devices import Value
@@ -14,12 +14,13 @@ from psclient._src.distribute.strategy import Strategy
 from psclient._src.distribute.template import TemplateCache
 from psclient._src.nest import Nest
 from psclient._src.tracing.hyperparameters import Settings
+from psclient._src.variables.sharded import shards_of
 from psclient._src.variables.sparse_updates import Sparse, SparseUpdate
 from psclient._src.variables.variable import Variable
 from psclient.optimizers.checks import check_gradients
 from psclient.optimizers.loss_scale import DynamicLossScale
 from psclient.optimizers.state import Needs, State
-from psclient.optimizers.step_functions import apply, become, begin, measure, total
+from psclient.optimizers.step_functions import apply, become, begin, measure, measure_norm, total
 
 _TRAINABLE = operator.attrgetter("trainable")
 
@@ -27,6 +28,7 @@ _TRAINABLE = operator.attrgetter("trainable")
 class Rule(Protocol):
     """An optimizer, as its driver sees it."""
 
+    clipnorm: float | None
     global_clipnorm: float | None
     loss_scale_factor: float | DynamicLossScale | None
     sparse: Sparse
@@ -120,7 +122,7 @@ class StepDriver:
             record()
             return
         key = StepKey(tuple(variables), tuple(map(self._decays, variables)), settings, len(state.everywhere))
-        local = partial(strategy.extended.contributions, grads)
+        local = partial(strategy.extended.contributions, grads, variables)
         strategy.backend.replay(self._cache, key, settings.numbers, local, record)
 
     def _record(self, strategy: Strategy, settings: Settings, grads: list[Value], variables: list[Variable]) -> None:
@@ -130,7 +132,7 @@ class StepDriver:
             for v, gradient in zip(variables, sums, strict=True):
                 extended.update(cast(Variable, state.of(v).staged), become, (gradient,))
             sums = [state.of(v).staged for v in variables]
-        measured = self._measured(strategy, settings, variables, sums)
+        measured, norms = self._measured(strategy, settings, variables, sums)
         begun, finite = {}, measured.get("finite")
         for shared in state.everywhere:
             counted = shared["iterations"].devices
@@ -138,52 +140,79 @@ class StepDriver:
         step = SparseUpdate(apply, self._rule.sparse)
         for v, gradient in zip(variables, sums, strict=True):
             own, now = state.of(v), begun[id(state.beside(v))]
-            rest = (measured.get("norm"), own.average, self._decays(v), own.slots)
+            rest = (norms.get(id(v), measured.get("norm")), own.average, self._decays(v), own.slots)
             extended.update(v, step, (settings, gradient, own.accumulator, now, *rest))
 
     def _measured(
         self, strategy: Strategy, settings: Settings, variables: Sequence[Variable], sums: Sequence[Value]
-    ) -> dict[str, Value]:
-        """The norm of all gradients, and whether they are finite, as far as these are needed."""
-        if not self._measures:
-            return {}
+    ) -> tuple[dict[str, Value], dict[int, Value]]:
+        """The norm of all gradients, and whether they are finite, as far as these are needed.
+
+        Also the norm of each gradient that is clipped by its own, and is in shards; by the id of its variable.
+        """
         extended, state = strategy.extended, self._state
-        parts = [
-            extended.update(v, measure, (settings, own, state.of(v).accumulator, state.beside(v).get("loss_scale")))
-            for v, own in zip(variables, sums, strict=True)
-        ]
-        if not self._in_stages(strategy, variables):
-            found: dict[str, Value] = extended.update_non_slot(extended.non_slot_devices(variables), total, (parts,))
-            return found
-        # A value never crosses servers inside a section: the parts come here, and what they make goes back.
-        names = list(parts[0])
-        arrays = iter(strategy.backend.bring([part[name] for part in parts for name in names]))
-        return cast(dict[str, Value], total([{name: next(arrays) for name in names} for _ in parts]))
+        of = list(zip(variables, sums, strict=True))
+        measured: list[tuple[Sequence[Variable], list[dict[str, Value]]]] = []
+        for fn, some in ((measure, of if self._measures else []), *((measure_norm, [each]) for each in self._cut(of))):
+            parts: list[dict[str, Value]] = []
+            for v, own in some:
+                given = (settings, own, state.of(v).accumulator, state.beside(v).get("loss_scale"))
+                parts += _by_shard(v, extended.update(v, fn, given))
+            if parts:
+                measured.append(([v for v, _ in some], parts))
+        if self._in_stages(strategy, variables):
+            # A value never crosses servers inside a section: the parts come here, and what they make goes back.
+            leaves = [part[name] for _, parts in measured for part in parts for name in part]
+            arrays = iter(strategy.backend.bring(leaves))
+            here = [[{name: next(arrays) for name in part} for part in parts] for _, parts in measured]
+            found = [total(parts) for parts in here]
+        else:
+            found = [extended.update_non_slot(extended.non_slot_devices(vs), total, (parts,)) for vs, parts in measured]
+        of_all = cast(dict[str, Value], found.pop(0)) if self._measures else {}
+        cut = [v for v, _ in self._cut(of)]
+        return of_all, {id(v): each["norm"] for v, each in zip(cut, found, strict=True)}
+
+    def _cut(self, of: Sequence[tuple[Variable, Value]]) -> list[tuple[Variable, Value]]:
+        """Returns the variables whose gradients are clipped by their own norms, of which no server has the whole."""
+        return [each for each in of if self._rule.clipnorm is not None and len(shards_of(each[0])) > 1]
 
     @property
     def _measures(self) -> bool:
         return self._rule.global_clipnorm is not None or isinstance(self._rule.loss_scale_factor, DynamicLossScale)
 
     def _in_stages(self, strategy: Strategy, variables: Sequence[Variable]) -> bool:
-        """Returns whether a step takes two rounds: what it has to know of all gradients is on several servers."""
+        """Returns whether a step takes two rounds: what it has to know of a gradient, or all, is on several servers."""
         alone = strategy.backend.group.alone
         if alone and isinstance(self._rule.loss_scale_factor, DynamicLossScale):
             raise ValueError(
                 "with DynamicLossScale another asynchronous worker may change the scale between a loss and its "
                 "gradient's division; give loss_scale_factor a number"
             )
-        places = {v.place for v in variables}
+        apart = [v for v in variables if len({shard.place for shard in shards_of(v)}) > 1]
+        places = {shard.place for v in variables for shard in shards_of(v)}
         if isinstance(self._rule.loss_scale_factor, DynamicLossScale):
             # All copies of the loss scale have to be told, whether or not a variable of this step is beside them.
             places |= {shared["iterations"].place for shared in self._state.everywhere}
-        if not self._measures or len(places) == 1:
+        of_one = self._rule.clipnorm is not None and bool(apart)
+        if not of_one and (not self._measures or len(places) == 1):
             return False
+        if alone and of_one:
+            raise ValueError(
+                f"clipnorm needs all of the gradient of {apart[0].name!r}, whose shards are on several servers, which "
+                "asynchronous workers mix with those of others; use clipvalue, or create the variable whole"
+            )
         if alone:
             raise ValueError(
                 "global_clipnorm and DynamicLossScale need all gradients of a step, which asynchronous workers on "
                 "several servers mix with those of others; use clipnorm, or one server"
             )
         return True
+
+
+def _by_shard(v: Variable, found: Any) -> list[dict[str, Value]]:
+    """Returns what was measured of a variable, of a partitioned one for each shard."""
+    count = len(shards_of(v))
+    return [{name: each[n] for name, each in found.items()} for n in range(count)] if count > 1 else [found]
 
 
 def _same(some: Sequence[object], others: Sequence[object]) -> bool:

@@ -1,7 +1,7 @@
 """The update functions that make a step: what all optimizers do around their own `update`.
 
     become     each variable    keeps its gradient for the second round, where a step takes two
-    measure    each variable    how large its gradient is, and whether it is finite
+    measure    each variable    how large its gradient is, and whether it is finite; `measure_norm` of a shard
     total      each server      that of all variables together
     begin      each server      counts the call, computes its learning rate, decides whether it makes a step
     apply      each variable    accumulates, clips, decays, updates, averages
@@ -84,6 +84,19 @@ def measure(
     if isinstance(optimizer.loss_scale_factor, DynamicLossScale):
         found["finite"] = np.all(np.isfinite(whole))
     return found
+
+
+@update_function
+def measure_norm(
+    v: Updated, optimizer: OptimizerView, gradient: Value, accumulator: Updated | None, scale: Value
+) -> dict[str, Value]:
+    """Measures a shard's gradient, which is clipped by the norm of the whole one: the sum of its squares, float64.
+
+    Args:
+        v, optimizer, gradient, accumulator, scale: as in `measure`.
+    """
+    whole = _whole(optimizer, _unscaled(v, optimizer, gradient, scale), accumulator)
+    return {"squares": np.sum(np.square(whole)).astype(np.float64)}
 
 
 @update_function
@@ -171,7 +184,8 @@ def apply(
     Args:
         v, optimizer, gradient, accumulator: as in `measure`.
         begun: the result of `begin`.
-        norm: norm of all gradients, where they are clipped by it, else None.
+        norm: norm of all gradients, where they are clipped by it; of a shard, which is clipped by the norm of its
+            variable's gradient, that; else None.
         average: the variable's moving average, or None.
         decays: True if the variable takes part in weight decay.
         slots: the variable's slots, in order.
@@ -240,7 +254,8 @@ def _clipped(optimizer: OptimizerView, own: Value, norm: Value) -> Value:
     if optimizer.clipvalue is not None:
         return np.clip(own, -optimizer.clipvalue, optimizer.clipvalue)
     if optimizer.clipnorm is not None:
-        return own * (optimizer.clipnorm / np.maximum(np.sqrt(np.sum(np.square(own))), optimizer.clipnorm))
+        length = np.sqrt(np.sum(np.square(own))) if norm is None else norm.astype(own.dtype)
+        return own * (optimizer.clipnorm / np.maximum(length, optimizer.clipnorm))
     if norm is not None:
         limit = optimizer.global_clipnorm
         # The difference is 0, or makes all gradients NaN where one is not finite.

@@ -70,7 +70,7 @@ def show_checkpoint(settings: CommandSettings, path: str) -> int:
     heading += f", saved {_time(said['saved_at'])} by {said['library'] or 'an older version'}"
     paths = _paths(manifest)
     rows = (
-        (name, spec.dtype, shape(spec.shape), f"{spec.nbytes:,}", saved.file, ", ".join(paths.get(name, ())))
+        (name, spec.dtype, shape(spec.shape), f"{spec.nbytes:,}", *map(", ".join, (saved.files, paths.get(name, ()))))
         for name, saved in sorted(manifest.tensors.items())
         for spec in [saved.spec]
     )
@@ -93,7 +93,9 @@ def verify(settings: CommandSettings, path: str) -> int:
         told = {"path": path, "whole": False, "without_checksum": 0, "faults": [fault]}
         return settings.tell(told, f"{path} is damaged: {error}", wrong=True)
     faults = [{"file": file, "fault": fault} for file, fault in found.verify()]
-    count, without = len(found.manifest.tensors), sum(not each.checksum for each in found.manifest.tensors.values())
+    count = len(found.manifest.tensors)
+    pieces = (saved.pieces(name) for name, saved in found.manifest.tensors.items())
+    without = sum(not all(one.checksum for one in each) for each in pieces)
     said = {"path": found.full, "whole": not faults, "without_checksum": without, "faults": faults}
     if faults:
         made = table(("file", "fault"), ((each["file"], each["fault"]) for each in faults))

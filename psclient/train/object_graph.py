@@ -14,6 +14,7 @@ import numpy as np
 from psclient._src import values
 from psclient._src.data.distributed import DistributedDataset, DistributedDatasetFromFunction, DistributedIterator
 from psclient._src.distribute.strategy import Strategy
+from psclient._src.variables.sharded import whole_of
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from psclient.optimizers import Optimizer
 from psclient.optimizers.state import state_of
@@ -73,7 +74,7 @@ def explore(root: Mapping[str, object]) -> Tracked:
     ahead = deque((_escaped(name), thing) for name, thing in root.items())
     while ahead:
         path, thing = ahead.popleft()
-        thing = values.container(thing)
+        thing = whole_of(values.container(thing))
         if isinstance(thing, _PLAIN) or id(thing) in seen:
             continue
         seen[id(thing)] = thing

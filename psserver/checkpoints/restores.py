@@ -141,7 +141,8 @@ class Restores:
         order = wish.order
         with naming(self._store.task):
             saved = SavedCheckpoint.open(self._place, wish.path, PART_BYTES)
-            arrays = saved.read([(name, variable.spec.tensor) for variable, name in wanted.items()], order.cast)
+            shards = [variable.spec.shard for variable in wanted]
+            arrays = saved.read([(name, v.spec.tensor) for v, name in wanted.items()], order.cast, shards)
             if order.checkers:
                 saved.check_rest(order.names or (), self._store.server, order.checkers)
         put = self._store.device.put
@@ -217,7 +218,7 @@ class Restores:
     def needed(self) -> frozenset[str]:
         """Full paths of the checkpoints from which later variables would take their values."""
         late = self._late
-        created = {variable.spec.name for variable in self._store.variables.values()}
+        created = {variable.spec.saved_name for variable in self._store.variables.values()}
         return frozenset([late.saved.full]) if late and late.names - created else frozenset()
 
     def first_value(self, variable: PlacedVariable) -> Array | None:
@@ -234,10 +235,10 @@ class Restores:
             VariableMismatch: the tensor does not fit the variable.
         """
         late, spec = self._late, variable.spec
-        if late is None or spec.saved_as is not None or spec.name not in late.names:
+        if late is None or spec.saved_as is not None or spec.saved_name not in late.names:
             return None
         with naming(self._store.task):
-            (array,) = late.saved.read([(spec.name, spec.tensor)], late.cast)
+            (array,) = late.saved.read([(spec.saved_name, spec.tensor)], late.cast, [spec.shard])
         value: Array = self._store.device.put(array)
         return value
 

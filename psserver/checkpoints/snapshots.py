@@ -120,9 +120,11 @@ class Snapshots:
             return []  # no checkpoint ordered, or it has failed on another server already
         # A variable without a value has lost its creator; the next creator gives it one.
         mine = [v for v in self._saved() if min(v.servers) == self._store.server and self._store.initialized(v.id)]
-        names = [v.spec.saved_name for v in mine]
+        names = map(_name_in_file, mine)
         values = dict(zip(names, self._store.hold(v.id for v in mine), strict=True))
-        frozen = save.frozen = Frozen(save.order, self._store.server, job.round, job.positions, values)
+        shards = {v.spec.name: v.spec.shard for v in mine if v.spec.shard is not None}
+        at = job.round, job.positions
+        frozen = save.frozen = Frozen(save.order, self._store.server, *at, values, shards=shards)
         save.shard.add_done_callback(partial(self._tally.written, self._tally.clock()))
         done, ask = partial(self._written, frozen), partial(self._let_go, save, frozen)
         return [Work("files", self._write_shard, (frozen,), done, save.shard, ask)]
@@ -131,7 +133,7 @@ class Snapshots:
         """Returns the variables that all servers save together; of those that share a saved name, the first created."""
         first: dict[str, PlacedVariable] = {}
         for _, variable in sorted(self._store.variables.items()):
-            first.setdefault(variable.spec.saved_name, variable)
+            first.setdefault(_name_in_file(variable), variable)
         return [variable for name, variable in first.items() if name]
 
     def settle(self, entry: Snapshotted) -> list[Effect]:
@@ -258,6 +260,11 @@ class Snapshots:
             remove_shard(self._place, frozen)
         except Exception as error:  # object stores have errors of their own
             log.warning("cannot remove the part of %s, which failed: %s", frozen.order.path, error)
+
+
+def _name_in_file(variable: PlacedVariable) -> str:
+    """Returns the name of a variable's tensor in its file: shards of one variable have names of their own."""
+    return variable.spec.saved_name if variable.spec.shard is None else variable.spec.name
 
 
 def _follow(future: Future[Shard], other: Future[Shard]) -> None:

@@ -175,7 +175,7 @@ class Execution:
         if not self.contributions.senders:
             # All members were restarted while the last round of the earlier ones was still open.
             self._returned += [np.zeros(spec.shape, DTYPES[spec.dtype]) for _, spec in self.job.prepared.given]
-            self._give_rows()
+            self._returned += self._give_rows()
             self.begun, self._at = True, len(self._outline.needs)
             return {}, {}
         with self._told(), self._device.scope():
@@ -202,11 +202,11 @@ class Execution:
             taken = [self._variables.rows(read.variable, read.numbers(), after, xp) for read in reads]
             self.looked_up[session] = list(map(self._device.get, taken))
 
-    def _give_rows(self) -> None:
-        for index in self.job.prepared.given_rows:
-            rows = self.contributions.reduced_rows(index)
-            self._returned += rows
-            self._rows.append(len(rows.ids))
+    def _give_rows(self) -> list[Array]:
+        """Returns ids and rows that are given back; they come behind all else."""
+        rows = [self.contributions.reduced_rows(index) for index in self.job.prepared.given_rows]
+        self._rows += [len(one.ids) for one in rows]
+        return [array for one in rows for array in one]
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -258,9 +258,8 @@ class Execution:
         applications = len(self._outline.applications)
         given = self._outline.given[max(at - applications, 0) : max(stop - applications, 0)]
         calls = self._calls(at, min(stop, applications), alone, spare)
-        if stop == len(self._outline.needs):
-            self._give_rows()
         # What may fail comes before anything is written in place.
+        behind = self._give_rows() if stop == len(self._outline.needs) else []
         reduced = {ref: self._on_host(ref) for ref in given if ref.kind == "reduction"}
         self._written |= self._progressive and bool(calls)
         try:
@@ -278,7 +277,7 @@ class Execution:
         if self._device.gpu is not None:
             ready = {id: self._device.get(array) for id, array in ready.items()}
         returned = [reduced[ref] if ref in reduced else self._on_host(ref) for ref in given]
-        self._returned += returned
+        self._returned += [*returned, *behind]
         return ready | dict(zip(given, returned, strict=True))
 
     # ---- Calls of kernels ----

@@ -29,8 +29,9 @@ MAX_MANIFEST = 16 << 20
 MAX_LATEST = 4 << 10
 """Bytes of the file `latest`."""
 
-FORMAT = 2
-"""The format that is written. Format 1 has no checksums, sizes, objects or state; it is read, too."""
+FORMAT = 3
+"""The newest format. Format 2 has no slices, and is written where there are none; format 1, which is only read, has no
+checksums, sizes, objects or state either."""
 
 _MAX_DATASET = (1 << 32) - 1
 
@@ -99,18 +100,57 @@ def latest_in(text: str) -> str:
 
 
 @dataclass(frozen=True)
+class Slice:
+    """Some rows of a tensor, which are a tensor of a file.
+
+    Attributes:
+        file: the name of the file, in the checkpoint's directory.
+        tensor: its name there.
+        first: number of the first row.
+        rows: number of rows.
+        checksum: of its bytes as they lie in the file, `xxh3:` and 32 hexadecimal digits; "" where there is none.
+    """
+
+    file: str
+    tensor: str
+    first: int
+    rows: int
+    checksum: str = ""
+
+
+@dataclass(frozen=True)
 class Saved:
     """A tensor of a checkpoint.
 
     Attributes:
-        file: the name of the file that has it, in the checkpoint's directory.
+        file: the name of the file that has it, in the checkpoint's directory; "" for one in slices.
         spec: dtype and shape.
-        checksum: of its bytes as they lie in the file, `xxh3:` and 32 hexadecimal digits; "" where there is none.
+        checksum: as of a `Slice`; "" for one in slices.
+        slices: of the tensor of a partitioned variable, in order; all its rows are in one. Else empty.
     """
 
     file: str
     spec: TensorSpec
     checksum: str = ""
+    slices: tuple[Slice, ...] = ()
+
+    def pieces(self, name: str) -> tuple[Slice, ...]:
+        """Returns its slices; of one that is in one piece that piece.
+
+        Args:
+            name: its name.
+        """
+        return self.slices or (Slice(self.file, name, 0, self.spec.shape[0] if self.spec.shape else 1, self.checksum),)
+
+    def piece(self, one: Slice) -> Saved:
+        """Returns one of its pieces as a tensor of its own."""
+        spec = TensorSpec(self.spec.dtype, (one.rows, *self.spec.shape[1:])) if self.slices else self.spec
+        return Saved(one.file, spec, one.checksum)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that have it."""
+        return tuple(dict.fromkeys(one.file for one in self.pieces("")))
 
 
 @dataclass(frozen=True)
@@ -140,12 +180,21 @@ class Manifest:
     @property
     def shards(self) -> list[str]:
         """The names of its files, of which an older format gives no sizes."""
-        return sorted({*self.files, *(saved.file for saved in self.tensors.values())})
+        return sorted({*self.files, *(file for saved in self.tensors.values() for file in saved.files)})
+
+    def within(self, file: str) -> dict[str, tuple[str, Saved]]:
+        """Returns what a file has, by the names of its tensors: of which tensor it is a piece, and the piece."""
+        return {
+            one.tensor: (name, saved.piece(one))
+            for name, saved in self.tensors.items()
+            for one in saved.pieces(name)
+            if one.file == file
+        }
 
     def text(self) -> str:
         """The JSON text: a line for each tensor, so that one of many thousands still travels in one message."""
         content = {
-            "format": FORMAT,
+            "format": FORMAT if any(saved.slices for saved in self.tensors.values()) else FORMAT - 1,
             "library": self.library or f"paramserver {version('paramserver')}",
             "saved_at": self.saved_at,
             "round": self.round,
@@ -173,7 +222,7 @@ class Manifest:
         try:
             data = strict_json.fields(strict_json.parse(text))
             if strict_json.integer(strict_json.field(data, "format")) > FORMAT:
-                raise CheckpointError(f"{where} has format {data['format']}; this version reads 1 and {FORMAT}")
+                raise CheckpointError(f"{where} has format {data['format']}; this version reads 1 to {FORMAT}")
             found = cls._read(data)
         except (Malformed, InvalidRequest) as error:
             raise DamagedCheckpoint(f"{where} is no manifest of a checkpoint: {error}") from error
@@ -203,6 +252,8 @@ class Manifest:
 
 def _entry(saved: Saved) -> str:
     spec = {"dtype": saved.spec.dtype, "shape": saved.spec.shape}
+    if saved.slices:
+        return json.dumps({**spec, "slices": [vars(one) for one in saved.slices]})
     return json.dumps({"file": saved.file, **spec, "checksum": saved.checksum})
 
 
@@ -214,9 +265,28 @@ def _position(data: Any) -> Position:
 
 def _saved(data: Any) -> Saved:
     entry = strict_json.fields(data)
-    file, checksum = strict_json.text(strict_json.field(entry, "file")), strict_json.text(entry.get("checksum", ""))
-    if checksum and not _CHECKSUM.fullmatch(checksum):
-        raise Malformed(f"{checksum[:80]!r} is no checksum")
     shape = tuple(map(strict_json.integer, strict_json.items(strict_json.field(entry, "shape"))))
     spec = TensorSpec(strict_json.text(strict_json.field(entry, "dtype")), shape).check()
-    return Saved(file, spec, checksum)
+    if "slices" not in entry:
+        return Saved(strict_json.text(strict_json.field(entry, "file")), spec, _checksum(entry))
+    slices = tuple(map(_slice, strict_json.items(entry["slices"])))
+    ends = [one.first + one.rows for one in slices]
+    if not shape or [one.first for one in slices] != [0, *ends[:-1]] or ends[-1:] != [shape[0]]:
+        raise Malformed(f"slices of the rows {[(one.first, one.rows) for one in slices][:8]} do not make {spec}")
+    return Saved("", spec, "", slices)
+
+
+def _slice(data: Any) -> Slice:
+    said = strict_json.fields(data)
+    file, tensor = (strict_json.text(strict_json.field(said, key)) for key in ("file", "tensor"))
+    first, rows = (strict_json.integer(strict_json.field(said, key)) for key in ("first", "rows"))
+    if rows < 1:
+        raise Malformed(f"a slice of {tensor[:80]!r} has {rows} rows")
+    return Slice(file, tensor, first, rows, _checksum(said))
+
+
+def _checksum(entry: dict[str, Any]) -> str:
+    checksum = strict_json.text(entry.get("checksum", ""))
+    if checksum and not _CHECKSUM.fullmatch(checksum):
+        raise Malformed(f"{checksum[:80]!r} is no checksum")
+    return checksum

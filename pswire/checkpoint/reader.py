@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import IO
 
+import numpy as np
+
 from pswire.api import RestoreReply
 from pswire.checkpoint import safetensors_stream
 from pswire.checkpoint.manifest import (
@@ -22,9 +24,10 @@ from pswire.checkpoint.manifest import (
     number,
     rank,
 )
-from pswire.checkpoint.safetensors_stream import TensorEntry, read_saved, told, verify_saved
+from pswire.checkpoint.safetensors_stream import TensorEntry, read_saved, read_saved_rows, told, verify_saved
 from pswire.checkpoint.storage import Storage, below, storage_at
 from pswire.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, VariableMismatch
+from pswire.model.plan import ShardOf
 from pswire.model.tensor import DTYPES, Array, TensorSpec
 from pswire.strict_json import Malformed
 
@@ -126,12 +129,16 @@ class SavedCheckpoint:
 
     # ---- Its tensors ----
 
-    def read(self, wanted: Sequence[tuple[str, TensorSpec]], cast: bool = False) -> list[Array]:
+    def read(
+        self, wanted: Sequence[tuple[str, TensorSpec]], cast: bool = False, shards: Sequence[ShardOf | None] = ()
+    ) -> list[Array]:
         """Reads tensors: nothing but these, each file in one go.
 
         Args:
             wanted: names of tensors, with the dtype and shape that each has to have.
             cast: True if a tensor may be of another dtype, and is cast.
+            shards: for each the rows of the tensor that are wanted, of which its shape is; None, as by default, for
+                all of them. Of other rows nothing is read, but for the checksum: see `read_saved_rows`.
 
         Returns:
             The arrays, in the order of `wanted`; each has memory of its own.
@@ -140,11 +147,20 @@ class SavedCheckpoint:
             CheckpointError: the checkpoint does not have one of them, or its bytes are not as they were saved.
             VariableMismatch: a tensor has another shape or dtype.
         """
-        saved = [self._check(name, spec, cast) for name, spec in wanted]
+        of = list(shards) or [None] * len(wanted)
+        saved = [self._check(name, spec, cast, shard) for (name, spec), shard in zip(wanted, of, strict=True)]
         found: dict[int, Array] = {}
-        for file in sorted({one.file for one in saved}):
-            mine = [place for place, one in enumerate(saved) if one.file == file]
-            found |= self._read(file, {place: wanted[place][0] for place in mine})
+        by_file: dict[str, list[_Piece]] = {}
+        for place, ((name, spec), shard, one) in enumerate(zip(wanted, of, saved, strict=True)):
+            if shard is None and not one.slices:
+                by_file.setdefault(one.file, []).append(_Piece(place, name, one))
+                continue
+            self._check_room(name, one)
+            found[place] = np.empty(spec.shape, DTYPES[one.spec.dtype])
+            for piece in _pieces(place, name, one, 0 if shard is None else shard.first, found[place]):
+                by_file.setdefault(piece.saved.file, []).append(piece)
+        for file, pieces in sorted(by_file.items()):
+            self._read(file, pieces, found)
         return [found[place].astype(DTYPES[spec.dtype], copy=False) for place, (_, spec) in enumerate(wanted)]
 
     def tensor(self, name: str) -> Array:
@@ -152,28 +168,42 @@ class SavedCheckpoint:
         (array,) = self.read([(name, self.manifest.tensors[name].spec)])
         return array
 
-    def _check(self, name: str, spec: TensorSpec, cast: bool) -> Saved:
+    def _check(self, name: str, spec: TensorSpec, cast: bool, shard: ShardOf | None) -> Saved:
         tensors = self.manifest.tensors
         if name not in tensors:
             raise CheckpointError(
                 f"the checkpoint {self.full} has no variable {name!r}; it has {', '.join(sorted(tensors)[:8])}"
             )
         found = tensors[name].spec
+        if shard is not None:
+            spec = TensorSpec(spec.dtype, (shard.rows, *spec.shape[1:]))
         if found.shape != spec.shape or (found.dtype != spec.dtype and not cast):
             fits = found.shape == spec.shape
             wish = "restore it with CheckpointOptions(cast=True)" if fits else "create the variable as it was saved"
             raise VariableMismatch(f"the checkpoint {self.full} has {name!r} as {found}, not {spec}; {wish}")
         return tensors[name]
 
-    def _read(self, name: str, wanted: Mapping[int, str]) -> dict[int, Array]:
-        """Reads tensors of one file."""
+    def _check_room(self, name: str, saved: Saved) -> None:
+        """Raises `DamagedCheckpoint` where the files are too short: a manifest alone must not take memory."""
+        for one in saved.pieces(name):
+            path = str(PurePosixPath(self.path) / one.file)
+            with told(self.place.full(path)):
+                self._check_size(one.file, path)
+                if saved.piece(one).spec.nbytes > self.place.size(path):
+                    raise Malformed(f"it is too short for {one.tensor!r}, which the manifest names")
+
+    def _read(self, name: str, pieces: Sequence[_Piece], found: dict[int, Array]) -> None:
+        """Reads pieces of tensors of one file; adds those that are whole tensors to `found`."""
         path = str(PurePosixPath(self.path) / name)
-        saved = self.manifest.tensors
         with told(self.place.full(path)):
             self._check_size(name, path)
             with self.place.open(path) as file:
                 entries = self._header(name, path, file)
-                return {place: read_saved(file, entries, tensor, saved[tensor]) for place, tensor in wanted.items()}
+                for piece in pieces:
+                    if piece.out is None:
+                        found[piece.place] = read_saved(file, entries, piece.tensor, piece.saved)
+                    else:
+                        read_saved_rows(file, entries, piece.tensor, piece.saved, piece.first, piece.out)
 
     def _check_size(self, name: str, path: str) -> None:
         if not self.place.exists(path):
@@ -218,7 +248,7 @@ class SavedCheckpoint:
     def _faults(self, name: str, but: Collection[str] = ()) -> Iterator[str]:
         """Returns what is wrong with a file; of the tensors in `but` nothing is read."""
         path = str(PurePosixPath(self.path) / name)
-        mine = {tensor: saved for tensor, saved in self.manifest.tensors.items() if saved.file == name}
+        mine = self.manifest.within(name)
         with told(self.place.full(path)):
             try:
                 self._check_size(name, path)
@@ -234,12 +264,39 @@ class SavedCheckpoint:
                     return
                 unknown = sorted(set(entries) - set(mine))
                 yield from (f"it has {tensor!r}, which the manifest does not name" for tensor in unknown)
-                for tensor, saved in sorted(mine.items()):
+                for tensor, (whole, saved) in sorted(mine.items()):
                     try:
-                        if tensor not in but:
+                        if whole not in but:
                             verify_saved(file, entries, tensor, saved)
                     except Malformed as error:
                         yield str(error)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What is wanted of one tensor of a file.
+
+    Attributes:
+        place: number of what is wanted, of which this is a piece.
+        tensor: the tensor's name in the file.
+        saved: the tensor, as the manifest has it.
+        first: number of the first row that is wanted.
+        out: takes the rows; None where all of the tensor is wanted, and is all that is wanted.
+    """
+
+    place: int
+    tensor: str
+    saved: Saved
+    first: int = 0
+    out: Array | None = None
+
+
+def _pieces(place: int, name: str, saved: Saved, first: int, out: Array) -> Iterator[_Piece]:
+    """Returns the pieces of a tensor that have its rows from `first` on, as many as `out` takes."""
+    for one in saved.pieces(name):
+        begin, end = max(first, one.first), min(first + len(out), one.first + one.rows)
+        if begin < end:
+            yield _Piece(place, one.tensor, saved.piece(one), begin - one.first, out[begin - first : end - first])
 
 
 def _is_one(place: Storage, path: str) -> bool:

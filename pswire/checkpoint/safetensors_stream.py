@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import IO, Any
 
 import numpy as np
@@ -152,6 +153,40 @@ def read(file: IO[bytes], entry: TensorEntry) -> tuple[Array, str]:
     return array, f"xxh3:{digest.hexdigest()}"
 
 
+def read_rows(file: IO[bytes], entry: TensorEntry, first: int, out: Array, sums: bool) -> str:
+    """Reads some rows of a tensor.
+
+    Args:
+        file: the open file.
+        entry: the tensor in it.
+        first: number of the first row.
+        out: takes the rows; contiguous, of the tensor's dtype.
+        sums: True to read the others, too, in little memory, for the checksum of all of them.
+
+    Returns:
+        The checksum of the tensor's bytes; "" unless `sums`.
+
+    Raises:
+        Malformed: the file is cut short.
+    """
+    data, digest = as_bytes(out), xxhash.xxh3_128()
+    start = first * (entry.spec.nbytes // entry.spec.shape[0])
+    rest = memoryview(bytearray(min(PIECE, entry.spec.nbytes) if sums else 0))
+
+    def spare(count: int) -> Iterator[memoryview]:
+        for at in range(0, count, PIECE):
+            yield rest[: count - at]
+
+    own = (data[at : at + PIECE] for at in range(0, len(data), PIECE))
+    behind = entry.spec.nbytes - start - len(data)
+    file.seek(entry.offset + (0 if sums else start))
+    for piece in chain(spare(start), own, spare(behind)) if sums else own:
+        _fill(file, piece)
+        if sums:
+            digest.update(piece)
+    return f"xxh3:{digest.hexdigest()}" if sums else ""
+
+
 def _checksum(file: IO[bytes], entry: TensorEntry) -> str:
     """The checksum of a tensor's bytes, which are not kept; `Malformed` where the file is cut short."""
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(PIECE, entry.spec.nbytes)))
@@ -192,6 +227,26 @@ def read_saved(file: IO[bytes], entries: Mapping[str, TensorEntry], name: str, s
     array, checksum = read(file, _found(entries, name, saved))
     _compare(name, saved, checksum)
     return array
+
+
+def read_saved_rows(
+    file: IO[bytes], entries: Mapping[str, TensorEntry], name: str, saved: Saved, first: int, out: Array
+) -> None:
+    """Reads some rows of a tensor of a checkpoint; whoever takes the first one checks all of it.
+
+    So each tensor of which all rows are read, by whomever, is checked once.
+
+    Args:
+        file, entries, name, saved: as `read_saved` takes them.
+        first: number of the first row.
+        out: takes the rows; contiguous, of the tensor's dtype.
+
+    Raises:
+        Malformed: as `read_saved`.
+    """
+    checksum = read_rows(file, _found(entries, name, saved), first, out, first == 0)
+    if checksum:
+        _compare(name, saved, checksum)
 
 
 def verify_saved(file: IO[bytes], entries: Mapping[str, TensorEntry], name: str, saved: Saved) -> None:

@@ -16,7 +16,7 @@ from pathlib import PurePosixPath
 from typing import IO, Any
 
 from pswire import strict_json
-from pswire.api import Shard
+from pswire.api import SavedTensor, Shard
 from pswire.checkpoint import safetensors_stream
 from pswire.checkpoint.manifest import (
     LATEST,
@@ -24,6 +24,7 @@ from pswire.checkpoint.manifest import (
     MAX_MANIFEST,
     Manifest,
     Saved,
+    Slice,
     aside,
     is_aside,
     is_ours,
@@ -36,8 +37,8 @@ from pswire.checkpoint.safetensors_stream import told
 from pswire.checkpoint.storage import Storage, below, parted
 from pswire.errors import CheckpointError
 from pswire.model.log import Position
-from pswire.model.plan import SnapshotOrder
-from pswire.model.tensor import Array, portable, spec_of
+from pswire.model.plan import ShardOf, SnapshotOrder
+from pswire.model.tensor import Array, TensorSpec, portable, spec_of
 from pswire.strict_json import Malformed
 
 log = logging.getLogger("pswire")
@@ -55,10 +56,11 @@ class Frozen:
         server: index of the server.
         round: number of the round.
         positions: the datasets' positions after it.
-        values: arrays on the device, or what one is made of, by the name that checkpoints have them by; less those that
-            are written.
+        values: arrays on the device, or what one is made of, by the name that the file has them by; less those that are
+            written.
         save: tells its file apart from those of other saves at the same path. Plans do not: a job that goes on
             from an older checkpoint makes those that it made before.
+        shards: which of the values are rows of a partitioned variable.
     """
 
     order: SnapshotOrder
@@ -67,6 +69,7 @@ class Frozen:
     positions: tuple[Position, ...]
     values: dict[str, Any]
     save: str = field(default_factory=lambda: secrets.token_hex(4))
+    shards: Mapping[str, ShardOf] = field(default_factory=dict)
 
     @property
     def directory(self) -> PurePosixPath:
@@ -177,7 +180,7 @@ def write_shard(
     with told(place.full(path), "written"):
         head = safetensors_stream.header(specs)
         nbytes = place.write(path, fill)
-    tensors = tuple((name, spec, sums[name]) for name, spec in specs.items())
+    tensors = tuple(SavedTensor(name, spec, sums[name], frozen.shards.get(name)) for name, spec in specs.items())
     where = place.full(str(frozen.directory))
     return Shard(where, frozen.file, frozen.round, frozen.positions, tensors, nbytes)
 
@@ -195,22 +198,48 @@ def remove_shard(place: Storage, frozen: Frozen) -> None:
 
 
 def manifest_of(shards: Sequence[Shard], order: SnapshotOrder) -> Manifest:
-    """The manifest of a checkpoint whose files are written; raises `CheckpointError` where the order is malformed.
+    """The manifest of a checkpoint whose files are written.
 
     Args:
         shards: all of one round.
         order: by which they were written.
+
+    Raises:
+        CheckpointError: the order is malformed, or rows of a partitioned variable are missing.
     """
     said = _Said.of(order)
     return Manifest(
         shards[0].round,
         shards[0].positions,
-        {name: Saved(shard.file, spec, checksum) for shard in shards for name, spec, checksum in shard.tensors},
+        _tensors(shards),
         {shard.file: shard.nbytes for shard in shards},
         said.objects,
         said.state,
         time.time(),
     )
+
+
+def _tensors(shards: Sequence[Shard]) -> dict[str, Saved]:
+    """Returns what the files have; the rows of a partitioned variable are one tensor by its name."""
+    found: dict[str, Saved] = {}
+    parts: dict[tuple[str, int, TensorSpec], list[Slice]] = {}
+    for file in shards:
+        for each in file.tensors:
+            if each.shard is None:
+                found[each.name] = Saved(file.file, each.spec, each.checksum)
+                continue
+            whole = TensorSpec(each.spec.dtype, (each.shard.rows, *each.spec.shape[1:]))
+            one = Slice(file.file, each.name, each.shard.first, each.spec.shape[0], each.checksum)
+            parts.setdefault((each.shard.whole, each.shard.rows, whole), []).append(one)
+    for (name, rows, spec), slices in parts.items():
+        slices.sort(key=lambda one: one.first)
+        if sum(one.rows for one in slices) != rows:
+            raise CheckpointError(
+                f"partitioned variable {name!r} has no value yet in some of its {rows} rows: who created it is gone; "
+                "save again"
+            )
+        found[name] = Saved("", spec, "", tuple(slices))
+    return found
 
 
 def write_manifest(

@@ -19,6 +19,7 @@ from pswire.api import (
     RestoreStage,
     RoundReply,
     RowRead,
+    SavedTensor,
     Shard,
     Vote,
     Watched,
@@ -29,7 +30,18 @@ from pswire.encoding.verbs import refusal_from_pb, refusal_to_pb
 from pswire.errors import InvalidRequest
 from pswire.limits import MAX_PLAN_BYTES, MAX_PLAN_ITEMS, MAX_PLAN_NODES
 from pswire.model.log import Epoch, LogEntry, Member, Mode, Position, Start
-from pswire.model.plan import Form, Nonfinite, PlacedVariable, Plan, ReduceOp, RefKind, Sparse, Turn, VariableSpec
+from pswire.model.plan import (
+    Form,
+    Nonfinite,
+    PlacedVariable,
+    Plan,
+    ReduceOp,
+    RefKind,
+    ShardOf,
+    Sparse,
+    Turn,
+    VariableSpec,
+)
 from pswire.model.program import PROGRAM_VERSION, Attr, InputKind, Program
 from pswire.model.status import Happened, Pace, ServerStatus, SessionState
 from pswire.model.tensor import TensorSpec
@@ -115,6 +127,7 @@ MAPPER.words(Sparse, pb.Apply.Sparse, "unknown way {} of updates with rows")
 MAPPER.words(RestoreStage, pb.RestoreStage, "a restore has no stage {}")
 
 TENSOR = MAPPER.pair(TensorSpec, pb.TensorSpec, check=TensorSpec.check)
+SHARD_OF = MAPPER.pair(ShardOf, pb.ShardOf)
 SPEC = MAPPER.pair(VariableSpec, pb.VariableSpec, check=VariableSpec.check)
 VARIABLE = MAPPER.pair(PlacedVariable, pb.Variable)
 
@@ -137,6 +150,7 @@ CREATED = MAPPER.pair(CreateReply, pb.CreateReply)
 PACE = MAPPER.pair(Pace, pb.Pace)
 SESSION = MAPPER.pair(SessionState, pb.SessionState, names={"join_point": "entry"})
 WATCHED = MAPPER.pair(Watched, pb.WatchReply)
+MAPPER.pair(SavedTensor, pb.NamedTensor)
 SHARD = MAPPER.pair(Shard, pb.SnapshotReply)
 ORDER = MAPPER.pair(RestoreOrder, pb.RestoreOrder, flags={"names": "named"})
 RESTORED = MAPPER.pair(RestoreReply, pb.RestoreReply)

@@ -30,6 +30,21 @@ Form = Literal["dense", "rows"]
 
 
 @dataclass(frozen=True)
+class ShardOf:
+    """The rows of a partitioned variable that one of its shards has.
+
+    Attributes:
+        whole: name of the partitioned variable, by which checkpoints have it.
+        first: number of the shard's first row in it.
+        rows: number of all its rows.
+    """
+
+    whole: str
+    first: int
+    rows: int
+
+
+@dataclass(frozen=True)
 class VariableSpec:
     """A variable as its creators describe it.
 
@@ -39,27 +54,35 @@ class VariableSpec:
         trainable: True if optimizers should train it; kept for checkpoints and tools.
         saved_as: the name that checkpoints have it by: None for its own; "" for scratch, which they leave out; else
             that of another variable, whose value it always has.
+        shard: which rows of a partitioned variable it has, as whose part checkpoints have it; None for a whole one.
     """
 
     name: str
     tensor: TensorSpec
     trainable: bool = True
     saved_as: str | None = None
+    shard: ShardOf | None = None
 
     def __str__(self) -> str:
         return f"{self.name!r} {self.tensor}"
 
     @property
     def saved_name(self) -> str:
-        """The name that checkpoints have it by; "" if they do not have it."""
+        """The name that checkpoints have it by, or what it is a shard of; "" if they do not have it."""
+        if self.shard is not None:
+            return self.shard.whole
         return self.name if self.saved_as is None else self.saved_as
 
     def check(self) -> VariableSpec:
         """Returns itself; raises `InvalidRequest` for a name or a tensor that cannot be."""
-        names = (self.name, self.saved_as or self.name)
+        names = (self.name, self.saved_as or self.name, self.saved_name or self.name)
         if not all(0 < len(name) <= MAX_NAME and name.isprintable() for name in names):
             raise InvalidRequest(f"a variable's name has 1 to {MAX_NAME} printable characters")
         self.tensor.check()
+        if self.shard is not None:
+            count = self.tensor.shape[0] if self.tensor.shape else 0
+            if self.saved_as is not None or not 0 <= self.shard.first < self.shard.first + count <= self.shard.rows:
+                raise InvalidRequest(f"{self.name!r} of shape {self.tensor.shape} is no shard such as {self.shard}")
         return self
 
 

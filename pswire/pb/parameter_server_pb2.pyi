@@ -281,16 +281,28 @@ class ServerVote(_message.Message):
     def __init__(self, session: _Optional[int] = ..., job: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., whole: _Optional[_Iterable[int]] = ..., error: _Optional[_Union[Refusal, _Mapping]] = ..., closed: _Optional[int] = ...) -> None: ...
 
 class VariableSpec(_message.Message):
-    __slots__ = ("name", "tensor", "trainable", "saved_as")
+    __slots__ = ("name", "tensor", "trainable", "saved_as", "shard")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     TRAINABLE_FIELD_NUMBER: _ClassVar[int]
     SAVED_AS_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     name: str
     tensor: TensorSpec
     trainable: bool
     saved_as: str
-    def __init__(self, name: _Optional[str] = ..., tensor: _Optional[_Union[TensorSpec, _Mapping]] = ..., trainable: _Optional[bool] = ..., saved_as: _Optional[str] = ...) -> None: ...
+    shard: ShardOf
+    def __init__(self, name: _Optional[str] = ..., tensor: _Optional[_Union[TensorSpec, _Mapping]] = ..., trainable: _Optional[bool] = ..., saved_as: _Optional[str] = ..., shard: _Optional[_Union[ShardOf, _Mapping]] = ...) -> None: ...
+
+class ShardOf(_message.Message):
+    __slots__ = ("whole", "first", "rows")
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    whole: str
+    first: int
+    rows: int
+    def __init__(self, whole: _Optional[str] = ..., first: _Optional[int] = ..., rows: _Optional[int] = ...) -> None: ...
 
 class Variable(_message.Message):
     __slots__ = ("id", "spec", "servers")
@@ -813,14 +825,16 @@ class SnapshotRequest(_message.Message):
     def __init__(self, token: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., manifest: _Optional[str] = ...) -> None: ...
 
 class NamedTensor(_message.Message):
-    __slots__ = ("name", "spec", "checksum")
+    __slots__ = ("name", "spec", "checksum", "shard")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     name: str
     spec: TensorSpec
     checksum: str
-    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[TensorSpec, _Mapping]] = ..., checksum: _Optional[str] = ...) -> None: ...
+    shard: ShardOf
+    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[TensorSpec, _Mapping]] = ..., checksum: _Optional[str] = ..., shard: _Optional[_Union[ShardOf, _Mapping]] = ...) -> None: ...
 
 class SnapshotReply(_message.Message):
     __slots__ = ("path", "file", "round", "positions", "tensors", "nbytes")

@@ -86,7 +86,7 @@ def test_a_checkpoint_is_of_its_round(job, worker):
     add(job, worker, variable, [10, 10])
     shard = job.verbs[1].snapshot(job.token, plan.id, "").result(SOON)
     assert (shard.round, shard.positions) == (0, PLACES)
-    assert [tensor[:2] for tensor in shard.tensors] == [("v0", variable.spec.tensor)]
+    assert [(tensor.name, tensor.spec) for tensor in shard.tensors] == [("v0", variable.spec.tensor)]
     assert shard.nbytes == Path(shard.path, shard.file).stat().st_size
     assert shard.path == str(job.servers.root.resolve() / "late")
     assert load_file(f"{shard.path}/{shard.file}")["v0"].tolist() == [1, 2]
@@ -128,7 +128,7 @@ def test_servers_have_different_files(job, worker):
         job.variable(worker, np.array(1), servers)
     plan = order(job, worker, "x")
     shards = [server.snapshot(job.token, plan.id, "").result(SOON) for server in job.verbs]
-    assert [[name for name, *_ in shard.tensors] for shard in shards] == [["v0", "v2"], ["v1"]]
+    assert [[each.name for each in shard.tensors] for shard in shards] == [["v0", "v2"], ["v1"]]
     assert len({shard.file for shard in shards}) == 2
 
 

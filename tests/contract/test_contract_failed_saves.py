@@ -93,7 +93,7 @@ def test_a_variable_without_a_value_is_not_saved(job, worker):
     job.variable(worker, np.array(1))
     job.verbs[0].create(worker.session, 1, -1, VariableSpec("empty", TensorSpec("int64", ())), (0,), None)
     plan = job.order(worker, "run/ckpt-1")
-    assert [[name for name, *_ in shard.tensors] for shard in shards_of(job, plan)] == [["v0"], []]
+    assert [[each.name for each in shard.tensors] for shard in shards_of(job, plan)] == [["v0"], []]
 
 
 def test_a_new_job_has_no_save_of_the_old_one(job, worker):

@@ -157,6 +157,23 @@ def reduced(count, mean):
     return found / np.float32(count) if mean else found
 
 
+def test_arrays_and_rows_come_back_together(strategy):
+    """In one answer, whichever was reduced first."""
+    count = replicas(strategy)
+    v = variable(strategy, np.zeros(SHAPE, "float32"))
+    whole_of = by_replica(strategy, lambda replica: np.full(SHAPE, replica + 5, "float32"))
+    few = by_replica(strategy, lambda replica: np.full(3, replica + 7, "float32"))
+    given = by_replica(strategy, table_slices)
+    with strategy.scope():
+        values = [given, whole_of, given, few]
+        found = strategy.extended.batch_reduce_to("SUM", [(value, v) for value in values])
+    same = np.testing.assert_array_equal
+    same(np.asarray(found[0]), reduced(count, mean=False))
+    same(np.asarray(found[1]), np.full(SHAPE, sum(n + 5 for n in range(count))))
+    same(np.asarray(found[2]), reduced(count, mean=False))
+    same(np.asarray(found[3]), np.full(3, sum(n + 7 for n in range(count))))
+
+
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 def test_every_reduction_takes_rows(strategy, op):
     """It gives rows, each place once and in order, or what is made a whole array of them."""

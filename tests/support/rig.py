@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -19,7 +19,7 @@ from psserver.core.core import Core
 from psserver.transport.server import ServerThread
 from pstesting.clock import Clock
 from pswire.api import ALL, Contribution, Opened, ParameterServer, RestoreOrder, RestoreReply, RoundReply, Shard
-from pswire.checkpoint.manifest import Manifest, Saved
+from pswire.checkpoint import writer
 from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.limits import Timeouts
@@ -44,6 +44,7 @@ from pswire.model.plan import (
     Reduction,
     Ref,
     RestoreCommit,
+    ShardOf,
     SnapshotOrder,
     Turn,
     VariableSpec,
@@ -250,9 +251,10 @@ class Job:
         servers: tuple[int, ...] = (0,),
         name: str = "",
         saved_as: str | None = None,
+        shard: ShardOf | None = None,
     ) -> PlacedVariable:
         """Creates a variable with its first value, as the next of the job."""
-        spec = VariableSpec(name or f"v{len(self.variables)}", spec_of(np.asarray(value)), saved_as=saved_as)
+        spec = VariableSpec(name or f"v{len(self.variables)}", spec_of(np.asarray(value)), True, saved_as, shard)
         ordinal = len(self.variables)
         named = self.verbs[0].create(creator.session, ordinal, -1, spec, servers, None)
         variable = PlacedVariable(named.id, spec, named.servers)
@@ -453,12 +455,7 @@ def sgd(variable: PlacedVariable) -> Plan:
 
 def manifest_of(shards: Sequence[Shard]) -> str:
     """The text of the manifest that a chief writes for these shards."""
-    return Manifest(
-        shards[0].round,
-        shards[0].positions,
-        {name: Saved(shard.file, spec, checksum) for shard in shards for name, spec, checksum in shard.tensors},
-        {shard.file: shard.nbytes for shard in shards},
-    ).text()
+    return replace(writer.manifest_of(shards, SnapshotOrder("", ())), saved_at=0.0).text()
 
 
 def checkpoint(path: str, servers: tuple[int, ...], state: str = "", round: int = 0) -> Plan:

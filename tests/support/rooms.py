@@ -112,7 +112,8 @@ ROOMS = {
             7,
             "wire.model psclient._src src.tracing src.variables src.distribute psclient.optimizers",
         ),
-        _room("psclient.compat.v1", 8, "src.distribute psclient.compat.v1.train"),
+        _room("psclient.compat.v1", 8, "src.variables src.distribute psclient.compat.v1.train"),
+        _room("psclient.experimental", 14, "src.variables"),
         _room("psclient.compat", 9, "psclient._src src.data src.variables src.distribute psclient.compat.v1"),
         _room(
             "src.telemetry",
@@ -140,14 +141,14 @@ ROOMS = {
             "src.strategies",
             8,
             "pswire wire.security wire.transport psclient._src src.cluster_resolver src.processes "
-            "src.distribute src.transport src.chief src.rounds src.telemetry",
+            "src.variables src.distribute src.transport src.chief src.rounds src.telemetry",
         ),
         _room(
             "psclient",
             15,
             "pswire psclient.ops psclient._src src.data src.tracing src.variables psclient.summary "
             "src.distribute psclient.losses psclient.nn psclient.cluster_resolver psclient.metrics psclient.compat "
-            "psclient.optimizers psclient.train src.strategies",
+            "psclient.experimental psclient.optimizers psclient.train src.strategies",
         ),
         _room("psclient.__main__", 15, "src.launch"),
         _room(
@@ -166,7 +167,6 @@ RESERVED = {
     "psclient.dynamic_embedding": 11,
     "psclient.coordinator": 11,
     "psclient.launch": 12,
-    "psclient.experimental": 14,
     "psclient.torch": 16,
     "psclient.jax": 16,
     "psserver.tables": 8,

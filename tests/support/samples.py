@@ -27,6 +27,7 @@ from pswire.api import (
     RestoreReply,
     RoundReply,
     RowRead,
+    SavedTensor,
     Shard,
     Vote,
     Watched,
@@ -58,6 +59,7 @@ from pswire.model.plan import (
     Reduction,
     Ref,
     RestoreCommit,
+    ShardOf,
     SnapshotOrder,
     Turn,
     VariableSpec,
@@ -100,6 +102,7 @@ MEMBERS = (Member(WORKER, SESSION, 4, "sync"), Member(EVALUATOR, 9, 1, "async"))
 EPOCH = Epoch(6, MEMBERS, "dataset:1", START)
 PLAN_ID = bytes(range(32))
 VARIABLE = PlacedVariable(150, VariableSpec("dense/kernel:0", VECTOR, True, "kernel"), (0, 3))
+PART = PlacedVariable(153, VariableSpec("table/part_1", VECTOR, shard=ShardOf("table", 3, 1 << 33)), (1,))
 SCRATCH = PlacedVariable(151, VariableSpec("scratch", MATRIX, False, ""), (1,))
 
 PROGRAM = Program(
@@ -137,11 +140,12 @@ PLAN = Plan(
     restore=RestoreCommit("run/ckpt-6", (3, 2), Turn(11, 12, 13), "d1ge57"),
     nonfinite="skip",
 )
-RAISING = Plan(nonfinite="raise")
+RAISING = Plan(applies=(Apply(1, (0,), (Ref("variable", 3),), "exact"),), nonfinite="raise")
 ENTRIES: tuple[LogEntry, ...] = (
     JobStarted(77, (INCARNATION, 1), "the-job", ("ps-0:2222", "[::1]:2223")),
     Created(VARIABLE),
     Created(SCRATCH),
+    Created(PART),
     Created(PlacedVariable(152, VariableSpec("own", SCALAR), (2,))),
     Approved(PLAN),
     EpochClosed(EPOCH),
@@ -317,7 +321,18 @@ SAMPLES = (
         "Snapshot",
         "full",
         (0x1122_3344_5566, PLAN_ID, '{"format": 1}'),
-        Shard("root/run", "ps-3.safetensors", 41, POSITIONS, (("w", VECTOR, "c0ffee"), ("m", MATRIX, "")), 1 << 36),
+        Shard(
+            "root/run",
+            "ps-3.safetensors",
+            41,
+            POSITIONS,
+            (
+                SavedTensor("w", VECTOR, "c0ffee"),
+                SavedTensor("m", MATRIX, ""),
+                SavedTensor("table/part_1", VECTOR, "", ShardOf("table", 3, 1 << 33)),
+            ),
+            1 << 36,
+        ),
     ),
     Sample("Snapshot", "least", (1, b"", ""), Shard("", "", 0, (), ())),
     Sample("Restore", "full", (SESSION, "run", _TURN, _PREPARE), _RESTORED),

@@ -18,7 +18,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     "psclient._src.rounds.creation.Creation._begin": ("for_a_first_value",),
     "psclient._src.rounds.creation.Creation._await": ("for_a_server_to_take_first_values",),
     "psclient._src.rounds.window.Window._await": ("for_a_worker_in_a_round", "for_approval"),
-    "psclient._src.rounds.read_cache.ReadCache._pull": ("for_a_value",),
+    "psclient._src.rounds.read_cache.ReadCache._answer": ("for_a_value",),
     "psclient._src.rounds.rounds.Exchange._stand_in": ("for_who_saves",),
     "psclient._src.rounds.restore.Restoring._answer": ("for_a_checkpoint_to_be_read",),
     "psclient._src.transport.retries.Attempts.until_answered": ("for_a_server_that_answers",),

@@ -13,7 +13,8 @@ from pswire.checkpoint.manifest import FORMAT
 from tests.support.strategies import opened
 
 FORMATS = Path(__file__).parent / "formats"
-"""Format 1 was written by the version of 2026-11-21, format 2 by that of 2026-11-22."""
+"""Format 1 was written by the version of 2026-11-21, format 2 by that of 2026-11-22, format 3, of two servers,
+by that of 2026-11-24."""
 
 
 @pytest.fixture(autouse=True)

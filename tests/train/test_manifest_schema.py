@@ -43,7 +43,12 @@ class Sampler:
         raise AssertionError(state)
 
 
-@pytest.mark.parametrize("kind", [ps.ParameterServerStrategy, ps.MirroredStrategy])
+def cutting():
+    """A strategy whose variables of two or more rows are in slices."""
+    return ps.ParameterServerStrategy(variable_partitioner=ps.experimental.partitioners.FixedShardsPartitioner(2))
+
+
+@pytest.mark.parametrize("kind", [ps.ParameterServerStrategy, ps.MirroredStrategy, cutting])
 def test_a_manifest_is_as_documented(kind, tmp_path, monkeypatch):
     """Of a checkpoint with all that one can have, written by servers and without them."""
     monkeypatch.chdir(tmp_path)
@@ -66,6 +71,8 @@ def test_a_manifest_is_as_documented(kind, tmp_path, monkeypatch):
     assert {entry["dtype"] for entry in manifest["tensors"].values()} == set(DTYPES)
     assert manifest["state"]["sampler"] == {"seed": [1, 2.5, None]}
     assert manifest["objects"]["w"] == "w"
+    assert manifest["format"] == (FORMAT if kind is cutting else FORMAT - 1)
+    assert ("slices" in manifest["tensors"]["w"]) == (kind is cutting)
     for name, size in manifest["files"].items():
         assert (found.parent / name).stat().st_size == size
 
@@ -73,6 +80,6 @@ def test_a_manifest_is_as_documented(kind, tmp_path, monkeypatch):
 def test_the_schema_is_that_of_this_format():
     """Its number, its dtypes, and nothing beside what it names."""
     properties = schema()["properties"]
-    assert properties["format"] == {"const": FORMAT}
+    assert properties["format"]["enum"] == [FORMAT - 1, FORMAT]
     assert set(properties["tensors"]["additionalProperties"]["properties"]["dtype"]["enum"]) == set(DTYPES)
     assert set(schema()["required"]) == set(properties)

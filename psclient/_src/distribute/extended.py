@@ -24,11 +24,15 @@ from psclient._src.options import ReduceOp, ReduceOpName
 from psclient._src.values import DistributedValues, container, local_results, merge_copies
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import CopiedVariable, LocalVariable, SyncOnReadVariable
+from psclient._src.variables.sharded import Sharding
 from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.model.plan import Reduction, VariableSpec
 from pswire.model.tensor import Array
 
 Destination = Beside | tuple[Device, ...]
+
+Colocation = ServerIds | Sharding
+"""Where `colocate_vars_with` places variables: on servers, or beside the shards of a partitioned variable."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class _Shared:
     backend: Backend
     runner: ReplicaRunner
     names: dict[str, int]
-    colocated: ContextVar[ServerIds]
+    colocated: ContextVar[Colocation]
 
     @classmethod
     def of(cls, strategy: StrategyFace, backend: Backend | None) -> _Shared:
@@ -159,8 +163,8 @@ class StrategyExtended:
         return isinstance(whole, Variable) and whole.strategy is self._strategy
 
     @property
-    def colocation(self) -> ServerIds:
-        """The servers for variables that the thread creates in `colocate_vars_with`; empty outside of it."""
+    def colocation(self) -> Colocation:
+        """The place for variables that the thread creates in `colocate_vars_with`; empty outside of it."""
         return self._colocated.get()
 
     @contextlib.contextmanager
@@ -309,22 +313,25 @@ class StrategyExtended:
         found = self.gather(value, axis)
         return nest.map_structure(lambda array: self._bring(array, self._backend.group.devices), found)
 
-    def contributions(self, values: Sequence[Value], reductions: Sequence[Reduction]) -> list[LocalValue | HostValue]:
+    def contributions(
+        self, values: Sequence[Value], variables: Sequence[Variable], reductions: Sequence[Reduction]
+    ) -> list[LocalValue | HostValue]:
         """Returns this process's contributions to sums like earlier ones, if they fit; else fewer items.
 
         In cross-replica context.
 
         Args:
-            values: one for each reduction, as `batch_reduce_to` takes them.
+            values: as `batch_reduce_to` takes them.
+            variables: the variable beside which each sum is.
             reductions: the earlier reductions.
         """
         whole = len(self.worker_devices) == 1 and not self._backend.group.empty
         found: list[LocalValue | HostValue] = []
-        for value, reduction in zip(values, reductions, strict=True):
+        for value, variable, reduction in zip(values, variables, reductions, strict=True):
             if whole and reduction.form == "dense" and travels_as(value, reduction.tensor):
                 found.append(HostValue(1.0, value))
                 continue
-            local = self._local(ReduceOp.SUM, value, None, reduction.tensor.shape, reduction.target)
+            local = self._local(ReduceOp.SUM, value, None, *_rows_of(variable))
             if (local.spec, local.form) == (reduction.tensor, reduction.form):
                 found.append(local)
         return found

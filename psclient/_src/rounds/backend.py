@@ -122,6 +122,19 @@ class RemoteBackend:
             self._before += variable.contents()
         return variable
 
+    def places_for(self, specs: Sequence[VariableSpec]) -> list[ServerIds]:
+        """Returns the servers for the shards of one variable: in turn, from the one that a variable would get."""
+        return self._placement.in_turn([spec.tensor for spec in specs])
+
+    def create_shard(
+        self, strategy: StrategyFace, spec: VariableSpec, value: Array, place: ServerIds, chosen: bool
+    ) -> ServerVariable:
+        """Creates a variable on servers that are known, as `create`; `chosen` if `places_for` has found them."""
+        self.check_open()
+        handle = self._creation.create(spec, place, value, not self._placement.has_room(place, spec.tensor))
+        self._placement.created(handle, chosen)
+        return ServerVariable.stored(strategy, spec, VariableAggregation.NONE, handle, self)
+
     def read(self, handle: Handle) -> Array:
         """Returns a variable's value on the host.
 
@@ -131,24 +144,36 @@ class RemoteBackend:
             value = self._reads.kept(handle.id)
             if value is not None:
                 return value
-        self.check_open()
-        self._creation.send()
-        section = self._mine()
-        if section is not None and section.writes(handle.id):
-            self.flush()
-        in_replica = context.has_strategy() and not context.in_cross_replica_context()
+        in_replica = self._begin_read([handle])
         # Threads that make no rounds see what came last: they wait for nobody.
         return self._reads.read(handle, now=not in_replica, waits=in_replica or self._exchange.window.mine)
 
+    def read_all(self, handles: Sequence[Handle]) -> list[Array]:
+        """Returns the values of variables on the host, as `read`; their servers are asked together."""
+        if self._section is None and not self._closed:
+            found = [value for handle in handles if (value := self._reads.kept(handle.id)) is not None]
+            if len(found) == len(handles):
+                return found
+        in_replica = self._begin_read(handles)
+        return self._reads.read_all(handles, now=not in_replica, waits=in_replica or self._exchange.window.mine)
+
     def read_rows(self, handle: Handle, ids: Int64s) -> Array:
         """Returns rows of a variable on the host, as `read` would have them in its value."""
+        return self.read_rows_of_all([(handle, ids)])[0]
+
+    def read_rows_of_all(self, wanted: Sequence[tuple[Handle, Int64s]]) -> list[Array]:
+        """Returns rows of each of some variables, as `read_rows`; their servers are asked together."""
+        in_replica = self._begin_read([handle for handle, _ in wanted])
+        return self._reads.read_rows_of_all(wanted, waits=in_replica or self._exchange.window.mine)
+
+    def _begin_read(self, handles: Sequence[Handle]) -> bool:
+        """Sends what a read has to wait for; returns whether a replica reads."""
         self.check_open()
         self._creation.send()
         section = self._mine()
-        if section is not None and section.writes(handle.id):
+        if section is not None and any(section.writes(handle.id) for handle in handles):
             self.flush()
-        in_replica = context.has_strategy() and not context.in_cross_replica_context()
-        return self._reads.read_rows(handle, ids, waits=in_replica or self._exchange.window.mine)
+        return context.has_strategy() and not context.in_cross_replica_context()
 
     def look_ahead(self, handle: Handle, ids: Int64s) -> None:
         """Rounds that assign a variable bring these rows of it: see `ReadCache.look_ahead`."""

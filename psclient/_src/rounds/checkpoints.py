@@ -8,6 +8,7 @@ from typing import cast
 from psclient._src.rounds.restore import Restoring
 from psclient._src.rounds.rounds import Exchange
 from psclient._src.variables.kinds import ServerVariable, SyncOnReadVariable
+from psclient._src.variables.sharded import shards_of
 from psclient._src.variables.variable import Variable
 from pswire.api import RestoreOrder, RestoreReply
 from pswire.errors import CheckpointError
@@ -105,5 +106,6 @@ class ServerCheckpoints:
 
 
 def _stored(variable: Variable) -> ServerVariable:
-    """Returns what the servers have of a variable."""
-    return cast(ServerVariable, variable.saved if isinstance(variable, SyncOnReadVariable) else variable)
+    """Returns what the servers have of a variable; of a partitioned one a shard, which stands for all."""
+    whole = variable.saved if isinstance(variable, SyncOnReadVariable) else variable
+    return cast(ServerVariable, shards_of(whole)[0])

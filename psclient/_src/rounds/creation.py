@@ -129,7 +129,7 @@ class Creation:
     def restored_names(self) -> frozenset[str]:
         """Returns the names of the variables of which `was_restored` holds."""
         self.send()
-        return frozenset(self.variables[id].spec.name for id in self._restored)
+        return frozenset(self.variables[id].spec.saved_name for id in self._restored)
 
     def _check(self) -> None:
         """Raises why a variable could not be created that the script goes on with: those behind it have no numbers."""

@@ -50,10 +50,30 @@ class Placement:
         roomy = [server for server in everywhere if self.has_room((server,), tensor)]
         return (min(roomy or everywhere, key=self._load.__getitem__),)
 
+    def in_turn(self, tensors: Sequence[TensorSpec]) -> list[ServerIds]:
+        """Chooses the servers for the shards of one variable.
+
+        The first goes where a variable would go, the next ones to the other servers, those of less load first, and so
+        on round. Each passes over servers without room for it.
+        """
+        order = sorted(range(len(self._limits)), key=self._load.__getitem__)
+        taken = [0] * len(self._limits)
+        found: list[ServerIds] = []
+        turn = 0
+        for tensor in tensors:
+            ahead = [order[(turn + step) % len(order)] for step in range(len(order))]
+            passed = next((n for n, s in enumerate(ahead) if self._fits(s, taken[s] + tensor.nbytes)), 0)
+            turn += passed + 1
+            taken[ahead[passed]] += tensor.nbytes
+            found.append((ahead[passed],))
+        return found
+
+    def _fits(self, server: int, nbytes: int) -> bool:
+        return not self._limits[server] or self._nbytes[server] + nbytes <= self._limits[server]
+
     def has_room(self, servers: ServerIds, tensor: TensorSpec) -> bool:
         """Returns whether a variable of this dtype and shape fits on some servers."""
-        limits = ((self._limits[server], self._nbytes[server]) for server in servers)
-        return all(not limit or taken + tensor.nbytes <= limit for limit, taken in limits)
+        return all(self._fits(server, tensor.nbytes) for server in servers)
 
     def created(self, variable: PlacedVariable, chosen: bool) -> None:
         """Counts a variable.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -14,7 +16,7 @@ from psclient._src.rounds.counters import RoundCounters
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.under_way import Lookup, UnderWay
 from psclient._src.transport.session import Session
-from pswire.api import RowRead
+from pswire.api import PullReply, RowRead
 from pswire.cluster import Task
 from pswire.errors import RoundTimeout
 from pswire.limits import PART_BYTES
@@ -28,6 +30,31 @@ AHEAD_BYTES = 16 * PART_BYTES
 
 ROWS_AT_A_TIME = 1 << 17
 """Most rows that one call asks for: their ids are part of its header. What a round may not ask for is pulled."""
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """What one server is asked for.
+
+    Attributes:
+        named: a variable of the server, which is named where the answer takes long.
+        variables: those of which the value is wanted.
+        rows: rows that are wanted of one, with their spec.
+    """
+
+    named: PlacedVariable
+    variables: Sequence[PlacedVariable] = ()
+    rows: tuple[RowRead, TensorSpec] | None = None
+
+    @classmethod
+    def of_rows(cls, variable: PlacedVariable, ids: Int64s) -> _Ask:
+        """Returns what asks for rows of a variable."""
+        return cls(variable, rows=(RowRead.of(variable.id, ids), row_specs(variable.spec.tensor, len(ids))[1]))
+
+    @property
+    def server(self) -> int:
+        """The server that is asked."""
+        return self.named.servers[0]
 
 
 class ReadCache:
@@ -98,6 +125,25 @@ class ReadCache:
                 self._values |= zip([v.id for v in wanted], self.pull(wanted), strict=True)
             return self._values[variable.id]
 
+    def read_all(self, variables: Sequence[PlacedVariable], now: bool = False, waits: bool = True) -> list[Array]:
+        """Returns the values of variables of several servers, which are asked together; else as `read`."""
+        changing = [self._changing[v.id] for v in variables if waits and v.id in self._changing]
+        for round in dict.fromkeys(changing):
+            self.take(round)
+        if now and self._group.alone:
+            return self._pull_by_server(variables)
+        self.renew()
+        with self._lock:
+            ids = [variable.id for variable in variables]
+            self._read.update(ids)
+            self._brought.difference_update(ids)
+            missing = [variable for variable in variables if variable.id not in self._values]
+            for variable in variables:
+                self._unasked.pop(variable.id, None)
+                self._ahead[variable.servers[0]].pop(variable.id, None)
+            self._values |= zip([v.id for v in missing], self._pull_by_server(missing), strict=True)
+            return [self._values[id] for id in ids]
+
     def created(self, variables: Iterable[PlacedVariable]) -> None:
         """Takes variables that this process has created, and that have a value."""
         with self._lock:
@@ -167,6 +213,24 @@ class ReadCache:
             ids: int64[n], which rows.
             waits: as of `read`.
         """
+        return self.read_rows_of_all([(variable, ids)], waits)[0]
+
+    def read_rows_of_all(self, wanted: Sequence[tuple[PlacedVariable, Int64s]], waits: bool = True) -> list[Array]:
+        """Returns rows of each of some variables, whose servers are asked together; else as `read_rows`."""
+        found = [[rows] if (rows := self._rows_here(*one, waits)) is not None else [] for one in wanted]
+        missing = [(parts, *one) for parts, one in zip(found, wanted, strict=True) if not parts]
+        for first in range(0, max((len(ids) or 1 for _, _, ids in missing), default=0), ROWS_AT_A_TIME):
+            asked = [
+                (parts, _Ask.of_rows(variable, ids[first : first + ROWS_AT_A_TIME]))
+                for parts, variable, ids in missing
+                if first < (len(ids) or 1)
+            ]
+            for (parts, _), more in zip(asked, self._pull([ask for _, ask in asked]), strict=True):
+                parts += more
+        return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in found]
+
+    def _rows_here(self, variable: PlacedVariable, ids: Int64s, waits: bool) -> Array | None:
+        """Returns rows of a variable, if they are here already."""
         # Not `kept`, which counts as a read of the whole: it would come back with each round that changes a row.
         value = self._values.get(variable.id) if self._renewed and variable.id not in self._changing else None
         if value is not None:
@@ -175,17 +239,7 @@ class ReadCache:
         if changing is not None:
             self.take(changing)
         self.renew()
-        brought = self._looked_up(variable.id, ids)
-        if brought is not None:
-            return brought
-        whole = variable.spec.tensor
-        found = [
-            array
-            for first in range(0, len(ids) or 1, ROWS_AT_A_TIME)
-            for part in [ids[first : first + ROWS_AT_A_TIME]]
-            for array in self._pull([], variable, [(RowRead.of(variable.id, part), row_specs(whole, len(part))[1])])
-        ]
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        return self._looked_up(variable.id, ids)
 
     def _looked_up(self, id: int, ids: Int64s) -> Array | None:
         """Returns rows that came with the last round; None if one of them did not."""
@@ -221,24 +275,39 @@ class ReadCache:
 
     def pull(self, variables: Sequence[PlacedVariable]) -> list[Array]:
         """Returns the values of variables as their first server has them, which is the same; keeps nothing."""
-        return self._pull(variables, variables[0])
+        return self._pull([_Ask(variables[0], variables)])[0]
 
-    def _pull(
-        self,
-        variables: Sequence[PlacedVariable],
-        variable: PlacedVariable,
-        rows: Sequence[tuple[RowRead, TensorSpec]] = (),
-    ) -> list[Array]:
-        """Pulls variables and rows of a variable's first server; the variable is named where that takes long."""
-        server = variable.servers[0]
+    def _pull_by_server(self, variables: Sequence[PlacedVariable]) -> list[Array]:
+        """Returns the values of variables of several servers, as `pull` does of one."""
+        by_server: dict[int, list[PlacedVariable]] = {}
+        for variable in variables:
+            by_server.setdefault(variable.servers[0], []).append(variable)
+        found: dict[int, Array] = {}
+        asked = list(by_server.values())
+        for some, arrays in zip(asked, self._pull([_Ask(some[0], some) for some in asked]), strict=True):
+            found |= zip([variable.id for variable in some], arrays, strict=True)
+        return [found[variable.id] for variable in variables]
+
+    def _pull(self, asked: Sequence[_Ask]) -> list[list[Array]]:
+        """Asks servers, all at once; returns of each the values of variables, or rows of one."""
         session, limit = self._session, self._session.round_limit
-        # The rounds of asynchronous workers are no places in time; a push is answered when it was applied.
-        after = -1 if self._group.alone else self._touched[server]
         began = time.monotonic()
-        future = session.servers[server].pull(
-            session.number, [each.id for each in variables], after, [read for read, _ in rows]
-        )
-        name = repr(variable.spec.name)
+        futures = [
+            session.servers[ask.server].pull(
+                session.number,
+                [each.id for each in ask.variables],
+                # The rounds of asynchronous workers are no places in time; a push is answered when it was applied.
+                -1 if self._group.alone else self._touched[ask.server],
+                [] if ask.rows is None else [ask.rows[0]],
+            )
+            for ask in asked
+        ]
+        found = [self._answer(ask, future, limit) for ask, future in zip(asked, futures, strict=True)]
+        self._measures.read(time.monotonic() - began)
+        return found
+
+    def _answer(self, ask: _Ask, future: Future[PullReply], limit: float) -> list[Array]:
+        server, session, name = ask.server, self._session, repr(ask.named.spec.name)
         reply = session.wait(
             future,
             session.deadline(limit),
@@ -248,10 +317,9 @@ class ReadCache:
             lambda: f"waits for variable {name} of {Task('ps', server)}{self._awaited.held_up(server)}",
             lambda: False,
         )
-        self._measures.read(time.monotonic() - began)
         if not self._renewed:
             self._seen[server] = min(reply.round, self._seen.get(server, reply.round))
-        specs = [each.spec.tensor for each in variables] + [spec for _, spec in rows]
+        specs = [each.spec.tensor for each in ask.variables] + ([] if ask.rows is None else [ask.rows[1]])
         return [frozen(array) for array in reply.payload.tensors(specs)]
 
     # ---- What rounds do to it ----

@@ -31,6 +31,7 @@ from psclient._src.tracing.update_function import Given, Trace, TracedCall, Upda
 from psclient._src.values import DistributedValues, PerReplica
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import ServerVariable, SyncOnReadVariable
+from psclient._src.variables.sharded import ShardedValue, VariableOfShards
 from psclient._src.variables.sparse_updates import SparseUpdate
 from psclient._src.variables.variable import Variable
 from pswire.errors import LocalityError, ProgramError
@@ -348,8 +349,9 @@ class Section:
     def give_back(self, value: object) -> None:
         """Notes which of the section's values the program will look at: the leaves of a nest."""
         for leaf in nest.flatten(value):
-            if isinstance(leaf, ServerValue) and leaf.section is self:
-                self._returned.add(leaf.ref)
+            for part in leaf.parts if isinstance(leaf, ShardedValue) else (leaf,):
+                if isinstance(part, ServerValue) and part.section is self:
+                    self._returned.add(part.ref)
 
     def give_back_unused(self) -> None:
         """Notes all values that no program of the section takes: the program may look at any of them."""
@@ -507,9 +509,9 @@ class _Inputs:
 
     def _variable(self, value: Variable) -> Given:
         value.check_strategy(self.strategy)
-        if isinstance(value, SyncOnReadVariable):
+        if isinstance(value, SyncOnReadVariable | VariableOfShards):
             value.refuse_update()
-        on_server = cast(ServerVariable, value)  # A strategy with sections has no third kind.
+        on_server = cast(ServerVariable, value)  # A strategy with sections has no other kind.
         self._check_place(value, value.place, "create it there with colocate_vars_with")
         handle = on_server.handle
         self.variables[handle.id] = on_server

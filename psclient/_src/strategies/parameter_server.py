@@ -14,7 +14,7 @@ from psclient._src.cluster_resolver.base import ClusterResolver
 from psclient._src.cluster_resolver.tf_config import TFConfigClusterResolver, task_of
 from psclient._src.config import check_lane, job_from, lane_from, refused_from, security_from, timeouts_from
 from psclient._src.devices import local_devices
-from psclient._src.distribute.extended_v1 import StrategyExtended
+from psclient._src.distribute.sharded import ShardedExtended
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.options import Async, Round, Sync
 from psclient._src.processes import shutdown
@@ -27,6 +27,7 @@ from psclient._src.rounds.rounds import Exchange
 from psclient._src.telemetry import Exporter
 from psclient._src.transport.remote_server import RemoteServer, connect
 from psclient._src.transport.session import Session
+from psclient._src.variables.partitioners import PartitionFn, check_partitioner
 from pswire.cluster import ClusterSpec, Task, TaskConfig
 from pswire.errors import CheckpointError, ConfigError, PSError
 from pswire.limits import Timeouts
@@ -62,6 +63,9 @@ class ParameterServerStrategy(Strategy):
         deterministic: insists that the same job computes the same bits again, on any number of servers: contributions
             are summed in task order, whenever they come, and batches are those of the checkpoint. So it is with every
             `Sync()` job whose workers stay; asynchronous updates come as they come, and are refused.
+        variable_partitioner: cuts variables into shards, which lie on the servers in turn: a function of a shape and a
+            dtype that returns the number of parts for each axis, such as one of `ps.experimental.partitioners`; the
+            same in all processes. Variables of more than one shard are `ps.ShardedVariable`. None cuts none.
 
     Raises:
         ConfigError: `TF_CONFIG`, a device, `ps_strategy`, `lane`, a certificate or the token is wrong; another process
@@ -79,11 +83,13 @@ class ParameterServerStrategy(Strategy):
         ps_strategy: PsStrategy = "greedy",
         lane: LaneName | None = None,
         deterministic: bool = False,
+        variable_partitioner: PartitionFn | None = None,
     ) -> None:
         check_ps_strategy(ps_strategy)
         _check_deterministic(deterministic, consistency)
         self._lane = lane_from() if lane is None else check_lane(lane)
         self._ps_strategy = ps_strategy
+        self._partitioner = check_partitioner(variable_partitioner)
         self.consistency = consistency or Sync()
         self._timeouts = timeouts or timeouts_from()
         self._timeouts.check()
@@ -140,7 +146,7 @@ class ParameterServerStrategy(Strategy):
         self._exporter.add_worker(self._exchange, self._servers)
         limits = [server.status().memory_limit for server in self._servers]
         self._remote = RemoteBackend(self._exchange, Placement(self._ps_strategy, limits), self.consistency.nonfinite)
-        super().__init__(StrategyExtended(self, self._remote))
+        super().__init__(ShardedExtended(self, self._remote, self._partitioner))
 
     # ---- What it is ----
 

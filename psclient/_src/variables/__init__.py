@@ -4,4 +4,5 @@ lookup    rows of variables, looked up by their ids
 scatter   rows of variables, changed by their places
 variable  the class `Variable`, reads and assignments
 kinds     variables on servers, mirrored ones, and those of one copy per replica
+sharded   partitioned variables, which are variables on servers together; partitioners say how they are cut
 """

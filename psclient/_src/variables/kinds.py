@@ -53,7 +53,12 @@ class ServerVariable(Variable):
         strategy, spec, aggregation: as `PlacedVariable` has them.
         handle: its number, and the servers that hold it.
         reader: reads its value, and rows of it, from there.
+
+    Attributes:
+        whole: the partitioned variable of which it is a shard; None for a variable of its own.
     """
+
+    whole: Any = None
 
     def __init__(
         self,
@@ -96,13 +101,7 @@ class ServerVariable(Variable):
         return value if place is None or set(self.place) <= set(place) else value.numpy()
 
     def _scatter(self, how: str, rows: Rows) -> None:
-        truth = rows.values.dtype.kind == "b"  # Reductions know none: it travels as an integer.
-        given = Rows(rows.ids, rows.values.astype(np.uint8)) if truth else rows
-
-        def assign(v: Value, rows: Value) -> None:
-            v.assign(change(how, v.read_value(), rows.astype(bool) if truth else rows, np))
-
-        self.strategy.extended.update(self, SparseUpdate(assign, "lazy"), (IndexedSlices.of_rows(given, self.shape),))
+        scatter_on_servers(self, how, rows)
 
     def _copy_on(self, device: Device) -> AnyArray:
         if device.kind == "cpu":
@@ -114,6 +113,19 @@ class ServerVariable(Variable):
             copy = to_device(value, device)
             self._copies[device] = (value, copy)
         return copy
+
+
+def scatter_on_servers(variable: Variable, how: str, rows: Rows) -> None:
+    """Changes rows of a variable by one of `SCATTERS`, each place once; they are of a dtype that fits."""
+    truth = rows.values.dtype.kind == "b"  # Reductions know none: it travels as an integer.
+    given = Rows(rows.ids, rows.values.astype(np.uint8)) if truth else rows
+
+    def assign(v: Value, rows: Value) -> None:
+        v.assign(change(how, v.read_value(), rows.astype(bool) if truth else rows, np))
+
+    variable.strategy.extended.update(
+        variable, SparseUpdate(assign, "lazy"), (IndexedSlices.of_rows(given, variable.shape),)
+    )
 
 
 def check_fits(name: str, spec: TensorSpec, how: str, value: Any) -> None:

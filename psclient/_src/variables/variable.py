@@ -84,7 +84,7 @@ class _Request:
     trainable: bool
     on_read: bool
     aggregation: VariableAggregation
-    place: tuple[int, ...]
+    place: Any
 
 
 class _VariableType(type):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pswire.api import RestoreReply
-from pswire.checkpoint.manifest import Manifest, Saved, aside, is_aside, latest_in, latest_text, number, rank
+from pswire.checkpoint.manifest import Manifest, Saved, Slice, aside, is_aside, latest_in, latest_text, number, rank
 from pswire.encoding import messages
 from pswire.errors import CheckpointError, DamagedCheckpoint
 from pswire.model.log import Position
@@ -26,11 +26,26 @@ saved = st.builds(
     st.builds(TensorSpec, st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 9), max_size=3).map(tuple)),
     st.sampled_from(["", "xxh3:" + "0f" * 16]),
 )
+cut = st.builds(
+    lambda dtype, rows, row, sums: Saved(
+        "",
+        TensorSpec(dtype, (sum(rows), *row)),
+        "",
+        tuple(
+            Slice("shard-00000-of-00001.safetensors", f"w/part_{n}", sum(rows[:n]), count, sums)
+            for n, count in enumerate(rows)
+        ),
+    ),
+    st.sampled_from(sorted(DTYPES)),
+    st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    st.lists(st.integers(0, 9), max_size=2),
+    st.sampled_from(["", "xxh3:" + "0f" * 16]),
+)
 manifests = st.builds(
     Manifest,
     st.integers(0, 1 << 40),
     st.lists(st.builds(Position, *[st.integers(0, 9)] * 3), max_size=2).map(tuple),
-    st.dictionaries(names, saved, max_size=3),
+    st.dictionaries(names, saved | cut, max_size=3),
     st.dictionaries(st.just("shard-00000-of-00001.safetensors"), st.integers(0, 1 << 50)),
     st.dictionaries(names, names, max_size=3),
     st.dictionaries(names, st.recursive(st.none() | st.integers() | names, st.lists), max_size=2),
@@ -42,7 +57,8 @@ manifests = st.builds(
 @given(manifests)
 def test_what_is_written_is_read(manifest):
     """Its text is JSON and says all of it."""
-    assert json.loads(manifest.text())["format"] == 2
+    sliced = any(one.slices for one in manifest.tensors.values())
+    assert json.loads(manifest.text())["format"] == (3 if sliced else 2)
     assert Manifest.parse(manifest.text(), "here") == manifest
 
 
@@ -202,3 +218,35 @@ def test_what_is_set_aside_has_no_number():
         assert is_aside(name)
         assert number(name) == (name, -1)
     assert not any(map(is_aside, ["ckpt-7", "damaged", "ckpt.damaged-7", "ckpt.damaged.x"]))
+
+
+BAD_SLICES = {
+    "a gap": [(0, 2), (3, 1)],
+    "an overlap": [(0, 2), (1, 2)],
+    "too few": [(0, 2)],
+    "too many": [(0, 2), (2, 3)],
+    "another order": [(2, 2), (0, 2)],
+    "none": [],
+    "an empty one": [(0, 0), (0, 4)],
+    "a negative one": [(0, 5), (5, -1)],
+}
+
+
+@pytest.mark.parametrize("name", BAD_SLICES)
+def test_slices_that_do_not_make_the_whole_are_told(name):
+    """Whoever has written them: a reader would take rows that nobody has saved."""
+    slices = tuple(Slice("x", "w", first, rows) for first, rows in BAD_SLICES[name])
+    said = Manifest(1, (), {"w": Saved("", TensorSpec("int8", (4, 2)), "", (Slice("x", "w", 0, 4),))}).text()
+    text = json.loads(said)
+    text["tensors"]["w"]["slices"] = [vars(one) for one in slices]
+    with pytest.raises(DamagedCheckpoint, match=r"slice|not an integer"):
+        Manifest.parse(json.dumps(text), "here")
+    assert Manifest.parse(said, "here").tensors["w"].slices
+
+
+def test_files_of_slices_stay_in_their_directory():
+    """As those of whole tensors."""
+    for file in ("../x", "", "a/b"):
+        saved = Saved("", TensorSpec("int8", (4,)), "", (Slice(file, "w", 0, 4),))
+        with pytest.raises(DamagedCheckpoint, match="outside of its directory"):
+            Manifest.parse(Manifest(1, (), {"w": saved}).text(), "here")

@@ -20,6 +20,7 @@ from pswire.api import (
     RestoreReply,
     RestoreStage,
     RoundReply,
+    SavedTensor,
     Shard,
     Watched,
 )
@@ -53,6 +54,7 @@ from pswire.model.plan import (
     Reduction,
     Ref,
     RestoreCommit,
+    ShardOf,
     SnapshotOrder,
     Turn,
     VariableSpec,
@@ -83,7 +85,12 @@ def maps(keys: st.SearchStrategy[Any], values: st.SearchStrategy[Any]) -> st.Sea
 SERVERS = tuples(U32)
 TENSORS = st.builds(TensorSpec, st.sampled_from(sorted(DTYPES)), tuples(st.integers(0, 1000)))
 NAMES = st.text(string.ascii_letters + "/_:0", min_size=1, max_size=12)
-SPECS = st.builds(VariableSpec, NAMES, TENSORS, st.booleans(), st.none() | st.just("") | NAMES)
+SHARDS_OF = st.builds(ShardOf, NAMES, st.integers(0, 9), st.integers(1 << 10, 1 << 40))
+_ROWS = st.builds(TensorSpec, st.sampled_from(sorted(DTYPES)), st.lists(st.integers(1, 9), min_size=1).map(tuple))
+SPECS = st.one_of(
+    st.builds(VariableSpec, NAMES, TENSORS, st.booleans(), st.none() | st.just("") | NAMES),
+    st.builds(VariableSpec, NAMES, _ROWS, st.booleans(), st.none(), SHARDS_OF),
+)
 VARIABLES = st.builds(PlacedVariable, U64, SPECS, SERVERS)
 ATTRS = st.none() | st.booleans() | S64 | REAL | TEXT | tuples(S64)
 PROGRAMS = st.builds(
@@ -165,7 +172,9 @@ ORDERS = st.builds(
     st.booleans(),
 )
 RESTORED = st.builds(RestoreReply, TEXT, POSITIONS, TEXT)
-SHARDS = st.builds(Shard, TEXT, TEXT, U64, POSITIONS, tuples(st.tuples(TEXT, TENSORS, TEXT)), U64)
+SHARDS = st.builds(
+    Shard, TEXT, TEXT, U64, POSITIONS, tuples(st.builds(SavedTensor, TEXT, TENSORS, TEXT, st.none() | SHARDS_OF)), U64
+)
 CONTRIBUTIONS = st.builds(Contribution, U64, U64, U64, BYTES, tuples(REAL), st.booleans(), POSITIONS, tuples(U64))
 REPLIES = st.builds(RoundReply, U64, EPOCHS, st.booleans(), tuples(TASKS), st.just(EMPTY))
 PULLED = st.builds(PullReply, S64, st.just(EMPTY))
@@ -253,6 +262,7 @@ REFUSED: dict[str, Message] = {
     f"impossible shape ({1 << 45},)": pb.TensorSpec(dtype="int8", shape=[1 << 45]),
     "a variable's name has 1 to 512 printable characters": pb.VariableSpec(tensor=SPEC),
     "a variable's name has 1 to 512 printable": pb.VariableSpec(name="a\nb", tensor=SPEC),
+    "is no shard such as ShardOf": pb.VariableSpec(name="a", tensor=SPEC, shard=pb.ShardOf(whole="w", rows=4)),
     "a variable's name has 1 to 512": pb.VariableSpec(name="a", tensor=SPEC, saved_as="a\nb"),
     "unknown job ''; known are chief, worker, ps, evaluator": pb.Task(index=1),
     "unknown job 'boss'": pb.Task(job="boss"),

@@ -1,0 +1,10 @@
+"""Into how many shards variables are cut: for `ParameterServerStrategy(variable_partitioner=...)`."""
+
+from psclient._src.variables.partitioners import (
+    FixedShardsPartitioner,
+    MaxSizePartitioner,
+    MinSizePartitioner,
+    Partitioner,
+)
+
+__all__ = ["FixedShardsPartitioner", "MaxSizePartitioner", "MinSizePartitioner", "Partitioner"]

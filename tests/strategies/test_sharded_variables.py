@@ -1,0 +1,447 @@
+"""Partitioned variables: whatever is done with one is what is done with a plain one."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from pstesting.in_process import InProcessCluster
+from pswire.errors import LocalityError, PSError
+from tests.support.strategies import by_replica, in_replicas
+
+P = ps.experimental.partitioners
+ROWS, SHARDS = 10, 3
+FIRST = np.arange(2 * ROWS, dtype="float32").reshape(ROWS, 2)
+KINDS = {"1 server, 1 replica": (1, 1), "2 servers, 2 replicas": (2, 2), "3 servers, 1 replica": (3, 1)}
+
+
+def devices(count):
+    return [f"cpu:{n}" for n in range(count)]
+
+
+def ten(shape, dtype):
+    """Variables of ten rows are cut into three shards, others not."""
+    return [SHARDS if shape[0] == ROWS else 1] + [1] * (len(shape) - 1)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def strategy(request):
+    servers, replicas = KINDS[request.param]
+    with (
+        InProcessCluster(servers) as cluster,
+        ps.ParameterServerStrategy(
+            devices(replicas), cluster_resolver=cluster.resolver(), variable_partitioner=ten
+        ) as s,
+    ):
+        yield s
+
+
+@pytest.fixture
+def table(strategy):
+    with strategy.scope():
+        return ps.Variable(FIRST, name="table", aggregation=ps.VariableAggregation.SUM)
+
+
+def same(found, expected):
+    np.testing.assert_array_equal(np.asarray(found), expected)
+
+
+# ---- What it is ----
+
+
+def test_it_is_in_shards(strategy, table):
+    """Named after it, of "div"'s sizes, on the servers in turn."""
+    assert isinstance(table, ps.ShardedVariable)
+    assert isinstance(table, ps.Variable)
+    assert [v.name for v in table.variables] == [f"{table.name}/part_{n}" for n in range(SHARDS)]
+    assert [v.shape for v in table.variables] == [(4, 2), (3, 2), (3, 2)]
+    servers = len(strategy.extended.parameter_devices)
+    taken = Counter(v.device for v in table.variables)
+    assert sorted(taken.values(), reverse=True) == [-(-SHARDS // servers)] * (SHARDS % servers or servers) + [
+        SHARDS // servers
+    ] * (servers - (SHARDS % servers or servers))
+    same(np.concatenate([v.numpy() for v in table.variables]), FIRST)
+    assert (table.shape, table.dtype, table.ndim, table.size) == ((ROWS, 2), np.float32, 2, 2 * ROWS)
+    assert (table.trainable, table.aggregation) == (True, ps.VariableAggregation.SUM)
+    assert strategy.extended.variable_created_in_scope(table)
+    assert set(table.devices) == set(taken)
+
+
+def test_others_are_plain(strategy):
+    """What the partitioner leaves whole, what has no rows, and copies of replicas."""
+    with strategy.scope():
+        plain = ps.Variable(np.zeros((4, 2)))
+        scalar = ps.Variable(1.0)
+        on_read = ps.Variable(np.zeros(ROWS), synchronization="on_read", aggregation="sum")
+    assert not any(isinstance(v, ps.ShardedVariable) for v in (plain, scalar, on_read))
+
+
+def test_names_are_unique(strategy):
+    """Of the whole, and of shards where somebody has taken such a name."""
+    with strategy.scope():
+        taken = ps.Variable(1.0, name="names/part_1")
+        first, second = (ps.Variable(FIRST, name="names") for _ in range(2))
+        later = ps.Variable(1.0, name="names/part_0")
+    names = [v.name for v in (taken, first, second, later, *first.variables, *second.variables)]
+    assert len(set(names)) == len(names)
+    assert (first.name, second.name) == ("names", "names_1")
+
+
+def test_a_copy_is_cut_alike(strategy, table):
+    import copy
+
+    made = copy.deepcopy(table)
+    assert made.sharding == table.sharding
+    same(made, FIRST)
+
+
+# ---- Reading ----
+
+
+def test_it_reads_as_an_array(table):
+    same(table.numpy(), FIRST)
+    same(table.read_value(), FIRST)
+    same(table * 2 + table, FIRST * 3)
+    same(np.square(table), FIRST**2)
+    same(np.sum(table, axis=0), FIRST.sum(axis=0))
+    same(list(table), FIRST)
+    same(table.astype("float64"), FIRST.astype("float64"))
+    same(ps.convert_to_tensor(table), FIRST)
+    assert len(table) == ROWS
+    assert table.numpy() is table.numpy()  # as long as nothing has changed it
+    assert not table.numpy().flags.writeable
+
+
+KEYS = [3, -1, np.int64(9), slice(3, 7), slice(-2, None), slice(None), slice(None, None, -1), slice(8, 2, -3)]
+KEYS += [slice(5, 5), slice(0, 4), slice(4, 7), slice(6, 3, -1), slice(2, 100, 4), (slice(1, 3), 1), (-2, slice(1, 2))]
+KEYS += [(slice(9, None, -9), 0), None, ..., [1, 8], np.arange(10) > 4, (), (..., 1), slice(2, None, -1), True]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_it_is_indexed_as_an_array(strategy, table, key):
+    """In cross-replica context, and in each replica."""
+    same(table[key], FIRST[key])
+    for found in in_replicas(strategy, lambda replica: np.asarray(table[key])):
+        same(found, FIRST[key])
+
+
+def test_a_row_beyond_is_an_error(table):
+    with pytest.raises(IndexError):
+        table[ROWS]
+
+
+def test_a_slice_asks_only_the_servers_that_have_it(strategy, table, monkeypatch):
+    """And a lookup only those with an id."""
+    asked = []
+    reads = strategy.backend._reads
+    pull = reads._pull
+    monkeypatch.setattr(reads, "_pull", lambda asks: asked.extend(ask.named.spec.name for ask in asks) or pull(asks))
+    one, two, three = (v.name for v in table.variables)
+    same(table[5:7], FIRST[5:7])
+    same(table.lookup([0, 9, 0]).numpy(), FIRST[[0, 9, 0]])
+    assert asked == [two, one, three]
+
+
+def test_servers_are_asked_together(strategy, table, monkeypatch):
+    """One call is on its way to each before the first answer is waited for."""
+    servers = {v.place for v in table.variables}
+    began, most = [], []
+    session = strategy.backend._reads._session
+    wait = session.wait
+    for server in session.servers:
+        pull = server.pull
+        monkeypatch.setattr(server, "pull", lambda *args, pull=pull: began.append(1) or pull(*args))
+    monkeypatch.setattr(session, "wait", lambda *args: most.append(len(began)) or wait(*args))
+    same(table.lookup([0, 5, 9]).numpy(), FIRST[[0, 5, 9]])
+    same(table.numpy(), FIRST)
+    assert most[0] == SHARDS
+    assert most[-1] == SHARDS + len(servers)
+
+
+# ---- Writing ----
+
+
+def test_it_is_assigned(strategy, table):
+    """By arrays, numbers, what is broadcast, variables, and values of servers."""
+    table.assign(FIRST * 2)
+    same(table, FIRST * 2)
+    table.assign_add(1.0)
+    table.assign_sub(np.ones(2, "float32"))
+    same(table, FIRST * 2)
+    table.assign([[1.0, 2.0]])
+    same(table, np.broadcast_to(np.float32([1, 2]), FIRST.shape))
+    with strategy.scope():
+        other = ps.Variable(FIRST + 5)
+        plain = ps.Variable(np.float32([3, 4]))
+    table.assign(other)
+    same(table, FIRST + 5)
+    table.assign_add(table)
+    same(table, 2 * (FIRST + 5))
+    table.assign(plain)
+    same(table, np.broadcast_to(np.float32([3, 4]), FIRST.shape))
+    plain.assign(table[0])
+    table.assign(strategy.reduce("sum", by_replica(strategy, lambda replica: FIRST.copy()), axis=None))
+    same(table, FIRST * len(strategy.extended.worker_devices))
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [(np.zeros((3, 2), "float32"), ValueError), (FIRST + 1j, TypeError), ("word", TypeError)]
+)
+def test_what_does_not_fit_is_refused(table, value, error):
+    with pytest.raises(error):
+        table.assign(value)
+    same(table, FIRST)
+
+
+def test_replicas_assign_it_together(strategy, table):
+    """Their values are combined as its aggregation says."""
+    count = len(strategy.extended.worker_devices)
+    in_replicas(strategy, lambda replica: table.assign_add(FIRST + replica))
+    same(table, FIRST + sum(FIRST + replica for replica in range(count)))
+    in_replicas(strategy, lambda replica: table.assign(np.float32(replica + 1)))
+    same(table, np.full_like(FIRST, sum(range(1, count + 1))))
+
+
+SCATTERS = ["scatter_add", "scatter_sub", "scatter_update", "scatter_min", "scatter_max", "scatter_mul", "scatter_div"]
+
+
+@pytest.mark.parametrize("how", SCATTERS)
+@pytest.mark.parametrize("ids", [[0], [9, 3, 3, 4], [5, 5], []], ids=str)
+def test_rows_are_changed_by_their_places(strategy, table, how, ids):
+    """As those of a variable of this process; a shard of which no row is given stays."""
+    rows = ps.IndexedSlices(np.arange(2, 2 + 2 * len(ids), dtype="float32").reshape(-1, 2), np.asarray(ids, "int64"))
+    local = ps.Variable(FIRST)
+    getattr(local, how)(rows)
+    getattr(table, how)(rows)
+    same(table, local.numpy())
+
+
+def test_a_truth_is_changed_by_its_place(strategy):
+    with strategy.scope():
+        v = ps.Variable(np.zeros((ROWS, 1), bool))
+    assert isinstance(v, ps.ShardedVariable)
+    v.scatter_update(ps.IndexedSlices(np.ones((2, 1), bool), [0, 9]))
+    same(np.flatnonzero(v), [0, 9])
+
+
+# ---- Rows ----
+
+
+@pytest.mark.parametrize("ids", [[0], [9, 0, 9], [[4, 6], [7, 3]], [], np.arange(ROWS)], ids=str)
+def test_rows_are_looked_up(strategy, table, ids):
+    """Each once, with the gradient, everywhere."""
+    ids = np.asarray(ids, np.int64)
+
+    def check(replica=0):
+        rows = table.lookup(ids)
+        same(rows.ids, np.unique(ids))
+        same(rows.numpy(), FIRST[ids])
+        same(table.sparse_read(ids), FIRST[ids])
+        same(table.gather(ids), FIRST[ids])
+        same(ps.nn.embedding_lookup(table, ids).numpy(), FIRST[ids])
+        gradient = rows.gradient(np.ones_like(rows.values))
+        assert gradient.shape == FIRST.shape
+        same(gradient.indices, rows.ids)
+
+    check()
+    in_replicas(strategy, check)
+
+
+def test_the_shards_may_be_given(table):
+    """TensorFlow's `params` is a list of them; in another order they are other rows."""
+    same(ps.nn.embedding_lookup(table.variables, [9, 1]).numpy(), FIRST[[9, 1]])
+    with pytest.raises(ValueError, match="shards"):
+        ps.nn.embedding_lookup(table.variables[::-1], [9, 1])
+    with pytest.raises(ValueError, match="mod"):
+        ps.nn.embedding_lookup(table, [9, 1], partition_strategy="mod")
+
+
+def test_bags_are_looked_up(table):
+    same(ps.nn.embedding_lookup_sparse(table, [[0, 9], [], [5]], None, "sum"), [FIRST[0] + FIRST[9], [0, 0], FIRST[5]])
+    same(ps.nn.safe_embedding_lookup_sparse(table, [[-1], [9]], default_id=5), [FIRST[5], FIRST[9]])
+
+
+@pytest.mark.parametrize("bad", [-1, ROWS])
+def test_an_id_beyond_is_an_error_of_the_whole(table, bad):
+    with pytest.raises(ValueError, match=rf"{table.name}'.*{bad}|{bad}.*{table.name}'"):
+        table.lookup([0, bad])
+
+
+def test_rows_come_with_the_round(strategy, table, monkeypatch):
+    """Those that were named before: then no server is asked for them; others are."""
+    table.look_ahead([0, 5], [5, 9])
+    table.assign_add(1.0)
+    asked = []
+    reads = strategy.backend._reads
+    pull = reads._pull
+    monkeypatch.setattr(reads, "_pull", lambda asks: asked.extend(ask.named.spec.name for ask in asks) or pull(asks))
+    same(table.lookup([0, 5, 9]).numpy(), FIRST[[0, 5, 9]] + 1)
+    same(table.lookup([9]).numpy(), FIRST[[9]] + 1)
+    assert asked == []
+    same(table.lookup([0, 6]).numpy(), FIRST[[0, 6]] + 1)
+    assert asked == [table.variables[1].name]
+    table.look_ahead([1])
+    table.assign_add(1.0)
+    same(table.lookup([1, 9]).numpy(), FIRST[[1, 9]] + 2)
+
+
+# ---- Library code ----
+
+
+def test_a_reduction_to_it_has_its_locality(strategy, table):
+    """Of arrays and of rows: an update takes it, and a look gives the whole."""
+    count = len(strategy.extended.worker_devices)
+    dense = by_replica(strategy, lambda replica: FIRST + replica)
+    rows = by_replica(strategy, lambda replica: ps.IndexedSlices(np.ones((2, 2), "float32"), [replica, 9]))
+    expected = np.zeros_like(FIRST)
+    for replica in range(count):
+        np.add.at(expected, [replica, 9], np.float32(1))
+    extended = strategy.extended
+    same(extended.reduce_to("mean", dense, table), sum(FIRST + n for n in range(count)) / np.float32(count))
+    same(extended.reduce_to("sum", rows, table), expected)
+    with strategy.scope():
+        plain = ps.Variable(np.zeros(3, "float32"))
+        more = by_replica(strategy, lambda replica: np.ones(3, "float32"))
+        pairs = [(dense, table), (more, plain), (rows, table)]
+        one, two, three = extended.batch_reduce_to("sum", pairs)
+    assert extended.update(table, lambda v, g, h: v.assign(g + h), (one, three)) is table
+    same(two, np.full(3, count))
+    same(table, sum(FIRST + n for n in range(count)) + expected)
+
+
+def test_an_update_runs_beside_each_shard(strategy, table):
+    """What is cut alike gives its shard, arrays of its rows their rows; all else is as it is."""
+    extended = strategy.extended
+    with strategy.scope(), extended.colocate_vars_with(table):
+        slot = ps.Variable(FIRST + 1, trainable=False)
+        by_row = ps.Variable(np.arange(ROWS, dtype="float32")[:, None])
+        count = ps.Variable(np.int64(0))
+    assert [v.place for v in slot.variables] == [v.place for v in table.variables]
+    assert isinstance(by_row, ps.ShardedVariable)
+    other = np.arange(ROWS, dtype="float32")[:, None]
+
+    def fn(v, slot, by_row, count, array, vector, number, names):
+        count.assign_add(1)
+        v.assign(v + slot * number + by_row + array + vector)
+        slot.assign(slot * 2)
+        return {"sum": np.sum(v), "v": v, "nothing": None}
+
+    args = (slot, by_row, count, other, np.float32([1, 2]), 3.0, ("a",))
+    found = extended.update(table, fn, args)
+    expected = FIRST + (FIRST + 1) * 3 + 2 * other + np.float32([1, 2])
+    same(table, expected)
+    same(slot, (FIRST + 1) * 2)
+    assert int(count) == 1
+    assert found["v"] is table
+    assert found["nothing"] is None
+    same([float(part) for part in found["sum"]], [part.sum() for part in np.split(expected, [4, 7])])
+    parts = extended.update(table, lambda v: np.sum(v), group=False)
+    assert len(parts) == SHARDS
+
+
+def test_a_lazy_update_is_of_the_given_rows(strategy, table):
+    with strategy.scope(), strategy.extended.colocate_vars_with(table):
+        momentum = ps.Variable(np.ones_like(FIRST), trainable=False)
+
+    def heavy_ball(v, gradient, m):
+        m.assign(0.5 * m + gradient)
+        v.assign_sub(m)
+
+    gradient = ps.IndexedSlices(np.ones((2, 2), "float32"), [3, 4])
+    strategy.extended.update(table, ps.lazily(heavy_ball), (gradient, momentum))
+    moved = np.isin(np.arange(ROWS), [3, 4])[:, None]
+    same(momentum, np.where(moved, np.float32(1.5), np.float32(1)) * np.ones_like(FIRST))
+    same(table, FIRST - np.where(moved, np.float32(1.5), np.float32(0)))
+
+
+def test_a_shard_is_updated_alone(strategy, table):
+    """It is an ordinary variable."""
+    strategy.extended.update(table.variables[1], lambda v: v.assign(v * 0))
+    expected = FIRST.copy()
+    expected[4:7] = 0
+    same(table, expected)
+
+
+def test_what_cannot_be_is_told(strategy, table):
+    """A shard's update sees nothing of others: the whole by closure, variables that are cut in another way."""
+    extended = strategy.extended
+    with strategy.scope():
+        plain = ps.Variable(np.zeros(2, "float32"))
+        twice = ps.Variable(np.zeros((ROWS, 2), "float32"))
+    with pytest.raises(ValueError, match=f"'{table.name}' is in 3 shards"):
+        extended.update(plain, lambda v, t: v.assign(t[0]), (table,))
+    with pytest.raises(ValueError, match=f"'{table.name}' is in 3 shards"):
+        extended.update(table, lambda v: v.assign(v + table))
+    with pytest.raises((ValueError, LocalityError, PSError)):
+        table.variables[0].assign(twice)
+    with ps.MirroredStrategy() as elsewhere, pytest.raises(ValueError, match="another strategy"):
+        elsewhere.extended.update(table, lambda v: v)
+
+
+def test_a_partitioner_is_asked_for_what_is_not_beside_another(strategy, table):
+    """Else the turn would advance, and slots would lie elsewhere."""
+    with strategy.scope(), strategy.extended.colocate_vars_with(strategy.extended.parameter_devices[0]):
+        assert not isinstance(ps.Variable(FIRST), ps.ShardedVariable)
+
+
+def test_a_buffer_takes_its_gradient(strategy, table):
+    def step(replica):
+        buffer = strategy.buffer(table)
+        assert buffer.shape == table.shape
+        buffer[:] = replica + 1
+        table.assign_add(buffer)
+
+    in_replicas(strategy, step)
+    same(table, FIRST + sum(range(1, len(strategy.extended.worker_devices) + 1)))
+
+
+def test_a_value_returned_from_a_merge_call_comes(strategy, table):
+    value = by_replica(strategy, lambda replica: FIRST.copy())
+    found = strategy.run(
+        lambda own: ps.get_replica_context().merge_call(lambda s, g: s.extended.reduce_to("sum", g, table), (own,)),
+        (value,),
+    )
+    for one in strategy.experimental_local_results(found):
+        same(one, FIRST * len(strategy.extended.worker_devices))
+
+
+# ---- Places ----
+
+
+@pytest.mark.parametrize("how", ["greedy", "round_robin"])
+def test_shards_go_round(how):
+    """From the server that a variable would get; one beside another does not advance the turn."""
+    with (
+        InProcessCluster(3) as cluster,
+        ps.ParameterServerStrategy(
+            cluster_resolver=cluster.resolver(), variable_partitioner=P.FixedShardsPartitioner(4), ps_strategy=how
+        ) as strategy,
+        strategy.scope(),
+    ):
+        scalar = ps.Variable(np.float32(0))
+        one = ps.Variable(np.zeros((8, 100)))
+        with strategy.extended.colocate_vars_with(one):
+            slot = ps.Variable(np.zeros((8, 100)))
+        two = ps.Variable(np.zeros((9, 100)))
+        assert scalar.place == (0,)
+        assert [v.place for v in one.variables] == [(1,), (2,), (0,), (1,)]
+        assert [v.place for v in slot.variables] == [v.place for v in one.variables]
+        assert [v.place for v in two.variables] == [(2,), (0,), (1,), (2,)]
+
+
+def test_a_bad_partitioner_is_told_where_the_variable_is_made(strategy):
+    with (
+        InProcessCluster(1) as cluster,
+        ps.ParameterServerStrategy(
+            cluster_resolver=cluster.resolver(), variable_partitioner=lambda shape, dtype: [1, 2]
+        ) as other,
+        other.scope(),
+    ):
+        with pytest.raises(ValueError, match=r"'wrong' of shape \(4, 2\).*from 1 to 4"):
+            ps.Variable(np.zeros((4, 2)), name="wrong")
+        ps.Variable(np.zeros(()), name="fine")
+    with pytest.raises(TypeError, match="variable_partitioner"):
+        ps.ParameterServerStrategy(variable_partitioner=P.FixedShardsPartitioner)

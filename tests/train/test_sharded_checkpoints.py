@@ -1,0 +1,232 @@
+"""Checkpoints of partitioned variables: into any number of shards, on any number of servers."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import psclient as ps
+from pstesting.in_process import InProcessCluster
+from pstesting.processes import W0, W1, ProcessCluster
+from pstesting.script import say
+from pswire.checkpoint.reader import SavedCheckpoint, open_saved
+from pswire.checkpoint.storage import storage_at
+
+P = ps.experimental.partitioners
+FIRST = np.random.default_rng(3).normal(size=(10, 2)).astype("float32")
+
+
+class Job:
+    """A table in some shards on some servers, and what trains it."""
+
+    def __init__(self, root, shards, servers, make=ps.optimizers.Nadam):
+        self.cluster = InProcessCluster(servers, checkpoint_root=root)
+        self.shards, self.make = shards, make
+
+    def __enter__(self):
+        resolver = self.cluster.__enter__().resolver()
+        partitioner = P.FixedShardsPartitioner(self.shards)
+        self.strategy = ps.ParameterServerStrategy(cluster_resolver=resolver, variable_partitioner=partitioner)
+        return self
+
+    def __exit__(self, *rest):
+        self.strategy.close()
+        self.cluster.__exit__(*rest)
+
+    def build(self):
+        with self.strategy.scope():
+            self.table = ps.Variable(FIRST, name="table")
+            self.bias = ps.Variable(np.ones((), "float32"), name="bias")
+            self.optimizer = self.make(0.1, use_ema=True)
+            self.optimizer.build([self.table, self.bias])
+        self.checkpoint = ps.train.Checkpoint(table=self.table, bias=self.bias, optimizer=self.optimizer)
+        return self
+
+    def train(self, steps=1):
+        def step():
+            self.optimizer.apply_gradients([(np.sin(self.table.numpy()), self.table), (np.float32(1), self.bias)])
+
+        for _ in range(steps):
+            self.strategy.run(step)
+
+    def save(self, name):
+        self.checkpoint.save(f"{name}/ckpt")
+        self.checkpoint.sync()
+
+    def bits(self):
+        return {v.name: v.numpy().tobytes() for v in (self.table, self.bias, *self.optimizer.variables)}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints of one and the same state by numbers of shards and servers, and the state."""
+    root = tmp_path_factory.mktemp("sharded")
+    bits = {}
+    for shards, servers in ((1, 1), (3, 2), (5, 3)):
+        with Job(root, shards, servers) as job:
+            job.build().train(3)
+            job.save(f"{shards} on {servers}")
+            bits[shards] = job.bits()
+    assert bits[1] == bits[3] == bits[5]  # training goes the same way, too
+    return root, bits[1]
+
+
+@pytest.mark.parametrize(("shards", "servers"), [(1, 1), (3, 2), (5, 3), (10, 2), (2, 1)])
+@pytest.mark.parametrize("source", ["1 on 1", "3 on 2", "5 on 3"])
+def test_any_number_of_shards_restores_it(saved, source, shards, servers):
+    """On any number of servers, bit for bit, with all that the optimizer keeps; and training goes on."""
+    root, bits = saved
+    with Job(root, shards, servers) as job:
+        job.build()
+        job.checkpoint.restore(source).assert_consumed()
+        assert job.bits() == bits
+        job.train()
+        assert job.bits() != bits
+
+
+@pytest.mark.parametrize("source", ["1 on 1", "3 on 2"])
+def test_variables_that_are_created_later_begin_with_it(saved, source):
+    """Each of its servers reads its own rows."""
+    root, bits = saved
+    with Job(root, 4, 2) as job:
+        with job.strategy.scope():
+            counter = ps.Variable(0.0, name="counter")
+            status = ps.train.Checkpoint(counter=counter).restore(source)
+        job.build()
+        assert job.bits() == bits
+        status.expect_partial()
+
+
+def test_strategies_that_cut_nothing_restore_it(saved, monkeypatch):
+    """Those without servers; and what these save is restored into shards."""
+    root, bits = saved
+    monkeypatch.chdir(root)
+    with ps.MirroredStrategy() as strategy, strategy.scope():
+        table = ps.Variable(FIRST * 0, name="table")
+        ps.train.Checkpoint(table=table).restore("5 on 3").expect_partial()
+        assert table.numpy().tobytes() == bits["table"]
+        ps.train.Checkpoint(table=table).save("mirrored/ckpt")
+    with Job(root, 3, 2) as job:
+        job.build()
+        job.checkpoint.restore("mirrored").expect_partial()
+        assert job.table.numpy().tobytes() == bits["table"]
+
+
+def test_tools_have_the_whole(saved):
+    """`psctl checkpoint` reads it so; a file has the shards by names of their own."""
+    root, bits = saved
+    a, b = (open_saved(str(root / name)) for name in ("1 on 1", "5 on 3"))
+    for found in (a, b):
+        assert list(found.verify()) == []
+    assert set(a.manifest.tensors) == set(b.manifest.tensors)
+    for name in a.manifest.tensors:
+        np.testing.assert_array_equal(a.tensor(name), b.tensor(name))
+    assert a.tensor("table").tobytes() == bits["table"]
+    directory = root / "5 on 3/ckpt-1"
+    one = b.manifest.tensors["table"].slices[1]
+    np.testing.assert_array_equal(load_file(directory / one.file)[one.tensor], a.tensor("table")[2:4])
+
+
+def test_old_readers_are_spared(saved):
+    """A checkpoint without slices is of format 2, as before."""
+    root, _ = saved
+    formats = [
+        json.loads((root / name / "ckpt-1/manifest.json").read_text())["format"] for name in ("1 on 1", "3 on 2")
+    ]
+    assert formats == [2, 3]
+
+
+def test_only_the_rows_that_are_needed_are_read(saved, monkeypatch):
+    """But for the first rows, whose reader checks the sum of all."""
+    from pswire.checkpoint import safetensors_stream
+    from pswire.model.plan import ShardOf
+    from pswire.model.tensor import TensorSpec
+
+    root, bits = saved
+    taken = []
+    fill = safetensors_stream._fill
+    monkeypatch.setattr(safetensors_stream, "_fill", lambda file, data: taken.append(len(data)) or fill(file, data))
+
+    def read(first, rows):
+        found = SavedCheckpoint.open(storage_at(str(root)), "1 on 1")
+        taken.clear()
+        (array,) = found.read([("table", TensorSpec("float32", (rows, 2)))], shards=[ShardOf("table", first, 10)])
+        assert array.tobytes() == bits["table"][8 * first : 8 * (first + rows)]
+        return sum(taken[2:])  # behind the header
+
+    assert read(3, 4) == 4 * 8
+    assert read(9, 1) == 8
+    assert read(0, 2) == 10 * 8
+
+
+def learn(resume, shards, stop):
+    """Trains to a number of steps; saves behind each."""
+    strategy = ps.ParameterServerStrategy(
+        deterministic=True,
+        variable_partitioner=ps.experimental.partitioners.FixedShardsPartitioner(shards),
+    )
+    with strategy.scope():
+        table = ps.Variable(np.random.default_rng(1).normal(size=(9, 2)), name="table")
+        optimizer = ps.optimizers.Adam(0.1)
+        optimizer.build([table])
+    checkpoint = ps.train.Checkpoint(table=table, optimizer=optimizer)
+    manager = ps.train.CheckpointManager(checkpoint, "run", max_to_keep=1)
+    if resume:
+        checkpoint.restore("run").assert_consumed()
+    data = strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(36) % 9).batch(6))
+
+    def step(ids):
+        rows = table.lookup(ids)
+        optimizer.apply_gradients([(rows.gradient(np.cos(rows.values)), table)])
+
+    for ids in data:
+        if int(optimizer.iterations) == stop:
+            break
+        strategy.run(step, args=(ids,))
+        manager.save()
+        manager.sync()
+    say("table", [table.numpy().tobytes().hex(), int(optimizer.iterations), len(table.variables)])
+
+
+def test_a_job_goes_on_with_other_shards(tmp_path):
+    """Processes: two workers, one server more and other shards after three of six steps; bit for bit the same."""
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    with ProcessCluster(learn, tmp_path / "whole", (False, 2, 6), workers=2, ps=2) as job:
+        job.finish()
+        expected = job.said(W0, "table")
+        assert job.said(W1, "table") == expected
+    with ProcessCluster(learn, tmp_path / "cut", (False, 2, 3), workers=2, ps=2) as job:
+        job.finish()
+    with ProcessCluster(learn, tmp_path / "cut", (True, 4, 6), workers=2, ps=3) as job:
+        job.finish()
+        ((found, steps, shards),) = job.said(W0, "table")
+    assert (found, steps) == (expected[0][0], 6)
+    assert (expected[0][2], shards) == (2, 4)
+
+
+def test_two_workers_save_and_restore(tmp_path):
+    """Each process asks for the same."""
+
+    def run(cluster, index):
+        partitioner = P.FixedShardsPartitioner(3)
+        with ps.ParameterServerStrategy(
+            cluster_resolver=cluster.resolver(index), variable_partitioner=partitioner
+        ) as strategy:
+            with strategy.scope():
+                table = ps.Variable(FIRST + index, name="table")
+            checkpoint = ps.train.Checkpoint(table=table)
+            checkpoint.save("run/ckpt")
+            checkpoint.sync()
+            table.assign(FIRST * 0)
+            checkpoint.restore("run").assert_consumed()
+            return table.numpy()
+
+    with InProcessCluster(2, 2, tmp_path) as cluster, ThreadPoolExecutor(2) as pool:
+        for found in pool.map(partial(run, cluster), range(2)):
+            np.testing.assert_array_equal(found, FIRST)
