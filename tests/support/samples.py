@@ -134,13 +134,16 @@ PLAN = Plan(
     ),
     operands=(Operand(SCALAR, (1, 2)),),
     programs=(PROGRAM,),
-    applies=(Apply(7, (0, 2), (Ref("variable", 150), Ref("reduction", 1), Ref("operand", 2)), sparse="lazy"),),
+    applies=(
+        Apply(7, (0, 2), (Ref("variable", 150), Ref("reduction", 1), Ref("operand", 2)), sparse="lazy"),
+        Apply(8, (1,), (Ref("variable", 151),), sparse="exact"),
+    ),
     returned=(Ref("result", 3), Ref("reduction", 1 << 32)),
     snapshot=SnapshotOrder("run/ckpt-7", (0, 1, 2, 3), 41, '{"objects": {}}'),
     restore=RestoreCommit("run/ckpt-6", (3, 2), Turn(11, 12, 13), "d1ge57"),
     nonfinite="skip",
 )
-RAISING = Plan(applies=(Apply(1, (0,), (Ref("variable", 3),), "exact"),), nonfinite="raise")
+RAISING = Plan(nonfinite="raise")
 ENTRIES: tuple[LogEntry, ...] = (
     JobStarted(77, (INCARNATION, 1), "the-job", ("ps-0:2222", "[::1]:2223")),
     Created(VARIABLE),

@@ -86,7 +86,9 @@ SERVERS = tuples(U32)
 TENSORS = st.builds(TensorSpec, st.sampled_from(sorted(DTYPES)), tuples(st.integers(0, 1000)))
 NAMES = st.text(string.ascii_letters + "/_:0", min_size=1, max_size=12)
 SHARDS_OF = st.builds(ShardOf, NAMES, st.integers(0, 9), st.integers(1 << 10, 1 << 40))
-_ROWS = st.builds(TensorSpec, st.sampled_from(sorted(DTYPES)), st.lists(st.integers(1, 9), min_size=1).map(tuple))
+_ROWS = st.builds(
+    TensorSpec, st.sampled_from(sorted(DTYPES)), st.lists(st.integers(1, 9), min_size=1, max_size=8).map(tuple)
+)
 SPECS = st.one_of(
     st.builds(VariableSpec, NAMES, TENSORS, st.booleans(), st.none() | st.just("") | NAMES),
     st.builds(VariableSpec, NAMES, _ROWS, st.booleans(), st.none(), SHARDS_OF),
