@@ -1,0 +1,193 @@
+"""An index of compiled functions: buckets of open addressing, in the order of the hashes.
+
+Each bucket is linear probing that keeps its cells sorted by their hashes, with homes in the same order (Amble and Knuth
+1974). So a search for what is not there ends early, a removal shifts cells back and leaves no mark, a bucket grows by
+one pass from beginning to end, and what lies in an interval is found without sorting. Where a cell is depends on
+nothing but the bucket's size and its hashes.
+
+A bucket grows by itself, half as large again. The first sizes of the buckets differ, so that they do not grow together.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from psserver.tables.hashing import Hashes, buckets_of
+from psserver.tables.index import Rounds
+from psserver.tables.index_functions import LOAD, PLACES
+from psserver.tables.native import IndexFunctions
+from pswire.model.rows import Int64s
+from pswire.model.tables import BUCKETS
+from pswire.model.tensor import Array, address_of
+
+FIRST_HOMES = 16
+"""Homes of the smallest bucket."""
+
+GROWTH = 1.5
+TURN = 0.6180339887498949
+"""The golden ratio's fraction: its multiples are spread evenly, also those of any range of buckets."""
+
+ANYWHERE = 0
+"""The address of all memory."""
+
+
+class CellIndex:
+    """An index of compiled functions; see `Index`.
+
+    Args:
+        functions: the functions.
+        salt: of the hashes, see `hashes_of`.
+        buckets: the buckets that it may hold.
+
+    Attributes:
+        growths: number of times a bucket grew.
+    """
+
+    def __init__(self, functions: IndexFunctions, salt: int, buckets: range) -> None:
+        self._functions = functions
+        self._salt = np.uint64(salt).astype(np.int64).item()
+        self._places = np.zeros((BUCKETS, PLACES), np.uint64)
+        self._used = np.zeros(BUCKETS, np.uint64)
+        self._blocks = [_empty_block(2)] * BUCKETS  # of a bucket that is not held, one for all
+        self._nbytes = 0
+        self.growths = 0
+        self._set_place(slice(None), self._blocks[0], 1)
+        for bucket in buckets:
+            homes = _homes(bucket)
+            self._install(bucket, _empty_block(_cells(homes)), homes)
+
+    @property
+    def nbytes(self) -> int:
+        """See `Index.nbytes`."""
+        return self._nbytes
+
+    @property
+    def used(self) -> Int64s:
+        """See `Index.used`."""
+        return self._used.view(np.int64)
+
+    def find(self, keys: Array) -> tuple[Hashes, Int64s]:
+        """See `Index.find`."""
+        hashes = np.empty(keys.size, np.uint64)
+        return hashes, self._find(True, address_of(keys), hashes)
+
+    def entries(self, hashes: Hashes) -> Int64s:
+        """See `Index.entries`."""
+        return self._find(False, ANYWHERE, np.ascontiguousarray(hashes))
+
+    def _find(self, has_keys: bool, keys: int, hashes: Hashes) -> Int64s:
+        found = np.empty(hashes.size, np.int64)
+        self._functions.find(
+            hashes.size, self._salt, has_keys, keys, address_of(hashes), self._table, ANYWHERE, ANYWHERE,
+            address_of(found),
+        )  # fmt: skip
+        return found
+
+    def put(self, hashes: Hashes, entries: Int64s) -> None:
+        """See `Index.put`."""
+        hashes, entries = np.ascontiguousarray(hashes), np.ascontiguousarray(entries)
+        stopped = np.zeros(1, np.int64)
+        while True:
+            self._functions.put(
+                hashes.size, int(stopped[0]), address_of(hashes), address_of(entries), self._table,
+                address_of(self._used), ANYWHERE, ANYWHERE, address_of(stopped),
+            )  # fmt: skip
+            if stopped[0] == hashes.size:
+                return
+            self._grow(int(buckets_of(hashes[stopped[0] : stopped[0] + 1])[0]))
+
+    def remove(self, hashes: Hashes) -> None:
+        """See `Index.remove`."""
+        hashes = np.ascontiguousarray(hashes)
+        self._functions.remove(hashes.size, address_of(hashes), self._table, address_of(self._used), ANYWHERE, ANYWHERE)
+
+    def scan(self, lows: Hashes, highs: Hashes) -> tuple[Hashes, Int64s]:
+        """See `Index.scan`."""
+        lows, highs = np.ascontiguousarray(lows), np.ascontiguousarray(highs)
+        total, room = np.zeros(1, np.int64), 0
+        while True:
+            hashes, found = np.empty(room, np.uint64), np.empty(room, np.int64)
+            self._functions.scan(
+                lows.size, room, address_of(lows), address_of(highs), self._table, ANYWHERE, ANYWHERE,
+                address_of(hashes), address_of(found), address_of(total),
+            )  # fmt: skip
+            if total[0] <= room:
+                return hashes, found
+            room = int(total[0])
+
+    def follow(self, starts: Hashes, width: int, sign: int, round: int, last: Rounds) -> tuple[Hashes, Int64s]:
+        """See `Index.follow`."""
+        starts = np.ascontiguousarray(starts)
+        hashes, found = np.zeros((starts.size, width), np.uint64), np.zeros((starts.size, width), np.int64)
+        self._functions.follow(
+            starts.size, width, sign, round, address_of(starts), self._table, ANYWHERE, ANYWHERE, address_of(last),
+            address_of(hashes), address_of(found),
+        )  # fmt: skip
+        return hashes, found
+
+    def reserve(self, counts: Int64s) -> None:
+        """Makes room for numbers of entries in each bucket, int64[BUCKETS], so that they come without growth."""
+        full, whole = LOAD
+        for bucket in np.flatnonzero(counts * whole > full * self._places[:, 1].view(np.int64)):
+            homes = int(self._places[bucket, 1])
+            while counts[bucket] * whole > full * homes:
+                homes = _larger(homes)
+            self._rebuild(int(bucket), homes, _cells(homes))
+
+    @property
+    def _table(self) -> int:
+        return address_of(self._places)
+
+    def _grow(self, bucket: int) -> None:
+        """Gives a bucket more homes; or more cells behind the last home, where only these are full."""
+        homes, cells = int(self._places[bucket, 1]), int(self._places[bucket, 2])
+        full, whole = LOAD
+        if whole * (int(self._used[bucket]) + 1) > full * homes:
+            homes = _larger(homes)
+            cells = _cells(homes)
+        else:
+            cells += (cells >> 1) + 1
+        self._rebuild(bucket, homes, cells)
+        self.growths += 1
+
+    def _rebuild(self, bucket: int, homes: int, cells: int) -> None:
+        old, placed = self._blocks[bucket], np.zeros(1, np.int64)
+        while True:
+            new = np.empty(2 * cells, np.uint64)
+            self._functions.rebuild(
+                old.size // 2, homes, cells, address_of(old), address_of(old), address_of(new), address_of(new),
+                address_of(placed),
+            )  # fmt: skip
+            if placed[0]:
+                break
+            cells += (cells >> 1) + 1
+        self._nbytes -= old.nbytes
+        self._install(bucket, new, homes)
+
+    def _install(self, bucket: int, block: Hashes, homes: int) -> None:
+        self._blocks[bucket] = block
+        self._nbytes += block.nbytes
+        self._set_place(bucket, block, homes)
+
+    def _set_place(self, bucket: int | slice, block: Hashes, homes: int) -> None:
+        self._places[bucket] = address_of(block) // 8, homes, block.size // 2
+
+
+def _homes(bucket: int) -> int:
+    """Returns the homes with which a bucket begins."""
+    return int(FIRST_HOMES * GROWTH ** (bucket * TURN % 1.0))
+
+
+def _larger(homes: int) -> int:
+    return homes + (homes >> 1)
+
+
+def _cells(homes: int) -> int:
+    """Returns the cells of a block: homes, some for those that are displaced beyond the last home, and a last one."""
+    return homes + 9 + min(homes // 4, 64)
+
+
+def _empty_block(cells: int) -> Hashes:
+    block = np.zeros(2 * cells, np.uint64)
+    block[::2] = (1 << 64) - 1
+    return block
