@@ -127,7 +127,8 @@ def computed(words: Hashes, width: int, seed: int, kind: int, one: float, other:
     steps = np.arange(1, width + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     drawn = mixed(mixed(words ^ np.uint64(seed))[:, None] + steps) >> np.uint64(11)
     if kind == UNIFORM:
-        return one + other * (drawn.astype(np.float64) * _UNIT)
+        values: Float64s = one + other * (drawn.astype(np.float64) * _UNIT)
+        return values
     p = (drawn.astype(np.float64) + 0.5) * _UNIT
     if kind == TRUNCATED:
         p = _CUT + (1.0 - 2.0 * _CUT) * p
@@ -135,7 +136,8 @@ def computed(words: Hashes, width: int, seed: int, kind: int, one: float, other:
     bits, knots = q.view(np.int64), quantiles()
     at = (bits >> _REST) - _BASE
     found = knots[at] + (knots[at + 1] - knots[at]) * ((bits & ((1 << _REST) - 1)) * 2.0**-_REST)
-    return one + other * np.where(p > 0.5, -found, found)
+    values = one + other * np.where(p > 0.5, -found, found)
+    return values
 
 
 def filling(tools: Tools) -> Callable[..., None]:

@@ -131,13 +131,18 @@ def joined(states: Sequence[TableState], buckets: range) -> TableState:
         one,
         buckets=buckets,
         offsets=offsets("offsets"),
-        counted_offsets=offsets("counted_offsets"),
+        keys=together("keys"),
         tensors=tuple(np.concatenate(each) for each in zip(*(part.tensors for part in parts), strict=True)),
-        **{name: together(name) for name in _BY_ROW},
+        count=together("count"),
+        last=together("last"),
+        changed=together("changed"),
+        counted_offsets=offsets("counted_offsets"),
+        counted_keys=together("counted_keys"),
+        counted=together("counted"),
+        hands=together("hands"),
+        sketch=together("sketch"),
+        halved=together("halved"),
     )
-
-
-_BY_ROW = ("keys", "count", "last", "changed", "counted_keys", "counted", "hands", "sketch", "halved")
 
 
 @dataclass(frozen=True, eq=False)
