@@ -53,8 +53,8 @@ class CellIndex:
         self.growths = 0
         self._set_place(slice(None), self._blocks[0], 1)
         for bucket in buckets:
-            homes = _homes(bucket)
-            self._install(bucket, _empty_block(_cells(homes)), homes)
+            homes = int(FIRST_HOMES * GROWTH ** (bucket * TURN % 1.0))
+            self._install(bucket, _empty_block(int(_cells(np.array(homes)))), homes)
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +94,7 @@ class CellIndex:
             )  # fmt: skip
             if stopped[0] == hashes.size:
                 return
-            self._grow(int(buckets_of(hashes[stopped[0] : stopped[0] + 1])[0]))
+            self._grow(hashes[stopped[0] :])
 
     def remove(self, hashes: Hashes) -> None:
         """See `Index.remove`."""
@@ -127,42 +127,55 @@ class CellIndex:
 
     def reserve(self, counts: Int64s) -> None:
         """Makes room for numbers of entries in each bucket, int64[BUCKETS], so that they come without growth."""
-        full, whole = LOAD
-        for bucket in np.flatnonzero(counts * whole > full * self._places[:, 1].view(np.int64)):
-            homes = int(self._places[bucket, 1])
-            while counts[bucket] * whole > full * homes:
-                homes = _larger(homes)
-            self._rebuild(int(bucket), homes, _cells(homes))
+        homes = self._enough(counts)
+        more = np.flatnonzero(homes > self._homes)
+        self._rebuild(more, homes[more], _cells(homes[more]))
 
     @property
     def _table(self) -> int:
         return address_of(self._places)
 
-    def _grow(self, bucket: int) -> None:
-        """Gives a bucket more homes; or more cells behind the last home, where only these are full."""
-        homes, cells = int(self._places[bucket, 1]), int(self._places[bucket, 2])
-        full, whole = LOAD
-        if whole * (int(self._used[bucket]) + 1) > full * homes:
-            homes = _larger(homes)
-            cells = _cells(homes)
-        else:
-            cells += (cells >> 1) + 1
-        self._rebuild(bucket, homes, cells)
-        self.growths += 1
+    @property
+    def _homes(self) -> Int64s:
+        return self._places[:, 1].view(np.int64)
 
-    def _rebuild(self, bucket: int, homes: int, cells: int) -> None:
-        old, placed = self._blocks[bucket], np.zeros(1, np.int64)
-        while True:
-            new = np.empty(2 * cells, np.uint64)
-            self._functions.rebuild(
-                old.size // 2, homes, cells, address_of(old), address_of(old), address_of(new), address_of(new),
-                address_of(placed),
-            )  # fmt: skip
-            if placed[0]:
-                break
-            cells += (cells >> 1) + 1
-        self._nbytes -= old.nbytes
-        self._install(bucket, new, homes)
+    def _enough(self, counts: Int64s) -> Int64s:
+        """Returns the homes that buckets need for numbers of entries."""
+        homes, (full, whole) = self._homes.copy(), LOAD
+        while (short := counts * whole > full * homes).any():
+            homes[short] += homes[short] >> 1
+        return homes
+
+    def _grow(self, hashes: Hashes) -> None:
+        """Makes room for hashes, of which there is none for the first: all buckets at once that are too full for them.
+
+        Raises:
+            MemoryError: there is no memory. Nothing has changed then.
+        """
+        buckets = buckets_of(hashes)
+        homes = self._enough(self.used + np.bincount(buckets, minlength=BUCKETS))
+        more = np.flatnonzero(homes > self._homes)
+        cells = _cells(homes[more])
+        if buckets[0] not in more:  # it is full only behind the last home
+            more = np.append(more, buckets[0])
+            cells = np.append(cells, _longer(self._places[buckets[:1], 2].view(np.int64)))
+        self._rebuild(more, homes[more], cells)
+        self.growths += more.size
+
+    def _rebuild(self, buckets: Int64s, homes: Int64s, cells: Int64s) -> None:
+        """Moves buckets into new blocks of some homes and cells, or of more cells where these do not suffice."""
+        while buckets.size:
+            blocks = [np.empty(2 * count, np.uint64) for count in cells.tolist()]
+            places = np.array([address_of(block) // 8 for block in blocks], np.uint64)
+            old = self._places[buckets]
+            jobs = np.column_stack([old[:, 0], old[:, 2], homes.view(np.uint64), cells.view(np.uint64), places])
+            placed = np.empty(buckets.size, np.int64)
+            self._functions.rebuild(buckets.size, address_of(jobs), ANYWHERE, ANYWHERE, address_of(placed))
+            for at in np.flatnonzero(placed):
+                self._nbytes -= self._blocks[buckets[at]].nbytes
+                self._install(buckets[at], blocks[at], int(homes[at]))
+            left = placed == 0
+            buckets, homes, cells = buckets[left], homes[left], _longer(cells[left])
 
     def _install(self, bucket: int, block: Hashes, homes: int) -> None:
         self._blocks[bucket] = block
@@ -173,18 +186,13 @@ class CellIndex:
         self._places[bucket] = address_of(block) // 8, homes, block.size // 2
 
 
-def _homes(bucket: int) -> int:
-    """Returns the homes with which a bucket begins."""
-    return int(FIRST_HOMES * GROWTH ** (bucket * TURN % 1.0))
+def _cells(homes: Int64s) -> Int64s:
+    """Returns the cells of blocks: homes, some for those that are displaced beyond the last home, and a last one."""
+    return homes + 9 + np.minimum(homes // 4, 64)
 
 
-def _larger(homes: int) -> int:
-    return homes + (homes >> 1)
-
-
-def _cells(homes: int) -> int:
-    """Returns the cells of a block: homes, some for those that are displaced beyond the last home, and a last one."""
-    return homes + 9 + min(homes // 4, 64)
+def _longer(cells: Int64s) -> Int64s:
+    return cells + (cells >> 1) + 1
 
 
 def _empty_block(cells: int) -> Hashes:

@@ -127,17 +127,16 @@ def computed(words: Hashes, width: int, seed: int, kind: int, one: float, other:
     steps = np.arange(1, width + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     drawn = mixed(mixed(words ^ np.uint64(seed))[:, None] + steps) >> np.uint64(11)
     if kind == UNIFORM:
-        values: Float64s = one + other * (drawn.astype(np.float64) * _UNIT)
-        return values
+        return np.asarray(one + other * (drawn.astype(np.float64) * _UNIT))
     p = (drawn.astype(np.float64) + 0.5) * _UNIT
     if kind == TRUNCATED:
         p = _CUT + (1.0 - 2.0 * _CUT) * p
     q = np.maximum(np.minimum(p, 1.0 - p), _LEAST)
     bits, knots = q.view(np.int64), quantiles()
     at = (bits >> _REST) - _BASE
-    found = knots[at] + (knots[at + 1] - knots[at]) * ((bits & ((1 << _REST) - 1)) * 2.0**-_REST)
-    values = one + other * np.where(p > 0.5, -found, found)
-    return values
+    found: Float64s = knots[at] + (knots[at + 1] - knots[at]) * ((bits & ((1 << _REST) - 1)) * 2.0**-_REST)
+    found[p > 0.5] *= -1.0
+    return one + other * found
 
 
 def filling(tools: Tools) -> Callable[..., None]:

@@ -146,33 +146,42 @@ def removing(tools: Tools) -> Callable[..., None]:
 
 
 def rebuilding(tools: Tools) -> Callable[..., None]:
-    """Returns `rebuild(old_cells, homes, new_cells, old, old_entries, new, new_entries, placed)`."""
+    """Returns `rebuild(n, jobs, words, entries, placed)`.
+
+    A job is the place and the cells of an old block, and homes, cells and place of a new one.
+    """
     carray = tools.carray
     one, two, shift = np.uint64(1), np.uint64(2), np.uint64(SHIFT)
     fraction, bits = np.uint64((1 << FRACTION_BITS) - 1), np.uint64(FRACTION_BITS)
     empty = np.uint64((1 << 64) - 1)
 
-    def rebuild(
-        old_cells: Any, homes: Any, new_cells: Any, p_old: Any, p_old_entries: Any, p_new: Any, p_new_entries: Any,
-        p_placed: Any,
-    ) -> None:  # fmt: skip
-        old, old_entries = carray(p_old, 2 * old_cells), carray(p_old_entries, 2 * old_cells)
-        new, new_entries = carray(p_new, 2 * new_cells), carray(p_new_entries, 2 * new_cells)
-        placed = carray(p_placed, 1)
-        placed[0] = 0
-        for cell in range(new_cells):
-            new[2 * cell], new_entries[2 * cell + 1] = empty, 0
-        free, count, end = np.uint64(0), np.uint64(homes), two * np.uint64(new_cells) - two
-        for cell in range(old_cells):
-            if old_entries[2 * cell + 1] == 0:
-                continue
-            at = two * ((((old[2 * cell] >> shift) & fraction) * count) >> bits)
-            at = max(at, free)
-            if at >= end:
-                return
-            new[at], new_entries[at + one] = old[2 * cell], old_entries[2 * cell + 1]
-            free = at + two
-        placed[0] = 1
+    def rebuild(n: Any, p_jobs: Any, p_words: Any, p_entries: Any, p_placed: Any) -> None:
+        jobs, placed = carray(p_jobs, 5 * n), carray(p_placed, n)
+        words, entries = carray(p_words, EVERYWHERE), carray(p_entries, EVERYWHERE)
+        for i in range(n):
+            old, homes, base = jobs[5 * i], jobs[5 * i + 2], jobs[5 * i + 4]
+            old_end, end = old + two * jobs[5 * i + 1], base + two * jobs[5 * i + 3] - two
+            free = base
+            placed[i] = 1
+            while old < old_end:
+                h, entry = words[old], entries[old + one]
+                old += two
+                if entry == 0:
+                    continue
+                at = base + two * ((((h >> shift) & fraction) * homes) >> bits)
+                if at < free:
+                    at = free
+                while free < at and free <= end:
+                    words[free], entries[free + one] = empty, 0
+                    free += two
+                if at >= end:
+                    placed[i] = 0
+                    break
+                words[at], entries[at + one] = h, entry
+                free = at + two
+            while free <= end:
+                words[free], entries[free + one] = empty, 0
+                free += two
 
     return rebuild
 

@@ -20,7 +20,7 @@ INDEX: dict[str, Signature] = {
     "find": (index_functions.finding, 3, ("uint64", "uint64", *_ANYWHERE, "int64")),
     "put": (index_functions.putting, 2, ("uint64", "int64", "uint64", "uint64", "uint64", "int64", "int64")),
     "remove": (index_functions.removing, 1, ("uint64", "uint64", "uint64", "uint64", "int64")),
-    "rebuild": (index_functions.rebuilding, 3, ("uint64", "int64", "uint64", "int64", "int64")),
+    "rebuild": (index_functions.rebuilding, 1, ("uint64", "uint64", "int64", "int64")),
     "scan": (index_functions.scanning, 2, ("uint64", "uint64", *_ANYWHERE, "uint64", "int64", "int64")),
     "follow": (index_functions.following, 4, ("uint64", *_ANYWHERE, "uint32", "uint64", "int64")),
 }

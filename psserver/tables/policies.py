@@ -6,6 +6,7 @@ Numbers are computed by additions and multiplications alone, which are the same 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -240,7 +241,8 @@ class Judge:
             case TimeToLive():
                 return rows.last[slots].astype(np.int64) <= self.expired
             case L2WeightEvict(threshold=threshold):
-                values: Any = rows.tensors[0].array[slots].reshape(slots.size, -1)
+                values: Any = rows.tensors[0].array[slots]
+                values = values.reshape(slots.size, math.prod(values.shape[1:]))
                 wide = values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
                 below: Bools = (wide * wide.conj()).real.sum(axis=1) < threshold * threshold
                 return below

@@ -30,7 +30,7 @@ from tests.support.table_functions import compiled
 
 SEED = 3
 TENSORS = (SlotTensor("accumulator", "float32", (2,), 0.1),)
-CUTS = (range(0, 300), range(300, 301), range(301, BUCKETS))
+CUTS = (range(300), range(300, 301), range(301, BUCKETS))
 
 
 class Parts:
@@ -80,7 +80,7 @@ def keys_of(rng: np.random.Generator, many: int, count: int) -> np.ndarray:
 
 SPECS = {
     "lru": TableSpec((2,), capacity=MIN_CAPACITY, eviction=LRU()),
-    "lfu": TableSpec((2,), capacity=MIN_CAPACITY, eviction=LFU(0.95), admission=ProbabilityFilter(0.5)),
+    "lfu": TableSpec((2,), capacity=MIN_CAPACITY, eviction=LFU(0.95), admission=ProbabilityFilter(0.7)),
     "counter, steps": TableSpec(
         (2,), capacity=MIN_CAPACITY, admission=CounterFilter(2), eviction=GlobalStepEvict(9), initializer=Normal()
     ),
@@ -102,13 +102,13 @@ def test_a_table_is_a_function_of_its_rounds(name):
         other.step(round, keys, again=round % 3 == 0)
         if round % 13 == 0:
             other.restore((range(BUCKETS),) if round % 2 else CUTS)
-        if round <= 25:
+        if round <= 30:
             plain.step(round, keys)
-        if round == 25:
+        if round == 30:
             assert plain.state().equals(one.state())
         if round % 20 == 0:
             assert one.state().equals(other.state())
-    assert one.evicted > 2000
+    assert one.evicted > 1000
     assert (one.refused > 0) == (spec.admission is not None)
     assert (one.evicted, one.refused) == (other.evicted, other.refused)
 
