@@ -100,9 +100,9 @@ def growth(functions: Native, size: int, dim: int, capacity: int = 0) -> dict[st
     assert isinstance(index, CellIndex)
     grow, pauses, rounds = index._grow, [0.0], []
 
-    def watched(bucket: int) -> None:
+    def watched(hashes: Any) -> None:
         began = time.thread_time()
-        grow(bucket)
+        grow(hashes)
         pauses.append(1e3 * (time.thread_time() - began))
 
     index._grow = watched  # type: ignore[method-assign]
@@ -119,9 +119,9 @@ def growth(functions: Native, size: int, dim: int, capacity: int = 0) -> dict[st
         "dim": dim,
         "capacity": capacity,
         "growths": index.growths,
-        "longest growth of a bucket": round(max(pauses), 3),
         "longest growth in a round": round(max(each[1] for each in rounds), 3),
-        "most growths in a round of the second half": max(each[2] for each in late),
+        "longest growth in a round of the second half": round(max(each[1] for each in late), 3),
+        "the ten longest rounds": [(n, *map(lambda x: round(x, 2), each)) for n, each in sorted(enumerate(rounds), key=lambda item: -item[1][0])[:10]],
         "round, median": round(statistics.median(times), 3),
         "round, 99.9 %": round(times[int(0.999 * len(times))], 3),
         "round, longest": round(times[-1], 3),

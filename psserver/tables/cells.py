@@ -10,6 +10,9 @@ A bucket grows by itself, half as large again. The first sizes of the buckets di
 
 from __future__ import annotations
 
+from contextlib import suppress
+from itertools import count
+
 import numpy as np
 
 from psserver.tables.hashing import Hashes, buckets_of
@@ -20,12 +23,17 @@ from pswire.model.rows import Int64s
 from pswire.model.tables import BUCKETS
 from pswire.model.tensor import Array, address_of
 
+AHEAD_LOAD, AHEAD_BUCKETS = 0.57, 3
+"""Load at which a bucket may grow ahead of time, and how many do so after a round."""
+
 FIRST_HOMES = 16
 """Homes of the smallest bucket."""
 
 GROWTH = 1.5
 TURN = 0.6180339887498949
 """The golden ratio's fraction: its multiples are spread evenly, also those of any range of buckets."""
+
+_ALL = np.arange(BUCKETS)
 
 ANYWHERE = 0
 """The address of all memory."""
@@ -52,9 +60,9 @@ class CellIndex:
         self._nbytes = 0
         self.growths = 0
         self._set_place(slice(None), self._blocks[0], 1)
+        homes = _homes_after(0)
         for bucket in buckets:
-            homes = int(FIRST_HOMES * GROWTH ** (bucket * TURN % 1.0))
-            self._install(bucket, _empty_block(int(_cells(np.array(homes)))), homes)
+            self._install(bucket, _empty_block(int(_cells(homes)[bucket])), int(homes[bucket]))
 
     @property
     def nbytes(self) -> int:
@@ -131,6 +139,17 @@ class CellIndex:
         more = np.flatnonzero(homes > self._homes)
         self._rebuild(more, homes[more], _cells(homes[more]))
 
+    def grow_ahead(self) -> None:
+        """See `Index.grow_ahead`."""
+        loads = self.used / self._homes
+        full = np.flatnonzero(loads > AHEAD_LOAD)
+        if full.size:
+            full = full[np.argsort(-loads[full])[:AHEAD_BUCKETS]]
+            homes = self._enough(np.where(np.isin(_ALL, full), self._homes, 0))[full]
+            with suppress(MemoryError):  # there is no need yet
+                self._rebuild(full, homes, _cells(homes))
+                self.growths += full.size
+
     @property
     def _table(self) -> int:
         return address_of(self._places)
@@ -142,8 +161,11 @@ class CellIndex:
     def _enough(self, counts: Int64s) -> Int64s:
         """Returns the homes that buckets need for numbers of entries."""
         homes, (full, whole) = self._homes.copy(), LOAD
-        while (short := counts * whole > full * homes).any():
-            homes[short] += homes[short] >> 1
+        for steps in count(1):
+            short = counts * whole > full * homes
+            if not short.any():
+                break
+            homes[short] = np.maximum(homes, _homes_after(steps))[short]
         return homes
 
     def _grow(self, hashes: Hashes) -> None:
@@ -184,6 +206,11 @@ class CellIndex:
 
     def _set_place(self, bucket: int | slice, block: Hashes, homes: int) -> None:
         self._places[bucket] = address_of(block) // 8, homes, block.size // 2
+
+
+def _homes_after(steps: int) -> Int64s:
+    """Returns the homes of each bucket after steps of growth."""
+    return (FIRST_HOMES * GROWTH ** (steps + np.arange(BUCKETS) * TURN % 1.0)).astype(np.int64)
 
 
 def _cells(homes: Int64s) -> Int64s:

@@ -65,6 +65,9 @@ class Index(Protocol):
             entries: int64[n, width], 0 behind the last one that there is.
         """
 
+    def grow_ahead(self) -> None:
+        """Does some of the growth that is to come, if there is any, so that little is left for one round."""
+
 
 def bucket_bounds(first: int, end: int) -> tuple[Hashes, Hashes]:
     """Returns the first and the last hash of each of a range of buckets."""
@@ -147,3 +150,6 @@ class SortedIndex:
                 at = np.searchsorted(inside, starts[these])[:, None] + np.arange(count)
                 hashes[these, :count], found[these, :count] = inside[at % inside.size], entries[at % inside.size]
         return hashes, found
+
+    def grow_ahead(self) -> None:
+        """See `Index.grow_ahead`."""

@@ -22,7 +22,7 @@ from pswire.model.tables import BUCKETS
 PLACES = 3
 """Words for each bucket in the table of places: its block's place, its homes, its cells."""
 
-AHEAD = 12
+AHEAD = 24
 """Keys between a prefetch and its use."""
 
 FRACTION_BITS = 32
