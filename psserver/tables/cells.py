@@ -128,8 +128,8 @@ class CellIndex:
         starts = np.ascontiguousarray(starts)
         hashes, found = np.zeros((starts.size, width), np.uint64), np.zeros((starts.size, width), np.int64)
         self._functions.follow(
-            starts.size, width, sign, round, address_of(starts), self._table, ANYWHERE, ANYWHERE, address_of(last),
-            address_of(hashes), address_of(found),
+            starts.size, width, sign, round, last.strides[0] // 4, address_of(starts), self._table, ANYWHERE, ANYWHERE,
+            address_of(last), address_of(hashes), address_of(found),
         )  # fmt: skip
         return hashes, found
 

@@ -29,6 +29,9 @@ TURN = 64
 PER_CREATED = 2
 """Rows that a hand passes for each row that was created in its bucket."""
 
+AT_ONCE = 64
+"""Most samples of one bucket at once, so that a table that has far too much takes little memory to shrink."""
+
 SAMPLED = 8
 """Rows among which the worst is evicted."""
 
@@ -111,7 +114,7 @@ def above(
     Returns:
         Hashes and entries, each once; fewer than one for a bucket only if all of it was passed over.
     """
-    counts = np.maximum(excess, 0)
+    counts = np.clip(excess, 0, AT_ONCE)
     owners = np.repeat(np.arange(BUCKETS), counts)
     numbers = np.arange(owners.size) - np.repeat(np.cumsum(counts) - counts, counts)
     drawn = mixed(((owners << 32) | numbers).astype(np.uint64) ^ np.uint64(combined(round, sign, salt)))

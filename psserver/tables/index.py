@@ -58,7 +58,7 @@ class Index(Protocol):
             width: number of entries for each.
             sign: 1 for entries with rows, without those whose slot has this round in `last`; -1 for those without.
             round: a round.
-            last: a round for each slot.
+            last: a round for each slot; need not be contiguous.
 
         Returns:
             hashes: uint64[n, width].

@@ -222,12 +222,12 @@ def scanning(tools: Tools) -> Callable[..., None]:
 
 
 def following(tools: Tools) -> Callable[..., None]:
-    """Returns `follow(n, width, sign, round, starts, places, words, entries, last, hashes, found)`."""
+    """Returns `follow(n, width, sign, round, stride, starts, places, words, entries, last, hashes, found)`."""
     carray, fetch, home = tools.carray, tools.fetch, homing(tools)
     one, two, three, low_bits = np.uint64(1), np.uint64(2), np.uint64(PLACES), np.uint64(LOW_BITS)
 
     def follow(
-        n: Any, width: Any, sign: Any, round: Any, p_starts: Any, p_places: Any, p_words: Any, p_entries: Any,
+        n: Any, width: Any, sign: Any, round: Any, stride: Any, p_starts: Any, p_places: Any, p_words: Any, p_entries: Any,
         p_last: Any, p_hashes: Any, p_found: Any,
     ) -> None:  # fmt: skip
         starts, places = carray(p_starts, n), carray(p_places, PLACES * BUCKETS)
@@ -251,7 +251,9 @@ def following(tools: Tools) -> Callable[..., None]:
                         if lap and entry != 0:
                             break
                         continue
-                    if (sign > 0 and entry > 0 and last[np.uint64(entry) - one] != round) or (sign < 0 and entry < 0):
+                    if (sign > 0 and entry > 0 and last[np.uint64((entry - 1) * stride)] != round) or (
+                        sign < 0 and entry < 0
+                    ):
                         hashes[i * width + count], found[i * width + count] = h, entry
                         count += 1
             while count < width:

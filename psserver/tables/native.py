@@ -22,7 +22,7 @@ INDEX: dict[str, Signature] = {
     "remove": (index_functions.removing, 1, ("uint64", "uint64", "uint64", "uint64", "int64")),
     "rebuild": (index_functions.rebuilding, 1, ("uint64", "uint64", "int64", "int64")),
     "scan": (index_functions.scanning, 2, ("uint64", "uint64", *_ANYWHERE, "uint64", "int64", "int64")),
-    "follow": (index_functions.following, 4, ("uint64", *_ANYWHERE, "uint32", "uint64", "int64")),
+    "follow": (index_functions.following, 5, ("uint64", *_ANYWHERE, "uint32", "uint64", "int64")),
 }
 """The functions of `IndexFunctions`: their definitions, numbers of integers, and dtypes of pointers."""
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 
 from psserver.tables.reserved import ReservedArray
@@ -15,8 +13,13 @@ from pswire.model.tensor import DTYPES, Array
 SPARE = 1 << 16
 """Rows reserved beyond twice a table's limit: those that a round makes before others are evicted."""
 
-BOOK_BYTES = 20
-"""Bytes for each row beside its tensors: last, changed, count, hash."""
+WORDS = 6
+"""Words of 4 bytes that are known of each row beside its tensors: a hash, last, changed, count, and one that is free.
+
+They lie together, as one round needs all of them.
+"""
+
+BOOK_BYTES = 4 * WORDS
 
 TRIM = 1 << 14
 """Least free slots for which the end of the rows is looked at."""
@@ -40,31 +43,35 @@ class Rows:
         rows = [spec.row, *(tensor.row for tensor in tensors)]
         self.tensors = [ReservedArray(row.shape, DTYPES[row.dtype], expected) for row in rows]
         self._values = [tensor.value for tensor in tensors]
-        books: list[Any] = [np.uint32, np.uint32, np.float32, np.uint64]
-        self._books = [ReservedArray((), np.dtype(dtype), expected) for dtype in books]
+        self._books = ReservedArray((WORDS,), np.dtype(np.uint32), expected)
         self._free: Int64s = np.empty(0, np.int64)
         self._looked = TRIM
         self.used = 0
 
     @property
-    def last(self) -> Array:
-        """uint32 of each slot: the round of the last gradient."""
-        return self._books[0].array
-
-    @property
-    def changed(self) -> Array:
-        """uint32 of each slot: the round that changed the row last, or made it; 0 in a free slot."""
-        return self._books[1].array
-
-    @property
-    def count(self) -> Array:
-        """float32 of each slot: the number of gradients, which a policy may let decay."""
-        return self._books[2].array
+    def books(self) -> Array:
+        """uint32[slots, WORDS]: all that is known of each slot."""
+        return self._books.array
 
     @property
     def hashes(self) -> Array:
         """uint64 of each slot: the hash of the key."""
-        return self._books[3].array
+        return self._books.array[:, :2].view(np.uint64)[:, 0]
+
+    @property
+    def last(self) -> Array:
+        """uint32 of each slot: the round of the last gradient."""
+        return self._books.array[:, 2]
+
+    @property
+    def changed(self) -> Array:
+        """uint32 of each slot: the round that changed the row last, or made it; 0 in a free slot."""
+        return self._books.array[:, 3]
+
+    @property
+    def count(self) -> Array:
+        """float32 of each slot: the number of gradients, which a policy may let decay."""
+        return self._books.array[:, 4].view(np.float32)
 
     @property
     def touched(self) -> int:
@@ -73,7 +80,7 @@ class Rows:
 
     @property
     def _arrays(self) -> list[ReservedArray]:
-        return [*self.tensors, *self._books]
+        return [*self.tensors, self._books]
 
     def allocate(self, count: int) -> Int64s:
         """Takes slots, int64[count]; what is in them is not known.
@@ -83,7 +90,7 @@ class Rows:
         """
         kept = max(self._free.size - count, 0)
         reused, missing = self._free[kept:][::-1], count - (self._free.size - kept)
-        top = len(self.last)
+        top = len(self.books)
         if missing:
             try:
                 for array in self._arrays:
@@ -107,13 +114,13 @@ class Rows:
         self.changed[slots] = 0
         self.used -= slots.size
         self._free = np.concatenate([self._free, slots])
-        if self._free.size >= max(self._looked, len(self.last) // 2):
+        if self._free.size >= max(self._looked, len(self.books) // 2):
             self._trim()
 
     def _trim(self) -> None:
         """Takes the free slots at the end away; orders the others, so that the first ones are used first."""
         self._free = np.sort(self._free)[::-1]
-        top = len(self.last)
+        top = len(self.books)
         tail = int(np.argmin(np.append(self._free == np.arange(top - 1, top - 1 - self._free.size, -1), False)))
         for array in self._arrays if tail else ():
             array.resize(top - tail)

@@ -76,8 +76,10 @@ def delta_of(contents: Contents, since: int) -> TableDelta:
     """Returns what has changed after a round.
 
     Raises:
-        InvalidRequest: deletions since then are not known any more.
+        InvalidRequest: the round is to come, or deletions since then are not known any more.
     """
+    if since > contents.round:
+        raise InvalidRequest(f"nothing has changed since round {since}: the table is of round {contents.round}")
     deleted, rows = contents.deletions.since(since), contents.rows
     slots = np.flatnonzero(rows.changed > since)
     hashes = rows.hashes[slots]

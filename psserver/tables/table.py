@@ -64,7 +64,7 @@ class _Round:
         created, before, slots: hashes whose rows were made, the entries that they had, and their slots.
         counted, counted_entries: hashes that are counted, and their entries from now on.
         known: slots of the rows that were there.
-        books: last, changed and count of these.
+        books: what was known of these.
     """
 
     number: int
@@ -74,13 +74,14 @@ class _Round:
     counted: Hashes
     counted_entries: Int64s
     known: Int64s
-    books: list[Array]
+    books: Array
 
 
 class Table:
     """The rows of some buckets of a dynamic table. Used by one thread at a time.
 
-    A round is `begin`, the update of the rows by the caller, then `commit`, or `undo`.
+    A round is `begin`, the update of the rows by the caller, then `commit`, or `undo`. All parts of a table make each
+    round, with no keys if none of them is theirs: hands move, and what is too old leaves.
 
     Args:
         spec: the table.
@@ -156,12 +157,13 @@ class Table:
         """
         return [tensor.array for tensor in self._contents.rows.tensors]
 
-    def lookup(self, keys: Array, tensor: int = 0) -> Array:
-        """Returns the rows of some keys as a new array. Nothing changes.
+    def lookup(self, keys: Array, tensor: int = 0, out: Array | None = None) -> Array:
+        """Returns the rows of some keys. Nothing changes.
 
         Args:
             keys: [n], of the dtype of keys; one may be given several times.
             tensor: 0 for the weights, or the number of a tensor beside them, counted from 1.
+            out: the array to write them to, C-contiguous; None for a new one.
 
         Returns:
             (n, *row shape). A key without a row has its first value; zeros if the spec says so and has a filter.
@@ -171,10 +173,9 @@ class Table:
         """
         _, entries = self._contents.find(keys)
         table = self._contents.rows.tensors[tensor].array
+        found = np.empty((keys.size, *table.shape[1:]), table.dtype) if out is None else out
         if len(table):
-            found: Array = table.take(np.maximum(entries - 1, 0), axis=0, mode="clip")
-        else:
-            found = np.empty((keys.size, *table.shape[1:]), table.dtype)
+            table.take(entries - 1, axis=0, out=found, mode="clip")  # without a row, any
         unknown = np.flatnonzero(entries <= 0)
         if unknown.size:
             found[unknown] = self.tensors[tensor - 1].value if tensor else self._unknown(keys[unknown])
@@ -213,6 +214,7 @@ class Table:
         decision = contents.filter.decide(round, new, old, counts)
         admitted, kept = decision.admitted, ~decision.admitted & (decision.entries != old)
         self._check_limit(known, int(np.count_nonzero(admitted)))
+        books = rows.books.take(known, axis=0)
         values = self._first.rows(keys[unknown][at][admitted])
         slots = contents.create(new[admitted], old[admitted])
         rows.begin(slots, values)
@@ -221,7 +223,6 @@ class Table:
         given = np.zeros(new.size, np.int64)
         given[admitted] = slots + 1
         entries[unknown] = given[inverse]
-        books = [book[known] for book in (rows.last, rows.changed, rows.count)]
         self._running = _Round(
             round, new[admitted], old[admitted], slots, new[kept], decision.entries[kept], known, books
         )
@@ -255,8 +256,7 @@ class Table:
     def undo(self) -> None:
         """Undoes what `begin` did, as a later part of the round has failed. The caller puts old rows back before."""
         running, rows = self._end(), self._contents.rows
-        for book, old in zip((rows.last, rows.changed, rows.count), running.books, strict=True):
-            book[running.known] = old
+        rows.books[running.known] = running.books
         self._contents.uncreate(running.created, running.before, running.slots)
 
     def commit(self) -> int:
