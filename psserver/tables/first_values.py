@@ -94,7 +94,7 @@ class FirstValues:
             found = np.empty((words.size, width), dtype)
             given = np.array(numbers)
             seed = np.uint64(self._seed).astype(np.int64).item()
-            addresses = map(address_of, (words, given, quantiles(), found))
+            addresses = map(address_of, (words, given, quantiles(), np.empty(width), found))
             function(words.size, width, kind, seed, *addresses)
         return found.astype(self._dtype, copy=False).reshape(shape)
 
@@ -131,7 +131,7 @@ def computed(words: Hashes, width: int, seed: int, kind: int, one: float, other:
     p = (drawn.astype(np.float64) + 0.5) * _UNIT
     if kind == TRUNCATED:
         p = _CUT + (1.0 - 2.0 * _CUT) * p
-    q = np.maximum(np.minimum(p, 1.0 - p), _LEAST)
+    q = np.maximum(0.5 - np.abs(p - 0.5), _LEAST)
     bits, knots = q.view(np.int64), quantiles()
     at = (bits >> _REST) - _BASE
     found: Float64s = knots[at] + (knots[at + 1] - knots[at]) * ((bits & ((1 << _REST) - 1)) * 2.0**-_REST)
@@ -140,17 +140,21 @@ def computed(words: Hashes, width: int, seed: int, kind: int, one: float, other:
 
 
 def filling(tools: Tools) -> Callable[..., None]:
-    """Returns `fill(n, width, kind, seed, words, numbers, quantiles, rows)`, which computes the same for Numba."""
+    """Returns `fill(n, width, kind, seed, words, numbers, quantiles, room, rows)` for Numba: the same as `computed`."""
     carray, mix, bits = tools.carray, mixing(tools), tools.bits
     golden, eleven, knot_count = np.uint64(GOLDEN), np.uint64(11), len(quantiles())
-    mask, scale = (1 << _REST) - 1, 2.0**-_REST
+    mask, fine = (1 << _REST) - 1, 2.0**-_REST
     unit, cut, least, rest, base = _UNIT, _CUT, _LEAST, _REST, _BASE
     uniform, truncated = UNIFORM, TRUNCATED
 
-    def fill(n: Any, width: Any, kind: Any, seed: Any, p_words: Any, p_numbers: Any, p_knots: Any, p_rows: Any) -> None:
+    def fill(
+        n: Any, width: Any, kind: Any, seed: Any, p_words: Any, p_numbers: Any, p_knots: Any, p_room: Any, p_rows: Any
+    ) -> None:
         words, numbers = carray(p_words, n), carray(p_numbers, 2)
         knots, rows = carray(p_knots, knot_count), carray(p_rows, n * width)
+        room = carray(p_room, width)
         salt, one, other = np.uint64(seed), numbers[0], numbers[1]
+        shift, scale = (cut, 1.0 - 2.0 * cut) if kind == truncated else (0.0, 1.0)
         for i in range(n):
             start = mix(words[i] ^ salt)
             row = rows[i * width : (i + 1) * width]
@@ -159,16 +163,15 @@ def filling(tools: Tools) -> Callable[..., None]:
                     drawn = np.int64(mix(start + np.uint64(c + 1) * golden) >> eleven)
                     row[c] = one + other * (np.float64(drawn) * unit)
                 continue
-            for c in range(width):
+            for c in range(width):  # two loops: several elements at once in this one
                 drawn = np.int64(mix(start + np.uint64(c + 1) * golden) >> eleven)
-                p = (np.float64(drawn) + 0.5) * unit
-                if kind == truncated:
-                    p = cut + (1.0 - 2.0 * cut) * p
-                q = max(min(p, 1.0 - p), least)
-                word = bits(q)
+                room[c] = shift + scale * ((np.float64(drawn) + 0.5) * unit)
+            for c in range(width):
+                p = room[c]
+                word = bits(max(0.5 - abs(p - 0.5), least))
                 at = np.uint64((word >> rest) - base)
                 low, high = knots[at], knots[at + np.uint64(1)]
-                found = low + (high - low) * (np.float64(word & mask) * scale)
+                found = low + (high - low) * (np.float64(word & mask) * fine)
                 row[c] = one + other * (-found if p > 0.5 else found)
 
     return fill

@@ -227,8 +227,8 @@ def following(tools: Tools) -> Callable[..., None]:
     one, two, three, low_bits = np.uint64(1), np.uint64(2), np.uint64(PLACES), np.uint64(LOW_BITS)
 
     def follow(
-        n: Any, width: Any, sign: Any, round: Any, stride: Any, p_starts: Any, p_places: Any, p_words: Any, p_entries: Any,
-        p_last: Any, p_hashes: Any, p_found: Any,
+        n: Any, width: Any, sign: Any, round: Any, stride: Any, p_starts: Any, p_places: Any, p_words: Any,
+        p_entries: Any, p_last: Any, p_hashes: Any, p_found: Any,
     ) -> None:  # fmt: skip
         starts, places = carray(p_starts, n), carray(p_places, PLACES * BUCKETS)
         words, entries = carray(p_words, EVERYWHERE), carray(p_entries, EVERYWHERE)

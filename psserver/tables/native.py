@@ -27,7 +27,8 @@ INDEX: dict[str, Signature] = {
 """The functions of `IndexFunctions`: their definitions, numbers of integers, and dtypes of pointers."""
 
 FIRST_VALUES: dict[str, Signature] = {
-    dtype: (first_values.filling, 4, ("uint64", "float64", "float64", dtype)) for dtype in first_values.COMPUTED
+    dtype: (first_values.filling, 4, ("uint64", "float64", "float64", "float64", dtype))
+    for dtype in first_values.COMPUTED
 }
 """The functions of first values, by the dtype that they write."""
 
