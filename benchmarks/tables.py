@@ -105,7 +105,7 @@ def growth(functions: Native, size: int, dim: int, capacity: int = 0) -> dict[st
         rebuild(*args)
         pauses.append(1e3 * (time.thread_time() - began))
 
-    index._rebuild = watched  # type: ignore[method-assign]
+    setattr(index, "_rebuild", watched)  # noqa: B010
     for number, at in enumerate(range(0, size, BATCH)):
         keys = np.arange(at, at + BATCH)
         began, counted = time.thread_time(), len(pauses)

@@ -145,7 +145,8 @@ class CellIndex:
         full = np.flatnonzero(loads > AHEAD_LOAD)
         if full.size:
             full = full[np.argsort(-loads[full])[:AHEAD_BUCKETS]]
-            homes = self._enough(np.where(np.isin(_ALL, full), self._homes, 0))[full]
+            too_many = self._homes * LOAD[0] // LOAD[1] + 1
+            homes = self._enough(np.where(np.isin(_ALL, full), too_many, 0))[full]
             with suppress(MemoryError):  # there is no need yet
                 self._rebuild(full, homes, _cells(homes))
                 self.growths += full.size

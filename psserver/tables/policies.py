@@ -35,7 +35,7 @@ from pswire.model.tensor import Array
 
 Bools = npt.NDArray[np.bool_]
 
-INDEX_BYTES = 40
+INDEX_BYTES = 44
 """Most bytes of the index for each entry, as a bucket has them after it has grown."""
 
 

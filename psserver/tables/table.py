@@ -272,7 +272,8 @@ class Table:
         self._shrink(1)
         if self.counted:
             self._shrink(-1)
-        contents.index.grow_ahead()
+        if running.slots.size:
+            contents.index.grow_ahead()
         evicted = before - len(self)
         self.evicted += evicted
         return evicted

@@ -149,10 +149,10 @@ def test_limits_are_divided_among_buckets():
         assert len(shares) == BUCKETS
     spec = TableSpec((8,), memory_limit=1 << 30)
     plain = limit_of(spec, ())
-    assert plain == (1 << 30) // (32 + 24 + 40)
-    assert limit_of(spec, (SlotTensor("a", "float32", (8,)),)) == (1 << 30) // (64 + 24 + 40)
+    assert plain == (1 << 30) // (32 + 24 + 44)
+    assert limit_of(spec, (SlotTensor("a", "float32", (8,)),)) == (1 << 30) // (64 + 24 + 44)
     counted = TableSpec((8,), memory_limit=1 << 30, admission=CounterFilter(2))
-    assert limit_of(counted, ()) == (1 << 30) // (32 + 24 + 80)
+    assert limit_of(counted, ()) == (1 << 30) // (32 + 24 + 88)
     bloom = TableSpec((8,), memory_limit=1 << 30, admission=CBFFilter(2))
     assert limit_of(bloom, ()) < 0.9 * plain
     assert limit_of(TableSpec((8,), capacity=20_000, memory_limit=1 << 30, eviction=LRU()), ()) == 20_000
