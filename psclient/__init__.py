@@ -30,7 +30,7 @@ from psclient._src.strategies.parameter_server import ParameterServerStrategy
 from psclient._src.tracing.update_function import update_function
 from psclient._src.values import DistributedValues, PerReplica
 from psclient._src.variables.indexed_slices import IndexedSlices, convert_to_tensor
-from psclient._src.variables.lazily import lazily
+from psclient._src.variables.sparse_updates import exactly, lazily
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from psclient.cluster_resolver import (
     ClusterResolver,
@@ -89,6 +89,7 @@ __all__ = [
     "compat",
     "convert_to_tensor",
     "errors",
+    "exactly",
     "experimental_set_strategy",
     "get_replica_context",
     "get_strategy",

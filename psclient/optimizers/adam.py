@@ -7,6 +7,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from psclient._src.devices import Value
+from psclient._src.variables.sparse_updates import Sparse
 from psclient._src.variables.variable import Variable
 from psclient.optimizers.base import Optimizer
 from psclient.optimizers.options import LearningRate, Options
@@ -87,6 +88,30 @@ class Adam(Moments):
         for x in largest if self.amsgrad else ():
             s = x.assign(np.maximum(x, s))
         v.assign_sub(rate * m / (np.sqrt(s) + self.epsilon))
+
+
+class LazyAdam(Adam):
+    """Adam that leaves rows as they are, with their moments, where a gradient of rows does not have them.
+
+    Source: `tfa.optimizers.LazyAdam`. With gradients that are whole arrays it is `Adam`.
+
+    Args:
+        learning_rate, beta_1, beta_2, epsilon, amsgrad: as in `Adam`.
+        sparse: as in `Optimizer`.
+        options: as in `Optimizer`.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        amsgrad: bool = False,
+        sparse: Sparse = "lazy",
+        **options: Any,
+    ) -> None:
+        super().__init__(learning_rate, beta_1, beta_2, epsilon, amsgrad, sparse=sparse, **options)
 
 
 class AdamW(Adam):

@@ -16,6 +16,7 @@ from psclient._src.devices import Value
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.tracing.diagnostics import refuse_slots
 from psclient._src.tracing.hyperparameters import Settings, is_view
+from psclient._src.variables.sparse_updates import Sparse
 from psclient._src.variables.variable import Variable
 from psclient.optimizers.checks import Exclusions, check_variables
 from psclient.optimizers.configs import Described
@@ -55,9 +56,13 @@ class Optimizer(Described):
             `DynamicLossScale`. See `scale_loss`.
         gradient_accumulation_steps: number of calls whose gradients are averaged for one step. A schedule then goes by
             calls.
+        sparse: what a step is to the rows that a gradient of rows does not have. "exact": what it is for the whole
+            gradient, made up when a row is touched, read or saved; each value has the same bits. "lazy": nothing, also
+            where the optimizer would go on with momentum or decay. "dense": what it is for the whole gradient, which is
+            made. A step that is not elementwise, as with `clipnorm`, is dense.
 
     Raises:
-        ValueError: more than one way of clipping, or a number that is out of its range or not finite.
+        ValueError: more than one way of clipping, a number that is out of its range or not finite, or another `sparse`.
         TypeError: the learning rate is no number, schedule or function, or another number is no number.
     """
 
@@ -78,6 +83,7 @@ class Optimizer(Described):
     ema_overwrite_frequency: int | None
     loss_scale_factor: float | DynamicLossScale | None
     gradient_accumulation_steps: int | None
+    sparse: Sparse
 
     def __init__(
         self,
@@ -93,6 +99,7 @@ class Optimizer(Described):
         ema_overwrite_frequency: int | None = None,
         loss_scale_factor: float | DynamicLossScale | None = None,
         gradient_accumulation_steps: int | None = None,
+        sparse: Sparse = "exact",
     ) -> None:
         self._learning_rate: object = check_rate(learning_rate)
         self.name = name or type(self).__name__.lower()
@@ -106,6 +113,7 @@ class Optimizer(Described):
             "ema_overwrite_frequency": ema_overwrite_frequency,
             "loss_scale_factor": loss_scale_factor,
             "gradient_accumulation_steps": gradient_accumulation_steps,
+            "sparse": sparse,
         }
         vars(self).update(check_options(options))
         first = first_shared(bool(gradient_accumulation_steps), loss_scale_factor)
@@ -195,6 +203,12 @@ class Optimizer(Described):
     def _arguments(cls) -> list[str]:
         # Those that a subclass takes as **options are the base's.
         return list(dict.fromkeys((*super()._arguments(), "name", *sorted(OPTIONS))))
+
+    def get_config(self) -> dict[str, Any]:
+        config = super().get_config()
+        if config["sparse"] == "exact":
+            del config["sparse"]  # the default, which Keras has no word for
+        return config
 
     def _argument(self, name: str) -> object:
         return self._learning_rate if name == "learning_rate" else super()._argument(name)

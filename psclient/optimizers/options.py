@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
+from psclient._src.variables.sparse_updates import Sparse, check_sparse
 from psclient.optimizers.loss_scale import DynamicLossScale
 from psclient.optimizers.ranges import (
     AT_LEAST_0,
@@ -45,6 +46,7 @@ class Options(TypedDict, total=False):
     ema_overwrite_frequency: int | None
     loss_scale_factor: float | DynamicLossScale | None
     gradient_accumulation_steps: int | None
+    sparse: Sparse
     name: str | None
 
 
@@ -98,7 +100,7 @@ def check_options(options: Mapping[str, object]) -> dict[str, Any]:
         if options[name] is not None:
             check_count(name, options[name], least, ", or None")
     numbers = {name: _kept(name, options[name], range) for name, range in _RANGES.items()}
-    return {**options, **numbers, "use_ema": bool(options["use_ema"])}
+    return {**options, **numbers, "use_ema": bool(options["use_ema"]), "sparse": check_sparse(options["sparse"])}
 
 
 def _kept(name: str, value: object, range: Range) -> Any:

@@ -14,6 +14,7 @@ from psclient._src.distribute.strategy import Strategy
 from psclient._src.distribute.template import TemplateCache
 from psclient._src.nest import Nest
 from psclient._src.tracing.hyperparameters import Settings
+from psclient._src.variables.sparse_updates import Sparse, SparseUpdate
 from psclient._src.variables.variable import Variable
 from psclient.optimizers.checks import check_gradients
 from psclient.optimizers.loss_scale import DynamicLossScale
@@ -28,6 +29,7 @@ class Rule(Protocol):
 
     global_clipnorm: float | None
     loss_scale_factor: float | DynamicLossScale | None
+    sparse: Sparse
 
     def settings(self) -> Settings:
         """Returns the hyperparameters of now."""
@@ -133,10 +135,11 @@ class StepDriver:
         for shared in state.everywhere:
             counted = shared["iterations"].devices
             begun[id(shared)] = extended.update_non_slot(counted, begin, (settings, shared, finite))
+        step = SparseUpdate(apply, self._rule.sparse)
         for v, gradient in zip(variables, sums, strict=True):
             own, now = state.of(v), begun[id(state.beside(v))]
             rest = (measured.get("norm"), own.average, self._decays(v), own.slots)
-            extended.update(v, apply, (settings, gradient, own.accumulator, now, *rest))
+            extended.update(v, step, (settings, gradient, own.accumulator, now, *rest))
 
     def _measured(
         self, strategy: Strategy, settings: Settings, variables: Sequence[Variable], sums: Sequence[Value]

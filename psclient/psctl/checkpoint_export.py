@@ -27,7 +27,7 @@ def export_safetensors(found: SavedCheckpoint, out: Path) -> None:
     with _written(out) as file:
         file.write(safetensors_stream.header(specs))
         for name in safetensors_stream.ordered(specs):
-            safetensors_stream.append(file, found.tensor(name))
+            safetensors_stream.append(file, (found.tensor(name),))
 
 
 def export_npz(found: SavedCheckpoint, out: Path) -> None:

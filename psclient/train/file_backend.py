@@ -74,7 +74,7 @@ class FileBackend:
     def _write(self, root: Storage, frozen: Frozen) -> None:
         later = self._backend.first_value
         try:
-            shard = write_shard(root, frozen, lambda value: value, lambda name: None)
+            shard = write_shard(root, frozen, lambda value: (value,), lambda name: None)
             text = manifest_of([shard], frozen.order).text()
             write_manifest(root, frozen, text, spare=later.needed if isinstance(later, Later) else ())
         except CheckpointError:

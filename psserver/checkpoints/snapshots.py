@@ -13,6 +13,8 @@ from psserver.checkpoints.restores import Restores
 from psserver.effects import Effect, Fail, Run, Work, naming, settle
 from psserver.plans.round import ReadyRound
 from psserver.state.counters import ServerCounters
+from psserver.state.held import HeldTable
+from psserver.state.missed import Unsettled, arrays, pieces
 from psserver.state.rounds import Rounds
 from psserver.state.variables import Store
 from pswire.api import Shard
@@ -22,6 +24,7 @@ from pswire.errors import CheckpointError, PSError
 from pswire.model.log import Snapshotted
 from pswire.model.plan import PlacedVariable, Plan, SnapshotOrder
 from pswire.model.status import Saving
+from pswire.model.tensor import Array
 
 log = logging.getLogger("psserver")
 
@@ -108,13 +111,17 @@ class Snapshots:
             self._saves[plan.id] = _Save(plan.snapshot, self._rounds.closed)
 
     def freeze(self, job: ReadyRound) -> list[Effect]:
-        """Freezes the values after a round whose plan orders a checkpoint. Costs no copy: held arrays never change."""
+        """Freezes the values after a round whose plan orders a checkpoint. Costs no copy.
+
+        Held arrays never change, and of held tables rounds set aside the rows that they write.
+        """
         save = self._saves.get(job.plan.id)
         if save is None:
             return []  # no checkpoint ordered, or it has failed on another server already
         # A variable without a value has lost its creator; the next creator gives it one.
         mine = [v for v in self._saved() if min(v.servers) == self._store.server and self._store.initialized(v.id)]
-        values = {v.spec.saved_name: self._store.value(v.id) for v in mine}
+        names = [v.spec.saved_name for v in mine]
+        values = dict(zip(names, self._store.hold(v.id for v in mine), strict=True))
         frozen = save.frozen = Frozen(save.order, self._store.server, job.round, job.positions, values)
         save.shard.add_done_callback(partial(self._tally.written, self._tally.clock()))
         done, ask = partial(self._written, frozen), partial(self._let_go, save, frozen)
@@ -183,8 +190,14 @@ class Snapshots:
         """Returns the bytes of frozen values that no variable has any more once the `replaced` ones have new values."""
         writes = frozenset(replaced)
         kept = {id(value) for number, value in self._store.values().items() if number not in writes}
-        held = {id(value): value.nbytes for frozen in self._frozen() for value in frozen.values.values()}
-        return sum(nbytes for key, nbytes in held.items() if key not in kept)
+        parts = {id(v): v for frozen in self._frozen() for value in frozen.values.values() for v in arrays(value)}
+        held = 0
+        for part in parts.values():
+            table, array = (part, part.array) if isinstance(part, HeldTable) else (None, part)
+            if array is not None and id(array) not in kept:
+                held += array.nbytes
+            held += table.aside if table is not None else 0
+        return held
 
     def _frozen(self) -> Iterator[Frozen]:
         return (save.frozen for save in self._saves.values() if save.frozen is not None)
@@ -231,7 +244,10 @@ class Snapshots:
 
     def _write_shard(self, frozen: Frozen, let_go: Callable[[str], None]) -> Shard:
         with naming(self._store.task):
-            return write_shard(self._place, frozen, self._store.device.get, let_go)
+            return write_shard(self._place, frozen, self._get, let_go)
+
+    def _get(self, value: Array | HeldTable | Unsettled) -> Iterator[Array]:
+        return map(self._store.device.get, pieces(value))
 
     def _write_manifest(self, frozen: Frozen, text: str, needed: Callable[[], Needed]) -> Shard:
         with naming(self._store.task):

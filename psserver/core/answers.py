@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from psserver.effects import Effect, Fail, Reply, Run, Work
 from psserver.execution.execution import Execution
+from psserver.state.missed import Unsettled, whole
 from psserver.state.pending_round import Waiter
 from psserver.state.strands import Record
 from psserver.state.variables import Store, take_rows
@@ -80,12 +81,13 @@ class Answers:
         given, variables = prepared.given, self._store.variables
         specs = [*(variables[id].spec.tensor for id in said.want), *(spec for _, spec in given)]
         growing = self._growing[said.want] = GrowingAnswer(said.want, [ref for ref, _ in given], specs)
-        unchanged = {id: self._store.value(id) for id in set(said.want).difference(prepared.writes)}
+        rest = sorted(set(said.want).difference(prepared.writes))
+        unchanged = dict(zip(rest, self._store.views(rest), strict=True))
         return [Run(begun, (growing.payload,)), Run(self._put, (growing, unchanged))]
 
-    def _put(self, growing: GrowingAnswer, values: Mapping[int, Array]) -> None:
+    def _put(self, growing: GrowingAnswer, values: Mapping[int, Array | Unsettled]) -> None:
         """Begins an answer with the values that the round does not change."""
-        growing.put({id: self._store.device.get(value) for id, value in values.items()})
+        growing.put({id: self._store.device.get(whole(value)) for id, value in values.items()})
 
     def put(self, ready: Mapping[int | Ref, Array]) -> list[Effect]:
         """Adds values of the running round that are on the host."""
@@ -124,13 +126,15 @@ class Answers:
                     raise Fenced(f"round {said.round} was made without this session; restart the process")
                 rows = (looked_up or {}).get(said.session) if said.lookups else ()
                 if said.lookups or said.want not in payloads:
-                    here: dict[int | Ref, Array] = {id: self._store.value(id) for id in said.want if id not in fresh}
-                    if rows is None or (here and self._store.device.gpu is not None):
-                        wanted = [(fresh | here)[id] for id in said.want]
-                        tables = [self._store.value(read.variable) for read in said.lookups]
+                    missing = [id for id in said.want if id not in fresh]
+                    here = dict(zip(missing, self._store.views(missing), strict=True))
+                    behind = self._store.any_missed and any(isinstance(v, Unsettled) for v in here.values())
+                    if rows is None or behind or (here and self._store.device.gpu is not None):
+                        wanted = [fresh[id] if id in fresh else here[id] for id in said.want]
+                        tables = self._store.views(read.variable for read in said.lookups)
                         answers.append(Work("arrays", self._fetch, (said, record, wanted, tables), future=future))
                         continue
-                    fresh |= here
+                    fresh.update((id, value) for id, value in here.items() if not isinstance(value, Unsettled))
                     payload = Payload.pack([*(fresh[id] for id in said.want), *record.given, *rows])
                     if not said.lookups:
                         payloads[said.want] = payload
@@ -142,7 +146,11 @@ class Answers:
         return answers
 
     def _fetch(
-        self, said: Contribution, record: Record, wanted: Sequence[Array], tables: Sequence[Array]
+        self,
+        said: Contribution,
+        record: Record,
+        wanted: Sequence[Array | Unsettled],
+        tables: Sequence[Array | Unsettled],
     ) -> RoundReply:
         """Copies what a member wants to the host, for its answer; in the thread for arrays.
 
@@ -154,7 +162,9 @@ class Answers:
         """
         device = self._store.device
         rows = [take_rows(table, read.numbers(), device.xp) for table, read in zip(tables, said.lookups, strict=True)]
-        return _reply(said, record, Payload.pack([*map(device.get, wanted), *record.given, *map(device.get, rows)]))
+        return _reply(
+            said, record, Payload.pack([*map(device.get, map(whole, wanted)), *record.given, *map(device.get, rows)])
+        )
 
 
 def _reply(said: Contribution, record: Record, payload: Payload) -> RoundReply:

@@ -200,7 +200,7 @@ class Runner:
             return failed
         if not agreed.skipped:
             change = self._store.exchange if job.commit is Commit.PROGRESSIVE else self._store.commit
-            change(trial.assigned)
+            change(trial.assigned, trial.execution.missed)
         ready = {} if agreed.skipped else trial.ready
         ends = self._end(trial.execution, ready, None, self._tally.clock())
         return [Run(trial.execution.close), *ends]
@@ -248,7 +248,7 @@ class Runner:
 
     def _holds(self, job: ReadyRound) -> bool:
         """Returns True if a round must wait: it would leave too many old values to a checkpoint."""
-        held = job if self._snapshots.blocks(job.prepared.writes) else None
+        held = job if self._snapshots.blocks(job.prepared.replaces) else None
         if held and not self._held:
             log.info("round %d waits until more of a checkpoint is written (--snapshot-limit)", job.round)
         self._held = held
@@ -262,9 +262,10 @@ class Runner:
         if not execution.begun:  # nobody reads half a round
             exchanges = self._ballot is not None and execution.job.commit is Commit.PROGRESSIVE
             self._store.lend(execution.job.prepared.writes, exchanges)
+            self._store.note_tables(execution.job.prepared.row_tables)
         # What may come to nothing writes nowhere.
         in_place = self._ballot is None and not execution.job.skipped
-        step = execution, execution.reads(), in_place
+        step = execution, self._store.beside(execution.reads(), execution.job.plan.restore is not None), in_place
         brief = execution.job.is_brief(self._kernels)
         return [Work("arrays", self._step, step, then=partial(self._commit, execution), follows=follows, brief=brief)]
 
@@ -285,10 +286,12 @@ class Runner:
         """
         began = self._tally.clock()
         alone = self._store.alone(reads) if in_place else frozenset[int]()  # before there is one who holds them
+        held = self._store.held_of(set(reads) - alone) if in_place else {}
         values = self._store.values_of(reads)
         values |= {id: self._assigned[id] for id in self._assigned.keys() & values.keys()}
+        missed = self._store.missed_of(reads)
         try:
-            return execution.step(values, alone, self._store.take_spare)
+            return execution.step(values, alone, self._store.take_spare, missed, held)
         finally:
             values.clear()
             execution.ran += self._tally.clock() - began
@@ -331,8 +334,8 @@ class Runner:
             self._assigned |= assigned
         elif execution.job.skipped:
             ready = {}  # the variables stay, and what is given is in the record
-        else:
-            self._store.commit(assigned)
+        elif error is None:
+            self._store.commit(assigned, execution.missed)
         effects = self._answers.put(ready)
         if over and self._ballot is not None:
             return effects + self._try(self._ballot, execution, ready, error)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from psserver.core.log import Log
 from psserver.effects import Effect, Fail, Reply, Work
+from psserver.state.missed import Unsettled, whole
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import Membership
 from psserver.state.strands import Record
@@ -168,15 +169,21 @@ class Waiters:
         return complete and not self._store.lent.intersection(ids)
 
     def _read(self, row: Read) -> Effect:
-        arrays = [self._store.value(id) for id in row.asked.variables]
-        tables = [self._store.value(read.variable) for read in row.asked.rows]
+        arrays = self._store.views(row.asked.variables)
+        tables = self._store.views(read.variable for read in row.asked.rows)
         return Work("arrays", self._pack, (self._rounds.last, arrays, tables, row.asked.rows), future=row.future)
 
-    def _pack(self, last: int, arrays: Sequence[Array], tables: Sequence[Array], rows: Sequence[RowRead]) -> PullReply:
+    def _pack(
+        self,
+        last: int,
+        arrays: Sequence[Array | Unsettled],
+        tables: Sequence[Array | Unsettled],
+        rows: Sequence[RowRead],
+    ) -> PullReply:
         """Copies values to the host; in the thread for arrays."""
         device = self._store.device
         taken = [take_rows(table, read.numbers(), device.xp) for table, read in zip(tables, rows, strict=True)]
-        return PullReply(last, Payload.pack([device.get(array) for array in (*arrays, *taken)]))
+        return PullReply(last, Payload.pack([device.get(array) for array in (*map(whole, arrays), *taken)]))
 
     def _has_news(self, row: Watch) -> bool:
         if not row.session:

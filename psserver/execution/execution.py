@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,14 @@ from psserver.execution.calls import KernelCall, Ready, Spare
 from psserver.execution.contributions import Contributions, Sender
 from psserver.execution.nonfinite import NonfiniteValues
 from psserver.execution.row_calls import RowsCall, undo
+from psserver.execution.step_variables import StepVariables
 from psserver.plans.batches import KernelBatch
 from psserver.plans.outline import Application
 from psserver.plans.round import Commit, ReadyRound
 from psserver.programs.kernels.codegen import ASSIGNED, SUMS
 from psserver.programs.kernels.kernels import Kernels
+from psserver.state.held import Held
+from psserver.state.missed import MissedUpdates
 from psserver.state.strands import Given
 from psserver.state.variables import take_rows
 from pswire.cluster import Task
@@ -57,6 +61,7 @@ class Execution:
         given: the plan's returned values of this server.
         looked_up: for each session that has asked for rows these rows, on the host, once all steps have run.
         found: NaN and infinite values found in the steps so far.
+        missed: what rows of variables have missed, where the steps so far have changed that; None for nothing.
     """
 
     def __init__(self, job: ReadyRound, kernels: Kernels) -> None:
@@ -69,6 +74,7 @@ class Execution:
         self._rows: list[int] = []
         self.given = Given(self._returned, self._rows)
         self.looked_up: dict[int, list[Array]] = {}
+        self.missed: dict[int, MissedUpdates | None] = {}
         self._lookups = {part.said.session: part.said.lookups for part in job.parts if part.said.lookups}
         self._tables = frozenset(read.variable for reads in self._lookups.values() for read in reads)
         self._progressive = job.commit is Commit.PROGRESSIVE
@@ -78,8 +84,7 @@ class Execution:
         self._batches: Mapping[int, KernelBatch] = {}
         self._written = False
         self._at = self._stop = 0  # the range of the outline's steps that the next step runs
-        self._values: Mapping[int, Any] = {}
-        self._assigned: dict[int, Array] = {}
+        self._variables = StepVariables({}, frozenset(), {}, {})
         # Operands and results, and below reductions, that are still to be read.
         self._known: dict[Ref, Any] = {}
         self._reduced: dict[int, Any] = {}
@@ -144,7 +149,12 @@ class Execution:
     # ---- One step ----
 
     def step(
-        self, values: Mapping[int, Any], alone: Set[int], spare: Spare
+        self,
+        values: Mapping[int, Any],
+        alone: Set[int],
+        spare: Spare,
+        missed: Mapping[int, MissedUpdates] = MappingProxyType({}),
+        held: Mapping[int, Held] = MappingProxyType({}),
     ) -> tuple[dict[int, Array], dict[int | Ref, Array]]:
         """Runs the next step, as `reads` has decided.
 
@@ -152,6 +162,8 @@ class Execution:
             values: the variables that it reads, by number.
             alone: variables whose arrays nobody else holds.
             spare: returns an array for the new value of a variable, or None: then it is allocated.
+            missed: what rows of these variables have missed.
+            held: who holds variables that nobody else holds, and has rows set aside before they are written.
 
         Returns:
             Assigned values, on the device; and final values on the host: wanted variables by number, and returned
@@ -167,7 +179,7 @@ class Execution:
             self.begun, self._at = True, len(self._outline.needs)
             return {}, {}
         with self._told(), self._device.scope():
-            self._values, self._assigned = values, {}
+            variables = self._variables = StepVariables(values, alone, missed, held)
             if not self.begun:
                 self._begin()
             ready = self._make(self._at, self._stop, alone, spare)
@@ -179,20 +191,16 @@ class Execution:
                     self._look_up()
             if self._progressive:
                 self.contributions.let_go(self._outline.needs[self._at : self._stop])
-            assigned, self._assigned, self._values, self._at = self._assigned, {}, {}, self._stop
-            return assigned, ready
+            self.missed |= variables.changed
+            self._variables, self._at = StepVariables({}, frozenset(), {}, {}), self._stop
+            return variables.assigned, ready
 
     def _look_up(self) -> None:
         """Takes the rows that members have asked for, as they are after the round."""
         for session, reads in self._lookups.items():
-            tables = [self._after(read.variable) for read in reads]
-            taken = [
-                take_rows(table, read.numbers(), self._device.xp) for table, read in zip(tables, reads, strict=True)
-            ]
+            after, xp = not self.job.skipped, self._device.xp
+            taken = [self._variables.rows(read.variable, read.numbers(), after, xp) for read in reads]
             self.looked_up[session] = list(map(self._device.get, taken))
-
-    def _after(self, id: int) -> Any:
-        return self._values[id] if self.job.skipped else self._value(Ref("variable", id))
 
     def _give_rows(self) -> None:
         for index in self.job.prepared.given_rows:
@@ -225,7 +233,7 @@ class Execution:
         # Before anything is written: kernels see addresses only.
         for application in self._outline.applications:
             for id, dtype, shape in application.variables:
-                value = self._values.get(id)
+                value = self._variables.before.get(id)
                 # To compare dtypes takes longer than all else here, and mostly they are the same object.
                 if value is None or value.shape != shape or (value.dtype is not dtype and value.dtype != dtype):
                     expected = TensorSpec(dtype.name, shape)
@@ -233,6 +241,8 @@ class Execution:
                     raise ProgramError(f"variable {id} should have a value of {expected} here, and has {found}")
         self._known.update((ref, self._device.put(operand)) for ref, operand in self.contributions.operands())
         self._batches = self.job.prepared.batches(self._kernels, len(self.contributions.senders))
+        if self.job.plan.restore is not None:
+            self._variables.settle()
         self.begun = True
 
     def _check_contributed(self, contributed: bool) -> None:
@@ -261,7 +271,9 @@ class Execution:
             raise
         last, wanted = self._outline.last, self.wanted
         ready: dict[int | Ref, Array] = {
-            id: array for id, array in self._assigned.items() if id in wanted and last[id] < stop
+            id: array
+            for id, array in self._variables.assigned.items()
+            if id in wanted and last.get(id, stop) < stop and self._variables.missing(id) is None
         }
         if self._device.gpu is not None:
             ready = {id: self._device.get(array) for id, array in ready.items()}
@@ -312,7 +324,7 @@ class Execution:
                 call.reserve(risky - at, alone, fresh, spare)
                 fresh |= call.assigned
             elif isinstance(call, RowsCall):
-                call.reserve(alone | fresh, keeps_old=at < risky)
+                call.reserve(alone | self._variables.own_rows | fresh, keeps_old=at < risky)
                 fresh |= call.assigned
             elif at < risky:
                 return False
@@ -325,11 +337,14 @@ class Execution:
             self._run_rows(call)
             return
         applications = self._applications(call.numbers.start, call.numbers.stop)
+        if self._variables.any_missed:
+            self._variables.settle({id for application in applications for id, *_ in application.variables})
         suspects: Set[int]
         unsure: Set[int]
         if isinstance(call, Ready):
-            assigned = dict(zip(call.assigned, self._variables(call.assigned), strict=True))
-            seen = call.run(self._kernels.crew, self.contributions.total, self._value, self._variables)
+            values = self._variables.values
+            assigned = dict(zip(call.assigned, values(call.assigned), strict=True))
+            seen = call.run(self._kernels.crew, self.contributions.total, self._value, values)
             flagged = [(self._outline.applications[number], flags) for number, flags in seen]
             suspects = {index for application, flags in flagged if flags & SUMS for index in application.needs}
             unsure = {id for application, flags in flagged if flags & ASSIGNED for id in application.assigned}
@@ -342,8 +357,8 @@ class Execution:
         for index in suspects:
             self.found.accuse(index)
         for id in unsure:
-            self.found.look(Ref("variable", id), assigned[id], self._values.get(id))
-        self._assigned |= assigned
+            self.found.look(Ref("variable", id), assigned[id], self._variables.before.get(id))
+        self._variables.assigned |= assigned
         if not self._outline.results:
             return
         for ref in (ref for application in applications for ref in application.read):
@@ -353,13 +368,15 @@ class Execution:
                 del self._known[ref]  # no reader is left
 
     def _run_rows(self, call: RowsCall) -> None:
-        rows, assigned = call.rows, call.run(self._value)
+        missed = self._variables.make_up(call, self._kernels)
+        self._variables.set_aside(call.assigned, call.ids)
+        rows, assigned = call.rows, call.run(self._value, missed)
         self.found.forget(assigned)
         if may_be_nonfinite(rows.values.dtype) and not is_finite(rows.values):
             self.found.accuse(call.reduction)
             for id, array in assigned.items():
                 self.found.look(Ref("variable", id), take_rows(array, rows.ids, self._device.xp))
-        self._assigned |= assigned
+        self._variables.assigned |= assigned
 
     # ---- Values ----
 
@@ -368,13 +385,7 @@ class Execution:
             return self._reduction(ref.index)
         if ref.kind != "variable":
             return self._known[ref]
-        assigned = self._assigned.get(ref.index)
-        return self._values[ref.index] if assigned is None else assigned
-
-    def _variables(self, ids: Sequence[int]) -> list[Array]:
-        """Returns the values of variables, by their numbers."""
-        values = {**self._values, **self._assigned} if self._assigned else self._values
-        return list(map(values.__getitem__, ids))
+        return self._variables.value(ref.index)
 
     def _on_host(self, ref: Ref) -> Array:
         return owned(self._device.get(self._value(ref)))

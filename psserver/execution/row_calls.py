@@ -14,8 +14,10 @@ from psserver.execution.contributions import Contributions
 from psserver.plans.outline import Application, RowsUse
 from psserver.programs.kernels.kernels import Kernels
 from psserver.programs.kernels.rows import RowUpdate
+from psserver.state.missed import MissedUpdates
 from pswire.model.plan import Ref
-from pswire.model.rows import Rows, row_specs
+from pswire.model.program import Program
+from pswire.model.rows import Int64s, Rows, row_specs
 from pswire.model.tensor import DTYPES, Array, TensorSpec
 
 
@@ -28,6 +30,8 @@ class RowsCall:
         use: the rows that it takes.
         kernels: run the program.
         contributions: have the rows.
+
+    If it has `tables`, it is given what rows of these have missed, and changes that and them in place.
 
     Attributes:
         numbers: as a range.
@@ -52,6 +56,27 @@ class RowsCall:
         self._new: dict[int, Any] = {}
         self._keeps_old = False
         self._old: list[tuple[Any, Any, Any]] = []
+        self._noted: MissedUpdates | None = None
+
+    @property
+    def tables(self) -> tuple[int, ...]:
+        """Numbers of the variables of which other rows miss this update, in order; empty if they are not to have it."""
+        return self._use.tables
+
+    @property
+    def refs(self) -> Sequence[Ref]:
+        """What its program is given."""
+        return self._application.apply.args
+
+    @property
+    def program(self) -> Program:
+        """What it runs."""
+        return self._use.program
+
+    @property
+    def ids(self) -> Int64s:
+        """The rows that it updates, each once."""
+        return self._update.ids
 
     @property
     def assigned(self) -> set[int]:
@@ -65,22 +90,23 @@ class RowsCall:
             own: variables whose arrays nobody else holds.
             keeps_old: True if a later part of the round may fail.
         """
-        self._own, self._keeps_old = own, keeps_old
+        self._own, self._keeps_old = own | set(self.tables), keeps_old
         specs = {id: (dtype, shape) for id, dtype, shape in self._application.variables}
         xp = self._kernels.device.xp
         with self._kernels.device.scope():
-            self._new = {id: xp.empty(specs[id][1], specs[id][0]) for id in self.assigned - own}
+            self._new = {id: xp.empty(specs[id][1], specs[id][0]) for id in self.assigned - self._own}
 
     @property
     def may_fail(self) -> bool:
         """True if it may refuse a value, or fail for want of memory; then it has changed nothing."""
-        return self._update.may_fail or self._use.program.may_refuse
+        return self._update.may_fail or self._use.program.may_refuse or bool(self.tables)
 
-    def run(self, value: Callable[[Ref], Any]) -> dict[int, Array]:
+    def run(self, value: Callable[[Ref], Any], missed: MissedUpdates | None = None) -> dict[int, Array]:
         """Updates the rows, in place or in a copy.
 
         Args:
             value: returns a value of the round.
+            missed: what rows of `tables` have missed; nothing of these rows.
 
         Returns:
             The variables that it has assigned.
@@ -97,9 +123,12 @@ class RowsCall:
         if len(self._use.program.inputs) > len(refs):
             inputs.append(xp.asarray(self._total, DTYPES[self._use.program.inputs[-1].spec.dtype]))
         if self._keeps_old:
-            ids = xp.asarray(np.unique(self.rows.ids))
+            ids = xp.asarray(self.ids)
             self._old = [(array, ids, array[ids]) for id, array in written.items() if id in self._own]
         self._update.run(inputs)
+        if missed is not None:
+            missed.note(self._update.scalars, self.ids)
+            self._noted = missed
         return written
 
     def _input(self, ref: Ref, value: Callable[[Ref], Any], written: dict[int, Any]) -> Any:
@@ -112,6 +141,9 @@ class RowsCall:
 
     def undo(self) -> None:
         """Puts the old rows back: a later part of the round has failed."""
+        noted, self._noted = self._noted, None
+        if noted is not None:
+            noted.take_back(self.ids)
         old, self._old = self._old, []
         for array, ids, rows in old:
             array[ids] = rows

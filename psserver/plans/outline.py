@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 from psserver.programs.kernels.rows import divided
 from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.program import Program
+from pswire.model.row_updates import keeps_rows
 from pswire.model.tensor import DTYPES
 
 
@@ -23,10 +24,13 @@ class RowsUse:
     Attributes:
         reduction: the number of the reduction.
         program: the program; of a mean it takes the sum, and divides it by one more input, the sum of the weights.
+        tables: numbers of the variables that are its tables, in order, if other rows miss an update that they are to
+            have later; else empty.
     """
 
     reduction: int
     program: Program
+    tables: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,13 +130,16 @@ def _application(plan: Plan, apply: Apply, first: int, rows: int | None, uses: M
         tuple((i, n) for i in reduced for n in [args[i].index] if uses[n] == 1 and _is_summed(plan.reductions[n])),
         tuple(ref for ref in args if ref.kind == "result"),
         tuple(Ref("result", first + number) for number in range(len(program.outputs))),
-        None if rows is None else _rows_use(plan.reductions[rows], rows, program, args),
+        None if rows is None else _rows_use(plan.reductions[rows], rows, program, apply),
     )
 
 
-def _rows_use(reduction: Reduction, number: int, program: Program, args: Sequence[Ref]) -> RowsUse:
-    mean = reduction.op == "mean"
-    return RowsUse(number, divided(program, args.index(Ref("reduction", number))) if mean else program)
+def _rows_use(reduction: Reduction, number: int, program: Program, apply: Apply) -> RowsUse:
+    given = apply.args.index(Ref("reduction", number))
+    misses = apply.sparse == "exact" and not keeps_rows(program, [given])
+    shaped = zip(apply.args, program.inputs, strict=True)
+    tables = tuple(ref.index for ref, item in shaped if misses and ref.kind == "variable" and item.spec.shape)
+    return RowsUse(number, divided(program, given) if reduction.op == "mean" else program, tables)
 
 
 def _is_summed(reduction: Reduction) -> bool:

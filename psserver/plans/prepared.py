@@ -69,6 +69,22 @@ class PreparedPlan:
         return self.plan.writes(self.server)
 
     @cached_property
+    def row_tables(self) -> frozenset[int]:
+        """Numbers of the variables of which it assigns rows."""
+        return frozenset(id for each in self.outline.applications if each.rows is not None for id in each.assigned)
+
+    @cached_property
+    def makes_up(self) -> bool:
+        """True if it may take long to make up what rows have missed."""
+        return any(each.rows is not None and each.rows.tables for each in self.outline.applications)
+
+    @cached_property
+    def replaces(self) -> tuple[int, ...]:
+        """Numbers of the variables that it assigns as a whole."""
+        whole = {id for each in self.outline.applications if each.rows is None for id in each.assigned}
+        return tuple(id for id in self.writes if id in whole or id not in self.row_tables)
+
+    @cached_property
     def operands(self) -> list[tuple[Ref, Operand]]:
         """The operands that this server takes."""
         found = enumerate(self.plan.operands)

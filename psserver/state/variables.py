@@ -11,20 +11,30 @@ costs several times as much as the writing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Mapping
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Set
+from contextlib import ExitStack
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from psserver.devices import Device
 from psserver.sizes import human
+from psserver.state.held import Held, HeldTable
+from psserver.state.missed import Group, MissedUpdates, Unsettled
 from pswire.api import RowRead
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, MemoryLimit, VariableMismatch
 from pswire.model.plan import PlacedVariable
 from pswire.model.rows import Int64s
 from pswire.model.tensor import Array
+
+Missed = Mapping[int, MissedUpdates | None]
+"""What rows of variables have missed, by the numbers of these; None for nothing."""
+
+NOTHING: Missed = MappingProxyType({})
 
 
 class Store:
@@ -48,6 +58,9 @@ class Store:
         self.variables: dict[int, PlacedVariable] = {}
         self._values: dict[int, Array] = {}
         self._spares: dict[int, Array] = {}  # the arrays that the last round on trial has replaced
+        self._missed: dict[int, MissedUpdates] = {}  # by each of their variables
+        self._tables = set[int]()  # variables of which rounds update rows
+        self._held: dict[int, list[weakref.ref[HeldTable]]] = {}
         self.nbytes = 0
         self.lent: frozenset[int] = frozenset()
 
@@ -56,6 +69,9 @@ class Store:
         self.variables.clear()
         self._values.clear()
         self._spares.clear()
+        self._missed.clear()
+        self._tables.clear()
+        self._held.clear()
         self.nbytes = 0
         self.lent = frozenset()
 
@@ -102,18 +118,107 @@ class Store:
             raise InvalidRequest(f"variable {self.variables[id].spec.name!r} does not live on this server")
         return self._values.setdefault(id, value) is value
 
-    def commit(self, values: Mapping[int, Array]) -> None:
-        """Replaces the values of several variables, all at once."""
-        self._values.update(values)
+    def commit(self, values: Mapping[int, Array], missed: Missed = NOTHING) -> None:
+        """Replaces the values of several variables, all at once.
 
-    def exchange(self, values: Mapping[int, Array]) -> None:
-        """Replaces the values of several variables, all at once; keeps the old arrays, and no older ones."""
+        Args:
+            values: the new values.
+            missed: what rows of variables have missed, where that has changed; None for nothing.
+        """
+        self._values.update(values)
+        for id, found in missed.items():
+            if found is None:
+                self._missed.pop(id, None)
+            else:
+                self._missed[id] = found
+
+    def exchange(self, values: Mapping[int, Array], missed: Missed = NOTHING) -> None:
+        """Does as `commit`; keeps the old arrays, and no older ones."""
         self._spares = {id: self._values[id] for id in values if self.device.gpu is None}
-        self.commit(values)
+        self.commit(values, missed)
 
     def take_spare(self, id: int) -> Array | None:
         """Takes the kept array of a variable, into which a round may write; None if there is none, or if it is read."""
         return self._spares.pop(id) if _writable(self._spares, id) else None
+
+    def missed_of(self, ids: Iterable[int]) -> dict[int, MissedUpdates]:
+        """Returns what rows of some variables have missed, by the numbers of these and of all variables beside them."""
+        if not self._missed:
+            return {}
+        found = (self._missed[id] for id in ids if id in self._missed)
+        return {id: missed for missed in found for id in missed.tables}
+
+    @property
+    def any_missed(self) -> bool:
+        """True if rows of some variable may have missed updates."""
+        return bool(self._missed)
+
+    def beside(self, ids: Collection[int], every: bool) -> Collection[int]:
+        """Returns variables, and those that are made up together with them, or `every` one that may be."""
+        if not self._missed:
+            return ids
+        return frozenset(self._missed if every else self.missed_of(ids)).union(ids)
+
+    def views(self, ids: Iterable[int]) -> list[Array | Unsettled]:
+        """Returns values of variables for who reads them later; raises `InvalidRequest` if one has none here."""
+        if not self._missed:
+            return [self.value(id) for id in ids]
+        groups: dict[MissedUpdates, Group] = {}
+        found: list[Array | Unsettled] = []
+        for id in ids:
+            value, missed = self.value(id), self._missed.get(id)
+            if missed is None or not missed.behind:
+                found.append(value)
+                continue
+            if missed not in groups:
+                groups[missed] = Group(missed, [self._values[table] for table in missed.tables])
+            found.append(Unsettled(groups[missed], missed.tables.index(id)))
+        return found
+
+    def hold(self, ids: Iterable[int]) -> list[Array | HeldTable | Unsettled]:
+        """Returns values of variables as they are now, for who reads each of them once, while rounds go on."""
+        found: list[Array | HeldTable | Unsettled] = []
+        groups: dict[MissedUpdates, Group] = {}
+        for id in ids:
+            missed = self._missed.get(id)
+            if missed is None or not missed.behind:
+                found.append(self._hold(id))
+                continue
+            if missed not in groups:
+                groups[missed] = Group(missed.copy(), list(map(self._hold, missed.tables)))
+            found.append(Unsettled(groups[missed], missed.tables.index(id)))
+        return found
+
+    def _hold(self, id: int) -> Array | HeldTable:
+        value = self.value(id)
+        if id not in self._tables or self.device.gpu is not None or not value.flags.c_contiguous or not value.ndim:
+            return value
+        held = HeldTable(value)
+        self._held[id] = [*self._living(id), weakref.ref(held)]
+        return held
+
+    def _living(self, id: int) -> list[weakref.ref[HeldTable]]:
+        return [one for one in self._held.get(id, ()) if one() is not None]
+
+    def held_of(self, ids: Set[int]) -> dict[int, Held]:
+        """Returns the variables that nobody holds but the store and a `HeldTable`, with these: rows may be written."""
+        if not self._held:
+            return {}
+        found: dict[int, Held] = {}
+        for id in self._held.keys() & ids:
+            living = [one for one in (ref() for ref in self._held[id]) if one is not None]
+            with ExitStack() as stack:
+                holding = [one for one in living if stack.enter_context(one.looked_at())]
+                mine = [one for one in holding if one.array is self._values[id]]
+                if mine and _writable(self._values, id, len(mine)):
+                    found[id] = mine
+            if not holding:
+                del self._held[id]
+        return found
+
+    def note_tables(self, ids: Iterable[int]) -> None:
+        """Rounds update rows of these variables."""
+        self._tables.update(ids)
 
     def value(self, id: int) -> Array:
         """Returns a variable's array, on the device; raises `InvalidRequest` if it has none here."""
@@ -168,14 +273,16 @@ class Store:
         self.lent = frozenset()
 
 
-def take_rows(table: Any, ids: Int64s, xp: Any) -> Any:
+def take_rows(table: Array | Unsettled, ids: Int64s, xp: Any) -> Any:
     """Returns rows of a variable as a new array, on its device; `xp` is the device's array namespace."""
+    if isinstance(table, Unsettled):
+        return table.rows(ids)
     return xp.take(table, xp.asarray(ids), axis=0)
 
 
-def _writable(values: Mapping[int, Array], id: int) -> bool:
-    """Returns True if only this mapping holds an array; a view of it counts as a holder."""
-    if id not in values or _holders(values, id) > _ALONE:
+def _writable(values: Mapping[int, Array], id: int, others: int = 0) -> bool:
+    """Returns True if only this mapping holds an array, and so many others; a view of it counts as a holder."""
+    if id not in values or _holders(values, id) > _ALONE + others:
         return False
     flags = values[id].flags
     return flags.owndata and flags.c_contiguous and flags.writeable

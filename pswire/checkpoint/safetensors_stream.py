@@ -7,7 +7,7 @@ says for each tensor where it lies. `safetensors.numpy.load_file` reads it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
@@ -88,13 +88,14 @@ def header(specs: Mapping[str, TensorSpec]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def append(file: IO[bytes], array: Array) -> str:
-    """Writes the next tensor, which is in C order; returns its checksum."""
-    digest, data = xxhash.xxh3_128(), as_bytes(array)
-    for start in range(0, len(data), PIECE):
-        piece = data[start : start + PIECE]
-        digest.update(piece)
-        file.write(piece)
+def append(file: IO[bytes], arrays: Iterable[Array]) -> str:
+    """Writes the next tensor, which is in C order, and comes in pieces of some rows; returns its checksum."""
+    digest = xxhash.xxh3_128()
+    for data in map(as_bytes, arrays):
+        for start in range(0, len(data), PIECE):
+            piece = data[start : start + PIECE]
+            digest.update(piece)
+            file.write(piece)
     return f"xxh3:{digest.hexdigest()}"
 
 

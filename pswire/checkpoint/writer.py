@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePosixPath
@@ -48,14 +48,15 @@ Busy = Callable[[], Collection[str]]
 
 @dataclass(frozen=True)
 class Frozen:
-    """One server's variables right after a round. The arrays never change, so this costs nothing.
+    """One server's variables right after a round. They never change, so this costs nothing.
 
     Attributes:
         order: the plan's order.
         server: index of the server.
         round: number of the round.
         positions: the datasets' positions after it.
-        values: arrays on the device, by the name that checkpoints have them by; less those that are written.
+        values: arrays on the device, or what one is made of, by the name that checkpoints have them by; less those that
+            are written.
         save: tells its file apart from those of other saves at the same path. Plans do not: a job that goes on
             from an older checkpoint makes those that it made before.
     """
@@ -64,7 +65,7 @@ class Frozen:
     server: int
     round: int
     positions: tuple[Position, ...]
-    values: dict[str, Array]
+    values: dict[str, Any]
     save: str = field(default_factory=lambda: secrets.token_hex(4))
 
     @property
@@ -149,14 +150,14 @@ class _Said:
 
 
 def write_shard(
-    place: Storage, frozen: Frozen, get: Callable[[Array], Array], written: Callable[[str], object]
+    place: Storage, frozen: Frozen, get: Callable[[Any], Iterable[Array]], written: Callable[[str], object]
 ) -> Shard:
     """Writes one server's file.
 
     Args:
         place: the storage; no path may lead out of it.
         frozen: the variables to write.
-        get: brings an array to the host.
+        get: brings a variable's value to the host, in pieces of some rows one behind another.
         written: called with the name of each variable whose bytes are written, so that it may be let go of.
 
     Raises:
@@ -169,7 +170,7 @@ def write_shard(
     def fill(file: IO[bytes]) -> int:
         file.write(head)
         for name in safetensors_stream.ordered(specs):
-            sums[name] = safetensors_stream.append(file, portable(get(frozen.values[name])))
+            sums[name] = safetensors_stream.append(file, map(portable, get(frozen.values[name])))
             written(name)
         return len(head) + sum(spec.nbytes for spec in specs.values())
 

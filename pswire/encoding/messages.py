@@ -29,7 +29,7 @@ from pswire.encoding.verbs import refusal_from_pb, refusal_to_pb
 from pswire.errors import InvalidRequest
 from pswire.limits import MAX_PLAN_BYTES, MAX_PLAN_ITEMS, MAX_PLAN_NODES
 from pswire.model.log import Epoch, LogEntry, Member, Mode, Position, Start
-from pswire.model.plan import Form, Nonfinite, PlacedVariable, Plan, ReduceOp, RefKind, Turn, VariableSpec
+from pswire.model.plan import Form, Nonfinite, PlacedVariable, Plan, ReduceOp, RefKind, Sparse, Turn, VariableSpec
 from pswire.model.program import PROGRAM_VERSION, Attr, InputKind, Program
 from pswire.model.status import Happened, Pace, ServerStatus, SessionState
 from pswire.model.tensor import TensorSpec
@@ -111,6 +111,7 @@ MAPPER.words(RefKind, pb.Ref.Kind, "unknown kind of value {}")
 MAPPER.words(Nonfinite, pb.Nonfinite, "unknown choice {} for NaN and infinity")
 MAPPER.words(ReduceOp, pb.Reduction.Op, "unknown reduction {}")
 MAPPER.words(Form, pb.Reduction.Form, "unknown form {} of contributions")
+MAPPER.words(Sparse, pb.Apply.Sparse, "unknown way {} of updates with rows")
 MAPPER.words(RestoreStage, pb.RestoreStage, "a restore has no stage {}")
 
 TENSOR = MAPPER.pair(TensorSpec, pb.TensorSpec, check=TensorSpec.check)

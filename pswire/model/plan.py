@@ -78,6 +78,13 @@ class PlacedVariable:
     servers: tuple[int, ...]
 
 
+Sparse = Literal["dense", "lazy", "exact"]
+"""What an update with the gradient of some rows is to the other rows.
+
+Dense: what the update is for a whole gradient that is zero there, at once. Lazy: nothing, whatever it would do to them.
+Exact: as dense, but made up when a row is touched or read.
+"""
+
 RefKind = Literal["variable", "reduction", "operand", "result"]
 REF_KINDS: tuple[RefKind, ...] = ("variable", "reduction", "operand", "result")
 
@@ -139,13 +146,13 @@ class Apply:
         program: index into the plan's programs.
         servers: servers on which it runs; on each of them, all that it reads must be.
         args: the values of the program's inputs, in order.
-        lazy: True if it is for the given rows alone, whatever it would do to others.
+        sparse: what it is to rows that are not given; see `Sparse`.
     """
 
     program: int
     servers: tuple[int, ...]
     args: tuple[Ref, ...]
-    lazy: bool = field(default=False, repr=False)
+    sparse: Sparse = field(default="dense", repr=False)
 
 
 @dataclass(frozen=True)
@@ -223,8 +230,9 @@ class Plan:
     def id(self) -> bytes:
         """SHA-256 of the plan: equal plans, and only they, have equal ids."""
         # Versions that know no other choice give the same id to the same plan.
-        lazy = tuple(number for number, apply in enumerate(self.applies) if apply.lazy)
-        choices = (self.nonfinite != "apply", self.nonfinite), (self.rows, f"rows {self.rows}"), (lazy, f"lazy {lazy}")
+        sparse = {number: apply.sparse for number, apply in enumerate(self.applies) if apply.sparse != "dense"}
+        rows = (self.rows, f"rows {self.rows}"), (sparse, f"sparse {sparse}")
+        choices = (self.nonfinite != "apply", self.nonfinite), *rows
         words = " ".join([repr(self), *(word for chosen, word in choices if chosen)])
         return hashlib.sha256(words.encode()).digest()
 
@@ -242,9 +250,11 @@ class Plan:
         given = {i: ref.index for i, ref in enumerate(apply.args) if ref.kind == "reduction" and ref.index in self.rows}
         program = self.programs[apply.program]
         one = len(set(given.values())) == 1 and len(set(apply.args)) == len(apply.args)
-        if not one or row_updates.refusal(program, given) or not (apply.lazy or row_updates.keeps_rows(program, given)):
+        if not one or row_updates.refusal(program, given):
             return None
-        return next(iter(given.values()))
+        alone = apply.sparse == "lazy" or row_updates.keeps_rows(program, given)
+        later = apply.sparse == "exact" and not row_updates.later_refusal(program)
+        return next(iter(given.values())) if alone or later else None
 
     @cached_property
     def servers(self) -> tuple[int, ...]:
@@ -398,7 +408,7 @@ class Plan:
             for target, _ in program.assigns:
                 if set(variables[apply.args[target].index].servers) != set(apply.servers):
                     raise LocalityError("an update must reach all copies of the variables that it assigns")
-            self._check_lazy(apply)
+            self._check_sparse(apply)
             results += len(program.outputs)
         for ref in self.returned:
             if ref.kind not in ("reduction", "result"):
@@ -406,11 +416,14 @@ class Plan:
             self._locate(ref, variables, results)
         return self
 
-    def _check_lazy(self, apply: Apply) -> None:
-        if apply.lazy and self._runs_on(apply) is None:
+    def _check_sparse(self, apply: Apply) -> None:
+        if apply.sparse != "dense" and self._runs_on(apply) is None:
             given = [i for i, ref in enumerate(apply.args) if self._is_rows(ref)]
-            why = row_updates.refusal(self.programs[apply.program], given)
-            raise ProgramError(f"a lazy update has to run on rows: {why or 'it takes those of one gradient'}")
+            program = self.programs[apply.program]
+            why = row_updates.refusal(program, given)
+            if why is None and apply.sparse == "exact":
+                why = row_updates.later_refusal(program)
+            raise ProgramError(f"a sparse update has to run on rows: {why or 'it takes those of one gradient'}")
 
     def _locate(
         self, ref: Ref, variables: Mapping[int, PlacedVariable], results: int

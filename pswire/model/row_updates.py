@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
-from pswire.model.program import OPS, Attr, Program
+from pswire.model.program import OPS, Attr, Node, Program
 
 Known = Literal["zero"] | int | None
 """What is known of a value in a row whose gradient is zero: it is zero; it is that input's; nothing."""
@@ -24,12 +24,12 @@ def refusal(program: Program, given: Collection[int]) -> str | None:
         given: its inputs of which rows are given.
     """
     shapes = {spec.shape for spec in program.specs}
-    shape = max(shapes, key=len, default=())
-    if not shape or not shapes <= {shape, ()} or program.outputs:
-        return "an update of rows has one shape of tables, beside scalars, and no results"
+    shape = table_shape(program)
+    if not shape or not shapes <= {shape, row_shape(shape), ()} or program.outputs:
+        return "an update of rows has one shape of tables, beside one number for each row and scalars, and no results"
     for node in program.nodes:
-        if not OPS[node.op].elementwise:
-            return f"{node.op} is not elementwise, so an update that has it cannot be of rows"
+        if not (OPS[node.op].elementwise or _is_along_rows(node, program)):
+            return f"{node.op} is not elementwise, nor along each row, so an update that has it cannot be of rows"
     for number, item in enumerate(program.inputs):
         if not item.spec.shape or item.kind == "variable":
             continue
@@ -37,8 +37,45 @@ def refusal(program: Program, given: Collection[int]) -> str | None:
             return "an update of rows takes no array but tables and rows"
         if number not in given:
             return "an update of rows takes no whole value beside rows"
+        if item.spec.shape != shape:
+            return "an update of rows takes rows of the shape that its tables have"
     if any(not program.specs[target].shape for target, _ in program.assigns):
         return "an update of rows assigns tables, and no scalar"
+    return None
+
+
+def table_shape(program: Program) -> tuple[int, ...]:
+    """Returns the shape of the largest tables of an update of rows; () if it has none."""
+    return max((spec.shape for spec in program.specs), key=lambda shape: (len(shape), shape[1:]), default=())
+
+
+def row_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of a table with one number for each row of a table of another shape."""
+    return (*shape[:1], *(1 for _ in shape[1:]))
+
+
+ALONG_ROWS = ("sum", "mean", "max", "min")
+"""Ops that may make one number of each row."""
+
+
+def _is_along_rows(node: Node, program: Program) -> bool:
+    """Returns True if a node makes one number of each row: of all axes but the first, which all stay."""
+    attrs, rank = dict(node.attrs), len(program.specs[node.args[0]].shape)
+    axes = attrs.get("axis")
+    reduced = {axis % rank for axis in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(axis, int)}
+    return node.op in ALONG_ROWS and attrs.get("keepdims") is True and reduced == set(range(1, rank))
+
+
+def later_refusal(program: Program) -> str | None:
+    """Returns why an update that a row has missed cannot be made up later, in words; None if it can.
+
+    Args:
+        program: the program, verified; `refusal` has nothing against it.
+    """
+    targets = {target for target, _ in program.assigns}
+    read = (n for n, item in enumerate(program.inputs) if item.kind == "variable" and item.spec.shape)
+    if any(number not in targets for number in read):
+        return "it reads a table that it does not assign, which may be another one when the update is made up"
     return None
 
 
@@ -51,14 +88,35 @@ def keeps_rows(program: Program, given: Collection[int]) -> bool:
         program: the program, verified; `refusal` has nothing against it.
         given: its inputs of which rows are given.
     """
-    known: list[Known] = ["zero" if number in given else number for number in range(len(program.inputs))]
+    return _rests(program, given)
+
+
+def resting(program: Program, given: Collection[int]) -> tuple[int, ...]:
+    """Returns the assigned tables of which a row that is zero stays as it is, and its rows in the other tables as well.
+
+    So it is with the moments of a row that never had a gradient.
+
+    Args:
+        program, given: as for `keeps_rows`, which holds of the program in such a row.
+
+    Returns:
+        The inputs, all but one of those that are assigned; empty if there are none.
+    """
+    targets = [target for target, _ in program.assigns]
+    found = (tuple(n for n in targets if n != other) for other in targets)
+    return next((zero for zero in found if zero and _rests(program, {*given, *zero})), ())
+
+
+def _rests(program: Program, zero: Collection[int]) -> bool:
+    """Returns True if a program leaves a row as it is in which these inputs are zero."""
+    known: list[Known] = ["zero" if number in zero else number for number in range(len(program.inputs))]
     for number, node in enumerate(program.nodes, len(known)):
         rule = _RULES.get(node.op)
         found = None if rule is None else rule([known[arg] for arg in node.args], dict(node.attrs))
         # What is an input's in another dtype or shape is not what can be assigned to it.
         same = not isinstance(found, int) or program.specs[found] == program.specs[number]
         known.append(found if same else None)
-    return all(known[value] == target for target, value in program.assigns)
+    return all(known[value] == ("zero" if target in zero else target) for target, value in program.assigns)
 
 
 Rule = Callable[[Sequence[Known], Mapping[str, Attr]], Known]
@@ -95,6 +153,7 @@ def _equal_arms(args: Sequence[Known], attrs: Mapping[str, Attr]) -> Known:
 
 _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("positive", "astype", "broadcast_to"), _passes),
+    **dict.fromkeys(ALONG_ROWS, _keeps_zero),
     **dict.fromkeys(
         ("abs", "negative", "sqrt", "square", "sign", "floor", "ceil", "round", "expm1", "log1p", "sin", "tanh"),
         _keeps_zero,

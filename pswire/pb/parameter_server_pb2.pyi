@@ -481,16 +481,24 @@ class Operand(_message.Message):
     def __init__(self, tensor: _Optional[_Union[TensorSpec, _Mapping]] = ..., servers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Apply(_message.Message):
-    __slots__ = ("program", "servers", "args", "lazy")
+    __slots__ = ("program", "servers", "args", "sparse")
+    class Sparse(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        DENSE: _ClassVar[Apply.Sparse]
+        LAZY: _ClassVar[Apply.Sparse]
+        EXACT: _ClassVar[Apply.Sparse]
+    DENSE: Apply.Sparse
+    LAZY: Apply.Sparse
+    EXACT: Apply.Sparse
     PROGRAM_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     ARGS_FIELD_NUMBER: _ClassVar[int]
-    LAZY_FIELD_NUMBER: _ClassVar[int]
+    SPARSE_FIELD_NUMBER: _ClassVar[int]
     program: int
     servers: _containers.RepeatedScalarFieldContainer[int]
     args: _containers.RepeatedCompositeFieldContainer[Ref]
-    lazy: bool
-    def __init__(self, program: _Optional[int] = ..., servers: _Optional[_Iterable[int]] = ..., args: _Optional[_Iterable[_Union[Ref, _Mapping]]] = ..., lazy: _Optional[bool] = ...) -> None: ...
+    sparse: Apply.Sparse
+    def __init__(self, program: _Optional[int] = ..., servers: _Optional[_Iterable[int]] = ..., args: _Optional[_Iterable[_Union[Ref, _Mapping]]] = ..., sparse: _Optional[_Union[Apply.Sparse, str]] = ...) -> None: ...
 
 class SnapshotOrder(_message.Message):
     __slots__ = ("path", "servers", "round", "state")

@@ -208,6 +208,6 @@ def test_a_lazy_update_that_cannot_be_is_not_proposed(job, two):
     """The server says why, whatever the client thinks."""
     table = job.variable(two[0], TABLE)
     plan = sum_into(table)
-    plan = replace(plan, applies=tuple(replace(each, lazy=True) for each in plan.applies))
-    with pytest.raises(PSError, match="a lazy update has to run on rows"):
+    plan = replace(plan, applies=tuple(replace(each, sparse="lazy") for each in plan.applies))
+    with pytest.raises(PSError, match="a sparse update has to run on rows"):
         job.verbs[0].propose(two[0].session, plan, "", None)

@@ -43,7 +43,7 @@ def _server(point: str) -> None:
         case "before a shard":
             directory.write = die  # type: ignore[method-assign, assignment]
         case "in a shard":
-            safetensors_stream.append = lambda file, array: _half(file, as_bytes(array))  # type: ignore[assignment, return-value]
+            safetensors_stream.append = lambda file, arrays: _half(file, as_bytes(next(iter(arrays))))  # type: ignore[assignment, return-value]
         case "naming a shard" | "naming the manifest":
             storage.os.replace = at_name  # type: ignore[assignment]
         case "before the manifest":

@@ -44,7 +44,11 @@ ROOMS = {
         _room("psserver.programs", 5, "pswire wire.model psserver"),
         _room("psserver.tables", 6, "pswire wire.model psserver.programs"),
         _room("psserver.plans", 6, "pswire wire.model wire.transport psserver.programs wire.api"),
-        _room("psserver.state", 7, "pswire wire.model wire.telemetry psserver wire.transport wire.api psserver.plans"),
+        _room(
+            "psserver.state",
+            7,
+            "pswire wire.model wire.telemetry psserver wire.transport psserver.programs wire.api psserver.plans",
+        ),
         _room(
             "psserver.transport",
             7,

@@ -131,7 +131,7 @@ PLAN = Plan(
     ),
     operands=(Operand(SCALAR, (1, 2)),),
     programs=(PROGRAM,),
-    applies=(Apply(7, (0, 2), (Ref("variable", 150), Ref("reduction", 1), Ref("operand", 2)), lazy=True),),
+    applies=(Apply(7, (0, 2), (Ref("variable", 150), Ref("reduction", 1), Ref("operand", 2)), sparse="lazy"),),
     returned=(Ref("result", 3), Ref("reduction", 1 << 32)),
     snapshot=SnapshotOrder("run/ckpt-7", (0, 1, 2, 3), 41, '{"objects": {}}'),
     restore=RestoreCommit("run/ckpt-6", (3, 2), Turn(11, 12, 13), "d1ge57"),

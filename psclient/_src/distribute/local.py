@@ -18,7 +18,7 @@ from psclient._src.nest import Leaf, Nest
 from psclient._src.tracing.diagnostics import refuse_result
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
-from psclient._src.variables.lazily import Lazily
+from psclient._src.variables.sparse_updates import SparseUpdate
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from pswire.cluster import Task
 from pswire.model.plan import VariableSpec
@@ -223,13 +223,17 @@ def apply_to_copies(
     for index, device in copies:
         own_args, own_kwargs = values.select((tuple(args), dict(kwargs)), index)
         with context.enter_update_copy(strategy, index, device), device_scope(device):
-            if isinstance(fn, Lazily):
+            if isinstance(fn, SparseUpdate) and fn.sparse == "lazy" and (fn.needs_rows or _holds_rows(own_args)):
                 results.append(update_rows(fn.fn, own_args, own_kwargs, device))
                 continue
             whole = nest.map_structure(partial(_whole, device=device), (own_args, own_kwargs))
             results.append(fn(*whole[0], **whole[1]))
         refuse_result(fn, results[-1])
     return results
+
+
+def _holds_rows(args: object) -> bool:
+    return any(isinstance(leaf, IndexedSlices) for leaf in nest.flatten(args))
 
 
 def _whole(leaf: Leaf, device: Device) -> Leaf:

@@ -12,6 +12,7 @@ from psclient._src.nest import Leaf, Nest
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import Cell, LocalVariable, ReplicaCopy
 from pswire.errors import ProgramError
+from pswire.model.row_updates import row_shape
 from pswire.model.rows import Int64s
 from pswire.model.tensor import Array, spec_of
 
@@ -82,13 +83,14 @@ def update_rows(
     if len({id(one) for one in slices}) != 1:
         raise ProgramError(f"a lazy update takes the rows of one gradient, and is given {len(slices)}")
     ids, rows = slices[0].rows()
+    shape = slices[0].shape or ()
     views: dict[int, RowsOfVariable] = {}
     copies: dict[int, object] = {}
 
     def part(leaf: Leaf) -> Leaf:
         if isinstance(leaf, IndexedSlices):
             return to_device(rows, device)
-        if isinstance(leaf, LocalVariable | ReplicaCopy) and leaf.shape == slices[0].shape:
+        if isinstance(leaf, LocalVariable | ReplicaCopy) and leaf.shape in (shape, row_shape(shape)):
             if id(leaf) not in views:
                 views[id(leaf)] = RowsOfVariable(leaf, ids, device)
                 copies[id(views[id(leaf)])] = leaf

@@ -31,12 +31,12 @@ from psclient._src.tracing.update_function import Given, Trace, TracedCall, Upda
 from psclient._src.values import DistributedValues, PerReplica
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import ServerVariable, SyncOnReadVariable
-from psclient._src.variables.lazily import Lazily
+from psclient._src.variables.sparse_updates import SparseUpdate
 from psclient._src.variables.variable import Variable
 from pswire.errors import LocalityError, ProgramError
-from pswire.model.plan import Apply, Nonfinite, Operand, Plan, Reduction, Ref, SnapshotOrder
+from pswire.model.plan import Apply, Nonfinite, Operand, Plan, Reduction, Ref, SnapshotOrder, Sparse
 from pswire.model.program import Program
-from pswire.model.row_updates import keeps_rows, refusal
+from pswire.model.row_updates import keeps_rows, later_refusal, refusal
 from pswire.model.rows import Rows
 from pswire.model.tensor import Array, TensorSpec, portable, spec_of
 
@@ -214,8 +214,8 @@ class Section:
             RuntimeError: the function ends the section.
         """
         self._check_more()
-        lazy = isinstance(fn, Lazily)
-        fn = fn.fn if isinstance(fn, Lazily) else fn
+        wish = fn if isinstance(fn, SparseUpdate) else None
+        fn = fn if wish is None else wish.fn
         strategy = context.get_strategy()
         inputs = _Inputs(self, servers, strategy)
         if isinstance(fn, UpdateFunction):
@@ -238,22 +238,39 @@ class Section:
         for id in written:
             self._check_copies(inputs.variables[id], servers)
         self._written.update(written)
-        self._check_rows(traced.program, refs, lazy, [inputs.variables[id].name for id in written])
-        self._applies.append(Apply(self._program(traced.program), servers, tuple(refs), lazy))
+        sparse = self._sparse(traced.program, refs, wish, [inputs.variables[id].name for id in written])
+        self._applies.append(Apply(self._program(traced.program), servers, tuple(refs), sparse))
         return self._result(traced, refs, inputs.variables, servers)
 
-    def _check_rows(self, program: Program, refs: Sequence[Ref], lazy: bool, names: Sequence[str]) -> None:
-        """Refuses a lazy update that cannot be, and warns of rows that an update makes a whole array of."""
+    def _sparse(self, program: Program, refs: Sequence[Ref], wish: SparseUpdate | None, names: Sequence[str]) -> Sparse:
+        """Returns what an update is to rows that are not given; warns where it makes a whole array of rows.
+
+        Args:
+            program, refs: the update.
+            wish: says what it shall be; None if nobody has.
+            names: names of the variables that it assigns.
+
+        Raises:
+            ProgramError: it cannot be lazy.
+        """
         given = [i for i, ref in enumerate(refs) if ref.kind == "reduction" and self._is_rows(ref.index)]
-        if not (given or lazy):
-            return
+        if not (given or (wish and wish.needs_rows)):
+            return "dense"
+        sparse = wish.sparse if wish else None
         why = refusal(program, given)
         if len({refs[i] for i in given}) != 1 or len(set(refs)) < len(refs):
             why = why or "it takes the rows of one gradient, and each variable once"
-        if lazy and why:
-            raise ProgramError(f"{users_function() or 'an update'} cannot run lazily: {why}")
-        if not (lazy or (why is None and keeps_rows(program, given))):
+        if sparse == "lazy":
+            if why:
+                raise ProgramError(f"{users_function() or 'an update'} cannot run lazily: {why}")
+            return sparse
+        if why is None and keeps_rows(program, given):
+            return "dense"
+        if sparse == "exact" and not (why := why or later_refusal(program)):
+            return sparse
+        if sparse != "dense":
             warn_of_whole(names, max(program.specs[i].nbytes for i in given), why)
+        return "dense"
 
     def _is_rows(self, number: int) -> bool:
         return self._reductions[number].form == "rows"

@@ -21,8 +21,8 @@ from psclient._src.context import StrategyFace
 from psclient._src.devices import AnyArray, Device, Value, as_array, device_scope, namespace, to_device, to_numpy
 from psclient._src.values import Component, DistributedValues, container
 from psclient._src.variables.indexed_slices import IndexedSlices
-from psclient._src.variables.lazily import Lazily
 from psclient._src.variables.scatter import RowWritable, change
+from psclient._src.variables.sparse_updates import SparseUpdate
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from pswire.model.plan import PlacedVariable as Handle
 from pswire.model.plan import VariableSpec
@@ -102,7 +102,7 @@ class ServerVariable(Variable):
         def assign(v: Value, rows: Value) -> None:
             v.assign(change(how, v.read_value(), rows.astype(bool) if truth else rows, np))
 
-        self.strategy.extended.update(self, Lazily(assign), (IndexedSlices.of_rows(given, self.shape),))
+        self.strategy.extended.update(self, SparseUpdate(assign, "lazy"), (IndexedSlices.of_rows(given, self.shape),))
 
     def _copy_on(self, device: Device) -> AnyArray:
         if device.kind == "cpu":

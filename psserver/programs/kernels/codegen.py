@@ -7,13 +7,14 @@ name, no attribute, no shape. So programs that differ only in these share one ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 from pswire.model.plan import ReduceOp
 from pswire.model.program import OPS, Node, Program
+from pswire.model.row_updates import resting
 from pswire.model.tensor import DTYPES
 
 _C = {
@@ -65,6 +66,11 @@ class Form:
     program: Program
     sums: Mapping[int, SumTerm] = field(default_factory=dict)
 
+    @cached_property
+    def rested(self) -> tuple[int, ...]:
+        """The tables of which a row that is zero stays as it is, in all tables, while these sums are zero."""
+        return resting(self.program, self.sums)
+
     @property
     def read(self) -> frozenset[int]:
         """Numbers of the values that have a reader."""
@@ -81,6 +87,11 @@ class Form:
     def rows(self) -> str:
         """The text for rows of tables, for Numba."""
         return rows_source(self)
+
+    @cached_property
+    def replay(self) -> str:
+        """The text for updates that rows of tables have missed, for Numba."""
+        return replay_source(self)
 
     @cached_property
     def cuda(self) -> tuple[str, str, str, str]:
@@ -255,12 +266,52 @@ def rows_source(form: Form) -> str:
     return "\n".join([*lines, "    return 0"]) + "\n"
 
 
-def _fetching(tables: Sequence[Parameter], rows: Sequence[Parameter]) -> Iterator[str]:
-    """Yields the lines that prefetch rows."""
+def replay_source(form: Form) -> str:
+    """Writes a function that makes up updates which rows of tables have missed; in these, `form.sums` are zero.
+
+    `kernel(n, width, size, count, kept, ids, first, *pointers, *bits)`: for each r below n, row `ids[r]` of every
+    table, of `size` elements in all, has the updates from `first[r]` on, below `count`; number k takes element k of
+    each scalar, of which `kept` are there. `bits` are the tables that may be zero, as unsigned numbers: a row that is
+    zero in all of them stays as it is. There are no outputs.
+    """
+    taken = [p for p in parameters(form) if p.role != "part"]
+    tables = [p for p in taken if p.role == "array"]
+    bits = bit_parameters(form)
+    pointers = [f"p_{p.name}" for p in taken] + [f"p_z{p.value}" for p in bits]
+    lines = [f"def kernel(n, width, size, count, kept, p_ids, p_first, {', '.join(pointers)}):"]
+    lines += ["    ids, first = carray(p_ids, n), carray(p_first, n)"]
+    lines += [f"    all_{p.name} = carray(p_{p.name}, kept if {p.single} else size)" for p in taken]
+    lines += [f"    z{p.value} = carray(p_z{p.value}, size)" for p in bits]
+    lines += ["    for r in range(n):"]
+    lines += ["        " + line for line in _fetching(tables)]
+    lines += ["        base = ids[r] * width"]
+    if bits:
+        lines += [f"        found{p.value} = {p.dtype}(0)" for p in bits]
+        lines += ["        for i in range(base, base + width):"]
+        lines += [f"            found{p.value} |= z{p.value}[i]" for p in bits]
+        lines += [f"        if {' and '.join(f'found{p.value} == 0' for p in bits)}:", "            continue"]
+    lines += [f"        {p.name} = all_{p.name}[base : base + width]" for p in tables]
+    lines += ["        for k in range(first[r], count):"]
+    lines += [f"            {p.name} = all_{p.name}[k]" for p in taken if p.single]
+    lines += ["            for i in range(width):"]
+    lines += ["                " + line for line in _body(form, NUMBA, absent=form.sums)]
+    return "\n".join([*lines, "    return 0"]) + "\n"
+
+
+def bit_parameters(form: Form) -> list[Parameter]:
+    """Returns the tables that may be zero in a row that no update changes, as parameters of unsigned numbers."""
+    rested = form.rested
+    return [Parameter("array", n, f"uint{8 * DTYPES[form.program.inputs[n].spec.dtype].itemsize}") for n in rested]
+
+
+def _fetching(tables: Sequence[Parameter], rows: Sequence[Parameter] = ()) -> Iterator[str]:
+    """Yields the lines that prefetch rows of tables, and the first of the received ones for each."""
     step = LINE // max(DTYPES[p.dtype].itemsize for p in (*tables, *rows))
     lines = f"for i in range(0, min(width, {FETCHED}), {step}):"
     yield f"far, near = min(r + {FAR}, n - 1), min(r + {NEAR}, n - 1)"
-    yield "later, soon, given = ids[far] * width, ids[near] * width, order[starts[far]] * width"
+    yield "later, soon = ids[far] * width, ids[near] * width"
+    if rows:
+        yield "given = order[starts[far]] * width"
     yield lines
     yield from (f"    fetch(all_{p.name}, later + i)" for p in tables)
     yield from (f"    fetch(all_{p.name}, given + i)" for p in rows)
@@ -295,8 +346,8 @@ def cuda_source(form: Form) -> tuple[str, str, str]:
     )
 
 
-def _body(form: Form, dialect: Dialect) -> Iterator[str]:
-    """Yields the statements for one element: reads, ops, writes."""
+def _body(form: Form, dialect: Dialect, absent: Collection[int] = ()) -> Iterator[str]:
+    """Yields the statements for one element: reads, ops, writes; `absent` inputs are zero."""
     program, specs, at = form.program, form.program.specs, dialect.at
 
     def let(number: int, text: str) -> str:
@@ -306,7 +357,7 @@ def _body(form: Form, dialect: Dialect) -> Iterator[str]:
         if index in form.read:
             array = f"a{index}{at if item.spec.shape else ''}"
             text = _combined(index, form.sums[index], item.spec.dtype, dialect) if index in form.sums else array
-            yield let(index, text)
+            yield let(index, _cast(dialect, item.spec.dtype, "0") if index in absent else text)
     for number, node in enumerate(program.nodes, len(program.inputs)):
         yield let(number, _cast(dialect, specs[number].dtype, _expression(program, node, dialect)))
     for target, value in program.assigns:

@@ -27,7 +27,7 @@ import numpy as np
 from psserver.devices import Device
 from psserver.programs.kernels import machine_code, row_groups
 from psserver.programs.kernels.background import Background
-from psserver.programs.kernels.codegen import Form, Parameter, parameters
+from psserver.programs.kernels.codegen import Form, Parameter, bit_parameters, parameters
 from psserver.programs.kernels.kept import KeptCode, kept_in
 from psserver.programs.kernels.row_groups import ARRAYS, NUMBERS, grouping
 from pswire.model.tensor import DTYPES
@@ -117,6 +117,12 @@ class Compiler:
         buffers = [p for p in parameters(form) if p.role == "part"]
         index = Parameter("array", 0, "int64")
         return self._pointed(form.rows, 4, [index] * 3 + parameters(form) + buffers)
+
+    def replay(self, form: Form) -> NumbaKernel | None:
+        """Returns the kernel that makes up updates which rows have missed; None while there is none."""
+        taken = [p for p in parameters(form) if p.role != "part"]
+        index = Parameter("array", 0, "int64")
+        return self._pointed(form.replay, 5, [index] * 2 + taken + bit_parameters(form))
 
     def groups(self) -> NumbaKernel | None:
         """Returns `row_groups.grouping`, compiled; None while it is not."""

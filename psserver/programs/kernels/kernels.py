@@ -217,9 +217,11 @@ class Kernels:
 
         Values that are not scalars are rows; rows for the same place are summed first. Variables are tables.
         """
-        inputs = enumerate(step.program.inputs)
-        values = {i: SumTerm("sum", 1) for i, item in inputs if item.kind == "value" and item.spec.shape}
-        return self._kernel(step, values, self.compiler.rows)
+        return self._kernel(step, given_rows(step), self.compiler.rows)
+
+    def replay(self, step: Step) -> Kernel | None:
+        """Returns the kernel that makes up such a step on rows that have missed it; None while it is not compiled."""
+        return self._kernel(step, given_rows(step), self.compiler.replay)
 
     def _kernel(self, step: Step, sums: Mapping[int, SumTerm], make: Callable[[Form], Any]) -> Kernel | None:
         key = id(step), tuple(sums.items()), make
@@ -244,3 +246,9 @@ class Kernels:
         """Ends all threads."""
         self.compiler.close()
         self.crew.close()
+
+
+def given_rows(step: Step) -> dict[int, SumTerm]:
+    """Returns the inputs of a step on rows of tables that are rows themselves."""
+    inputs = enumerate(step.program.inputs)
+    return {i: SumTerm("sum", 1) for i, item in inputs if item.kind == "value" and item.spec.shape}

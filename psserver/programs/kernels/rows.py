@@ -6,7 +6,7 @@ rows are given; rows for the same place are summed first, in order of arrival.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -18,6 +18,7 @@ from psserver.programs.kernels.fusion import Shape, Step
 from psserver.programs.kernels.kernels import Kernel, Kernels
 from psserver.programs.kernels.row_groups import Groups
 from pswire.errors import ProgramError
+from pswire.model import row_updates
 from pswire.model.program import Input, Node, Program
 from pswire.model.row_updates import refusal
 from pswire.model.tensor import Array, TensorSpec, address_of, spec_of
@@ -31,12 +32,14 @@ class RowUpdate:
 
     Args:
         kernels: the kernels of the tables' device.
-        program: assigns variables of one shape (size, ...), by elementwise ops on them, on scalars, and on values of
-            that shape; has no outputs.
+        program: assigns variables of one shape (size, ...), or of one number for each row, by ops that are elementwise
+            or along each row, on them, on scalars, and on values of that shape; has no outputs.
         ids: int64[n], the place of each row; on the host.
 
     Attributes:
         may_fail: True if it may fail for want of memory when it runs.
+        ids: int64[k], the places, in increasing order, each once.
+        scalars: once it has run, the scalars that `row_step` takes, in the order of its inputs.
 
     Raises:
         ProgramError: the program is of another kind.
@@ -45,8 +48,10 @@ class RowUpdate:
 
     def __init__(self, kernels: Kernels, program: Program, ids: Array) -> None:
         self._kernels, self._program = kernels, program
-        self._shape = _table(program)
+        self._shape = table_shape(program)
         self._groups = Groups.of(ids, self._shape[0], kernels.compiler.groups())
+        self.ids = self._groups.ids
+        self.scalars: list[Any] = []
         self._kernel = kernel_of(kernels, program)
         self.may_fail = self._kernel is None
         parts = [p for p in self._kernel.parameters if p.role == "part"] if self._kernel else []
@@ -63,18 +68,22 @@ class RowUpdate:
             ProgramError: an input is of another kind. Nothing has changed then.
         """
         _check_inputs(self._program, inputs, (len(self._groups.order), *self._shape[1:]))
+        step, values = row_step(self._kernels, self._program), dict(enumerate(inputs))
+        if step.shape is not None:
+            for before in self._kernels.steps(self._program)[:-1]:
+                _, results = interpreter.run(
+                    before.program, [values[number] for number in before.args], self._kernels.device.xp
+                )
+                values.update(zip(before.results, results, strict=True))
+        taken = zip(step.args, step.program.inputs, strict=True)
+        self.scalars = [values[number] for number, item in taken if not item.spec.shape]
         if self._kernel is None:
             _interpret(self._kernels, self._program, inputs, self._groups, self._shape)
         else:
-            self._compute(self._kernel, inputs)
+            self._compute(self._kernel, step, values)
 
-    def _compute(self, kernel: Kernel, inputs: Sequence[Any]) -> None:
+    def _compute(self, kernel: Kernel, last: Step, values: Mapping[int, Any]) -> None:
         kernels, groups, shape = self._kernels, self._groups, self._shape
-        values = dict(enumerate(inputs))
-        *before, last = kernels.steps(self._program)
-        for step in before:
-            _, results = interpreter.run(step.program, [values[number] for number in step.args], kernels.device.xp)
-            values.update(zip(step.results, results, strict=True))
         arrays = [np.ascontiguousarray(values[last.args[p.value]]) for p in kernel.parameters]
         sizes = prod(shape[1:]), prod(shape), len(groups.order)
         ids, starts, *tables = (address_of(array) for array in (groups.ids, groups.starts, groups.order, *arrays))
@@ -90,15 +99,21 @@ def apply_rows(kernels: Kernels, program: Program, inputs: Sequence[Any], ids: A
     RowUpdate(kernels, program, ids).run(inputs)
 
 
+def row_step(kernels: Kernels, program: Program) -> Step:
+    """Returns the step of a program that takes rows: the last one if a kernel can run it, else the whole program."""
+    steps = kernels.steps(program)
+    return steps[-1] if _is_fused(steps, table_shape(program)) else kernels.whole(program)
+
+
 def kernel_of(kernels: Kernels, program: Program) -> Kernel | None:
     """Returns the kernel that runs a program on rows; None if the interpreter does, maybe until it is compiled."""
-    steps = kernels.steps(program)
-    return kernels.rows(steps[-1]) if kernels.device.gpu is None and _is_fused(steps, _table(program)) else None
+    step = row_step(kernels, program)
+    return kernels.rows(step) if kernels.device.gpu is None and step.shape is not None else None
 
 
 def is_settled(kernels: Kernels, program: Program) -> bool:
     """Returns True if a program that can run on rows runs in the same way from now on."""
-    fused = kernels.device.gpu is None and _is_fused(kernels.steps(program), _table(program))
+    fused = kernels.device.gpu is None and row_step(kernels, program).shape is not None
     return not fused or kernel_of(kernels, program) is not None
 
 
@@ -119,13 +134,13 @@ def divided(program: Program, value: int) -> Program:
     )
 
 
-def _table(program: Program) -> Shape:
-    """Returns the shape of the tables; raises `ProgramError` for a program that cannot run on rows."""
+def table_shape(program: Program) -> Shape:
+    """Returns the shape of a program's tables; raises `ProgramError` for a program that cannot run on rows."""
     given = [number for number, item in enumerate(program.inputs) if item.kind == "value"]
     why = refusal(program, given)
     if why is not None:
         raise ProgramError(why)
-    return max((spec.shape for spec in program.specs), key=len)
+    return row_updates.table_shape(program)
 
 
 def _check_inputs(program: Program, inputs: Sequence[Any], rows: Shape) -> None:
@@ -148,7 +163,7 @@ def _interpret(kernels: Kernels, program: Program, inputs: Sequence[Any], groups
     """Gathers the rows, runs the program on them, and scatters the results."""
     xp = kernels.device.xp
     ids = xp.asarray(groups.ids)
-    small = _resized(program, shape, (len(groups.ids), *shape[1:]))
+    small = resized(program, shape, (len(groups.ids), *shape[1:]))
     taken = [
         array if not item.spec.shape else groups.sum(array, xp) if item.kind == "value" else array[ids]
         for item, array in zip(program.inputs, inputs, strict=True)
@@ -158,15 +173,20 @@ def _interpret(kernels: Kernels, program: Program, inputs: Sequence[Any], groups
         inputs[target][ids] = rows
 
 
-def _resized(program: Program, shape: Shape, new: Shape) -> Program:
-    """Returns an elementwise program for tables of another shape."""
+def resized(program: Program, shape: Shape, new: Shape) -> Program:
+    """Returns a program of rows for tables of another shape."""
+    shapes = {row_updates.row_shape(shape): row_updates.row_shape(new), shape: new}
 
     def resize(spec: TensorSpec) -> TensorSpec:
-        return replace(spec, shape=new) if spec.shape == shape else spec
+        return replace(spec, shape=shapes.get(spec.shape, spec.shape))
 
     inputs = tuple(Input(item.kind, resize(item.spec)) for item in program.inputs)
     nodes = tuple(
-        Node(node.op, node.args, tuple((k, new if k == "shape" and v == shape else v) for k, v in node.attrs))
+        Node(
+            node.op,
+            node.args,
+            tuple((k, shapes.get(v, v) if k == "shape" and isinstance(v, tuple) else v) for k, v in node.attrs),
+        )
         for node in program.nodes
     )
     return Program(inputs, nodes, program.assigns, program.outputs)

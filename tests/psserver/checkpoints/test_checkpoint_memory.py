@@ -43,9 +43,9 @@ class Gate:
         self._may = threading.Semaphore(0)
         append = safetensors_stream.append
 
-        def gated(file, array):
+        def gated(file, arrays):
             assert self._may.acquire(timeout=SOON)
-            return append(file, array)
+            return append(file, arrays)
 
         monkeypatch.setattr(safetensors_stream, "append", gated)
 

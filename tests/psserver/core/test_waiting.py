@@ -26,7 +26,11 @@ class Table:
         self.members = SimpleNamespace(version=0, states=lambda now: ())
         value = np.ones(1, "float32")
         self.store = SimpleNamespace(
-            lent=set(), value=lambda id: value, check_rows=lambda reads: None, device=Device.parse("cpu")
+            lent=set(),
+            value=lambda id: value,
+            views=lambda ids: [value for _ in ids],
+            check_rows=lambda reads: None,
+            device=Device.parse("cpu"),
         )
         self.rounds = SimpleNamespace(last=-1)
         self.ended = {}

@@ -203,7 +203,7 @@ def test_rows_that_an_op_refuses_fail_the_round_before_anything_is_written(kerne
         (Reduction("sum", WIDE, (0,)), Reduction("sum", NUMBER, (0,), "", "rows")),
         (),
         (adding(WIDE), POWER),
-        (Apply(0, (0,), (V, G)), Apply(1, (0,), (W, H), lazy=True)),
+        (Apply(0, (0,), (V, G)), Apply(1, (0,), (W, H), sparse="lazy")),
     )
     assert plan.by_rows == (None, 1)
     values = {0: np.zeros(4096, "float32"), 1: np.full((6, 2), 2)}

@@ -36,13 +36,13 @@ def kernels():
     made.close()
 
 
-def plan_of(fn=subtract, op="sum", lazy=False, returned=False):
+def plan_of(fn=subtract, op="sum", sparse="dense", returned=False):
     program, _ = traced(fn, [TABLE], [TABLE])
     places = {"variable": Ref("variable", 0), "value": Ref("reduction", 0)}
     refs = tuple(places[item.kind] for item in program.inputs if item.kind in places)
     reduction = Reduction(op, TABLE, (0,), "'table'", "rows")
     given = (Ref("reduction", 0),) if returned else ()
-    return Plan((reduction,), (), (program,), (Apply(0, (0,), refs, lazy),), given)
+    return Plan((reduction,), (), (program,), (Apply(0, (0,), refs, sparse),), given)
 
 
 def job_of(plan, *sent, lookups=(), weights=None):
@@ -73,7 +73,7 @@ def test_an_update_that_changes_all_rows_runs_on_the_whole(kernels):
     table, other = ones(), ones()
     _, assigned = step(job_of(plan_of(double), ([1], [3, 3])), kernels, table)
     assert assigned[0][:, 0].tolist() == [2, -1, 2, 2, 2, 2]
-    _, assigned = step(job_of(plan_of(double, lazy=True), ([1], [3, 3])), kernels, other)
+    _, assigned = step(job_of(plan_of(double, sparse="lazy"), ([1], [3, 3])), kernels, other)
     assert assigned[0][:, 0].tolist() == [1, -1, 1, 1, 1, 1]
 
 

@@ -55,7 +55,7 @@ def frozen(path="run/ckpt-1", value=VALUE, server=0, servers=(0,), name="w", sta
 
 
 def write_shard(root, one):
-    return writer.write_shard(storage_at(root), one, np.asarray, lambda name: None)
+    return writer.write_shard(storage_at(root), one, lambda value: (np.asarray(value),), lambda name: None)
 
 
 def write(root, *args, **keys):
@@ -141,7 +141,7 @@ def test_a_failure_leaves_what_was_to_be_written_over(root):
         raise OSError("no space left")
 
     with pytest.raises(CheckpointError, match="no space left"):
-        writer.write_shard(storage_at(root), frozen(value=VALUE + 1), np.asarray, fail)
+        writer.write_shard(storage_at(root), frozen(value=VALUE + 1), lambda value: (np.asarray(value),), fail)
     other = frozen(value=VALUE + 1)
     write_shard(root, other)
     with pytest.raises(CheckpointError, match="is no manifest"):
@@ -180,7 +180,7 @@ def test_whatever_a_crash_leaves_is_whole(tmp_path, path, steps):
         root = shutil.copytree(tmp_path / "before", tmp_path / str(step))
         new, there = frozen(path, VALUE + 1, state=said), Dying(storage_at(root), step)
         with pytest.raises(KeyboardInterrupt) if step < steps else nullcontext():
-            text = manifest_of([writer.write_shard(there, new, np.asarray, lambda name: None)])
+            text = manifest_of([writer.write_shard(there, new, lambda value: (np.asarray(value),), lambda name: None)])
             writer.write_manifest(there, new, text)
         newest = Saved.open(storage_at(root), "run")
         is_new = new.file in newest.manifest.files
@@ -231,7 +231,7 @@ def test_a_failure_leaves_the_one_before(root):
     with pytest.raises(
         CheckpointError, match=r"run/ckpt-2/shard-00000-of-00001-\w{8}.safetensors cannot be written: no"
     ):
-        writer.write_shard(storage_at(root), frozen("run/ckpt-2", VALUE + 1), np.asarray, fail)
+        writer.write_shard(storage_at(root), frozen("run/ckpt-2", VALUE + 1), lambda value: (np.asarray(value),), fail)
     np.testing.assert_array_equal(read(root), VALUE)
     assert not {name for name in files(root) if name.startswith("run/ckpt-2/")}
 
@@ -248,7 +248,7 @@ def test_large_tensors(root):
         raise OSError("no space left")
 
     with pytest.raises(CheckpointError, match="no space left"):
-        writer.write_shard(storage_at(root), frozen("run/ckpt-2", large), np.asarray, fail)
+        writer.write_shard(storage_at(root), frozen("run/ckpt-2", large), lambda value: (np.asarray(value),), fail)
     assert not {name for name in files(root) if name.startswith("run/ckpt-2/")}
 
 
@@ -259,7 +259,7 @@ def test_what_was_written_is_let_go_of(root):
 
     def get(value):
         told.append(value.dtype)
-        return value
+        return (value,)
 
     shard = writer.write_shard(storage_at(root), replace(frozen(), values=values), get, told.append)
     assert told == ["float64", "c", "float32", "b", "int8", "a"]

@@ -37,7 +37,8 @@ def written(path, values):
     with open(path, "wb") as file:
         file.write(safetensors_stream.header(specs))
         return {
-            name: safetensors_stream.append(file, portable(values[name])) for name in safetensors_stream.ordered(specs)
+            name: safetensors_stream.append(file, [portable(values[name])])
+            for name in safetensors_stream.ordered(specs)
         }
 
 
@@ -100,7 +101,7 @@ def test_a_large_tensor_is_written_piece_by_piece(tmp_path):
             return super().write(data)
 
     sink = Sink()
-    safetensors_stream.append(sink, value)
+    safetensors_stream.append(sink, [value])
     assert max(pieces) == safetensors_stream.PIECE
     assert sink.getvalue() == value.tobytes()
 
@@ -115,7 +116,7 @@ def test_any_array_comes_back(value):
     """Bit for bit, whatever its shape and dtype."""
     file = io.BytesIO(safetensors_stream.header({"x": spec_of(value)}))
     file.seek(0, io.SEEK_END)
-    safetensors_stream.append(file, value)
+    safetensors_stream.append(file, [value])
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
     entry = safetensors_stream.read_header(file, size)["x"]
@@ -182,6 +183,6 @@ def test_bfloat16_is_itself():
     value = np.array([1.5, 3e38], ml_dtypes.bfloat16)
     file = io.BytesIO(safetensors_stream.header({"x": spec_of(value)}))
     file.seek(0, io.SEEK_END)
-    safetensors_stream.append(file, value)
+    safetensors_stream.append(file, [value])
     entry = safetensors_stream.TensorEntry(spec_of(value), len(file.getvalue()) - 4)
     assert safetensors_stream.read(file, entry)[0].dtype == ml_dtypes.bfloat16

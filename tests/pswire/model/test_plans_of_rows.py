@@ -42,10 +42,10 @@ def dense(**more):
     )
 
 
-def of_rows(plan, lazy=False):
+def of_rows(plan, sparse="dense"):
     """The same, with rows."""
     reductions = tuple(replace(each, form="rows") for each in plan.reductions)
-    return replace(plan, reductions=reductions, applies=tuple(replace(each, lazy=lazy) for each in plan.applies))
+    return replace(plan, reductions=reductions, applies=tuple(replace(each, sparse=sparse) for each in plan.applies))
 
 
 def test_dense_plans_are_called_what_they_were_called():
@@ -61,21 +61,25 @@ def test_rows_and_laziness_are_of_a_plan_s_identity():
         reductions=dense().reductions * 2,
         applies=(*dense().applies, Apply(0, (0,), (Ref("variable", 1), Ref("reduction", 1), Ref("operand", 0)))),
     )
-    plans = [dense(), of_rows(dense()), of_rows(dense(), lazy=True), of_rows(dense(nonfinite="skip"))]
+    plans = [
+        dense(),
+        *(of_rows(dense(), sparse) for sparse in ("dense", "lazy", "exact")),
+        of_rows(dense(nonfinite="skip")),
+    ]
     for number in range(2):
         some = [replace(each, form="rows") if n == number else each for n, each in enumerate(two.reductions)]
         plans.append(replace(two, reductions=tuple(some)))
-        lazy = [replace(each, lazy=n == number) for n, each in enumerate(two.applies)]
+        lazy = [replace(each, sparse="lazy" if n == number else "dense") for n, each in enumerate(two.applies)]
         plans.append(replace(of_rows(two), applies=tuple(lazy)))
-    plans += [two, of_rows(two), of_rows(two, lazy=True)]
+    plans += [two, of_rows(two), of_rows(two, "lazy")]
     assert len({plan.id for plan in plans}) == len(plans)
     assert of_rows(dense()).id == of_rows(dense()).id
 
 
-def updating(program, *args, lazy=False, forms=("rows",)):
+def updating(program, *args, sparse="dense", forms=("rows",)):
     """A plan of one update."""
     reductions = tuple(Reduction("sum", TABLE, (0,), "", form) for form in forms)
-    return Plan(reductions, (Operand(NUMBER, (0,)),), (program,), (Apply(0, (0,), args, lazy),))
+    return Plan(reductions, (Operand(NUMBER, (0,)),), (program,), (Apply(0, (0,), args, sparse),))
 
 
 TWO = Program(
@@ -92,10 +96,10 @@ RATE = Ref("operand", 0)
     ("plan", "on"),
     [
         (updating(STEP, W, G, RATE), 0),
-        (updating(STEP, W, G, RATE, lazy=True), 0),
+        (updating(STEP, W, G, RATE, sparse="lazy"), 0),
         (updating(STEP, W, G, RATE, forms=("dense",)), None),
         (updating(DECAY, W, G), None),
-        (updating(DECAY, W, G, lazy=True), 0),
+        (updating(DECAY, W, G, sparse="lazy"), 0),
         (updating(NORM, W, G), None),
         (updating(TWO, W, G, OTHER, forms=("rows", "rows")), None),
         (updating(TWO, W, G, OTHER, forms=("rows", "dense")), None),
@@ -110,18 +114,18 @@ def test_which_updates_run_on_rows(plan, on):
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        (updating(STEP, W, G, RATE, lazy=True, forms=("dense",)), "no whole value beside rows"),
-        (updating(NORM, W, G, lazy=True), "sum is not elementwise"),
-        (updating(TWO, W, G, OTHER, lazy=True, forms=("rows", "rows")), "it takes those of one gradient"),
-        (updating(TWO, W, G, OTHER, lazy=True, forms=("rows", "dense")), "no whole value beside rows"),
-        (updating(TWO, W, G, G, lazy=True), "it takes those of one gradient"),
+        (updating(STEP, W, G, RATE, sparse="lazy", forms=("dense",)), "no whole value beside rows"),
+        (updating(NORM, W, G, sparse="lazy"), "sum is not elementwise"),
+        (updating(TWO, W, G, OTHER, sparse="lazy", forms=("rows", "rows")), "it takes those of one gradient"),
+        (updating(TWO, W, G, OTHER, sparse="lazy", forms=("rows", "dense")), "no whole value beside rows"),
+        (updating(TWO, W, G, G, sparse="lazy"), "it takes those of one gradient"),
     ],
 )
 def test_a_lazy_update_that_cannot_be_is_no_plan(plan, why):
     """Whoever proposes it is told why."""
-    with pytest.raises(ProgramError, match=f"a lazy update has to run on rows: .*{why}"):
+    with pytest.raises(ProgramError, match=f"a sparse update has to run on rows: .*{why}"):
         plan.verify(VARIABLES, 1)
-    replace(plan, applies=tuple(replace(each, lazy=False) for each in plan.applies)).verify(VARIABLES, 1)
+    replace(plan, applies=tuple(replace(each, sparse="dense") for each in plan.applies)).verify(VARIABLES, 1)
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "first"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import psclient as ps
 from pswire.errors import ProgramError
 from pswire.model.program import OPS, Input, Node, Program, infer
-from pswire.model.row_updates import keeps_rows, refusal
+from pswire.model.row_updates import keeps_rows, refusal, table_shape
 from pswire.model.tensor import DTYPES, TensorSpec
 from tests.support.programs import expected, plain, traced
 
@@ -26,12 +26,14 @@ OPTIMIZERS: dict[str, tuple[Any, str | None]] = {
     "SGD, momentum": (lambda: O.SGD(0.5, momentum=0.9), CHANGES),
     "SGD, Nesterov": (lambda: O.SGD(0.5, momentum=0.9, nesterov=True), CHANGES),
     "Adagrad": (lambda: O.Adagrad(0.5), None),
+    "Adagrad by rows": (lambda: O.RowwiseAdagrad(0.5), None),
     "Adadelta": (lambda: O.Adadelta(0.5), CHANGES),
     "RMSprop": (lambda: O.RMSprop(0.5), CHANGES),
     "RMSprop, all": (lambda: O.RMSprop(0.5, momentum=0.5, centered=True), CHANGES),
     "Ftrl": (lambda: O.Ftrl(0.5, l1_regularization_strength=0.1), CHANGES),
     "Adam": (lambda: O.Adam(0.5), CHANGES),
     "Adam, AMSGrad": (lambda: O.Adam(0.5, amsgrad=True), CHANGES),
+    "LazyAdam": (lambda: O.LazyAdam(0.5), CHANGES),
     "AdamW": (lambda: O.AdamW(0.5), CHANGES),
     "Adamax": (lambda: O.Adamax(0.5), CHANGES),
     "Nadam": (lambda: O.Nadam(0.5), "assigns tables, and no scalar"),
@@ -60,12 +62,12 @@ def changed(program, inputs):
     with np.errstate(all="ignore"):
         _, values = plain(replace(program, outputs=tuple(range(len(program.specs)))), inputs)
         assigned, _ = expected(program, inputs)
-    shape = max((spec.shape for spec in program.specs), key=len)
+    shape = table_shape(program)
     finite = np.ones(shape, bool)
     for value in values:
         wide = np.asarray(value).astype("complex128")
         finite &= np.broadcast_to(np.isfinite(wide), shape)
-    moved = [np.asarray(new) != inputs[target] for target, new in assigned.items()]
+    moved = [np.broadcast_to(np.asarray(new) != inputs[target], shape) for target, new in assigned.items()]
     return np.any(moved, axis=0) if moved else np.zeros(shape, bool), finite
 
 
@@ -91,7 +93,7 @@ def test_what_each_optimizer_does_to_a_row_without_a_gradient(name):
             elif number in given:
                 inputs.append(np.zeros(SHAPE, "float32"))
             elif item.spec.shape:
-                inputs.append(rng.uniform(0.5, 2, SHAPE).astype("float32"))
+                inputs.append(rng.uniform(0.5, 2, item.spec.shape).astype("float32"))
             else:
                 inputs.append(np.array(seed + 2).astype(item.spec.dtype))
         moved, finite = changed(program, inputs)

@@ -1,0 +1,79 @@
+"""What an update with the gradient of some rows is to all other rows: `ps.lazily`, `ps.exactly`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+Sparse = Literal["exact", "lazy", "dense"]
+"""Exact: as for the whole gradient, made up when a row is touched or read. Lazy: nothing. Dense: as for the whole
+gradient, which is made.
+"""
+
+
+def check_sparse(sparse: object) -> Sparse:
+    """Returns one of the three words; raises `ValueError` for anything else."""
+    for word in get_args(Sparse):
+        if sparse == word:
+            found: Sparse = word
+            return found
+    raise ValueError(f"sparse is {sparse!r}; it is one of 'exact', 'lazy' and 'dense'")
+
+
+class SparseUpdate:
+    """An update function, and what it is to rows that are not given.
+
+    Args:
+        fn: the function, for `strategy.extended.update`.
+        sparse: as above.
+        needs_rows: True if it is an error where the update is given no rows.
+    """
+
+    def __init__(self, fn: Callable[..., object], sparse: Sparse, needs_rows: bool = False) -> None:
+        self.fn = fn
+        self.sparse = sparse
+        self.needs_rows = needs_rows
+        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Calls the function."""
+        return self.fn(*args, **kwargs)
+
+
+def lazily(fn: Callable[..., object]) -> SparseUpdate:
+    """Makes an update function be for the rows of its `IndexedSlices` alone: all other rows stay as they are.
+
+    Without it an update means what it means for the whole gradient, which is zero where no row is given: momentum goes
+    on there, weight decay as well. Where that is the same, as for SGD, rows alone are computed anyhow.
+
+    The function assigns variables of one shape, by elementwise operations on them, on rows of one gradient, and on
+    numbers.
+
+        strategy.extended.update(table, ps.lazily(fn), args=(gradient, momentum))
+
+    Args:
+        fn: for `strategy.extended.update`, also one that `update_function` has made.
+    """
+    return _sparse(fn, "lazy", "lazily")
+
+
+def exactly(fn: Callable[..., object]) -> SparseUpdate:
+    """Makes servers put an update off in rows that its `IndexedSlices` do not have, until somebody needs them.
+
+    The update means what it means without `exactly`, and every value that anybody reads has the same bits: a row that
+    has missed updates has them made up when it is touched, read or saved. So a round costs what its rows cost, and
+    what they have missed.
+
+    The function is as for `lazily`, and assigns each table that it reads. Where it is another, and with copies of the
+    variables in the processes, the whole gradient is made.
+
+    Args:
+        fn: for `strategy.extended.update`, also one that `update_function` has made.
+    """
+    return _sparse(fn, "exact", "exactly")
+
+
+def _sparse(fn: Callable[..., object], sparse: Sparse, name: str) -> SparseUpdate:
+    if not callable(fn):
+        raise TypeError(f"{name} takes an update function, and not a {type(fn).__name__}")
+    return SparseUpdate(fn, sparse, needs_rows=sparse == "lazy")

@@ -1,0 +1,243 @@
+"""Updates are put off in rows that a gradient does not have; whoever looks finds the bits of the whole update."""
+
+from __future__ import annotations
+
+import functools
+from functools import partial
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from pstesting.in_process import InProcessCluster
+from tests.strategies.test_rows_of_optimizers import OPTIMIZERS
+from tests.support.strategies import by_replica, in_replicas, merged, opened, replicas, variable
+
+O = ps.optimizers  # noqa: E741
+SHAPE = (23, 5)
+STEPS = 40
+
+EXACT = [name for name in OPTIMIZERS if "norm" not in name and "by all" not in name]
+
+
+@pytest.fixture(scope="module", params=["servers-2x2"])
+def strategy(request, shared):
+    return shared(request.param)
+
+
+LAZY = {
+    "LazyAdam": lambda: O.LazyAdam(0.5),
+    "SGD, momentum": lambda: O.SGD(0.5, momentum=0.5, sparse="lazy"),
+    "AdamW": lambda: O.AdamW(0.5, sparse="lazy"),
+}
+
+
+def gradient(step, replica):
+    """Few rows, mostly the same ones, so that some are missed for long; in some steps none."""
+    rng = np.random.default_rng(1000 * step + replica)
+    ids = np.minimum(rng.geometric(0.25, rng.integers(0, 4)) - 1, SHAPE[0] - 1)
+    return ps.IndexedSlices(rng.normal(size=(len(ids), SHAPE[1])).astype("float32"), ids)
+
+
+def story(strategy, make, seed, whole=False):
+    """All that is looked at while a table is trained, and other things are done to it.
+
+    Args:
+        strategy: where.
+        make: makes the optimizer.
+        seed: says what happens.
+        whole: True to give gradients as whole arrays.
+    """
+    start = np.random.default_rng(0).normal(size=SHAPE).astype("float32")
+    v, rng, seen = variable(strategy, start), np.random.default_rng(seed), []
+    with strategy.scope():
+        optimizer, other = make(), O.SGD(0.1, momentum=0.9)
+    for step in range(STEPS):
+        what = rng.choice(["nothing"] * 4 + ["read", "slot", "rows", "scatter", "assign", "other", "twice"])
+
+        def replica_fn(replica, step=step, what=what):
+            rows = gradient(step, replica)
+            optimizer.apply_gradients([(np.asarray(rows.with_shape(SHAPE)) if whole else rows, v)])
+            if what == "other":
+                other.apply_gradients([(gradient(step, replica), v)])
+            if what == "rows" and replica == 0:
+                seen.append(np.asarray(v.sparse_read([3, 1, step % SHAPE[0], 3])))
+
+        in_replicas(strategy, replica_fn)
+        own = optimizer._state.of(v).slots
+        if what == "read":
+            seen.append(v.numpy())
+        elif what == "slot" and own:
+            seen.append(own[rng.integers(len(own))].numpy())
+        elif what == "scatter":
+            v.scatter_add(ps.IndexedSlices(np.ones((2, SHAPE[1]), "float32"), [step % 7, 20]))
+        elif what == "assign":
+            v.assign(v * 0.5)
+        elif what == "twice":
+            merged(strategy, lambda s, v=v: s.extended.update(v, lambda v: v.assign_add(v * v)))
+    return [*seen, v.numpy(), *(slot.numpy() for slot in optimizer._state.of(v).slots)]
+
+
+@functools.cache
+def locally(name, count, seed):
+    """The same where each gradient is a whole array, in this process."""
+    with ps.MirroredStrategy(devices=[f"cpu:{n}" for n in range(count)]) as strategy:
+        return story(strategy, OPTIMIZERS[name], seed, whole=True)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_is_seen_has_the_bits_of_whole_updates(strategy, name):
+    """Reads of tables and slots, of rows, other updates, assignments, another optimizer in between."""
+    seed = EXACT.index(name)
+    found, expected = story(strategy, OPTIMIZERS[name], seed), locally(name, replicas(strategy), seed)
+    assert len(found) == len(expected)
+    for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+        np.testing.assert_array_equal(one, other, err_msg=f"look {place}")
+
+
+@pytest.mark.parametrize("kind", ["default", "mirrored-2", "servers-2x2"])
+@pytest.mark.parametrize("name", LAZY)
+def test_a_lazy_optimizer_leaves_other_rows_alone(shared, kind, name):
+    """It is as if the rows that a step has were all there is; with whole gradients it is the optimizer that it was."""
+    strategy, start = shared(kind), np.random.default_rng(0).normal(size=SHAPE).astype("float32")
+    v = variable(strategy, start)
+    with strategy.scope():
+        optimizer = LAZY[name]()
+    for step in range(10):
+        before = [x.numpy() for x in (v, *slots_of(optimizer, v))]
+        in_replicas(strategy, lambda replica, step=step: optimizer.apply_gradients([(gradient(step, replica), v)]))
+        given = {int(id) for replica in range(replicas(strategy)) for id in gradient(step, replica).indices}
+        rest = sorted({*range(SHAPE[0])} - given)
+        for old, new in zip(before, (v, *optimizer._state.of(v).slots), strict=False):
+            np.testing.assert_array_equal(new.numpy()[rest], old[rest])
+        assert not given or (v.numpy()[sorted(given)] != before[0][sorted(given)]).any()
+
+
+def slots_of(optimizer, v):
+    return optimizer._state.of(v).slots if optimizer._state.has(v) else ()
+
+
+@pytest.mark.parametrize("word", ["Exact", None, 1, ""])
+def test_another_word_is_refused(word):
+    """When an optimizer is made, and when it is changed."""
+    with pytest.raises(ValueError, match="it is one of 'exact', 'lazy' and 'dense'"):
+        O.Adam(0.5, sparse=word)
+    optimizer = O.Adam(0.5)
+    with pytest.raises(ValueError, match="it is one of 'exact', 'lazy' and 'dense'"):
+        optimizer.sparse = word
+    assert optimizer.sparse == "exact"
+
+
+def test_a_function_of_one_s_own_is_made_up(strategy):
+    """`ps.exactly`: reads find what the plain update makes; one that reads a table it does not assign is whole."""
+    start = np.random.default_rng(0).normal(size=SHAPE).astype("float32")
+    wholes = [variable(strategy, start) for _ in range(2)]
+    tables = [(v, variable(strategy, np.ones(SHAPE, "float32"), beside=v)) for v in wholes]
+
+    def decay(v, g, m):
+        m.assign(0.5 * m + g)
+        v.assign_sub(0.25 * m + 0.125 * v)
+
+    def reads(v, g, m):
+        v.assign_sub(g + 0.25 * m)
+
+    def update(s, g, fn, v, m):
+        s.extended.update(v, fn, (s.extended.reduce_to("sum", g, v), m))
+
+    for step in range(12):
+        for fn in (decay, reads) if step % 4 == 3 else (decay,):
+            for number, (v, m) in enumerate(tables):
+                given = by_replica(strategy, lambda replica, step=step: gradient(step, replica))
+                merged(strategy, partial(update, fn=ps.exactly(fn) if number else fn, v=v, m=m), given)
+        for one, other in zip(*tables, strict=True):
+            np.testing.assert_array_equal(one.numpy(), other.numpy())
+    with pytest.raises(TypeError, match="exactly takes an update function"):
+        ps.exactly(3)
+
+
+# ---- Checkpoints ----
+
+
+def job(strategy, sparse, path=""):
+    """A table that is trained by Adam, from a checkpoint if there is one."""
+    with strategy.scope():
+        v = ps.Variable(np.random.default_rng(0).normal(size=SHAPE).astype("float32"), name="v")
+        optimizer = O.Adam(0.1, sparse=sparse)
+        optimizer.build([v])
+    checkpoint = ps.train.Checkpoint(v=v, optimizer=optimizer)
+    if path:
+        checkpoint.restore(path).assert_consumed()
+
+    def steps(first, stop):
+        for step in range(first, stop):
+            strategy.run(lambda step=step: optimizer.apply_gradients([(gradient(step, 0), v)]))
+        return [x.numpy() for x in (v, *optimizer.variables)]
+
+    return checkpoint, steps
+
+
+@pytest.mark.parametrize(("before", "after"), [("servers-1x1", "servers-2x1"), ("servers-2x1", "default")])
+def test_a_checkpoint_has_the_values_of_whole_updates(before, after, tmp_path, monkeypatch):
+    """Rows that are behind are saved as they would be; the steps after the save change nothing of it."""
+    monkeypatch.chdir(tmp_path)
+    with opened(before) as strategy:
+        checkpoint, steps = job(strategy, "exact")
+        steps(0, 12)
+        path = checkpoint.save("ckpt")
+        expected = steps(12, 20)
+    with opened(after) as strategy:
+        _, steps = job(strategy, "dense", str(tmp_path / "runs" / path) if after == "default" else path)
+        found = steps(12, 20)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# ---- What the rounds of several servers and of one worker do with them ----
+
+
+def test_a_skipped_round_changes_nothing_of_them(tmp_path):
+    """Servers that vote run it on trial; what rows have missed is as if it had never been."""
+    bad = 5
+
+    def given(step):
+        rows = gradient(step, 0)
+        return rows if step != bad else ps.IndexedSlices(np.full((1, SHAPE[1]), np.nan, "float32"), [2])
+
+    def train(strategy, skip):
+        with strategy.scope():
+            tables = [ps.Variable(np.ones(SHAPE, "float32"), name=f"table {n}") for n in range(2)]
+            optimizer = O.Adam(0.1)
+        for step in range(12):
+            if not skip or step != bad:
+                strategy.run(lambda step=step: optimizer.apply_gradients([(given(step), v) for v in tables]))
+        slots = [slot for v in tables for slot in optimizer._state.of(v).slots]
+        return [x.numpy() for x in (*tables, *slots)]
+
+    with InProcessCluster(2, 1) as cluster:
+        consistency = ps.Sync(nonfinite="skip")
+        with ps.ParameterServerStrategy(cluster_resolver=cluster.resolver(0), consistency=consistency) as strategy:
+            found = train(strategy, skip=False)
+    with ps.MirroredStrategy(devices=["cpu:0"]) as strategy:
+        expected = train(strategy, skip=True)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_an_asynchronous_worker_makes_up_by_applied_updates():
+    """One alone makes the steps that it makes with others in step."""
+
+    def train(strategy):
+        with strategy.scope():
+            v, optimizer = ps.Variable(np.ones(SHAPE, "float32"), name="v"), O.RMSprop(0.1, momentum=0.9)
+        for step in range(15):
+            strategy.run(lambda step=step: optimizer.apply_gradients([(gradient(step, 0), v)]))
+        return [x.numpy() for x in (v, *optimizer._state.of(v).slots)]
+
+    with InProcessCluster(1, 1) as cluster:
+        resolver = cluster.resolver(0)
+        with ps.ParameterServerStrategy(cluster_resolver=resolver, consistency=ps.Async()) as strategy:
+            found = train(strategy)
+    with ps.MirroredStrategy(devices=["cpu:0"]) as strategy:
+        expected = train(strategy)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
