@@ -3,7 +3,7 @@
 Slots, sizes of buckets and memory depend on a table's past, and a restore changes them. Hashes do not. So the hand
 moves over hashes, each bucket has its own, and what it passes is an interval of them. A sample is what follows a hash
 that is drawn of round, bucket and number. Each bucket is judged by itself: on how many servers a table lies makes no
-difference.
+difference. docs/decisions/0024-tables.md has the reasons.
 """
 
 from __future__ import annotations
