@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from psserver.tables.contents import Contents
 from psserver.tables.eviction import in_buckets
-from psserver.tables.hashing import Hashes, hashes_of
+from psserver.tables.hashing import Hashes, buckets_of, hashes_of
 from psserver.tables.policies import Sketch
-from psserver.tables.state import TableDelta, TableState
+from psserver.tables.state import TableDelta, TableState, covering
 from pswire.errors import InvalidRequest
 from pswire.model.rows import Int64s
 from pswire.model.tensor import Array
@@ -86,6 +88,8 @@ def delta_of(contents: Contents, since: int) -> TableDelta:
     order = np.argsort(hashes)
     hashes, slots = hashes[order], slots[order]
     return TableDelta(
+        salt=contents.salt,
+        buckets=contents.buckets,
         since=since,
         round=contents.round,
         deleted=contents.keys_of(deleted),
@@ -98,27 +102,48 @@ def delta_of(contents: Contents, since: int) -> TableDelta:
     )
 
 
-def apply_to(contents: Contents, delta: TableDelta) -> None:
-    """Makes the changes of a delta, to what is as of the round since which it is, or of a later one before its end.
+def apply_to(contents: Contents, deltas: Sequence[TableDelta]) -> None:
+    """Makes the changes of deltas, to what is as of the round since which they are, or of a later one before their end.
+
+    Args:
+        contents: of any buckets.
+        deltas: of one table and one time, which hold all of these buckets; they may hold more.
 
     Raises:
-        InvalidRequest: there is something between the two, or rows are of another kind. Nothing has changed.
-        MemoryLimit: there is no memory.
+        InvalidRequest: a bucket is missing, there is something between the two, or the deltas are of different times or
+            of another table. Nothing has changed.
+        MemoryLimit: there is no memory. Only some of the changes are made then.
     """
-    if not delta.since <= contents.round <= delta.round:
+    parts = covering(deltas, contents.buckets)
+    one = parts[0][0]
+    for delta, _ in parts:
+        if (delta.salt, delta.since, delta.round) != (contents.salt, one.since, one.round):
+            raise InvalidRequest("the deltas are of different rounds, or of a table with another seed")
+        _check_rows(contents, delta.tensors)
+    if not one.since <= contents.round <= one.round:
         raise InvalidRequest(
-            f"a delta of rounds {delta.since} to {delta.round} does not follow a table of round {contents.round}"
+            f"a delta of rounds {one.since} to {one.round} does not follow a table of round {contents.round}"
         )
-    _check_rows(contents, delta.tensors)
-    hashes, entries = contents.find(delta.deleted)
-    contents.round = delta.round
-    there = entries > 0
-    contents.drop(hashes[there], entries[there])
-    hashes, entries = contents.find(delta.keys)
-    is_new = entries <= 0
-    entries[is_new] = contents.create(hashes[is_new], entries[is_new]) + 1
-    _write(contents, entries - 1, delta)
-    contents.hands.at[:] = delta.hands
+    contents.round = one.round
+    for delta, buckets in parts:
+        hashes = _within(hashes_of(delta.deleted, delta.salt), buckets)[0]
+        entries = contents.index.entries(hashes)
+        contents.drop(hashes[entries > 0], entries[entries > 0])
+        hashes, rows = _within(hashes_of(delta.keys, delta.salt), buckets)
+        entries = contents.index.entries(hashes)
+        is_new = entries <= 0
+        entries[is_new] = contents.create(hashes[is_new], entries[is_new]) + 1
+        _write(contents, entries - 1, delta, rows)
+        first = buckets.start - contents.buckets.start
+        hands = delta.hands[buckets.start - delta.buckets.start : buckets.stop - delta.buckets.start]
+        contents.hands.at[first : first + len(buckets)] = hands
+
+
+def _within(hashes: Hashes, buckets: range) -> tuple[Hashes, slice]:
+    """Returns the hashes in some buckets, of all in order, and where they are."""
+    owners = buckets_of(hashes)
+    places = slice(*np.searchsorted(owners, [buckets.start, buckets.stop]).tolist())
+    return hashes[places], places
 
 
 def _check_rows(contents: Contents, tensors: tuple[Array, ...]) -> None:
@@ -128,8 +153,9 @@ def _check_rows(contents: Contents, tensors: tuple[Array, ...]) -> None:
         raise InvalidRequest(f"rows of {given} do not fit into a table of {[(a.dtype, a.shape[1:]) for a in own]}")
 
 
-def _write(contents: Contents, slots: Int64s, rows: TableState | TableDelta) -> None:
-    for tensor, values in zip(contents.rows.tensors, rows.tensors, strict=True):
-        tensor.array[slots] = values
-    contents.rows.count[slots] = rows.count
-    contents.rows.last[slots], contents.rows.changed[slots] = rows.last, rows.changed
+def _write(contents: Contents, slots: Int64s, given: TableState | TableDelta, rows: slice = slice(None)) -> None:
+    """Writes some of the rows that are given, and what is known of them."""
+    for tensor, values in zip(contents.rows.tensors, given.tensors, strict=True):
+        tensor.array[slots] = values[rows]
+    contents.rows.count[slots] = given.count[rows]
+    contents.rows.last[slots], contents.rows.changed[slots] = given.last[rows], given.changed[rows]

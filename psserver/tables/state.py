@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import numpy as np
 
@@ -94,6 +95,27 @@ def _equal(one: object, other: object) -> bool:
     return one == other
 
 
+_Part = TypeVar("_Part", "TableState", "TableDelta")
+
+
+def covering(parts: Sequence[_Part], buckets: range) -> list[tuple[_Part, range]]:
+    """Returns parts of a table with the buckets that each gives, so that each bucket of a range is given once.
+
+    Raises:
+        InvalidRequest: a bucket is in none of them.
+    """
+    found = []
+    at = buckets.start
+    while at < buckets.stop:
+        holder = next((part for part in parts if part.buckets.start <= at < part.buckets.stop), None)
+        if holder is None:
+            raise InvalidRequest(f"bucket {at} of the table is in none of {len(parts)} parts")
+        end = min(holder.buckets.stop, buckets.stop)
+        found.append((holder, range(at, end)))
+        at = end
+    return found
+
+
 def joined(states: Sequence[TableState], buckets: range) -> TableState:
     """Returns the state of a range of buckets, from states that hold all of them.
 
@@ -104,17 +126,7 @@ def joined(states: Sequence[TableState], buckets: range) -> TableState:
     Raises:
         InvalidRequest: a bucket is missing, or the states are of different tables or rounds.
     """
-    parts: list[TableState] = []
-    at = buckets.start
-    while at < buckets.stop:
-        holder = next((state for state in states if state.buckets.start <= at < state.buckets.stop), None)
-        if holder is None:
-            raise InvalidRequest(f"bucket {at} of the table is in none of {len(states)} states")
-        end = min(holder.buckets.stop, buckets.stop)
-        parts.append(holder.cut(range(at, end)))
-        at = end
-    if not parts:
-        raise InvalidRequest("a table holds at least one bucket")
+    parts = [state.cut(held) for state, held in covering(states, buckets)]
     one = parts[0]
     for part in parts[1:]:
         if (part.salt, part.round, part.expired) != (one.salt, one.round, one.expired):
@@ -150,6 +162,7 @@ class TableDelta:
     """What has changed in the rows of a table, or of some buckets of it, since a round.
 
     Attributes:
+        salt, buckets: as of `TableState`.
         since: the round, of which and before which nothing is here.
         round: the last round.
         deleted: keys whose rows were dropped since, in the order of their hashes; some may have a row again.
@@ -157,6 +170,8 @@ class TableDelta:
         hands: uint64[len(buckets)], where each bucket's hand stands.
     """
 
+    salt: int
+    buckets: range
     since: int
     round: int
     deleted: Array

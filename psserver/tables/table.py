@@ -94,7 +94,7 @@ class Table:
         evicted: number of rows that were evicted so far.
 
     Raises:
-        InvalidRequest: the spec is not valid, or its memory limit has no room for a row in each bucket.
+        InvalidRequest: the spec or the range is not valid, or the memory limit has no room for `MIN_CAPACITY` rows.
     """
 
     def __init__(
@@ -106,6 +106,8 @@ class Table:
         native: Native | None = None,
     ) -> None:
         spec.check()
+        if buckets.step != 1 or not 0 <= buckets.start < buckets.stop <= BUCKETS:
+            raise InvalidRequest(f"{buckets} is no range of the {BUCKETS} buckets of a table")
         for tensor in tensors:
             tensor.check()
         limit = limit_of(spec, tensors)
@@ -369,6 +371,7 @@ class Table:
         """
         self._check_idle(self.round)
         restore_into(self._contents, joined(states, self.buckets))
+        self._contents.use_compiled(self._native)
 
     def delta(self, since: int) -> TableDelta:
         """Returns what has changed in rows after a round, between two rounds. Counts of a filter are not in it.
@@ -379,15 +382,20 @@ class Table:
         self._check_idle(self.round)
         return delta_of(self._contents, since)
 
-    def apply(self, delta: TableDelta) -> None:
-        """Makes the changes of a delta, on the state since which it is.
+    def apply(self, deltas: Sequence[TableDelta]) -> None:
+        """Makes the changes of deltas, on the state since which they are, whatever buckets each of them has.
+
+        Args:
+            deltas: of one time, which hold all buckets of this part; they may hold more.
 
         Raises:
-            InvalidRequest: something is missing between the two, or the rows are of another kind. Nothing has changed.
-            MemoryLimit: there is no memory.
+            InvalidRequest: a bucket is missing, something is missing between the two, or the deltas are of different
+                times or of another table. Nothing has changed.
+            MemoryLimit: there is no memory. The table has to be restored then.
         """
         self._check_idle(self.round)
-        apply_to(self._contents, delta)
+        self._contents.use_compiled(self._native)
+        apply_to(self._contents, deltas)
 
     def forget_deletions(self, round: int) -> None:
         """Forgets the deletions up to a round: no delta will be asked for since an earlier one."""

@@ -139,24 +139,26 @@ def test_the_order_of_arrival_makes_no_difference_to_the_rest():
     assert one.state().equals(other.state())
 
 
-def test_a_full_state_and_deltas_are_the_last_state():
-    """A restore of the base, and then of deltas in order, is the table as it is now, and goes on as it does."""
+@pytest.mark.parametrize("cuts", [(range(BUCKETS),), CUTS], ids=["one server", "three servers"])
+def test_a_full_state_and_deltas_are_the_last_state(cuts):
+    """A restore of the base, and then of deltas in order, is the table as it is now, and goes on as it does; also where
+    base and deltas are of other parts."""
     rng = np.random.default_rng(3)
-    table = Parts(SPECS["lru"], compiled())
+    table, follower = Parts(SPECS["lru"], compiled(), CUTS), Parts(SPECS["lru"], compiled(), cuts)
     for round in range(1, 15):
         table.step(round, keys_of(rng, 40_000, 2000))
-    follower = Parts(SPECS["lru"], compiled())
-    follower.parts[0].restore([table.state()])
-    at = 14
-    for round in range(15, 45):
-        table.step(round, keys_of(rng, 40_000, 2000))
-        if round % 10 == 0:
-            follower.parts[0].apply(table.parts[0].delta(at))
-            assert follower.state().equals(table.state())
-            at = round
+    for part in follower.parts:
+        part.restore([part.state() for part in table.parts])
+    for last in (20, 33, 45):
+        for round in range(table.state().round + 1, last):
+            table.step(round, keys_of(rng, 40_000, 2000))
+        deltas = [part.delta(follower.state().round) for part in table.parts]
+        for part in follower.parts:
+            part.apply(deltas[::-1])
+        assert follower.state().equals(table.state())
+        assert sum(delta.keys.size for delta in deltas) > 0 < sum(delta.deleted.size for delta in deltas)
     for round in range(45, 50):
         keys = keys_of(rng, 40_000, 2000)
-        follower.parts[0].apply(table.parts[0].delta(at)) if round == 45 else None
         table.step(round, keys)
         follower.step(round, keys)
     assert follower.state().equals(table.state())

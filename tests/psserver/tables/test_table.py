@@ -108,7 +108,7 @@ class Dicts(RuleBasedStateMachine):
     def follow_by_a_delta(self) -> None:
         other = self.empty()
         other.restore([self.base])
-        other.apply(self.table.delta(self.base.round))
+        other.apply([self.table.delta(self.base.round)])
         one, two = other.state(), self.table.state()
         assert one.keys.tolist() == two.keys.tolist()
         assert all((a == b).all() for a, b in zip(one.tensors, two.tensors, strict=True))
@@ -280,8 +280,15 @@ def test_a_state_says_what_it_is_of():
     table.restore([later])
     with pytest.raises(InvalidRequest, match="deletions are known after round 2"):
         table.delta(1)
+    for buckets in (range(5, 5), range(0, 10, 2), range(BUCKETS + 1)):
+        with pytest.raises(InvalidRequest, match="no range"):
+            Table(SPEC, 1, buckets=buckets)
+    with pytest.raises(InvalidRequest, match="another seed"):
+        Table(SPEC, 2).apply([table.delta(2)])
+    with pytest.raises(InvalidRequest, match="nothing has changed since round 7"):
+        table.delta(7)
     with pytest.raises(InvalidRequest, match="does not follow"):
-        Table(SPEC, 1).apply(table.delta(2))
+        Table(SPEC, 1).apply([table.delta(2)])
 
 
 def test_deletions_are_forgotten_when_nobody_needs_them():
