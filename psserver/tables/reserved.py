@@ -97,7 +97,7 @@ class ReservedArray:
 def _mapped(nbytes: int) -> mmap.mmap:
     """Reserves address space; raises `OSError` if the system refuses.
 
-    No huge pages are asked for. With them rows of a gigabyte are read a third faster, but the round that first writes to
-    one waits for all of it: 8 ms in a virtual machine whose host has no huge pages.
+    No huge pages are asked for. With them rows of a gigabyte are read a third faster, but the round that first writes
+    to one waits for all of it: 8 ms in a virtual machine whose host has no huge pages.
     """
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
