@@ -42,6 +42,7 @@ ROOMS = {
         _room("pswire.encoding", 4, "pswire wire.model wire.transport wire.api"),
         _room("psserver", 4, "pswire wire.model wire.security wire.transport wire.api"),
         _room("psserver.programs", 5, "pswire wire.model psserver"),
+        _room("psserver.tables", 6, "pswire wire.model psserver.programs"),
         _room("psserver.plans", 6, "pswire wire.model wire.transport psserver.programs wire.api"),
         _room(
             "psserver.state",
@@ -169,7 +170,6 @@ RESERVED = {
     "psclient.launch": 12,
     "psclient.torch": 16,
     "psclient.jax": 16,
-    "psserver.tables": 8,
     "psserver.replication": 11,
 }
 """Rooms that are not built yet, with their floors. No room imports `psclient.torch` or `psclient.jax`."""

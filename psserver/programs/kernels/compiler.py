@@ -7,6 +7,7 @@ to be compiled, so that a server starts without it, and goes on interpreting whe
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 import math
 import sys
@@ -15,8 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
+from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -50,6 +53,24 @@ NumbaKernel = Callable[..., Any]
 """A compiled function of sizes and addresses that releases the GIL. A kernel made from a text returns a number."""
 
 Definition = Callable[[Any], Callable[..., None]]
+"""A function that returns one for Numba, given Numba's `carray`."""
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What functions of ours for Numba are made with, as Numba is imported only where they are compiled.
+
+    Attributes:
+        carray: Numba's `carray`.
+        njit: makes a function callable from others.
+        fetch: `fetch(array, index)` prefetches an element into the first-level cache.
+        bits: `bits(number)` returns the bits of a float64 as an int64.
+    """
+
+    carray: Any
+    njit: Callable[[Callable[..., Any]], Any]
+    fetch: Any
+    bits: Any
 
 
 class Compiler:
@@ -107,6 +128,25 @@ class Compiler:
         """Returns `row_groups.grouping`, compiled; None while it is not."""
         return self._get(grouping, lambda: self._numba(grouping, NUMBERS, ["int64"] * ARRAYS))
 
+    def function(
+        self,
+        definition: Callable[[Tools], Callable[..., None]],
+        sizes: int,
+        dtypes: Sequence[str],
+        sources: Sequence[ModuleType],
+    ) -> NumbaKernel | None:
+        """Returns a function of ours for host memory, compiled; None while it is not.
+
+        Args:
+            definition: returns the function.
+            sizes: number of integers that the function takes first.
+            dtypes: dtypes of the pointers that follow.
+            sources: the modules whose text the function is made of; machine code that is kept depends on it.
+        """
+        if self._device.gpu is not None:
+            return None
+        return self._get((definition, *dtypes), lambda: self._numba(_WithTools(definition, sources), sizes, dtypes))
+
     def _pointed(self, text: str, sizes: int, taken: list[Parameter], now: bool = False) -> NumbaKernel | None:
         """Returns the kernel of a text for these pointers, as the same text may serve several dtypes."""
         if len(taken) > MAX_POINTERS:
@@ -123,7 +163,7 @@ class Compiler:
         if self._kept is None:
             return self._compile(kernel, sizes, dtypes)
         kept, identity = self._kept
-        text = kernel if isinstance(kernel, str) else kernel.__qualname__
+        text = kernel if isinstance(kernel, str) else getattr(kernel, "text", "") or kernel.__qualname__
         name = hashlib.sha256("\0".join([identity, text, str(sizes), *dtypes]).encode()).hexdigest()
         # Another process that has begun with it is waited for: that is sooner than a second one beside it.
         found = self._load(kept, name, sizes, len(dtypes))
@@ -264,6 +304,19 @@ def compile_numba(kernel: str | Definition, sizes: int, dtypes: Sequence[str]) -
     return machine_code.with_rows(made, sizes, len(dtypes)) if is_text else cast(NumbaKernel, made)
 
 
+class _WithTools:
+    """A definition that takes `Tools`, as one that takes `carray`."""
+
+    def __init__(self, definition: Callable[[Tools], Callable[..., None]], sources: Sequence[ModuleType]) -> None:
+        self._definition = definition
+        self.text = "\0".join([definition.__qualname__, *map(inspect.getsource, sources)])
+
+    def __call__(self, carray: Any) -> Callable[..., None]:
+        numba: Any = import_module("numba")
+        njit = numba.njit(error_model="numpy")
+        return self._definition(Tools(carray, njit, _prefetch(to_write=0, near=3), _bits()))
+
+
 def _defined(text: str, numba: Any) -> Callable[..., None]:
     """Runs a text, with the functions that it calls; returns its function."""
     types = numba.types
@@ -300,6 +353,20 @@ def _prefetch(to_write: int, near: int) -> Any:
         return types.void(array, types.intp), generate
 
     return extending.intrinsic(prefetch)
+
+
+def _bits() -> Any:
+    """Returns an intrinsic for kernels: the bits of a float64 as an int64."""
+    extending, ir = import_module("numba.extending"), import_module("llvmlite.ir")
+    types: Any = import_module("numba.core.types")
+
+    def bits(typing: Any, number: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], ir.IntType(64))
+
+        return types.int64(types.float64), generate
+
+    return extending.intrinsic(bits)
 
 
 def _watching() -> Any:

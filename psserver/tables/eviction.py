@@ -1,0 +1,133 @@
+"""The choice of entries that leave a table at the end of a round.
+
+Slots, sizes of buckets and memory depend on a table's past, and a restore changes them. Hashes do not. So the hand
+moves over hashes, each bucket has its own, and what it passes is an interval of them. A sample is what follows a hash
+that is drawn of round, bucket and number. Each bucket is judged by itself: on how many servers a table lies makes no
+difference. docs/decisions/0024-tables.md has the reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from psserver.tables.hashing import BUCKET_BITS, LOW_BITS, Hashes, buckets_of, combined, mixed
+from psserver.tables.index import Index
+from psserver.tables.policies import Judge
+from psserver.tables.rows import Rows
+from pswire.model.rows import Int64s
+from pswire.model.tables import BUCKETS
+from pswire.model.tensor import Array
+
+SWEEP = 256
+"""Rows that the hands of all buckets pass in each round, about."""
+
+TURN = 64
+"""Rounds in which each bucket has its turn, about. Rounds of a table need not follow one another."""
+
+PER_CREATED = 2
+"""Rows that a hand passes for each row that was created in its bucket."""
+
+AT_ONCE = 64
+"""Most samples of one bucket at once, so that a table that has far too much takes little memory to shrink."""
+
+SAMPLED = 8
+"""Rows among which the worst is evicted."""
+
+_SPAN = 1 << LOW_BITS
+
+
+class Hands:
+    """The hands of a table's buckets: they go round, and what a policy condemns where they pass is to be evicted.
+
+    Args:
+        buckets: the buckets that the table holds.
+
+    Attributes:
+        at: uint64[buckets], the low bits of the hash at which each hand stands.
+    """
+
+    def __init__(self, buckets: range) -> None:
+        self._buckets = buckets
+        self.at: Hashes = np.zeros(len(buckets), np.uint64)
+
+    def pass_over(self, round: int, created: Int64s, used: Int64s) -> tuple[Hashes, Hashes]:
+        """Moves the hands.
+
+        Args:
+            round: the round.
+            created: int64[BUCKETS], rows that it has created.
+            used: int64[BUCKETS], entries.
+
+        Returns:
+            The first and the last hash of each interval that was passed, in order of the buckets.
+        """
+        numbers = np.arange(self._buckets.start, self._buckets.stop)
+        turn = numbers % TURN == combined(round) % TURN
+        used = used[numbers]
+        passed = np.minimum(PER_CREATED * created[numbers] + turn * (SWEEP * TURN // BUCKETS), used)
+        moving = np.flatnonzero(passed)
+        widths = np.where(passed == used, _SPAN, _SPAN // np.maximum(used, 1) * passed)[moving].astype(np.uint64)
+        at, span = self.at[moving], np.uint64(_SPAN)
+        ends = at + widths
+        wrapped = ends > span
+        self.at[moving] = ends & np.uint64(_SPAN - 1)
+        first = numbers[moving].astype(np.uint64) << np.uint64(LOW_BITS)
+        again = first[wrapped]
+        lows = np.concatenate([first + at, again])
+        highs = np.concatenate(
+            [first + (np.minimum(ends, span) - np.uint64(1)), again + (ends[wrapped] - span) - np.uint64(1)]
+        )
+        order = np.argsort(lows, kind="stable")
+        return lows[order], highs[order]
+
+
+def condemned(
+    index: Index, rows: Rows, judge: Judge, round: int, intervals: tuple[Hashes, Hashes]
+) -> tuple[Hashes, Int64s]:
+    """Returns hashes and entries of rows in some intervals that a policy condemns; none that the round has touched."""
+    hashes, entries = index.scan(*intervals)
+    is_old = entries > 0
+    is_old[is_old] = rows.last[entries[is_old] - 1] != round
+    hashes, entries = hashes[is_old], entries[is_old]
+    must_go = judge.condemned(round, entries - 1, rows)
+    return hashes[must_go], entries[must_go]
+
+
+def above(
+    index: Index, rows: Rows, round: int, sign: int, excess: Int64s, scores: Callable[[Int64s], Array], salt: int
+) -> tuple[Hashes, Int64s]:
+    """Returns one sample of entries to evict, each the worst of some that follow one another.
+
+    There may be fewer than are too many, as two samples may find the same one. Then the rest is chosen by another call,
+    with another salt, after these have left.
+
+    Args:
+        index, rows: of the table.
+        round: the round; rows that it has touched are passed over.
+        sign: 1 for rows, -1 for keys that are counted.
+        excess: int64[BUCKETS], how many are too many in each bucket.
+        scores: returns a score for each of some entries; the lowest is the worst.
+        salt: a number that makes the samples differ.
+
+    Returns:
+        Hashes and entries, each once; fewer than one for a bucket only if all of it was passed over.
+    """
+    counts = np.clip(excess, 0, AT_ONCE)
+    owners = np.repeat(np.arange(BUCKETS), counts)
+    numbers = np.arange(owners.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    drawn = mixed(((owners << 32) | numbers).astype(np.uint64) ^ np.uint64(combined(round, sign, salt)))
+    starts = (owners.astype(np.uint64) << np.uint64(LOW_BITS)) | (drawn >> np.uint64(BUCKET_BITS))
+    hashes, entries = index.follow(starts, SAMPLED, sign, round, rows.last)
+    found = np.flatnonzero(entries[:, 0])
+    hashes, entries = hashes[found], entries[found]
+    values = np.where(entries != 0, scores(np.where(entries != 0, entries, entries[:, :1])), np.inf)
+    worst = np.argmin(values, axis=1)[:, None]
+    victims, at = np.unique(np.take_along_axis(hashes, worst, 1)[:, 0], return_index=True)
+    return victims, np.take_along_axis(entries, worst, 1)[at, 0]
+
+
+def in_buckets(hashes: Hashes) -> Int64s:
+    """Returns the number of hashes in each bucket, int64[BUCKETS]."""
+    return np.bincount(buckets_of(hashes), minlength=BUCKETS)

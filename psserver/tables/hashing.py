@@ -1,0 +1,109 @@
+"""Hashes of keys: a bijection of 64 bits, the same in NumPy and in compiled functions.
+
+A key's *hash* takes its place everywhere inside a table: hashes are spread evenly, whatever the keys are, and their
+order is the canonical order of a table. The top bits of a hash are its bucket.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pswire.model.tables import BUCKETS
+from pswire.model.tensor import Array
+
+Hashes = npt.NDArray[np.uint64]
+
+BUCKET_BITS = BUCKETS.bit_length() - 1
+LOW_BITS = 64 - BUCKET_BITS
+"""Bits of a hash below those of its bucket."""
+
+GOLDEN = 0x9E3779B97F4A7C15
+"""The step of splitmix64: 2**64 divided by the golden ratio."""
+
+MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""The constants of splitmix64's finaliser (Steele, Lea and Flood 2014; Stafford's variant 13)."""
+
+_INVERSES = tuple(pow(factor, -1, 1 << 64) for factor in MULTIPLIERS)
+_WORD = (1 << 64) - 1
+
+
+def mixed(numbers: Hashes) -> Hashes:
+    """Returns splitmix64's finaliser of each number, uint64 of any shape, as a new array."""
+    found = numbers ^ (numbers >> np.uint64(30))
+    found *= np.uint64(MULTIPLIERS[0])
+    found ^= found >> np.uint64(27)
+    found *= np.uint64(MULTIPLIERS[1])
+    found ^= found >> np.uint64(31)
+    return found
+
+
+def unmixed(numbers: Hashes) -> Hashes:
+    """Returns what `mixed` was given, as a new array."""
+    found = _unshifted(numbers, 31) * np.uint64(_INVERSES[1])
+    found = _unshifted(found, 27) * np.uint64(_INVERSES[0])
+    return _unshifted(found, 30)
+
+
+def _unshifted(numbers: Hashes, bits: int) -> Hashes:
+    """Undoes `x ^ (x >> bits)`, for bits of at least 22."""
+    found = numbers ^ (numbers >> np.uint64(bits))
+    return found ^ (numbers >> np.uint64(2 * bits)) if 2 * bits < 64 else found
+
+
+def combined(*numbers: int) -> int:
+    """Returns a hash of several integers; the order counts."""
+    found = 0
+    for number in numbers:
+        found = (found + GOLDEN + (number & _WORD)) & _WORD
+        found ^= found >> 30
+        found = found * MULTIPLIERS[0] & _WORD
+        found ^= found >> 27
+        found = found * MULTIPLIERS[1] & _WORD
+        found ^= found >> 31
+    return found
+
+
+def as_words(keys: Array) -> Hashes:
+    """Returns keys, int64 or uint64, as their 64 bits; copies only what is not contiguous."""
+    return np.ascontiguousarray(keys).view(np.uint64)
+
+
+def hashes_of(keys: Array, salt: int) -> Hashes:
+    """Returns the hash of each key.
+
+    Args:
+        keys: int64 or uint64, of any shape.
+        salt: 64 bits that differ from job to job, so that nobody can choose keys that collide.
+    """
+    return mixed(as_words(keys) ^ np.uint64(salt))
+
+
+def keys_of(hashes: Hashes, salt: int, dtype: str) -> Array:
+    """Returns the key of each hash, of a dtype of keys."""
+    return (unmixed(hashes) ^ np.uint64(salt)).view(dtype)
+
+
+def buckets_of(hashes: Hashes) -> npt.NDArray[np.int64]:
+    """Returns the bucket of each hash, int64."""
+    return (hashes >> np.uint64(LOW_BITS)).view(np.int64)
+
+
+def first_of(bucket: int) -> int:
+    """Returns the least hash of a bucket."""
+    return bucket << LOW_BITS
+
+
+def mixing(tools: Any) -> Any:
+    """Returns `mixed` of one number, for functions for Numba."""
+    u64, (one, other) = np.uint64, map(np.uint64, MULTIPLIERS)
+    thirty, twenty_seven, thirty_one = u64(30), u64(27), u64(31)
+
+    def mix(x):  # type: ignore[no-untyped-def]
+        x = (x ^ (x >> thirty)) * one
+        x = (x ^ (x >> twenty_seven)) * other
+        return x ^ (x >> thirty_one)
+
+    return tools.njit(mix)

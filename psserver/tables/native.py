@@ -1,0 +1,81 @@
+"""The compiled functions of tables: asked for until they are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from types import ModuleType
+from typing import Any
+
+from psserver.programs.kernels.compiler import Compiler, NumbaKernel, Tools
+from psserver.tables import first_values, hashing, index_functions
+
+Definition = Callable[[Tools], Callable[..., None]]
+Signature = tuple[Definition, int, tuple[str, ...]]
+
+_ANYWHERE = ("uint64", "uint64", "int64")
+"""The table of places, and all memory as words and as entries."""
+
+INDEX: dict[str, Signature] = {
+    "find": (index_functions.finding, 3, ("uint64", "uint64", *_ANYWHERE, "int64")),
+    "put": (index_functions.putting, 2, ("uint64", "int64", "uint64", "uint64", "uint64", "int64", "int64")),
+    "remove": (index_functions.removing, 1, ("uint64", "uint64", "uint64", "uint64", "int64")),
+    "rebuild": (index_functions.rebuilding, 1, ("uint64", "uint64", "int64", "int64")),
+    "scan": (index_functions.scanning, 2, ("uint64", "uint64", *_ANYWHERE, "uint64", "int64", "int64")),
+    "follow": (index_functions.following, 5, ("uint64", *_ANYWHERE, "uint32", "uint64", "int64")),
+}
+"""The functions of `IndexFunctions`: their definitions, numbers of integers, and dtypes of pointers."""
+
+FIRST_VALUES: dict[str, Signature] = {
+    dtype: (first_values.filling, 4, ("uint64", "float64", "float64", "float64", dtype))
+    for dtype in first_values.COMPUTED
+}
+"""The functions of first values, by the dtype that they write."""
+
+_SOURCES: tuple[ModuleType, ...] = (hashing, index_functions, first_values)
+
+
+@dataclass(frozen=True)
+class IndexFunctions:
+    """The functions of an index, compiled. Each takes integers, then addresses, and releases the GIL."""
+
+    find: NumbaKernel
+    put: NumbaKernel
+    remove: NumbaKernel
+    rebuild: NumbaKernel
+    scan: NumbaKernel
+    follow: NumbaKernel
+
+
+class Native:
+    """The compiled functions of all tables of a server. May be called from any thread.
+
+    Args:
+        compiler: compiles them in the background; None to do without.
+    """
+
+    def __init__(self, compiler: Compiler | None = None) -> None:
+        self._compiler = compiler
+        self._index: IndexFunctions | None = None
+        self._first: dict[str, NumbaKernel] = {}
+
+    def index(self) -> IndexFunctions | None:
+        """Returns the functions of an index; None until all are compiled."""
+        if self._index is None:
+            found: dict[str, Any] = {f.name: self._get(INDEX[f.name]) for f in fields(IndexFunctions)}
+            if None not in found.values():
+                self._index = IndexFunctions(**found)
+        return self._index
+
+    def first_values(self, dtype: str) -> NumbaKernel | None:
+        """Returns the function that writes first values of a dtype of `FIRST_VALUES`; None until it is compiled."""
+        found = self._first.get(dtype) or self._get(FIRST_VALUES[dtype])
+        if found is not None:
+            self._first[dtype] = found
+        return found
+
+    def _get(self, signature: Signature) -> NumbaKernel | None:
+        if self._compiler is None:
+            return None
+        definition, sizes, dtypes = signature
+        return self._compiler.function(definition, sizes, dtypes, _SOURCES)

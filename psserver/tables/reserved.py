@@ -1,0 +1,103 @@
+"""Arrays that grow without moving, in reserved address space.
+
+The system gives memory to a page when it is first written, so that an array may have room for more rows than there is
+memory. Where it refuses to reserve, or the room is full, an array that grows is copied into one of twice the size.
+"""
+
+from __future__ import annotations
+
+import mmap
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from pswire.model.tensor import Array
+
+NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+"""Reserve address space alone. Python has had the name since 3.12; Linux has the number everywhere."""
+
+CHUNK = 2 << 20
+"""Bytes by which touched memory is counted and given back: a huge page."""
+
+ROOM = 256 << 30
+"""Most bytes of address space that one array reserves."""
+
+
+class ReservedArray:
+    """An array that grows. Used by one thread at a time; its memory is given back when nobody holds a view of it.
+
+    Args:
+        shape: shape of one row.
+        dtype: its dtype.
+        rows: most rows that are expected; more need a copy.
+        room: most bytes to reserve; 0 to reserve none.
+
+    Attributes:
+        array: the rows (n, *shape), C-contiguous; rows that nobody wrote are zero. A view, which stays good while the
+            array grows: it shows as many rows as when it was taken. After a move it shows memory that is no longer
+            used.
+        moves: number of copies that growth has made.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], rows: int, room: int = ROOM) -> None:
+        self._shape, self._dtype = shape, dtype
+        self._row = prod(shape) * dtype.itemsize
+        self.moves = 0
+        self._memory: mmap.mmap | None = None
+        room = min(rows * self._row, room) // self._row * self._row
+        if room:
+            try:
+                self._memory = _mapped(room)
+            except (OSError, ValueError, OverflowError):
+                room = 0
+        self._all = np.frombuffer(self._memory, dtype) if self._memory else np.empty(0, dtype)
+        self._all = self._all.reshape(-1, *shape)
+        self.array: Array = self._all[:0]
+
+    @property
+    def touched(self) -> int:
+        """Bytes of the rows, in whole chunks: the most that may have memory."""
+        return -(-self.array.nbytes // CHUNK) * CHUNK
+
+    def resize(self, rows: int) -> None:
+        """Shows more rows or fewer; gives the memory of rows that are not shown any more back to the system.
+
+        Rows that come back are zero, but for those in the chunk where the array ended.
+
+        Raises:
+            MemoryError: there is no memory for the copy.
+        """
+        if rows > len(self._all):
+            self._move(rows)
+        elif rows < len(self.array):
+            self._give_back(rows)
+        self.array = self._all[:rows]
+
+    def _move(self, rows: int) -> None:
+        """Copies the rows into memory for twice as many."""
+        count = max(rows, 2 * len(self.array))
+        try:
+            memory: mmap.mmap | None = _mapped(count * self._row)
+        except (OSError, ValueError, OverflowError):
+            memory = None
+        new = np.zeros(count * prod(self._shape), self._dtype) if memory is None else np.frombuffer(memory, self._dtype)
+        new = new.reshape(-1, *self._shape)
+        new[: len(self.array)] = self.array
+        self.moves += bool(len(self.array))
+        self._all, self._memory = new, memory
+
+    def _give_back(self, rows: int) -> None:
+        start = -(-rows * self._row // CHUNK) * CHUNK
+        end = min(self.touched, self._all.nbytes)
+        if self._memory is not None and end > start:
+            self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+
+def _mapped(nbytes: int) -> mmap.mmap:
+    """Reserves address space; raises `OSError` if the system refuses.
+
+    No huge pages are asked for. With them rows of a gigabyte are read a third faster, but the round that first writes
+    to one waits for all of it: 8 ms in a virtual machine whose host has no huge pages.
+    """
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)

@@ -1,0 +1,136 @@
+"""The rows of a table: in slots, which are the same in each of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from psserver.tables.reserved import ReservedArray
+from pswire.model.rows import Int64s
+from pswire.model.tables import MAX_COUNT, SlotTensor, TableSpec
+from pswire.model.tensor import DTYPES, Array
+
+SPARE = 1 << 16
+"""Rows reserved beyond twice a table's limit: those that a round makes before others are evicted."""
+
+WORDS = 6
+"""Words of 4 bytes that are known of each row beside its tensors: a hash, last, changed, count, and one that is free.
+
+They lie together, as one round needs all of them.
+"""
+
+BOOK_BYTES = 4 * WORDS
+
+TRIM = 1 << 14
+"""Least free slots for which the end of the rows is looked at."""
+
+
+class Rows:
+    """The tensors of a table's rows, and what is known of each. Used by one thread at a time.
+
+    Args:
+        spec: the table.
+        tensors: the tensors beside the rows.
+        limit: most rows that are expected; 0 for no limit.
+
+    Attributes:
+        tensors: the weights, then the tensors beside them; each `.array` is (slots, *row shape).
+        used: number of rows.
+    """
+
+    def __init__(self, spec: TableSpec, tensors: Sequence[SlotTensor], limit: int) -> None:
+        expected = min(2 * limit + SPARE, MAX_COUNT) if limit else MAX_COUNT
+        rows = [spec.row, *(tensor.row for tensor in tensors)]
+        self.tensors = [ReservedArray(row.shape, DTYPES[row.dtype], expected) for row in rows]
+        self._values = [tensor.value for tensor in tensors]
+        self._books = ReservedArray((WORDS,), np.dtype(np.uint32), expected)
+        self._free: Int64s = np.empty(0, np.int64)
+        self._looked = TRIM
+        self.used = 0
+
+    @property
+    def books(self) -> Array:
+        """uint32[slots, WORDS]: all that is known of each slot."""
+        return self._books.array
+
+    @property
+    def hashes(self) -> Array:
+        """uint64 of each slot: the hash of the key."""
+        return self._books.array[:, :2].view(np.uint64)[:, 0]
+
+    @property
+    def last(self) -> Array:
+        """uint32 of each slot: the round of the last gradient."""
+        return self._books.array[:, 2]
+
+    @property
+    def changed(self) -> Array:
+        """uint32 of each slot: the round that changed the row last, or made it; 0 in a free slot."""
+        return self._books.array[:, 3]
+
+    @property
+    def count(self) -> Array:
+        """float32 of each slot: the number of gradients, which a policy may let decay."""
+        return self._books.array[:, 4].view(np.float32)
+
+    @property
+    def touched(self) -> int:
+        """Bytes of memory that the rows may have, in whole chunks."""
+        return sum(array.touched for array in self._arrays)
+
+    @property
+    def _arrays(self) -> list[ReservedArray]:
+        return [*self.tensors, self._books]
+
+    def allocate(self, count: int) -> Int64s:
+        """Takes slots, int64[count]; what is in them is not known.
+
+        Raises:
+            MemoryError: there is no memory for more. Nothing has changed then.
+        """
+        kept = max(self._free.size - count, 0)
+        reused, missing = self._free[kept:][::-1], count - (self._free.size - kept)
+        top = len(self.books)
+        if missing:
+            try:
+                for array in self._arrays:
+                    array.resize(top + missing)
+            except MemoryError:
+                for array in self._arrays:
+                    array.resize(top)
+                raise
+        self._free = self._free[:kept]
+        self.used += count
+        return np.concatenate([reused, np.arange(top, top + missing)])
+
+    def begin(self, slots: Int64s, values: Array) -> None:
+        """Writes the first values of some slots' rows, and of the tensors beside them."""
+        self.tensors[0].array[slots] = values
+        for tensor, value in zip(self.tensors[1:], self._values, strict=True):
+            tensor.array[slots] = value
+
+    def release(self, slots: Int64s) -> None:
+        """Gives slots back; gives memory back to the system if many at the end are free."""
+        self.changed[slots] = 0
+        self.used -= slots.size
+        self._free = np.concatenate([self._free, slots])
+        if self._free.size >= max(self._looked, len(self.books) // 2):
+            self._trim()
+
+    def _trim(self) -> None:
+        """Takes the free slots at the end away; orders the others, so that the first ones are used first."""
+        self._free = np.sort(self._free)[::-1]
+        top = len(self.books)
+        tail = int(np.argmin(np.append(self._free == np.arange(top - 1, top - 1 - self._free.size, -1), False)))
+        for array in self._arrays if tail else ():
+            array.resize(top - tail)
+        self._free = self._free[tail:].copy()
+        self._looked = max(TRIM, self._free.size + (self._free.size >> 2))  # not again before there are many more
+
+    def clear(self) -> None:
+        """Drops all rows."""
+        for array in self._arrays:
+            array.resize(0)
+        self._free = self._free[:0]
+        self.used = 0

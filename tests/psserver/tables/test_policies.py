@@ -1,0 +1,159 @@
+"""Each filter admits what it says, and each policy evicts what it says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from psserver.tables.policies import limit_of, powers, shares_of
+from psserver.tables.table import Table
+from pswire.model.tables import (
+    BUCKETS,
+    LFU,
+    LRU,
+    MIN_CAPACITY,
+    CBFFilter,
+    Constant,
+    CounterFilter,
+    GlobalStepEvict,
+    L2WeightEvict,
+    ProbabilityFilter,
+    SlotTensor,
+    TableSpec,
+    TimeToLive,
+)
+from tests.support.table_functions import compiled
+
+NONE = np.zeros(0, np.int64)
+
+
+def table_of(**kwargs) -> Table:
+    return Table(TableSpec((2,), **kwargs), 1, native=compiled())
+
+
+def touch(table: Table, round: int, keys: np.ndarray) -> int:
+    """Makes a round that changes nothing; returns how many keys were refused."""
+    opened = table.begin(round, keys)
+    table.commit()
+    return opened.refused
+
+
+@pytest.mark.parametrize("admission", [CounterFilter(3), CBFFilter(3, 100_000, 0.001)], ids=["counter", "bloom"])
+def test_a_filter_admits_at_the_third_time(admission):
+    """Each time that a key is given counts, also twice in one round; what is admitted stays."""
+    table = table_of(admission=admission)
+    once, twice = np.arange(500), np.arange(500, 1000)
+    both = np.concatenate([once, twice, twice])
+    assert touch(table, 1, both) == both.size
+    assert touch(table, 2, both) == once.size
+    assert set(table.keys().tolist()) == set(twice.tolist())
+    assert touch(table, 3, both) == 0
+    assert table.state().count.tolist() == [3 if key < 500 else 6 for key in table.keys().tolist()]
+
+
+def test_an_exact_counter_says_what_it_has_counted():
+    """The state names each key that has no row yet, with its count."""
+    table = table_of(admission=CounterFilter(5))
+    touch(table, 1, np.array([1, 2, 2, 3, 3, 3]))
+    state = table.state()
+    assert dict(zip(state.counted_keys.tolist(), state.counted.tolist(), strict=True)) == {1: 1, 2: 2, 3: 3}
+    assert (table.counted, len(table)) == (3, 0)
+
+
+def test_a_bloom_filter_errs_as_seldom_as_it_says():
+    """With as many keys as it is made for, few come in too early, and none too late."""
+    table = table_of(admission=CBFFilter(2, 20_000, 0.01))
+    for round, part in enumerate(np.arange(20_000).reshape(10, -1), 1):
+        touch(table, round, part)
+    assert len(table) < 0.01 * 20_000
+    assert touch(table, 11, np.arange(20_000)) == 0
+
+
+def test_a_bloom_filter_forgets():
+    """Counts are halved every so many rounds, whether a bucket was used meanwhile or not."""
+    rare = table_of(admission=CBFFilter(4, 100_000, 0.001, decay=10))
+    keys = np.arange(1000)
+    touch(rare, 1, np.repeat(keys, 2))
+    touch(rare, 2, keys)
+    assert touch(rare, 42, keys) == 1000  # 3 >> 4 is 0
+    assert touch(rare, 43, np.repeat(keys, 3)) < 2000
+    never = table_of(admission=CBFFilter(4, 100_000, 0.001))
+    touch(never, 1, np.repeat(keys, 3))
+    assert touch(never, 1000, keys) == 0
+
+
+def test_a_probability_is_a_share():
+    """In each round about this share of the unknown keys comes in; those that were refused may come in later."""
+    table = table_of(admission=ProbabilityFilter(0.25))
+    keys = np.arange(10_000)
+    assert abs(touch(table, 1, keys) - 7500) < 250
+    assert abs(touch(table, 2, keys) - 5625) < 250
+    for p, refused in ((0.0, 10_000), (1.0, 0)):
+        assert touch(table_of(admission=ProbabilityFilter(p)), 1, keys) == refused
+
+
+@pytest.mark.parametrize(
+    "eviction", [GlobalStepEvict(20), TimeToLive(199.0), L2WeightEvict(1.0)], ids=["steps", "time", "norm"]
+)
+def test_what_is_condemned_leaves_in_time(eviction):
+    """Of 3,000 rows those that are still used, or large, stay; the others are gone after the hand has gone round."""
+    table = table_of(eviction=eviction, initializer=Constant(0.5))
+    kept = np.arange(1000)
+    touch(table, 1, np.arange(3000))
+    opened = table.begin(1, kept)
+    table.arrays[0][opened.touched] = 2.0
+    table.commit()
+    for round in range(2, 600):
+        table.tick(round, 10.0 * round)
+        touch(table, round, kept if round % 10 == 0 and not isinstance(eviction, L2WeightEvict) else NONE)
+        if round == 19 and not isinstance(eviction, L2WeightEvict):
+            assert len(table) == 3000
+    assert sorted(table.keys().tolist()) == kept.tolist()
+    assert table.evicted == 2000
+
+
+def test_creation_pays_for_the_hand():
+    """A table of which each key comes once does not grow: the hand passes two rows for each new one."""
+    table = table_of(eviction=GlobalStepEvict(5))
+    for round in range(1, 60):
+        touch(table, round, np.arange(2000 * round, 2000 * round + 2000))
+    assert len(table) < 2000 * 25
+
+
+def test_the_rare_leave_before_the_frequent():
+    """LFU keeps rows that came often, although others came later; with a decay also they leave in the end."""
+    for decay, share in ((1.0, 0.9), (0.5, 0.3)):
+        table = table_of(eviction=LFU(decay), capacity=MIN_CAPACITY)
+        often = np.arange(4000)
+        for round in range(1, 9):
+            touch(table, round, often)
+        for round in range(20, 36):
+            touch(table, round, np.arange(2000 * round, 2000 * round + 2000))
+        found = table.contains(often).mean()
+        assert found > share if decay == 1 else found < share
+
+
+def test_powers_are_products():
+    """By squaring, up to rounding; exact for a half."""
+    exponents = np.array([[0, 1, 2], [31, 1000, 1 << 20]])
+    assert np.allclose(powers(0.999, exponents), 0.999**exponents, rtol=1e-12)
+    assert powers(0.5, exponents[0]).tolist() == [1, 0.5, 0.25]
+
+
+def test_limits_are_divided_among_buckets():
+    """Shares differ by one at most, and add up; slots, index and filter count as memory."""
+    for limit in (MIN_CAPACITY, 1_000_003):
+        shares = shares_of(limit)
+        assert shares.sum() == limit
+        assert np.ptp(shares) <= 1
+        assert len(shares) == BUCKETS
+    spec = TableSpec((8,), memory_limit=1 << 30)
+    plain = limit_of(spec, ())
+    assert plain == (1 << 30) // (32 + 24 + 44)
+    assert limit_of(spec, (SlotTensor("a", "float32", (8,)),)) == (1 << 30) // (64 + 24 + 44)
+    counted = TableSpec((8,), memory_limit=1 << 30, admission=CounterFilter(2))
+    assert limit_of(counted, ()) == (1 << 30) // (32 + 24 + 88)
+    bloom = TableSpec((8,), memory_limit=1 << 30, admission=CBFFilter(2))
+    assert limit_of(bloom, ()) < 0.9 * plain
+    assert limit_of(TableSpec((8,), capacity=20_000, memory_limit=1 << 30, eviction=LRU()), ()) == 20_000
+    assert limit_of(TableSpec((8,)), ()) == 0

@@ -1,0 +1,104 @@
+"""What is said of a table is checked, and the error names what is wrong."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from pswire.errors import InvalidRequest
+from pswire.model.tables import (
+    LFU,
+    LRU,
+    MIN_CAPACITY,
+    CBFFilter,
+    Constant,
+    CounterFilter,
+    GlobalStepEvict,
+    L2WeightEvict,
+    Normal,
+    ProbabilityFilter,
+    SlotTensor,
+    TableSpec,
+    TimeToLive,
+    TruncatedNormal,
+    Uniform,
+    Zeros,
+)
+
+SPEC = TableSpec((8,))
+
+
+@pytest.mark.parametrize("initializer", [Zeros(), Constant(1.5), Uniform(1, 1), Normal(0, 0), TruncatedNormal()])
+@pytest.mark.parametrize("admission", [None, CounterFilter(1), CBFFilter(255, 1, 0.5, 1), ProbabilityFilter(1)])
+@pytest.mark.parametrize("eviction", [None, LRU(), LFU(0), GlobalStepEvict(1), L2WeightEvict(0), TimeToLive(0.5)])
+def test_what_is_right(initializer, admission, eviction):
+    """All kinds go together, and compare by what they say."""
+    spec = replace(SPEC, initializer=initializer, admission=admission, eviction=eviction, capacity=MIN_CAPACITY)
+    assert spec.check() is spec
+    assert spec == replace(spec)
+    assert hash(spec) == hash(replace(spec))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"shape": (0,)}, "no elements"),
+        ({"shape": (-1,)}, "impossible shape"),
+        ({"dtype": "float8"}, "unknown dtype"),
+        ({"key_dtype": "int32"}, "int64 or uint64, not 'int32'"),
+        ({"initializer": LRU()}, "initializer is one of Zeros"),
+        ({"initializer": Constant(math.nan)}, "value of a constant initializer must be a finite number"),
+        ({"initializer": Uniform(1, 0)}, "wrong way"),
+        ({"initializer": Normal(0, -1)}, "stddev of a normal initializer must be at least 0"),
+        ({"initializer": TruncatedNormal(math.inf)}, "mean of a truncated"),
+        ({"initializer": Uniform(), "dtype": "int64"}, "int64 cannot begin with random"),
+        ({"initializer": Constant(0.5), "dtype": "int64"}, "int64 cannot begin with 0.5"),
+        ({"initializer": Constant(-1), "dtype": "uint8"}, "uint8 cannot begin with -1"),
+        ({"initializer": Constant(2), "dtype": "bool"}, "bool cannot begin with 2"),
+        ({"admission": CounterFilter(0)}, "k of a CounterFilter must be in"),
+        ({"admission": CounterFilter(True)}, "k of a CounterFilter must be an integer"),
+        ({"admission": CBFFilter(256)}, "k of a CBFFilter must be in .1, 255."),
+        ({"admission": CBFFilter(2, 0)}, "max_element_size"),
+        ({"admission": CBFFilter(2, 10, 0.9)}, "false_positive_probability"),
+        ({"admission": CBFFilter(2, decay=-1)}, "decay of a CBFFilter"),
+        ({"admission": ProbabilityFilter(1.1)}, "p of a ProbabilityFilter must be in"),
+        ({"admission": 3}, "admission is one of"),
+        ({"eviction": LRU()}, "LRU evicts above a limit alone; give a capacity"),
+        ({"eviction": LFU(2), "capacity": MIN_CAPACITY}, "decay of LFU"),
+        ({"eviction": GlobalStepEvict(0)}, "steps_to_live"),
+        ({"eviction": L2WeightEvict(-1)}, "threshold"),
+        ({"eviction": TimeToLive(-1)}, "seconds"),
+        ({"capacity": 100}, "capacity of 100 rows is too small; the least is 16384"),
+        ({"capacity": -1}, "capacity must be in"),
+        ({"memory_limit": 1.5}, "memory_limit must be an integer"),
+        ({"refused": "nan"}, "'initial' or 'zeros', not 'nan'"),
+        ({"seed": 1 << 64}, "seed must be in"),
+    ],
+)
+def test_what_is_wrong_is_named(wrong, told):
+    """`InvalidRequest`, a `ValueError`, with the name and the number."""
+    with pytest.raises(InvalidRequest, match=told) as error:
+        replace(SPEC, **wrong).check()
+    assert isinstance(error.value, ValueError)
+
+
+def test_tensors_beside_the_rows():
+    """Their dtype, shape and first value are checked."""
+    assert SlotTensor("m", "float32", ()).check().row.nbytes == 4
+    for wrong, told in (
+        (SlotTensor("m", "float99", ()), "unknown dtype"),
+        (SlotTensor("m", "float32", (0,)), "'m', of shape .0,., has no elements"),
+        (SlotTensor("m", "int32", (), 0.5), "cannot begin with 0.5"),
+        (SlotTensor("m", "float32", (), math.nan), "first value of 'm'"),
+    ):
+        with pytest.raises(InvalidRequest, match=told):
+            wrong.check()
+
+
+def test_the_size_of_a_bloom_filter():
+    """The textbook's: 9.6 counters and 7 hashes for each key at one error in a hundred."""
+    spec = CBFFilter(2, 1 << 20, 0.01)
+    assert spec.hashes == 7
+    assert 9.5 < spec.width * 1024 / (1 << 20) < 9.7
