@@ -2,6 +2,7 @@
 
     python benchmarks/rows.py                                  every lane, SGD and Adagrad
     python benchmarks/rows.py --python peers/bin/python        and torch RPC, in turns, where that Python has torch
+    python benchmarks/rows.py --zipf 1.05 --optimizer adam --optimizer lazyadam     what rows miss, made up and not
     python benchmarks/rows.py --quick                          a few steps of each
 
 One server, two workers, all real processes on this machine. In a step of ours the worker has the rows of its batch,
@@ -45,7 +46,7 @@ FORMAT = 1
 SECONDS = 600
 WORKERS = 2
 BATCHES = 32
-"""Batches that a worker goes through, again and again."""
+"""Batches of uniform ids that a worker goes through, again and again."""
 
 RATE = 0.125
 FIRST = Task("worker", 0)
@@ -53,7 +54,12 @@ MEASURED = "measured"
 OPTIMIZERS: Mapping[str, Callable[[], ps.optimizers.Optimizer]] = {
     "sgd": lambda: ps.optimizers.SGD(RATE),
     "adagrad": lambda: ps.optimizers.Adagrad(RATE, initial_accumulator_value=0.1, epsilon=1e-7),
+    "adam": lambda: ps.optimizers.Adam(1e-3),
+    "lazyadam": lambda: ps.optimizers.LazyAdam(1e-3),
 }
+PEERS = ("sgd", "adagrad")
+"""Optimizers that others have for rows."""
+
 TORCH = {"torch-shm": "shm", "torch-tcp": "uv"}
 CALLS = ("push", "both")
 """What a call of torch RPC does: takes gradients, or takes them and gives the next rows."""
@@ -68,6 +74,7 @@ class Work:
         ids: rows of a batch.
         steps: how many are measured.
         warm: how many come before.
+        zipf: exponent of the frequency of ids; 0 for ids that are all as frequent. Each batch is another one then.
     """
 
     rows: int
@@ -75,16 +82,22 @@ class Work:
     ids: int
     steps: int
     warm: int
+    zipf: float = 0.0
 
     def batches(self, worker: int) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
         """The ids of a worker's batches; some come twice in one."""
         rng = np.random.default_rng(worker)
-        return [rng.integers(0, self.rows, self.ids) for _ in range(BATCHES)]
+        if not self.zipf:
+            return [rng.integers(0, self.rows, self.ids) for _ in range(BATCHES)]
+        shares = np.cumsum(np.arange(1, self.rows + 1) ** -self.zipf)
+        places = np.random.default_rng(WORKERS).permutation(self.rows)  # frequent rows lie anywhere
+        count = self.warm + self.steps + 1
+        return [places[np.searchsorted(shares, shares[-1] * rng.random(self.ids))] for _ in range(count)]
 
     def places(self) -> int:
         """How many rows all workers change in all steps, each once in a step of a worker."""
         sizes = [[len(np.unique(ids)) for ids in self.batches(worker)] for worker in range(WORKERS)]
-        return sum(own[step % BATCHES] for own in sizes for step in range(self.warm + self.steps))
+        return sum(own[step % len(own)] for own in sizes for step in range(self.warm + self.steps))
 
     def check(self, total: float) -> None:
         """Raises `ValueError` unless the sum of the table is what SGD makes of gradients of 1."""
@@ -105,15 +118,15 @@ def train(work: Work, name: str) -> None:
         gradient = np.ones((work.ids, work.width), "float32")
 
         def step(number: int) -> None:
-            rows = table.lookup(batches[number % BATCHES])
+            rows = table.lookup(batches[number % len(batches)])
             optimizer.apply_gradients([(rows.gradient(gradient[: len(rows.ids)]), table)])
 
         seconds = []
         for number in range(work.warm + work.steps):
-            table.look_ahead(batches[(number + 1) % BATCHES])
+            table.look_ahead(batches[(number + 1) % len(batches)])
             start = time.perf_counter()
             strategy.run(step, args=(number,))
-            table.lookup(batches[(number + 1) % BATCHES])  # waits for the round, and finds them
+            table.lookup(batches[(number + 1) % len(batches)])  # waits for the round, and finds them
             seconds.append(time.perf_counter() - start)
         total = float(table.numpy().sum(dtype=np.float64))
         if strategy.task == FIRST:
@@ -178,11 +191,14 @@ def measure(
 ) -> tuple[dict[tuple[str, str], list[list[float]]], list[str]]:
     """Measures all systems in turns; returns seconds of steps by system and optimizer, and who is left out."""
     python = next(filter(has_torch, pythons), None)
-    peers = [f"{name}, {calls}" for name, calls in product(TORCH, CALLS)] if python else []
-    left_out = [] if python else ["torch RPC: no Python that has torch was given"]
+    compares = bool(set(PEERS) & set(optimizers)) and not work.zipf
+    peers = [f"{name}, {calls}" for name, calls in product(TORCH, CALLS)] if python and compares else []
+    left_out = ["torch RPC: no Python that has torch was given"] if compares and not python else []
     total: dict[tuple[str, str], list[list[float]]] = {}
     for _, optimizer, system in product(range(repeats), optimizers, (*lanes, *peers)):
         name, _, calls = system.partition(", ")
+        if calls and optimizer not in PEERS:
+            continue
         try:
             seconds = (
                 run_torch(python, work, TORCH[name], optimizer, calls)
@@ -214,7 +230,8 @@ def report(work: Work, total: dict[tuple[str, str], list[list[float]]], left_out
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--lane", "lanes", multiple=True, type=click.Choice(LANES), default=LANES[::-1], show_default=True)
-@click.option("--optimizer", "optimizers", multiple=True, type=click.Choice(list(OPTIMIZERS)), default=list(OPTIMIZERS))
+@click.option("--optimizer", "optimizers", multiple=True, type=click.Choice(list(OPTIMIZERS)), default=PEERS)
+@click.option("--zipf", type=click.FloatRange(0), default=0.0, help="Exponent of the frequency of ids; 0 for none.")
 @click.option("--rows", type=click.IntRange(1), default=1_000_000, show_default=True)
 @click.option("--width", type=click.IntRange(1), default=64, show_default=True)
 @click.option("--ids", type=click.IntRange(1), default=4096, show_default=True)
@@ -227,6 +244,7 @@ def report(work: Work, total: dict[tuple[str, str], list[list[float]]], left_out
 def main(
     lanes: tuple[str, ...],
     optimizers: tuple[str, ...],
+    zipf: float,
     rows: int,
     width: int,
     ids: int,
@@ -241,7 +259,7 @@ def main(
     if said:
         train(Work(**json.loads(said)), optimizers[0])
         return
-    work = Work(rows, width, ids, steps or (20 if quick else 300), 10 if quick else 60)
+    work = Work(rows, width, ids, steps or (20 if quick else 300), 10 if quick else 60, zipf)
     tried = (*pythons, sys.executable)
     total, left_out = measure(work, lanes, optimizers, tried, repeats or (1 if quick else 3))
     found = report(work, total, left_out)

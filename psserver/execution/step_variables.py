@@ -88,7 +88,7 @@ class StepVariables:
         if not (after and self.assigned.keys() >= set(missed.tables)):
             return missed.rows(tables, missed.tables.index(id), ids)
         # They are likely to be updated by the next round, and would be made up again.
-        places = np.unique(ids)
+        places = ids if bool((ids[1:] > ids[:-1]).all()) else np.unique(ids)  # mostly they come so
         self.set_aside(missed.tables, places)
         missed.make_up(tables, places)
         return take_rows(value(id), ids, xp)
@@ -125,12 +125,13 @@ class StepVariables:
         touched = (self.missing(ref.index) for ref in call.refs if ref.kind == "variable")
         for missed in dict.fromkeys(found for found in touched if found is not None):
             now, tables = self._owned(missed, self.own_rows)
-            ids = call.ids
+            turns = [call.ids]
             if missed is same:
                 same = now
-                ids = np.union1d(ids, now.make_room())
-            self.set_aside(now.tables, ids)
-            now.make_up(tables, ids)
+                turns.append(now.make_room())
+            for ids in turns:
+                self.set_aside(now.tables, ids)
+                now.make_up(tables, ids)
         return same
 
     def _owned(self, missed: MissedUpdates, own: Set[int]) -> tuple[MissedUpdates, list[Any]]:

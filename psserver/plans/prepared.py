@@ -74,6 +74,11 @@ class PreparedPlan:
         return frozenset(id for each in self.outline.applications if each.rows is not None for id in each.assigned)
 
     @cached_property
+    def makes_up(self) -> bool:
+        """True if it may take long to make up what rows have missed."""
+        return any(each.rows is not None and each.rows.tables for each in self.outline.applications)
+
+    @cached_property
     def replaces(self) -> tuple[int, ...]:
         """Numbers of the variables that it assigns as a whole."""
         whole = {id for each in self.outline.applications if each.rows is None for id in each.assigned}

@@ -111,6 +111,8 @@ class ReadyRound:
         """Returns True if it takes so little time that an event loop may run it, and asks nobody for anything."""
         if self.commit is not Commit.ATOMIC or self.plan.restore is not None or self.plan.snapshot is not None:
             return False
+        if self.prepared.makes_up:
+            return False
         settled = self.prepared.settled(kernels, len(self.contributors))
         if settled is None:
             return False

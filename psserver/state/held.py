@@ -28,16 +28,15 @@ class HeldTable:
 
     Attributes:
         array: the table as it is now; None once all of it has been read.
-        aside: bytes of rows that are set aside.
     """
 
     def __init__(self, array: Array) -> None:
         self.array: Array | None = array
         self.shape, self.dtype, self.nbytes = array.shape, array.dtype, array.nbytes
-        self.aside = 0
-        self._known = np.zeros(len(array), bool)  # rows that are set aside
-        self._rows: list[tuple[Int64s, Array]] = []
-        self._read = 0
+        # The system gives both memory where they are written, and not before.
+        self._places = np.zeros(len(array), np.uint32)  # of rows that are set aside, from 1 on
+        self._rows: Array | None = np.empty_like(array)
+        self._count = self._read = 0
         self._lock = threading.Lock()  # guards all of these
 
     @contextmanager
@@ -47,9 +46,14 @@ class HeldTable:
             yield self.array is not None
 
     @property
+    def aside(self) -> int:
+        """Bytes of rows that are set aside."""
+        return self._count * self.nbytes // max(len(self._places), 1)
+
+    @property
     def step(self) -> int:
         """Rows that are read at a time."""
-        return max(1, PIECE_BYTES * len(self._known) // max(self.nbytes, 1))
+        return max(1, PIECE_BYTES * len(self._places) // max(self.nbytes, 1))
 
     def set_aside(self, array: Any, ids: Int64s) -> None:
         """Keeps rows that are going to be written, unless they have been read.
@@ -59,34 +63,33 @@ class HeldTable:
             ids: the rows, each once.
         """
         with self._lock:
-            if array is not self.array:
+            if array is not self.array or self._rows is None:
                 return
-            new = ids[(ids >= self._read) & ~self._known[ids]]
-            if len(new):
-                rows = self.array[new]
-                self._known[new] = True
-                self._rows.append((new, rows))
-                self.aside += rows.nbytes
+            new = ids[(ids >= self._read) & (self._places[ids] == 0)]
+            stop = self._count + len(new)
+            self._rows[self._count : stop] = self.array[new]
+            self._places[new] = np.arange(self._count + 1, stop + 1)
+            self._count = stop
 
     def read(self, first: int, stop: int) -> Array:
         """Returns rows as they were, as a new array; those before are let go of."""
         with self._lock:
-            if self.array is None:
+            if self.array is None or self._rows is None:
                 raise ValueError("a held table is read once")
             found = self.array[first:stop].copy()
-            if self._known[first:stop].any():
-                for ids, rows in self._rows:
-                    here = (ids >= first) & (ids < stop)
-                    found[ids[here] - first] = rows[here]
+            places = self._places[first:stop]
+            there = np.flatnonzero(places)
+            if len(there):
+                found[there] = self._rows[places[there] - 1]
             self._read = stop
-            if stop >= len(self._known):
-                self.array, self._rows, self.aside = None, [], 0
+            if stop >= len(self._places):
+                self.array, self._rows, self._count = None, None, 0
             return found
 
     def pieces(self) -> Iterator[Array]:
         """Yields the rows as they were, in order."""
-        for first in range(0, len(self._known), self.step):
-            yield self.read(first, min(first + self.step, len(self._known)))
+        for first in range(0, len(self._places), self.step):
+            yield self.read(first, min(first + self.step, len(self._places)))
 
 
 Held = Sequence[HeldTable]
