@@ -7,10 +7,10 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 # Hundreds of processes are started: none of them shall compile our modules anew because a shell forbids to keep them.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test check docs proto bench soak clean
+.PHONY: help demo demo-recommender test check docs proto bench soak clean
 
 help:  ## what there is
-	@sed -n 's/^\([a-z]*\):.*##/\1	/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*##/\1	/p' Makefile
 
 .venv/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -36,6 +36,9 @@ help:  ## what there is
 
 demo: .venv/demo  ## trains on a local cluster of two servers, two workers and a chief
 	$(BIN)/psworker --standalone --ps 2 --workers 2 examples/digits.py
+
+demo-recommender: .venv/demo  ## trains embeddings of users and items on such a cluster
+	$(BIN)/psworker --standalone --ps 2 --workers 2 examples/recommender.py
 
 test: check  ## all checks and all tests
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=10 -m 'not soak'

@@ -9,16 +9,12 @@ Every process of a job runs this script. NumPy's functions take CuPy's arrays, t
 from __future__ import annotations
 
 import argparse
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from rich import get_console
-from rich.filesize import decimal
-from rich.progress import BarColumn, Progress
+from report import Report, say
 from sklearn.datasets import load_digits
 
 import psclient as ps
@@ -69,38 +65,6 @@ def losses_and_gradients(layers: Sequence[Any], images: Any, targets: Any, batch
     return -(log_p * targets).sum(axis=1), gradients
 
 
-def say(strategy: ps.ParameterServerStrategy, text: str) -> None:
-    """Prints a line in the leading process: one of all that run the script, and another one when that dies."""
-    if strategy.extended.should_checkpoint:
-        print(text, flush=True)
-
-
-class Report:
-    """What the leading process shows: a progress bar on a terminal, elsewhere a line for each epoch.
-
-    Loss, speed and traffic are of the last epoch's worth of steps: in the end nothing of the start is in them.
-    """
-
-    def __init__(self, strategy: ps.ParameterServerStrategy, epochs: int, steps: int, first: int) -> None:
-        self.strategy, self.epochs, self.steps = strategy, epochs, steps
-        self.losses = deque[float](maxlen=steps)
-        self.marks = deque([(time.monotonic(), sum(strategy.traffic))], maxlen=steps + 1)  # an epoch back, at most
-        drawn = get_console().is_terminal and strategy.extended.should_checkpoint
-        self.bar = Progress("{task.description}", BarColumn(16), disable=not drawn)
-        self.task = self.bar.add_task(f"step {first}", total=epochs * steps, completed=first)
-
-    def step(self, epoch: int, step: int, loss: float) -> None:
-        """Step number `step` of the job is over."""
-        self.losses.append(loss)
-        self.marks.append((time.monotonic(), sum(self.strategy.traffic)))
-        (began, before), (now, moved) = self.marks[0], self.marks[-1]
-        speed, traffic = (len(self.marks) - 1) / (now - began), decimal(int((moved - before) / (now - began)))
-        text = f"epoch {epoch + 1:2}/{self.epochs}  loss {np.mean(self.losses):.4f}  {speed:3.0f} steps/s  {traffic}/s"
-        self.bar.update(self.task, completed=step, description=text)
-        if self.bar.disable and step % self.steps == 0:
-            say(self.strategy, text)
-
-
 def main(args: argparse.Namespace) -> None:
     """Trains, saves a checkpoint, and tests."""
     train, test = load_data()
@@ -129,7 +93,7 @@ def main(args: argparse.Namespace) -> None:
             for epoch in batches.epochs(args.epochs):
                 for batch in batches:
                     losses, gradients = strategy.run(step, args=batch)
-                    # Nothing travels before `reduce` wants its value: gradients, updates and loss make one round.
+                    # The step is sent, and the loss after it: only `float` waits for both.
                     optimizer.apply_gradients(zip(gradients, variables, strict=True))
                     loss = strategy.reduce("mean", losses, axis=0)
                     report.step(epoch, int(optimizer.iterations), float(loss))

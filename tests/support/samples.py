@@ -140,7 +140,7 @@ PLAN = Plan(
     restore=RestoreCommit("run/ckpt-6", (3, 2), Turn(11, 12, 13), "d1ge57"),
     nonfinite="skip",
 )
-RAISING = Plan(nonfinite="raise")
+RAISING = Plan(applies=(Apply(1, (0,), (Ref("variable", 3),), "exact"),), nonfinite="raise")
 ENTRIES: tuple[LogEntry, ...] = (
     JobStarted(77, (INCARNATION, 1), "the-job", ("ps-0:2222", "[::1]:2223")),
     Created(VARIABLE),
