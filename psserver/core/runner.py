@@ -286,7 +286,7 @@ class Runner:
         """
         began = self._tally.clock()
         alone = self._store.alone(reads) if in_place else frozenset[int]()  # before there is one who holds them
-        held = self._store.held_of(set(reads) - alone) if in_place else {}
+        held = self._store.held_of(reads, alone) if in_place else {}
         values = self._store.values_of(reads)
         values |= {id: self._assigned[id] for id in self._assigned.keys() & values.keys()}
         missed = self._store.missed_of(reads)

@@ -146,7 +146,9 @@ class MissedUpdates:
         """
         places, inverse = np.unique(ids, return_inverse=True)
         first = self.last[places].astype(np.int64)
-        return self._replay.rows(arrays, self._kept, places, first, self.count)[place][inverse]
+        xp = self._replay.xp
+        found = self._replay.rows(arrays, self._kept, places, first, self.count)[place]
+        return xp.take(found, xp.asarray(inverse), axis=0)
 
     def wholes(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns copies of all tables with all updates; a `HeldTable` is read by that."""
@@ -160,7 +162,7 @@ class MissedUpdates:
                 return made
             for place, rows in enumerate(made):
                 if not at:
-                    found.append(type(rows)(shape=(size, *rows.shape[1:]), dtype=rows.dtype))
+                    found.append(self._replay.xp.empty((size, *rows.shape[1:]), rows.dtype))
                 found[place][at : at + len(ids)] = rows
         return found
 

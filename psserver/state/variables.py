@@ -200,12 +200,17 @@ class Store:
     def _living(self, id: int) -> list[weakref.ref[HeldTable]]:
         return [one for one in self._held.get(id, ()) if one() is not None]
 
-    def held_of(self, ids: Set[int]) -> dict[int, Held]:
-        """Returns the variables that nobody holds but the store and a `HeldTable`, with these: rows may be written."""
+    def held_of(self, ids: Iterable[int], alone: Set[int]) -> dict[int, Held]:
+        """Returns the variables that nobody holds but the store and a `HeldTable`, with these: rows may be written.
+
+        Args:
+            ids: the variables.
+            alone: those of them that nobody else holds.
+        """
         if not self._held:
             return {}
         found: dict[int, Held] = {}
-        for id in self._held.keys() & ids:
+        for id in self._held.keys() & set(ids) - alone:
             living = [one for one in (ref() for ref in self._held[id]) if one is not None]
             with ExitStack() as stack:
                 holding = [one for one in living if stack.enter_context(one.looked_at())]

@@ -36,10 +36,12 @@ class Replay:
 
     Attributes:
         tables: the program's inputs that are tables, in order.
+        xp: the array namespace of the tables' device.
     """
 
     def __init__(self, kernels: Kernels, program: Program) -> None:
         self._kernels = kernels
+        self.xp = kernels.device.xp
         self._step = step = row_step(kernels, program)
         self._shape = table_shape(program)
         inputs = list(enumerate(step.program.inputs))
@@ -72,9 +74,8 @@ class Replay:
 
         Takes arguments as `run`. May run beside it, in another thread.
         """
-        xp = self._kernels.device.xp
         with self._kernels.device.scope():
-            taken = [xp.take(table, xp.asarray(ids), axis=0) for table in tables]
+            taken = [self.xp.take(table, self.xp.asarray(ids), axis=0) for table in tables]
             places, kernel = np.arange(len(ids)), self._kernel()
             if kernel is None:
                 for at in range(0, len(ids), GATHERED):
@@ -116,7 +117,7 @@ class Replay:
         self, tables: Sequence[Any], scalars: Sequence[Array], ids: Int64s, first: Int64s, count: int
     ) -> None:
         """Updates rows by the interpreter, in copies: those that have missed most come first, and all at the end."""
-        xp, program = self._kernels.device.xp, self._step.program
+        xp, program = self.xp, self._step.program
         order = np.argsort(first, kind="stable")
         places, missed = xp.asarray(ids[order]), first[order]
         rows = [xp.take(table, places, axis=0) for table in tables]

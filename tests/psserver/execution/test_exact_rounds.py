@@ -81,7 +81,7 @@ class Server:
         execution, store = Execution(job, self.kernels), self.store
         reads = frozenset(store.missed_of(execution.reads())).union(execution.reads())
         free = store.alone(reads) if alone else frozenset()
-        held = store.held_of(reads - free) if alone else {}
+        held = store.held_of(reads, free) if alone else {}
         store.note_tables(execution.job.prepared.row_tables)
         assigned, _ = execution.step(store.values_of(reads), free, store.take_spare, store.missed_of(reads), held)
         if not commit:

@@ -89,15 +89,15 @@ def test_only_tables_are_held_so():
     values = store.hold([0, 1])
     assert values[0] is store.value(0)
     assert isinstance(values[1], HeldTable)
-    assert store.held_of({0, 1}).keys() == {1}
+    assert store.held_of({0, 1}, frozenset()).keys() == {1}
     reader = store.value(1)
-    assert not store.held_of({0, 1})
+    assert not store.held_of({0, 1}, frozenset())
     del reader
     second = store.hold([1])
-    assert [len(found) for found in store.held_of({0, 1}).values()] == [2]
+    assert [len(found) for found in store.held_of({0, 1}, frozenset()).values()] == [2]
     store.commit({1: table()})  # a round that replaces it
-    assert not store.held_of({0, 1})
+    assert not store.held_of({0, 1}, frozenset())
     np.testing.assert_array_equal(np.concatenate(list(second[0].pieces())), table())
     del values, second
     gc.collect()
-    assert not store.held_of({0, 1})
+    assert not store.held_of({0, 1}, frozenset())
