@@ -208,6 +208,7 @@ class Optimizer(Described):
         return list(dict.fromkeys((*super()._arguments(), "name", *sorted(OPTIONS))))
 
     def get_config(self) -> dict[str, Any]:
+        """Returns the arguments that make an optimizer like this one; `sparse` only where it is not the default."""
         config = super().get_config()
         if config["sparse"] == "exact":
             del config["sparse"]  # the default, which Keras has no word for

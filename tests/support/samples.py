@@ -151,6 +151,7 @@ ENTRIES: tuple[LogEntry, ...] = (
     Created(PART),
     Created(PlacedVariable(152, VariableSpec("own", SCALAR), (2,))),
     Approved(PLAN),
+    Approved(RAISING),
     EpochClosed(EPOCH),
     Started(START),
     Snapshotted(PLAN_ID, 41, "root/run/ckpt-7", "no room"),
