@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 import psclient as ps
 from pstesting import faults
@@ -13,7 +14,7 @@ from pstesting.script import ME, gate, say
 SIZE, ROUNDS = 50, 8
 
 
-def learn(rounds, stops, rates):
+def learn(rounds, stops, rates, momentum):
     """Each worker adds a power of 100 to rows of its own choice, one of them twice; ids of the next come ahead."""
     if rates:
         faults.use(Faults(3 + ME, rates))
@@ -21,7 +22,7 @@ def learn(rounds, stops, rates):
     with strategy.scope():
         tables = [ps.Variable(np.zeros((50, 2)), name=f"table {n}") for n in range(2)]
         dense = ps.Variable(np.zeros(3), name="dense")
-        optimizer = ps.optimizers.SGD(1.0)
+        optimizer = ps.optimizers.SGD(1.0, momentum=momentum)
     wrong = []
     while strategy.round < rounds:
         if [ME, strategy.round] in stops:
@@ -47,36 +48,50 @@ def learn(rounds, stops, rates):
     say("sums", [[table.numpy()[:, 0] for table in tables], dense.numpy(), int(optimizer.iterations)])
 
 
-def table_of(*rounds):
-    """What a table is after each worker's rounds, of two replicas each."""
+def trained(gradient, rounds, momentum):
+    """What a variable is after each worker's rounds, of two replicas each, by whole gradients."""
+    value, velocity = 0.0, 0.0
+    for round in range(ROUNDS):
+        given = sum(2 * 100.0**worker * gradient(round) for worker, own in enumerate(rounds) if round in own)
+        velocity = momentum * velocity + given
+        value = value + velocity
+    return value.tolist()
+
+
+def rows_of(round):
     found = np.zeros(SIZE)
-    for worker, own in enumerate(rounds):
-        for round in own:
-            np.add.at(found, [7, round % SIZE, 7], 2 * 100.0**worker)
-    return found.tolist()
+    np.add.at(found, [7, round % SIZE, 7], 1)
+    return found
 
 
-def test_a_worker_that_is_killed_has_counted_exactly(tmp_path):
-    """Its rounds count on both servers, and no part of another; whoever is left goes on with rows as before."""
+def check_sums(said, *rounds, momentum):
+    tables, dense, steps = said
+    assert tables == [trained(rows_of, rounds, momentum)] * 2
+    assert (dense, steps) == (trained(lambda _: np.ones(3), rounds, momentum), ROUNDS)
+
+
+@pytest.mark.parametrize("momentum", [pytest.param(0.0, marks=pytest.mark.soak), 0.5])
+def test_a_worker_that_is_killed_has_counted_exactly(tmp_path, momentum):
+    """Its rounds count on both servers, and no part of another; whoever is left goes on with rows as before.
+
+    With momentum, rows that a round does not have are made up later.
+    """
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["1 at 3"]}
-    with ProcessCluster(learn, tmp_path, (ROUNDS, [[1, 3]], {}), **keys) as job:
+    with ProcessCluster(learn, tmp_path, (ROUNDS, [[1, 3]], {}, momentum), **keys) as job:
         job.hear(W1, "at", 3)
         job.kill(W1)
         assert job.hear(W0, "wrong") == []
-        tables, dense, steps = job.hear(W0, "sums")
-        assert tables == [table_of(range(ROUNDS), range(3))] * 2
-        assert (dense, steps) == ([2.0 * (ROUNDS + 3 * 100)] * 3, ROUNDS)
+        check_sums(job.hear(W0, "sums"), range(ROUNDS), range(3), momentum=momentum)
         assert job.exited(W0) == 0
 
 
-def test_rows_are_exact_whatever_the_network_does(tmp_path):
+@pytest.mark.parametrize("momentum", [0.0, pytest.param(0.5, marks=pytest.mark.soak)])
+def test_rows_are_exact_whatever_the_network_does(tmp_path, momentum):
     """Answers are lost and pushes repeated: every row has the exact sum, and lookups are those of the whole."""
     rates = {"drop": 0.08, "repeat": 0.08, "twice": 0.05, "lose": 0.12, "late": 0.05, "cut": 0.03}
-    with ProcessCluster(learn, tmp_path, (ROUNDS, [], rates), ps=2, workers=2) as job:
+    with ProcessCluster(learn, tmp_path, (ROUNDS, [], rates, momentum), ps=2, workers=2) as job:
         for task in (W0, W1):
             assert job.hear(task, "wrong") == []
-            tables, dense, steps = job.hear(task, "sums")
-            assert tables == [table_of(range(ROUNDS), range(ROUNDS))] * 2
-            assert (dense, steps) == ([2.0 * ROUNDS * 101] * 3, ROUNDS)
+            check_sums(job.hear(task, "sums"), range(ROUNDS), range(ROUNDS), momentum=momentum)
         job.finish()
         assert job.exited(PS0) == 0
