@@ -68,7 +68,11 @@ def few(shape, dtype):
     return [3 if shape[0] == SHAPE[0] else 1] + [1] * (len(shape) - 1)
 
 
-@pytest.fixture(scope="module", params=[(1, 1), (2, 2), (3, 1)], ids=lambda n: f"{n[0]} servers, {n[1]} replicas")
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((1, 1), marks=pytest.mark.soak), (2, 2), pytest.param((3, 1), marks=pytest.mark.soak)],
+    ids=lambda n: f"{n[0]} servers, {n[1]} replicas",
+)
 def strategy(request):
     servers, local = request.param
     with (

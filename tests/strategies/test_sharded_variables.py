@@ -27,7 +27,7 @@ def ten(shape, dtype):
     return [SHARDS if shape[0] == ROWS else 1] + [1] * (len(shape) - 1)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[pytest.param(next(iter(KINDS)), marks=pytest.mark.soak), *list(KINDS)[1:]])
 def strategy(request):
     servers, replicas = KINDS[request.param]
     with (
