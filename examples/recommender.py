@@ -48,6 +48,10 @@ def make_ratings(users: int, items: int, count: int, seed: int = 0) -> Ratings:
 
 def read_ratings(path: Path) -> Ratings:
     """MovieLens's files: `u.data` (tabs), `ratings.dat` (::) or `ratings.csv` (commas, and a line with names)."""
+    if not path.is_file():
+        raise SystemExit(
+            f"there is no file {path}; MovieLens's ratings are at https://grouplens.org/datasets/movielens"
+        )
     lines = [line.replace("::", "\t").replace(",", "\t").split("\t") for line in path.read_text().splitlines()]
     rows = [line[:3] for line in lines if line[0].isdigit()]
     if not rows or any(len(row) < 3 for row in rows):
