@@ -95,5 +95,5 @@ def test_other_files_are_refused(example, tmp_path, text):
     path.write_text(text)
     with pytest.raises(SystemExit, match=r"give u\.data or ratings\.csv"):
         example.read_ratings(path)
-    with pytest.raises(SystemExit, match="there is no file .*grouplens"):
+    with pytest.raises(SystemExit, match=r"there is no file .*grouplens"):
         example.read_ratings(tmp_path / "none")
