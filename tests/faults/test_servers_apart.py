@@ -115,7 +115,10 @@ def test_servers_that_are_cut_off_for_a_while(tmp_path, stack):
         job.finish()
 
 
-@pytest.mark.parametrize("words", [b"", b"HTTP/1.1 400 Bad Request\r\nServer: nobody we know of here\r\n\r\n"])
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(b"", marks=pytest.mark.soak), b"HTTP/1.1 400 Bad Request\r\nServer: nobody we know of here\r\n\r\n"],
+)
 def test_somebody_else_at_a_lane(tmp_path, stack, words):
     """At the address of a server's lane another program answers, as with forwarded ports: votes go over gRPC."""
     relays = [Relay(stack, APART), Relay(stack, APART)]

@@ -27,7 +27,10 @@ def ten(shape, dtype):
     return [SHARDS if shape[0] == ROWS else 1] + [1] * (len(shape) - 1)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(next(iter(KINDS)), marks=pytest.mark.soak), *list(KINDS)[1:]])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=[pytest.mark.soak] * (kind != "2 servers, 2 replicas")) for kind in KINDS],
+)
 def strategy(request):
     servers, replicas = KINDS[request.param]
     with (
