@@ -7,7 +7,11 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 # Hundreds of processes are started: none of them shall compile our modules anew because a shell forbids to keep them.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo demo-recommender test check docs proto bench soak clean
+# PyTorch and JAX as they are tested here. Where pip finds torch for GPUs first, which is gigabytes:
+# make test-frameworks FRAMEWORKS='... --extra-index-url https://download.pytorch.org/whl/cpu'
+FRAMEWORKS ?= torch==2.13.0 jax==0.10.2 flax==0.12.8 optax==0.2.8
+
+.PHONY: help demo demo-recommender demo-embeddings test test-frameworks check docs proto bench soak clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*##/\1	/p' Makefile
@@ -30,6 +34,11 @@ help:  ## what there is
 	@$(PIP) install -e '.[dev,examples]'
 	@touch $@ .venv/demo
 
+.venv/frameworks: .venv/dev
+	@echo "installing PyTorch and JAX into .venv ..."
+	@$(PIP) install $(FRAMEWORKS)
+	@touch $@
+
 .venv/docs: .venv/dev
 	@$(PIP) install -e '.[docs]'
 	@touch $@
@@ -40,8 +49,16 @@ demo: .venv/demo  ## trains on a local cluster of two servers, two workers and a
 demo-recommender: .venv/demo  ## trains embeddings of users and items on such a cluster
 	$(BIN)/psworker --standalone --ps 2 --workers 2 examples/recommender.py
 
+demo-embeddings: .venv/demo  ## trains vectors of the names in Python's standard library, and shows neighbours
+	$(BIN)/psworker --standalone --ps 2 --workers 2 examples/embeddings.py
+
 test: check  ## all checks and all tests
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=10 -m 'not soak'
+
+test-frameworks: .venv/frameworks  ## installs PyTorch and JAX, for CPUs, and runs what needs them: a test that is skipped fails
+	$(BIN)/mypy
+	$(BIN)/python tools/check_docs.py
+	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=5 -m 'not soak' $(wildcard tests/torch tests/jax)
 
 check: .venv/dev  ## style, types, generated code, snippets of the documents
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
     python benchmarks/rows.py                                  every lane, SGD and Adagrad
     python benchmarks/rows.py --python peers/bin/python        and torch RPC, in turns, where that Python has torch
     python benchmarks/rows.py --zipf 1.05 --optimizer adam --optimizer lazyadam     what rows miss, made up and not
+    python benchmarks/rows.py --table static --table dynamic --lane shm             and of a table without a size
     python benchmarks/rows.py --quick                          a few steps of each
 
 One server, two workers, all real processes on this machine. In a step of ours the worker has the rows of its batch,
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,9 @@ WORKERS = 2
 BATCHES = 32
 """Batches of uniform ids that a worker goes through, again and again."""
 
+FILLED = 1 << 15
+"""Rows of a dynamic table that a round makes before the first step."""
+
 RATE = 0.125
 FIRST = Task("worker", 0)
 MEASURED = "measured"
@@ -56,9 +60,13 @@ OPTIMIZERS: Mapping[str, Callable[[], ps.optimizers.Optimizer]] = {
     "adagrad": lambda: ps.optimizers.Adagrad(RATE, initial_accumulator_value=0.1, epsilon=1e-7),
     "adam": lambda: ps.optimizers.Adam(1e-3),
     "lazyadam": lambda: ps.optimizers.LazyAdam(1e-3),
+    "rowwise": lambda: ps.optimizers.RowwiseAdagrad(RATE),
 }
 PEERS = ("sgd", "adagrad")
 """Optimizers that others have for rows."""
+
+TABLES = ("static", "dynamic")
+"""Kinds of tables: a variable, or one without a size."""
 
 TORCH = {"torch-shm": "shm", "torch-tcp": "uv"}
 CALLS = ("push", "both")
@@ -75,6 +83,7 @@ class Work:
         steps: how many are measured.
         warm: how many come before.
         zipf: exponent of the frequency of ids; 0 for ids that are all as frequent. Each batch is another one then.
+        dynamic: True for a table without a size, which has all these rows before the first step.
     """
 
     rows: int
@@ -83,6 +92,7 @@ class Work:
     steps: int
     warm: int
     zipf: float = 0.0
+    dynamic: bool = False
 
     def batches(self, worker: int) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
         """The ids of a worker's batches; some come twice in one."""
@@ -109,10 +119,21 @@ class Work:
 # ---- In a worker of ours ----
 
 
+def made(work: Work) -> Any:
+    """Creates the table, of zeros; all rows of a dynamic one are there when this returns."""
+    if not work.dynamic:
+        return ps.Variable(np.zeros((work.rows, work.width), "float32"), name="table")
+    table = ps.dynamic_embedding.get_variable("table", dim=work.width, initializer=ps.initializers.Zeros())
+    for first in range(0, work.rows, FILLED):
+        keys = np.arange(first, min(first + FILLED, work.rows))
+        table.scatter_add(ps.IndexedSlices(np.zeros((len(keys), work.width), "float32"), keys))
+    return table
+
+
 def train(work: Work, name: str) -> None:
     """Makes the steps; worker 0 tells of them."""
     with ps.ParameterServerStrategy(devices=["cpu:0"]) as strategy, strategy.scope():
-        table = ps.Variable(np.zeros((work.rows, work.width), "float32"), name="table")
+        table = made(work)
         optimizer = OPTIMIZERS[name]()
         batches = work.batches(strategy.task.index)
         gradient = np.ones((work.ids, work.width), "float32")
@@ -128,7 +149,8 @@ def train(work: Work, name: str) -> None:
             strategy.run(step, args=(number,))
             table.lookup(batches[(number + 1) % len(batches)])  # waits for the round, and finds them
             seconds.append(time.perf_counter() - start)
-        total = float(table.numpy().sum(dtype=np.float64))
+        whole = table.export()[1] if work.dynamic else table.numpy()
+        total = float(whole.sum(dtype=np.float64))
         if strategy.task == FIRST:
             if name == "sgd":
                 work.check(total)
@@ -187,7 +209,12 @@ def has_torch(python: str) -> bool:
 
 
 def measure(
-    work: Work, lanes: Sequence[str], optimizers: Sequence[str], pythons: Sequence[str], repeats: int
+    work: Work,
+    lanes: Sequence[str],
+    tables: Sequence[str],
+    optimizers: Sequence[str],
+    pythons: Sequence[str],
+    repeats: int,
 ) -> tuple[dict[tuple[str, str], list[list[float]]], list[str]]:
     """Measures all systems in turns; returns seconds of steps by system and optimizer, and who is left out."""
     python = next(filter(has_torch, pythons), None)
@@ -195,15 +222,16 @@ def measure(
     peers = [f"{name}, {calls}" for name, calls in product(TORCH, CALLS)] if python and compares else []
     left_out = ["torch RPC: no Python that has torch was given"] if compares and not python else []
     total: dict[tuple[str, str], list[list[float]]] = {}
-    for _, optimizer, system in product(range(repeats), optimizers, (*lanes, *peers)):
-        name, _, calls = system.partition(", ")
-        if calls and optimizer not in PEERS:
+    ours = [f"{lane}, {table}" for lane, table in product(lanes, tables)]
+    for _, optimizer, system in product(range(repeats), optimizers, (*ours, *peers)):
+        name, _, what = system.partition(", ")
+        if system in peers and optimizer not in PEERS:
             continue
         try:
             seconds = (
-                run_torch(python, work, TORCH[name], optimizer, calls)
-                if calls and python
-                else run_ours(work, name, optimizer)
+                run_torch(python, work, TORCH[name], optimizer, what)
+                if system in peers and python
+                else run_ours(replace(work, dynamic=what == "dynamic"), name, optimizer)
             )
         except Failed as error:
             left_out.append(f"{system}, {optimizer}: {error}")
@@ -231,6 +259,7 @@ def report(work: Work, total: dict[tuple[str, str], list[list[float]]], left_out
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
 @click.option("--lane", "lanes", multiple=True, type=click.Choice(LANES), default=LANES[::-1], show_default=True)
 @click.option("--optimizer", "optimizers", multiple=True, type=click.Choice(list(OPTIMIZERS)), default=PEERS)
+@click.option("--table", "tables", multiple=True, type=click.Choice(TABLES), default=TABLES[:1], show_default=True)
 @click.option("--zipf", type=click.FloatRange(0), default=0.0, help="Exponent of the frequency of ids; 0 for none.")
 @click.option("--rows", type=click.IntRange(1), default=1_000_000, show_default=True)
 @click.option("--width", type=click.IntRange(1), default=64, show_default=True)
@@ -243,6 +272,7 @@ def report(work: Work, total: dict[tuple[str, str], list[list[float]]], left_out
 @click.option("--as-worker", "said", hidden=True)
 def main(
     lanes: tuple[str, ...],
+    tables: tuple[str, ...],
     optimizers: tuple[str, ...],
     zipf: float,
     rows: int,
@@ -261,7 +291,7 @@ def main(
         return
     work = Work(rows, width, ids, steps or (20 if quick else 300), 10 if quick else 60, zipf)
     tried = (*pythons, sys.executable)
-    total, left_out = measure(work, lanes, optimizers, tried, repeats or (1 if quick else 3))
+    total, left_out = measure(work, lanes, tables, optimizers, tried, repeats or (1 if quick else 3))
     found = report(work, total, left_out)
     table = Table(
         title=f"Steps of {ids} of {rows} rows x {width}, {WORKERS} workers, ms; load {found['machine']['load']:.1f}"

@@ -23,9 +23,9 @@ import numpy as np
 from psserver.devices import Device
 from psserver.programs.kernels.compiler import Compiler
 from psserver.tables.cells import CellIndex
-from psserver.tables.first_values import FirstValues
 from psserver.tables.native import Native
 from psserver.tables.table import Table
+from pswire.model.first_values import FirstValues
 from pswire.model.tables import LRU, Normal, SlotTensor, TableSpec, Uniform
 
 BATCH = 4096
@@ -56,7 +56,7 @@ def measured(work: Callable[[int], object], laps: int) -> dict[str, float]:
 def of_size(functions: Native, size: int, laps: int) -> dict[str, Any]:
     """Measures a table of a number of keys."""
     rng = np.random.default_rng(0)
-    table = Table(TableSpec((DIM,)), 1, (SlotTensor("accumulator", "float32", (DIM,), 0.1),), native=functions)
+    table = Table(TableSpec((DIM,)), (SlotTensor("accumulator", "float32", (DIM,), 0.1),), native=functions)
     for at in range(0, size, 1 << 16):
         table.begin(1, np.arange(at, min(at + (1 << 16), size)))
         table.commit()
@@ -93,7 +93,7 @@ def growth(functions: Native, size: int, dim: int, capacity: int = 0) -> dict[st
     """Measures growth from nothing to a number of keys, or rounds of a table at its capacity."""
     eviction = LRU() if capacity else None
     spec = TableSpec((dim,), initializer=Uniform(), capacity=capacity, eviction=eviction)
-    table = Table(spec, 1, native=functions)
+    table = Table(spec, native=functions)
     table.begin(0, np.zeros(0, np.int64))
     table.commit()
     index = table._contents.index

@@ -20,7 +20,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module, util
@@ -66,6 +66,9 @@ CALLED, CALL_TURNS = (64, 10), 20
 """Shape of a variable whose update is only recorded, and how often that is done in a lap."""
 
 TABLE, ROWS = (1_000_000, 64), 4096
+MEMBERS = 2
+"""Workers whose rows an update takes where updates along rows are compared with elementwise ones."""
+
 RATE, MOMENTUM, BETA_1, BETA_2, EPSILON = 1e-3, 0.9, 0.9, 0.999, 1e-7
 
 Update = Callable[..., Any]
@@ -108,6 +111,25 @@ def adagrad(w: Any, a: Any, g: Any) -> None:
     w.assign_sub(RATE * g / (np.sqrt(a) + EPSILON))
 
 
+def rowwise_adagrad(w: Any, a: Any, g: Any) -> None:
+    """Adagrad with one sum for each row."""
+    a.assign_add(np.mean(g * g, axis=(1,), keepdims=True))
+    w.assign_sub(RATE * g / (np.sqrt(a) + EPSILON))
+
+
+def clipped_sgd(w: Any, g: Any) -> None:
+    """Gradient descent by gradients of which each row has at most length 1."""
+    length = np.sqrt(np.sum(g * g, axis=(1,), keepdims=True))
+    w.assign_sub(RATE * g / np.maximum(length, 1.0))
+
+
+def sgd_in_a_ball(w: Any, g: Any) -> None:
+    """Gradient descent after which each row is brought back to length 1."""
+    w.assign_sub(RATE * g)
+    length = np.sqrt(np.sum(w * w, axis=(1,), keepdims=True))
+    w.assign(w / np.maximum(length, 1.0))
+
+
 @dataclass(frozen=True)
 class Case:
     """One update to measure.
@@ -136,6 +158,21 @@ CASES = {
     "momentum": Case(momentum, 2),
     "momentum, 2 workers": Case(momentum, 2, 2),
 }
+ONE_EACH = (TABLE[0], 1)
+"""Shape of a table with one number for each row."""
+
+ALONG_ROWS: dict[str, tuple[Update, tuple[tuple[int, ...], ...]]] = {
+    "SGD": (sgd, (TABLE,)),
+    "SGD, clipped by row": (clipped_sgd, (TABLE,)),
+    "SGD in a ball": (sgd_in_a_ball, (TABLE,)),
+    "Adagrad": (adagrad, (TABLE, TABLE)),
+    "RowwiseAdagrad": (rowwise_adagrad, (TABLE, ONE_EACH)),
+}
+"""Updates on the rows of two workers, and the shapes of their tables."""
+
+BESIDE = {"SGD, clipped by row": "SGD", "SGD in a ball": "SGD", "RowwiseAdagrad": "Adagrad"}
+"""The elementwise update beside each one that reduces along rows."""
+
 BY_THREADS = ("sgd", "adam")
 """What is also measured with two threads."""
 
@@ -153,11 +190,11 @@ class Traced:
     origins: tuple[Any, ...]
 
     @classmethod
-    def of(cls, fn: Update, variables: int, shape: tuple[int, ...]) -> Traced:
-        """Traces a function of some variables and a gradient, which it updates in place."""
-        recording, spec = Recording(), TensorSpec("float32", shape)
-        tracers = [recording.variable(spec, f"v{n}", ("variable", n)) for n in range(variables)]
-        found = trace(recording, fn, (*tracers, recording.value(spec, ("value", 0))))
+    def of(cls, fn: Update, shapes: Sequence[tuple[int, ...]]) -> Traced:
+        """Traces a function of variables and a gradient of the first one's shape, which updates them in place."""
+        recording, specs = Recording(), [TensorSpec("float32", shape) for shape in shapes]
+        tracers = [recording.variable(spec, f"v{n}", ("variable", n)) for n, spec in enumerate(specs)]
+        found = trace(recording, fn, (*tracers, recording.value(specs[0], ("value", 0))))
         return cls(found.program, found.origins)
 
     def job(self, gradients: Sequence[Any]) -> ReadyRound:
@@ -208,7 +245,7 @@ def adding() -> Work:
 def updating(case: Case, threads: int) -> Work:
     """A server's array work of one round, with its kernel compiled."""
     gradients = [np.full(SIZE, 1e-3, "float32") for _ in range(case.workers)]
-    job = Traced.of(case.fn, case.variables, (SIZE,)).job(gradients)
+    job = Traced.of(case.fn, [(SIZE,)] * case.variables).job(gradients)
     values: dict[int, Any] = {n: np.ones(SIZE, "float32") for n in range(case.variables)}
     kernels = Kernels(Device(), threads, patience=1)
 
@@ -241,17 +278,20 @@ def torch_adam() -> Work:
 
 
 class Rows:
-    """Adagrad on random rows of a table, others each time.
+    """An update of random rows of tables, others each time.
 
     Args:
-        threads: that update them.
+        fn: the update.
+        shapes: of the tables.
+        count: rows of an update.
+        threads: that make it.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, fn: Update, shapes: Sequence[tuple[int, ...]], count: int = ROWS, threads: int = 1) -> None:
         self._random = np.random.default_rng(0)
-        self._tables = [np.ones(TABLE, "float32") for _ in range(2)]
-        self._rows = self._random.random((ROWS, TABLE[1]), "float32")
-        self._traced = Traced.of(adagrad, 2, TABLE)
+        self._tables = [np.ones(shape, "float32") for shape in shapes]
+        self._rows = self._random.random((count, TABLE[1]), "float32")
+        self._traced = Traced.of(fn, shapes)
         self._kernels = Kernels(Device(), threads, patience=1)
         self.draw()
         self.update()
@@ -259,7 +299,7 @@ class Rows:
 
     def draw(self) -> None:
         """Other rows."""
-        self._ids = self._random.integers(0, TABLE[0], ROWS)
+        self._ids = self._random.integers(0, TABLE[0], len(self._rows))
 
     def update(self) -> None:
         """By a kernel, repeated ids summed first."""
@@ -268,7 +308,7 @@ class Rows:
         apply_rows(self._kernels, self._traced.program, inputs, self._ids)
 
     def add_at(self) -> None:
-        """In NumPy, which sums repeated ids with `add.at`, and then updates those rows."""
+        """Adagrad in NumPy, which sums repeated ids with `add.at`, and then updates those rows."""
         w, a = self._tables
         np.add.at(a, self._ids, self._rows * self._rows)
         step = RATE * self._rows / (np.sqrt(a[self._ids]) + np.float32(EPSILON))
@@ -312,20 +352,21 @@ def measure(laps: int, console: Console) -> dict[str, list[float]]:
             work["adam, torch"] = torch_adam()
         else:
             console.print("no row for torch: it is not installed; pip install torch")
-        rows = {n: Rows(n) for n in (1, 2)}
-        work |= {f"rows, {n} threads": rows[n].update for n in (1, 2)}
-        work["rows, add.at"] = rows[1].add_at
+        rows = {f"rows, {n} threads": Rows(adagrad, (TABLE, TABLE), threads=n) for n in (1, 2)}
+        rows |= {f"rows, {name}": Rows(fn, shapes, MEMBERS * ROWS) for name, (fn, shapes) in ALONG_ROWS.items()}
+        work |= {name: each.update for name, each in rows.items()}
+        work["rows, add.at"] = rows["rows, 1 threads"].add_at
         seconds: dict[str, list[float]] = {name: [] for name in work}
         for lap in range(-1, laps):
             with console.status(f"lap {lap + 1} of {laps}"):
                 for name, one in work.items():
-                    turns = [_seconds(one, rows) for _ in range(ROW_TURNS if name.startswith("rows") else 1)]
+                    turns = [_seconds(one, rows.values()) for _ in range(ROW_TURNS if name.startswith("rows") else 1)]
                     seconds[name] += turns if lap >= 0 else []  # the first one touches the memory
     return seconds | calls(laps)
 
 
-def _seconds(work: Work, rows: dict[int, Rows]) -> float:
-    for each in rows.values():
+def _seconds(work: Work, rows: Iterable[Rows]) -> float:
+    for each in rows:
         each.draw()
     start = time.perf_counter()
     work()
@@ -364,6 +405,8 @@ def ratios(seconds: dict[str, list[float]]) -> Iterator[Ratio]:
     for threads in (1, 2):
         rows = median[f"rows, {threads} threads"]
         yield Ratio(f"rows: 0.4 ms / ours, {threads} threads", 0.4e-3 / rows, 1.0)
+    for name, plain in BESIDE.items():
+        yield Ratio(f"rows: {plain} / {name}", median[f"rows, {plain}"] / median[f"rows, {name}"], 1 / 1.2)
     yield Ratio("adam: 5 ms / first trace", 5e-3 / median["adam, first trace"], 1.0)
     yield Ratio("adam: 50 us / call", 50e-6 / median["adam, call"], 1.0)
     yield Ratio("rows: times add.at", median["rows, add.at"] / median["rows, 1 threads"], 8.0)
@@ -376,7 +419,14 @@ def main(quick: bool, json_file: Path | None) -> None:
     """Measures, and says what was found."""
     console = Console()
     seconds = measure(QUICK_LAPS if quick else LAPS, console)
-    times = Table("work", "min", "median", "p90 ms", title="64 MB of float32; 4096 rows x 64", title_justify="left")
+    times = Table(
+        "work",
+        "min",
+        "median",
+        "p90 ms",
+        title=f"64 MB of float32; {ROWS} rows x 64, or {MEMBERS * ROWS}",
+        title_justify="left",
+    )
     for name, values in seconds.items():
         found = spread(values, 1e3)
         times.add_row(name, *(f"{found[key]:.3g}" for key in ("min", "median", "p90")))

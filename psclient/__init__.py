@@ -1,6 +1,19 @@
 """Train on parameter servers, without TensorFlow, as with `tf.distribute`."""
 
-from psclient import cluster_resolver, compat, experimental, losses, metrics, nn, ops, optimizers, summary, train
+from psclient import (
+    cluster_resolver,
+    compat,
+    dynamic_embedding,
+    experimental,
+    initializers,
+    losses,
+    metrics,
+    nn,
+    ops,
+    optimizers,
+    summary,
+    train,
+)
 from psclient._src.arraylike import Mirrored
 from psclient._src.context import (
     ReplicaContext,
@@ -90,6 +103,7 @@ __all__ = [
     "cluster_resolver",
     "compat",
     "convert_to_tensor",
+    "dynamic_embedding",
     "errors",
     "exactly",
     "experimental",
@@ -99,6 +113,7 @@ __all__ = [
     "global_norm",
     "has_strategy",
     "in_cross_replica_context",
+    "initializers",
     "lazily",
     "losses",
     "metrics",

@@ -26,7 +26,6 @@ import click
 
 from psserver.config import ListenOptions, ServerConfig, server_config
 from psserver.core.core import Core
-from psserver.sizes import human
 from psserver.telemetry import serve_metrics
 from psserver.transport.server import Server, leave_nothing
 from pswire.checkpoint.manifest import MANIFEST
@@ -36,6 +35,7 @@ from pswire.flags import flag, flags
 from pswire.model.status import ServerStatus
 from pswire.security.identity import SecurityOptions
 from pswire.server_options import DEFAULT_ROOT, ServerOptions
+from pswire.sizes import human
 from pswire.telemetry import logging_setup
 
 TICK = 0.25

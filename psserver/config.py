@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from psserver.devices import Device
-from psserver.sizes import human, parse_bytes
 from pswire.cluster import Task, TaskConfig, check_address, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts
@@ -22,6 +21,7 @@ from pswire.options import SWITCH, WHOLE, option
 from pswire.security.identity import Security, SecurityOptions
 from pswire.security.names import task_name
 from pswire.server_options import ServerOptions
+from pswire.sizes import human, parse_bytes
 
 LEAST_IN_FLIGHT = 1 << 20
 """Least number of bytes for `--in-flight`: fewer may not hold one part of a contribution."""

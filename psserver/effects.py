@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from pswire.api import Vote
 from pswire.cluster import Task
-from pswire.errors import CheckpointError, PSError, VariableMismatch
+from pswire.errors import CheckpointError, MemoryLimit, PSError, VariableMismatch
 from pswire.transport.payload import Payload
 
 log = logging.getLogger("psserver")
@@ -150,6 +150,8 @@ def attempt(call: Callable[[], T]) -> tuple[T | None, PSError | None]:
         return call(), None
     except PSError as error:
         return None, error
+    except MemoryError as error:
+        return None, MemoryLimit(f"the server ran out of memory: {error}")
     except Exception as error:
         log.exception("work failed")
         return None, PSError(f"internal error: {error!r}; see the server's log")

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from psserver.config import ServerConfig
 from psserver.core.core import Core
 from psserver.state.counters import ServerCounters
+from psserver.tables.table import Table
 from pswire.model.status import ServerStatus
 from pswire.telemetry.metrics import ALL, PROCESS, ProcessReadings, Row, Values
 from pswire.transport.traffic import LaneName, Traffic
@@ -67,11 +68,17 @@ def _compiled(seen: Seen) -> Values:
     return {("compiled",): compiler.compiled, ("loaded",): compiler.loaded, ("failed",): compiler.failed}
 
 
+def _tables(value: Callable[[Table], float]) -> Callable[[Seen], Values]:
+    """Returns a function that returns a number of each dynamic table of which a part is here."""
+    return lambda seen: {(one.part.table,): value(one.table) for one in seen.core.machine.store.tables()}
+
+
 def _by_outcome(counter: Counter[str]) -> Values:
     return {(outcome,): count for outcome, count in counter.items()}
 
 
 OUTCOME = ("outcome",)
+TABLE = ("table",)
 SERVER = "paramserver_server_"
 
 ROWS: tuple[Row[Seen], ...] = (
@@ -154,6 +161,17 @@ ROWS: tuple[Row[Seen], ...] = (
         "gauge",
         "Bytes that variables may take, 0 for no limit.",
         lambda s: {ALL: s.status.memory_limit},
+    ),
+    # Dynamic tables.
+    Row(SERVER + "table_rows", "gauge", "Rows of a dynamic table here.", _tables(len), TABLE),
+    Row(SERVER + "table_bytes", "gauge", "Bytes that it takes here.", _tables(lambda t: t.nbytes), TABLE),
+    Row(SERVER + "table_evicted", "counter", "Rows that left it.", _tables(lambda t: t.evicted), TABLE),
+    Row(
+        SERVER + "table_refused",
+        "counter",
+        "Gradients for a key that were dropped, since its filter refused the key.",
+        _tables(lambda t: t.refusals),
+        TABLE,
     ),
     # Checkpoints.
     Row(

@@ -20,6 +20,7 @@ from pswire.model.log import Epoch, LogEntry, Mode, Position, Start
 from pswire.model.plan import PlacedVariable, Plan, ShardOf, Turn, VariableSpec
 from pswire.model.rows import Int64s
 from pswire.model.status import STILL, Happened, Pace, ServerStatus, SessionState
+from pswire.model.tables import SlotTensor, TableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
 
@@ -105,6 +106,26 @@ class RowRead:
         return np.frombuffer(self.ids, "<i8").astype(np.int64, copy=False)
 
 
+TableQuestion = Literal["size", "keys", "rows"]
+"""What is asked of a dynamic table: how many rows it has; their keys; keys and rows."""
+
+
+@dataclass(frozen=True)
+class TableRead:
+    """A read of some buckets of a dynamic table, in the order of the keys' hashes.
+
+    Attributes:
+        variable: number of the variable, a part of a table or what lies beside one.
+        what: what is asked.
+        first, count: the buckets; of a number of rows all that are held.
+    """
+
+    variable: int
+    what: TableQuestion
+    first: int = 0
+    count: int = 0
+
+
 @dataclass(frozen=True)
 class Contribution:
     """One worker's contribution to one round on one server; its payload comes beside it.
@@ -129,6 +150,8 @@ class Contribution:
             under way, and arrive in any order.
         rows: for each reduction of the plan that is of rows, how many of them the payload has; 0 where the weight is 0.
         lookups: rows of variables that the worker wants back, as they are after the round.
+        seconds: the worker's time, in seconds since 1970, where the plan updates a table whose rows have a time to
+            live; else 0.
     """
 
     session: int
@@ -146,6 +169,7 @@ class Contribution:
     previous: int = -1
     rows: tuple[int, ...] = ()
     lookups: tuple[RowRead, ...] = ()
+    seconds: int = 0
 
 
 @dataclass(frozen=True)
@@ -203,11 +227,14 @@ class PullReply:
 
     Attributes:
         round: the last round that the values have seen on this server, -1 before the first.
-        payload: the values, in the order asked for, then rows in theirs.
+        payload: the values, in the order asked for, then rows in theirs, then of each table the keys, int64 as bits,
+            and the rows, where these are asked for.
+        rows: for each table that was asked, how many rows it has there.
     """
 
     round: int
     payload: Payload
+    rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -278,6 +305,19 @@ class Watched:
 
 
 @dataclass(frozen=True)
+class PartOf:
+    """The place of a tensor of a file among those that make one tensor of a dynamic table, one behind another.
+
+    Attributes:
+        whole: the name of that.
+        first: the first of the buckets that the file has.
+    """
+
+    whole: str
+    first: int
+
+
+@dataclass(frozen=True)
 class SavedTensor:
     """A tensor of a file.
 
@@ -286,12 +326,33 @@ class SavedTensor:
         spec: dtype and shape.
         checksum: of its bytes, as in `Manifest`.
         shard: which rows of a partitioned variable it has; None for a whole one.
+        part: which part of a tensor of a dynamic table it is; None for none.
     """
 
     name: str
     spec: TensorSpec
     checksum: str
     shard: ShardOf | None = None
+    part: PartOf | None = None
+
+
+@dataclass(frozen=True)
+class SavedTable:
+    """A dynamic table, or a part of one, in a file: its tensors are its rows in the order of their keys' hashes.
+
+    Attributes:
+        name: the table's name, which its rows have as a tensor.
+        spec: the table.
+        slots: the tensors beside the rows.
+        since: the round of the table since which there are changes alone; -1 for the whole.
+        round: the round of the table.
+    """
+
+    name: str
+    spec: TableSpec
+    slots: tuple[SlotTensor, ...]
+    since: int
+    round: int
 
 
 @dataclass(frozen=True)
@@ -305,6 +366,7 @@ class Shard:
         positions: the datasets' positions after that round.
         tensors: its tensors.
         nbytes: the file's size.
+        tables: the dynamic tables of which it has a part.
     """
 
     path: str
@@ -313,6 +375,7 @@ class Shard:
     positions: tuple[Position, ...]
     tensors: tuple[SavedTensor, ...]
     nbytes: int = 0
+    tables: tuple[SavedTable, ...] = ()
 
 
 UNTIL_ENDED = -2
@@ -483,14 +546,20 @@ class ParameterServer(Protocol):
         ...
 
     def pull(
-        self, session: int, variables: Sequence[int], after: int, rows: Sequence[RowRead] = ()
+        self,
+        session: int,
+        variables: Sequence[int],
+        after: int,
+        rows: Sequence[RowRead] = (),
+        tables: Sequence[TableRead] = (),
     ) -> Future[PullReply]:
-        """Reads variables, and rows of variables, once this server has completed round `after`.
+        """Reads variables, rows of variables, and dynamic tables, once this server has completed round `after`.
 
         -1 reads them as they are. Who only looks says 0 for the session, and reads them as they are.
 
         Raises:
-            InvalidRequest: a variable has no value here, or an id is none of its rows.
+            InvalidRequest: a variable has no value here, or is a dynamic table, which has no whole; an id is none of
+                its rows, or a key is of a bucket that is not here.
         """
         ...
 

@@ -46,6 +46,15 @@ members, a process takes in so many rounds later at the latest."""
 BUFFER_BYTES = 1 << 36
 """Address space of a client's segment for the arrays of `strategy.buffer`; what is not written takes no memory."""
 
+MAX_PARTS = 1024
+"""Parts of dynamic tables on one server: each has an index, and address space for its rows."""
+
+MAX_BESIDE = 128
+"""Tensors beside the rows of one part of a table."""
+
+LOOKUP_BYTES = 1 << 28
+"""Bytes of rows that one call may ask for, however low the memory limit is."""
+
 MAX_BATCH_VARIABLES = 4096
 """Variables that one call may create: while they are read and declared, other calls wait."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
+import sys
 from collections import Counter
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ MAX_DEPTH = 100
 """Greatest depth of nested values; what is deeper could be neither compared nor written again."""
 
 MAX_INTEGER = (1 << 63) - 1
+MAX_REAL = sys.float_info.max
 
 
 class Malformed(ValueError):
@@ -69,6 +71,11 @@ def integer(value: Any, high: int = MAX_INTEGER) -> int:
 def number(value: Any) -> float:
     """A value that is a finite number, not negative; raises `Malformed` for any other."""
     return float(value) if type(value) in (int, float) and 0 <= value <= MAX_INTEGER else _wrong(value, "such a number")
+
+
+def real(value: Any) -> float:
+    """A value that is a finite number; raises `Malformed` for any other."""
+    return float(value) if type(value) in (int, float) and abs(value) <= MAX_REAL else _wrong(value, "a finite number")
 
 
 def text(value: Any) -> str:

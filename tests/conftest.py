@@ -7,9 +7,9 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -30,6 +30,8 @@ settings.load_profile("suite")
 
 KERNELS = "PS_KERNEL_CACHE"
 
+Report = TypeVar("Report", pytest.CollectReport, pytest.TestReport)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Gives all servers of the run one folder of compiled kernels: none rests on what earlier runs have left."""
@@ -47,6 +49,30 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
     finally:
         gc.freeze()  # they stay until the end
         gc.enable()
+
+
+INSISTS = "PS_FRAMEWORKS"
+"""Set by `make test-frameworks`: what is skipped there, since PyTorch or JAX is not installed, has failed."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Fails a module that skips itself, where nothing may be skipped."""
+    return _insisting((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fails a test that is skipped, where nothing may be."""
+    return _insisting((yield))
+
+
+def _insisting(report: Report) -> Report:
+    if os.environ.get(INSISTS) and report.outcome == "skipped":
+        report.outcome, report.longrepr = "failed", f"skipped, and {INSISTS} is set: {report.longrepr}"
+    return report
 
 
 @pytest.fixture

@@ -49,8 +49,11 @@ ONLY_IN = {
     "pickle": set(),
     "marshal": set(),
     "torch": set(),
-    "jax": set(),
+    "jax": {f"psclient.jax.{name}" for name in ("arrays", "parameters", "rows", "state", "trees")},
+    "flax": {"psclient.jax.modules"},
 }
+HAVE_ROOMS = {"torch": "psclient.torch", "jax": "psclient.jax"}
+"""Frameworks, each of which has a room of its own: nobody else imports it, nor that room."""
 ENVIRON_IN = {"psserver.config", "psclient._src.config"}
 FORBIDDEN = {
     "pswire": {"psserver", "psclient", "pstesting", "threading", "asyncio"},
@@ -133,7 +136,16 @@ def test_packages_do_not_look_sideways():
 @pytest.mark.parametrize("library", sorted(ONLY_IN))
 def test_a_library_stands_in_its_room(library):
     """grpc is spoken at the rims, cupy in the array modules, and nothing is pickled anywhere."""
-    assert {module for module in MODULES if library in tops(module)} <= ONLY_IN[library]
+    own = HAVE_ROOMS.get(library)
+    assert {module for module in MODULES if library in tops(module) and room_of(module) != own} <= ONLY_IN[library]
+
+
+def test_nobody_imports_the_rooms_of_frameworks():
+    """Who does not use PyTorch or JAX needs none of them, whatever is imported of psclient."""
+    rooms_of_frameworks = set(HAVE_ROOMS.values())
+    for module in MODULES:
+        found = {room_of(name) for name in imported_modules(module)} & rooms_of_frameworks
+        assert found <= {room_of(module)}, module
 
 
 def environment_lines(module: str) -> list[int]:
@@ -148,11 +160,12 @@ def environment_lines(module: str) -> list[int]:
 
 
 WALL_CLOCK_IN = {
-    "pswire.checkpoint.writer",  # when a checkpoint was saved, for people
+    "pswire.checkpoint.assembly",  # when a checkpoint was saved, for people
     "pswire.security.names",  # certificates
     "psserver.transport.process",  # what its clock says, for psctl doctor
     "psclient.psctl.observer",  # the same
     "psclient.psctl.status",  # since when a server is up
+    "psclient._src.rounds.rounds",  # when rows were updated that live for a time
     "psclient.train.manager",  # keep_checkpoint_every_n_hours
     "psclient.summary.writer",  # TensorBoard
 }

@@ -1,9 +1,14 @@
 """Checks the documents: Python compiles, `python run` blocks run, sessions print what they say, commands exist,
-links lead somewhere, and tests that are named are there."""
+links lead somewhere, and tests that are named are there.
+
+A block that imports a framework which is not installed is passed over, and named: `make test-frameworks` has them all.
+"""
 
 from __future__ import annotations
 
+import ast
 import doctest
+import importlib.util
 import io
 import re
 import shlex
@@ -25,6 +30,9 @@ RUN_SECONDS = 120
 _FENCE = re.compile(r"^```(?P<info>[a-z][^\n]*)\n(?P<text>.*?)^```\s*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?!https?:|#)(?P<path>[^)#]+)")
 _TEST = re.compile(r"`(?P<path>tests/[\w/]+\.py)(?:::(?P<name>\w+))?`")
+FRAMEWORKS = ("torch", "jax", "optax", "flax", "keras")
+"""Packages that are no part of the environment for development."""
+
 _ENDS = {"|", "&&", "||", "&", ">", ">>", "2>", "<", ";", "#"}
 
 
@@ -76,6 +84,18 @@ def _where(path: Path, text: str, start: int) -> str:
     return f"{path.relative_to(ROOT)}:{line}"
 
 
+def missing(snippet: Snippet) -> list[str]:
+    """Returns the frameworks that a block of Python imports, and that are not installed."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(snippet.text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module}
+    tops = {name.removeprefix("psclient.").partition(".")[0] for name in found}
+    return [name for name in FRAMEWORKS if name in tops and importlib.util.find_spec(name) is None]
+
+
 def check_python(snippet: Snippet) -> str:
     """Returns what is wrong, "" for nothing."""
     try:
@@ -86,7 +106,12 @@ def check_python(snippet: Snippet) -> str:
 
 
 def check_run(snippet: Snippet) -> str:
-    """Runs the block in an empty directory."""
+    """Runs the block in an empty directory, where the frameworks are installed that it needs."""
+    if wrong := check_python(snippet):
+        return wrong
+    if without := missing(snippet):
+        sys.stderr.write(f"{snippet.where}: not run, without {' and '.join(without)}\n")
+        return ""
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-c", snippet.text]
         try:

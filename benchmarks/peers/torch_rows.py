@@ -37,7 +37,7 @@ class Server:
 
     def take(self, pushed: Pushed) -> Any:
         """Keeps a worker's gradients; the last worker's make the update."""
-        answer = torch.futures.Future()
+        answer: Any = torch.futures.Future()
         with self._lock:
             self._waiting.append((pushed, answer))
             calls = self._waiting if len(self._waiting) == self._work["workers"] else []

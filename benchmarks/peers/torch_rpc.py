@@ -38,7 +38,7 @@ class Server:
 
     def take(self, first: int, gradients: Gradients) -> Any:
         """Keeps a worker's gradients of the variables from `first` on; the last worker's make the update."""
-        answer = torch.futures.Future()
+        answer: Any = torch.futures.Future()
         with self._lock:
             calls = self._waiting.setdefault(first, [])
             calls.append((gradients, answer))

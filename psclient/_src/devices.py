@@ -278,17 +278,48 @@ def add(a: AnyArray, b: AnyArray) -> AnyArray:
 # ---- Copies that nobody waits for ----
 
 
-class Download:
+class Pending:
+    """A host array that is on its way.
+
+    Attributes:
+        nbytes: of the array.
+        here: the array, once it is known to be there; None before.
+    """
+
+    nbytes: int
+    here: Array | None = None
+
+
+class Coming(Pending):
+    """An array that the program has promised, and is still computing. Given by one thread.
+
+    Args:
+        nbytes: size of the array, in bytes.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._then: list[Callable[[Array], object]] = []
+
+    def when(self, then: Callable[[Array], object]) -> None:
+        """Calls a function with the array, once it is given: after those that were registered before."""
+        self._then.append(then)
+
+    def give(self, array: Array) -> None:
+        """Gives the array, `portable`, which nobody may change until its round is answered."""
+        self.here = array
+        told, self._then = self._then, []
+        for then in told:
+            then(array)
+
+
+class Download(Pending):
     """A host array that a copy from a GPU fills, while the program goes on. May be waited for by any thread.
 
     Args:
         host: the array in host memory that the copy fills.
         done: the event at the end of the copy.
         over: called when somebody has seen that end.
-
-    Attributes:
-        nbytes: of the array.
-        here: the array, once `wait` has seen the end of the copy; None before.
     """
 
     def __init__(self, host: Array, done: _Event, over: Callable[[], object]) -> None:
@@ -296,7 +327,6 @@ class Download:
         self._done = done
         self._over = over
         self.nbytes = host.nbytes
-        self.here: Array | None = None
 
     def wait(self) -> Array:
         """Waits for the end of the copy; returns the array. Raises the device's error if it has failed."""

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from psclient._src import context
 from psclient._src.nest import Nest
 from psclient._src.variables.lookup import LookedUpRows, RowReadable
-from psclient._src.variables.sharded import ShardedVariable, whole_of
+from psclient._src.variables.sharded import CutVariable, whole_of
 from psclient.nn.bags import Bags, Combiner
 from psclient.nn.clipping import clip_rows
 from psclient.nn.id_bags import GivenBags, IdBags
@@ -136,7 +136,7 @@ def _table(params: Any, partition_strategy: str) -> RowReadable:
         )
     tables = list(params) if isinstance(params, list | tuple) else [params]
     whole = whole_of(tables[0]) if tables else None
-    if isinstance(whole, ShardedVariable) and len(tables) == len(whole.variables) > 1:
+    if isinstance(whole, CutVariable) and tables[0] is not whole and len(tables) == len(whole.variables):
         if all(table is shard for table, shard in zip(tables, whole.variables, strict=True)):
             return whole
         raise ValueError(f"params are the shards of {whole.name!r} in another order; give the variable itself")

@@ -18,8 +18,10 @@ from psclient._src.tracing.diagnostics import refuse_slots
 from psclient._src.tracing.hyperparameters import Settings, is_view
 from psclient._src.variables.sharded import shards_of
 from psclient._src.variables.sparse_updates import Sparse
+from psclient._src.variables.table_views import join_views, without_views
+from psclient._src.variables.tables import OneRow, TableVariable
 from psclient._src.variables.variable import Variable
-from psclient.optimizers.checks import Exclusions, check_variables
+from psclient.optimizers.checks import Exclusions, check_tables, check_variables
 from psclient.optimizers.configs import Described
 from psclient.optimizers.loss_scale import DynamicLossScale
 from psclient.optimizers.options import OPTIONS, LearningRate, check_options, check_rate, rate_now
@@ -60,7 +62,8 @@ class Optimizer(Described):
         sparse: what a step is to the rows that a gradient of rows does not have. "exact": what it is for the whole
             gradient, made up when a row is touched, read or saved; each value has the same bits. "lazy": nothing, also
             where the optimizer would go on with momentum or decay. "dense": what it is for the whole gradient, which is
-            made. A step that is not elementwise, as with `clipnorm`, is dense.
+            made. A step that is not elementwise, as with `clipnorm`, is dense. Dynamic tables have no dense steps, and
+            refuse what needs one.
 
     Raises:
         ValueError: more than one way of clipping, a number that is out of its range or not finite, or another `sparse`.
@@ -72,6 +75,8 @@ class Optimizer(Described):
     _fixed_once_built: ClassVar[Set[str]] = frozenset({"slots", "use_ema"})
     _by_row: ClassVar[bool] = True
     """Whether `update` computes each row by itself, so that it may run beside the shards of a partitioned variable."""
+    _decays_before: ClassVar[bool] = True
+    """Whether a variable decays before `update`; else `update` does it, by `self.weight_decay`, if `self._decaying`."""
     _slot_of: ClassVar[Mapping[str, str]] = {}
     """Slots by the attribute that needs them: a slot is there if its attribute is true."""
     _ranges: ClassVar[Mapping[str, Range]] = {}
@@ -198,7 +203,9 @@ class Optimizer(Described):
 
         Args:
             slot: one of the names in `slots`.
-            v: the variable that the slot belongs to.
+            v: the variable that the slot belongs to. For a dynamic table one row of it, of shape (1, *row shape), with
+                its name and dtype: the slot of each key begins with what is returned, which is the same number
+                everywhere.
         """
         return np.zeros(v.shape, state_dtype(v.dtype))
 
@@ -231,7 +238,7 @@ class Optimizer(Described):
             ValueError: there are none, or one is not trainable, or of integers, or not of the optimizer's strategy.
             TypeError: one of them is no variable.
         """
-        wholes = [values.container(v) for v in variables]
+        wholes = without_views([values.container(v) for v in variables])
         self._check_variables(wholes)
         with wholes[0].strategy.scope():
             if context.in_cross_replica_context():
@@ -245,7 +252,8 @@ class Optimizer(Described):
 
     def _needs(self, v: Variable) -> Needs:
         refuse_slots(self)
-        slots = {slot: self.initial_slot(slot, v) for slot in self.slots}
+        of = OneRow.of(v) if isinstance(v, TableVariable) else v
+        slots = {slot: self.initial_slot(slot, cast(Variable, of)) for slot in self.slots}
         return Needs(slots, self.use_ema, bool(self.gradient_accumulation_steps))
 
     @property
@@ -335,6 +343,7 @@ class Optimizer(Described):
         if self._driver.was_of(variables):
             return
         check_variables(variables)
+        check_tables(self, [v for v in variables if isinstance(v, TableVariable)])
         cut = [v for v in variables if len(shards_of(v)) > 1 and not self._by_row]
         if cut:
             raise ValueError(
@@ -356,15 +365,17 @@ class Optimizer(Described):
         every scope, with per-replica gradients.
 
         Args:
-            grads_and_vars: (gradient, variable) pairs; each gradient of its variable's shape.
+            grads_and_vars: (gradient, variable) pairs; each gradient of its variable's shape. That of a dynamic table
+                is `IndexedSlices` by its keys; those of tables of one group become one.
 
         Raises:
             ValueError: there are no pairs, a gradient is None or of another shape than its variable, a variable is
-                not trainable, or not of the optimizer's strategy.
+                not trainable, or not of the optimizer's strategy; or an option of the optimizer needs a whole variable,
+                which a dynamic table is not.
             TypeError: there is no variable in a pair.
         """
         pairs = list(grads_and_vars)
-        grads, variables = [gradient for gradient, _ in pairs], [values.container(v) for _, v in pairs]
+        grads, variables = join_views([gradient for gradient, _ in pairs], [values.container(v) for _, v in pairs])
         self._check_variables(variables)
         with context.within(variables[0].strategy):
             if context.in_cross_replica_context():

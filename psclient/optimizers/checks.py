@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from psclient._src import values
+from psclient._src.distribute.reduction import Absent
 from psclient._src.variables.indexed_slices import IndexedSlices
+from psclient._src.variables.tables import TableVariable
 from psclient._src.variables.variable import Variable
+from psclient.optimizers.loss_scale import DynamicLossScale
 
 
 def check_variables(variables: Sequence[Any]) -> None:
@@ -37,6 +40,45 @@ def check_variables(variables: Sequence[Any]) -> None:
         raise ValueError("a variable stands in several pairs; add up its gradients first")
 
 
+def check_tables(optimizer: Any, tables: Sequence[TableVariable]) -> None:
+    """Raises `ValueError`, which says what to do, where an optimizer cannot train dynamic tables.
+
+    Args:
+        optimizer: the optimizer, with its options.
+        tables: the tables among the variables that it is given.
+    """
+    if not tables:
+        return
+    which = f"a {type(optimizer).__name__} cannot train table {tables[0].name!r}"
+    for option, refuses, why in _NOT_FOR_TABLES:
+        if refuses(getattr(optimizer, option)):
+            raise ValueError(f"{which} with {option}={getattr(optimizer, option)!r}: {why}")
+    if not optimizer._by_row:
+        raise ValueError(f"{which}: its steps need all of a variable, and a table has no whole; take another optimizer")
+
+
+_NORMS = "servers update the rows of a table without measuring their gradient as a whole; take clipvalue"
+
+_NOT_FOR_TABLES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("clipnorm", lambda norm: norm is not None, _NORMS),
+    ("global_clipnorm", lambda norm: norm is not None, _NORMS),
+    ("use_ema", bool, "the average of a row would begin with the row's first value, and slots begin with one number"),
+    (
+        "gradient_accumulation_steps",
+        bool,
+        "rows without a gradient in the last of these calls would miss the step; make the batch larger",
+    ),
+    (
+        "loss_scale_factor",
+        lambda factor: isinstance(factor, DynamicLossScale),
+        "servers update the rows of a table without a look at all gradients; give a number, and the strategy "
+        "Sync(nonfinite='skip')",
+    ),
+    ("sparse", lambda sparse: sparse == "dense", "a table has no whole; take 'exact' or 'lazy'"),
+)
+"""Options that tables do not have, with a test of their values, and the reason."""
+
+
 def check_gradients(gradients: Sequence[object], variables: Sequence[Variable]) -> None:
     """Raises unless all replicas' gradients can be steps of the variables.
 
@@ -44,12 +86,19 @@ def check_gradients(gradients: Sequence[object], variables: Sequence[Variable]) 
         ValueError: a gradient is None, or of another shape, or complex where the variable is not.
     """
     for gradient, v in zip(gradients, variables, strict=True):
+        if isinstance(gradient, Absent):
+            continue
         if not (type(gradient) is np.ndarray and gradient.shape == v.spec.shape and gradient.dtype.kind in "fiub"):
             _check_gradient(gradient, v)
 
 
 def _check_gradient(gradient: object, v: Variable) -> None:
     for own in values.local_results(gradient):
+        if isinstance(v, TableVariable) and own is not None and not isinstance(own, IndexedSlices):
+            raise ValueError(
+                f"the gradient of table {v.name!r} is a {type(own).__name__}; give rows.gradient(d) of what was looked "
+                "up, or ps.IndexedSlices(rows, keys)"
+            )
         if isinstance(own, IndexedSlices):
             own = own.with_shape(v.shape)
         if own is None:

@@ -6,10 +6,14 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from itertools import repeat
+from typing import Any, NamedTuple, Protocol, cast
+
+import numpy as np
 
 from psclient._src import context
 from psclient._src.devices import Value
+from psclient._src.distribute.reduction import Absent
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.distribute.template import TemplateCache
 from psclient._src.nest import Nest
@@ -28,13 +32,42 @@ _TRAINABLE = operator.attrgetter("trainable")
 class Rule(Protocol):
     """An optimizer, as its driver sees it."""
 
-    clipnorm: float | None
-    global_clipnorm: float | None
-    loss_scale_factor: float | DynamicLossScale | None
-    sparse: Sparse
+    @property
+    def clipnorm(self) -> float | None:
+        """As of `Optimizer`."""
+
+    @property
+    def global_clipnorm(self) -> float | None:
+        """As of `Optimizer`."""
+
+    @property
+    def loss_scale_factor(self) -> float | DynamicLossScale | None:
+        """As of `Optimizer`."""
+
+    @property
+    def sparse(self) -> Sparse:
+        """As of `Optimizer`."""
 
     def settings(self) -> Settings:
         """Returns the hyperparameters of now."""
+
+
+class StepFunctions(NamedTuple):
+    """The update functions that make a step; see `step_functions`.
+
+    Attributes:
+        begin, measure, measure_norm, apply: as there.
+        settings: returns what they are given of the optimizer for a variable; the numbers in it are the same for all.
+            None for the same.
+        optional: True if a gradient may be `Absent`, and a variable stays as it is of which all processes have none.
+    """
+
+    begin: Callable[..., object] = begin
+    measure: Callable[..., object] = measure
+    measure_norm: Callable[..., object] = measure_norm
+    apply: Callable[..., object] = apply
+    settings: Callable[[Variable], Settings] | None = None
+    optional: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +85,10 @@ class StepKey:
     decays: tuple[bool, ...]
     settings: Settings
     copies: int
+
+    def is_of(self, variables: Sequence[Variable]) -> bool:
+        """Returns whether it is of these variables, and all of them are still trained."""
+        return _same(self.variables, variables) and all(map(_TRAINABLE, variables))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StepKey) or not _same(self.variables, other.variables):
@@ -71,6 +108,7 @@ class StepDriver:
         check: raises where the optimizer cannot train some variables together.
         needs: returns the state that a variable needs beside it.
         decays: returns whether a variable takes part in weight decay.
+        functions: make the steps.
     """
 
     def __init__(
@@ -80,20 +118,22 @@ class StepDriver:
         check: Callable[[Sequence[Variable]], None],
         needs: Callable[[Variable], Needs],
         decays: Callable[[Variable], bool],
+        functions: StepFunctions = StepFunctions(),  # noqa: B008  # it is frozen
     ) -> None:
         self._rule = rule
         self._state = state
         self._check, self._needs, self._decays = check, needs, decays
+        self._functions = functions
         self._cache = TemplateCache()
 
     def was_of(self, variables: Sequence[Variable]) -> bool:
         """Returns whether the last step was of these variables, so that they need no check. For any thread."""
         known: StepKey | None = self._cache.key
-        return known is not None and _same(known.variables, variables) and all(map(_TRAINABLE, variables))
+        return known is not None and known.is_of(variables)
 
     def build(self, strategy: Strategy, variables: Sequence[Variable]) -> None:
         """Creates what is not there yet of the state for variables. In cross-replica context."""
-        self._state.build(variables, self._needs, self._in_stages(strategy, variables))
+        self._state.build(variables, self._needs, self.in_stages(strategy, variables))
 
     def apply_whole(self, strategy: Strategy, grads: list[Value], variables: list[Variable]) -> None:
         """Makes a step in cross-replica context: in a section of its own, but within a merge call.
@@ -112,60 +152,98 @@ class StepDriver:
         self._apply(strategy, context.unbox(boxes), variables, alone=True)
 
     def _apply(self, strategy: Strategy, grads: list[Value], variables: list[Variable], alone: bool = False) -> None:
-        rule, state = self._rule, self._state
         self._check(variables)
         check_gradients(grads, variables)
         self.build(strategy, variables)
-        settings = rule.settings()
-        record = partial(self._record, strategy, settings, grads, variables)
+        settings = self._rule.settings()
         if not alone:
-            record()
+            self.record(strategy, settings, grads, variables)
             return
-        key = StepKey(tuple(variables), tuple(map(self._decays, variables)), settings, len(state.everywhere))
+        record = partial(self.record, strategy, settings, grads, variables)
         local = partial(strategy.extended.contributions, grads, variables)
-        strategy.backend.replay(self._cache, key, settings.numbers, local, record)
+        strategy.backend.replay(self._cache, self.key(settings, variables), settings.numbers, local, record)
 
-    def _record(self, strategy: Strategy, settings: Settings, grads: list[Value], variables: list[Variable]) -> None:
+    def key(self, settings: Settings, variables: Sequence[Variable]) -> StepKey:
+        """Returns the key of a repeatable step with the settings of now."""
+        decays = tuple(map(self._decays, variables))
+        return StepKey(tuple(variables), decays, settings, len(self._state.everywhere))
+
+    def record(
+        self, strategy: Strategy, settings: Settings, grads: Sequence[Value], variables: Sequence[Variable]
+    ) -> None:
+        """Makes the reductions and updates of a step, one by one. In cross-replica context, once the state is built.
+
+        Args:
+            strategy: the strategy.
+            settings: those of now.
+            grads: of each variable the gradient.
+            variables: the variables.
+        """
         extended, state = strategy.extended, self._state
         sums = extended.batch_reduce_to("sum", list(zip(grads, variables, strict=True)))
-        if self._in_stages(strategy, variables):
+        given: list[Value] = []
+        if self.in_stages(strategy, variables):
+            if self._functions.optional:
+                flags = np.array([not isinstance(gradient, Absent) for gradient in grads], np.float32)
+                given.append(extended.reduce_to("sum", flags, variables[0]))
             for v, gradient in zip(variables, sums, strict=True):
                 extended.update(cast(Variable, state.of(v).staged), become, (gradient,))
             sums = [state.of(v).staged for v in variables]
-        measured, norms = self._measured(strategy, settings, variables, sums)
+        measured, norms = self._measured(strategy, settings, variables, sums, given)
         begun, finite = {}, measured.get("finite")
         for shared in state.everywhere:
             counted = shared["iterations"].devices
-            begun[id(shared)] = extended.update_non_slot(counted, begin, (settings, shared, finite))
-        step = SparseUpdate(apply, self._rule.sparse)
-        for v, gradient in zip(variables, sums, strict=True):
+            begun[id(shared)] = extended.update_non_slot(counted, self._functions.begin, (settings, shared, finite))
+        step = SparseUpdate(self._functions.apply, self._rule.sparse, optional=self._functions.optional)
+        for v, gradient, count in zip(variables, sums, given[0] if given else repeat(1), strict=False):
+            if not count:
+                continue
             own, now = state.of(v), begun[id(state.beside(v))]
             rest = (norms.get(id(v), measured.get("norm")), own.average, self._decays(v), own.slots)
-            extended.update(v, step, (settings, gradient, own.accumulator, now, *rest))
+            extended.update(v, step, (self._settings_of(v, settings), gradient, own.accumulator, now, *rest))
+
+    def _settings_of(self, v: Variable, settings: Settings) -> Settings:
+        return settings if self._functions.settings is None else self._functions.settings(v)
 
     def _measured(
-        self, strategy: Strategy, settings: Settings, variables: Sequence[Variable], sums: Sequence[Value]
+        self,
+        strategy: Strategy,
+        settings: Settings,
+        variables: Sequence[Variable],
+        sums: Sequence[Value],
+        others: list[Value],
     ) -> tuple[dict[str, Value], dict[int, Value]]:
         """The norm of all gradients, and whether they are finite, as far as these are needed.
 
-        Also the norm of each gradient that is clipped by its own, and is in shards; by the id of its variable.
+        Also the norm of each gradient that is clipped by its own, and is in shards; by the id of its variable. Where a
+        step takes two rounds, the first one brings other values as well, which take the place of those in `others`.
         """
         extended, state = strategy.extended, self._state
         of = list(zip(variables, sums, strict=True))
         measured: list[tuple[Sequence[Variable], list[dict[str, Value]]]] = []
-        for fn, some in ((measure, of if self._measures else []), *((measure_norm, [each]) for each in self._cut(of))):
+        fns = self._functions
+        for fn, some in (
+            (fns.measure, of if self._measures else []),
+            *((fns.measure_norm, [each]) for each in self._cut(of)),
+        ):
             parts: list[dict[str, Value]] = []
             for v, own in some:
-                given = (settings, own, state.of(v).accumulator, state.beside(v).get("loss_scale"))
+                given = (
+                    self._settings_of(v, settings),
+                    own,
+                    state.of(v).accumulator,
+                    state.beside(v).get("loss_scale"),
+                )
                 parts += _by_shard(v, extended.update(v, fn, given))
             if parts:
                 measured.append(([v for v, _ in some], parts))
-        if self._in_stages(strategy, variables):
+        if self.in_stages(strategy, variables):
             # A value never crosses servers inside a section: the parts come here, and what they make goes back.
             leaves = [part[name] for _, parts in measured for part in parts for name in part]
-            arrays = iter(strategy.backend.bring(leaves))
+            arrays = iter(strategy.backend.bring([*leaves, *others]))
             here = [[{name: next(arrays) for name in part} for part in parts] for _, parts in measured]
             found = [total(parts) for parts in here]
+            others[:] = arrays
         else:
             found = [extended.update_non_slot(extended.non_slot_devices(vs), total, (parts,)) for vs, parts in measured]
         of_all = cast(dict[str, Value], found.pop(0)) if self._measures else {}
@@ -180,7 +258,7 @@ class StepDriver:
     def _measures(self) -> bool:
         return self._rule.global_clipnorm is not None or isinstance(self._rule.loss_scale_factor, DynamicLossScale)
 
-    def _in_stages(self, strategy: Strategy, variables: Sequence[Variable]) -> bool:
+    def in_stages(self, strategy: Strategy, variables: Sequence[Variable]) -> bool:
         """Returns whether a step takes two rounds: what it has to know of a gradient, or all, is on several servers."""
         alone = strategy.backend.group.alone
         if alone and isinstance(self._rule.loss_scale_factor, DynamicLossScale):

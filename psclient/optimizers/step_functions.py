@@ -44,6 +44,7 @@ class OptimizerView(Protocol):
     learning_rate: Value
     ema_momentum: float
     ema_overwrite_frequency: int | None
+    _decays_before: bool
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> object:
         """Updates one variable; returns nothing."""
@@ -222,7 +223,8 @@ def _change(
 ) -> None:
     if "rate" in begun:
         vars(optimizer)["_learning_rate"] = begun["rate"].astype(own.dtype)
-    if decays:
+    vars(optimizer)["_decaying"] = decays
+    if decays and optimizer._decays_before:
         value = v.astype(own.dtype)
         v.assign(value - value * optimizer.weight_decay * optimizer.learning_rate)
     before = v.assigned if isinstance(v, VariableTracer) else v.read_value()

@@ -10,13 +10,15 @@ from typing import Any
 
 import click
 
-from psclient.psctl.checkpoint_diff import DIFFERENCES, difference, other_differences
+from psclient.psctl.checkpoint_diff import DIFFERENCES, differences, other_differences
 from psclient.psctl.checkpoint_export import export_npz, export_safetensors, widened
 from psclient.psctl.output import WIDTH, shape, size, table
 from psclient.psctl.settings import CommandSettings, as_json, settings
+from pswire.checkpoint.compaction import compact
 from pswire.checkpoint.manifest import MANIFEST, Manifest
 from pswire.checkpoint.reader import FoundCheckpoint, SavedCheckpoint, open_saved, require
 from pswire.checkpoint.storage import storage_at
+from pswire.checkpoint.table_tensors import beside
 from pswire.errors import ConfigError, DamagedCheckpoint
 
 EXPORTS = {".safetensors": export_safetensors, ".npz": export_npz}
@@ -52,7 +54,7 @@ def ls(settings: CommandSettings, directory: str) -> int:
     rows: list[Sequence[str]] = [[*line(each, latest)] for each in shown]
     rows += [(name, f"damaged: {why}") for name, why in damaged.items()]
     rows += [(name, "incomplete: it has no manifest") for name in listed.torn]
-    made = table(("checkpoint", "", "round", "saved", "variables", "values", "written by"), rows)
+    made = table(("checkpoint", "", "changes to", "round", "saved", "variables", "values", "written by"), rows)
     said = {"checkpoints": shown, "incomplete": listed.torn, "damaged": damaged, "latest": latest}
     return settings.tell(said, made if rows else f"there is no checkpoint in {directory}")
 
@@ -71,13 +73,15 @@ def show_checkpoint(settings: CommandSettings, path: str) -> int:
     paths = _paths(manifest)
     rows = (
         (name, spec.dtype, shape(spec.shape), f"{spec.nbytes:,}", *map(", ".join, (saved.files, paths.get(name, ()))))
-        for name, saved in sorted(manifest.tensors.items())
+        for name, saved in sorted(manifest.variables.items())
         for spec in [saved.spec]
     )
     made = table(("variable", "dtype", "shape", "bytes", "file", "objects"), rows)
     positions = [f"dataset {each.dataset}: epoch {each.epoch}, index {each.index}" for each in manifest.positions]
     state = [f"state of {name}: {json.dumps(value)[:WIDTH]}" for name, value in sorted(manifest.state.items())]
-    return settings.tell({"path": found.full, **json.loads(manifest.text())}, heading, made, *positions, *state)
+    tables = [_told_of(found, name) for name in manifest.tables]
+    said = {"path": found.full, **json.loads(manifest.text())}
+    return settings.tell(said, heading, made, *tables, *positions, *state)
 
 
 @checkpoint.command()
@@ -93,7 +97,7 @@ def verify(settings: CommandSettings, path: str) -> int:
         told = {"path": path, "whole": False, "without_checksum": 0, "faults": [fault]}
         return settings.tell(told, f"{path} is damaged: {error}", wrong=True)
     faults = [{"file": file, "fault": fault} for file, fault in found.verify()]
-    count = len(found.manifest.tensors)
+    count = len(found.manifest.variables)
     pieces = (saved.pieces(name) for name, saved in found.manifest.tensors.items())
     without = sum(not all(one.checksum for one in each) for each in pieces)
     said = {"path": found.full, "whole": not faults, "without_checksum": without, "faults": faults}
@@ -101,7 +105,8 @@ def verify(settings: CommandSettings, path: str) -> int:
         made = table(("file", "fault"), ((each["file"], each["fault"]) for each in faults))
         return settings.tell(said, f"{found.full} is damaged", made, wrong=True)
     note = f"; {without} of them have no checksum, as older versions wrote them" if without else ""
-    return settings.tell(said, f"{found.full} is whole: {count} variables{note}")
+    bases = f", with what it has the changes to: {', '.join(base.name for base in found.bases)}" if found.bases else ""
+    return settings.tell(said, f"{found.full} is whole: {count} variables{note}{bases}")
 
 
 @checkpoint.command()
@@ -112,7 +117,7 @@ def verify(settings: CommandSettings, path: str) -> int:
 def diff(settings: CommandSettings, first: str, second: str) -> int:
     """Compares the checkpoints A and B: names, dtypes, shapes and values; exits with 1 where they differ."""
     a, b = open_saved(first), open_saved(second)
-    found = [difference(a, b, name) for name in sorted({*a.manifest.tensors, *b.manifest.tensors})]
+    found = [*differences(a, b)]
     differing = [each for each in found if not each.same]
     others = other_differences(a.manifest, b.manifest)
     said = {
@@ -151,9 +156,38 @@ def export(settings: CommandSettings, path: str, out: Path, force: bool) -> int:
     wide = widened(found.manifest) if out.suffix == ".npz" else []
     if wide and not settings.json:
         click.echo(f"NumPy's files know no bfloat16; as float32, exactly: {', '.join(wide)}", err=True)
-    count = len(found.manifest.tensors)
+    count = len(found.manifest.variables)
     said = {"path": found.full, "file": str(out), "tensors": count, "widened": wide}
     return settings.tell(said, f"{count} variables of {found.full} are in {out}")
+
+
+@checkpoint.command("compact")
+@click.argument("path")
+@as_json
+@settings
+def compact_checkpoint(settings: CommandSettings, path: str) -> int:
+    """Makes the delta at PATH a whole checkpoint, which needs no other one any more; the files are checked before."""
+    found = open_saved(path)
+    bases = [base.name for base in found.bases]
+    whole = compact(found)
+    nbytes = sum(whole.manifest.files.values())
+    said = {"path": found.full, "bases": bases, "nbytes": nbytes}
+    if not bases:
+        return settings.tell(said, f"{found.full} is whole already")
+    needless = ", ".join(bases)
+    return settings.tell(said, f"{found.full} is whole, {size(nbytes)}; it does not need {needless} any more")
+
+
+def _told_of(found: SavedCheckpoint, name: str) -> str:
+    """A line about a dynamic table: its rows, and the bytes of all that is saved of it."""
+    manifest = found.manifest
+    nbytes = sum(manifest.tensors[tensor].spec.nbytes for tensor, owner in manifest.owners.items() if owner == name)
+    rows, since = manifest.tensors[name].spec.shape[0], manifest.tables[name].since
+    what = f"{rows:,} rows"
+    if since >= 0 and manifest.base is not None:
+        dropped = manifest.tensors[beside(name, "deleted_keys")].spec.shape[0]
+        what = f"{rows:,} rows changed and {dropped:,} dropped since {manifest.base.name}"
+    return f"table {name}: {what}, {size(nbytes)}, as of its round {manifest.tables[name].round}"
 
 
 def summary(found: SavedCheckpoint) -> dict[str, Any]:
@@ -164,7 +198,8 @@ def summary(found: SavedCheckpoint) -> dict[str, Any]:
         "path": found.full,
         "round": manifest.round,
         "saved_at": manifest.saved_at,
-        "tensors": len(manifest.tensors),
+        "base": manifest.base.name if manifest.base else None,
+        "tensors": len(manifest.variables),
         "nbytes": sum(saved.spec.nbytes for saved in manifest.tensors.values()),
         "library": manifest.library,
     }
@@ -172,7 +207,8 @@ def summary(found: SavedCheckpoint) -> dict[str, Any]:
 
 def line(said: Mapping[str, Any], latest: str | None) -> Iterator[str]:
     """The same as a row of the table of `ls`."""
-    yield from (said["name"], "latest" if said["name"] == latest else "", str(said["round"]), _time(said["saved_at"]))
+    yield from (said["name"], "latest" if said["name"] == latest else "", said["base"] or "")
+    yield from (str(said["round"]), _time(said["saved_at"]))
     yield from (str(said["tensors"]), size(said["nbytes"]), said["library"] or "-")
 
 

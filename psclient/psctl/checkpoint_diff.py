@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pswire.checkpoint.manifest import Manifest
+from pswire.checkpoint.merged_tables import MergedTable
 from pswire.checkpoint.reader import SavedCheckpoint
+from pswire.checkpoint.table_layers import kind_of
 from pswire.model.tensor import Array, TensorSpec
 
 CHUNK = 1 << 20
@@ -20,13 +23,15 @@ DIFFERENCES = ("variable", "A", "B", "elements that differ", "largest difference
 
 @dataclass(frozen=True)
 class Difference:
-    """One variable in two checkpoints.
+    """One variable in two checkpoints. Rows of a dynamic table are compared by their keys.
 
     Attributes:
         name: name of the variable.
         a, b: dtype and shape in each; None where it is not there.
-        count: elements that differ; two that are no number are the same. None where shape or dtype differ.
+        count: elements that differ; two that are no number are the same. None where shape or dtype differ. Of a table
+            those of rows whose key one of both does not have count as well.
         largest: greatest absolute difference; infinite where only one is a number. None as above, and of bools.
+        elements: of a table, elements of the rows that any of both has; None of others.
     """
 
     name: str
@@ -34,6 +39,12 @@ class Difference:
     b: TensorSpec | None
     count: int | None = None
     largest: float | None = None
+    elements: int | None = None
+
+    @property
+    def total(self) -> int:
+        """Elements that were compared."""
+        return self.elements if self.elements is not None else self.a.size if self.a else 0
 
     @property
     def same(self) -> bool:
@@ -42,7 +53,7 @@ class Difference:
 
     def cells(self) -> tuple[str, ...]:
         """A row of a table with `DIFFERENCES` as headings; numbers are left out where they cannot be compared."""
-        counted = "" if self.count is None or self.a is None else f"{self.count:,} of {self.a.size:,}"
+        counted = "" if self.count is None or self.a is None else f"{self.count:,} of {self.total:,}"
         largest = "" if self.largest is None else f"{self.largest:.6g}"
         return self.name, str(self.a or "-"), str(self.b or "-"), counted, largest
 
@@ -62,6 +73,42 @@ def difference(a: SavedCheckpoint, b: SavedCheckpoint, name: str) -> Difference:
     if x is None or x != y:
         return Difference(name, x, y)
     return Difference(name, x, y, *compare(a.tensor(name), b.tensor(name)))
+
+
+def differences(a: SavedCheckpoint, b: SavedCheckpoint) -> Iterator[Difference]:
+    """Compares all variables, by name; of a dynamic table in both, deltas included, what is saved beside its rows, too.
+
+    Raises:
+        CheckpointError: something cannot be read.
+    """
+    both = {
+        name: table
+        for name, table in a.manifest.tables.items()
+        if name in b.manifest.tables and kind_of(table.spec) == kind_of(b.manifest.tables[name].spec)
+    }
+    owned = {tensor for each in (a, b) for tensor, table in each.manifest.owners.items() if table in both}
+    names = {*a.manifest.tensors, *b.manifest.tensors} - owned
+    tables = {name: (MergedTable.of(a, name), MergedTable.of(b, name)) for name in both}
+    names |= {tensor for pair in tables.values() for one in pair for tensor in one.rows}
+    owners = {tensor: pair for pair in tables.values() for one in pair for tensor in one.rows}
+    for name in sorted(names):
+        yield _of_tables(name, *owners[name]) if name in owners else difference(a, b, name)
+
+
+def _of_tables(name: str, a: MergedTable, b: MergedTable) -> Difference:
+    """Compares what one tensor has for the same keys."""
+    x, y = a.rows.get(name), b.rows.get(name)
+    if x is None or y is None or (x.dtype, x.shape[1:]) != (y.dtype, y.shape[1:]):
+        return Difference(name, x, y)
+    row = TensorSpec(x.dtype, x.shape[1:]).size
+    _, at, to = np.intersect1d(a.hashes, b.hashes, assume_unique=True, return_indices=True)
+    alone = len(a) + len(b) - 2 * at.size
+    count, largest = alone * row, None
+    if name.removeprefix(f"{a.name}/") != "keys":
+        one, other = (np.concatenate([*each.pieces(name)])[rows] for each, rows in ((a, at), (b, to)))
+        differing, largest = compare(one, other)
+        count += differing
+    return Difference(name, x, y, count, largest, (at.size + alone) * row)
 
 
 def compare(a: Array, b: Array) -> tuple[int, float | None]:
@@ -85,5 +132,7 @@ def _largest(x: Array, y: Array) -> float:
 
 
 def other_differences(a: Manifest, b: Manifest) -> list[str]:
-    """Returns what differs beside the variables: some of "positions", "objects" and "state"."""
-    return [name for name in ("positions", "objects", "state") if getattr(a, name) != getattr(b, name)]
+    """Returns what differs beside the variables: some of "positions", "objects", "state" and "tables"."""
+    found = [name for name in ("positions", "objects", "state") if getattr(a, name) != getattr(b, name)]
+    specs = [{name: (table.spec, table.slots) for name, table in each.tables.items()} for each in (a, b)]
+    return found + ["tables"] * (specs[0] != specs[1])

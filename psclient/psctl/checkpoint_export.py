@@ -12,6 +12,7 @@ from typing import BinaryIO
 import numpy as np
 
 from pswire.checkpoint import safetensors_stream
+from pswire.checkpoint.compaction import whole_columns
 from pswire.checkpoint.manifest import Manifest
 from pswire.checkpoint.reader import SavedCheckpoint
 
@@ -19,24 +20,28 @@ from pswire.checkpoint.reader import SavedCheckpoint
 def export_safetensors(found: SavedCheckpoint, out: Path) -> None:
     """Writes one safetensors file; its metadata names those of complex128, whose parts are one dimension more.
 
+    Of a delta dynamic tables are whole.
+
     Raises:
         CheckpointError: the checkpoint cannot be read.
         OSError: the file cannot be written.
     """
-    specs = {name: saved.spec for name, saved in found.manifest.tensors.items()}
+    columns = {column.name: column for column in whole_columns(found)}
+    specs = {name: column.spec for name, column in columns.items()}
     with _written(out) as file:
         file.write(safetensors_stream.header(specs))
         for name in safetensors_stream.ordered(specs):
-            safetensors_stream.append(file, (found.tensor(name),))
+            safetensors_stream.append(file, columns[name].pieces())
 
 
 def export_npz(found: SavedCheckpoint, out: Path) -> None:
     """Writes one file that `numpy.load` reads; bfloat16 becomes float32. Raises as `export_safetensors`."""
     with _written(out) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        for name, saved in sorted(found.manifest.tensors.items()):
-            value = found.tensor(name)
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                wide = value.astype(np.float32) if saved.spec.dtype == "bfloat16" else value
+        for column in sorted(whole_columns(found), key=lambda column: column.name):
+            pieces = [*column.pieces()]
+            value = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            with archive.open(f"{column.name}.npy", "w", force_zip64=True) as member:
+                wide = value.astype(np.float32) if column.spec.dtype == "bfloat16" else value
                 np.lib.format.write_array(member, wide, allow_pickle=False)
 
 

@@ -70,9 +70,9 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def shape(sizes: Iterable[int]) -> str:
-    """A shape for people: `[64,10]`."""
-    return f"[{','.join(map(str, sizes))}]"
+def shape(sizes: Iterable[int | None]) -> str:
+    """A shape for people: `[64,10]`; of a dynamic table, which has no size, `[?,10]`."""
+    return f"[{','.join('?' if n is None else str(n) for n in sizes)}]"
 
 
 def short(task: str) -> str:

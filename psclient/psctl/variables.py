@@ -37,7 +37,7 @@ def variables(settings: CommandSettings, pattern: str) -> int:
     said = {
         "variables": [_report(variable, primaries) for variable in found],
         "servers": totals(found),
-        "bytes": sum(variable.spec.tensor.nbytes for variable in found),
+        "bytes": sum(variable.spec.nbytes for variable in found),
     }
     none = f"no variable matches {pattern!r}; the job has {len(known)}"
     return settings.tell(said, *(_tables(said) if found else [none]))
@@ -46,7 +46,13 @@ def variables(settings: CommandSettings, pattern: str) -> int:
 def slots(variables: Iterable[PlacedVariable]) -> dict[str, str]:
     """For each variable that an optimizer keeps beside another the name of that one: `adam/w/m` is beside `w`."""
     names = {v.spec.name: v for v in variables}
-    found = {name: _primary(name, names) for name, v in names.items() if not v.spec.trainable}
+    rows = {(part.table, part.first): name for name, v in names.items() if (part := v.spec.part) and part.slot is None}
+    found = {name: _primary(name, names) for name, v in names.items() if not (v.spec.trainable or v.spec.part)}
+    found |= {
+        name: rows.get((part.table, part.first), "")
+        for name, v in names.items()
+        if (part := v.spec.part) and part.slot is not None
+    }
     return {name: primary for name, primary in found.items() if primary}
 
 
@@ -70,11 +76,15 @@ def totals(variables: Iterable[PlacedVariable]) -> list[dict[str, Any]]:
     held: dict[int, list[int]] = {}
     for variable in variables:
         for server in variable.servers:
-            held.setdefault(server, []).append(variable.spec.tensor.nbytes)
+            held.setdefault(server, []).append(variable.spec.nbytes)
     return [
         {"task": str(Task("ps", server)), "variables": len(sizes), "bytes": sum(sizes)}
         for server, sizes in sorted(held.items())
     ]
+
+
+def _bytes(nbytes: int | None) -> str:
+    return "-" if nbytes is None else f"{nbytes:,}"
 
 
 def _matches(variable: PlacedVariable, primaries: Mapping[str, str], pattern: str) -> bool:
@@ -88,8 +98,8 @@ def _report(variable: PlacedVariable, primaries: Mapping[str, str]) -> dict[str,
         "id": variable.id,
         "name": spec.name,
         "dtype": spec.tensor.dtype,
-        "shape": list(spec.tensor.shape),
-        "bytes": spec.tensor.nbytes,
+        "shape": [None, *spec.tensor.shape[1:]] if spec.part else list(spec.tensor.shape),
+        "bytes": None if spec.part else spec.nbytes,
         "servers": [str(Task("ps", server)) for server in variable.servers],
         "trainable": spec.trainable,
         "slot_of": primaries.get(spec.name),
@@ -98,7 +108,7 @@ def _report(variable: PlacedVariable, primaries: Mapping[str, str]) -> dict[str,
 
 def _tables(said: Mapping[str, Any]) -> Iterator[Table]:
     rows = (
-        ("  " * bool(each["slot_of"]) + each["name"], shape(each["shape"]), each["dtype"], f"{each['bytes']:,}", where)
+        ("  " * bool(each["slot_of"]) + each["name"], shape(each["shape"]), each["dtype"], _bytes(each["bytes"]), where)
         for each in said["variables"]
         for where in [", ".join(map(short, each["servers"]))]
     )

@@ -25,12 +25,14 @@ class Content:
         state: states of other objects by path, JSON.
         delete: names of checkpoints beside it that are to be deleted once it is complete.
         latest: True if it is the one to go on from, once it is complete.
+        base: name of a checkpoint beside it, since which changes of dynamic tables suffice; "" for all.
     """
 
     variables: Mapping[str, Variable]
     state: Mapping[str, object] = field(default_factory=dict)
     delete: tuple[str, ...] = ()
     latest: bool = False
+    base: str = ""
 
     def names(self) -> dict[str, str]:
         """Returns the name of the tensor of each path."""
@@ -41,6 +43,7 @@ class Content:
         """Returns what a `SnapshotOrder` says of it."""
         said: dict[str, object] = {"objects": self.names(), "state": dict(self.state)}
         said |= {"delete": list(self.delete), "latest": self.latest}
+        said |= {"base": self.base} if self.base else {}
         return json.dumps(said, sort_keys=True)
 
 

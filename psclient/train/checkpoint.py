@@ -140,6 +140,7 @@ class Checkpoint:
         options: CheckpointOptions | None = None,
         delete: tuple[str, ...] = (),
         note: Mapping[str, object] | None = None,
+        base: str = "",
     ) -> str:
         """Does what `save` does, with a given number.
 
@@ -148,6 +149,7 @@ class Checkpoint:
             number: last part of the checkpoint's name.
             delete: names of checkpoints beside it that are to be deleted when this one is complete.
             note: more JSON beside the states of objects; its keys begin with a dot.
+            base: name of a checkpoint beside it: of dynamic tables only what has changed since is saved; "" for all.
         """
         counter, path = self.save_counter, f"{file_prefix}-{number}"
         self.backend.check_path(path)
@@ -155,7 +157,8 @@ class Checkpoint:
         with self._saving("save", options or DEFAULT), context.enter_cross_replica(self.strategy):
             counter.assign_add(1)
             tracked = self._explore()
-            self.backend.save(path, Content(tracked.variables, {**tracked.states(), **(note or {})}, delete, True))
+            state = {**tracked.states(), **(note or {})}
+            self.backend.save(path, Content(tracked.variables, state, delete, True, base))
         return path
 
     def write(self, file_prefix: str, options: CheckpointOptions | None = None) -> str:
@@ -280,8 +283,9 @@ def backend_of(strategy: Strategy) -> CheckpointBackend:
 
 def matched(tracked: Tracked, manifest: Manifest) -> dict[str, Variable]:
     """For each tensor that a tracked variable takes that variable: by paths, else by names."""
+    variables = manifest.variables
     if manifest.objects:
         pairs = [(manifest.objects.get(path, ""), v) for path, v in tracked.variables.items()]
     else:
         pairs = [(v.name, v) for v in tracked.variables.values()]
-    return {name: v for name, v in pairs if name in manifest.tensors}
+    return {name: v for name, v in pairs if name in variables}

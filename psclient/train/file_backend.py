@@ -12,17 +12,11 @@ from psclient._src.variables.kinds import SyncOnReadVariable
 from psclient._src.variables.variable import Variable
 from psclient.train.backend import Choose, Content, OpenedCheckpoint
 from psclient.train.options import CheckpointOptions
+from pswire.checkpoint.arrays_of_tables import read_arrays
+from pswire.checkpoint.assembly import manifest_of
 from pswire.checkpoint.reader import SavedCheckpoint, open_whole
 from pswire.checkpoint.storage import Storage, parted, storage_at
-from pswire.checkpoint.writer import (
-    Frozen,
-    manifest_of,
-    remove_shard,
-    saved_path,
-    set_aside,
-    write_manifest,
-    write_shard,
-)
+from pswire.checkpoint.writer import Frozen, remove_shard, saved_path, set_aside, write_manifest, write_shard
 from pswire.errors import CheckpointError, DamagedCheckpoint
 from pswire.model.plan import SnapshotOrder, VariableSpec
 from pswire.model.tensor import Array
@@ -99,7 +93,7 @@ class FileBackend:
             found, damaged = open_whole(path, damaged)
             chosen = choose(found.manifest)
             try:
-                values = found.read([(name, variable.spec) for name, variable in chosen.items()], cast)
+                values = read_arrays(found, [(name, variable.spec) for name, variable in chosen.items()], cast)
                 if found.path != ".":
                     found.check_rest(chosen)
             except DamagedCheckpoint as error:
@@ -114,7 +108,7 @@ class FileBackend:
             else:
                 variable.assign(value)
         self._backend.group.begin_at(found.manifest.positions)
-        self._backend.first_value = Later(found, set(found.manifest.tensors) - set(chosen), cast)
+        self._backend.first_value = Later(found, set(found.manifest.variables) - set(chosen), cast)
         set_aside(found.place, found.path, damaged)
         return _opened(path, found, damaged)
 
@@ -143,14 +137,14 @@ class Later:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The full path of the checkpoint, as long as there is anything left in it."""
-        return (self._found.full,) if self._left else ()
+        """The full paths of the checkpoint, and of what it is based on, as long as there is anything left in it."""
+        return tuple(saved.full for saved in (self._found, *self._found.bases)) if self._left else ()
 
     def __call__(self, spec: VariableSpec) -> Array | None:
         """The first value of a new variable; None where there is none for it."""
         if spec.saved_as is not None or spec.name not in self._left:
             return None
-        (value,) = self._found.read([(spec.name, spec.tensor)], self._cast)
+        (value,) = read_arrays(self._found, [(spec.name, spec.tensor)], self._cast)
         self._left.discard(spec.name)
         return value
 

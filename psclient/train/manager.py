@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import posixpath
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,9 @@ from pswire.model.tensor import spec_of
 from pswire.strict_json import Malformed
 
 log = logging.getLogger("psclient")
+
+FULL_EVERY = 20
+"""One of so many checkpoints is whole, where others are deltas."""
 
 NOTE = ".manager"
 """Under which key of a manifest's `state` the list of checkpoints stands."""
@@ -74,12 +77,18 @@ class CheckpointManager:
         step_counter: a variable, or what `int` makes a number of, that counts the steps.
         checkpoint_interval: `save` saves only when so many steps have passed since it did last.
         init_fn: called by `restore_or_initialize` where there is no checkpoint.
+        delta_interval: as `checkpoint_interval`, and between whole checkpoints deltas are saved: of a dynamic table
+            only the rows that have changed since the checkpoint before, and the keys that it has dropped. All else is
+            whole in each checkpoint. What a delta needs is kept as long as the delta is, beyond `max_to_keep`.
+        full_every: one of so many checkpoints is whole, the first included; 20 where there is a `delta_interval`, else
+            1: each of them.
 
     Attributes:
-        checkpoint, directory, checkpoint_interval: the constructor's arguments.
+        checkpoint, directory, checkpoint_interval: the constructor's arguments; the interval is that of all saves.
 
     Raises:
-        ValueError: `max_to_keep` is not positive, the name has a slash, or there is an interval without a counter.
+        ValueError: `max_to_keep` or `full_every` is not positive, the name has a slash, or there are an interval
+            without a counter, or both intervals.
     """
 
     def __init__(
@@ -92,16 +101,24 @@ class CheckpointManager:
         step_counter: Any = None,
         checkpoint_interval: int | None = None,
         init_fn: Callable[[], object] | None = None,
+        delta_interval: int | None = None,
+        full_every: int | None = None,
     ) -> None:
         if max_to_keep is not None and max_to_keep <= 0:
             raise ValueError(f"max_to_keep={max_to_keep} keeps nothing; give a positive number, or None for all")
-        if checkpoint_interval is not None and step_counter is None:
-            raise ValueError("checkpoint_interval counts steps; give step_counter, such as optimizer.iterations")
+        if full_every is not None and full_every <= 0:
+            raise ValueError(f"full_every={full_every} makes no checkpoint whole; give a positive number")
+        if delta_interval is not None and checkpoint_interval is not None:
+            raise ValueError("delta_interval is the interval of all saves; leave checkpoint_interval out")
+        interval = checkpoint_interval if delta_interval is None else delta_interval
+        if interval is not None and step_counter is None:
+            raise ValueError("an interval counts steps; give step_counter, such as optimizer.iterations")
         if "/" in checkpoint_name:
             raise ValueError(f"checkpoint_name={checkpoint_name!r} has a slash; what is before it belongs to directory")
         self.checkpoint = checkpoint
         self.directory = directory.rstrip("/") if directory else "."
-        self.checkpoint_interval = checkpoint_interval
+        self.checkpoint_interval = interval
+        self._full_every = full_every or (1 if delta_interval is None else FULL_EVERY)
         self._max_to_keep = max_to_keep
         self._keep_seconds = (keep_checkpoint_every_n_hours or 0) * 3600
         self._name = checkpoint_name
@@ -111,14 +128,15 @@ class CheckpointManager:
         self._damaged = set[str]()  # set aside, or to be passed over
         # Checkpoints go by their names here: a directory that was copied deletes nothing of what it is a copy of.
         self._kept: dict[str, float] = {}  # oldest first, with the times at which they were saved
+        self._bases: dict[str, str] = {}  # of those that are deltas, or were to be, the checkpoints before them
         self._preserved = 0.0
         self._doomed: tuple[str, ...] = ()  # to be deleted with the next save, and not known to be gone
         self._remaining = set[str]()  # of those, which the log has
         self._unconfirmed = ""  # saved last
-        self._replaced: float | None = None  # when what it replaces was saved
+        self._replaced: tuple[float, str] | None = None  # when what it replaces was saved, and the base of that
         self._last_step: int | None = None
         # Who comes to a running job has to save when the others do, whose last step it does not know.
-        self._shared_step = None if checkpoint_interval is None else _shared_step(step_counter)
+        self._shared_step = None if interval is None else _shared_step(step_counter)
 
     # ---- What there is ----
 
@@ -151,8 +169,10 @@ class CheckpointManager:
             note = _Note.of(newest.manifest.state.get(NOTE, {}))
         except Malformed as error:
             log.warning("%s has a list of checkpoints that is malformed (%s): it begins anew", newest.path, error)
-            note = _Note({}, (), None)
-        self._kept = {**note.kept}
+            note = _Note({}, (), None, {})
+        self._kept, self._bases = {**note.kept}, {**note.bases}
+        if newest.manifest.base is not None:
+            self._bases[_name(newest.path)] = newest.manifest.base.name
         self._kept.setdefault(_name(newest.path), newest.manifest.saved_at)
         self._doomed = tuple(name for name in note.doomed if name not in self._kept)
         self._preserved = time.time() if note.preserved is None else note.preserved
@@ -200,21 +220,40 @@ class CheckpointManager:
     def _save(self, number: int, options: CheckpointOptions) -> str:
         name = f"{self._name}-{number}"
         self._damaged.discard(name)
-        self._replaced = self._kept.pop(name, None)
+        base = self._base(name)
+        when = self._kept.pop(name, None)
+        self._replaced = None if when is None else (when, self._bases.get(name, ""))
         self._kept[name] = time.time()
+        self._bases = {old: of for old, of in self._bases.items() if old != name} | ({name: base} if base else {})
         self._doomed = tuple(old for old in self._doomed + self._surplus() if old not in self._kept)
         note = {"checkpoints": list(self._kept.items()), "preserved": self._preserved, "deleting": self._doomed}
+        note |= {"bases": self._bases} if self._bases else {}
         self._unconfirmed = name
         prefix = self._path(self._name)
         self._count_from_here()
         try:
-            path = self.checkpoint.save_numbered(prefix, number, CheckpointOptions(), self._doomed, {NOTE: note})
+            more = self._doomed, {NOTE: note}, base
+            path = self.checkpoint.save_numbered(prefix, number, CheckpointOptions(), *more)
         except BaseException:
             self._forget()
             raise
         if not options.enable_async:
             self.sync()
         return path
+
+    def _base(self, name: str) -> str:
+        """Returns the checkpoint since which changes suffice for a new one: the last; "" where it is to be whole."""
+        last = next(reversed(self._kept), "")
+        needed = self._needed([last])
+        return "" if not last or name in needed or len(needed) >= self._full_every else last
+
+    def _needed(self, names: Iterable[str]) -> list[str]:
+        """Returns checkpoints, and those that they need: what a delta has the changes to."""
+        found = dict.fromkeys(names)
+        for name in [*found]:
+            while (name := self._bases.get(name, "")) and name not in found:
+                found[name] = None
+        return [*found]
 
     def sync(self) -> None:
         """Waits until what was saved is complete, and what it replaces deleted; as `Checkpoint.sync`."""
@@ -237,10 +276,13 @@ class CheckpointManager:
         It is itself, should it be complete all the same: only to say that it is the newest may have failed.
         """
         del self._kept[self._unconfirmed]
+        self._bases.pop(self._unconfirmed, None)
         if self._replaced is None:
             self._doomed += (self._unconfirmed,)
         else:  # It is whole, where it was.
-            self._kept = {self._unconfirmed: self._replaced, **self._kept}
+            when, base = self._replaced
+            self._kept = {self._unconfirmed: when, **self._kept}
+            self._bases |= {self._unconfirmed: base} if base else {}
         self._unconfirmed = ""
 
     def _remains(self, name: str) -> bool:
@@ -277,15 +319,21 @@ class CheckpointManager:
 
     def _surplus(self) -> tuple[str, ...]:
         """Takes out of the list what is more than is kept; what of it is to be deleted."""
-        doomed: list[str] = []
-        while self._max_to_keep is not None and len(self._kept) > self._max_to_keep:
-            path = next(iter(self._kept))
-            when = self._kept.pop(path)
-            if self._keep_seconds and when >= self._preserved + self._keep_seconds:
-                self._preserved = when
-            else:
-                doomed.append(path)
-        return tuple(doomed)
+        if self._max_to_keep is None:
+            return ()
+        names = [*self._kept]
+        needed = self._needed(names[-self._max_to_keep :])
+        surplus = [name for name in names[: -self._max_to_keep] if name not in needed]
+        preserved = list[str]()
+        for name in surplus:
+            if self._keep_seconds and self._kept[name] >= self._preserved + self._keep_seconds:
+                self._preserved = self._kept[name]
+                preserved.append(name)
+        preserved = self._needed(preserved)
+        for name in {*surplus, *preserved}:
+            self._kept.pop(name, None)
+        self._bases = {name: base for name, base in self._bases.items() if name in self._kept}
+        return tuple(name for name in surplus if name not in preserved)
 
     def restore_or_initialize(self) -> str | None:
         """Restores the newest checkpoint; where there is none, calls `init_fn`. In the contexts of `save`.
@@ -323,11 +371,13 @@ class _Note:
         kept: by name, oldest first, the times at which they were saved.
         doomed: names of those whose deletion was ordered.
         preserved: time at which the last one was saved that is kept for good; None where that is not said.
+        bases: of deltas the names of those to which they have the changes.
     """
 
     kept: Mapping[str, float]
     doomed: tuple[str, ...]
     preserved: float | None
+    bases: Mapping[str, str]
 
     @classmethod
     def of(cls, state: object) -> _Note:
@@ -339,11 +389,12 @@ class _Note:
             if name := _name(strict_json.text(pair[0])):
                 kept[name] = strict_json.number(pair[1])
         doomed = map(strict_json.text, strict_json.items(said.get("deleting", [])))
-        preserved = said.get("preserved")
+        preserved, bases = said.get("preserved"), strict_json.fields(said.get("bases", {}))
         return cls(
             kept,
             tuple(name for path in doomed if (name := _name(path))),
             None if preserved is None else strict_json.number(preserved),
+            {name: strict_json.text(base) for name, base in bases.items()},
         )
 
 

@@ -15,6 +15,7 @@ from psclient._src import values
 from psclient._src.data.distributed import DistributedDataset, DistributedDatasetFromFunction, DistributedIterator
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.variables.sharded import whole_of
+from psclient._src.variables.table_views import table_of
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from psclient.optimizers import Optimizer
 from psclient.optimizers.state import state_of
@@ -74,7 +75,7 @@ def explore(root: Mapping[str, object]) -> Tracked:
     ahead = deque((_escaped(name), thing) for name, thing in root.items())
     while ahead:
         path, thing = ahead.popleft()
-        thing = whole_of(values.container(thing))
+        thing = table_of(whole_of(values.container(thing)))
         if isinstance(thing, _PLAIN) or id(thing) in seen:
             continue
         seen[id(thing)] = thing
@@ -110,7 +111,9 @@ def _is_saved(v: Variable) -> bool:
 
 
 def _says_state(thing: object) -> bool:
-    return isinstance(thing, Stateful) and not isinstance(thing, _CLOSED)
+    """Returns whether an object says its state; one that says what is to be tracked of it is asked for that."""
+    tracked = hasattr(thing, "trackable_children")
+    return isinstance(thing, Stateful) and not (tracked or isinstance(thing, _CLOSED))
 
 
 def children(thing: object) -> Iterator[tuple[str, Any]]:

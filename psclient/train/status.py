@@ -182,7 +182,7 @@ class LoadStatus:
             left = [path for path, name in objects if path != COUNTER and path not in taken and name not in later]
         else:
             names = set(self._given) | {v.name for v in taken.values()} | later
-            left = [name for name in self._manifest.tensors if name not in names]
+            left = [name for name in self._manifest.variables if name not in names]
         states = [path for path in self._manifest.state if not path.startswith(".") and path not in tracked.stateful]
         return left + states
 

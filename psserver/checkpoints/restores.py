@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
+from psserver.checkpoints.bases import Bases
+from psserver.checkpoints.restored_tables import RestoredTable, WantedTable, first_of_part
 from psserver.effects import Effect, Fail, Reply, Work, naming
 from psserver.plans.round import ReadyRound
 from psserver.state.counters import ServerCounters
-from psserver.state.variables import Store
+from psserver.state.variables import FirstValue, Store
 from pswire.api import RestoreOrder, RestoreReply, RestoreStage
+from pswire.checkpoint.arrays_of_tables import read_arrays
 from pswire.checkpoint.reader import SavedCheckpoint
 from pswire.checkpoint.storage import Storage
+from pswire.checkpoint.table_tensors import BESIDE, beside
 from pswire.checkpoint.writer import set_aside
 from pswire.errors import Diverged, InvalidRequest, PSError
 from pswire.limits import PART_BYTES
@@ -48,11 +52,13 @@ class _Prepared:
         wish: the request.
         saved: the checkpoint they were read from.
         values: arrays on the device, by the number of their variable; only for variables that live here.
+        tables: parts of dynamic tables.
     """
 
     wish: _Wish
     saved: SavedCheckpoint
     values: dict[int, Array]
+    tables: list[RestoredTable]
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,7 @@ class Restores:
 
     Args:
         store: the variables.
+        bases: the checkpoints to which changes may be saved.
         place: the storage of checkpoints.
         tally: counts restores.
 
@@ -85,8 +92,9 @@ class Restores:
         begun: numbers of the variables that got their first value here from a restored checkpoint.
     """
 
-    def __init__(self, store: Store, place: Storage, tally: ServerCounters) -> None:
+    def __init__(self, store: Store, bases: Bases, place: Storage, tally: ServerCounters) -> None:
         self._store = store
+        self._bases = bases
         self._place = place
         self._tally = tally
         self._told: dict[tuple[Turn, RestoreStage], tuple[str, Future[RestoreReply]]] = {}
@@ -134,19 +142,24 @@ class Restores:
         variables = [v for v in self._store.variables.values() if server in v.servers]
         wanted = _tensors(order, variables, self._store.variables)
         named = {self._store.variables[id]: name for id, name in wanted.items()}
-        return future, [Work("files", self._prepare, (wish, named), then=partial(self._hold, wish))]
+        arrays = {variable: name for variable, name in named.items() if variable.spec.part is None}
+        tables = [WantedTable.of(stored, wanted, order) for stored in self._store.tables()]
+        work = wish, arrays, [table for table in tables if table is not None]
+        return future, [Work("files", self._prepare, work, then=partial(self._hold, wish))]
 
-    def _prepare(self, wish: _Wish, wanted: Mapping[PlacedVariable, str]) -> _Prepared:
+    def _prepare(self, wish: _Wish, wanted: Mapping[PlacedVariable, str], tables: Sequence[WantedTable]) -> _Prepared:
         """Reads and checks the values, and checks the tensors left for later variables; in the thread for files."""
         order = wish.order
         with naming(self._store.task):
             saved = SavedCheckpoint.open(self._place, wish.path, PART_BYTES)
+            _ = saved.bases  # which are read now, and may be needed later
             shards = [variable.spec.shard for variable in wanted]
-            arrays = saved.read([(name, v.spec.tensor) for v, name in wanted.items()], order.cast, shards)
+            arrays = read_arrays(saved, [(name, v.spec.tensor) for v, name in wanted.items()], order.cast, shards)
+            parts = [table.restored(saved, self._store.native) for table in tables]
             if order.checkers:
-                saved.check_rest(order.names or (), self._store.server, order.checkers)
+                saved.check_rest(_taken(order, tables), self._store.server, order.checkers)
         put = self._store.device.put
-        return _Prepared(wish, saved, {v.id: put(array) for v, array in zip(wanted, arrays, strict=True)})
+        return _Prepared(wish, saved, {v.id: put(array) for v, array in zip(wanted, arrays, strict=True)}, parts)
 
     def _hold(self, wish: _Wish, prepared: _Prepared | None, error: PSError | None, now: float) -> list[Effect]:
         """Keeps the values for the round that commits them, and answers."""
@@ -186,6 +199,8 @@ class Restores:
     def ran(self, job: ReadyRound) -> list[Effect]:
         """Lets go of prepared values after a round that committed them, or that shows that their restore was given up.
 
+        Dynamic tables become what was prepared; the thread for arrays does nothing else meanwhile.
+
         Returns:
             The effects: the server that reads the manifests sets aside the damaged checkpoints that the restore passed
                 over.
@@ -196,6 +211,7 @@ class Restores:
         wish = prepared.wish
         if commit is not None and commit.turn == wish.turn:
             self._committed = wish.turn
+            self._replace(prepared)
             self._tally.restores["restored"] += 1
             if wish.order.late:
                 self._late = self._left(prepared)
@@ -206,12 +222,21 @@ class Restores:
             self._prepared = None
         return []
 
+    def _replace(self, prepared: _Prepared) -> None:
+        rounds = dict[str, int]()
+        for each in prepared.tables:
+            each.put()
+            self._bases.restart(each.name)
+            if each.is_base:
+                rounds[each.name] = each.round
+        self._bases.note(prepared.saved.path, rounds)
+
     # ---- Variables that are created later ----
 
     def _left(self, prepared: _Prepared) -> _Late:
         order = prepared.wish.order
         given = _tensors(order, list(self._store.variables.values()), self._store.variables)
-        names = frozenset(prepared.saved.manifest.tensors) - set(given.values())
+        names = frozenset(prepared.saved.manifest.variables) - set(given.values())
         return _Late(prepared.saved, names, order.cast)
 
     @property
@@ -219,16 +244,26 @@ class Restores:
         """Full paths of the checkpoints from which later variables would take their values."""
         late = self._late
         created = {variable.spec.saved_name for variable in self._store.variables.values()}
-        return frozenset([late.saved.full]) if late and late.names - created else frozenset()
+        if late is None or not late.names - created:
+            return frozenset()
+        return frozenset(saved.full for saved in (late.saved, *late.saved.bases))
 
-    def first_value(self, variable: PlacedVariable) -> Array | None:
+    def awaits(self, variable: PlacedVariable) -> bool:
+        """Returns True if a part of a dynamic table, which needs no first value, has to get what a checkpoint has."""
+        late, spec = self._late, variable.spec
+        if late is None or spec.part is None or variable.id in self.begun:
+            return False
+        return self._store.server in variable.servers and spec.saved_name in late.names
+
+    def first_value(self, variable: PlacedVariable) -> FirstValue | None:
         """Returns the value that the restored checkpoint has for a new variable. Called without the lock.
 
         A variable that is saved under another's name takes its creator's value: the other may have changed since the
         restore.
 
         Returns:
-            An array on the device; None if the checkpoint has nothing for the variable.
+            An array on the device, or what a part of a dynamic table begins with; None if the checkpoint has nothing
+            for the variable.
 
         Raises:
             CheckpointError: the tensor cannot be read.
@@ -238,9 +273,17 @@ class Restores:
         if late is None or spec.saved_as is not None or spec.saved_name not in late.names:
             return None
         with naming(self._store.task):
-            (array,) = late.saved.read([(spec.saved_name, spec.tensor)], late.cast, [spec.shard])
+            if spec.part is not None:
+                return first_of_part(late.saved, spec.part, late.cast, self._store.native)
+            (array,) = read_arrays(late.saved, [(spec.saved_name, spec.tensor)], late.cast, [spec.shard])
         value: Array = self._store.device.put(array)
         return value
+
+
+def _taken(order: RestoreOrder, tables: Sequence[WantedTable]) -> set[str]:
+    """Returns the tensors that are read for the variables of an order: of a table also what is known of its rows."""
+    rows = [table.rows for table in tables if table.rows is not None]
+    return {*(order.names or ()), *(beside(name, kind) for name in rows for kind in BESIDE)}
 
 
 def _makers(job: ReadyRound) -> set[int]:

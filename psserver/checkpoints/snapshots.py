@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePosixPath
 
+from psserver.checkpoints.bases import Bases
 from psserver.checkpoints.restores import Restores
+from psserver.checkpoints.tables import FrozenPart
 from psserver.effects import Effect, Fail, Run, Work, naming, settle
 from psserver.plans.round import ReadyRound
 from psserver.state.counters import ServerCounters
@@ -18,8 +20,9 @@ from psserver.state.missed import Unsettled, arrays, pieces
 from psserver.state.rounds import Rounds
 from psserver.state.variables import Store
 from pswire.api import Shard
+from pswire.checkpoint.assembly import base_of
 from pswire.checkpoint.storage import Storage
-from pswire.checkpoint.writer import Frozen, remove_shard, write_manifest, write_shard
+from pswire.checkpoint.writer import Frozen, FrozenTable, remove_shard, write_manifest, write_shard
 from pswire.errors import CheckpointError, PSError
 from pswire.model.log import Snapshotted
 from pswire.model.plan import PlacedVariable, Plan, SnapshotOrder
@@ -37,6 +40,7 @@ class _Save:
         order: the plan's order.
         closed: number of rounds closed here when its plan was approved; the next round is its own.
         frozen: this server's values, without those already written; None before its round has run.
+        rounds: the rounds of the dynamic tables that it has.
         shard: answered when the shard is written.
         manifest: answered when the manifest is written; None before the chief asks for it.
     """
@@ -44,6 +48,7 @@ class _Save:
     order: SnapshotOrder
     closed: int
     frozen: Frozen | None = None
+    rounds: Mapping[str, int] = field(default_factory=dict)
     shard: Future[Shard] = field(default_factory=Future)
     manifest: Future[Shard] | None = None
 
@@ -71,6 +76,7 @@ class Snapshots:
         store: the variables.
         rounds: the rounds after which values are frozen.
         restores: the restores, which need some checkpoints kept.
+        bases: the checkpoints to which changes may be saved.
         place: the storage of checkpoints.
         limit: bytes of old values that may be held for checkpoints being written; 0 for no limit.
         tally: counts shards and bytes.
@@ -81,6 +87,7 @@ class Snapshots:
         store: Store,
         rounds: Rounds,
         restores: Restores,
+        bases: Bases,
         place: Storage,
         limit: int,
         tally: ServerCounters,
@@ -88,6 +95,7 @@ class Snapshots:
         self._store = store
         self._rounds = rounds
         self._restores = restores
+        self._bases = bases
         self._place = place
         self.limit = limit
         self._tally = tally
@@ -101,6 +109,7 @@ class Snapshots:
         """Forgets all saves; returns the futures of their callers."""
         waiting = [future for save in self._saves.values() for future in (save.shard, save.manifest) if future]
         self._saves.clear()
+        self._bases.clear()
         return waiting
 
     # ---- From the order to the end ----
@@ -113,34 +122,68 @@ class Snapshots:
     def freeze(self, job: ReadyRound) -> list[Effect]:
         """Freezes the values after a round whose plan orders a checkpoint. Costs no copy.
 
-        Held arrays never change, and of held tables rounds set aside the rows that they write.
+        Held arrays never change, and of held tables rounds set aside the rows that they write. Where there are dynamic
+        tables, the thread for arrays does nothing else meanwhile.
         """
         save = self._saves.get(job.plan.id)
         if save is None:
             return []  # no checkpoint ordered, or it has failed on another server already
+        try:
+            return self._freeze(job, save)
+        except Exception as bug:  # our bug: the round is done, and the checkpoint alone has failed
+            log.exception("round %d was not held for %s", job.round, save.order.path)
+            return [Fail(save.shard, self._error(f"internal error: {bug!r}; see the server's log"))]
+
+    def _freeze(self, job: ReadyRound, save: _Save) -> list[Effect]:
         # A variable without a value has lost its creator; the next creator gives it one.
         mine = [v for v in self._saved() if min(v.servers) == self._store.server and self._store.initialized(v.id)]
         names = map(_name_in_file, mine)
         values = dict(zip(names, self._store.hold(v.id for v in mine), strict=True))
         shards = {v.spec.name: v.spec.shard for v in mine if v.spec.shard is not None}
         at = job.round, job.positions
-        frozen = save.frozen = Frozen(save.order, self._store.server, *at, values, shards=shards)
+        try:
+            tables = self._freeze_tables(save)
+        except PSError as error:  # the round is over, and is not touched by it
+            return [Fail(save.shard, self._error(f"a table cannot be saved: {error.message}"))]
+        frozen = save.frozen = Frozen(save.order, self._store.server, *at, values, shards=shards, tables=tables)
         save.shard.add_done_callback(partial(self._tally.written, self._tally.clock()))
         done, ask = partial(self._written, frozen), partial(self._let_go, save, frozen)
         return [Work("files", self._write_shard, (frozen,), done, save.shard, ask)]
 
+    def _freeze_tables(self, save: _Save) -> dict[str, FrozenTable]:
+        """Holds the dynamic tables, or what has changed in them since the base that is ordered."""
+        tables = self._store.tables()
+        if not tables:
+            return {}
+        base, found = base_of(save.order), dict[str, FrozenTable]()
+        path = str(PurePosixPath(save.order.path).with_name(base)) if base else ""
+        earlier = [other.rounds for other in self._saves.values() if other.frozen is not None]
+        for stored in tables:
+            name, table = stored.part.table, stored.table
+            least = [self._bases.least(name, table.round), *(rounds[name] for rounds in earlier if name in rounds)]
+            table.forget_deletions(min(least))
+            held = stored.hold(self._bases.since(path, name))
+            found[name] = FrozenPart(name, table, held, bool(base), stored.slots)
+        save.rounds = {stored.part.table: stored.table.round for stored in tables}
+        return found
+
     def _saved(self) -> list[PlacedVariable]:
-        """Returns the variables that all servers save together; of those that share a saved name, the first created."""
+        """Returns the arrays that all servers save together; of those that share a saved name, the first created."""
         first: dict[str, PlacedVariable] = {}
         for _, variable in sorted(self._store.variables.items()):
-            first.setdefault(_name_in_file(variable), variable)
+            if variable.spec.part is None:
+                first.setdefault(_name_in_file(variable), variable)
         return [variable for name, variable in first.items() if name]
 
     def settle(self, entry: Snapshotted) -> list[Effect]:
         """Drops a checkpoint that is complete or failed; removes the shard of a failed one."""
         save = self._saves.pop(entry.plan_id, None)
-        if save is None or not entry.error:
+        if save is None:
             return []
+        if not entry.error:
+            self._bases.note(save.order.path, save.rounds)
+            return []
+        self._bases.forget(save.order.path)
         effects: list[Effect] = [Fail(save.shard, self._error(f"it was given up: {entry.error}"))]
         if save.frozen is not None:
             effects.append(Work("files", self._remove, (save.frozen,)))
@@ -179,7 +222,11 @@ class Snapshots:
     def saving(self) -> tuple[Saving, ...]:
         """The checkpoints that are being written here, with their bytes not yet written."""
         return tuple(
-            Saving(frozen.order.path, frozen.round, sum(value.nbytes for value in frozen.values.values()))
+            Saving(
+                frozen.order.path,
+                frozen.round,
+                sum(value.nbytes for value in (*frozen.values.values(), *frozen.tables.values())),
+            )
             for frozen in self._frozen()
         )
 
@@ -199,7 +246,7 @@ class Snapshots:
             if array is not None and id(array) not in kept:
                 held += array.nbytes
             held += table.aside if table is not None else 0
-        return held
+        return held + sum(table.aside for frozen in self._frozen() for table in frozen.tables.values())
 
     def _frozen(self) -> Iterator[Frozen]:
         return (save.frozen for save in self._saves.values() if save.frozen is not None)
@@ -231,11 +278,14 @@ class Snapshots:
             raise CheckpointError("nobody waits for it any more: it was given up, or the job was started anew")
         # Rounds look again only once this may let one run: a look at many small variables takes longer than a write.
         waited = self._excess > 0
+        if name not in frozen.values:  # of a dynamic table, which lets go of its rows by itself
+            return None, waited
         self._excess -= frozen.values.pop(name).nbytes
         return None, waited and self._excess <= 0
 
     def _written(self, frozen: Frozen, shard: Shard | None, error: PSError | None, now: float) -> list[Effect]:
         frozen.values.clear()
+        frozen.tables.clear()
         return []
 
     def _needed(self, but: _Save) -> tuple[Needed, bool]:

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from psserver.effects import Effect, Fail, Reply, Run, Work
 from psserver.execution.execution import Execution
+from psserver.state.key_tables import TableTensor
 from psserver.state.missed import Unsettled, whole
 from psserver.state.pending_round import Waiter
 from psserver.state.strands import Record
@@ -131,7 +132,7 @@ class Answers:
                     behind = self._store.any_missed and any(isinstance(v, Unsettled) for v in here.values())
                     if rows is None or behind or (here and self._store.device.gpu is not None):
                         wanted = [fresh[id] if id in fresh else here[id] for id in said.want]
-                        tables = self._store.views(read.variable for read in said.lookups)
+                        tables = self._store.row_views(said.lookups)
                         answers.append(Work("arrays", self._fetch, (said, record, wanted, tables), future=future))
                         continue
                     fresh.update((id, value) for id, value in here.items() if not isinstance(value, Unsettled))
@@ -150,7 +151,7 @@ class Answers:
         said: Contribution,
         record: Record,
         wanted: Sequence[Array | Unsettled],
-        tables: Sequence[Array | Unsettled],
+        tables: Sequence[Array | Unsettled | TableTensor],
     ) -> RoundReply:
         """Copies what a member wants to the host, for its answer; in the thread for arrays.
 

@@ -24,6 +24,7 @@ from psserver.effects import Await, Effect, Fail, Know, Others, Reply, Run, Send
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from psserver.state.sessions import DRAWN
+from psserver.state.variables import FirstValue
 from pswire.api import (
     ALL,
     Begun,
@@ -37,6 +38,7 @@ from pswire.api import (
     RoundReply,
     RowRead,
     Shard,
+    TableRead,
     Vote,
     Watched,
 )
@@ -45,7 +47,6 @@ from pswire.errors import PSError
 from pswire.model.log import Approved, LogEntry, Mode, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.status import STILL, Happened, Pace, ServerStatus
-from pswire.model.tensor import Array
 from pswire.transport.payload import Payload
 
 T = TypeVar("T")
@@ -233,37 +234,42 @@ class Core:
         value: Payload | None,
     ) -> CreateReply:
         variable, job = self._enter(self.machine.create, session, ordinal, id, spec, servers)
-        array = saved = None
+        first = saved = None
         if job is not None:
             # Without the lock: this may read a file, copy, or move to a device.
-            array = saved = self.machine.restores.first_value(variable)
-            if array is None and value is not None:
-                array = self.device.put(owned(value.tensors([spec.tensor])[0]))
-        return self._enter(self.machine.initialize, variable, job, array, saved is not None)
+            first = saved = self.machine.restores.first_value(variable)
+            if first is None and value is not None:
+                first = self.device.put(owned(value.tensors([spec.tensor])[0]))
+        return self._enter(self.machine.initialize, variable, job, first, saved is not None)
 
     def create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
         batch = tuple(variables)
         reply, needing, job = self._enter(self.machine.create_batch, session, batch)
         found, error = batch[: reply.count], reply.error
-        saved: dict[int, Array] = {}
+        saved: dict[int, FirstValue] = {}
         for variable in needing:
             try:
                 # Without the lock: this may read a file.
-                array = self.machine.restores.first_value(variable)
+                value = self.machine.restores.first_value(variable)
             except PSError as failure:
                 found, error = found[: found.index(variable)], failure
                 break
-            if array is not None:
-                saved[variable.id] = array
+            if value is not None:
+                saved[variable.id] = value
         if not saved and error is reply.error:
             return reply
         return self._enter(self.machine.initialize_batch, found, job, saved, error)
 
     def pull(
-        self, session: int, variables: Sequence[int], after: int, rows: Sequence[RowRead] = ()
+        self,
+        session: int,
+        variables: Sequence[int],
+        after: int,
+        rows: Sequence[RowRead] = (),
+        tables: Sequence[TableRead] = (),
     ) -> Future[PullReply]:
         future: Future[PullReply] = Future()
-        self._enter(self.machine.pull, session, Asked(tuple(variables), after, tuple(rows)), future)
+        self._enter(self.machine.pull, session, Asked(tuple(variables), after, tuple(rows), tuple(tables)), future)
         return future
 
     # ---- The log ----

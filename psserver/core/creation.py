@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from psserver.checkpoints.restores import Restores
 from psserver.core.log import Log
-from psserver.state.variables import Store
+from psserver.state.variables import FirstValue, Store
 from pswire.api import CreateBatchReply, CreateReply
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError, VariableMismatch
 from pswire.limits import MAX_VARIABLES
 from pswire.model.plan import PlacedVariable, VariableSpec
-from pswire.model.tensor import Array
 
 
 class Creation:
@@ -39,9 +38,9 @@ class Creation:
         self._declare(variable, MAX_VARIABLES if self._store.server else len(self._store.variables))
         return variable
 
-    def initialize(self, variable: PlacedVariable, array: Array | None, saved: bool) -> CreateReply:
+    def initialize(self, variable: PlacedVariable, value: FirstValue | None, saved: bool) -> CreateReply:
         """Gives a variable its first value, if there is one; `saved` is True for a checkpoint's value."""
-        if array is not None and self._store.initialize(variable.id, array) and saved:
+        if value is not None and self._is_new(variable.id) and self._store.initialize(variable.id, value) and saved:
             self._restores.begun.add(variable.id)
         restored = variable.id in self._restores.begun
         return CreateReply(variable.id, variable.servers, self._valued(variable), restored)
@@ -69,17 +68,23 @@ class Creation:
         return self._reply(variables, refusal), tuple(filter(self.needs_value, variables))
 
     def initialize_batch(
-        self, variables: Sequence[PlacedVariable], saved: Mapping[int, Array], error: PSError | None
+        self, variables: Sequence[PlacedVariable], saved: Mapping[int, FirstValue], error: PSError | None
     ) -> CreateBatchReply:
         """Gives variables the values that a checkpoint has for them, by number; `error` refuses the one behind them."""
-        for id, array in saved.items():
-            if self._store.initialize(id, array):
+        for id, value in saved.items():
+            if self._is_new(id) and self._store.initialize(id, value):
                 self._restores.begun.add(id)
         return self._reply(variables, error)
 
     def needs_value(self, variable: PlacedVariable) -> bool:
-        """Returns whether a variable lives here and has no value."""
-        return self._store.server in variable.servers and not self._valued(variable)
+        """Returns whether a variable lives here and has no value, or waits for what a checkpoint has of a table."""
+        return self._store.server in variable.servers and (
+            not self._valued(variable) or self._restores.awaits(variable)
+        )
+
+    def _is_new(self, id: int) -> bool:
+        """Returns whether a variable has not begun with what a checkpoint has, as other processes have asked for."""
+        return id not in self._restores.begun
 
     def _name(self, task: Task, variable: PlacedVariable) -> None:
         """Names a variable on server 0, which has to have the number and the servers that its creator says."""

@@ -12,7 +12,6 @@ from psserver.checkpoints.snapshots import Snapshots
 from psserver.effects import Effect, Know, Peer
 from psserver.plans.divergence import PlanText
 from psserver.plans.prepared import PreparedPlan
-from psserver.sizes import human
 from psserver.state.rounds import Rounds
 from psserver.state.variables import Store
 from pswire.cluster import Task
@@ -32,6 +31,7 @@ from pswire.model.log import (
     forget_state,
 )
 from pswire.model.plan import PlacedVariable, Plan, VariableSpec, are_some_of
+from pswire.sizes import human
 
 log = logging.getLogger("psserver")
 
@@ -137,12 +137,17 @@ class Log:
     # Decisions stand: a server that cannot carry one out tells the callers that need it, and not the chief.
 
     def _declare(self, variable: PlacedVariable) -> None:
-        if self._store.variables.get(variable.id, variable) != variable:
-            self._store.forget(variable.id)  # declared here by another process than its creator
+        for rival in self._store.rivals(variable):
+            if rival not in self._named():
+                self._store.forget(rival)  # declared here by another process than its creator
         try:
             self._store.declare(variable)
-        except MemoryLimit as error:
+        except PSError as error:
             log.warning("%s; who creates it here is told the same", error)
+
+    def _named(self) -> set[int]:
+        """Returns the numbers of all variables in the log."""
+        return {entry.variable.id for entry in self.entries if isinstance(entry, Created)}
 
     def _approve(self, prepared: PreparedPlan) -> list[Effect]:
         plan = prepared.plan
@@ -278,7 +283,7 @@ class Log:
         """Returns the bytes of the second arrays that a whole round of several servers writes while it streams."""
         if not (self._store.memory_limit and prepared.streams and len(prepared.plan.servers) > 1):
             return 0
-        return sum(self._store.variables[id].spec.tensor.nbytes for id in prepared.writes)
+        return sum(self._store.variables[id].spec.nbytes for id in prepared.writes)
 
     def describe(self, plan_id: bytes) -> str:
         """Returns a section in words, for messages; a `PlanText` if the plan is known here."""

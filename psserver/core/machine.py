@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from psserver.checkpoints.bases import Bases
 from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.snapshots import Snapshots
 from psserver.config import ServerConfig
@@ -29,7 +30,8 @@ from psserver.state.counters import ServerCounters
 from psserver.state.first_values import FirstValues
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import DRAWN, STILL_SECONDS, Membership
-from psserver.state.variables import Store
+from psserver.state.variables import FirstValue, Store
+from psserver.tables.native import Native
 from pswire.api import (
     Begun,
     Contribution,
@@ -51,7 +53,6 @@ from pswire.limits import WINDOW
 from pswire.model.log import LogEntry, Mode, Start
 from pswire.model.plan import PlacedVariable, Turn, VariableSpec
 from pswire.model.status import STILL, Pace, ServerStatus
-from pswire.model.tensor import Array
 from pswire.transport.payload import Payload
 
 log = logging.getLogger("psserver")
@@ -89,7 +90,7 @@ class Machine:
         self.incarnation = incarnation
         self.done: Future[None] = Future()
         root, timeouts = storage_at(config.checkpoint_root), config.timeouts
-        self.store = Store(self.server, kernels.device, config.memory_limit)
+        self.store = Store(self.server, kernels.device, config.memory_limit, Native(kernels.on_host.compiler))
         self.rounds = Rounds(lambda plan_id: self.log.describe(plan_id), self.server)
         self.first_values = FirstValues(self.store)
         self.tally = ServerCounters(clock)
@@ -99,8 +100,11 @@ class Machine:
         self.members = Membership(
             self.registry, timeouts.lease, timeouts.beat, first, lambda: self.rounds.epoch, self._holds_job
         )
-        self.restores = Restores(self.store, root, self.tally)
-        self.snapshots = Snapshots(self.store, self.rounds, self.restores, root, config.snapshot_limit, self.tally)
+        bases = Bases()
+        self.restores = Restores(self.store, bases, root, self.tally)
+        self.snapshots = Snapshots(
+            self.store, self.rounds, self.restores, bases, root, config.snapshot_limit, self.tally
+        )
         self.log = Log(self.store, self.rounds, self.snapshots, config.addresses)
         self._creation = Creation(self.store, self.log, self.restores)
         self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self._reply)
@@ -225,11 +229,11 @@ class Machine:
         return (variable, self._job if self._creation.needs_value(variable) else None), []
 
     def initialize(
-        self, now: float, variable: PlacedVariable, job: int | None, array: Array | None, saved: bool
+        self, now: float, variable: PlacedVariable, job: int | None, value: FirstValue | None, saved: bool
     ) -> Outcome[CreateReply]:
         """Gives a variable of a job its first value, if there is one; `saved` is True for a checkpoint's value."""
         self._check_job(job)
-        return self._creation.initialize(variable, array, saved), []
+        return self._creation.initialize(variable, value, saved), []
 
     def create_batch(self, now: float, session: int, variables: Batch) -> Outcome[tuple[CreateBatchReply, Batch, int]]:
         """Creates or finds several variables, up to the first that is refused.
@@ -241,7 +245,7 @@ class Machine:
         return (reply, needing, self._job), []
 
     def initialize_batch(
-        self, now: float, variables: Batch, job: int, saved: Mapping[int, Array], error: PSError | None
+        self, now: float, variables: Batch, job: int, saved: Mapping[int, FirstValue], error: PSError | None
     ) -> Outcome[CreateBatchReply]:
         """Gives variables of a job the values that a checkpoint has for them, by number."""
         self._check_job(job)

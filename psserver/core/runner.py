@@ -8,7 +8,7 @@ directions.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,8 +17,8 @@ from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.snapshots import Snapshots
 from psserver.core.answers import Answers
 from psserver.effects import Await, Effect, Run, Work
-from psserver.execution.execution import Execution
-from psserver.execution.nonfinite import NonfiniteValues, NonfiniteVariables
+from psserver.execution.execution import NO_TABLES, Execution, StepTables
+from psserver.execution.nonfinite import NonfiniteVariables
 from psserver.plans.round import Commit, ReadyRound
 from psserver.programs.kernels.kernels import Kernels
 from psserver.state.counters import ServerCounters
@@ -26,7 +26,7 @@ from psserver.state.pending_round import Waiter
 from psserver.state.rounds import Rounds
 from psserver.state.strands import Given, Record
 from psserver.state.variables import Store
-from pswire.api import Begun, Contribution, RoundReply, Vote
+from pswire.api import Begun, Contribution, RoundReply
 from pswire.errors import NonfiniteError, PSError, ServerLost
 from pswire.model.plan import Ref
 from pswire.model.status import OpenRound
@@ -160,17 +160,7 @@ class Runner:
         tries = job.prepared.may_refuse or job.commit is Commit.PROGRESSIVE
         if tries and job.error is None and ballot.trial is None:
             return self._start(job)
-        whole = job.sessions if job.error is None else frozenset[int]()
-        vote = Vote(
-            self._rounds.votes.job,
-            job.round,
-            job.plan.id,
-            job.epoch,
-            ballot.attempt,
-            whole,
-            job.error,
-            self._rounds.last,
-        )
+        vote = job.vote(self._rounds.votes.job, ballot.attempt, self._rounds.last)
         self._voted = self._tally.clock()
         self._tally.votes["sent"] += len(job.voters) - 1
         return self._rounds.votes.cast(vote, job.voters) + self._count(ballot)
@@ -185,25 +175,51 @@ class Runner:
         self._tally.voting.observe(self._tally.clock() - self._voted)
         trial, agreed = ballot.trial, job.only(verdict.whole)
         if verdict.error is not None:
-            return self._close(job, trial, *self._rounds.fail(job, verdict.error))
+            error = verdict.error
+            return self._finish(trial, False, lambda: self._close(job, trial, *self._rounds.fail(job, error)))
         if not agreed.parts:
-            return self._close(agreed, trial, *self._rounds.complete(agreed, Given()))
+            void = partial(self._rounds.complete, agreed, Given())
+            return self._finish(trial, False, lambda: self._close(agreed, trial, *void()))
         if job.prepared.revotes and not verdict.unanimous:  # somebody has to run it again, and may then fail
             if trial is not None and agreed.parts != job.parts:
                 if job.commit is Commit.PROGRESSIVE:
                     return self._again(ballot, trial.execution, verdict.whole)
-                trial = None
+                return self._finish(trial, False, lambda: self._elect(_Ballot(agreed, ballot.attempt + 1)))
             return self._elect(_Ballot(agreed, ballot.attempt + 1, trial))
         if trial is None:
             return self._start(agreed)
-        if (failed := self._refused(agreed, trial)) is not None:
-            return failed
+        if agreed.plan.nonfinite == "raise" and agreed.accused:
+            return self._finish(trial, False, lambda: self._refused(agreed, trial) or [])
+        return self._finish(trial, not agreed.skipped, lambda: self._apply(agreed, trial))
+
+    def _finish(self, trial: _Trial | None, applied: bool, then: Callable[[], list[Effect]]) -> list[Effect]:
+        """Goes on once a trial run has ended its rounds of dynamic tables, which is array work.
+
+        So it is to hold tables for a checkpoint, or to put restored ones in their place: nobody may look at them then.
+        """
+        if trial is None or not (trial.execution.open or (applied and _takes_tables(trial.execution.job, self._store))):
+            return then()
+        execution, self._awaits = trial.execution, None
+        self._execution = execution
+        return [Work("arrays", execution.finish, (applied,), then=partial(self._finished, execution, then))]
+
+    def _finished(
+        self, execution: Execution, then: Callable[[], list[Effect]], _: None, error: PSError | None, now: float
+    ) -> list[Effect]:
+        if execution is not self._execution:
+            return []
+        if error is not None:
+            return self._break(execution, error, now)
+        self._execution = None
+        return then()
+
+    def _apply(self, agreed: ReadyRound, trial: _Trial) -> list[Effect]:
+        """A trial run becomes the round."""
         if not agreed.skipped:
-            change = self._store.exchange if job.commit is Commit.PROGRESSIVE else self._store.commit
+            change = self._store.exchange if agreed.commit is Commit.PROGRESSIVE else self._store.commit
             change(trial.assigned, trial.execution.missed)
-        ready = {} if agreed.skipped else trial.ready
-        ends = self._end(trial.execution, ready, None, self._tally.clock())
-        return [Run(trial.execution.close), *ends]
+        ready, execution = {} if agreed.skipped else trial.ready, trial.execution
+        return [Run(execution.close), *self._end(execution, ready, None, self._tally.clock())]
 
     def _refused(self, job: ReadyRound, trial: _Trial | None) -> list[Effect] | None:
         """Fails a round of which it is known now that a contribution has NaN or infinity, if its plan asks for that."""
@@ -248,11 +264,10 @@ class Runner:
 
     def _holds(self, job: ReadyRound) -> bool:
         """Returns True if a round must wait: it would leave too many old values to a checkpoint."""
-        held = job if self._snapshots.blocks(job.prepared.replaces) else None
-        if held and not self._held:
+        waited, self._held = self._held, job if self._snapshots.blocks(job.prepared.replaces) else None
+        if self._held and not waited:
             log.info("round %d waits until more of a checkpoint is written (--snapshot-limit)", job.round)
-        self._held = held
-        return held is not None
+        return self._held is not None
 
     def _go_on(self, execution: Execution, follows: bool = False) -> list[Effect]:
         """Returns the next step of the running round, or the payload it has to wait for."""
@@ -266,8 +281,8 @@ class Runner:
         # What may come to nothing writes nowhere.
         in_place = self._ballot is None and not execution.job.skipped
         step = execution, self._store.beside(execution.reads(), execution.job.plan.restore is not None), in_place
-        brief = execution.job.is_brief(self._kernels)
-        return [Work("arrays", self._step, step, then=partial(self._commit, execution), follows=follows, brief=brief)]
+        then, brief = partial(self._commit, execution), execution.job.is_brief(self._kernels)
+        return [Work("arrays", self._step, step, then=then, follows=follows, brief=brief)]
 
     # ---- Array work, without the lock ----
 
@@ -290,8 +305,10 @@ class Runner:
         values = self._store.values_of(reads)
         values |= {id: self._assigned[id] for id in self._assigned.keys() & values.keys()}
         missed = self._store.missed_of(reads)
+        tensors = self._store.tables_of([*reads, *execution.job.prepared.tables])
+        tables = StepTables(tensors, self._store.room(), not in_place) if tensors else NO_TABLES
         try:
-            return execution.step(values, alone, self._store.take_spare, missed, held)
+            return execution.step(values, alone, self._store.take_spare, missed, held, tables)
         finally:
             values.clear()
             execution.ran += self._tally.clock() - began
@@ -380,7 +397,7 @@ class Runner:
         job, effects = execution.job, list[Effect]()
         self._store.end_loan()
         if error is None:
-            warnings = self._judge(job, execution.found)
+            warnings = self._nonfinite.judge(job, execution.found, self._tally)
             dropped = sorted(execution.contributions.dropped)
             record, waiters = self._rounds.complete(job, execution.given, dropped, warnings)
             effects += self._restores.ran(job)  # first: members that are answered may look at the files
@@ -393,21 +410,14 @@ class Runner:
             record, waiters = self._rounds.fail(job, error)
         self._tally.over(job, record, self._rounds.last, execution.ran, now)
         self._execution = None
-        replies = self._answers.replies(record, waiters, self.broken, ready, execution.looked_up)
+        replies = self._answers.replies(record, waiters, self.broken, ready, execution.lookups.found)
         self._answers.drop()
         return [*effects, *replies, Run(self._tally.answered, (now,))]
 
-    def _judge(self, job: ReadyRound, found: NonfiniteValues) -> tuple[str, ...]:
-        """Counts NaN and infinite values after a round; returns the warnings for its members."""
-        if job.skipped:
-            self._tally.nonfinite_contributions += len(job.accused)
-            warning = f"round {job.round} was skipped: {self._nonfinite.refusal(job)} (nonfinite='skip')"
-            log.warning("%s", warning)
-            return (warning,)
-        warnings = self._nonfinite.over(job, found)
-        self._tally.nonfinite_contributions += len(found.contributions)
-        self._tally.nonfinite_variables = len(self._nonfinite.ids)
-        return warnings
+
+def _takes_tables(job: ReadyRound, store: Store) -> bool:
+    """Returns True if a round holds or replaces dynamic tables, beside what it does in them."""
+    return bool((job.plan.snapshot or job.plan.restore) and store.tables())
 
 
 def _halfway(job: ReadyRound, error: PSError) -> PSError:

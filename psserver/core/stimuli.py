@@ -14,13 +14,13 @@ from psserver.core.waiting import Asked
 from psserver.effects import Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.registry import Registry
-from psserver.sizes import human
 from pswire.api import UNTIL_ENDED, Contribution, RestoreOrder, Vote
 from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.model.log import Start
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.status import Happened
+from pswire.sizes import human
 from pswire.transport.payload import Payload
 
 KEPT = 100
@@ -51,7 +51,7 @@ SHORTEN: dict[type, Callable[[Any], object]] = {
     bytes: lambda id: id[:4].hex(),
     tuple: len,
     list: _entries,
-    Asked: lambda asked: (len(asked.variables) + len(asked.rows), asked.after),
+    Asked: lambda asked: (len(asked.variables) + len(asked.rows) + len(asked.tables), asked.after),
     Contribution: lambda said: (said.session, said.round, said.epoch, len(said.first_values)),
     Payload: lambda payload: payload.size,
     PlacedVariable: lambda variable: _cut(str(variable.spec)),

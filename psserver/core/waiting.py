@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 from psserver.core.log import Log
 from psserver.effects import Effect, Fail, Reply, Work
+from psserver.state.key_tables import StoredTable, TableTensor
 from psserver.state.missed import Unsettled, whole
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import Membership
 from psserver.state.strands import Record
 from psserver.state.variables import Store, take_rows
-from pswire.api import UNTIL_ENDED, Contribution, PullReply, RowRead, Watched
+from pswire.api import UNTIL_ENDED, Contribution, PullReply, RowRead, TableRead, Watched
 from pswire.errors import InvalidRequest, PSError
 from pswire.model.tensor import Array
 from pswire.transport.payload import Payload
@@ -45,11 +46,12 @@ class Watch(Waiter):
 
 
 class Asked(NamedTuple):
-    """What a read asks for: variables, and rows, as they are after a round."""
+    """What a read asks for: variables, rows, and dynamic tables, as they are after a round."""
 
     variables: tuple[int, ...]
     after: int
     rows: tuple[RowRead, ...] = ()
+    tables: tuple[TableRead, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,12 +107,13 @@ class Waiters:
         match row:
             case Watch():
                 self._looked = None
-            case Read(asked=Asked(variables=ids, rows=rows)):
+            case Read(asked=Asked(variables=ids, rows=rows, tables=tables)):
                 if len(set(ids)) != len(ids):
                     raise InvalidRequest("a variable is asked for twice")
                 for id in ids:
                     self._store.value(id)
                 self._store.check_rows(rows)
+                self._store.ask(tables)
         calls = self.rows[type(row)]
         mine = [other for other in calls if other.session == row.session]
         for gone in mine[: max(len(mine) - MAX_CALLS + 1, 0)]:
@@ -165,25 +168,31 @@ class Waiters:
 
     def _can_read(self, row: Read) -> bool:
         complete = not row.session or row.asked.after <= self._rounds.last
-        ids = (*row.asked.variables, *(read.variable for read in row.asked.rows))
+        rows, tables = (read.variable for read in row.asked.rows), (read.variable for read in row.asked.tables)
+        ids = (*row.asked.variables, *rows, *tables)
         return complete and not self._store.lent.intersection(ids)
 
     def _read(self, row: Read) -> Effect:
-        arrays = self._store.views(row.asked.variables)
-        tables = self._store.views(read.variable for read in row.asked.rows)
-        return Work("arrays", self._pack, (self._rounds.last, arrays, tables, row.asked.rows), future=row.future)
+        asked = row.asked
+        arrays, tables = self._store.views(asked.variables), self._store.row_views(asked.rows)
+        questions = self._store.ask(asked.tables)
+        return Work("arrays", self._pack, (self._rounds.last, arrays, tables, asked.rows, questions), future=row.future)
 
     def _pack(
         self,
         last: int,
         arrays: Sequence[Array | Unsettled],
-        tables: Sequence[Array | Unsettled],
+        tables: Sequence[Array | Unsettled | TableTensor],
         rows: Sequence[RowRead],
+        questions: Sequence[tuple[StoredTable, TableRead]],
     ) -> PullReply:
         """Copies values to the host; in the thread for arrays."""
         device = self._store.device
         taken = [take_rows(table, read.numbers(), device.xp) for table, read in zip(tables, rows, strict=True)]
-        return PullReply(last, Payload.pack([device.get(array) for array in (*map(whole, arrays), *taken)]))
+        answers = [table.answer(asked) for table, asked in questions]
+        found = [device.get(array) for array in (*map(whole, arrays), *taken)]
+        payload = Payload.pack([*found, *(array for _, each in answers for array in each)])
+        return PullReply(last, payload, tuple(count for count, _ in answers))
 
     def _has_news(self, row: Watch) -> bool:
         if not row.session:

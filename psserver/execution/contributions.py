@@ -24,6 +24,7 @@ from pswire.cluster import Task
 from pswire.errors import Diverged, ProgramError
 from pswire.model.plan import ReduceOp, Reduction, Ref
 from pswire.model.rows import Rows, group, row_specs, sum_groups
+from pswire.model.tables import MAX_COUNT
 from pswire.model.tensor import DTYPES, Array, TensorSpec, address_of, align, join
 
 Weighed: TypeAlias = tuple[float, list[Array]]
@@ -92,31 +93,41 @@ class Sender:
         while self._left and not readers[self._left[0][0]]:
             self.part.payload.release(align(self._left.popleft()[1]))
 
-    def contribution(self, index: int, spec: TensorSpec) -> Weighed:
-        """Returns weight and pieces of a contribution; weight 0 if a lost member has not sent it whole."""
-        weight = self.part.said.weights[index]
-        if not weight or (self.gone and self.part.payload.end < self.end(index)):
+    def contributes(self, index: int) -> bool:
+        """Returns whether it contributes to a reduction; False if a lost member has not sent that whole."""
+        return bool(self.part.said.weights[index]) and not (self.gone and self.part.payload.end < self.end(index))
+
+    def contribution(self, index: int, reduction: Reduction) -> Weighed:
+        """Returns weight and pieces of a contribution; weight 0 if there is none."""
+        weight, spec = self.part.said.weights[index], reduction.tensor
+        if not self.contributes(index):
             return 0.0, []
-        rows = self.rows(index, spec)
+        rows = self.rows(index, spec, reduction.form == "keys")
         return weight, self.take(Ref("reduction", index), spec) if rows is None else [rows.values]
 
-    def rows(self, index: int, whole: TensorSpec) -> Rows | None:
-        """Returns the ids and rows of a contribution that is rows of an array; None if it is no such."""
-        place = self.places.rows.get(index)
-        if place is None:
-            return None
-        *offsets, count = place
-        specs = row_specs(whole, count)
-        payload = self.part.payload
-        found = [join(payload.pieces(at, spec), spec) for at, spec in zip(offsets, specs, strict=True)]
-        return Rows(*found)
+    def rows(self, index: int, whole: TensorSpec, keyed: bool) -> Rows | None:
+        """Returns the ids and rows of a contribution that is rows of an array; None if it is no such.
 
-    def ids(self, index: int) -> Array | None:
-        """Returns the ids of a contribution that is rows; None if it is no such."""
+        Args:
+            index: number of the reduction.
+            whole: dtype and shape of its value.
+            keyed: True if rows are given by keys.
+        """
+        ids, place = self.ids(index, keyed), self.places.rows.get(index)
+        if ids is None or place is None:
+            return None
+        spec = row_specs(whole, place[2])[1]
+        return Rows(ids[0] if keyed else ids, join(self.part.payload.pieces(place[1], spec), spec))
+
+    def ids(self, index: int, keyed: bool) -> Array | None:
+        """Returns the ids of a contribution that is rows, (n,); None if it is no such.
+
+        Of one by keys (2, n): the keys, and how often each came.
+        """
         place = self.places.rows.get(index)
         if place is None:
             return None
-        spec = TensorSpec("int64", (place[2],))
+        spec = TensorSpec("int64", (2, place[2]) if keyed else (place[2],))
         return join(self.part.payload.pieces(place[0], spec), spec)
 
     def reached(self, reductions: Numbers) -> int:
@@ -218,9 +229,13 @@ class Contributions:
         """Returns weight and pieces of each sender's contribution to a reduction; the same at every call."""
         found = self._known.get(index)
         if found is None:
-            spec = self._prepared.plan.reductions[index].tensor
-            found = self._known[index] = [sender.contribution(index, spec) for sender in self.senders]
+            reduction = self._prepared.plan.reductions[index]
+            found = self._known[index] = [sender.contribution(index, reduction) for sender in self.senders]
         return found
+
+    def is_given(self, index: int) -> bool:
+        """Returns whether any sender's contribution to a reduction counts."""
+        return any(sender.contributes(index) for sender in self.senders)
 
     def counted(self, index: int) -> Iterator[tuple[Task, list[Array]]]:
         """Yields the sender and the pieces of each contribution in a reduction's value."""
@@ -242,7 +257,7 @@ class Contributions:
     def parts(self, index: int) -> ContributionParts | None:
         """Returns the contributions to a reduction, if a kernel may sum them."""
         present = [weighed for weighed in self.of(index) if weighed[0]]
-        if self._prepared.plan.reductions[index].form == "rows":
+        if self._prepared.plan.reductions[index].form != "dense":
             return None
         if not 0 < len(present) <= MAX_PARTS:
             return None
@@ -263,21 +278,36 @@ class Contributions:
         """Checks the ids of all rows, which must be here; before anything is written.
 
         Raises:
-            ProgramError: somebody's ids are no rows of the whole, or not in increasing order.
+            ProgramError: somebody's ids are no rows of the whole, or not in increasing order; or a key came no time.
         """
-        reductions = self._prepared.plan.reductions
-        for sender, index in product(self.senders, self._prepared.plan.rows):
-            ids = sender.ids(index)
+        plan = self._prepared.plan
+        for sender, index in product(self.senders, plan.rows):
+            keyed = index in plan.keys
+            ids = sender.ids(index, keyed)
             if ids is not None:
-                _check_ids(ids, sender.task, reductions[index])
+                (_check_times if keyed else _check_ids)(ids, sender.task, plan.reductions[index])
+
+    def keys(self, index: int) -> list[Array]:
+        """Returns keys of the contributions that `rows` returns, and how often each came, (2, n)."""
+        found = (sender.ids(index, True) for sender in self._counted(index))
+        return [keys for keys in found if keys is not None]
 
     def rows(self, index: int) -> list[Rows]:
         """Returns the rows of each contribution to a reduction that counts, in task order; `check_rows` was called."""
         reduction = self._prepared.plan.reductions[index]
-        present = [sender for sender in self.senders if sender.part.said.weights[index]]
-        counted = present[: 1 if reduction.op == "first" else None]
-        found = (sender.rows(index, reduction.tensor) for sender in counted)
+        counted = self._counted(index)
+        found = (sender.rows(index, reduction.tensor, reduction.form == "keys") for sender in counted)
         return [rows for rows in found if rows is not None]
+
+    def _counted(self, index: int) -> list[Sender]:
+        """Returns the senders whose rows count in a reduction."""
+        present = [sender for sender in self.senders if sender.part.said.weights[index]]
+        return present[: 1 if self._prepared.plan.reductions[index].op == "first" else None]
+
+    @property
+    def seconds(self) -> int:
+        """The time of the round: the least of the contributors' clocks; 0 if none has told its own."""
+        return min((sender.part.said.seconds for sender in self.senders if sender.part.said.seconds), default=0)
 
     def reduced_rows(self, index: int) -> Rows:
         """Returns the value of a reduction as rows, each place once, in increasing order."""
@@ -315,6 +345,14 @@ def _check_ids(ids: Array, task: Task, reduction: Reduction) -> None:
     if len(ids) and not (ids[0] >= 0 and ids[-1] < size and bool((ids[1:] > ids[:-1]).all())):
         target = reduction.target or "a reduction"
         raise ProgramError(f"the ids that {task} sent for {target} are not rows of {size} in increasing order")
+
+
+def _check_times(ids: Array, task: Task, reduction: Reduction) -> None:
+    times = ids[1]
+    if times.size and not (times.min() >= 1 and times.max() <= MAX_COUNT):
+        raise ProgramError(
+            f"{task} says for {reduction.target or 'a reduction'} that a key came {times.min()} to {times.max()} times"
+        )
 
 
 def _address(buffer: memoryview) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -19,15 +20,19 @@ from psserver.devices import owned
 from psserver.effects import Await
 from psserver.execution.calls import KernelCall, Ready, Spare
 from psserver.execution.contributions import Contributions, Sender
+from psserver.execution.lookups import Lookups
 from psserver.execution.nonfinite import NonfiniteValues
+from psserver.execution.reservation import Call, reserve
 from psserver.execution.row_calls import RowsCall, undo
 from psserver.execution.step_variables import StepVariables
+from psserver.execution.table_rounds import TableRounds
 from psserver.plans.batches import KernelBatch
 from psserver.plans.outline import Application
 from psserver.plans.round import Commit, ReadyRound
 from psserver.programs.kernels.codegen import ASSIGNED, SUMS
 from psserver.programs.kernels.kernels import Kernels
 from psserver.state.held import Held
+from psserver.state.key_tables import TableTensor
 from psserver.state.missed import MissedUpdates
 from psserver.state.strands import Given
 from psserver.state.variables import take_rows
@@ -36,11 +41,27 @@ from pswire.errors import MemoryLimit, ProgramError, PSError
 from pswire.limits import PART_BYTES
 from pswire.model.finite import is_finite, may_be_nonfinite
 from pswire.model.plan import Ref
-from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
+from pswire.model.tensor import DTYPES, Array
 
 log = logging.getLogger("psserver")
 
-Call = KernelCall | Ready | RowsCall
+
+@dataclass(frozen=True)
+class StepTables:
+    """The dynamic tables of a step.
+
+    Attributes:
+        tensors: their tensors, by the numbers of the variables.
+        room: bytes by which they may grow; -1 without a limit.
+        on_trial: True if the step may come to nothing when it is over.
+    """
+
+    tensors: Mapping[int, TableTensor] = field(default_factory=dict)
+    room: int = -1
+    on_trial: bool = False
+
+
+NO_TABLES = StepTables()
 
 STEP_BYTES = PART_BYTES
 """Most bytes of one member's contributions in a step of a batch: values go back while later ones are computed."""
@@ -59,7 +80,7 @@ class Execution:
         contributions: the members' contributions.
         wanted: numbers of the variables that some member wants back.
         given: the plan's returned values of this server.
-        looked_up: for each session that has asked for rows these rows, on the host, once all steps have run.
+        lookups: the rows that members have asked for, once all steps have run.
         found: NaN and infinite values found in the steps so far.
         missed: what rows of variables have missed, where the steps so far have changed that; None for nothing.
     """
@@ -73,10 +94,8 @@ class Execution:
         self._returned: list[Array] = []
         self._rows: list[int] = []
         self.given = Given(self._returned, self._rows)
-        self.looked_up: dict[int, list[Array]] = {}
+        self.lookups = Lookups(job)
         self.missed: dict[int, MissedUpdates | None] = {}
-        self._lookups = {part.said.session: part.said.lookups for part in job.parts if part.said.lookups}
-        self._tables = frozenset(read.variable for reads in self._lookups.values() for read in reads)
         self._progressive = job.commit is Commit.PROGRESSIVE
         self._outline = outline = job.prepared.outline
         self._kernels, self._device = kernels, kernels.device
@@ -85,6 +104,7 @@ class Execution:
         self._written = False
         self._at = self._stop = 0  # the range of the outline's steps that the next step runs
         self._variables = StepVariables({}, frozenset(), {}, {})
+        self._rounds: TableRounds | None = None  # of dynamic tables
         # Operands and results, and below reductions, that are still to be read.
         self._known: dict[Ref, Any] = {}
         self._reduced: dict[int, Any] = {}
@@ -99,6 +119,26 @@ class Execution:
     def halfway(self) -> bool:
         """True if a failure now would leave some variables with its update and others without."""
         return self._written and not self.contributions.abandoned
+
+    @property
+    def open(self) -> bool:
+        """True if all steps have run, and rounds of dynamic tables wait for `finish`."""
+        return self._rounds is not None
+
+    def finish(self, applied: bool) -> None:
+        """Commits or undoes what a trial run has done in dynamic tables, if it has, and takes the rows to look up.
+
+        Does nothing where no table waits for it.
+
+        Args:
+            applied: False if nothing of the round is applied.
+        """
+        if not self.open:
+            return
+        with _told(self.job), self._device.scope():
+            self._end_tables(applied)
+            self.lookups.take(self._variables, self._device)
+            self._variables = StepVariables({}, frozenset(), {}, {})
 
     def close(self) -> None:
         """Discards contributions that are left, or still arrive."""
@@ -129,10 +169,10 @@ class Execution:
         """
         if not self.begun:
             self._stop = 0 if self._progressive else len(self._outline.needs)
-            return self._outline.reads | self._tables if self._tables else self._outline.reads
+            return self._outline.reads | self.lookups.variables if self.lookups.variables else self._outline.reads
         self._stop = self._at + self._count()
         read = {id for application in self._applications(self._at, self._stop) for id, *_ in application.variables}
-        return read | self._tables if self._stop == len(self._outline.needs) else read
+        return read | self.lookups.variables if self._stop == len(self._outline.needs) else read
 
     def _count(self) -> int:
         """Returns how many of the outline's steps run next: those of a batch that have arrived, up to `STEP_BYTES`."""
@@ -155,6 +195,7 @@ class Execution:
         spare: Spare,
         missed: Mapping[int, MissedUpdates] = MappingProxyType({}),
         held: Mapping[int, Held] = MappingProxyType({}),
+        tables: StepTables = NO_TABLES,
     ) -> tuple[dict[int, Array], dict[int | Ref, Array]]:
         """Runs the next step, as `reads` has decided.
 
@@ -164,6 +205,7 @@ class Execution:
             spare: returns an array for the new value of a variable, or None: then it is allocated.
             missed: what rows of these variables have missed.
             held: who holds variables that nobody else holds, and has rows set aside before they are written.
+            tables: the dynamic tables among them.
 
         Returns:
             Assigned values, on the device; and final values on the host: wanted variables by number, and returned
@@ -178,29 +220,44 @@ class Execution:
             self._returned += self._give_rows()
             self.begun, self._at = True, len(self._outline.needs)
             return {}, {}
-        with self._told(), self._device.scope():
-            variables = self._variables = StepVariables(values, alone, missed, held)
+        with _told(self.job), self._device.scope():
+            variables = self._variables = StepVariables(values, alone, missed, held, tables.tensors)
             if not self.begun:
                 self._begin()
-            ready = self._make(self._at, self._stop, alone, spare)
+            ends = self._stop == len(self._outline.needs)
+            if ends and self.job.prepared.tables:  # such rounds are atomic, and have one step
+                self._rounds = self._begun_tables(tables)
+            try:
+                ready = self._make(self._at, self._stop, alone, spare)
+            except BaseException:
+                self._end_tables(False)
+                raise
             self.found.settle()  # before contributions are released
-            if self._stop == len(self._outline.needs):
-                with suppress(
-                    MemoryError
-                ):  # the variables are written: then each member's rows are taken by themselves
-                    self._look_up()
+            if not tables.on_trial or self.job.skipped:
+                self._end_tables(not self.job.skipped)
+            if ends and not self.open:
+                self.lookups.take(self._variables, self._device)
             if self._progressive:
                 self.contributions.let_go(self._outline.needs[self._at : self._stop])
             self.missed |= variables.changed
-            self._variables, self._at = StepVariables({}, frozenset(), {}, {}), self._stop
+            self._at = self._stop
+            if not self.open:
+                self._variables = StepVariables({}, frozenset(), {}, {})
             return variables.assigned, ready
 
-    def _look_up(self) -> None:
-        """Takes the rows that members have asked for, as they are after the round."""
-        for session, reads in self._lookups.items():
-            after, xp = not self.job.skipped, self._device.xp
-            taken = [self._variables.rows(read.variable, read.numbers(), after, xp) for read in reads]
-            self.looked_up[session] = list(map(self._device.get, taken))
+    def _begun_tables(self, tables: StepTables) -> TableRounds:
+        kernels, on_trial = self._kernels.on_host, tables.on_trial
+        rounds = TableRounds(self.job.prepared, tables.tensors, self.contributions, kernels, on_trial)
+        rounds.begin(tables.room)
+        return rounds
+
+    def _end_tables(self, applied: bool) -> None:
+        """Commits or undoes the rounds of dynamic tables, with what calls have written there."""
+        rounds, self._rounds = self._rounds, None
+        if rounds is not None:
+            self._written = applied  # a table that cannot end its round is of no use any more
+            rounds.end(applied)
+            self._written = False
 
     def _give_rows(self) -> list[Array]:
         """Returns ids and rows that are given back; they come behind all else."""
@@ -208,37 +265,13 @@ class Execution:
         self._rows += [len(one.ids) for one in rows]
         return [array for one in rows for array in one]
 
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Turns every exception into a `PSError`: all members of the round wait for an answer, and get the same."""
-        task = str(Task("ps", self.job.prepared.server))
-        try:
-            yield
-        except PSError as error:
-            raise type(error)(self._failed(error.message), error.task or task) from error
-        except MemoryError as error:
-            raise MemoryLimit(self._failed(f"the server ran out of memory: {error}"), task) from error
-        except Exception as error:  # what the verifier cannot know, a device's errors included
-            log.exception("round %d failed", self.job.round)
-            raise ProgramError(self._failed(str(error)), task) from error
-
-    def _failed(self, why: str) -> str:
-        return f"round {self.job.round} ({self.job.section()}) failed: {why}"
-
     def _begin(self) -> None:
         """Takes the operands; finds the batches, for which it may wait for a kernel."""
         self.contributions.settle()
         self._check_contributed(bool(self.contributions.senders))
         self.contributions.check_rows()
-        # Before anything is written: kernels see addresses only.
         for application in self._outline.applications:
-            for id, dtype, shape in application.variables:
-                value = self._variables.before.get(id)
-                # To compare dtypes takes longer than all else here, and mostly they are the same object.
-                if value is None or value.shape != shape or (value.dtype is not dtype and value.dtype != dtype):
-                    expected = TensorSpec(dtype.name, shape)
-                    found = "none" if value is None else str(spec_of(value))
-                    raise ProgramError(f"variable {id} should have a value of {expected} here, and has {found}")
+            self._variables.check(application.variables)  # before anything is written: kernels see addresses only
         self._known.update((ref, self._device.put(operand)) for ref, operand in self.contributions.operands())
         self._batches = self.job.prepared.batches(self._kernels, len(self.contributions.senders))
         if self.job.plan.restore is not None:
@@ -269,9 +302,11 @@ class Execution:
             undo(calls)
             raise
         last, wanted = self._outline.last, self.wanted
+        kept = (n for n in self._outline.optional if at <= n < stop and self._is_left_out(n))
+        unchanged = {id: self._variables.value(id) for n in kept for id in self._outline.applications[n].assigned}
         ready: dict[int | Ref, Array] = {
             id: array
-            for id, array in self._variables.assigned.items()
+            for id, array in {**unchanged, **self._variables.assigned}.items()
             if id in wanted and last.get(id, stop) < stop and self._variables.missing(id) is None
         }
         if self._device.gpu is not None:
@@ -285,50 +320,33 @@ class Execution:
     def _calls(self, at: int, stop: int, alone: Set[int], spare: Spare) -> list[Call]:
         """Returns the calls for some applications, in batches where possible, and decides where each of them writes."""
         calls = list(self._cut(at, stop, alone))
-        if not self._reserve(calls, alone, spare):
+        own = self._variables.own_rows
+        if not reserve(calls, not self._progressive, alone, own, spare):
             calls = list(self._cut(at, stop, frozenset()))
-            self._reserve(calls, alone, spare)
+            reserve(calls, not self._progressive, alone, own, spare)
         return calls
 
     def _cut(self, at: int, stop: int, alone: Set[int]) -> Iterator[Call]:
-        while at < stop:
-            call = self._call(at, stop, alone)
-            yield call
-            at = call.numbers.stop
+        left_out = [n for n in sorted(self._outline.optional) if at <= n < stop and self._is_left_out(n)]
+        for end in (*left_out, stop):
+            while at < end:
+                call = self._call(at, end, alone)
+                yield call
+                at = call.numbers.stop
+            at = end + 1
+
+    def _is_left_out(self, number: int) -> bool:
+        """Returns whether nobody contributes to an application that may be left out."""
+        return not any(map(self.contributions.is_given, self._outline.applications[number].needs))
 
     def _call(self, at: int, stop: int, alone: Set[int]) -> Call:
         application, batch = self._outline.applications[at], self._batches.get(at)
         if application.rows is not None:
+            if self._rounds is not None and application.rows.keyed:
+                return self._rounds.call(at, application, application.rows)
             return RowsCall(at, application, application.rows, self._kernels, self.contributions)
         ready = Ready.of(batch, at, min(batch.stop, stop), self.contributions.senders, alone) if batch else None
         return ready or KernelCall(at, application, self._kernels, self.contributions.parts)
-
-    def _reserve(self, calls: Sequence[Call], alone: Set[int], spare: Spare) -> bool:
-        """Makes all kernels decide where they write: in place only after the last part that may fail.
-
-        Returns:
-            False if a batch, which can only write in place, comes too early for that.
-        """
-        risky = at = 0
-        for call in () if self._progressive else calls:
-            if isinstance(call, KernelCall):
-                risky = max([risky, *(n for n, stage in enumerate(call.stages, at) if stage.may_fail)])
-                risky = at + call.width if call.copies else risky
-            elif isinstance(call, RowsCall) and call.may_fail:
-                risky = max(risky, at)
-            at += call.width
-        at, fresh = 0, set[int]()
-        for call in calls:
-            if isinstance(call, KernelCall):
-                call.reserve(risky - at, alone, fresh, spare)
-                fresh |= call.assigned
-            elif isinstance(call, RowsCall):
-                call.reserve(alone | self._variables.own_rows | fresh, keeps_old=at < risky)
-                fresh |= call.assigned
-            elif at < risky:
-                return False
-            at += call.width
-        return True
 
     def _run(self, call: Call) -> None:
         """Runs a call and takes the values that it assigned."""
@@ -367,15 +385,20 @@ class Execution:
                 del self._known[ref]  # no reader is left
 
     def _run_rows(self, call: RowsCall) -> None:
-        missed = self._variables.make_up(call, self._kernels)
-        self._variables.set_aside(call.assigned, call.ids)
-        rows, assigned = call.rows, call.run(self._value, missed)
+        rows = call.rows
+        if call.is_keyed and self._rounds is not None:
+            assigned = self._rounds.run(call, lambda ref: self._device.get(self._value(ref)))
+        else:
+            missed = self._variables.make_up(call, self._kernels)
+            self._variables.set_aside(call.assigned, call.ids)
+            assigned = call.run(self._value, missed)
+            self._variables.assigned |= assigned
         self.found.forget(assigned)
         if may_be_nonfinite(rows.values.dtype) and not is_finite(rows.values):
             self.found.accuse(call.reduction)
             for id, array in assigned.items():
-                self.found.look(Ref("variable", id), take_rows(array, rows.ids, self._device.xp))
-        self._variables.assigned |= assigned
+                own = array.take(rows.ids, axis=0) if call.is_keyed else take_rows(array, rows.ids, self._device.xp)
+                self.found.look(Ref("variable", id), self._device.put(own))
 
     # ---- Values ----
 
@@ -403,3 +426,21 @@ class Execution:
         if self._uses[index]:
             self._reduced[index] = value
         return value
+
+
+@contextmanager
+def _told(job: ReadyRound) -> Iterator[None]:
+    """Turns every exception into a `PSError`: all members of the round wait for an answer, and get the same."""
+    try:
+        yield
+    except PSError as error:
+        raise _failed(job, type(error), error.message, error.task) from error
+    except MemoryError as error:
+        raise _failed(job, MemoryLimit, f"the server ran out of memory: {error}") from error
+    except Exception as error:  # what the verifier cannot know, a device's errors included
+        log.exception("round %d failed", job.round)
+        raise _failed(job, ProgramError, str(error)) from error
+
+
+def _failed(job: ReadyRound, kind: type[PSError], why: str, task: str = "") -> PSError:
+    return kind(f"round {job.round} ({job.section()}) failed: {why}", task or str(Task("ps", job.prepared.server)))

@@ -14,6 +14,7 @@ from psserver.devices import Device
 from psserver.execution.contributions import Contributions
 from psserver.plans.outline import Application
 from psserver.plans.round import ReadyRound
+from psserver.state.counters import ServerCounters
 from psserver.state.variables import Store
 from pswire.cluster import Task
 from pswire.model.finite import EXPONENTS, NO_SIGN, is_finite, may_be_nonfinite
@@ -127,6 +128,18 @@ class NonfiniteVariables:
     def restore(self, ids: Iterable[int]) -> None:
         """Forgets variables that have a checkpoint's values: they are reported anew."""
         self.ids.difference_update(ids)
+
+    def judge(self, job: ReadyRound, found: NonfiniteValues, tally: ServerCounters) -> tuple[str, ...]:
+        """Counts NaN and infinite values after a round; returns the warnings for its members."""
+        if job.skipped:
+            tally.nonfinite_contributions += len(job.accused)
+            warning = f"round {job.round} was skipped: {self.refusal(job)} (nonfinite='skip')"
+            log.warning("%s", warning)
+            return (warning,)
+        warnings = self.over(job, found)
+        tally.nonfinite_contributions += len(found.contributions)
+        tally.nonfinite_variables = len(self.ids)
+        return warnings
 
     def over(self, job: ReadyRound, found: NonfiniteValues) -> tuple[str, ...]:
         """Takes the findings of a round.

@@ -30,6 +30,8 @@ class RowsCall:
         use: the rows that it takes.
         kernels: run the program.
         contributions: have the rows.
+        found: the rows by slots, and the number of all slots, where they are of a dynamic table; else None.
+        on_trial: True if what it writes may come to nothing when all of the round has run.
 
     If it has `tables`, it is given what rows of these have missed, and changes that and them in place.
 
@@ -42,21 +44,37 @@ class RowsCall:
     width = 1
 
     def __init__(
-        self, number: int, application: Application, use: RowsUse, kernels: Kernels, contributions: Contributions
+        self,
+        number: int,
+        application: Application,
+        use: RowsUse,
+        kernels: Kernels,
+        contributions: Contributions,
+        found: tuple[Rows, int] | None = None,
+        on_trial: bool = False,
     ) -> None:
         self.numbers = range(number, number + 1)
         self.reduction = use.reduction
-        self.rows = _behind_another(contributions.rows(use.reduction), contributions.spec(use.reduction))
+        size: int | None = None
+        if found is not None:
+            self.rows, size = found
+        else:
+            self.rows = behind_another(contributions.rows(use.reduction), contributions.spec(use.reduction))
         self._application = application
         self._use = use
         self._kernels = kernels
         self._total = contributions.total(use.reduction)
-        self._update = RowUpdate(kernels, use.program, self.rows.ids)
+        self._update = RowUpdate(kernels, use.program, self.rows.ids, size)
         self._own: Set[int] = frozenset()
         self._new: dict[int, Any] = {}
-        self._keeps_old = False
+        self._on_trial, self._keeps_old = on_trial, False
         self._old: list[tuple[Any, Any, Any]] = []
         self._noted: MissedUpdates | None = None
+
+    @property
+    def is_keyed(self) -> bool:
+        """True if its tables are dynamic: they are written in place, and old rows kept."""
+        return self._use.keyed
 
     @property
     def tables(self) -> tuple[int, ...]:
@@ -90,7 +108,7 @@ class RowsCall:
             own: variables whose arrays nobody else holds.
             keeps_old: True if a later part of the round may fail.
         """
-        self._own, self._keeps_old = own | set(self.tables), keeps_old
+        self._own, self._keeps_old = own | set(self.tables), keeps_old or self._on_trial
         specs = {id: (dtype, shape) for id, dtype, shape in self._application.variables}
         xp = self._kernels.device.xp
         with self._kernels.device.scope():
@@ -149,7 +167,8 @@ class RowsCall:
             array[ids] = rows
 
 
-def _behind_another(found: Sequence[Rows], whole: TensorSpec) -> Rows:
+def behind_another(found: Sequence[Rows], whole: TensorSpec) -> Rows:
+    """Returns rows of an array of this dtype and shape as one, one behind another."""
     if len(found) == 1:
         return found[0]
     if not found:

@@ -6,7 +6,8 @@ where nobody sees it, and else in copies that come to nothing if the round does.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,12 @@ from psserver.execution.row_calls import RowsCall
 from psserver.programs.kernels.kernels import Kernels
 from psserver.programs.kernels.replay import Replay
 from psserver.state.held import Held
+from psserver.state.key_tables import TableTensor
 from psserver.state.missed import MissedUpdates
 from psserver.state.variables import take_rows
+from pswire.errors import ProgramError
 from pswire.model.rows import Int64s
-from pswire.model.tensor import Array
+from pswire.model.tensor import Array, TensorSpec
 
 
 class StepVariables:
@@ -29,17 +32,25 @@ class StepVariables:
         alone: variables whose arrays nobody else holds.
         missed: what rows of these variables have missed.
         held: who holds variables that nobody else holds, and has rows set aside before they are written.
+        tables: those that are tensors of dynamic tables.
 
     Attributes:
+        tables: these.
         assigned: the values that it has assigned.
         changed: what rows of variables have missed, where the step has changed that; None for nothing.
     """
 
     def __init__(
-        self, before: Mapping[int, Any], alone: Set[int], missed: Mapping[int, MissedUpdates], held: Mapping[int, Held]
+        self,
+        before: Mapping[int, Any],
+        alone: Set[int],
+        missed: Mapping[int, MissedUpdates],
+        held: Mapping[int, Held],
+        tables: Mapping[int, TableTensor] = MappingProxyType({}),
     ) -> None:
         self.before = before
         self.alone = alone
+        self.tables = tables
         self.assigned: dict[int, Array] = {}
         self.changed: dict[int, MissedUpdates | None] = {}
         self._missed = missed
@@ -48,6 +59,8 @@ class StepVariables:
 
     def value(self, id: int) -> Any:
         """Returns a variable's array as of now."""
+        if id in self.tables:
+            return self.tables[id].array
         assigned = self.assigned.get(id)
         return self.before[id] if assigned is None else assigned
 
@@ -56,10 +69,24 @@ class StepVariables:
         values = {**self.before, **self.assigned} if self.assigned else self.before
         return list(map(values.__getitem__, ids))
 
+    def check(self, expected: Iterable[tuple[int, np.dtype[Any], tuple[int, ...]]]) -> None:
+        """Raises `ProgramError` unless variables are there, each of its dtype and shape."""
+        for id, dtype, shape in expected:
+            value = self.before.get(id)
+            if value is None:
+                value = self.tables.get(id)
+            # To compare dtypes takes longer than all else here, and mostly they are the same object.
+            if value is None or value.shape != shape or (value.dtype is not dtype and value.dtype != dtype):
+                found = "none" if value is None else str(TensorSpec(value.dtype.name, value.shape))
+                raise ProgramError(
+                    f"variable {id} should have a value of {TensorSpec(dtype.name, shape)} here, and has {found}"
+                )
+
     @property
     def own_rows(self) -> Set[int]:
         """Variables of which rows may be written in place."""
-        return self.alone | self._held.keys() if self._held else self.alone
+        own = self.alone | self._held.keys() if self._held else self.alone
+        return own | self.tables.keys() if self.tables else own
 
     @property
     def any_missed(self) -> bool:
@@ -77,10 +104,12 @@ class StepVariables:
 
         Args:
             id: the variable.
-            ids: the rows, in any order, also several times.
+            ids: the rows, in any order, also several times; of a dynamic table keys.
             after: True for after the step, False for before it.
             xp: the device's array namespace.
         """
+        if id in self.tables:
+            return self.tables[id].rows(ids)
         missed, value = (self.missing(id), self.value) if after else (self._missed.get(id), self.before.__getitem__)
         if missed is None:
             return take_rows(value(id), ids, xp)

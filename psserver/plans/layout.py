@@ -5,16 +5,30 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pswire.api import Contribution
 from pswire.model.plan import Plan, Ref
-from pswire.model.rows import ID_BYTES
 from pswire.model.tensor import align, layout
 
 Numbers = npt.NDArray[np.int64]
+
+
+class RowBytes(NamedTuple):
+    """The bytes of one row of a reduction.
+
+    Attributes:
+        reduction: the number of the reduction.
+        ids: bytes of its id, or of its key and how often that came.
+        values: bytes of its values; -1 where the reduction is not made.
+    """
+
+    reduction: int
+    ids: int
+    values: int
 
 
 @dataclass(frozen=True)
@@ -38,17 +52,17 @@ class ContributionLayout:
     window: int
     rows: Mapping[int, tuple[int, int, int]] = field(default_factory=dict)
 
-    def with_rows(self, sent: Iterable[tuple[int, int, int]]) -> ContributionLayout:
+    def with_rows(self, sent: Iterable[tuple[RowBytes, int]]) -> ContributionLayout:
         """Returns the layout with rows behind all else: of each such reduction ids, then rows.
 
         Args:
-            sent: the number of each reduction, the bytes of one of its rows, and how many there are.
+            sent: the bytes of the rows of each reduction, and how many rows there are.
         """
         found: dict[int, tuple[int, int, int]] = {}
         end = self.size
-        for number, nbytes, count in sent:
+        for (number, each, nbytes), count in sent:
             ids = align(end) if count else end
-            end = ids + ID_BYTES * count
+            end = ids + each * count
             rows = align(end) if nbytes * count else end
             end = rows + nbytes * count
             found[number] = ids, rows, count

@@ -59,7 +59,9 @@ def plan_bytes(plan: Plan, server: int, needs: Sequence[Need]) -> int:
 
 def _spans(plan: Plan, server: int, here: list[Apply]) -> Iterator[Span]:
     """Yields the spans of values that applications read: operands, and reductions from first to last use."""
+    whole = [apply for apply, rows in zip(plan.applies, plan.by_rows, strict=True) if rows is None]
     uses, end = _uses(here), len(here) + 1
+    made = {ref for apply in whole for ref in apply.args}  # of rows nothing is made that only rows are updated by
     given = {ref for ref, _ in plan.given(server)}
     for operand in plan.operands:
         if server in operand.servers:
@@ -68,7 +70,7 @@ def _spans(plan: Plan, server: int, here: list[Apply]) -> Iterator[Span]:
         ref = Ref("reduction", index)
         if ref in given:
             yield reduction.tensor.nbytes, 0, end
-        elif server in reduction.servers and ref in uses:
+        elif server in reduction.servers and ref in uses and (reduction.form == "dense" or ref in made):
             first, last = uses[ref]
             yield reduction.tensor.nbytes, first, last + 1
 

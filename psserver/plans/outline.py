@@ -26,11 +26,13 @@ class RowsUse:
         program: the program; of a mean it takes the sum, and divides it by one more input, the sum of the weights.
         tables: numbers of the variables that are its tables, in order, if other rows miss an update that they are to
             have later; else empty.
+        keyed: True if its tables are dynamic, and rows are given by keys.
     """
 
     reduction: int
     program: Program
     tables: tuple[int, ...] = ()
+    keyed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +80,7 @@ class Outline:
         last: for each assigned variable, the number of the last application that assigns it.
         watched: numbers of the reductions that reach a variable.
         results: True if an application has results.
+        optional: numbers of the applications that are left out where nobody contributes to them.
     """
 
     applications: tuple[Application, ...]
@@ -89,6 +92,7 @@ class Outline:
     last: Mapping[int, int]
     watched: frozenset[int]
     results: bool
+    optional: frozenset[int]
 
 
 def outline(plan: Plan, server: int) -> Outline:
@@ -108,7 +112,8 @@ def outline(plan: Plan, server: int) -> Outline:
     reads = frozenset(id for application in applications for id, *_ in application.variables)
     watched = frozenset(index for application in applications for index in application.needs)
     results = any(application.made for application in applications)
-    return Outline(applications, given, needs, reads, uses, readers, last, watched, results)
+    optional = frozenset(number for number, application in enumerate(applications) if application.apply.optional)
+    return Outline(applications, given, needs, reads, uses, readers, last, watched, results, optional)
 
 
 def _application(plan: Plan, apply: Apply, first: int, rows: int | None, uses: Mapping[int, int]) -> Application:
@@ -139,7 +144,8 @@ def _rows_use(reduction: Reduction, number: int, program: Program, apply: Apply)
     misses = apply.sparse == "exact" and not keeps_rows(program, [given])
     shaped = zip(apply.args, program.inputs, strict=True)
     tables = tuple(ref.index for ref, item in shaped if misses and ref.kind == "variable" and item.spec.shape)
-    return RowsUse(number, divided(program, given) if reduction.op == "mean" else program, tables)
+    summed = divided(program, given) if reduction.op == "mean" else program
+    return RowsUse(number, summed, tables, reduction.form == "keys")
 
 
 def _is_summed(reduction: Reduction) -> bool:

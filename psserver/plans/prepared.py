@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from psserver.plans.batches import KernelBatch, PlanKernels, plan_kernels
-from psserver.plans.layout import ContributionLayout, lay_out
+from psserver.plans.layout import ContributionLayout, RowBytes, lay_out
 from psserver.plans.memory import Need, plan_bytes
 from psserver.plans.outline import Outline, outline
 from psserver.programs.kernels.kernels import Kernels
 from pswire.api import Contribution
 from pswire.errors import InvalidRequest
-from pswire.model.plan import Operand, Plan, Ref
-from pswire.model.rows import MAX_ROWS, row_bytes
+from pswire.model.plan import Operand, Plan, Ref, Trim
+from pswire.model.rows import ID_BYTES, KEY_BYTES, MAX_ROWS, row_bytes
+from pswire.model.tables import ROWS
 from pswire.model.tensor import TensorSpec
 
 MAX_LAYOUTS = 64
@@ -56,7 +57,8 @@ class PreparedPlan:
     @cached_property
     def may_refuse(self) -> bool:
         """Whether its rounds may fail by what they compute or restore, and not only by who is lost."""
-        return self.plan.restore is not None or any(program.may_refuse for program in self.plan.programs)
+        refuses = self.plan.restore is not None or any(program.may_refuse for program in self.plan.programs)
+        return refuses or bool(self.plan.keys)  # a table may have a limit
 
     @cached_property
     def revotes(self) -> bool:
@@ -71,7 +73,8 @@ class PreparedPlan:
     @cached_property
     def row_tables(self) -> frozenset[int]:
         """Numbers of the variables of which it assigns rows."""
-        return frozenset(id for each in self.outline.applications if each.rows is not None for id in each.assigned)
+        rows = (each for each in self.outline.applications if each.rows is not None and not each.rows.keyed)
+        return frozenset(id for each in rows for id in each.assigned)
 
     @cached_property
     def makes_up(self) -> bool:
@@ -81,8 +84,19 @@ class PreparedPlan:
     @cached_property
     def replaces(self) -> tuple[int, ...]:
         """Numbers of the variables that it assigns as a whole."""
-        whole = {id for each in self.outline.applications if each.rows is None for id in each.assigned}
-        return tuple(id for id in self.writes if id in whole or id not in self.row_tables)
+        return tuple({id: None for each in self.outline.applications if each.rows is None for id in each.assigned})
+
+    @cached_property
+    def trims(self) -> tuple[Trim, ...]:
+        """The dynamic tables of this server that are cut."""
+        return tuple(trim for trim in self.plan.trims if self.server in trim.servers)
+
+    @cached_property
+    def tables(self) -> frozenset[int]:
+        """Numbers of the variables, tensors of dynamic tables, that it updates or cuts here."""
+        keyed = (each for each in self.outline.applications if each.rows is not None and each.rows.keyed)
+        updated = frozenset(id for each in keyed for id, _, shape in each.variables if shape[:1] == (ROWS,))
+        return updated | {trim.variable for trim in self.trims}
 
     @cached_property
     def operands(self) -> list[tuple[Ref, Operand]]:
@@ -116,13 +130,21 @@ class PreparedPlan:
         if not said.rows or said.observes:
             return found
         sent = zip(self.row_bytes, said.rows, strict=True)
-        return found.with_rows([(n, nbytes, count) for (n, nbytes), count in sent if nbytes >= 0 and said.weights[n]])
+        there = [(each, count) for each, count in sent if each.values >= 0 and said.weights[each.reduction]]
+        return found.with_rows(there)
 
     @cached_property
-    def row_bytes(self) -> list[tuple[int, int]]:
-        """Each reduction of rows, with the bytes of one row; -1 where it is not made here."""
+    def row_bytes(self) -> list[RowBytes]:
+        """The bytes of one row of each reduction of rows."""
         found = [(number, self.plan.reductions[number]) for number in self.plan.rows]
-        return [(n, row_bytes(each.tensor) if self.server in each.servers else -1) for n, each in found]
+        return [
+            RowBytes(
+                number,
+                KEY_BYTES if each.form == "keys" else ID_BYTES,
+                row_bytes(each.tensor) if self.server in each.servers else -1,
+            )
+            for number, each in found
+        ]
 
     def check(self, said: Contribution, size: int) -> None:
         """Raises `InvalidRequest` if a contribution with a payload of this size does not fit the plan."""

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
-from pswire.api import Contribution
+from pswire.api import Contribution, Vote
 from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.model.log import Member, Position
@@ -99,6 +99,17 @@ class ReadyRound:
         parts = tuple(part for part in self.parts if part.said.session in sessions)
         out = (part.member.task for part in self.parts if part.said.session not in sessions)
         return replace(self, parts=parts, left_out=tuple(sorted((*self.left_out, *out))))
+
+    def vote(self, chief: int, attempt: int, closed: int) -> Vote:
+        """Returns this server's vote in it.
+
+        Args:
+            chief: the session of the chief that began the job.
+            attempt: how many votes of it there were before.
+            closed: the last round that is over here.
+        """
+        whole = self.sessions if self.error is None else frozenset[int]()
+        return Vote(chief, self.round, self.plan.id, self.epoch, attempt, whole, self.error, closed)
 
     @cached_property
     def accused(self) -> tuple[tuple[int, Task], ...]:

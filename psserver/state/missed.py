@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from psserver.programs.kernels.replay import Replay
 from psserver.state.held import HeldTable
+from psserver.tables.reserved import ReservedArray
 from pswire.model.program import Program
 from pswire.model.rows import Int64s
 from pswire.model.tensor import Array
@@ -42,17 +43,20 @@ class MissedUpdates:
         program: the updates' program.
         tables: numbers of the variables, in the order of the replay's tables.
         size: rows of each table.
+        most: most rows that a table may grow to without a copy; 0 if it does not grow.
 
     Attributes:
         count: updates since the first that is kept.
         last: uint32[size], how many of these each row has had.
     """
 
-    def __init__(self, replay: Replay, program: Program, tables: tuple[int, ...], size: int) -> None:
+    def __init__(self, replay: Replay, program: Program, tables: tuple[int, ...], size: int, most: int = 0) -> None:
         self.program = program
         self.tables = tables
         self.count = 0
-        self.last: npt.NDArray[np.uint32] = np.zeros(size, np.uint32)
+        self._memory = ReservedArray((), np.dtype(np.uint32), max(size, most))
+        self._memory.resize(size)
+        self.last: npt.NDArray[np.uint32] = self._memory.array
         self._replay = replay
         self._kept: list[Array] = []
         self._hand = 0
@@ -90,6 +94,20 @@ class MissedUpdates:
         for kept, number in zip(self._kept, numbers, strict=True):
             kept[self.count] = number.reshape(())
         self.count += 1
+        self.last[ids] = self.count
+
+    def begin(self, ids: Int64s, size: int) -> None:
+        """Rows were made, which have missed nothing.
+
+        Args:
+            ids: the rows.
+            size: rows of the tables from now on.
+        """
+        if size != len(self.last):
+            first = len(self.last)
+            self._memory.resize(size)
+            self.last = self._memory.array
+            self.last[first:] = self.count
         self.last[ids] = self.count
 
     def take_back(self, ids: Int64s) -> None:
@@ -135,6 +153,15 @@ class MissedUpdates:
         turn = np.arange(self._hand, min(self._hand + rows, len(self.last)))
         self._hand = self._hand + rows if self._hand + rows < len(self.last) else 0
         return turn
+
+    def settled(self, rows: Sequence[Any], ids: Int64s) -> list[Any]:
+        """Returns rows of all tables with all updates, as new arrays.
+
+        Args:
+            rows: the rows of each table as they are, in order.
+            ids: their numbers, each once.
+        """
+        return self._replay.rows(rows, self._kept, np.arange(len(ids)), self.last[ids].astype(np.int64), self.count)
 
     def rows(self, arrays: Sequence[Any], place: int, ids: Int64s) -> Any:
         """Returns rows of one table with all updates, as a new array on its device; the table stays.

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from operator import attrgetter
 from types import MappingProxyType
@@ -21,15 +22,25 @@ from typing import Any
 import numpy as np
 
 from psserver.devices import Device
-from psserver.sizes import human
 from psserver.state.held import Held, HeldTable
+from psserver.state.key_tables import KeyedRows, StoredTable, TableTensor
+from psserver.state.known_tables import KnownTables
 from psserver.state.missed import Group, MissedUpdates, Unsettled
-from pswire.api import RowRead
+from psserver.tables.native import Native
+from psserver.tables.table import Table
+from pswire.api import RowRead, TableRead
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, MemoryLimit, VariableMismatch
-from pswire.model.plan import PlacedVariable
-from pswire.model.rows import Int64s
+from pswire.limits import LOOKUP_BYTES
+from pswire.model.hashing import BUCKETS
+from pswire.model.plan import PlacedVariable, VariableSpec
+from pswire.model.rows import ID_BYTES, Int64s, row_bytes
+from pswire.model.tables import TablePart
 from pswire.model.tensor import Array
+from pswire.sizes import human
+
+FirstValue = Array | Table | KeyedRows
+"""The first value of a variable: an array, or of a part of a dynamic table what a checkpoint has of it."""
 
 Missed = Mapping[int, MissedUpdates | None]
 """What rows of variables have missed, by the numbers of these; None for nothing."""
@@ -44,13 +55,15 @@ class Store:
         server: the number of this server.
         device: the device of the values.
         memory_limit: bytes that the values may take, 0 for no limit.
+        native: compiled functions of dynamic tables.
 
     Attributes:
         task: this server's task.
+        native: the compiled functions.
         lent: numbers of the variables that the running round assigns.
     """
 
-    def __init__(self, server: int, device: Device, memory_limit: int) -> None:
+    def __init__(self, server: int, device: Device, memory_limit: int, native: Native | None = None) -> None:
         self.server = server
         self.task = Task("ps", server)
         self.device = device
@@ -61,7 +74,10 @@ class Store:
         self._missed: dict[int, MissedUpdates] = {}  # by each of their variables
         self._tables = set[int]()  # variables of which rounds update rows
         self._held: dict[int, list[weakref.ref[HeldTable]]] = {}
-        self.nbytes = 0
+        self.native = native or Native()
+        self._parts: dict[int, TableTensor] = {}  # dynamic tables, by the variables that are their tensors
+        self._known = KnownTables(self.task)
+        self._declared = 0
         self.lent: frozenset[int] = frozenset()
 
     def clear(self) -> None:
@@ -72,14 +88,16 @@ class Store:
         self._missed.clear()
         self._tables.clear()
         self._held.clear()
-        self.nbytes = 0
+        self._parts.clear()
+        self._known.clear()
+        self._declared = 0
         self.lent = frozenset()
 
     def declare(self, variable: PlacedVariable) -> None:
         """Declares a variable; reserves its memory if it lives here. A second declaration changes nothing.
 
         Raises:
-            InvalidRequest: the spec is not valid.
+            InvalidRequest: the spec is not valid, or a part of a table that does not go with those that are declared.
             MemoryLimit: it does not fit.
             VariableMismatch: its number is another variable's.
         """
@@ -89,33 +107,129 @@ class Store:
             if known != variable:
                 raise VariableMismatch(f"variable {variable.id} is {known.spec}, not {variable.spec}")
             return
-        nbytes = variable.spec.tensor.nbytes if self.server in variable.servers else 0
+        here, part = self.server in variable.servers, variable.spec.part
+        if part is not None:
+            self._known.check(variable, part)
+        nbytes = variable.spec.nbytes if here else 0
+        self._check_room(variable.spec, nbytes)
+        if part is None:
+            self._declared += nbytes
+        else:
+            if here:
+                self._parts[variable.id] = self._table_of(variable, part).put(variable, part)
+            self._known.add(variable, part)
+        self.variables[variable.id] = variable
+
+    def _check_room(self, spec: VariableSpec, nbytes: int) -> None:
         if self.memory_limit and self.nbytes + nbytes > self.memory_limit:
             ways = "raise --memory-limit" + (" or add a server" if nbytes <= self.memory_limit else "")
+            whose = "" if spec.part is None else " for its filter"
             raise MemoryLimit(
-                f"variable {variable.spec} needs {human(nbytes)}, and this server holds {human(self.nbytes)} of "
-                f"its limit of {human(self.memory_limit)}; {ways}",
+                f"variable {spec} needs {human(nbytes)}{whose}, and this server holds {human(self.nbytes)} of its "
+                f"limit of {human(self.memory_limit)}; {ways}",
                 str(self.task),
             )
-        self.variables[variable.id] = variable
-        self.nbytes += nbytes
+
+    def _table_of(self, variable: PlacedVariable, part: TablePart) -> StoredTable:
+        """Returns the table that a variable is a tensor of; a new one for its rows."""
+        rows = None if part.slot is None else self._known.rows_of(variable, part)
+        if rows is not None:
+            return self._parts[rows].stored
+        try:
+            return StoredTable(variable.spec.name, part, self.native, self.task)
+        except MemoryLimit as error:
+            raise MemoryLimit(f"variable {variable.spec}: {error.message}", str(self.task)) from error
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the variables of this server take, dynamic tables as they are now."""
+        return self._declared + sum(tensor.nbytes for tensor in self._parts.values())
+
+    def tables(self) -> list[StoredTable]:
+        """Returns the dynamic tables of which a part is here."""
+        return list({id(tensor.stored): tensor.stored for tensor in self._parts.values()}.values())
+
+    def tables_of(self, ids: Iterable[int]) -> dict[int, TableTensor]:
+        """Returns those of some variables that are tensors of dynamic tables."""
+        if not self._parts:
+            return {}
+        return {id: self._parts[id] for id in ids if id in self._parts}
+
+    def room(self) -> int:
+        """Returns the bytes by which dynamic tables may grow; -1 without a limit."""
+        return max(self.memory_limit - self.nbytes, 0) if self.memory_limit else -1
+
+    def ask(self, reads: Sequence[TableRead]) -> list[tuple[StoredTable, TableRead]]:
+        """Returns the table of each question.
+
+        Raises:
+            InvalidRequest: a variable is none here, or some of its buckets are asked for twice.
+            MemoryLimit: the answers would be too large.
+        """
+        found = [(self._tensor(read.variable).stored, read) for read in reads]
+        counts = Counter[int]()
+        for read in reads:
+            counts[read.variable] += read.count
+        if max(counts.values(), default=0) > BUCKETS:
+            raise InvalidRequest("some buckets of a dynamic table are asked for twice", str(self.task))
+        rows = {read.variable: stored for stored, read in found if read.what == "rows"}
+        self._check_answer(len(stored.table) * row_bytes(self.variables[id].spec.tensor) for id, stored in rows.items())
+        return found
+
+    def _check_answer(self, sizes: Iterable[int]) -> None:
+        """Raises `MemoryLimit` if what is asked for takes more than all that may be here: a few words ask for much."""
+        wanted, limit = sum(sizes), max(self.memory_limit, LOOKUP_BYTES)
+        if self.memory_limit and wanted > limit:
+            raise MemoryLimit(
+                f"the rows that are asked for take {human(wanted)}, and the limit is {human(limit)}; ask for fewer at "
+                "a time",
+                str(self.task),
+            )
+
+    def _tensor(self, id: int) -> TableTensor:
+        if id not in self._parts:
+            name = repr(self.variables[id].spec.name) if id in self.variables else str(id)
+            raise InvalidRequest(f"variable {name} is no dynamic table on this server", str(self.task))
+        return self._parts[id]
+
+    def rivals(self, variable: PlacedVariable) -> list[int]:
+        """Returns the numbers of declared variables that have the number, or the place in a table, of another one."""
+        found = [variable.id] if self.variables.get(variable.id, variable) != variable else []
+        part = variable.spec.part
+        return found if part is None else [*found, *(each.id for each in self._known.rivals(variable, part))]
 
     def forget(self, id: int) -> None:
         """Drops a variable that no round knows yet."""
         known = self.variables.pop(id)
-        if self.server in known.servers:
-            self.nbytes -= known.spec.tensor.nbytes
+        if known.spec.part is not None:
+            for beside in self._known.forget(known, known.spec.part):
+                self.forget(beside)
+        elif self.server in known.servers:
+            self._declared -= known.spec.nbytes
+        tensor = self._parts.pop(id, None)
+        if tensor is not None:
+            tensor.stored.tensors.pop(id, None)
         self._values.pop(id, None)
         self._spares.pop(id, None)
 
     def initialized(self, id: int) -> bool:
         """Returns True if the variable has a value here."""
-        return id in self._values
+        return id in self._values or id in self._parts
 
-    def initialize(self, id: int, value: Array) -> bool:
-        """Gives a variable its first value, an array with no other holder; returns False if it has a value already."""
+    def initialize(self, id: int, value: FirstValue) -> bool:
+        """Gives a variable its first value, an array with no other holder; returns False if it has a value already.
+
+        A part of a dynamic table, which nobody has used yet, takes what it begins with each time.
+        """
         if self.server not in self.variables[id].servers:
             raise InvalidRequest(f"variable {self.variables[id].spec.name!r} does not live on this server")
+        if isinstance(value, Table | KeyedRows):
+            self._tensor(id).begin(value)
+            return True
+        if id in self._parts:
+            raise InvalidRequest(
+                f"variable {self.variables[id].spec.name!r} is a part of a dynamic table; it begins empty"
+            )
         return self._values.setdefault(id, value) is value
 
     def commit(self, values: Mapping[int, Array], missed: Missed = NOTHING) -> None:
@@ -158,6 +272,13 @@ class Store:
         if not self._missed:
             return ids
         return frozenset(self._missed if every else self.missed_of(ids)).union(ids)
+
+    def row_views(self, reads: Iterable[RowRead]) -> list[Array | Unsettled | TableTensor]:
+        """Returns the variables of which rows are read, for who takes the rows later; raises as `views`."""
+        ids = [read.variable for read in reads]
+        if not self._parts:
+            return [*self.views(ids)]
+        return [self._parts[id] if id in self._parts else self.views([id])[0] for id in ids]
 
     def views(self, ids: Iterable[int]) -> list[Array | Unsettled]:
         """Returns values of variables for who reads them later; raises `InvalidRequest` if one has none here."""
@@ -230,17 +351,33 @@ class Store:
         value = self._values.get(id)
         if value is None:
             name = repr(self.variables[id].spec.name) if id in self.variables else str(id)
+            if id in self._parts:
+                raise InvalidRequest(
+                    f"variable {name} is a part of a dynamic table, which has no size; look its rows up",
+                    str(self.task),
+                )
             raise InvalidRequest(f"variable {name} has no value on this server", str(self.task))
         return value
 
-    def check_rows(self, reads: Iterable[RowRead]) -> None:
-        """Raises `InvalidRequest` if a variable has no value here, or one of the ids asked for is no row of it."""
+    def check_rows(self, reads: Sequence[RowRead]) -> None:
+        """Checks what rows are asked for.
+
+        Raises:
+            InvalidRequest: a variable has no value here, or one of the ids is no row of it.
+            MemoryLimit: the answer would be too large.
+        """
         for read in reads:
+            if read.variable in self._parts:
+                self._parts[read.variable].stored.check_keys(read.numbers())
+                continue
             shape, ids = self.value(read.variable).shape, read.numbers()
             if not shape or (ids.size and int(ids.view(np.uint64).max()) >= shape[0]):  # a negative one is large
                 name = self.variables[read.variable].spec.name
                 bad = next((int(i) for i in ids if not (shape and 0 <= i < shape[0])), "")
                 raise InvalidRequest(f"id {bad} is no row of variable {name!r}, whose shape is {shape}", str(self.task))
+        self._check_answer(
+            len(read.ids) // ID_BYTES * row_bytes(self.variables[read.variable].spec.tensor) for read in reads
+        )
 
     def values(self) -> dict[int, Array]:
         """Returns all values, by number."""
@@ -278,9 +415,12 @@ class Store:
         self.lent = frozenset()
 
 
-def take_rows(table: Array | Unsettled, ids: Int64s, xp: Any) -> Any:
-    """Returns rows of a variable as a new array, on its device; `xp` is the device's array namespace."""
-    if isinstance(table, Unsettled):
+def take_rows(table: Array | Unsettled | TableTensor, ids: Int64s, xp: Any) -> Any:
+    """Returns rows of a variable as a new array, on its device; `xp` is the device's array namespace.
+
+    Those of a dynamic table are on the host, and `ids` are keys.
+    """
+    if isinstance(table, Unsettled | TableTensor):
         return table.rows(ids)
     return xp.take(table, xp.asarray(ids), axis=0)
 

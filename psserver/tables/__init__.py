@@ -1,17 +1,20 @@
-"""Dynamic embedding tables: data structures without locks and without a wire, used by one thread at a time.
+"""Dynamic embedding tables: data structures without a wire, used by one thread at a time, and read by another.
 
 table         a table, or the part of one on this server: rounds, lookups, checkpoints
 contents      all that a table has
-saving        a table as plain arrays, and back
-state         these arrays, and what has changed since a round
+saving        a table as it is, for a checkpoint, and one made of a state again
+held          its rows, read later while rounds write them
+held_filters  what its filter has counted, likewise
+deletions     the rows that were dropped lately
 policies      who gets a row, and who loses it
 eviction      the choice of rows to evict
 rows          the rows, in slots
+located       where keys were found that were looked up
+marks         what a round does to what is known of its rows
 reserved      arrays that grow without moving
-first_values  first values of rows, by a hash
+first_values  first values of rows, for compiled functions
 index         from hashes of keys to slots, by NumPy
 cells         the same, by compiled functions
 index_functions  these functions
-hashing       hashes of keys
 native        asks for compiled functions
 """

@@ -15,12 +15,11 @@ from itertools import count
 
 import numpy as np
 
-from psserver.tables.hashing import Hashes, buckets_of
 from psserver.tables.index import Rounds
 from psserver.tables.index_functions import LOAD, PLACES
 from psserver.tables.native import IndexFunctions
+from pswire.model.hashing import BUCKETS, Hashes, buckets_of
 from pswire.model.rows import Int64s
-from pswire.model.tables import BUCKETS
 from pswire.model.tensor import Array, address_of
 
 AHEAD_LOAD, AHEAD_BUCKETS = 0.57, 3

@@ -7,20 +7,25 @@ from collections.abc import Sequence
 import numpy as np
 
 from psserver.tables.cells import CellIndex
+from psserver.tables.deletions import Deletions
 from psserver.tables.eviction import Hands, in_buckets
-from psserver.tables.hashing import Hashes, as_words, buckets_of, keys_of
+from psserver.tables.held_filters import HeldCounts, Holders
 from psserver.tables.index import Index, SortedIndex, bucket_bounds
 from psserver.tables.native import Native
 from psserver.tables.policies import Judge, filter_of
 from psserver.tables.rows import Rows
-from psserver.tables.state import Deletions
 from pswire.errors import InvalidRequest, MemoryLimit
+from pswire.model.hashing import BUCKETS, Hashes, as_words, buckets_of, keys_of
 from pswire.model.rows import Int64s
-from pswire.model.tables import BUCKETS, MAX_COUNT, SlotTensor, TableSpec
+from pswire.model.tables import MAX_COUNT, SlotTensor, TableSpec
 from pswire.model.tensor import DTYPES, Array
 
 MAX_DELETIONS = 1 << 20
 """Deletions that are remembered for deltas; a table that has more since its last checkpoint is saved whole."""
+
+
+_NO_HASHES: Hashes = np.empty(0, np.uint64)
+_NO_ENTRIES: Int64s = np.empty(0, np.int64)
 
 
 class Contents:
@@ -34,12 +39,14 @@ class Contents:
         expected: most rows that are expected, 0 for no limit.
 
     Attributes:
-        index: from hashes to entries.
+        index: from hashes to entries. What is not put or removed by this class is changed within `holders.noting`.
+        holders: those who read later what the index counts now.
         rows: the rows.
         counts: int64[BUCKETS], the rows of each bucket.
         filter, judge, hands: who gets a row, who loses it, and where that was looked for last.
         deletions: the rows that were dropped lately.
         round: the last round that has ended.
+        changes: grows whenever an entry of the index changes.
     """
 
     def __init__(
@@ -50,18 +57,29 @@ class Contents:
         self.salt = salt
         self.buckets = buckets
         self.rows = Rows(spec, tensors, expected)
+        self.changes = 0
         self.clear()
 
     def clear(self) -> None:
         """Makes it as it was at first."""
+        self.changes += 1
         self.rows.clear()
         self.index: Index = SortedIndex(self.salt)
+        self.holders = Holders()
         self.counts: Int64s = np.zeros(BUCKETS, np.int64)
         self.filter = filter_of(self.spec, self.buckets)
         self.judge = Judge(self.spec.eviction)
         self.hands = Hands(self.buckets)
         self.deletions = Deletions(MAX_DELETIONS)
         self.round = 0
+
+    def put_beside(self, tensor: SlotTensor) -> None:
+        """Puts a tensor beside the rows; raises `MemoryLimit` if there is no memory for it."""
+        try:
+            self.rows.put_beside(tensor)
+        except MemoryError:
+            raise MemoryLimit(f"there is no memory for {tensor.name!r} beside {self.rows.used} rows") from None
+        self.tensors = (*self.tensors, tensor)
 
     def use_compiled(self, native: Native) -> None:
         """Moves the index into one of compiled functions, as soon as there are these."""
@@ -99,10 +117,40 @@ class Contents:
         """Returns all hashes, in order, and their entries."""
         return self.index.scan(*bucket_bounds(self.buckets.start, self.buckets.stop))
 
+    @property
+    def has_counted(self) -> bool:
+        """True if keys without a row are counted in the index."""
+        return int(self.index.used.sum()) > self.rows.used
+
+    def hold_counts(self) -> HeldCounts | None:
+        """Returns what reads the keys later that are counted now and have no row; None without such."""
+        if not self.has_counted:
+            return None
+        held = HeldCounts(self.index, self.buckets)
+        self.holders.add(held)
+        return held
+
     def rows_in_order(self) -> tuple[Hashes, Int64s]:
         """Returns the hashes that have rows, in order, and the slots of these."""
         hashes, entries = self.all()
         return hashes[entries > 0], entries[entries > 0] - 1
+
+    def put(self, hashes: Hashes, entries: Int64s, before: Int64s) -> None:
+        """Sets the entries of hashes, each given once, which were `before`."""
+        self.changes += hashes.size > 0
+        with self.holders.noting(hashes, before):
+            self.index.put(hashes, entries)
+
+    def remove(self, hashes: Hashes, before: Int64s) -> None:
+        """Removes the entries of hashes, each given once, which were `before`."""
+        self.changes += hashes.size > 0
+        with self.holders.noting(hashes, before):
+            self.index.remove(hashes)
+
+    def grow_ahead(self) -> None:
+        """See `Index.grow_ahead`."""
+        with self.holders.noting(_NO_HASHES, _NO_ENTRIES):
+            self.index.grow_ahead()
 
     def create(self, hashes: Hashes, before: Int64s) -> Int64s:
         """Makes rows, in which nothing is written but their hashes.
@@ -127,7 +175,7 @@ class Contents:
             raise MemoryLimit(f"there is no memory for {hashes.size} more rows of a table") from None
         self.counts += in_buckets(hashes)
         try:
-            self.index.put(hashes, slots + 1)
+            self.put(hashes, slots + 1, before)
         except MemoryError:
             self.uncreate(hashes, before, slots)
             raise MemoryLimit(f"there is no memory for {hashes.size} more keys of a table") from None
@@ -137,14 +185,14 @@ class Contents:
     def uncreate(self, hashes: Hashes, before: Int64s, slots: Int64s) -> None:
         """Undoes `create`."""
         had = before != 0
-        self.index.remove(hashes[~had])
-        self.index.put(hashes[had], before[had])
+        self.remove(hashes[~had], slots[~had] + 1)
+        self.put(hashes[had], before[had], slots[had] + 1)
         self.rows.release(slots)
         self.counts -= in_buckets(hashes)
 
     def drop(self, hashes: Hashes, entries: Int64s) -> None:
         """Drops what hashes have, each given once, with its entry."""
-        self.index.remove(hashes)
+        self.remove(hashes, entries)
         has_row = entries > 0
         gone = hashes[has_row]
         self.rows.release(entries[has_row] - 1)

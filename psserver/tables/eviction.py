@@ -12,12 +12,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from psserver.tables.hashing import BUCKET_BITS, LOW_BITS, Hashes, buckets_of, combined, mixed
 from psserver.tables.index import Index
 from psserver.tables.policies import Judge
 from psserver.tables.rows import Rows
+from pswire.model.hashing import BUCKET_BITS, BUCKETS, LOW_BITS, Hashes, buckets_of, combined, mixed
 from pswire.model.rows import Int64s
-from pswire.model.tables import BUCKETS
 from pswire.model.tensor import Array
 
 SWEEP = 256
@@ -84,13 +83,23 @@ class Hands:
 
 
 def condemned(
-    index: Index, rows: Rows, judge: Judge, round: int, intervals: tuple[Hashes, Hashes]
+    index: Index,
+    rows: Rows,
+    judge: Judge,
+    round: int,
+    intervals: tuple[Hashes, Hashes],
+    settle: Callable[[Int64s], object],
 ) -> tuple[Hashes, Int64s]:
-    """Returns hashes and entries of rows in some intervals that a policy condemns; none that the round has touched."""
+    """Returns hashes and entries of rows in some intervals that a policy condemns; none that the round has touched.
+
+    `settle` is called with the slots of rows whose values decide.
+    """
     hashes, entries = index.scan(*intervals)
     is_old = entries > 0
     is_old[is_old] = rows.last[entries[is_old] - 1] != round
     hashes, entries = hashes[is_old], entries[is_old]
+    if judge.looks_at_values:
+        settle(entries - 1)
     must_go = judge.condemned(round, entries - 1, rows)
     return hashes[must_go], entries[must_go]
 

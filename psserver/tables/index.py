@@ -12,9 +12,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from psserver.tables.hashing import LOW_BITS, Hashes, buckets_of, hashes_of
+from pswire.model.hashing import BUCKETS, LOW_BITS, Hashes, buckets_of, hashes_of
 from pswire.model.rows import Int64s
-from pswire.model.tables import BUCKETS
 from pswire.model.tensor import Array
 
 Rounds = npt.NDArray[np.uint32]

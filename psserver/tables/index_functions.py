@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from psserver.programs.kernels.compiler import Tools
-from psserver.tables.hashing import LOW_BITS, mixing
-from pswire.model.tables import BUCKETS
+from pswire.model.hashing import BUCKETS, LOW_BITS, mixing
 
 PLACES = 3
 """Words for each bucket in the table of places: its block's place, its homes, its cells."""

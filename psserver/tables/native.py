@@ -8,7 +8,9 @@ from types import ModuleType
 from typing import Any
 
 from psserver.programs.kernels.compiler import Compiler, NumbaKernel, Tools
-from psserver.tables import first_values, hashing, index_functions
+from psserver.tables import first_values, index_functions, marks
+from pswire.model import first_values as first_values_by_numpy
+from pswire.model import hashing
 
 Definition = Callable[[Tools], Callable[..., None]]
 Signature = tuple[Definition, int, tuple[str, ...]]
@@ -28,11 +30,14 @@ INDEX: dict[str, Signature] = {
 
 FIRST_VALUES: dict[str, Signature] = {
     dtype: (first_values.filling, 4, ("uint64", "float64", "float64", "float64", dtype))
-    for dtype in first_values.COMPUTED
+    for dtype in first_values_by_numpy.COMPUTED
 }
 """The functions of first values, by the dtype that they write."""
 
-_SOURCES: tuple[ModuleType, ...] = (hashing, index_functions, first_values)
+MARK: Signature = (marks.marking, 3, ("int64", "int64", "uint32", "float32", "uint32"))
+"""The function that marks the rows of a round."""
+
+_SOURCES: tuple[ModuleType, ...] = (hashing, index_functions, first_values, first_values_by_numpy, marks)
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class Native:
         self._compiler = compiler
         self._index: IndexFunctions | None = None
         self._first: dict[str, NumbaKernel] = {}
+        self._mark: NumbaKernel | None = None
 
     def index(self) -> IndexFunctions | None:
         """Returns the functions of an index; None until all are compiled."""
@@ -66,6 +72,11 @@ class Native:
             if None not in found.values():
                 self._index = IndexFunctions(**found)
         return self._index
+
+    def mark(self) -> NumbaKernel | None:
+        """Returns the function that marks rows; None until it is compiled."""
+        self._mark = self._mark or self._get(MARK)
+        return self._mark
 
     def first_values(self, dtype: str) -> NumbaKernel | None:
         """Returns the function that writes first values of a dtype of `FIRST_VALUES`; None until it is compiled."""

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from psserver.tables.hashing import GOLDEN, Hashes, buckets_of, combined, mixed
+from psserver.tables.held_filters import HeldCounters, Holders
 from psserver.tables.rows import BOOK_BYTES, Rows
+from pswire.errors import InvalidRequest, MemoryLimit
+from pswire.model.hashing import BUCKETS, GOLDEN, Hashes, buckets_of, combined, mixed
 from pswire.model.rows import Int64s
 from pswire.model.tables import (
-    BUCKETS,
     LFU,
     MAX_COUNT,
+    MIN_CAPACITY,
     CBFFilter,
     CounterFilter,
     Eviction,
@@ -34,6 +37,9 @@ from pswire.model.tables import (
 from pswire.model.tensor import Array
 
 Bools = npt.NDArray[np.bool_]
+
+FINENESS = 1024
+"""Steps in which a time to live is measured."""
 
 INDEX_BYTES = 44
 """Most bytes of the index for each entry, as a bucket has them after it has grown."""
@@ -52,6 +58,16 @@ def limit_of(spec: TableSpec, tensors: Sequence[SlotTensor]) -> int:
         sketch = spec.admission.width * BUCKETS if isinstance(spec.admission, CBFFilter) else 0
         limits.append(max(spec.memory_limit - sketch, 0) // row)
     return min(limits, default=0)
+
+
+def checked_limit(spec: TableSpec, tensors: Sequence[SlotTensor]) -> int:
+    """Returns the same; raises `InvalidRequest` if the memory limit has no room for `MIN_CAPACITY` rows."""
+    limit = limit_of(spec, tensors)
+    if limit < MIN_CAPACITY and (spec.capacity or spec.memory_limit):
+        raise InvalidRequest(
+            f"a memory limit of {spec.memory_limit} bytes has room for {limit} rows; the least is {MIN_CAPACITY}"
+        )
+    return limit
 
 
 def shares_of(limit: int) -> Int64s:
@@ -145,15 +161,16 @@ class Sketch:
 
     Attributes:
         counters: uint8[buckets, width]; 255 stands for more, too.
-        halved: int64[buckets], the number of halvings of each bucket's counters.
+        halved: int64[buckets], the number of halvings of each bucket's counters; replaced as a whole.
     """
 
     def __init__(self, spec: CBFFilter, buckets: range) -> None:
         self._spec = spec
         self._buckets = buckets
-        self.counters = np.zeros((len(buckets), spec.width), np.uint8)
+        self.counters = _counters(len(buckets), spec.width)
         self.halved: Int64s = np.zeros(len(buckets), np.int64)
         self._pending: tuple[Int64s, Int64s, Int64s, Int64s] | None = None
+        self._holders = Holders()
 
     def decide(self, round: int, hashes: Hashes, entries: Int64s, counts: Int64s) -> Decision:
         """See `Filter.decide`."""
@@ -175,16 +192,46 @@ class Sketch:
         (owners, due, at, counts), self._pending = self._pending, None
         self.halved, old = self.halved.copy(), self.halved
         self.halved[owners] = np.maximum(due, old[owners])
-        for owner in np.flatnonzero(self.halved != old):
-            self.counters[owner] >>= min(int(self.halved[owner] - old[owner]), 8)
+        halved, width = np.flatnonzero(self.halved != old), self._spec.width
+        if halved.size:
+            with self._noting((halved[:, None] * width + np.arange(width)).reshape(-1)):
+                for owner in halved:
+                    self.counters[owner] >>= min(int(self.halved[owner] - old[owner]), 8)
         flat = self.counters.reshape(-1)
         places, inverse = np.unique(at, return_inverse=True)
         added = np.bincount(inverse.reshape(-1), np.repeat(counts, at.shape[1]), places.size).astype(np.int64)
-        flat[places] = np.minimum(flat[places] + added, 255)
+        with self._noting(places):
+            flat[places] = np.minimum(flat[places] + added, 255)
+
+    def hold(self) -> HeldCounters:
+        """Returns what reads the counters later as they are now."""
+        held = HeldCounters(self.counters)
+        self._holders.add(held)
+        return held
+
+    def replace(self, counters: Array, halved: Int64s) -> None:
+        """Takes over copies of other counters and numbers of halvings."""
+        self.counters, self.halved = counters.copy(), halved.copy()
+
+    def _noting(self, places: Int64s) -> AbstractContextManager[None]:
+        """Around a change of counters: tells those who hold them."""
+        if not self._holders:
+            return nullcontext()
+        return self._holders.noting(places, self.counters.reshape(-1)[places])
 
     def _due(self, round: int, buckets: Int64s) -> Int64s:
         decay = self._spec.decay
         return (round + buckets * decay // BUCKETS) // decay if decay else np.zeros_like(buckets)
+
+
+def _counters(buckets: int, width: int) -> Array:
+    try:
+        return np.zeros((buckets, width), np.uint8)
+    except MemoryError:
+        raise MemoryLimit(
+            f"there is no memory for the {buckets * width} bytes of a CBFFilter; lower its max_element_size, or add "
+            "servers"
+        ) from None
 
 
 def filter_of(spec: TableSpec, buckets: range) -> Filter:
@@ -221,15 +268,25 @@ class Judge:
         return isinstance(self._policy, GlobalStepEvict | L2WeightEvict | TimeToLive)
 
     @property
+    def looks_at_values(self) -> bool:
+        """True if values of rows decide."""
+        return isinstance(self._policy, L2WeightEvict)
+
+    @property
     def decay(self) -> float:
         """The factor by which counts shrink in a round."""
         return self._policy.decay if isinstance(self._policy, LFU) else 1.0
 
     def tick(self, round: int, seconds: float) -> None:
-        """Learns the time at a round, in seconds from any beginning; a round that is known already changes nothing."""
-        if not isinstance(self._policy, TimeToLive) or (self.ticks and round <= self.ticks[-1][0]):
+        """Learns the time at a round, in seconds from any beginning; a time that goes back changes nothing.
+
+        Of the rounds one is kept for each `FINENESS` of the time to live: by so much a row may live longer.
+        """
+        if not isinstance(self._policy, TimeToLive):
             return
-        self.ticks.append((round, seconds))
+        step = self._policy.seconds / FINENESS
+        if not self.ticks or (round > self.ticks[-1][0] and seconds > self.ticks[-1][1] + step):
+            self.ticks.append((round, seconds))
         while self.ticks and seconds - self.ticks[0][1] > self._policy.seconds:
             self.expired = self.ticks.pop(0)[0]
 

@@ -7,6 +7,10 @@ memory. Where it refuses to reserve, or the room is full, an array that grows is
 from __future__ import annotations
 
 import mmap
+import os
+import threading
+import weakref
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -20,8 +24,15 @@ NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 CHUNK = 2 << 20
 """Bytes by which touched memory is counted and given back: a huge page."""
 
-ROOM = 256 << 30
-"""Most bytes of address space that one array reserves."""
+ROOM = min(256 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+"""Most bytes of address space that one array reserves: it has no more memory than the machine."""
+
+ROOM_OF_ALL = 32 << 40
+"""Most bytes of address space that all arrays of a process reserve: a quarter of what it has. Hundreds of tables would
+take all of it, and nothing else could be allocated."""
+
+_reserved: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_reserving = threading.Lock()
 
 
 class ReservedArray:
@@ -32,6 +43,7 @@ class ReservedArray:
         dtype: its dtype.
         rows: most rows that are expected; more need a copy.
         room: most bytes to reserve; 0 to reserve none.
+        huge: True to ask for huge pages, for what is written from its beginning to its end.
 
     Attributes:
         array: the rows (n, *shape), C-contiguous; rows that nobody wrote are zero. A view, which stays good while the
@@ -40,8 +52,10 @@ class ReservedArray:
         moves: number of copies that growth has made.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype[Any], rows: int, room: int = ROOM) -> None:
-        self._shape, self._dtype = shape, dtype
+    def __init__(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], rows: int, room: int = ROOM, huge: bool = False
+    ) -> None:
+        self._shape, self._dtype, self._expected, self._most = shape, dtype, rows, room
         self._row = prod(shape) * dtype.itemsize
         self.moves = 0
         self._memory: mmap.mmap | None = None
@@ -51,9 +65,16 @@ class ReservedArray:
                 self._memory = _mapped(room)
             except (OSError, ValueError, OverflowError):
                 room = 0
+        if huge and self._memory is not None:
+            with suppress(OSError):  # the system has none
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._all = np.frombuffer(self._memory, dtype) if self._memory else np.empty(0, dtype)
         self._all = self._all.reshape(-1, *shape)
         self.array: Array = self._all[:0]
+
+    def renewed(self) -> ReservedArray:
+        """Returns an empty one of the same kind, with memory of its own."""
+        return ReservedArray(self._shape, self._dtype, self._expected, self._most)
 
     @property
     def touched(self) -> int:
@@ -95,9 +116,14 @@ class ReservedArray:
 
 
 def _mapped(nbytes: int) -> mmap.mmap:
-    """Reserves address space; raises `OSError` if the system refuses.
+    """Reserves address space; raises `OSError` if the system refuses, or if so much is reserved already.
 
-    No huge pages are asked for. With them rows of a gigabyte are read a third faster, but the round that first writes
-    to one waits for all of it: 8 ms in a virtual machine whose host has no huge pages.
+    For tables no huge pages are asked for. With them rows of a gigabyte are read a third faster, but the round that
+    first writes to one waits for all of it: 8 ms in a virtual machine whose host has no huge pages.
     """
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+    with _reserving:
+        if sum(map(len, _reserved)) + nbytes > ROOM_OF_ALL:
+            raise OSError(f"{ROOM_OF_ALL} bytes of address space are reserved")
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+        _reserved.add(memory)
+    return memory

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -20,10 +22,26 @@ WORDS = 6
 They lie together, as one round needs all of them.
 """
 
+HASH, LAST, CHANGED, COUNT = slice(0, 2), 2, 3, 4
+"""Where they are."""
+
 BOOK_BYTES = 4 * WORDS
 
 TRIM = 1 << 14
 """Least free slots for which the end of the rows is looked at."""
+
+
+class Holder(Protocol):
+    """Reads rows later as they are now.
+
+    Attributes:
+        tensors: number of the tensors that it reads.
+    """
+
+    tensors: int
+
+    def set_aside(self, slots: Int64s) -> None:
+        """Keeps the rows of some slots, each given once, which are going to be written."""
 
 
 class Rows:
@@ -40,14 +58,24 @@ class Rows:
     """
 
     def __init__(self, spec: TableSpec, tensors: Sequence[SlotTensor], limit: int) -> None:
-        expected = min(2 * limit + SPARE, MAX_COUNT) if limit else MAX_COUNT
+        self._expected = expected = min(2 * limit + SPARE, MAX_COUNT) if limit else MAX_COUNT
         rows = [spec.row, *(tensor.row for tensor in tensors)]
         self.tensors = [ReservedArray(row.shape, DTYPES[row.dtype], expected) for row in rows]
         self._values = [tensor.value for tensor in tensors]
         self._books = ReservedArray((WORDS,), np.dtype(np.uint32), expected)
+        self._holders: list[weakref.ref[Holder]] = []
         self._free: Int64s = np.empty(0, np.int64)
         self._looked = TRIM
         self.used = 0
+
+    def put_beside(self, tensor: SlotTensor) -> None:
+        """Puts a tensor beside the rows, which all have its first value; raises `MemoryError` if there is no memory."""
+        array = ReservedArray(tensor.row.shape, DTYPES[tensor.row.dtype], self._expected)
+        array.resize(len(self.books))
+        if tensor.value:
+            array.array[...] = tensor.value
+        self.tensors.append(array)
+        self._values.append(tensor.value)
 
     @property
     def books(self) -> Array:
@@ -57,22 +85,22 @@ class Rows:
     @property
     def hashes(self) -> Array:
         """uint64 of each slot: the hash of the key."""
-        return self._books.array[:, :2].view(np.uint64)[:, 0]
+        return self._books.array[:, HASH].view(np.uint64)[:, 0]
 
     @property
     def last(self) -> Array:
         """uint32 of each slot: the round of the last gradient."""
-        return self._books.array[:, 2]
+        return self._books.array[:, LAST]
 
     @property
     def changed(self) -> Array:
         """uint32 of each slot: the round that changed the row last, or made it; 0 in a free slot."""
-        return self._books.array[:, 3]
+        return self._books.array[:, CHANGED]
 
     @property
     def count(self) -> Array:
         """float32 of each slot: the number of gradients, which a policy may let decay."""
-        return self._books.array[:, 4].view(np.float32)
+        return self._books.array[:, COUNT].view(np.float32)
 
     @property
     def touched(self) -> int:
@@ -83,6 +111,21 @@ class Rows:
     def _arrays(self) -> list[ReservedArray]:
         return [*self.tensors, self._books]
 
+    def hold(self, holder: Holder) -> None:
+        """Tells somebody of the rows that are going to be written, as long as he lives."""
+        self._holders.append(weakref.ref(holder))
+
+    def set_aside(self, slots: Int64s, tensor: int = 0) -> None:
+        """Called before rows are written, with their slots, and the number of the tensor if it is one alone."""
+        if self._holders:
+            slots = np.sort(slots)  # np.unique takes several times as long
+            slots = slots[np.append(True, slots[1:] != slots[:-1])[: slots.size]]
+            living = [holder for holder in (ref() for ref in self._holders) if holder is not None]
+            for holder in living:
+                if tensor < holder.tensors:
+                    holder.set_aside(slots)
+            self._holders = list(map(weakref.ref, living))
+
     def allocate(self, count: int) -> Int64s:
         """Takes slots, int64[count]; what is in them is not known.
 
@@ -91,6 +134,7 @@ class Rows:
         """
         kept = max(self._free.size - count, 0)
         reused, missing = self._free[kept:][::-1], count - (self._free.size - kept)
+        self.set_aside(reused)
         top = len(self.books)
         if missing:
             try:
@@ -112,6 +156,7 @@ class Rows:
 
     def release(self, slots: Int64s) -> None:
         """Gives slots back; gives memory back to the system if many at the end are free."""
+        self.set_aside(slots)
         self.changed[slots] = 0
         self.used -= slots.size
         self._free = np.concatenate([self._free, slots])
@@ -129,8 +174,9 @@ class Rows:
         self._looked = max(TRIM, self._free.size + (self._free.size >> 2))  # not again before there are many more
 
     def clear(self) -> None:
-        """Drops all rows."""
-        for array in self._arrays:
-            array.resize(0)
+        """Drops all rows; the memory of those that somebody reads later stays as it is."""
+        self.tensors = [array.renewed() for array in self.tensors]
+        self._books = self._books.renewed()
+        self._holders.clear()
         self._free = self._free[:0]
         self.used = 0

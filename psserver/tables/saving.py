@@ -1,149 +1,188 @@
-"""Saves a table as plain arrays, and makes one of them again; whole, or what has changed since a round."""
+"""Holds a table for a checkpoint, and makes one again of plain arrays: all of it, or what has changed since a round."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from psserver.tables.contents import Contents
 from psserver.tables.eviction import in_buckets
-from psserver.tables.hashing import Hashes, buckets_of, hashes_of
-from psserver.tables.policies import Sketch
-from psserver.tables.state import TableDelta, TableState, covering
+from psserver.tables.held import HeldRows, Settle
+from psserver.tables.native import Native
+from psserver.tables.policies import Counter, Sketch
+from psserver.tables.rows import CHANGED, COUNT, LAST
 from pswire.errors import InvalidRequest
+from pswire.model.hashing import Hashes, buckets_of, hashes_of
 from pswire.model.rows import Int64s
+from pswire.model.table_state import TableState, offsets_of
 from pswire.model.tensor import Array
 
 
-def state_of(contents: Contents) -> TableState:
-    """Returns the state, as new arrays."""
-    hashes, entries = contents.all()
-    has_row = entries > 0
-    slots, rows, judge = entries[has_row] - 1, contents.rows, contents.judge
-    sketch = contents.filter if isinstance(contents.filter, Sketch) else None
-    count = len(contents.buckets)
-    return TableState(
-        salt=contents.salt,
-        buckets=contents.buckets,
-        offsets=_offsets(contents, hashes[has_row]),
-        keys=contents.keys_of(hashes[has_row]),
-        tensors=tuple(tensor.array[slots] for tensor in rows.tensors),
-        count=rows.count[slots],
-        last=rows.last[slots],
-        changed=rows.changed[slots],
-        counted_offsets=_offsets(contents, hashes[~has_row]),
-        counted_keys=contents.keys_of(hashes[~has_row]),
-        counted=-entries[~has_row],
-        hands=contents.hands.at.copy(),
-        sketch=sketch.counters.copy() if sketch else np.zeros((count, 0), np.uint8),
-        halved=sketch.halved.copy() if sketch else np.zeros(count, np.int64),
-        ticks=np.array(judge.ticks, np.float64).reshape(-1, 2),
-        expired=judge.expired,
-        round=contents.round,
-    )
+class HeldState:
+    """The state of a table as it was when this was made, or what had changed in it since a round.
+
+    To make it copies nothing that grows with the table: see `HeldRows`, `HeldCounts` and `HeldCounters`. One thread
+    reads it: `load`, then `pieces` of each tensor.
+
+    Args:
+        contents: the table, between two rounds.
+        since: the round since which changes alone are wanted; -1 for all.
+        settle: see `HeldRows`.
+
+    Attributes:
+        since: the round; -1 if all is here, as deletions since the round are not known any more.
+        round: the last round of the table.
+        rows: reads the rows.
+    """
+
+    def __init__(self, contents: Contents, since: int, settle: Settle | None) -> None:
+        self.since = since if contents.deletions.knows(since) and since <= contents.round else -1
+        self.round = contents.round
+        self._contents = contents
+        self._deleted = contents.deletions.since(self.since) if self.since >= 0 else []
+        self._hands = contents.hands.at.copy()
+        sketch = contents.filter if isinstance(contents.filter, Sketch) else None
+        self._sketch = sketch.hold() if sketch else None
+        self._halved = sketch.halved if sketch else np.zeros(len(contents.buckets), np.int64)
+        self._ticks = np.array(contents.judge.ticks, np.float64).reshape(-1, 2)
+        self._expired = contents.judge.expired
+        self._counted = contents.hold_counts()
+        self.rows = HeldRows(contents.rows, self.since, settle)
+        contents.rows.hold(self.rows)
+
+    @property
+    def aside(self) -> int:
+        """Bytes of what was set aside for it."""
+        return self.rows.aside + sum(notes.nbytes for notes in (self._counted, self._sketch) if notes)
+
+    def load(self) -> TableState:
+        """Returns all but the tensors, of which there is none in it."""
+        contents, (hashes, books) = self._contents, self.rows.load()
+        counted, entries = self._counted.load() if self._counted else (np.empty(0, np.uint64), np.empty(0, np.int64))
+        sketch = self._sketch.load() if self._sketch else np.empty((len(contents.buckets), 0), np.uint8)
+        deleted = np.unique(np.concatenate([np.empty(0, np.uint64), *self._deleted]))
+        return TableState(
+            salt=contents.salt,
+            buckets=contents.buckets,
+            offsets=_offsets(contents, hashes),
+            keys=contents.keys_of(hashes),
+            tensors=(),
+            count=books[:, COUNT].copy().view(np.float32),
+            last=books[:, LAST].copy(),
+            changed=books[:, CHANGED].copy(),
+            counted_offsets=_offsets(contents, counted),
+            counted_keys=contents.keys_of(counted),
+            counted=-entries,
+            hands=self._hands,
+            sketch=sketch,
+            halved=self._halved,
+            ticks=self._ticks,
+            expired=self._expired,
+            round=self.round,
+            since=np.full(len(contents.buckets), self.since, np.int64),
+            deleted_offsets=_offsets(contents, deleted),
+            deleted_keys=contents.keys_of(deleted),
+        )
+
+    def pieces(self, number: int) -> Iterator[Array]:
+        """Yields a tensor, in pieces of some rows; 0 is the weights."""
+        return self.rows.pieces(number)
+
+    def whole(self) -> TableState:
+        """Returns all, as new arrays."""
+        state = self.load()
+        tensors = (np.concatenate([*self.pieces(number)]) for number in range(self.rows.tensors))
+        return replace(state, tensors=tuple(tensors))
 
 
 def _offsets(contents: Contents, hashes: Hashes) -> Int64s:
-    counts = in_buckets(hashes)[contents.buckets.start : contents.buckets.stop]
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    return offsets_of(in_buckets(hashes)[contents.buckets.start : contents.buckets.stop])
 
 
-def restore_into(contents: Contents, state: TableState) -> None:
-    """Replaces all that is there by a state of the same buckets.
+def place(contents: Contents, state: TableState, native: Native) -> Int64s:
+    """Replaces all that is there by a state of the same buckets; what is in the tensors of its rows is not known then.
+
+    Returns:
+        int64[n], the slots of the rows, which are 0 to n - 1.
 
     Raises:
-        InvalidRequest: the state is of a table of another kind. Nothing has changed.
+        InvalidRequest: the state is of a table with another seed, or has changes alone. Nothing has changed.
         MemoryLimit: there is no memory. Nothing is left then.
     """
-    if state.salt != contents.salt:
-        raise InvalidRequest("the state is of a table with another seed, whose keys are in other buckets")
-    _check_rows(contents, state.tensors)
+    _check(contents, state)
+    if not state.is_whole:
+        raise InvalidRequest("the state has what has changed since a round, and not the whole")
     contents.clear()
+    contents.use_compiled(native)
     hashes = hashes_of(state.keys, state.salt)
     slots = contents.create(hashes, np.zeros(hashes.size, np.int64))
-    _write(contents, slots, state)
-    contents.index.put(hashes_of(state.counted_keys, state.salt), -state.counted)
-    contents.hands.at[:] = state.hands
-    if isinstance(contents.filter, Sketch) and contents.filter.counters.shape == state.sketch.shape:
-        contents.filter.counters[:] = state.sketch
-        contents.filter.halved[:] = state.halved
-    contents.judge.ticks = [(int(round), float(seconds)) for round, seconds in state.ticks]
-    contents.judge.expired = state.expired
+    _write_books(contents, slots, state)
+    _put_rest(contents, state)
     contents.round = state.round
     contents.deletions.forget(state.round)
+    return slots
 
 
-def delta_of(contents: Contents, since: int) -> TableDelta:
-    """Returns what has changed after a round.
+def restore_into(contents: Contents, state: TableState, native: Native) -> None:
+    """Replaces all that is there by a state of the same buckets, with its tensors.
 
     Raises:
-        InvalidRequest: the round is to come, or deletions since then are not known any more.
+        InvalidRequest, MemoryLimit: as of `place`; the first also if the tensors do not fit.
     """
-    if since > contents.round:
-        raise InvalidRequest(f"nothing has changed since round {since}: the table is of round {contents.round}")
-    deleted, rows = contents.deletions.since(since), contents.rows
-    slots = np.flatnonzero(rows.changed > since)
-    hashes = rows.hashes[slots]
-    order = np.argsort(hashes)
-    hashes, slots = hashes[order], slots[order]
-    return TableDelta(
-        salt=contents.salt,
-        buckets=contents.buckets,
-        since=since,
-        round=contents.round,
-        deleted=contents.keys_of(deleted),
-        keys=contents.keys_of(hashes),
-        tensors=tuple(tensor.array[slots] for tensor in rows.tensors),
-        count=rows.count[slots],
-        last=rows.last[slots],
-        changed=rows.changed[slots],
-        hands=contents.hands.at.copy(),
-    )
+    _check_rows(contents, state.tensors)
+    _write_rows(contents, place(contents, state, native), state.tensors)
 
 
-def apply_to(contents: Contents, deltas: Sequence[TableDelta]) -> None:
-    """Makes the changes of deltas, to what is as of the round since which they are, or of a later one before their end.
+def apply_to(contents: Contents, state: TableState) -> None:
+    """Makes the changes of a state, to what is as of the round since which they are, or of a later one before its end.
 
     Args:
-        contents: of any buckets.
-        deltas: of one table and one time, which hold all of these buckets; they may hold more.
+        contents: the table.
+        state: of the same buckets. A bucket of which all is there replaces what is.
 
     Raises:
-        InvalidRequest: a bucket is missing, there is something between the two, or the deltas are of different times or
-            of another table. Nothing has changed.
+        InvalidRequest: the state does not follow the table, is of another one, or its tensors do not fit. Nothing has
+            changed.
         MemoryLimit: there is no memory. Only some of the changes are made then.
     """
-    parts = covering(deltas, contents.buckets)
-    one = parts[0][0]
-    for delta, _ in parts:
-        if (delta.salt, delta.since, delta.round) != (contents.salt, one.since, one.round):
-            raise InvalidRequest("the deltas are of different rounds, or of a table with another seed")
-        _check_rows(contents, delta.tensors)
-    if not one.since <= contents.round <= one.round:
+    _check(contents, state)
+    _check_rows(contents, state.tensors)
+    since = int(state.since.max(initial=-1))
+    if not since <= contents.round <= state.round:
         raise InvalidRequest(
-            f"a delta of rounds {one.since} to {one.round} does not follow a table of round {contents.round}"
+            f"a delta of rounds {since} to {state.round} does not follow a table of round {contents.round}"
         )
-    contents.round = one.round
-    for delta, buckets in parts:
-        hashes = _within(hashes_of(delta.deleted, delta.salt), buckets)[0]
-        entries = contents.index.entries(hashes)
-        contents.drop(hashes[entries > 0], entries[entries > 0])
-        hashes, rows = _within(hashes_of(delta.keys, delta.salt), buckets)
-        entries = contents.index.entries(hashes)
-        is_new = entries <= 0
-        entries[is_new] = contents.create(hashes[is_new], entries[is_new]) + 1
-        _write(contents, entries - 1, delta, rows)
-        first = buckets.start - contents.buckets.start
-        hands = delta.hands[buckets.start - delta.buckets.start : buckets.stop - delta.buckets.start]
-        contents.hands.at[first : first + len(buckets)] = hands
+    contents.round = state.round
+    contents.drop(*_replaced(contents, state))
+    hashes = hashes_of(state.keys, state.salt)
+    entries = contents.index.entries(hashes)
+    is_new = entries == 0
+    entries[is_new] = contents.create(hashes[is_new], entries[is_new]) + 1
+    contents.rows.set_aside(entries - 1)
+    _write_books(contents, entries - 1, state)
+    _write_rows(contents, entries - 1, state.tensors)
+    _put_rest(contents, state)
 
 
-def _within(hashes: Hashes, buckets: range) -> tuple[Hashes, slice]:
-    """Returns the hashes in some buckets, of all in order, and where they are."""
-    owners = buckets_of(hashes)
-    places = slice(*np.searchsorted(owners, [buckets.start, buckets.stop]).tolist())
-    return hashes[places], places
+def _replaced(contents: Contents, state: TableState) -> tuple[Hashes, Int64s]:
+    """Returns hashes and entries of what goes before changes are made: all keys that are counted, and dropped rows."""
+    whole = state.since < 0
+    hashes = hashes_of(state.deleted_keys, state.salt)
+    entries = contents.index.entries(hashes)
+    gone = [(hashes[entries > 0], entries[entries > 0])]
+    if contents.has_counted or whole.any():
+        hashes, entries = contents.all()
+        going = (entries < 0) | whole[buckets_of(hashes) - contents.buckets.start]
+        gone.append((hashes[going], entries[going]))
+    hashes, at = np.unique(np.concatenate([each for each, _ in gone]), return_index=True)
+    return hashes, np.concatenate([each for _, each in gone])[at]
+
+
+def _check(contents: Contents, state: TableState) -> None:
+    if state.salt != contents.salt or state.buckets != contents.buckets:
+        raise InvalidRequest("the state is of a table with another seed, whose keys are in other buckets")
 
 
 def _check_rows(contents: Contents, tensors: tuple[Array, ...]) -> None:
@@ -153,9 +192,22 @@ def _check_rows(contents: Contents, tensors: tuple[Array, ...]) -> None:
         raise InvalidRequest(f"rows of {given} do not fit into a table of {[(a.dtype, a.shape[1:]) for a in own]}")
 
 
-def _write(contents: Contents, slots: Int64s, given: TableState | TableDelta, rows: slice = slice(None)) -> None:
-    """Writes some of the rows that are given, and what is known of them."""
-    for tensor, values in zip(contents.rows.tensors, given.tensors, strict=True):
-        tensor.array[slots] = values[rows]
-    contents.rows.count[slots] = given.count[rows]
-    contents.rows.last[slots], contents.rows.changed[slots] = given.last[rows], given.changed[rows]
+def _write_rows(contents: Contents, slots: Int64s, tensors: tuple[Array, ...]) -> None:
+    for tensor, values in zip(contents.rows.tensors, tensors, strict=True):
+        tensor.array[slots] = values
+
+
+def _write_books(contents: Contents, slots: Int64s, state: TableState) -> None:
+    contents.rows.count[slots] = state.count
+    contents.rows.last[slots], contents.rows.changed[slots] = state.last, state.changed
+
+
+def _put_rest(contents: Contents, state: TableState) -> None:
+    """Puts what is not of a row: keys that are counted, of which there are none yet, and where all stands."""
+    if isinstance(contents.filter, Counter):
+        contents.put(hashes_of(state.counted_keys, state.salt), -state.counted, np.zeros_like(state.counted))
+    contents.hands.at[:] = state.hands
+    if isinstance(contents.filter, Sketch) and contents.filter.counters.shape == state.sketch.shape:
+        contents.filter.replace(state.sketch, state.halved)
+    contents.judge.ticks = [(int(round), float(seconds)) for round, seconds in state.ticks]
+    contents.judge.expired = state.expired

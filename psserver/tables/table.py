@@ -6,7 +6,7 @@ arrival beyond the keys' own, and no difference between functions that are compi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -15,16 +15,20 @@ import numpy as np
 
 from psserver.tables.contents import Contents
 from psserver.tables.eviction import above, condemned, in_buckets
-from psserver.tables.first_values import FirstValues
-from psserver.tables.hashing import Hashes, combined
+from psserver.tables.held import Settle
 from psserver.tables.index import bucket_bounds
+from psserver.tables.located import LocatedKeys
+from psserver.tables.marks import mark
 from psserver.tables.native import Native
-from psserver.tables.policies import Bools, Sketch, limit_of, shares_of
-from psserver.tables.saving import apply_to, delta_of, restore_into, state_of
-from psserver.tables.state import TableDelta, TableState, joined
+from psserver.tables.policies import INDEX_BYTES, Sketch, checked_limit, shares_of
+from psserver.tables.rows import BOOK_BYTES
+from psserver.tables.saving import HeldState, apply_to, place, restore_into
 from pswire.errors import InvalidRequest, MemoryLimit
+from pswire.model.first_values import FirstValues
+from pswire.model.hashing import BUCKETS, Hashes, buckets_of
 from pswire.model.rows import Int64s
-from pswire.model.tables import BUCKETS, MAX_COUNT, MIN_CAPACITY, SlotTensor, TableSpec
+from pswire.model.table_state import TableState, joined
+from pswire.model.tables import MAX_COUNT, SlotTensor, TableSpec
 from pswire.model.tensor import Array
 
 MAX_ROUND = (1 << 32) - 1
@@ -37,11 +41,16 @@ class Opened:
 
     Attributes:
         slots: int64[n], the slot of each key that was given; -1 for a key that is refused.
-        created: number of rows that were made.
+        new: int64[m], the slots of rows that were made.
     """
 
     slots: Int64s
-    created: int
+    new: Int64s
+
+    @property
+    def created(self) -> int:
+        """Number of rows that were made."""
+        return self.new.size
 
     @cached_property
     def refused(self) -> int:
@@ -56,23 +65,41 @@ class Opened:
 
 
 @dataclass(frozen=True, eq=False)
+class _Made:
+    """The rows that a round has made.
+
+    Attributes:
+        hashes, before, slots: hashes whose rows were made, the entries that they had, and their slots.
+        counted, counted_entries, counted_before: hashes that are counted, their entries from now on, and before.
+        refused: number of gradients, as often as their keys came, that are dropped.
+    """
+
+    hashes: Hashes
+    before: Int64s
+    slots: Int64s
+    counted: Hashes
+    counted_entries: Int64s
+    counted_before: Int64s
+    refused: int
+
+
+_NO_HASHES, _NO_SLOTS = np.empty(0, np.uint64), np.empty(0, np.int64)
+_NOTHING = _Made(_NO_HASHES, _NO_SLOTS, _NO_SLOTS, _NO_HASHES, _NO_SLOTS, _NO_SLOTS, 0)
+
+
+@dataclass(frozen=True, eq=False)
 class _Round:
     """A round that has begun: what it takes to end it, or to undo it.
 
     Attributes:
         number: the round.
-        created, before, slots: hashes whose rows were made, the entries that they had, and their slots.
-        counted, counted_entries: hashes that are counted, and their entries from now on.
+        made: the rows that it has made.
         known: slots of the rows that were there.
         books: what was known of these.
     """
 
     number: int
-    created: Hashes
-    before: Int64s
-    slots: Int64s
-    counted: Hashes
-    counted_entries: Int64s
+    made: _Made
     known: Int64s
     books: Array
 
@@ -85,13 +112,13 @@ class Table:
 
     Args:
         spec: the table.
-        seed: of the hashes by which keys are spread; differs from job to job, and is the same on all servers.
         tensors: tensors beside the rows.
         buckets: the buckets that are held, a range of step 1.
         native: compiled functions; without them the same is done by NumPy.
 
     Attributes:
         evicted: number of rows that were evicted so far.
+        refusals: number of gradients that were dropped so far, as often as their keys came: a filter refused these.
 
     Raises:
         InvalidRequest: the spec or the range is not valid, or the memory limit has no room for `MIN_CAPACITY` rows.
@@ -100,7 +127,6 @@ class Table:
     def __init__(
         self,
         spec: TableSpec,
-        seed: int,
         tensors: Sequence[SlotTensor] = (),
         buckets: range = ALL,
         native: Native | None = None,
@@ -110,29 +136,62 @@ class Table:
             raise InvalidRequest(f"{buckets} is no range of the {BUCKETS} buckets of a table")
         for tensor in tensors:
             tensor.check()
-        limit = limit_of(spec, tensors)
-        if (spec.capacity or spec.memory_limit) and limit < MIN_CAPACITY:
-            raise InvalidRequest(
-                f"a memory limit of {spec.memory_limit} bytes has room for {limit} rows; the least is {MIN_CAPACITY}"
-            )
         self.spec = spec
         self.tensors = tuple(tensors)
         self.buckets = buckets
-        self.evicted = 0
+        self.evicted = self.refusals = 0
         self._native = native or Native()
-        self._shares = shares_of(limit) if limit else np.full(BUCKETS, MAX_COUNT)
-        self._limit = int(self._shares[buckets.start : buckets.stop].sum()) if limit else MAX_COUNT
+        self._set_limit()
         self._first = FirstValues(spec, self._native.first_values)
-        self._contents = Contents(spec, tensors, combined(seed), buckets, self._limit if limit else 0)
+        self._contents = Contents(spec, tensors, spec.salt, buckets, self._limit if self.limited else 0)
+        self._located = LocatedKeys(self._contents)
         self._running: _Round | None = None
+
+    @property
+    def limited(self) -> bool:
+        """True if the table may have no more than a number of rows."""
+        return bool(self.spec.capacity or self.spec.memory_limit)
+
+    def _set_limit(self) -> None:
+        limit = checked_limit(self.spec, self.tensors)
+        self._shares = shares_of(limit) if limit else np.full(BUCKETS, MAX_COUNT)
+        held = self._shares[self.buckets.start : self.buckets.stop]
+        self._limit = int(held.sum()) if limit else MAX_COUNT
+
+    def put_beside(self, tensor: SlotTensor, room: int = -1) -> int:
+        """Puts a tensor beside the rows, which all have its first value; returns its number, counted from 1.
+
+        One that is there already changes nothing.
+
+        Args:
+            tensor: the tensor.
+            room: as `begin` has it.
+
+        Raises:
+            InvalidRequest: it is not valid, or another one has its name, or the memory limit has no room for it.
+            MemoryLimit: there is no room, or no memory. Nothing has changed.
+        """
+        known = {one.name: number for number, one in enumerate(self.tensors, 1)}
+        if tensor.name in known:
+            if self.tensors[known[tensor.name] - 1] != tensor:
+                raise InvalidRequest(f"{tensor.name!r} is {self.tensors[known[tensor.name] - 1]}, not {tensor}")
+            return known[tensor.name]
+        self._check_idle(self.round)
+        tensor.check()
+        _check_room(f"{tensor.name!r} beside", len(self._contents.rows.books), tensor.row.nbytes, room)
+        before, self.tensors = self.tensors, (*self.tensors, tensor)
+        try:
+            self._set_limit()
+            self._contents.put_beside(tensor)
+        except BaseException:
+            self.tensors = before
+            self._set_limit()
+            raise
+        return len(self.tensors)
 
     def __len__(self) -> int:
         """Returns the number of rows."""
         return self._contents.rows.used
-
-    def size(self) -> int:
-        """Returns the number of rows."""
-        return len(self)
 
     @property
     def round(self) -> int:
@@ -173,32 +232,38 @@ class Table:
         Raises:
             InvalidRequest: the keys are of another dtype or shape, or of a bucket that is not held.
         """
-        _, entries = self._contents.find(keys)
+        return self.rows_at(self.find(keys), keys, tensor, out)
+
+    def find(self, keys: Array) -> Int64s:
+        """Returns the slot of each of some keys, [n]; -1 for a key without a row. Raises as `lookup`."""
+        return np.maximum(self._located.look_up(keys), 0) - 1
+
+    def rows_at(self, slots: Int64s, keys: Array, tensor: int = 0, out: Array | None = None) -> Array:
+        """Returns the rows of some keys, of which `find` has returned the slots; else as `lookup`."""
+        if tensor > len(self.tensors):
+            raise InvalidRequest(f"tensor {tensor} is not beside the rows yet")
         table = self._contents.rows.tensors[tensor].array
         found = np.empty((keys.size, *table.shape[1:]), table.dtype) if out is None else out
         if len(table):
-            table.take(entries - 1, axis=0, out=found, mode="clip")  # without a row, any
-        unknown = np.flatnonzero(entries <= 0)
+            table.take(slots, axis=0, out=found, mode="clip")  # without a row, any
+        unknown = np.flatnonzero(slots < 0)
         if unknown.size:
-            found[unknown] = self.tensors[tensor - 1].value if tensor else self._unknown(keys[unknown])
+            found[unknown] = self.tensors[tensor - 1].value if tensor else self._first.unknown(keys[unknown])
         return found
 
-    def _unknown(self, keys: Array) -> Array | int:
-        is_zero = self.spec.refused == "zeros" and self.spec.admission is not None
-        return 0 if is_zero else self._first.rows(keys)
-
-    def contains(self, keys: Array) -> Bools:
-        """Returns for each of some keys, [n] of the dtype of keys, if it has a row."""
-        return np.asarray(self._contents.find(keys)[1] > 0)
-
-    def begin(self, round: int, keys: Array) -> Opened:
+    def begin(
+        self, round: int, keys: Array, times: Int64s | None = None, room: int = -1, sizes: Sequence[int] = ()
+    ) -> Opened:
         """Begins a round: decides which keys get a row, and makes their rows.
 
         A key is admitted or refused for the whole round: all its gradients count, or none.
 
         Args:
             round: the round, not before the last one.
-            keys: [n], the keys of all members' gradients, in task order; each time that a key is given counts.
+            keys: [n], the keys of all members' gradients, in task order; may repeat.
+            times: int64[n], how often each has come; None for once.
+            room: bytes by which the table may grow; -1 without a limit.
+            sizes: number of the keys of each contribution, one behind another; empty if it is not known.
 
         Raises:
             InvalidRequest: the keys are of another dtype or shape, or of a bucket that is not held, or the round is
@@ -208,15 +273,54 @@ class Table:
         self._check_idle(round)
         contents, rows = self._contents, self._contents.rows
         contents.use_compiled(self._native)
-        hashes, entries = contents.find(keys)
+        hashes, entries = self._located.locate(keys, sizes)
         unknown = np.flatnonzero(entries <= 0)
-        known = np.delete(entries, unknown) - 1
-        new, at, inverse, counts = np.unique(hashes[unknown], True, True, True)
+        if times is None:
+            times = np.ones(keys.size, np.int64)
+        if not unknown.size:
+            known, often, made = entries - 1, times, _NOTHING
+            self._check_limit(known, 0)
+        else:
+            known, often = np.delete(entries, unknown) - 1, np.delete(times, unknown)
+            made = self._make(round, keys, times, hashes, entries, unknown, known, room)
+        rows.set_aside(known)
+        if contents.judge.decay != 1:
+            books = rows.books.take(known, axis=0)
+            rows.count[known] = contents.judge.decayed(round, known, rows)
+            mark(rows.books, round, known, often)
+        else:
+            books = mark(rows.books, round, known, often, self._native.mark())
+        self._running = _Round(round, made, known, books)
+        return Opened(np.maximum(entries, 0) - 1, made.slots)
+
+    def _make(
+        self,
+        round: int,
+        keys: Array,
+        times: Int64s,
+        hashes: Hashes,
+        entries: Int64s,
+        unknown: Int64s,
+        known: Int64s,
+        room: int,
+    ) -> _Made:
+        """Makes the rows of keys that are admitted.
+
+        Args:
+            round, keys, times, room: as of `begin`.
+            hashes, entries: of the keys; the entries of those that are admitted are written.
+            unknown: int64[m], the places of keys without a row.
+            known: slots of the rows of the others.
+        """
+        contents, rows = self._contents, self._contents.rows
+        new, at, inverse = np.unique(hashes[unknown], return_index=True, return_inverse=True)
+        counts = np.bincount(inverse, times[unknown], new.size).astype(np.int64)
         old = entries[unknown][at]
         decision = contents.filter.decide(round, new, old, counts)
         admitted, kept = decision.admitted, ~decision.admitted & (decision.entries != old)
         self._check_limit(known, int(np.count_nonzero(admitted)))
-        books = rows.books.take(known, axis=0)
+        row = self.spec.row.nbytes + sum(tensor.row.nbytes for tensor in self.tensors) + BOOK_BYTES + INDEX_BYTES
+        _check_room("a round that makes", int(np.count_nonzero(admitted | kept)), row, room)
         values = self._first.rows(keys[unknown][at][admitted])
         slots = contents.create(new[admitted], old[admitted])
         rows.begin(slots, values)
@@ -225,11 +329,8 @@ class Table:
         given = np.zeros(new.size, np.int64)
         given[admitted] = slots + 1
         entries[unknown] = given[inverse]
-        self._running = _Round(
-            round, new[admitted], old[admitted], slots, new[kept], decision.entries[kept], known, books
-        )
-        self._touch(round, known)
-        return Opened(entries - 1, slots.size)
+        counted = new[kept], decision.entries[kept], old[kept]
+        return _Made(new[admitted], old[admitted], slots, *counted, int(counts[~admitted].sum()))
 
     def _check_idle(self, round: int) -> None:
         if self._running is not None:
@@ -247,35 +348,37 @@ class Table:
                     "raise its capacity or memory_limit, or use smaller batches"
                 )
 
-    def _touch(self, round: int, slots: Int64s) -> None:
-        """Marks rows that were there before the round; each time that a slot is given counts."""
-        rows, judge = self._contents.rows, self._contents.judge
-        if judge.decay != 1:
-            rows.count[slots] = judge.decayed(round, slots, rows)
-        np.add.at(rows.count, slots, np.float32(1))
-        rows.last[slots] = rows.changed[slots] = round
-
     def undo(self) -> None:
         """Undoes what `begin` did, as a later part of the round has failed. The caller puts old rows back before."""
         running, rows = self._end(), self._contents.rows
         rows.books[running.known] = running.books
-        self._contents.uncreate(running.created, running.before, running.slots)
+        self._contents.uncreate(running.made.hashes, running.made.before, running.made.slots)
 
-    def commit(self) -> int:
-        """Ends a round whose rows are updated: evicts what the policy and the limit say; returns how many rows."""
+    def commit(self, seconds: float = 0.0, settle: Callable[[Int64s], object] = lambda slots: None) -> int:
+        """Ends a round whose rows are updated: evicts what the policy and the limit say; returns how many rows.
+
+        Args:
+            seconds: the time, from any beginning, for `TimeToLive`; the same on all servers; 0 if it is not known.
+            settle: called with the slots, each once, of rows whose values a policy is about to judge.
+        """
         running, contents = self._end(), self._contents
+        made = running.made
         contents.round = running.number
+        self.refusals += made.refused
+        if seconds:
+            contents.judge.tick(running.number, seconds)
         contents.filter.commit()
-        contents.index.put(running.counted, running.counted_entries)
+        contents.put(made.counted, made.counted_entries, made.counted_before)
         before = len(self)
         if contents.judge.condemns:
-            passed = contents.hands.pass_over(running.number, in_buckets(running.created), contents.index.used)
-            contents.drop(*condemned(contents.index, contents.rows, contents.judge, running.number, passed))
-        self._shrink(1)
-        if self.counted:
+            passed = contents.hands.pass_over(running.number, in_buckets(made.hashes), contents.index.used)
+            contents.drop(*condemned(contents.index, contents.rows, contents.judge, running.number, passed, settle))
+        if self.limited:
+            self._shrink(1)
+        if self.counted and self.limited:
             self._shrink(-1)
-        if running.slots.size:
-            contents.index.grow_ahead()
+        if made.slots.size:
+            contents.grow_ahead()
         evicted = before - len(self)
         self.evicted += evicted
         return evicted
@@ -304,10 +407,6 @@ class Table:
             left = in_buckets(hashes) > 0
             contents.drop(hashes, entries)
 
-    def tick(self, round: int, seconds: float) -> None:
-        """Tells the time at a round, in seconds from any beginning, for `TimeToLive`; the same on all servers."""
-        self._contents.judge.tick(round, seconds)
-
     def remove(self, round: int, keys: Array) -> int:
         """Drops the rows, and the counts, of some keys between two rounds; returns how many rows.
 
@@ -327,66 +426,124 @@ class Table:
         return before - len(self)
 
     def restrict(self, round: int, rows: int) -> int:
-        """Drops rows until at most a number are left here, the worst by the policy first; returns how many.
+        """Drops rows until no bucket has more than its share of a number; the worst by the policy go first.
 
         Args:
             round: as of `remove`.
-            rows: the number.
+            rows: the number, of the whole table.
+
+        Returns:
+            How many rows were dropped.
         """
         self._check_idle(round)
         contents = self._contents
         hashes, slots = contents.rows_in_order()
-        contents.round, many = round, max(hashes.size - rows, 0)
-        worst = np.argsort(contents.judge.scores(round, slots, contents.rows), kind="stable")[:many]
+        contents.round = round
+        owners = buckets_of(hashes)
+        order = np.lexsort((contents.judge.scores(round, slots, contents.rows), owners))  # the worst of each first
+        have = in_buckets(hashes)
+        place = np.arange(hashes.size) - np.repeat(np.cumsum(have) - have, have)
+        worst = order[place < (have - shares_of(rows))[owners[order]]]
         contents.drop(hashes[worst], slots[worst] + 1)
-        return many
+        return worst.size
 
-    def keys(self, bucket: int | None = None) -> Array:
-        """Returns the keys with rows, of one bucket or of all, in the order of their hashes."""
+    def keys(self, buckets: range = ALL) -> Array:
+        """Returns the keys with rows, of some buckets, in the order of their hashes."""
         contents = self._contents
-        if bucket is None:
-            return contents.keys_of(contents.rows_in_order()[0])
-        hashes, entries = contents.index.scan(*bucket_bounds(bucket, bucket + 1))
+        hashes, entries = contents.index.scan(*bucket_bounds(buckets.start, buckets.stop))
         return contents.keys_of(hashes[entries > 0])
 
-    def export(self) -> tuple[Array, Array]:
-        """Returns all keys [n] in the order of their hashes, and their rows (n, *row shape), as new arrays."""
-        hashes, slots = self._contents.rows_in_order()
-        return self._contents.keys_of(hashes), self.arrays[0][slots]
+    # ---- Checkpoints ----
+
+    def assign(self, tensor: int, keys: Array, rows: Array) -> None:
+        """Writes a tensor between two rounds; in all other rows it has its first value then.
+
+        Whoever holds the table gets a copy of all rows, unless the tensor was put beside them later.
+
+        Args:
+            tensor: the number of a tensor beside the rows, counted from 1.
+            keys: [n], of the dtype of keys, each once; one without a row is passed over.
+            rows: (n, *row shape).
+
+        Raises:
+            InvalidRequest: as of `lookup`.
+        """
+        self._check_idle(self.round)
+        slots, array = np.maximum(self._contents.find(keys)[1], 0) - 1, self.arrays[tensor]
+        self._contents.rows.set_aside(np.arange(len(array)), tensor)
+        array[...] = self.tensors[tensor - 1].value
+        array[slots[slots >= 0]] = rows[slots >= 0]
+        self.forget_deletions(self.round)
+
+    def set_aside(self, slots: Int64s) -> None:
+        """Has to be called before rows are written in place, with their slots; `begin` does it for its own."""
+        self._contents.rows.set_aside(slots)
+
+    def hold(self, since: int = -1, settle: Settle | None = None) -> HeldState:
+        """Holds the state between two rounds, for one thread that reads it while rounds go on. Copies no row.
+
+        Args:
+            since: the round since which changes alone are wanted; -1 for all.
+            settle: makes up updates that rows have missed, in the thread that reads; None where they have missed none.
+
+        Returns:
+            The state; its `since` is -1 if all of it has to be saved, as what has changed is not known any more.
+        """
+        self._check_idle(self.round)
+        return HeldState(self._contents, since, settle)
 
     def state(self) -> TableState:
         """Returns the state between two rounds, as new arrays."""
-        self._check_idle(self.round)
-        return state_of(self._contents)
+        return self.hold().whole()
+
+    def delta(self, since: int) -> TableState:
+        """Returns what has changed after a round, between two rounds, as new arrays.
+
+        Raises:
+            InvalidRequest: what has changed since then is not known: it is before a restore, too long ago, or to come.
+        """
+        if since > self.round:
+            raise InvalidRequest(f"nothing has changed since round {since}: the table is of round {self.round}")
+        held, known = self.hold(since), self._contents.deletions.known_after
+        if held.since < 0:
+            raise InvalidRequest(f"deletions are known after round {known}, not since {since}; save the whole table")
+        return held.whole()
 
     def restore(self, states: Sequence[TableState]) -> None:
         """Replaces everything by states that were taken of this table, whatever buckets each of them has.
 
         Args:
-            states: of one round, which hold all buckets of this part; they may hold more.
+            states: whole, of one round, which hold all buckets of this part; they may hold more.
 
         Raises:
-            InvalidRequest: a bucket is missing, or the states are of different rounds or of another table.
+            InvalidRequest: a bucket is missing, or the states are of different rounds, of another table, or changes.
             MemoryLimit: there is no memory. The table is empty then.
         """
         self._check_idle(self.round)
-        restore_into(self._contents, joined(states, self.buckets))
-        self._contents.use_compiled(self._native)
+        restore_into(self._contents, joined(states, self.buckets), self._native)
 
-    def delta(self, since: int) -> TableDelta:
-        """Returns what has changed in rows after a round, between two rounds. Counts of a filter are not in it.
+    def place(self, state: TableState) -> list[Array]:
+        """Replaces everything by a state of the same buckets, whose tensors the caller has to write then.
+
+        Args:
+            state: whole; its tensors are not looked at.
+
+        Returns:
+            The weights (n, *row shape), then the tensors beside them, in the order of the state's keys.
 
         Raises:
-            InvalidRequest: deletions since then are not known any more: it is before a restore, or too long ago.
+            InvalidRequest, MemoryLimit: as of `restore`.
         """
         self._check_idle(self.round)
-        return delta_of(self._contents, since)
+        place(self._contents, state, self._native)
+        return self.arrays
 
-    def apply(self, deltas: Sequence[TableDelta]) -> None:
+    def apply(self, deltas: Sequence[TableState]) -> None:
         """Makes the changes of deltas, on the state since which they are, whatever buckets each of them has.
 
         Args:
-            deltas: of one time, which hold all buckets of this part; they may hold more.
+            deltas: of one time, which hold all buckets of this part; they may hold more. Buckets of which all is there
+                are replaced.
 
         Raises:
             InvalidRequest: a bucket is missing, something is missing between the two, or the deltas are of different
@@ -395,8 +552,21 @@ class Table:
         """
         self._check_idle(self.round)
         self._contents.use_compiled(self._native)
-        apply_to(self._contents, deltas)
+        apply_to(self._contents, joined(deltas, self.buckets))
 
     def forget_deletions(self, round: int) -> None:
-        """Forgets the deletions up to a round: no delta will be asked for since an earlier one."""
+        """Forgets what was dropped up to a round: changes since an earlier one will not be asked for.
+
+        It is called, too, by an update of a round that changes rows which it does not name, at once or when they are
+        made up: then a checkpoint has all rows, not only those that have changed since an earlier round.
+        """
         self._contents.deletions.forget(round)
+
+
+def _check_room(what: str, rows: int, nbytes: int, room: int) -> None:
+    """Raises `MemoryLimit` if there is no room for so many rows of so many bytes."""
+    if 0 <= room < rows * nbytes:
+        raise MemoryLimit(
+            f"{what} {rows} rows needs up to {rows * nbytes} bytes, and the server's memory limit leaves {room}; raise "
+            "--memory-limit, or give the table a capacity"
+        )

@@ -11,6 +11,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from pswire import strict_json
+from pswire.api import SavedTable
+from pswire.checkpoint.table_specs import slots_from_json, slots_to_json, spec_from_json, spec_to_json
+from pswire.checkpoint.table_tensors import BESIDE, beside
 from pswire.errors import CheckpointError, DamagedCheckpoint, InvalidRequest
 from pswire.model.log import Position
 from pswire.model.tensor import TensorSpec
@@ -29,13 +32,17 @@ MAX_MANIFEST = 16 << 20
 MAX_LATEST = 4 << 10
 """Bytes of the file `latest`."""
 
-FORMAT = 3
-"""The newest format. Format 2 has no slices, and is written where there are none; format 1, which is only read, has no
-checksums, sizes, objects or state either."""
+FORMAT = 4
+"""The newest format. Format 3 has no dynamic tables, and format 2 no slices either: each is written where it suffices.
+Format 1, which is only read, has no checksums, sizes, objects or state."""
 
 _MAX_DATASET = (1 << 32) - 1
 
 _CHECKSUM = re.compile(r"xxh3:[0-9a-f]{32}")
+_ID = re.compile("[0-9a-f]{16}")
+
+MAX_ROUND = (1 << 32) - 1
+"""The last round of a table."""
 
 
 def number(name: str) -> tuple[str, int]:
@@ -154,6 +161,19 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class Base:
+    """The checkpoint to which a delta has the changes, beside it.
+
+    Attributes:
+        name: its name.
+        id: its id: another checkpoint that was saved under its name since is not it.
+    """
+
+    name: str
+    id: str
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The table of contents of a checkpoint.
 
@@ -166,6 +186,9 @@ class Manifest:
         state: by path the results of other objects' `state_dict`: JSON.
         saved_at: seconds since 1970.
         library: name and version of the program that has written it.
+        tables: the dynamic tables, by name. A tensor of one has its rows in the order of the hashes of their keys.
+        id: sixteen hexadecimal digits, by which deltas know it, whatever files it is in; "" without tables.
+        base: of a delta, whose tables are changes, what they are changes to; None of one that is whole.
     """
 
     round: int
@@ -176,6 +199,29 @@ class Manifest:
     state: Mapping[str, Any] = field(default_factory=dict)
     saved_at: float = 0.0
     library: str = ""
+    tables: Mapping[str, SavedTable] = field(default_factory=dict)
+    id: str = ""
+    base: Base | None = None
+
+    @property
+    def format(self) -> int:
+        """The oldest format that has all of it; at least 2."""
+        return 4 if self.tables else 3 if any(saved.slices for saved in self.tensors.values()) else 2
+
+    @property
+    def owners(self) -> dict[str, str]:
+        """Returns the table of each tensor that is one of a table: its rows, what lies beside them, and the rest."""
+        found: dict[str, str] = {}
+        for name, table in self.tables.items():
+            known = (name, *(slot.name for slot in table.slots), *(beside(name, kind) for kind in BESIDE))
+            found |= {tensor: name for tensor in known if tensor in self.tensors}
+        return found
+
+    @property
+    def variables(self) -> dict[str, Saved]:
+        """Returns the tensors that are variables: those by which tables are known beside their rows are left out."""
+        extra = {beside(name, kind) for name in self.tables for kind in BESIDE}
+        return {name: saved for name, saved in self.tensors.items() if name not in extra}
 
     @property
     def shards(self) -> list[str]:
@@ -194,7 +240,7 @@ class Manifest:
     def text(self) -> str:
         """The JSON text: a line for each tensor, so that one of many thousands still travels in one message."""
         content = {
-            "format": FORMAT if any(saved.slices for saved in self.tensors.values()) else FORMAT - 1,
+            "format": self.format,
             "library": self.library or f"paramserver {version('paramserver')}",
             "saved_at": self.saved_at,
             "round": self.round,
@@ -203,6 +249,9 @@ class Manifest:
             "objects": dict(self.objects),
             "state": dict(self.state),
         }
+        if self.tables:
+            content |= {"id": self.id, "base": self.base and vars(self.base)}
+            content["tables"] = {name: _table_entry(table) for name, table in self.tables.items()}
         head = json.dumps(content, indent=1).removesuffix("\n}")
         lines = (f"  {json.dumps(name)}: {_entry(saved)}" for name, saved in sorted(self.tensors.items()))
         return f'{head},\n "tensors": {{\n' + ",\n".join(lines) + "\n }\n}\n"
@@ -238,6 +287,7 @@ class Manifest:
         def words(key: str) -> Iterator[tuple[str, Any]]:
             return iter(strict_json.fields(data.get(key, {})).items())
 
+        tables = {name: _table(name, table) for name, table in words("tables")}
         return cls(
             strict_json.integer(strict_json.field(data, "round")),
             tuple(map(_position, strict_json.items(strict_json.field(data, "positions")))),
@@ -247,6 +297,9 @@ class Manifest:
             {path: strict_json.shallow(state) for path, state in words("state")},
             strict_json.number(data.get("saved_at", 0)),
             strict_json.text(data.get("library", "")),
+            tables,
+            _id(data.get("id", "")) if tables else "",
+            _base(data.get("base")) if tables else None,
         )
 
 
@@ -255,6 +308,36 @@ def _entry(saved: Saved) -> str:
     if saved.slices:
         return json.dumps({**spec, "slices": [vars(one) for one in saved.slices]})
     return json.dumps({"file": saved.file, **spec, "checksum": saved.checksum})
+
+
+def _table_entry(table: SavedTable) -> dict[str, Any]:
+    said = {"spec": spec_to_json(table.spec), "slots": slots_to_json(table.slots)}
+    return {**said, "since": table.since, "round": table.round}
+
+
+def _table(name: str, data: Any) -> SavedTable:
+    said = strict_json.fields(data)
+    spec, slots = spec_from_json(strict_json.field(said, "spec")), slots_from_json(strict_json.field(said, "slots"))
+    round = strict_json.integer(strict_json.field(said, "round"), MAX_ROUND)
+    since = strict_json.field(said, "since")
+    return SavedTable(name, spec, slots, -1 if since == -1 else strict_json.integer(since, round), round)
+
+
+def _id(data: Any) -> str:
+    found = strict_json.text(data)
+    if found and not _ID.fullmatch(found):
+        raise Malformed(f"{found[:80]!r} is no id")
+    return found
+
+
+def _base(data: Any) -> Base | None:
+    if data is None:
+        return None
+    said = strict_json.fields(data)
+    name, id = strict_json.text(strict_json.field(said, "name")), _id(strict_json.field(said, "id"))
+    if name in ("", ".", "..") or "\0" in name or PurePosixPath(name).name != name:
+        raise Malformed(f"{name[:80]!r} is no name of a checkpoint beside it")
+    return Base(name, id)
 
 
 def _position(data: Any) -> Position:

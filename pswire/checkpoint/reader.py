@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import PurePosixPath
 from typing import IO
 
@@ -17,6 +18,7 @@ from pswire.checkpoint.manifest import (
     MANIFEST,
     MAX_LATEST,
     MAX_MANIFEST,
+    Base,
     Manifest,
     Saved,
     is_aside,
@@ -25,10 +27,10 @@ from pswire.checkpoint.manifest import (
     rank,
 )
 from pswire.checkpoint.safetensors_stream import TensorEntry, read_saved, read_saved_rows, told, verify_saved
-from pswire.checkpoint.storage import Storage, below, storage_at
+from pswire.checkpoint.storage import Storage, below, parted, storage_at
 from pswire.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, VariableMismatch
 from pswire.model.plan import ShardOf
-from pswire.model.tensor import DTYPES, Array, TensorSpec
+from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
 from pswire.strict_json import Malformed
 
 log = logging.getLogger("pswire")
@@ -84,7 +86,7 @@ class SavedCheckpoint:
             CheckpointError: its manifest cannot be read, or is longer; or the path leaves the storage's root.
         """
         path = below(path)
-        return cls._open(place, path if _is_one(place, path) else newest(place, path), limit)
+        return cls.at(place, path if _is_one(place, path) else newest(place, path), limit)
 
     @classmethod
     def open_whole(
@@ -107,11 +109,13 @@ class SavedCheckpoint:
         """
         path, known = below(path), dict(damaged or {})
         if _is_one(place, path):
-            return cls._open(place, path, limit), known
+            return cls.at(place, path, limit), known
         for name in _some(place, path).downwards:
             if name not in known:
                 try:
-                    return cls._open(place, str(PurePosixPath(path) / name), limit), known
+                    found = cls.at(place, str(PurePosixPath(path) / name), limit)
+                    _ = found.bases  # a damaged base damages it
+                    return found, known
                 except DamagedCheckpoint as error:
                     known[name] = error.message
         raise DamagedCheckpoint(
@@ -120,12 +124,43 @@ class SavedCheckpoint:
         )
 
     @classmethod
-    def _open(cls, place: Storage, path: str, limit: int) -> SavedCheckpoint:
+    def at(cls, place: Storage, path: str, limit: int = MAX_MANIFEST) -> SavedCheckpoint:
+        """Opens the checkpoint at a path, which is there; as `open` else."""
         where = str(PurePosixPath(path) / MANIFEST)
         full = place.full(where)
         with told(full):
             text = _text(place, where, MAX_MANIFEST, limit)
         return cls(place, path, Manifest.parse(text, full), text)
+
+    @cached_property
+    def bases(self) -> tuple[SavedCheckpoint, ...]:
+        """What it has the changes to: the checkpoint before it, what that has the changes to, and so on to a whole one.
+
+        Raises:
+            DamagedCheckpoint: one of them is not there, is broken, or is another than it was.
+            CheckpointError: a manifest cannot be read.
+        """
+        found, names = list[SavedCheckpoint](), {self.name}
+        while (base := [self, *found][-1].manifest.base) is not None:
+            found.append(self._base(base, names))
+        return tuple(found)
+
+    def _base(self, base: Base, names: set[str]) -> SavedCheckpoint:
+        """Opens a base, which is in the directory of this one; `names` are those that were opened before."""
+        place, path = self.place, PurePosixPath(self.path)
+        if path.name == "":
+            place, path = storage_at(parted(self.full)[0]), PurePosixPath(base.name)
+        where = str(path.with_name(base.name))
+        told_of = f"{self.full} has what has changed since {base.name!r} was saved"
+        with told(place.full(where)):
+            is_there = base.name not in names and place.exists(str(PurePosixPath(where) / MANIFEST))
+        if not is_there:
+            raise DamagedCheckpoint(f"{told_of}, and there is no such checkpoint beside it")
+        names.add(base.name)
+        found = SavedCheckpoint.at(place, where)
+        if found.manifest.id != base.id:
+            raise DamagedCheckpoint(f"{told_of}, and what is there under this name was saved later, or elsewhere")
+        return found
 
     # ---- Its tensors ----
 
@@ -163,10 +198,58 @@ class SavedCheckpoint:
             self._read(file, pieces, found)
         return [found[place].astype(DTYPES[spec.dtype], copy=False) for place, (_, spec) in enumerate(wanted)]
 
+    def fill(self, wanted: Sequence[tuple[str, int, Array]]) -> None:
+        """Reads rows of tensors into memory that is there, each file in one go.
+
+        Args:
+            wanted: names of tensors, each with the number of the first row that is wanted, and an array that takes it
+                and the next ones, contiguous, of the tensor's dtype. For checksums see `read_saved_rows`.
+
+        Raises:
+            DamagedCheckpoint, CheckpointError: as `read`.
+            VariableMismatch: rows of a tensor are of another shape or dtype, or there are not so many.
+        """
+        by_file: dict[str, list[_Piece]] = {}
+        for place, (name, first, out) in enumerate(wanted):
+            shard = ShardOf(name, first, self.manifest.tensors[name].spec.shape[0] if name in self else 0)
+            saved = self._check(name, spec_of(out), False, shard)
+            if first + len(out) > shard.rows:
+                raise VariableMismatch(f"the checkpoint {self.full} has {name!r} with {shard.rows} rows alone")
+            self._check_room(name, saved)
+            for piece in _pieces(place, name, saved, first, out):
+                by_file.setdefault(piece.saved.file, []).append(piece)
+        for file, pieces in sorted(by_file.items()):
+            self._read(file, pieces, {})
+
     def tensor(self, name: str) -> Array:
         """One tensor, as it was saved; raises as `read`, and `KeyError` where the checkpoint has none of this name."""
         (array,) = self.read([(name, self.manifest.tensors[name].spec)])
         return array
+
+    def mapped(self, name: str) -> list[Array]:
+        """Maps a tensor into memory, read-only: the rows of each of its pieces, in order. No checksum is looked at.
+
+        Raises:
+            DamagedCheckpoint: a file is not as the manifest says.
+            CheckpointError: there is no such tensor, or a file cannot be mapped: it has to be one of this machine.
+        """
+        if name not in self:
+            raise CheckpointError(f"the checkpoint {self.full} has no {name!r}")
+        saved, found = self.manifest.tensors[name], list[Array]()
+        for one in saved.pieces(name):
+            path = str(PurePosixPath(self.path) / one.file)
+            with told(self.place.full(path), "mapped"):
+                self._check_size(one.file, path)
+                with self.place.open(path) as file:
+                    entry = safetensors_stream.entry_of(
+                        self._header(one.file, path, file), one.tensor, saved.piece(one)
+                    )
+                dtype, shape = DTYPES[entry.spec.dtype], entry.spec.shape
+                if not entry.spec.nbytes:
+                    found.append(np.empty(shape, dtype))
+                    continue
+                found.append(np.memmap(self.place.full(path), dtype, "r", entry.offset, shape))
+        return found
 
     def _check(self, name: str, spec: TensorSpec, cast: bool, shard: ShardOf | None) -> Saved:
         tensors = self.manifest.tensors
@@ -228,21 +311,34 @@ class SavedCheckpoint:
         """
         for file in self.manifest.shards:
             yield from ((file, fault) for fault in self._faults(file))
+        try:
+            bases = self.bases
+        except DamagedCheckpoint as error:
+            yield MANIFEST, error.message
+            return
+        for base in bases:
+            unused = base.manifest.tensors.keys() - base.manifest.owners.keys()
+            for file in base.manifest.shards:
+                yield from ((f"../{base.name}/{file}", fault) for fault in base._faults(file, unused))
 
     def check_rest(self, taken: Collection[str], place: int = 0, count: int = 1) -> None:
-        """Checks what was not read yet; of every `count` files one, from file `place` on.
+        """Checks what was not read yet, in bases too; of every `count` files one, from file `place` on.
 
         Args:
-            taken: the names of tensors that `read` has checked, here or elsewhere.
+            taken: the names of tensors that `read` has checked, here or elsewhere; of those of tables in bases, too.
             place, count: the share of the files, as above.
 
         Raises:
             DamagedCheckpoint: a file is not as it was saved.
             CheckpointError: a file cannot be read.
         """
-        for file in self.manifest.shards[place::count]:
-            for fault in self._faults(file, taken):
-                full = self.place.full(str(PurePosixPath(self.path) / file))
+        files = [(self, taken, file) for file in self.manifest.shards]
+        for base in self.bases:
+            unused = base.manifest.tensors.keys() - base.manifest.owners.keys()
+            files += [(base, unused.union(taken), file) for file in base.manifest.shards]
+        for saved, but, file in files[place::count]:
+            for fault in saved._faults(file, but):
+                full = saved.place.full(str(PurePosixPath(saved.path) / file))
                 raise DamagedCheckpoint(f"{full} cannot be read: {fault}")
 
     def _faults(self, name: str, but: Collection[str] = ()) -> Iterator[str]:
@@ -262,7 +358,8 @@ class SavedCheckpoint:
                 except Malformed as error:
                     yield str(error)
                     return
-                unknown = sorted(set(entries) - set(mine))
+                empty = {name for name, entry in entries.items() if not entry.spec.nbytes}  # parts of tables
+                unknown = sorted(set(entries) - set(mine) - empty)
                 yield from (f"it has {tensor!r}, which the manifest does not name" for tensor in unknown)
                 for tensor, (whole, saved) in sorted(mine.items()):
                     try:

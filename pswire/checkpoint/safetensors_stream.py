@@ -224,7 +224,7 @@ def read_saved(file: IO[bytes], entries: Mapping[str, TensorEntry], name: str, s
     Raises:
         Malformed: the file does not have the tensor, or not as it was saved.
     """
-    array, checksum = read(file, _found(entries, name, saved))
+    array, checksum = read(file, entry_of(entries, name, saved))
     _compare(name, saved, checksum)
     return array
 
@@ -244,17 +244,18 @@ def read_saved_rows(
     Raises:
         Malformed: as `read_saved`.
     """
-    checksum = read_rows(file, _found(entries, name, saved), first, out, first == 0)
+    checksum = read_rows(file, entry_of(entries, name, saved), first, out, first == 0)
     if checksum:
         _compare(name, saved, checksum)
 
 
 def verify_saved(file: IO[bytes], entries: Mapping[str, TensorEntry], name: str, saved: Saved) -> None:
     """As `read_saved`, in little memory: raises `Malformed` unless the tensor is as it was saved."""
-    _compare(name, saved, _checksum(file, _found(entries, name, saved)))
+    _compare(name, saved, _checksum(file, entry_of(entries, name, saved)))
 
 
-def _found(entries: Mapping[str, TensorEntry], name: str, saved: Saved) -> TensorEntry:
+def entry_of(entries: Mapping[str, TensorEntry], name: str, saved: Saved) -> TensorEntry:
+    """Returns where a tensor of a checkpoint is; raises `Malformed` where the file does not have it, or as another."""
     if name not in entries:
         raise Malformed(f"it does not have {name!r}, which the manifest names")
     if entries[name].spec != saved.spec:

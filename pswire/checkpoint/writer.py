@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import logging
 import secrets
-import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
-from pswire import strict_json
-from pswire.api import SavedTensor, Shard
+from pswire.api import PartOf, SavedTable, SavedTensor, Shard
 from pswire.checkpoint import safetensors_stream
+from pswire.checkpoint.assembly import Said
 from pswire.checkpoint.manifest import (
     LATEST,
     MANIFEST,
     MAX_MANIFEST,
+    Base,
     Manifest,
-    Saved,
-    Slice,
     aside,
     is_aside,
     is_ours,
@@ -48,6 +47,44 @@ Busy = Callable[[], Collection[str]]
 
 
 @dataclass(frozen=True)
+class Column:
+    """A tensor to be written, when its turn comes.
+
+    Attributes:
+        name: its name in the file.
+        spec: dtype and shape.
+        pieces: yields it, in pieces of some rows one behind another; called once.
+        shard: which rows of a partitioned variable it is.
+        part: which part of a tensor of a dynamic table it is.
+    """
+
+    name: str
+    spec: TensorSpec
+    pieces: Callable[[], Iterable[Array]]
+    shard: ShardOf | None = None
+    part: PartOf | None = None
+
+
+class FrozenTable(Protocol):
+    """A part of a dynamic table right after a round."""
+
+    @property
+    def saved(self) -> SavedTable:
+        """What is saved of it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rows that are not written yet."""
+
+    @property
+    def aside(self) -> int:
+        """Bytes of what was set aside for it."""
+
+    def columns(self) -> Iterable[Column]:
+        """Finds out what there is to write; called once, in the thread that writes."""
+
+
+@dataclass(frozen=True)
 class Frozen:
     """One server's variables right after a round. They never change, so this costs nothing.
 
@@ -61,6 +98,7 @@ class Frozen:
         save: tells its file apart from those of other saves at the same path. Plans do not: a job that goes on
             from an older checkpoint makes those that it made before.
         shards: which of the values are rows of a partitioned variable.
+        tables: the parts of dynamic tables, by the names of these.
     """
 
     order: SnapshotOrder
@@ -70,6 +108,7 @@ class Frozen:
     values: dict[str, Any]
     save: str = field(default_factory=lambda: secrets.token_hex(4))
     shards: Mapping[str, ShardOf] = field(default_factory=dict)
+    tables: dict[str, FrozenTable] = field(default_factory=dict)
 
     @property
     def directory(self) -> PurePosixPath:
@@ -121,37 +160,6 @@ def saved_path(path: str, own: bool = False) -> str:
     return str(plain)
 
 
-@dataclass(frozen=True)
-class _Said:
-    """The content of a `SnapshotOrder`'s state.
-
-    Attributes:
-        objects, state: as a `Manifest` has them.
-        delete: names of checkpoints beside it that are to be deleted once it is complete.
-        latest: True if it is the one to go on from then.
-    """
-
-    objects: Mapping[str, str]
-    state: Mapping[str, Any]
-    delete: tuple[str, ...]
-    latest: bool
-
-    @classmethod
-    def of(cls, order: SnapshotOrder) -> _Said:
-        """Reads it; raises `CheckpointError` where it is not such."""
-        try:
-            said = strict_json.fields(strict_json.parse(order.state or "{}"))
-            objects = strict_json.fields(said.get("objects", {}))
-            return cls(
-                {path: strict_json.text(name) for path, name in objects.items()},
-                {key: strict_json.shallow(value) for key, value in strict_json.fields(said.get("state", {})).items()},
-                tuple(map(strict_json.text, strict_json.items(said.get("delete", [])))),
-                said.get("latest") is True,
-            )
-        except Malformed as error:
-            raise CheckpointError(f"what is to be saved as {order.path[:300]!r} is malformed: {error}") from error
-
-
 def write_shard(
     place: Storage, frozen: Frozen, get: Callable[[Any], Iterable[Array]], written: Callable[[str], object]
 ) -> Shard:
@@ -166,23 +174,63 @@ def write_shard(
     Raises:
         CheckpointError: a path leaves the storage, or writing fails; it names the file.
     """
-    path = str(frozen.directory / frozen.file)
-    specs = {name: spec_of(value) for name, value in frozen.values.items()}
+    tables = [table.saved for table in frozen.tables.values()]
+    columns = [
+        *(
+            # Nothing else holds a value, so that it can be let go of when it is written.
+            Column(name, spec_of(value), partial(_pieces, frozen, name, get), frozen.shards.get(name))
+            for name, value in frozen.values.items()
+        ),
+        *(column for table in frozen.tables.values() for column in table.columns()),
+    ]
+    tensors, nbytes = write_file(place, str(frozen.directory / frozen.file), columns, written)
+    where = place.full(str(frozen.directory))
+    return Shard(where, frozen.file, frozen.round, frozen.positions, tensors, nbytes, tuple(tables))
+
+
+def _pieces(frozen: Frozen, name: str, get: Callable[[Any], Iterable[Array]]) -> Iterable[Array]:
+    return get(frozen.values[name])
+
+
+def write_file(
+    place: Storage, path: str, columns: Sequence[Column], written: Callable[[str], object] = lambda name: None
+) -> tuple[tuple[SavedTensor, ...], int]:
+    """Writes a safetensors file.
+
+    Args:
+        place: the storage.
+        path: the file's path.
+        columns: what to write; each has another name.
+        written: called with the name of each as soon as its bytes are written.
+
+    Returns:
+        What the file has, and its size.
+
+    Raises:
+        CheckpointError: two have the same name, the path leaves the storage, or writing fails; it names the file.
+    """
+    by_name = {column.name: column for column in columns}
+    twice = next((name for name, times in Counter(column.name for column in columns).items() if times > 1), None)
+    if twice is not None:
+        raise CheckpointError(
+            f"two tensors would be saved as {twice!r}: a variable has the name of what is saved beside a dynamic "
+            "table; give it another name"
+        )
+    specs = {name: column.spec for name, column in by_name.items()}
     sums: dict[str, str] = {}
 
     def fill(file: IO[bytes]) -> int:
         file.write(head)
         for name in safetensors_stream.ordered(specs):
-            sums[name] = safetensors_stream.append(file, map(portable, get(frozen.values[name])))
+            sums[name] = safetensors_stream.append(file, map(portable, by_name[name].pieces()))
             written(name)
         return len(head) + sum(spec.nbytes for spec in specs.values())
 
     with told(place.full(path), "written"):
         head = safetensors_stream.header(specs)
         nbytes = place.write(path, fill)
-    tensors = tuple(SavedTensor(name, spec, sums[name], frozen.shards.get(name)) for name, spec in specs.items())
-    where = place.full(str(frozen.directory))
-    return Shard(where, frozen.file, frozen.round, frozen.positions, tensors, nbytes)
+    found = (SavedTensor(name, c.spec, sums[name], c.shard, c.part) for name, c in by_name.items())
+    return tuple(found), nbytes
 
 
 def remove_shard(place: Storage, frozen: Frozen) -> None:
@@ -195,51 +243,6 @@ def remove_shard(place: Storage, frozen: Frozen) -> None:
         there = place.exists(str(directory / MANIFEST))
         if not there or frozen.file not in SavedCheckpoint.open(place, str(directory)).manifest.shards:
             place.remove(str(directory / frozen.file))
-
-
-def manifest_of(shards: Sequence[Shard], order: SnapshotOrder) -> Manifest:
-    """The manifest of a checkpoint whose files are written.
-
-    Args:
-        shards: all of one round.
-        order: by which they were written.
-
-    Raises:
-        CheckpointError: the order is malformed, or rows of a partitioned variable are missing.
-    """
-    said = _Said.of(order)
-    return Manifest(
-        shards[0].round,
-        shards[0].positions,
-        _tensors(shards),
-        {shard.file: shard.nbytes for shard in shards},
-        said.objects,
-        said.state,
-        time.time(),
-    )
-
-
-def _tensors(shards: Sequence[Shard]) -> dict[str, Saved]:
-    """Returns what the files have; the rows of a partitioned variable are one tensor by its name."""
-    found: dict[str, Saved] = {}
-    parts: dict[tuple[str, int, TensorSpec], list[Slice]] = {}
-    for file in shards:
-        for each in file.tensors:
-            if each.shard is None:
-                found[each.name] = Saved(file.file, each.spec, each.checksum)
-                continue
-            whole = TensorSpec(each.spec.dtype, (each.shard.rows, *each.spec.shape[1:]))
-            one = Slice(file.file, each.name, each.shard.first, each.spec.shape[0], each.checksum)
-            parts.setdefault((each.shard.whole, each.shard.rows, whole), []).append(one)
-    for (name, rows, spec), slices in parts.items():
-        slices.sort(key=lambda one: one.first)
-        if sum(one.rows for one in slices) != rows:
-            raise CheckpointError(
-                f"partitioned variable {name!r} has no value yet in some of its {rows} rows: who created it is gone; "
-                "save again"
-            )
-        found[name] = Saved("", spec, "", tuple(slices))
-    return found
 
 
 def write_manifest(
@@ -260,11 +263,14 @@ def write_manifest(
         CheckpointError: as `write_shard`; also where the text is no manifest, or a file that it names is not there.
     """
     directory = frozen.directory
-    where, said, data = str(directory / MANIFEST), _Said.of(frozen.order), text.encode()
+    where, said, data = str(directory / MANIFEST), Said.of(frozen.order), text.encode()
     with told(place.full(where), "written"):
         if len(data) > MAX_MANIFEST:
             raise Malformed(f"it has {len(data):,} bytes, and none may have more than {MAX_MANIFEST:,}")
         manifest = Manifest.parse(text, place.full(where))
+    if manifest.base is not None:
+        manifest = replace(manifest, base=_known(place, directory, manifest.base.name))
+        data = manifest.text().encode()
     _check_shards(place, directory, manifest)
     with told(place.full(where), "written"):
         place.put(where, data)
@@ -275,6 +281,14 @@ def write_manifest(
     above = place.full(str(directory.parent))
     _tried(above, partial(_tidy, place, directory, manifest, said.delete, busy, spare))
     return Shard(place.full(str(directory)), MANIFEST, frozen.round, frozen.positions, ())
+
+
+def _known(place: Storage, directory: PurePosixPath, name: str) -> Base:
+    """Returns the base of a delta with its id; raises `CheckpointError` unless it is there."""
+    if name == directory.name:
+        raise CheckpointError(f"{place.full(str(directory))} cannot have what has changed since it was saved itself")
+    base = SavedCheckpoint.at(place, str(directory.parent / name))
+    return Base(name, base.manifest.id)
 
 
 def set_aside(place: Storage, restored: str, damaged: Mapping[str, str]) -> None:

@@ -19,6 +19,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from types import NoneType
 from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
@@ -116,7 +118,8 @@ class Mapper:
         fields = []
         for own, kind in get_type_hints(value).items():
             name, optional = names.get(own, own), NoneType in get_args(kind)
-            way = self._way(get_args(kind)[0] if optional else kind, message.DESCRIPTOR.fields_by_name[name])
+            there = reduce(or_, (one for one in get_args(kind) if one is not NoneType)) if optional else kind
+            way = self._way(there, message.DESCRIPTOR.fields_by_name[name])
             fields.append((own, name, flags.get(own), optional, *way))
 
         def to_pb(v: V) -> M:
@@ -151,7 +154,7 @@ class Mapper:
         (oneof,) = message.DESCRIPTOR.oneofs
         name, writers, readers = oneof.name, {}, {}
         for value in get_args(values):
-            chosen = re.sub(r"\B(?=[A-Z])", "_", value.__name__).lower()
+            chosen = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", value.__name__).lower()
             inner = self._inner(value, message.DESCRIPTOR.fields_by_name[chosen].message_type)
             writers[value], readers[chosen] = (chosen, inner.to_pb), inner.from_pb
 

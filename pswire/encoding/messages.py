@@ -21,6 +21,8 @@ from pswire.api import (
     RowRead,
     SavedTensor,
     Shard,
+    TableQuestion,
+    TableRead,
     Vote,
     Watched,
 )
@@ -44,6 +46,16 @@ from pswire.model.plan import (
 )
 from pswire.model.program import PROGRAM_VERSION, Attr, InputKind, Program
 from pswire.model.status import Happened, Pace, ServerStatus, SessionState
+from pswire.model.tables import (
+    Admission,
+    Eviction,
+    Initializer,
+    KeyDtype,
+    SlotTensor,
+    TablePart,
+    TableSpec,
+    Unknown,
+)
 from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import Payload
@@ -104,7 +116,7 @@ def _admit_plan(message: pb.Plan) -> None:
     if nodes > MAX_PLAN_NODES:
         raise InvalidRequest(f"the programs of a plan have {nodes} nodes; at most {MAX_PLAN_NODES} are allowed")
     items = len(message.reductions) + len(message.operands) + len(message.programs) + len(message.applies)
-    items += len(message.returned) + nodes
+    items += len(message.returned) + len(message.trims) + nodes
     if items <= MAX_PLAN_ITEMS:
         items += sum(len(p.inputs) + len(p.assigns) + len(p.outputs) for p in message.programs)
         items += sum(len(apply.args) for apply in message.applies)
@@ -123,11 +135,20 @@ MAPPER.words(RefKind, pb.Ref.Kind, "unknown kind of value {}")
 MAPPER.words(Nonfinite, pb.Nonfinite, "unknown choice {} for NaN and infinity")
 MAPPER.words(ReduceOp, pb.Reduction.Op, "unknown reduction {}")
 MAPPER.words(Form, pb.Reduction.Form, "unknown form {} of contributions")
+MAPPER.words(KeyDtype, pb.TableSpec.KeyDtype, "unknown dtype {} of keys")
+MAPPER.words(Unknown, pb.TableSpec.Unknown, "unknown value {} of keys without a row")
+MAPPER.words(TableQuestion, pb.TableRead.Question, "unknown question {} to a table")
 MAPPER.words(Sparse, pb.Apply.Sparse, "unknown way {} of updates with rows")
 MAPPER.words(RestoreStage, pb.RestoreStage, "a restore has no stage {}")
 
 TENSOR = MAPPER.pair(TensorSpec, pb.TensorSpec, check=TensorSpec.check)
 SHARD_OF = MAPPER.pair(ShardOf, pb.ShardOf)
+MAPPER.choice(Initializer, pb.Initializer, "first values of a table are of a newer version")
+MAPPER.choice(Admission, pb.Admission, "a table's filter is of a newer version")
+MAPPER.choice(Eviction, pb.Eviction, "a table's policy of eviction is of a newer version")
+MAPPER.pair(SlotTensor, pb.SlotTensor)
+MAPPER.pair(TableSpec, pb.TableSpec)
+MAPPER.pair(TablePart, pb.TablePart)
 SPEC = MAPPER.pair(VariableSpec, pb.VariableSpec, check=VariableSpec.check)
 VARIABLE = MAPPER.pair(PlacedVariable, pb.Variable)
 
@@ -156,6 +177,7 @@ ORDER = MAPPER.pair(RestoreOrder, pb.RestoreOrder, flags={"names": "named"})
 RESTORED = MAPPER.pair(RestoreReply, pb.RestoreReply)
 STATUS = MAPPER.pair(ServerStatus, pb.StatusReply)
 ROW_READ = MAPPER.pair(RowRead, pb.RowRead)
+TABLE_READ = MAPPER.pair(TableRead, pb.TableRead)
 HAPPENED = MAPPER.pair(Happened, pb.Happened)
 
 
@@ -193,6 +215,7 @@ def contribution_to_pb(contribution: Contribution, size: int) -> pb.PushHeader:
         first_values=contribution.first_values,
         rows=contribution.rows,
         lookups=map(ROW_READ.to_pb, contribution.lookups),
+        seconds=contribution.seconds,
     )
 
 
@@ -214,6 +237,7 @@ def contribution_from_pb(message: pb.PushHeader) -> Contribution:
         message.follows - 1,
         tuple(message.rows),
         tuple(map(ROW_READ.from_pb, message.lookups)),
+        message.seconds,
     )
 
 
@@ -282,22 +306,24 @@ class PullArguments(NamedTuple):
     variables: tuple[int, ...]
     after: int
     rows: tuple[RowRead, ...] = ()
+    tables: tuple[TableRead, ...] = ()
 
 
 def pull_arguments(message: pb.PullRequest) -> PullArguments:
     """Reads what a pull asks for."""
     rows = tuple(map(ROW_READ.from_pb, message.rows))
-    return PullArguments(message.session, tuple(message.variables), message.after, rows)
+    tables = tuple(map(TABLE_READ.from_pb, message.tables))
+    return PullArguments(message.session, tuple(message.variables), message.after, rows, tables)
 
 
 def pull_to_pb(reply: PullReply) -> pb.PullHeader:
     """Makes the header of the answer to a pull."""
-    return pb.PullHeader(round=reply.round, size=reply.payload.size)
+    return pb.PullHeader(round=reply.round, size=reply.payload.size, rows=reply.rows)
 
 
 def pull_from_pb(message: pb.PullHeader, payload: Payload) -> PullReply:
     """Reads the header of the answer to a pull, which came with a payload."""
-    return PullReply(message.round, payload)
+    return PullReply(message.round, payload, tuple(message.rows))
 
 
 def vote_to_pb(vote: Vote, session: int) -> pb.ServerVote:

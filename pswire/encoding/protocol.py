@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from pswire.errors import ConfigError
 
-PROTOCOL = 2
+PROTOCOL = 3
 """The number of this version.
 
 0 is spoken by versions that say none; 1 by those whose servers know nothing of one another, so that each decides alone
-whose contributions a round has.
+whose contributions a round has; 2 by those that know no dynamic tables, and take a part of one for an array of as many
+rows as a contribution may have.
 """
+
+TABLES = 3
+"""The first number whose servers know dynamic tables."""
 
 SERVED = (PROTOCOL - 1, PROTOCOL)
 
@@ -34,4 +38,22 @@ def check_protocol(number: int, theirs: str, ours: str) -> None:
         served = " and ".join(map(str, SERVED))
         raise ConfigError(
             f"{theirs} speaks protocol {number}, and {ours} {served}; install the same version of paramserver for both"
+        )
+
+
+def check_tables(number: int, table: str, theirs: str, ours: str) -> None:
+    """Refuses to create a dynamic table on a server that would take a part of it for an array.
+
+    Args:
+        number: the server's protocol number.
+        table: the table's name.
+        theirs, ours: as `check_protocol` has them.
+
+    Raises:
+        ConfigError: the server knows no tables.
+    """
+    if number < TABLES:
+        raise ConfigError(
+            f"{theirs} speaks protocol {number}, which has no dynamic tables, and {ours}, which speaks {PROTOCOL}, "
+            f"creates the table {table!r}; install the same version of paramserver for both, and start the job anew"
         )

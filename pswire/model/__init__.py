@@ -3,6 +3,10 @@
 plan     variables, and plans of sections
 program  update programs and their verifier
 tensor   dtypes and shapes
+tables   dynamic tables: specs, filters, policies
+hashing  hashes of their keys
+first_values  first values of their rows
+rows     ids of rows
 log      entries of server 0's log
 status   what a server says of itself
 """

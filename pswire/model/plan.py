@@ -17,6 +17,7 @@ from pswire.errors import InvalidRequest, LocalityError, ProgramError
 from pswire.limits import MAX_NAME, PART_BYTES
 from pswire.model import row_updates
 from pswire.model.program import Program
+from pswire.model.tables import MAX_COUNT, MIN_CAPACITY, ROWS, TablePart
 from pswire.model.tensor import DTYPES, TensorSpec
 
 ReduceOp = Literal["sum", "mean", "first"]
@@ -25,8 +26,9 @@ Nonfinite = Literal["apply", "skip", "raise"]
 """What becomes of a round's updates if a contribution to them has NaN or infinity: applied, not applied, an error."""
 REDUCE_OPS: tuple[ReduceOp, ...] = ("sum", "mean", "first")
 
-Form = Literal["dense", "rows"]
-"""The form of contributions: whole arrays, or ids and rows, each id once, in increasing order."""
+Form = Literal["dense", "rows", "keys"]
+"""The form of contributions: whole arrays; ids and rows, each id once, in increasing order; or keys of a dynamic table,
+each with how often it came, and rows."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class VariableSpec:
         saved_as: the name that checkpoints have it by: None for its own; "" for scratch, which they leave out; else
             that of another variable, whose value it always has.
         shard: which rows of a partitioned variable it has, as whose part checkpoints have it; None for a whole one.
+        part: which part of a dynamic table it is, or lies beside; None for an array.
     """
 
     name: str
@@ -62,20 +65,29 @@ class VariableSpec:
     trainable: bool = True
     saved_as: str | None = None
     shard: ShardOf | None = None
+    part: TablePart | None = None
 
     def __str__(self) -> str:
         return f"{self.name!r} {self.tensor}"
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that it takes from the beginning; a part of a table has no size, and begins with its filter."""
+        return self.tensor.nbytes if self.part is None else self.part.nbytes
+
+    @property
     def saved_name(self) -> str:
-        """The name that checkpoints have it by, or what it is a shard of; "" if they do not have it."""
+        """The name that checkpoints have it by, or what it is a part of; "" if they do not have it."""
         if self.shard is not None:
             return self.shard.whole
+        if self.part is not None:
+            return self.part.whole
         return self.name if self.saved_as is None else self.saved_as
 
     def check(self) -> VariableSpec:
         """Returns itself; raises `InvalidRequest` for a name or a tensor that cannot be."""
-        names = (self.name, self.saved_as or self.name, self.saved_name or self.name)
+        table = self.name if self.part is None else self.part.table
+        names = (self.name, self.saved_as or self.name, self.saved_name or self.name, table)
         if not all(0 < len(name) <= MAX_NAME and name.isprintable() for name in names):
             raise InvalidRequest(f"a variable's name has 1 to {MAX_NAME} printable characters")
         self.tensor.check()
@@ -83,6 +95,10 @@ class VariableSpec:
             count = self.tensor.shape[0] if self.tensor.shape else 0
             if self.saved_as is not None or not 0 <= self.shard.first < self.shard.first + count <= self.shard.rows:
                 raise InvalidRequest(f"{self.name!r} of shape {self.tensor.shape} is no shard such as {self.shard}")
+        if self.part is not None:
+            self.part.check()
+            if self.shard is not None or self.saved_as is not None or self.tensor != self.part.tensor:
+                raise InvalidRequest(f"{self.name!r} is {self.tensor}, and its part of a table {self.part.tensor}")
         return self
 
 
@@ -170,12 +186,29 @@ class Apply:
         servers: servers on which it runs; on each of them, all that it reads must be.
         args: the values of the program's inputs, in order.
         sparse: what it is to rows that are not given; see `Sparse`.
+        optional: True if it is left out of a round in which no contribution to any of its reductions has a weight.
     """
 
     program: int
     servers: tuple[int, ...]
     args: tuple[Ref, ...]
     sparse: Sparse = field(default="dense", repr=False)
+    optional: bool = field(default=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Trim:
+    """A limit to which a dynamic table is cut once, after a section's updates.
+
+    Attributes:
+        variable: number of the variable that is a part of the table.
+        servers: its server.
+        rows: most rows that the whole table keeps; each bucket keeps its share of them, the worst go first.
+    """
+
+    variable: int
+    servers: tuple[int, ...]
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -238,6 +271,7 @@ class Plan:
         snapshot: a checkpoint to take after the section's updates.
         restore: a restore that the round completes; nothing else is in such a plan.
         nonfinite: what becomes of the round's updates if a contribution has NaN or infinity.
+        trims: tables that are cut to a number of rows, after the section's updates.
     """
 
     reductions: tuple[Reduction, ...] = ()
@@ -248,6 +282,7 @@ class Plan:
     snapshot: SnapshotOrder | None = None
     restore: RestoreCommit | None = None
     nonfinite: Nonfinite = field(default="apply", repr=False)
+    trims: tuple[Trim, ...] = field(default=(), repr=False)
 
     @cached_property
     def id(self) -> bytes:
@@ -255,14 +290,21 @@ class Plan:
         # Versions that know no other choice give the same id to the same plan.
         sparse = {number: apply.sparse for number, apply in enumerate(self.applies) if apply.sparse != "dense"}
         rows = (self.rows, f"rows {self.rows}"), (sparse, f"sparse {sparse}")
-        choices = (self.nonfinite != "apply", self.nonfinite), *rows
+        tables = (self.keys, f"keys {self.keys}"), (self.trims, f"trims {self.trims}")
+        optional = [number for number, apply in enumerate(self.applies) if apply.optional]
+        choices = (self.nonfinite != "apply", self.nonfinite), *rows, *tables, (optional, f"optional {optional}")
         words = " ".join([repr(self), *(word for chosen, word in choices if chosen)])
         return hashlib.sha256(words.encode()).digest()
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
-        """Numbers of the reductions whose contributions are rows."""
-        return tuple(number for number, reduction in enumerate(self.reductions) if reduction.form == "rows")
+        """Numbers of the reductions whose contributions are rows, by ids or by keys."""
+        return tuple(number for number, reduction in enumerate(self.reductions) if reduction.form != "dense")
+
+    @cached_property
+    def keys(self) -> tuple[int, ...]:
+        """Numbers of the reductions whose contributions are rows by the keys of a dynamic table."""
+        return tuple(number for number, reduction in enumerate(self.reductions) if reduction.form == "keys")
 
     @cached_property
     def by_rows(self) -> tuple[int | None, ...]:
@@ -288,9 +330,9 @@ class Plan:
         return tuple(sorted(found))
 
     @property
-    def _placed(self) -> tuple[Reduction | Operand | Apply, ...]:
+    def _placed(self) -> tuple[Reduction | Operand | Apply | Trim, ...]:
         """All that has servers."""
-        return (*self.reductions, *self.operands, *self.applies)
+        return (*self.reductions, *self.operands, *self.applies, *self.trims)
 
     def writes(self, server: int) -> tuple[int, ...]:
         """Ids of the variables that the plan assigns on a server, in the order in which their last values are there."""
@@ -304,6 +346,9 @@ class Plan:
                 written, id = last.setdefault(server, {}), apply.args[target].index
                 written.pop(id, None)
                 written[id] = None
+        for trim in self.trims:
+            for server in trim.servers:
+                last.setdefault(server, {})[trim.variable] = None
         return {server: tuple(written) for server, written in last.items()}
 
     @cached_property
@@ -316,7 +361,7 @@ class Plan:
     def streams(self) -> frozenset[int]:
         """The servers that may apply this plan bit by bit, as contributions come: where that is worth it, and if no
         value, and no contribution, can be refused halfway."""
-        if self.nonfinite != "apply" or any(program.may_refuse for program in self.programs):
+        if self.nonfinite != "apply" or self.keys or any(program.may_refuse for program in self.programs):
             return frozenset()
         sent = Counter[int]()
         for reduction in self.reductions:
@@ -362,12 +407,13 @@ class Plan:
             variables: the variables that exist, by id.
         """
         words = [
-            f"reduce {r.op} {'rows of ' * (r.form == 'rows')}{r.tensor}{' for ' + r.target if r.target else ''}"
+            f"reduce {r.op} {'rows of ' * (r.form != 'dense')}{r.tensor}{' for ' + r.target if r.target else ''}"
             for r in self.reductions
         ]
         for apply in self.applies:
             written = [apply.args[target] for target, _ in self.programs[apply.program].assigns]
             words += ["update " + " and ".join(describe_ref(ref, variables) for ref in written)] if written else []
+        words += [f"cut {describe_ref(Ref('variable', t.variable), variables)} to {t.rows} rows" for t in self.trims]
         if self.snapshot:
             words.append(f"checkpoint {self.snapshot.path!r}")
         if self.restore:
@@ -401,8 +447,10 @@ class Plan:
                 raise InvalidRequest(f"unknown reduction {reduction.op!r}")
             if spec.dtype == "bool" or (reduction.op == "mean" and DTYPES[spec.dtype].kind in "iu"):
                 raise InvalidRequest(f"{reduction.op} of {spec.dtype} is not defined; send another dtype")
-            if reduction.form == "rows" and not spec.shape:
+            if reduction.form != "dense" and not spec.shape:
                 raise InvalidRequest("a number has no rows")
+            if reduction.form == "keys" and spec.shape[0] != ROWS:
+                raise InvalidRequest(f"rows by keys are of a table's shape, and not of {spec.shape}")
         if self.snapshot and self.snapshot.servers != tuple(range(servers)):
             raise InvalidRequest("a checkpoint is of all servers")
         if self.restore and (self.restore.servers != tuple(range(servers)) or self._placed or self.snapshot):
@@ -432,10 +480,23 @@ class Plan:
                 if set(variables[apply.args[target].index].servers) != set(apply.servers):
                     raise LocalityError("an update must reach all copies of the variables that it assigns")
             self._check_sparse(apply)
+            self._check_tables(apply, variables)
+            if apply.optional and (program.outputs or not any(ref.kind == "reduction" for ref in apply.args)):
+                raise ProgramError("an update that may be left out takes a reduction, and has no results")
             results += len(program.outputs)
+        for trim in self.trims:
+            known = variables.get(trim.variable)
+            if known is None or known.spec.part is None or known.spec.part.slot or trim.servers != known.servers:
+                raise InvalidRequest("a section cuts what is no dynamic table")
+            if trim.rows and not MIN_CAPACITY <= trim.rows <= MAX_COUNT:
+                raise InvalidRequest(
+                    f"a table cannot be cut to {trim.rows} rows, but to none, or to {MIN_CAPACITY} and more"
+                )
         for ref in self.returned:
             if ref.kind not in ("reduction", "result"):
                 raise InvalidRequest("a plan returns a value that is neither reduced nor computed")
+            if ref.kind == "reduction" and ref.index in self.keys:
+                raise InvalidRequest("rows by keys stay on their servers")
             self._locate(ref, variables, results)
         return self
 
@@ -447,6 +508,27 @@ class Plan:
             if why is None and apply.sparse == "exact":
                 why = row_updates.later_refusal(program)
             raise ProgramError(f"a sparse update has to run on rows: {why or 'it takes those of one gradient'}")
+
+    def _check_tables(self, apply: Apply, variables: Mapping[int, PlacedVariable]) -> None:
+        """Checks that an update of a dynamic table is one by the keys of its rows, and of no other variables."""
+        used = [variables[ref.index] for ref in apply.args if ref.kind == "variable"]
+        tables = {v.spec.part.table: v.spec.part for v in used if v.spec.part is not None}
+        rows = [v for v in used if v.spec.tensor.shape[:1] == (ROWS,)]
+        keys = [ref.index for ref in apply.args if ref.kind == "reduction" and ref.index in self.keys]
+        if not tables and not keys:
+            return
+        if len(tables) != 1 or len(rows) != sum(v.spec.part is not None for v in used):
+            raise ProgramError("an update by keys is of one dynamic table, and of what lies beside it")
+        (name,) = tables
+        if not keys or self._runs_on(apply) not in keys:
+            raise ProgramError(
+                f"an update of the dynamic table {name!r} has to run on the rows of one gradient: "
+                f"{self._why_whole(apply) or 'it takes those of one'}"
+            )
+
+    def _why_whole(self, apply: Apply) -> str | None:
+        given = [i for i, ref in enumerate(apply.args) if self._is_rows(ref)]
+        return row_updates.refusal(self.programs[apply.program], given)
 
     def _locate(
         self, ref: Ref, variables: Mapping[int, PlacedVariable], results: int

@@ -175,7 +175,8 @@ def _ufunc_loop(function: str, kinds: str) -> Loop:
 
     def loop(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> tuple[str, ...]:
         *dtypes, _ = ufunc.resolve_dtypes((*(DTYPES[s.dtype] for s in specs), None))
-        return tuple(d.name for d in dtypes) if len(set(dtypes)) == 1 and dtypes[0].kind in kinds else ()
+        kind = dtypes[0].kind.replace("V", "f")  # Of bfloat16 NumPy knows no kind.
+        return tuple(d.name for d in dtypes) if len(set(dtypes)) == 1 and kind in kinds else ()
 
     return loop
 
@@ -200,7 +201,7 @@ def _astype(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpe
 
 
 def _astype_loop(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> tuple[str, ...]:
-    # What a real number beyond the range of integers becomes is up to the machine. Of bfloat16 NumPy knows no kind.
+    # What a real number beyond the range of integers becomes is up to the machine.
     unsure = DTYPES[specs[0].dtype].kind in "fV" and DTYPES[str(attrs["dtype"])].kind in "iu"
     return () if unsure else (specs[0].dtype,)
 
@@ -263,11 +264,25 @@ def _call_reduction(function: str) -> Call:
     return call
 
 
+def _call_extreme(function: str) -> Call:
+    reduce = _call_reduction(function)
+
+    def call(xp: Any, args: Sequence[Any], attrs: Mapping[str, Attr]) -> Any:
+        found = reduce(xp, args, attrs)
+        # Of zeros of both signs NumPy takes the one that the processor's vectors happen to end with.
+        return found + found.dtype.type(0) if found.dtype.kind in "fV" else found
+
+    return call
+
+
 def _call_mean(xp: Any, args: Sequence[Any], attrs: Mapping[str, Attr]) -> Any:
     if args[0].size:
         return _call_reduction("mean")(xp, args, attrs)
     total = _call_reduction("sum")(xp, args, attrs)
     return total / total  # NumPy warns of a mean of nothing, whatever `errstate` says.
+
+
+_CALLS = {"mean": _call_mean, "max": _call_extreme("max"), "min": _call_extreme("min")}
 
 
 def _matmul(specs: Sequence[TensorSpec], attrs: Mapping[str, Attr]) -> TensorSpec:
@@ -331,7 +346,7 @@ OPS: dict[str, Op] = {
         *(
             Op(name, 1, _reduction(name), name, ("axis", "keepdims"), call)
             for name in ("sum", "mean", "max", "min", "all", "any")
-            for call in [_call_mean if name == "mean" else _call_reduction(name)]
+            for call in [_CALLS.get(name) or _call_reduction(name)]
         ),
         Op("matmul", 2, _matmul, "matmul", casts=True),
     )

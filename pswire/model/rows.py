@@ -29,6 +29,9 @@ class Rows(NamedTuple):
 ID_BYTES = 8
 """Bytes of an id as it travels."""
 
+KEY_BYTES = 16
+"""Bytes of a key as it travels, and of how often it came."""
+
 MANY = 32
 """Rows for one place above which they are summed by themselves."""
 
@@ -41,9 +44,10 @@ def row_bytes(whole: TensorSpec) -> int:
     return prod(whole.shape[1:]) * DTYPES[whole.dtype].itemsize
 
 
-def row_specs(whole: TensorSpec, count: int) -> tuple[TensorSpec, TensorSpec]:
-    """Returns what ids and rows are as tensors, for a number of rows of an array."""
-    return TensorSpec("int64", (count,)), TensorSpec(whole.dtype, (count, *whole.shape[1:]))
+def row_specs(whole: TensorSpec, count: int, keyed: bool = False) -> tuple[TensorSpec, TensorSpec]:
+    """Returns what ids and rows are as tensors, for a number of rows of an array; `keyed` for keys and their counts."""
+    ids = (2, count) if keyed else (count,)
+    return TensorSpec("int64", ids), TensorSpec(whole.dtype, (count, *whole.shape[1:]))
 
 
 def check_ids(ids: Array, size: int, where: str) -> Int64s:

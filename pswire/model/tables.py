@@ -10,20 +10,29 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from pswire.errors import InvalidRequest
+from pswire.model.hashing import BUCKETS, combined
 from pswire.model.tensor import DTYPES, TensorSpec
 
-KEY_DTYPES = ("int64", "uint64")
+KeyDtype = Literal["int64", "uint64"]
+Unknown = Literal["initial", "zeros"]
+
+KEY_DTYPES: tuple[KeyDtype, ...] = ("int64", "uint64")
 """Dtypes of keys. Any 64-bit number is a key; those of the two dtypes with the same bits are the same."""
 
-BUCKETS = 1024
-"""Parts into which the keys of each table fall, for its life: the unit of placement, of checkpoints, and of limits."""
+ROWS = 1 << 24
+"""Rows of a table as programs and shapes have it: as many as one contribution may have. A table has no size."""
 
 MIN_CAPACITY = 16 * BUCKETS
 """Least rows of a table that has a limit: the limit is divided among the buckets."""
 
 MAX_COUNT = (1 << 31) - 2
 """Most occurrences that an exact counter counts; also the most rows of one part of a table."""
+
+MAX_MEMORY = 1 << 50
+"""Most bytes of a table's memory limit: in 64 bits there is room for what is computed of it."""
 
 RANDOM_DTYPES = ("float16", "bfloat16", "float32", "float64")
 """Dtypes of rows that may begin with random values."""
@@ -50,6 +59,11 @@ def _count(value: int, what: str, low: int, high: int = (1 << 63) - 1) -> None:
 class Zeros:
     """First values that are zero."""
 
+    @property
+    def extremes(self) -> tuple[float, float]:
+        """The least and the greatest value."""
+        return 0.0, 0.0
+
     def check(self) -> None:
         """Nothing can be wrong."""
 
@@ -63,6 +77,11 @@ class Constant:
     """
 
     value: float = 0.0
+
+    @property
+    def extremes(self) -> tuple[float, float]:
+        """The value, twice."""
+        return self.value, self.value
 
     def check(self) -> None:
         """Raises `InvalidRequest` if the value is no finite number."""
@@ -80,12 +99,18 @@ class Uniform:
     low: float = -0.05
     high: float = 0.05
 
+    @property
+    def extremes(self) -> tuple[float, float]:
+        """The bounds."""
+        return self.low, self.high
+
     def check(self) -> None:
-        """Raises `InvalidRequest` if a bound is not finite, or they are not in order."""
+        """Raises `InvalidRequest` if a bound is not finite, or they are not in order, or too far apart."""
         _number(self.low, "low of a uniform initializer")
         _number(self.high, "high of a uniform initializer")
         if self.low > self.high:
             raise InvalidRequest(f"a uniform initializer from {self.low} to {self.high} has its bounds the wrong way")
+        _number(self.high - self.low, "the width of a uniform initializer")
 
 
 @dataclass(frozen=True)
@@ -98,6 +123,11 @@ class Normal:
 
     mean: float = 0.0
     stddev: float = 0.05
+
+    @property
+    def extremes(self) -> tuple[float, float]:
+        """The least and the greatest value."""
+        return self.mean - 6 * self.stddev, self.mean + 6 * self.stddev
 
     def check(self) -> None:
         """Raises `InvalidRequest` if a number is not finite, or `stddev` is negative."""
@@ -116,6 +146,11 @@ class TruncatedNormal:
 
     mean: float = 0.0
     stddev: float = 0.05
+
+    @property
+    def extremes(self) -> tuple[float, float]:
+        """The least and the greatest value."""
+        return self.mean - 2 * self.stddev, self.mean + 2 * self.stddev
 
     def check(self) -> None:
         """Raises `InvalidRequest` if a number is not finite, or `stddev` is negative."""
@@ -328,23 +363,31 @@ class TableSpec:
         refused: what a lookup of a key without a row gives where a filter stands before the table: its first value,
             or zeros. Without a filter it is the first value.
         seed: of the first values.
+        hash_seed: of the hashes by which keys fall into buckets, and by which rows to evict are drawn. Who lets
+            strangers choose keys keeps it secret.
     """
 
     shape: tuple[int, ...]
     dtype: str = "float32"
-    key_dtype: Literal["int64", "uint64"] = "int64"
+    key_dtype: KeyDtype = "int64"
     initializer: Initializer = field(default_factory=Uniform)
     admission: Admission | None = None
     eviction: Eviction | None = None
     capacity: int = 0
     memory_limit: int = 0
-    refused: Literal["initial", "zeros"] = "initial"
+    refused: Unknown = "initial"
     seed: int = 0
+    hash_seed: int = 0
 
     @property
     def row(self) -> TensorSpec:
         """One row, as a tensor."""
         return TensorSpec(self.dtype, self.shape)
+
+    @property
+    def salt(self) -> int:
+        """The salt of the hashes of keys."""
+        return combined(self.hash_seed)
 
     def check(self) -> TableSpec:
         """Returns itself; raises `InvalidRequest`, which names what is wrong."""
@@ -352,16 +395,16 @@ class TableSpec:
         if not self.row.size:
             raise InvalidRequest(f"a row of shape {self.shape} has no elements")
         if self.key_dtype not in KEY_DTYPES:
-            raise InvalidRequest(f"keys are {' or '.join(KEY_DTYPES)}, not {self.key_dtype!r}")
+            raise InvalidRequest(f"keys are {' or '.join(KEY_DTYPES)}, not {self.key_dtype!r:.80}")
         _checked(self.initializer, "initializer", Initializer.__args__)
         if isinstance(self.initializer, Uniform | Normal | TruncatedNormal) and self.dtype not in RANDOM_DTYPES:
             raise InvalidRequest(f"rows of {self.dtype} cannot begin with random values; use Zeros or Constant")
-        if isinstance(self.initializer, Constant):
-            _check_holds(self.dtype, self.initializer.value)
+        for value in self.initializer.extremes:
+            _check_holds(self.dtype, value)
         if self.admission is not None:
             _checked(self.admission, "admission", Admission.__args__)
         _count(self.capacity, "capacity", 0, MAX_COUNT)
-        _count(self.memory_limit, "memory_limit", 0)
+        _count(self.memory_limit, "memory_limit", 0, MAX_MEMORY)
         if 0 < self.capacity < MIN_CAPACITY:
             raise InvalidRequest(f"a capacity of {self.capacity} rows is too small; the least is {MIN_CAPACITY}")
         if self.eviction is not None:
@@ -371,19 +414,76 @@ class TableSpec:
                     f"{type(self.eviction).__name__} evicts above a limit alone; give a capacity or a memory_limit"
                 )
         if self.refused not in ("initial", "zeros"):
-            raise InvalidRequest(f"refused is 'initial' or 'zeros', not {self.refused!r}")
-        _count(self.seed, "seed", -(1 << 63), (1 << 64) - 1)
+            raise InvalidRequest(f"refused is 'initial' or 'zeros', not {self.refused!r:.80}")
+        _count(self.seed, "seed", 0, (1 << 64) - 1)
+        _count(self.hash_seed, "hash_seed", 0, (1 << 64) - 1)
+        return self
+
+
+@dataclass(frozen=True)
+class TablePart:
+    """What a variable is that is the rows of some buckets of a dynamic table, or a tensor beside them.
+
+    Attributes:
+        table: the table's name.
+        spec: the table.
+        first, count: the buckets.
+        slot: the tensor beside the rows that the variable is, named as the whole; None for the rows.
+    """
+
+    table: str
+    spec: TableSpec
+    first: int
+    count: int
+    slot: SlotTensor | None = None
+
+    @property
+    def tensor(self) -> TensorSpec:
+        """Dtype and shape of the variable, as programs have it."""
+        row = self.spec.row if self.slot is None else self.slot.row
+        return TensorSpec(row.dtype, (ROWS, *row.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes while it is empty: the counters of its filter."""
+        admission = self.spec.admission
+        return admission.width * self.count if self.slot is None and isinstance(admission, CBFFilter) else 0
+
+    @property
+    def whole(self) -> str:
+        """The name of what it is a part of."""
+        return self.table if self.slot is None else self.slot.name
+
+    @property
+    def buckets(self) -> range:
+        """The buckets."""
+        return range(self.first, self.first + self.count)
+
+    def check(self) -> TablePart:
+        """Returns itself; raises `InvalidRequest`, which names what is wrong."""
+        self.spec.check()
+        if self.slot is not None:
+            self.slot.check()
+            if self.slot.name == self.table:
+                raise InvalidRequest(f"what lies beside the table {self.table!r} has its name; give it another one")
+        if not 0 <= self.first < self.first + self.count <= BUCKETS:
+            raise InvalidRequest(f"{self.count} buckets from {self.first} on are none of the {BUCKETS} of a table")
         return self
 
 
 def _check_holds(name: str, value: float) -> None:
-    """Raises `InvalidRequest` if elements of an integer dtype cannot have this value."""
+    """Raises `InvalidRequest` if elements of a dtype cannot have this value, or would be infinite."""
     dtype = DTYPES[name]
     if dtype.kind in "biu":
         bits = 1 if dtype.kind == "b" else 8 * dtype.itemsize - (dtype.kind == "i")
         low = -(1 << bits) if dtype.kind == "i" else 0
         if value != int(value) or not low <= value < 1 << bits:
             raise InvalidRequest(f"rows of {name} cannot begin with {value!r}")
+        return
+    with np.errstate(over="ignore"):
+        is_finite = np.isfinite(np.float64(value).astype(dtype))
+    if not is_finite:
+        raise InvalidRequest(f"rows of {name} cannot begin with {value!r}, which is infinite there")
 
 
 def _checked(item: Initializer | Admission | Eviction, what: str, kinds: tuple[type, ...]) -> None:

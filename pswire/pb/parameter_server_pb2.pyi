@@ -281,18 +281,212 @@ class ServerVote(_message.Message):
     def __init__(self, session: _Optional[int] = ..., job: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., whole: _Optional[_Iterable[int]] = ..., error: _Optional[_Union[Refusal, _Mapping]] = ..., closed: _Optional[int] = ...) -> None: ...
 
 class VariableSpec(_message.Message):
-    __slots__ = ("name", "tensor", "trainable", "saved_as", "shard")
+    __slots__ = ("name", "tensor", "trainable", "saved_as", "shard", "part")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     TRAINABLE_FIELD_NUMBER: _ClassVar[int]
     SAVED_AS_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     name: str
     tensor: TensorSpec
     trainable: bool
     saved_as: str
     shard: ShardOf
-    def __init__(self, name: _Optional[str] = ..., tensor: _Optional[_Union[TensorSpec, _Mapping]] = ..., trainable: _Optional[bool] = ..., saved_as: _Optional[str] = ..., shard: _Optional[_Union[ShardOf, _Mapping]] = ...) -> None: ...
+    part: TablePart
+    def __init__(self, name: _Optional[str] = ..., tensor: _Optional[_Union[TensorSpec, _Mapping]] = ..., trainable: _Optional[bool] = ..., saved_as: _Optional[str] = ..., shard: _Optional[_Union[ShardOf, _Mapping]] = ..., part: _Optional[_Union[TablePart, _Mapping]] = ...) -> None: ...
+
+class TablePart(_message.Message):
+    __slots__ = ("table", "spec", "first", "count", "slot")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    spec: TableSpec
+    first: int
+    count: int
+    slot: SlotTensor
+    def __init__(self, table: _Optional[str] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., first: _Optional[int] = ..., count: _Optional[int] = ..., slot: _Optional[_Union[SlotTensor, _Mapping]] = ...) -> None: ...
+
+class SlotTensor(_message.Message):
+    __slots__ = ("name", "dtype", "shape", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    value: float
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., value: _Optional[float] = ...) -> None: ...
+
+class TableSpec(_message.Message):
+    __slots__ = ("shape", "dtype", "key_dtype", "initializer", "admission", "eviction", "capacity", "memory_limit", "refused", "seed", "hash_seed")
+    class KeyDtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KEY_DTYPE_UNSPECIFIED: _ClassVar[TableSpec.KeyDtype]
+        INT64: _ClassVar[TableSpec.KeyDtype]
+        UINT64: _ClassVar[TableSpec.KeyDtype]
+    KEY_DTYPE_UNSPECIFIED: TableSpec.KeyDtype
+    INT64: TableSpec.KeyDtype
+    UINT64: TableSpec.KeyDtype
+    class Unknown(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        UNKNOWN_UNSPECIFIED: _ClassVar[TableSpec.Unknown]
+        INITIAL: _ClassVar[TableSpec.Unknown]
+        ZEROS: _ClassVar[TableSpec.Unknown]
+    UNKNOWN_UNSPECIFIED: TableSpec.Unknown
+    INITIAL: TableSpec.Unknown
+    ZEROS: TableSpec.Unknown
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KEY_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZER_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    HASH_SEED_FIELD_NUMBER: _ClassVar[int]
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: str
+    key_dtype: TableSpec.KeyDtype
+    initializer: Initializer
+    admission: Admission
+    eviction: Eviction
+    capacity: int
+    memory_limit: int
+    refused: TableSpec.Unknown
+    seed: int
+    hash_seed: int
+    def __init__(self, shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., key_dtype: _Optional[_Union[TableSpec.KeyDtype, str]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., admission: _Optional[_Union[Admission, _Mapping]] = ..., eviction: _Optional[_Union[Eviction, _Mapping]] = ..., capacity: _Optional[int] = ..., memory_limit: _Optional[int] = ..., refused: _Optional[_Union[TableSpec.Unknown, str]] = ..., seed: _Optional[int] = ..., hash_seed: _Optional[int] = ...) -> None: ...
+
+class Initializer(_message.Message):
+    __slots__ = ("zeros", "constant", "uniform", "normal", "truncated_normal")
+    ZEROS_FIELD_NUMBER: _ClassVar[int]
+    CONSTANT_FIELD_NUMBER: _ClassVar[int]
+    UNIFORM_FIELD_NUMBER: _ClassVar[int]
+    NORMAL_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_NORMAL_FIELD_NUMBER: _ClassVar[int]
+    zeros: Zeros
+    constant: Constant
+    uniform: Uniform
+    normal: Normal
+    truncated_normal: TruncatedNormal
+    def __init__(self, zeros: _Optional[_Union[Zeros, _Mapping]] = ..., constant: _Optional[_Union[Constant, _Mapping]] = ..., uniform: _Optional[_Union[Uniform, _Mapping]] = ..., normal: _Optional[_Union[Normal, _Mapping]] = ..., truncated_normal: _Optional[_Union[TruncatedNormal, _Mapping]] = ...) -> None: ...
+
+class Zeros(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Constant(_message.Message):
+    __slots__ = ("value",)
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    value: float
+    def __init__(self, value: _Optional[float] = ...) -> None: ...
+
+class Uniform(_message.Message):
+    __slots__ = ("low", "high")
+    LOW_FIELD_NUMBER: _ClassVar[int]
+    HIGH_FIELD_NUMBER: _ClassVar[int]
+    low: float
+    high: float
+    def __init__(self, low: _Optional[float] = ..., high: _Optional[float] = ...) -> None: ...
+
+class Normal(_message.Message):
+    __slots__ = ("mean", "stddev")
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    STDDEV_FIELD_NUMBER: _ClassVar[int]
+    mean: float
+    stddev: float
+    def __init__(self, mean: _Optional[float] = ..., stddev: _Optional[float] = ...) -> None: ...
+
+class TruncatedNormal(_message.Message):
+    __slots__ = ("mean", "stddev")
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    STDDEV_FIELD_NUMBER: _ClassVar[int]
+    mean: float
+    stddev: float
+    def __init__(self, mean: _Optional[float] = ..., stddev: _Optional[float] = ...) -> None: ...
+
+class Admission(_message.Message):
+    __slots__ = ("counter_filter", "cbf_filter", "probability_filter")
+    COUNTER_FILTER_FIELD_NUMBER: _ClassVar[int]
+    CBF_FILTER_FIELD_NUMBER: _ClassVar[int]
+    PROBABILITY_FILTER_FIELD_NUMBER: _ClassVar[int]
+    counter_filter: CounterFilter
+    cbf_filter: CBFFilter
+    probability_filter: ProbabilityFilter
+    def __init__(self, counter_filter: _Optional[_Union[CounterFilter, _Mapping]] = ..., cbf_filter: _Optional[_Union[CBFFilter, _Mapping]] = ..., probability_filter: _Optional[_Union[ProbabilityFilter, _Mapping]] = ...) -> None: ...
+
+class CounterFilter(_message.Message):
+    __slots__ = ("k",)
+    K_FIELD_NUMBER: _ClassVar[int]
+    k: int
+    def __init__(self, k: _Optional[int] = ...) -> None: ...
+
+class CBFFilter(_message.Message):
+    __slots__ = ("k", "max_element_size", "false_positive_probability", "decay")
+    K_FIELD_NUMBER: _ClassVar[int]
+    MAX_ELEMENT_SIZE_FIELD_NUMBER: _ClassVar[int]
+    FALSE_POSITIVE_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
+    DECAY_FIELD_NUMBER: _ClassVar[int]
+    k: int
+    max_element_size: int
+    false_positive_probability: float
+    decay: int
+    def __init__(self, k: _Optional[int] = ..., max_element_size: _Optional[int] = ..., false_positive_probability: _Optional[float] = ..., decay: _Optional[int] = ...) -> None: ...
+
+class ProbabilityFilter(_message.Message):
+    __slots__ = ("p",)
+    P_FIELD_NUMBER: _ClassVar[int]
+    p: float
+    def __init__(self, p: _Optional[float] = ...) -> None: ...
+
+class Eviction(_message.Message):
+    __slots__ = ("lru", "lfu", "global_step_evict", "l2_weight_evict", "time_to_live")
+    LRU_FIELD_NUMBER: _ClassVar[int]
+    LFU_FIELD_NUMBER: _ClassVar[int]
+    GLOBAL_STEP_EVICT_FIELD_NUMBER: _ClassVar[int]
+    L2_WEIGHT_EVICT_FIELD_NUMBER: _ClassVar[int]
+    TIME_TO_LIVE_FIELD_NUMBER: _ClassVar[int]
+    lru: LRU
+    lfu: LFU
+    global_step_evict: GlobalStepEvict
+    l2_weight_evict: L2WeightEvict
+    time_to_live: TimeToLive
+    def __init__(self, lru: _Optional[_Union[LRU, _Mapping]] = ..., lfu: _Optional[_Union[LFU, _Mapping]] = ..., global_step_evict: _Optional[_Union[GlobalStepEvict, _Mapping]] = ..., l2_weight_evict: _Optional[_Union[L2WeightEvict, _Mapping]] = ..., time_to_live: _Optional[_Union[TimeToLive, _Mapping]] = ...) -> None: ...
+
+class LRU(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LFU(_message.Message):
+    __slots__ = ("decay",)
+    DECAY_FIELD_NUMBER: _ClassVar[int]
+    decay: float
+    def __init__(self, decay: _Optional[float] = ...) -> None: ...
+
+class GlobalStepEvict(_message.Message):
+    __slots__ = ("steps_to_live",)
+    STEPS_TO_LIVE_FIELD_NUMBER: _ClassVar[int]
+    steps_to_live: int
+    def __init__(self, steps_to_live: _Optional[int] = ...) -> None: ...
+
+class L2WeightEvict(_message.Message):
+    __slots__ = ("threshold",)
+    THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    threshold: float
+    def __init__(self, threshold: _Optional[float] = ...) -> None: ...
+
+class TimeToLive(_message.Message):
+    __slots__ = ("seconds",)
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    def __init__(self, seconds: _Optional[float] = ...) -> None: ...
 
 class ShardOf(_message.Message):
     __slots__ = ("whole", "first", "rows")
@@ -470,8 +664,10 @@ class Reduction(_message.Message):
         __slots__ = ()
         DENSE: _ClassVar[Reduction.Form]
         ROWS: _ClassVar[Reduction.Form]
+        KEYS: _ClassVar[Reduction.Form]
     DENSE: Reduction.Form
     ROWS: Reduction.Form
+    KEYS: Reduction.Form
     OP_FIELD_NUMBER: _ClassVar[int]
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
@@ -493,7 +689,7 @@ class Operand(_message.Message):
     def __init__(self, tensor: _Optional[_Union[TensorSpec, _Mapping]] = ..., servers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Apply(_message.Message):
-    __slots__ = ("program", "servers", "args", "sparse")
+    __slots__ = ("program", "servers", "args", "sparse", "optional")
     class Sparse(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         DENSE: _ClassVar[Apply.Sparse]
@@ -506,11 +702,13 @@ class Apply(_message.Message):
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     ARGS_FIELD_NUMBER: _ClassVar[int]
     SPARSE_FIELD_NUMBER: _ClassVar[int]
+    OPTIONAL_FIELD_NUMBER: _ClassVar[int]
     program: int
     servers: _containers.RepeatedScalarFieldContainer[int]
     args: _containers.RepeatedCompositeFieldContainer[Ref]
     sparse: Apply.Sparse
-    def __init__(self, program: _Optional[int] = ..., servers: _Optional[_Iterable[int]] = ..., args: _Optional[_Iterable[_Union[Ref, _Mapping]]] = ..., sparse: _Optional[_Union[Apply.Sparse, str]] = ...) -> None: ...
+    optional: bool
+    def __init__(self, program: _Optional[int] = ..., servers: _Optional[_Iterable[int]] = ..., args: _Optional[_Iterable[_Union[Ref, _Mapping]]] = ..., sparse: _Optional[_Union[Apply.Sparse, str]] = ..., optional: _Optional[bool] = ...) -> None: ...
 
 class SnapshotOrder(_message.Message):
     __slots__ = ("path", "servers", "round", "state")
@@ -547,7 +745,7 @@ class RestoreCommit(_message.Message):
     def __init__(self, path: _Optional[str] = ..., servers: _Optional[_Iterable[int]] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., choice: _Optional[str] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("reductions", "operands", "programs", "applies", "returned", "snapshot", "restore", "nonfinite")
+    __slots__ = ("reductions", "operands", "programs", "applies", "returned", "snapshot", "restore", "nonfinite", "trims")
     REDUCTIONS_FIELD_NUMBER: _ClassVar[int]
     OPERANDS_FIELD_NUMBER: _ClassVar[int]
     PROGRAMS_FIELD_NUMBER: _ClassVar[int]
@@ -556,6 +754,7 @@ class Plan(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     RESTORE_FIELD_NUMBER: _ClassVar[int]
     NONFINITE_FIELD_NUMBER: _ClassVar[int]
+    TRIMS_FIELD_NUMBER: _ClassVar[int]
     reductions: _containers.RepeatedCompositeFieldContainer[Reduction]
     operands: _containers.RepeatedCompositeFieldContainer[Operand]
     programs: _containers.RepeatedCompositeFieldContainer[Program]
@@ -564,7 +763,18 @@ class Plan(_message.Message):
     snapshot: SnapshotOrder
     restore: RestoreCommit
     nonfinite: Nonfinite
-    def __init__(self, reductions: _Optional[_Iterable[_Union[Reduction, _Mapping]]] = ..., operands: _Optional[_Iterable[_Union[Operand, _Mapping]]] = ..., programs: _Optional[_Iterable[_Union[Program, _Mapping]]] = ..., applies: _Optional[_Iterable[_Union[Apply, _Mapping]]] = ..., returned: _Optional[_Iterable[_Union[Ref, _Mapping]]] = ..., snapshot: _Optional[_Union[SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[RestoreCommit, _Mapping]] = ..., nonfinite: _Optional[_Union[Nonfinite, str]] = ...) -> None: ...
+    trims: _containers.RepeatedCompositeFieldContainer[Trim]
+    def __init__(self, reductions: _Optional[_Iterable[_Union[Reduction, _Mapping]]] = ..., operands: _Optional[_Iterable[_Union[Operand, _Mapping]]] = ..., programs: _Optional[_Iterable[_Union[Program, _Mapping]]] = ..., applies: _Optional[_Iterable[_Union[Apply, _Mapping]]] = ..., returned: _Optional[_Iterable[_Union[Ref, _Mapping]]] = ..., snapshot: _Optional[_Union[SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[RestoreCommit, _Mapping]] = ..., nonfinite: _Optional[_Union[Nonfinite, str]] = ..., trims: _Optional[_Iterable[_Union[Trim, _Mapping]]] = ...) -> None: ...
+
+class Trim(_message.Message):
+    __slots__ = ("variable", "servers", "rows")
+    VARIABLE_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    variable: int
+    servers: _containers.RepeatedScalarFieldContainer[int]
+    rows: int
+    def __init__(self, variable: _Optional[int] = ..., servers: _Optional[_Iterable[int]] = ..., rows: _Optional[int] = ...) -> None: ...
 
 class Position(_message.Message):
     __slots__ = ("dataset", "epoch", "index")
@@ -731,7 +941,7 @@ class ApproveReply(_message.Message):
     def __init__(self, length: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite", "follows", "first_values", "rows", "lookups")
+    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite", "follows", "first_values", "rows", "lookups", "seconds")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -748,6 +958,7 @@ class PushHeader(_message.Message):
     FIRST_VALUES_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     round: int
@@ -764,7 +975,8 @@ class PushHeader(_message.Message):
     first_values: _containers.RepeatedScalarFieldContainer[int]
     rows: _containers.RepeatedScalarFieldContainer[int]
     lookups: _containers.RepeatedCompositeFieldContainer[RowRead]
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ..., first_values: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., lookups: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ...) -> None: ...
+    seconds: int
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ..., first_values: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., lookups: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ..., seconds: _Optional[int] = ...) -> None: ...
 
 class RoundHeader(_message.Message):
     __slots__ = ("round", "epoch", "more", "left_out", "size", "warnings", "observers", "rows")
@@ -787,16 +999,40 @@ class RoundHeader(_message.Message):
     def __init__(self, round: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., more: _Optional[bool] = ..., left_out: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., size: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., observers: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("session", "variables", "after", "rows")
+    __slots__ = ("session", "variables", "after", "rows", "tables")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     VARIABLES_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
     session: int
     variables: _containers.RepeatedScalarFieldContainer[int]
     after: int
     rows: _containers.RepeatedCompositeFieldContainer[RowRead]
-    def __init__(self, session: _Optional[int] = ..., variables: _Optional[_Iterable[int]] = ..., after: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ...) -> None: ...
+    tables: _containers.RepeatedCompositeFieldContainer[TableRead]
+    def __init__(self, session: _Optional[int] = ..., variables: _Optional[_Iterable[int]] = ..., after: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ..., tables: _Optional[_Iterable[_Union[TableRead, _Mapping]]] = ...) -> None: ...
+
+class TableRead(_message.Message):
+    __slots__ = ("variable", "what", "first", "count")
+    class Question(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        QUESTION_UNSPECIFIED: _ClassVar[TableRead.Question]
+        SIZE: _ClassVar[TableRead.Question]
+        KEYS: _ClassVar[TableRead.Question]
+        ROWS: _ClassVar[TableRead.Question]
+    QUESTION_UNSPECIFIED: TableRead.Question
+    SIZE: TableRead.Question
+    KEYS: TableRead.Question
+    ROWS: TableRead.Question
+    VARIABLE_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    variable: int
+    what: TableRead.Question
+    first: int
+    count: int
+    def __init__(self, variable: _Optional[int] = ..., what: _Optional[_Union[TableRead.Question, str]] = ..., first: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class RowRead(_message.Message):
     __slots__ = ("variable", "ids")
@@ -807,12 +1043,14 @@ class RowRead(_message.Message):
     def __init__(self, variable: _Optional[int] = ..., ids: _Optional[bytes] = ...) -> None: ...
 
 class PullHeader(_message.Message):
-    __slots__ = ("round", "size")
+    __slots__ = ("round", "size", "rows")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     round: int
     size: int
-    def __init__(self, round: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, round: _Optional[int] = ..., size: _Optional[int] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
     __slots__ = ("token", "plan_id", "manifest")
@@ -825,32 +1063,58 @@ class SnapshotRequest(_message.Message):
     def __init__(self, token: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., manifest: _Optional[str] = ...) -> None: ...
 
 class NamedTensor(_message.Message):
-    __slots__ = ("name", "spec", "checksum", "shard")
+    __slots__ = ("name", "spec", "checksum", "shard", "part")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     name: str
     spec: TensorSpec
     checksum: str
     shard: ShardOf
-    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[TensorSpec, _Mapping]] = ..., checksum: _Optional[str] = ..., shard: _Optional[_Union[ShardOf, _Mapping]] = ...) -> None: ...
+    part: PartOf
+    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[TensorSpec, _Mapping]] = ..., checksum: _Optional[str] = ..., shard: _Optional[_Union[ShardOf, _Mapping]] = ..., part: _Optional[_Union[PartOf, _Mapping]] = ...) -> None: ...
+
+class PartOf(_message.Message):
+    __slots__ = ("whole", "first")
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    whole: str
+    first: int
+    def __init__(self, whole: _Optional[str] = ..., first: _Optional[int] = ...) -> None: ...
+
+class SavedTable(_message.Message):
+    __slots__ = ("name", "spec", "slots", "since", "round")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    spec: TableSpec
+    slots: _containers.RepeatedCompositeFieldContainer[SlotTensor]
+    since: int
+    round: int
+    def __init__(self, name: _Optional[str] = ..., spec: _Optional[_Union[TableSpec, _Mapping]] = ..., slots: _Optional[_Iterable[_Union[SlotTensor, _Mapping]]] = ..., since: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
 
 class SnapshotReply(_message.Message):
-    __slots__ = ("path", "file", "round", "positions", "tensors", "nbytes")
+    __slots__ = ("path", "file", "round", "positions", "tensors", "nbytes", "tables")
     PATH_FIELD_NUMBER: _ClassVar[int]
     FILE_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
     path: str
     file: str
     round: int
     positions: _containers.RepeatedCompositeFieldContainer[Position]
     tensors: _containers.RepeatedCompositeFieldContainer[NamedTensor]
     nbytes: int
-    def __init__(self, path: _Optional[str] = ..., file: _Optional[str] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., tensors: _Optional[_Iterable[_Union[NamedTensor, _Mapping]]] = ..., nbytes: _Optional[int] = ...) -> None: ...
+    tables: _containers.RepeatedCompositeFieldContainer[SavedTable]
+    def __init__(self, path: _Optional[str] = ..., file: _Optional[str] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., tensors: _Optional[_Iterable[_Union[NamedTensor, _Mapping]]] = ..., nbytes: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[SavedTable, _Mapping]]] = ...) -> None: ...
 
 class RestoreRequest(_message.Message):
     __slots__ = ("session", "path", "turn", "order")

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -163,12 +164,32 @@ class Payload:
             raise InvalidRequest(f"{spec} at byte {offset} is not whole in a payload of {self.size} bytes")
         return found
 
-    def tensors(self, specs: Sequence[TensorSpec]) -> list[Array]:
-        """All tensors as arrays: views where one chunk holds them (then read-only), copies elsewhere."""
+    def tensors(self, specs: Sequence[TensorSpec], into: Mapping[int, Array] = MappingProxyType({})) -> list[Array]:
+        """All tensors as arrays: views where one chunk holds them (then read-only), copies elsewhere.
+
+        Args:
+            specs: the tensors, in order.
+            into: arrays for some of them, by their places in that order, which are filled in place of new ones; each of
+                its tensor's dtype and shape, contiguous.
+        """
         offsets, size = layout(specs)
         if size != self.size:
             raise InvalidRequest(f"a payload of {self.size} bytes cannot hold tensors of {size}")
-        return [join(self.pieces(offset, spec), spec) for offset, spec in zip(offsets, specs, strict=True)]
+        found = zip(offsets, specs, strict=True)
+        if not into:
+            return [join(self.pieces(offset, spec), spec) for offset, spec in found]
+        return [
+            _filled(into[place], self.pieces(offset, spec)) if place in into else join(self.pieces(offset, spec), spec)
+            for place, (offset, spec) in enumerate(found)
+        ]
+
+
+def _filled(array: Array, pieces: Iterable[Array]) -> Array:
+    flat, at = array.reshape(-1), 0
+    for piece in pieces:
+        flat[at : at + len(piece)] = piece
+        at += len(piece)
+    return array
 
 
 def _offset(chunk: Chunk) -> int:

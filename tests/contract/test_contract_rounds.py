@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -535,6 +536,35 @@ def test_rounds_may_arrive_in_any_order(job, two):
             pushed.append(worker.push(plan, [[1.0 + number]], operands=[0.25], previous=number - 1))
     values = [given(reply, plan)[0].tolist() for reply in together(*pushed)]
     assert values == [[0.25], [0.25], [0.75], [0.75]]
+
+
+def optional(plan):
+    """The plan whose updates are left out where nobody contributes to them."""
+    return replace(plan, applies=tuple(replace(each, optional=True) for each in plan.applies))
+
+
+def test_an_update_may_be_left_out(job, two):
+    """Where nobody's contribution to it has a weight; one has, and it is made, as if it had always to be."""
+    variables = [job.variable(two[0], np.full(3, value)) for value in (1.0, 2.0, 3.0)]
+    plan = job.approve(optional(sum_into(*variables, op="mean", returned=False)), two[0])
+    want = tuple(variable.id for variable in variables)
+    pushed = [
+        worker.push(plan, [np.full(3, 10.0)] * 3, weights=weights, want=want)
+        for worker, weights in zip(two, ([0.0, 0.0, 1.0], [2.0, 0.0, 0.0]), strict=True)
+    ]
+    for reply in together(*pushed):
+        found = reply.payload.tensors([variable.spec.tensor for variable in variables])
+        assert [each.tolist() for each in found] == [[6.0] * 3, [2.0] * 3, [13.0] * 3]
+
+
+def test_an_update_without_contributions_is_never_left_out(job, two):
+    """Nor is one that has results, which others read: such plans are refused."""
+    variable = job.variable(two[0], np.array([1.0]))
+    doubling = Program((Input("variable", variable.spec.tensor),), (Node("add", (0, 0)),), ((0, 1),), ())
+    doubles = Plan(programs=(doubling,), applies=(Apply(0, (0,), (Ref("variable", variable.id),)),))
+    for plan in (sgd(variable), doubles):
+        with pytest.raises(ProgramError, match="may be left out takes a reduction, and has no results"):
+            job.approve(optional(plan), two[0])
 
 
 def test_who_observes_sends_nothing(job, two):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
 import psclient as ps
 from pstesting import faults
 from pstesting.faults import Faults
-from pstesting.processes import PS0, QUICK, W0, W1, ProcessCluster
+from pstesting.processes import PS0, PS1, QUICK, W0, W1, ProcessCluster
 from pstesting.script import ME, gate, say
 
 SIZE, ROUNDS = 50, 8
@@ -93,5 +95,96 @@ def test_rows_are_exact_whatever_the_network_does(tmp_path, momentum):
         for task in (W0, W1):
             assert job.hear(task, "wrong") == []
             check_sums(job.hear(task, "sums"), range(ROUNDS), range(ROUNDS), momentum=momentum)
+        job.finish()
+        assert job.exited(PS0) == 0
+
+
+# ---- A table in shards ----
+
+LOSSES = {"drop": 0.05, "repeat": 0.08, "twice": 0.05, "lose": 0.1, "late": 0.05, "cut": 0.03}
+EVERYWHERE = [7, 20, 40]
+"""A row of each of the three shards, of which the second lies on the second server."""
+
+
+def share(rounds, held, lags, rates):
+    """Each worker adds a power of 100 to rows of all shards, each twice, and to one that differs by round.
+
+    Of the round that is held, worker 1's push to one server waits for the test: the other server has all of it.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    faults.use(Faults(3 + ME, rates))
+    partitioner = ps.experimental.partitioners.FixedShardsPartitioner(3)
+    strategy = ps.ParameterServerStrategy(devices=["cpu:0", "cpu:1"], variable_partitioner=partitioner)
+    with strategy.scope():
+        table = ps.Variable(np.zeros((50, 2)), name="table")
+        optimizer = ps.optimizers.SGD(1.0)
+    late, other, pool = strategy._servers[lags], strategy._servers[1 - lags], ThreadPoolExecutor(1)
+    push = late.push
+
+    def has(said):
+        status = other.status()
+        return status.round >= said.round or any(
+            open.round == said.round and strategy.task not in open.missing for open in status.waiting
+        )
+
+    def hold(said, payload):
+        while not has(said):
+            time.sleep(0.01)
+        say("holds", said.round)
+        gate("push")
+        return push(said, payload).result()
+
+    late.push = lambda said, payload: (
+        pool.submit(hold, said, payload) if (ME, said.round) == (1, held) else push(said, payload)
+    )
+    wrong = []
+    while strategy.round < rounds:
+
+        def step(round=strategy.round):
+            table.look_ahead([7, 20, 40])
+            gradient = ps.IndexedSlices(np.full((7, 2), -(100.0**ME)), [40, 7, 20, 7, 40, 20, 21 + round])
+            optimizer.apply_gradients([(gradient, table)])
+
+        before = strategy.round
+        strategy.run(step)
+        found = table.lookup([7, 20, 40]).numpy()
+        if not ((found == found[0]).all() and (table[7:41][[0, 13, 33]] == found).all()):
+            wrong.append([before, found])
+        say("did", before)
+    say("wrong", wrong)
+    say("sums", table.numpy()[:, 0])
+
+
+def check_shards(sums, *rounds):
+    """Each worker has two replicas."""
+    expected = np.zeros(SIZE)
+    for worker, own in enumerate(rounds):
+        expected[EVERYWHERE] += 4 * 100.0**worker * len(own)
+        expected[[21 + round for round in own]] += 2 * 100.0**worker
+    assert sums == expected.tolist()
+
+
+@pytest.mark.parametrize("lags", [pytest.param(0, marks=pytest.mark.soak), 1])
+def test_shards_are_exact_where_a_worker_dies_in_its_push(tmp_path, lags):
+    """One server has its rows, the other has not, and calls are lost: its round counts on neither, those before do."""
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["push"]}
+    with ProcessCluster(share, tmp_path, (ROUNDS, 3, lags, LOSSES), **keys) as job:
+        assert job.hear(W1, "holds") == 3
+        job.kill(W1)
+        assert job.hear(W0, "wrong") == []
+        check_shards(job.hear(W0, "sums"), range(ROUNDS), range(3))
+        assert [job.exited(task) for task in (W0, PS0, PS1)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("lags", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_shards_are_exact_whatever_the_network_does(tmp_path, lags):
+    """Answers are lost, pushes repeated, and one comes late to one server: rows of all shards have the exact sums."""
+    with ProcessCluster(share, tmp_path, (ROUNDS, 3, lags, LOSSES), ps=2, workers=2, gates=["push"]) as job:
+        job.hear(W1, "holds")
+        job.open("push")
+        for task in (W0, W1):
+            assert job.hear(task, "wrong") == []
+            check_shards(job.hear(task, "sums"), range(ROUNDS), range(ROUNDS))
         job.finish()
         assert job.exited(PS0) == 0

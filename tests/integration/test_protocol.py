@@ -10,11 +10,19 @@ import pytest
 import psclient as ps
 from psclient._src.transport import lane
 from psserver.transport import grpc_service
-from pstesting.processes import PS0, W0, W1, ProcessCluster
+from pstesting.in_process import InProcessCluster
+from pstesting.processes import PS0, PS1, W0, W1, ProcessCluster
 from pstesting.script import ME, add_all, say
-from pswire.encoding.protocol import PROTOCOL
+from pswire.encoding.protocol import PROTOCOL, TABLES
 from pswire.errors import ConfigError
+from pswire.model.hashing import BUCKETS
+from pswire.model.plan import PlacedVariable, VariableSpec
+from pswire.model.tables import TablePart, TableSpec
+from pswire.pb import parameter_server_pb2 as pb
 from tests.support import rig
+
+TABLE = TablePart("users", TableSpec((4,)), 0, BUCKETS)
+PART = VariableSpec("users/part_0", TABLE.tensor, part=TABLE)
 
 
 def speak(number):
@@ -66,3 +74,43 @@ def test_a_lane_refuses_an_unknown_protocol(monkeypatch, caplog):
         session = server.open(W0, 1, 0, False).session
         server.pull(session, [], -1).result()
     assert f"session {session} speaks protocol {PROTOCOL + 1}, and {PS0} " in caplog.text
+
+
+# ---- Dynamic tables ----
+
+
+def without_tables(monkeypatch, task):
+    """A server says that it speaks the last protocol that had none."""
+    plainly = grpc_service.Service._open
+
+    async def opened(self, *asked):
+        reply = pb.OpenReply.FromString(await plainly(self, *asked))
+        if self._task == str(task):
+            reply.protocol = TABLES - 1
+        return reply.SerializeToString()
+
+    monkeypatch.setattr(grpc_service.Service, "_open", opened)
+
+
+def test_a_server_without_tables_is_given_none(monkeypatch):
+    """It would take a part of one for an array; its client refuses, and is told all the same what is no table."""
+    without_tables(monkeypatch, PS0)
+    with rig.remote(rig.core()) as server:
+        session = server.open(W0, 1, 0, False).session
+        both = f"{PS0} speaks protocol {TABLES - 1}, which has no dynamic tables, and {W0}, which speaks {PROTOCOL}, "
+        with pytest.raises(ConfigError, match=f"{both}creates the table 'users'; install the same version"):
+            server.create_batch(session, [PlacedVariable(0, PART, (0,))])
+        plain = PlacedVariable(0, VariableSpec("v", TABLE.spec.row), (0,))
+        assert "no chief has begun a job" in str(server.create_batch(session, [plain]).error)
+
+
+def test_a_table_is_created_where_all_servers_have_tables(monkeypatch):
+    """Where one has none no other is asked either, and the script goes on with what is no table."""
+    without_tables(monkeypatch, PS1)
+    with InProcessCluster(2) as cluster, ps.ParameterServerStrategy(cluster_resolver=cluster.resolver()) as strategy:
+        with strategy.scope():
+            with pytest.raises(ConfigError, match=f"{PS1} speaks protocol {TABLES - 1}, .*'users'"):
+                ps.dynamic_embedding.get_variable("users", 4, shards=1)
+            v = ps.Variable(np.ones(3), name="v")
+        assert v.numpy().tolist() == [1.0] * 3
+        assert cluster.cores[0].status().variables == 1

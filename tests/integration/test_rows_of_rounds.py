@@ -58,7 +58,7 @@ def test_ids_that_are_no_rows_are_refused_by_servers_too():
             table = ps.Variable(np.zeros(SHAPE, "float32"), name="table")
         table.assign_add(np.ones(SHAPE))
         with pytest.raises(ps.errors.InvalidRequest, match="id 50 is no row of variable 'table'"):
-            strategy.backend.read_rows(table.handle, np.array([3, 50]))
+            strategy.backend.reader.read_rows(table.handle, np.array([3, 50]))
 
 
 def add_rows(steps):

@@ -25,7 +25,7 @@ from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.transport.shared_memory import CLIENT_BYTES
 from pswire.transport.sockets import HEAD, INLINE, Kind, Message
-from tests.support.attacks import BOMB, BYTES, NUMBERS, STRANGER, mutated
+from tests.support.attacks import BOMB, BYTES, NUMBERS, STRANGER, mutated, question
 from tests.support.certificates import Certificates
 from tests.support.lane_rig import Hand, Site, eventually
 
@@ -119,8 +119,15 @@ def messages(draw: Any, front: Front) -> bytes:
         weights=[draw(st.sampled_from([1.0, 0.0, -1.0, float("nan")]))] * 3,
         want=ids * draw(st.sampled_from([0, 1, 2])),
         size=draw(st.sampled_from([0, 16, 768, len(data), 1 << 33, 1 << 63])),
+        rows=draw(st.sampled_from([[], [], [1], [1 << 40]])),
+        lookups=draw(st.sampled_from([[], [pb.RowRead(variable=ids[0], ids=bytes(16))]])),
     )
-    pull = pb.PullRequest(session=session, variables=ids, after=draw(st.sampled_from([-1, 1 << 40])))
+    pull = pb.PullRequest(
+        session=session,
+        variables=ids,
+        after=draw(st.sampled_from([-1, 1 << 40])),
+        tables=draw(st.sampled_from([[], [question(draw, ids[0])]])),
+    )
     kind, header = draw(
         st.sampled_from([(Kind.PUSH, push), (Kind.PULL, pull), (Kind.PART, pb.Empty()), (Kind.FREED, pb.Empty())])
     )

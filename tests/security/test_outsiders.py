@@ -16,18 +16,20 @@ from psserver.core import waiting
 from psserver.plans import memory
 from psserver.state import strands
 from pstesting.clock import Clock
-from pswire.api import Contribution, RestoreOrder
+from pswire.api import Contribution, RestoreOrder, TableRead
 from pswire.cluster import Task
 from pswire.encoding import messages
 from pswire.encoding.verbs import MAX_DETAILS_BYTES, refusal, refusal_to_pb
-from pswire.errors import ConfigError, Forbidden, InvalidRequest, NoCheckpoint, PSError
+from pswire.errors import ConfigError, Forbidden, InvalidRequest, MemoryLimit, NoCheckpoint, PSError
 from pswire.limits import MAX_PLAN_ITEMS, MAX_PLAN_NODES, MAX_VARIABLES
 from pswire.model.log import Approved, Member, Start
 from pswire.model.plan import Apply, Plan, Reduction, Ref, Turn, VariableSpec
 from pswire.model.program import Input, Program
+from pswire.model.tables import CBFFilter, SlotTensor, TableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import Payload
+from tests.support.key_contributions import part_of
 from tests.support.rig import SOON, WORKERS, Job, Servers, Worker, checkpoint, core, sum_into
 
 FOUR = TensorSpec("float32", (4,))
@@ -153,6 +155,7 @@ EMPTY: dict[str, Callable[[], pb.Plan]] = {
     "outputs": lambda: pb.Plan(programs=[pb.Program(outputs=[0] * 1_500_000)]),
     "applications": lambda: pb.Plan(applies=[pb.Apply()] * 1_500_000),
     "arguments": lambda: pb.Plan(applies=[pb.Apply(args=[pb.Ref(kind=2)] * 700_000)]),
+    "cuts": lambda: pb.Plan(trims=[pb.Trim()] * 1_500_000),
     "values that come back": lambda: pb.Plan(reductions=[SUM], returned=[pb.Ref(kind=2)] * 700_000),
 }
 
@@ -245,6 +248,41 @@ def test_the_log_says_what_a_variable_is(two: Two) -> None:
     assert two.cores[1].create(two.members[0].session, 1, 1, spec, (1,), value).initialized
     (found,) = two.cores[1].pull(two.members[0].session, [1], -1).result(SOON).payload.tensors([FOUR])
     assert found.tolist() == [3.0] * 4
+
+
+def test_the_log_says_what_a_table_is(two: Two) -> None:
+    """The same for a part of one: whoever has taken its buckets before, by any number, and what lies beside them."""
+    spec, server, slot = TableSpec((2,)), two.cores[1], SlotTensor("m", "float32", (2,))
+    squatters = [
+        *(part_of(7, spec, 1, range(100, 600), name="mine"), part_of(8, spec, 1, range(100, 600), slot)),
+        part_of(9, TableSpec((3,)), 1, table="items", name="mine, too"),
+    ]
+    assert server.create_batch(two.session, squatters).error is None
+    parts = [
+        *(part_of(1, spec, 1), part_of(2, spec, 1, slot=slot), part_of(3, spec, 1, table="items", name="items")),
+        part_of(4, spec, 1, table="more", name="more"),
+    ]
+    assert two.cores[0].create_batch(two.members[0].session, parts).error is None
+    two.job.append()
+    assert server.create_batch(two.members[0].session, parts).initialized == (1, 2, 3, 4)
+    asked = [TableRead(part.id, "size") for part in parts]
+    assert server.pull(two.members[0].session, [], -1, [], asked).result(SOON).rows == (0,) * 4
+    again = server.create_batch(two.session, squatters)
+    assert again.count == 0
+    assert "has buckets 100 to 599 of 'users', and 'users' has some of them" in str(again.error)
+    two.round()
+
+
+def test_a_table_that_cannot_be_held_is_not_in_the_way(tmp_path: Path) -> None:
+    """The chief's log goes on, whoever has had server 0 name it for another server; who creates it there is told."""
+    two = Two(tmp_path, memory_limit=1 << 20)
+    large = part_of(1, TableSpec((2,), admission=CBFFilter(2, 1 << 36)), 1)
+    assert two.cores[0].create_batch(two.session, [large]).error is None
+    two.job.append()
+    assert isinstance(two.cores[1].create_batch(two.members[0].session, [large]).error, MemoryLimit)
+    with pytest.raises(InvalidRequest, match="variable 1 is no dynamic table on this server"):
+        two.cores[1].pull(two.session, [], -1, [], [TableRead(1, "size")]).result(SOON)
+    two.round()
 
 
 def test_the_numbers_of_variables_are_bounded(two: Two) -> None:

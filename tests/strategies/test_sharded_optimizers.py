@@ -213,8 +213,8 @@ def test_a_repeated_step_repeats(strategy, monkeypatch):
     with strategy.scope():
         table, optimizer = ps.Variable(np.ones(SHAPE, "float32")), O.Adam(0.5)
     recorded = []
-    record = optimizer._driver._record
-    monkeypatch.setattr(optimizer._driver, "_record", lambda *args: recorded.append(1) or record(*args))
+    record = optimizer._driver.record
+    monkeypatch.setattr(optimizer._driver, "record", lambda *args: recorded.append(1) or record(*args))
     for step in range(6):
         in_replicas(strategy, lambda replica, step=step: optimizer.apply_gradients([(whole(step, replica), table)]))
     assert len(recorded) <= 2

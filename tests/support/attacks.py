@@ -24,12 +24,14 @@ from pswire.encoding import messages
 from pswire.encoding.protocol import PROTOCOL
 from pswire.encoding.verbs import ERROR_KEY, VERBS
 from pswire.model.program import OPS
+from pswire.model.tables import ROWS
 from pswire.model.tensor import DTYPES
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.transport.grpc_frames import Frame
 from tests.support.lane_rig import Site
 from tests.support.rig import sum_into
+from tests.support.samples import OF_TABLES
 
 STRANGER = Task("worker", 7)
 """Who attacks: a task that no epoch has taken in."""
@@ -137,6 +139,35 @@ def _value(draw: Any, field: Any) -> Any:
     return draw(st.sampled_from(RANGES[field.cpp_type]))
 
 
+def part_of_a_table(draw: Any) -> pb.VariableSpec:
+    """A part of a dynamic table, or of what lies beside one, that makes sense, or nearly so."""
+    counting = {"cbf_filter": {"k": 2, "max_element_size": 9999, "false_positive_probability": 0.01}}
+    spec = pb.TableSpec(
+        shape=draw(st.sampled_from([[2], [1 << 18]])),
+        dtype="float32",
+        key_dtype=pb.TableSpec.INT64,
+        initializer=draw(st.sampled_from([{"zeros": {}}, {"uniform": {"low": -1.0, "high": 1.0}}])),
+        admission=draw(st.sampled_from([None, counting, {"counter_filter": {"k": 2}}])),
+        eviction=draw(st.sampled_from([None, {"lru": {}}, {"time_to_live": {"seconds": 9.0}}])),
+        capacity=1 << 14,
+        refused=pb.TableSpec.ZEROS,
+    )
+    part = pb.TablePart(table=draw(st.sampled_from(WORDS)), spec=spec, count=1024)
+    if draw(st.integers(0, 3)) == 0:
+        part.slot.CopyFrom(pb.SlotTensor(name="s", dtype="float32", shape=[1 << 18], value=0.5))
+    if draw(st.booleans()):
+        spoil(draw, part)
+    row = part.slot.shape if part.HasField("slot") else part.spec.shape
+    tensor = pb.TensorSpec(dtype="float32", shape=[ROWS, *row])
+    return pb.VariableSpec(name=draw(st.sampled_from(WORDS)), tensor=tensor, part=part)
+
+
+def question(draw: Any, variable: int) -> pb.TableRead:
+    """A question to a table, which may be none."""
+    first, count = draw(st.sampled_from([(0, 1024), (0, 300), (1000, 25), (1, (1 << 32) - 1)]))
+    return pb.TableRead(variable=variable, what=draw(st.sampled_from([0, 1, 2, 3, 99])), first=first, count=count)
+
+
 def mutated(draw: Any, data: bytes) -> bytes:
     """Some bytes replaced, inserted or left out."""
     out = bytearray(data)
@@ -180,7 +211,11 @@ class Attacker:
         token = draw(st.sampled_from([0, 1, 1 << 63, (1 << 64) - 1]))
         variable = messages.VARIABLE.to_pb(site.variables[0])
         ids = [one.id for one in site.variables]
+        count = site.server.status().variables  # what was created here by an attack stays
         spec = pb.VariableSpec(name=draw(st.sampled_from(WORDS)), tensor=variable.spec.tensor)
+        if draw(st.booleans()):
+            spec = part_of_a_table(draw)
+        wanted = pb.RowRead(variable=draw(st.sampled_from([*ids, count - 1])), ids=draw(st.sampled_from(BYTES)))
         known: dict[str, Callable[[], Message]] = {
             "Introduce": lambda: pb.IntroduceRequest(
                 server=draw(st.sampled_from([0, 1, 1 << 31])),
@@ -200,12 +235,15 @@ class Attacker:
             "Beat": lambda: pb.BeatRequest(session=session, round=site.workers[0].round, plan_id=b"p" * 32),
             "Leave": lambda: pb.LeaveRequest(session=session),
             "Create": lambda: pb.CreateHeader(
-                session=session, ordinal=len(ids), id=draw(st.sampled_from([-1, *ids])), spec=spec, servers=[0]
+                session=session, ordinal=count, id=draw(st.sampled_from([-1, *ids])), spec=spec, servers=[0]
             ),
             "CreateBatch": lambda: pb.CreateBatchRequest(
-                session=session, variables=[pb.Variable(id=draw(st.sampled_from(ids)), spec=spec, servers=[0])]
+                session=session,
+                variables=[pb.Variable(id=draw(st.sampled_from([ids[0], count])), spec=spec, servers=[0])],
             ),
-            "Propose": lambda: pb.ProposeRequest(session=session, plan=messages.PLAN.to_pb(plan)),
+            "Propose": lambda: pb.ProposeRequest(
+                session=session, plan=messages.PLAN.to_pb(draw(st.sampled_from([plan, OF_TABLES])))
+            ),
             "Watch": lambda: pb.WatchRequest(
                 session=session, after=draw(st.sampled_from([0, site.server.status().log, 1 << 40])), version=-1
             ),
@@ -218,8 +256,17 @@ class Attacker:
                 weights=[1.0] * len(ids),
                 want=ids,
                 size=draw(st.sampled_from([0, 64, 1 << 40])),
+                rows=draw(st.sampled_from([[], [1], [1 << 40], [(1 << 64) - 1] * 2])),
+                lookups=draw(st.sampled_from([[], [wanted]])),
+                seconds=draw(st.sampled_from(NUMBERS)),
             ),
-            "Pull": lambda: pb.PullRequest(session=session, variables=ids, after=draw(st.sampled_from([-1, 1 << 40]))),
+            "Pull": lambda: pb.PullRequest(
+                session=session,
+                variables=ids,
+                after=draw(st.sampled_from([-1, 1 << 40])),
+                rows=draw(st.sampled_from([[], [wanted] * 3])),
+                tables=draw(st.sampled_from([[], [question(draw, wanted.variable)] * 3])),
+            ),
             "Exchange": lambda: draw(
                 st.sampled_from([{"push": known["Push"]()}, {"pull": known["Pull"]()}, {}]).map(
                     lambda said: pb.ExchangeHeader(**said)

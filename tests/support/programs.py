@@ -84,14 +84,17 @@ def plan_of(program: Program, op: ReduceOp = "sum", returned: bool = True) -> Pl
 
 
 def job_of(
-    plan: Plan, contributions: Sequence[Sequence[Array]], operands: Sequence[Array] = (), part_bytes: int = 1 << 20
+    plan: Plan,
+    contributions: Sequence[Sequence[Array | None]],
+    operands: Sequence[Array] = (),
+    part_bytes: int = 1 << 20,
 ) -> ReadyRound:
-    """A round of a plan: for each worker what it contributes to each reduction, cut into parts."""
+    """A round of a plan: for each worker what it contributes to each reduction, or None, cut into parts."""
     parts = []
     for place, arrays in enumerate(contributions):
-        packed = Payload.pack([*operands, *arrays])
+        packed = Payload.pack([*operands, *(array for array in arrays if array is not None)])
         chunks = [(at, memoryview(b"".join(buffers))) for at, buffers in parts_of(packed, part_bytes)]
-        said = Contribution(place + 1, 1, 4, plan.id, tuple(float(place + 1) for _ in arrays))
+        said = Contribution(place + 1, 1, 4, plan.id, tuple(float((place + 1) * (a is not None)) for a in arrays))
         parts.append(MemberShare(Member(WORKERS[place], place + 1, 1), said, Payload(chunks, packed.size)))
     return ReadyRound(4, PreparedPlan(plan, 0), tuple(parts), (), lambda: "the section")
 
@@ -175,4 +178,11 @@ def plain(program: Program, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]
                     values.append(args[0].astype(attrs["dtype"]))
             else:
                 values.append(getattr(np, OPS[node.op].numpy)(*args, **attrs))
+            if node.op in ("max", "min") and isinstance(values[-1], np.ndarray | np.generic):
+                values[-1] = _without_negative_zero(values[-1])
     return [values[value] for _, value in program.assigns], [values[value] for value in program.outputs]
+
+
+def _without_negative_zero(value: Any) -> Any:
+    """Of zeros of both signs NumPy takes one or the other, by the processor; a program takes the positive one."""
+    return value + value.dtype.type(0) if value.dtype.kind in "fV" else value

@@ -19,7 +19,7 @@ from psserver.core.core import Core
 from psserver.transport.server import ServerThread
 from pstesting.clock import Clock
 from pswire.api import ALL, Contribution, Opened, ParameterServer, RestoreOrder, RestoreReply, RoundReply, Shard
-from pswire.checkpoint import writer
+from pswire.checkpoint import assembly
 from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.limits import Timeouts
@@ -455,7 +455,7 @@ def sgd(variable: PlacedVariable) -> Plan:
 
 def manifest_of(shards: Sequence[Shard]) -> str:
     """The text of the manifest that a chief writes for these shards."""
-    return replace(writer.manifest_of(shards, SnapshotOrder("", ())), saved_at=0.0).text()
+    return replace(assembly.manifest_of(shards, SnapshotOrder("", ())), saved_at=0.0).text()
 
 
 def checkpoint(path: str, servers: tuple[int, ...], state: str = "", round: int = 0) -> Plan:

@@ -47,7 +47,8 @@ ROOMS = {
         _room(
             "psserver.state",
             7,
-            "pswire wire.model wire.telemetry psserver wire.transport psserver.programs wire.api psserver.plans",
+            "pswire wire.model wire.telemetry psserver wire.transport psserver.programs wire.api psserver.plans "
+            "psserver.tables",
         ),
         _room(
             "psserver.transport",
@@ -57,19 +58,19 @@ ROOMS = {
         _room(
             "psserver.checkpoints",
             8,
-            "pswire wire.model psserver wire.api psserver.plans wire.checkpoint psserver.state",
+            "pswire wire.model psserver psserver.tables wire.api psserver.plans wire.checkpoint psserver.state",
         ),
         _room("psserver.execution", 8, "pswire wire.model psserver psserver.programs psserver.plans psserver.state"),
         _room(
             "psserver.core",
             9,
             "pswire wire.model wire.telemetry psserver wire.transport psserver.programs wire.api "
-            "psserver.plans wire.checkpoint psserver.state psserver.checkpoints psserver.execution",
+            "psserver.plans psserver.tables wire.checkpoint psserver.state psserver.checkpoints psserver.execution",
         ),
         _room(
             "psserver.telemetry",
             10,
-            "wire.model wire.telemetry psserver wire.transport psserver.state psserver.core",
+            "wire.model wire.telemetry psserver wire.transport psserver.tables psserver.state psserver.core",
         ),
         _room(
             "psserver.cli",
@@ -86,6 +87,7 @@ ROOMS = {
         _room("src.tracing", 4, "pswire wire.model psclient._src"),
         _room("src.variables", 4, "wire.model psclient._src"),
         _room("psclient.summary", 4, "psclient._src"),
+        _room("psclient.initializers", 4, "wire.model"),
         _room("psclient.losses", 4, "psclient._src"),
         _room(
             "src.distribute",
@@ -115,6 +117,12 @@ ROOMS = {
         ),
         _room("psclient.compat.v1", 8, "src.variables src.distribute psclient.compat.v1.train"),
         _room("psclient.experimental", 14, "src.variables"),
+        _room(
+            "psclient.dynamic_embedding",
+            7,
+            "pswire wire.model psclient._src wire.api src.variables wire.checkpoint src.distribute "
+            "psclient.initializers",
+        ),
         _room("psclient.compat", 9, "psclient._src src.data src.variables src.distribute psclient.compat.v1"),
         _room(
             "src.telemetry",
@@ -149,9 +157,21 @@ ROOMS = {
             15,
             "pswire psclient.ops psclient._src src.data src.tracing src.variables psclient.summary "
             "src.distribute psclient.losses psclient.nn psclient.cluster_resolver psclient.metrics psclient.compat "
-            "psclient.experimental psclient.optimizers psclient.train src.strategies",
+            "psclient.dynamic_embedding psclient.initializers psclient.experimental psclient.optimizers "
+            "psclient.train src.strategies",
+        ),
+        _room(
+            "psclient.jax",
+            16,
+            "wire.model psclient._src src.data src.variables src.distribute psclient.optimizers",
         ),
         _room("psclient.__main__", 15, "src.launch"),
+        _room(
+            "psclient.torch",
+            16,
+            "pswire wire.model psclient._src src.data src.distribute src.rounds src.tracing src.variables "
+            "psclient.dynamic_embedding psclient.optimizers",
+        ),
         _room(
             "pstesting",
             16,
@@ -164,12 +184,8 @@ ROOMS = {
 RESERVED = {
     "psclient._src.rows": 7,
     "psclient.compression": 7,
-    "psclient.initializers": 7,
-    "psclient.dynamic_embedding": 11,
     "psclient.coordinator": 11,
     "psclient.launch": 12,
-    "psclient.torch": 16,
-    "psclient.jax": 16,
     "psserver.replication": 11,
 }
 """Rooms that are not built yet, with their floors. No room imports `psclient.torch` or `psclient.jax`."""

@@ -30,7 +30,7 @@ def rows(*ids: int, of: Any = 1.0, width: int = 2, dtype: str = "float32") -> Ro
 
 def packed(plan: Plan, given: Sequence[Given], operands: Sequence[Array] = ()) -> tuple[tuple[int, ...], Payload]:
     """How many rows each reduction of rows has, and the payload: what is dense, then ids and rows."""
-    counts = tuple(len(one.ids) if isinstance(one, Rows) else 0 for n, one in enumerate(given) if n in plan.rows)
+    counts = tuple(len(one.values) if isinstance(one, Rows) else 0 for n, one in enumerate(given) if n in plan.rows)
     dense = [one for one in given if one is not None and not isinstance(one, Rows)]
     tail = [array for one in given if isinstance(one, Rows) for array in one]
     return counts, Payload.pack([*operands, *dense, *tail])

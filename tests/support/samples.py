@@ -22,13 +22,16 @@ from pswire.api import (
     CreateBatchReply,
     CreateReply,
     Opened,
+    PartOf,
     PullReply,
     RestoreOrder,
     RestoreReply,
     RoundReply,
     RowRead,
+    SavedTable,
     SavedTensor,
     Shard,
+    TableRead,
     Vote,
     Watched,
 )
@@ -61,6 +64,7 @@ from pswire.model.plan import (
     RestoreCommit,
     ShardOf,
     SnapshotOrder,
+    Trim,
     Turn,
     VariableSpec,
 )
@@ -76,6 +80,24 @@ from pswire.model.status import (
     ServerStatus,
     SessionState,
     WorkerProgress,
+)
+from pswire.model.tables import (
+    LFU,
+    LRU,
+    CBFFilter,
+    Constant,
+    CounterFilter,
+    GlobalStepEvict,
+    L2WeightEvict,
+    Normal,
+    ProbabilityFilter,
+    SlotTensor,
+    TablePart,
+    TableSpec,
+    TimeToLive,
+    TruncatedNormal,
+    Uniform,
+    Zeros,
 )
 from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
@@ -104,6 +126,42 @@ PLAN_ID = bytes(range(32))
 VARIABLE = PlacedVariable(150, VariableSpec("dense/kernel:0", VECTOR, True, "kernel"), (0, 3))
 PART = PlacedVariable(153, VariableSpec("table/part_1", VECTOR, shard=ShardOf("table", 3, 1 << 33)), (1,))
 SCRATCH = PlacedVariable(151, VariableSpec("scratch", MATRIX, False, ""), (1,))
+
+
+def _part(id: int, part: TablePart) -> PlacedVariable:
+    """A part of a dynamic table, or of what lies beside one."""
+    return PlacedVariable(id, VariableSpec(f"{part.whole}/part_1", part.tensor, part=part), (1,))
+
+
+USERS = TableSpec(
+    (3,), "float16", "int64", Uniform(-0.25, 0.5), CounterFilter(4), LRU(), 70_003, 1 << 34, "zeros", 5, 6
+)
+ITEMS = TableSpec(
+    shape=(),
+    dtype="float64",
+    key_dtype="uint64",
+    initializer=Normal(0.1, 0.2),
+    admission=CBFFilter(7, 70_001, 0.03125, 8),
+    eviction=LFU(0.75),
+    memory_limit=1 << 33,
+    seed=(1 << 64) - 1,
+    hash_seed=1 << 63,
+)
+TAGS = TableSpec(
+    (9,), "float32", "int64", TruncatedNormal(-1.5, 2.5), ProbabilityFilter(0.0625), GlobalStepEvict(70_002)
+)
+COUNTS = TableSpec((2,), "int64", initializer=Constant(9), eviction=L2WeightEvict(2.5))
+TIMES = TableSpec((2,), "uint8", initializer=Zeros(), eviction=TimeToLive(8.5))
+SLOT = SlotTensor("users/accumulator", "float64", (2, 300), 0.125)
+TABLES = (
+    _part(160, TablePart("users", USERS, 300, 424)),
+    _part(161, TablePart("users", USERS, 300, 424, SLOT)),
+    _part(162, TablePart("items", ITEMS, 0, 1024)),
+    _part(163, TablePart("tags", TAGS, 0, 1)),
+    _part(164, TablePart("counts", COUNTS, 1, 2)),
+    _part(165, TablePart("times", TIMES, 1023, 1)),
+)
+"""Dynamic tables with every kind of first values, of filters and of evictions."""
 
 PROGRAM = Program(
     inputs=(Input("variable", VECTOR), Input("value", MATRIX), Input("operand", SCALAR)),
@@ -136,7 +194,7 @@ PLAN = Plan(
     programs=(PROGRAM,),
     applies=(
         Apply(7, (0, 2), (Ref("variable", 150), Ref("reduction", 1), Ref("operand", 2)), sparse="lazy"),
-        Apply(8, (1,), (Ref("variable", 151),), sparse="exact"),
+        Apply(8, (1,), (Ref("variable", 151),), sparse="exact", optional=True),
     ),
     returned=(Ref("result", 3), Ref("reduction", 1 << 32)),
     snapshot=SnapshotOrder("run/ckpt-7", (0, 1, 2, 3), 41, '{"objects": {}}'),
@@ -144,6 +202,10 @@ PLAN = Plan(
     nonfinite="skip",
 )
 RAISING = Plan(nonfinite="raise")
+OF_TABLES = Plan(
+    reductions=(Reduction("sum", TABLES[0].spec.tensor, (1,), "gradient of 'users'", "keys"),),
+    trims=(Trim(162, (1, 2), 70_004), Trim(163, (3,), 0)),
+)
 ENTRIES: tuple[LogEntry, ...] = (
     JobStarted(77, (INCARNATION, 1), "the-job", ("ps-0:2222", "[::1]:2223")),
     Created(VARIABLE),
@@ -196,6 +258,7 @@ BARE = ServerStatus(0, INCARNATION, 0, None, 0, (), (), 0, 0, 0, float("inf"), p
 
 
 ROWS = (RowRead(152, b"\x07" + bytes(7)),)
+QUESTIONS = TableRead(160, "size"), TableRead(162, "keys", 300, 424), TableRead(1 << 35, "rows", 1023, 1)
 
 
 def contribution(**said: Any) -> Contribution:
@@ -283,6 +346,13 @@ _TURN = Turn(42, 6, 2)
 _RESTORED = RestoreReply("run/ckpt-6", POSITIONS, '{"format": 1}', {"ckpt-5": "a wrong checksum"})
 _PREPARE = RestoreOrder("prepare", {"kernel": 150}, True, True, {"ckpt-4": "a missing shard"}, 4)
 _LEAST = Contribution(1, 0, 0, b"", start=7)
+_PULL_OF_TABLES = Sample("Pull", "of tables", (SESSION, (), 41, (), QUESTIONS), PullReply(41, small(), (9, 0, 1 << 33)))
+_PUSH_OF_KEYS = Sample(
+    "Push",
+    "of keys",
+    (contribution(seconds=1 << 31, lookups=(RowRead(160, bytes(range(8))),)), small()),
+    reply(small()),
+)
 
 SAMPLES = (
     Sample("Open", "full", (WORKER, 4, SESSION, True, "async", "the-job", 8), _OPENED),
@@ -303,8 +373,10 @@ SAMPLES = (
     Sample("Create", "refused", (*_CREATE, _VALUE), error("VariableMismatch")),
     Sample("CreateBatch", "full", (SESSION, _BATCH), CreateBatchReply(2, (150, 151), (151,), error("MemoryLimit"))),
     Sample("CreateBatch", "least", (1, ()), CreateBatchReply(0)),
+    Sample("CreateBatch", "of tables", (SESSION, TABLES), CreateBatchReply(6, (160, 161, 162, 163, 164, 165))),
     Sample("Propose", "full", (SESSION, PLAN, "plan:00ff", START)),
     Sample("Propose", "least", (SESSION, None, "", None)),
+    Sample("Propose", "of tables", (SESSION, OF_TABLES, "plan:00ff", None)),
     Sample(
         "Watch", "full", _SESSION_AND_VERSION, Watched(-70_001, 40, ENTRIES, (PLAN, Plan(nonfinite="raise")), SESSIONS)
     ),
@@ -317,10 +389,12 @@ SAMPLES = (
     Sample("Push", "large", (contribution(), large(LARGE)), reply(large(LARGE))),
     Sample("Push", "growing", (contribution(), small()), reply(small()), grows=True),
     Sample("Push", "refused", (contribution(), small()), error("Diverged")),
-    Sample("Pull", "full", (SESSION, (150, 1 << 35), 41, ROWS), PullReply(41, small())),
-    Sample("Pull", "least", (0, (), -1, ()), PullReply(-1, EMPTY)),
-    Sample("Pull", "large", (SESSION, (1,), 0, ()), PullReply(0, large(LARGE))),
-    Sample("Pull", "refused", (SESSION, (1,), 0, ()), error("RoundTimeout")),
+    _PUSH_OF_KEYS,
+    Sample("Pull", "full", (SESSION, (150, 1 << 35), 41, ROWS, ()), PullReply(41, small())),
+    Sample("Pull", "least", (0, (), -1, (), ()), PullReply(-1, EMPTY)),
+    Sample("Pull", "large", (SESSION, (1,), 0, (), ()), PullReply(0, large(LARGE))),
+    Sample("Pull", "refused", (SESSION, (1,), 0, (), ()), error("RoundTimeout")),
+    _PULL_OF_TABLES,
     Sample(
         "Snapshot",
         "full",
@@ -339,6 +413,19 @@ SAMPLES = (
         ),
     ),
     Sample("Snapshot", "least", (1, b"", ""), Shard("", "", 0, (), ())),
+    Sample(
+        "Snapshot",
+        "of tables",
+        (0x1122_3344_5566, PLAN_ID, '{"format": 1}'),
+        Shard(
+            "root/run",
+            "ps-3.safetensors",
+            41,
+            (),
+            (SavedTensor("users/part_1", VECTOR, "c0ffee", part=PartOf("users", 300)),),
+            tables=(SavedTable("users", USERS, (SLOT,), 39, 40), SavedTable("items", ITEMS, (), -1, 42)),
+        ),
+    ),
     Sample("Restore", "full", (SESSION, "run", _TURN, _PREPARE), _RESTORED),
     Sample("Restore", "opens", (SESSION, "run", _TURN, RestoreOrder("open", {}, False)), RestoreReply("run/1", ())),
     Sample("Restore", "looks", (0, "", Turn(), RestoreOrder("look", None, False)), RestoreReply("", ())),
@@ -368,15 +455,17 @@ def lane_samples(nbytes: int, refused: Sequence[str]) -> list[Sample]:
         refused: classes of errors.
     """
     return [
-        Sample("Pull", "full", (SESSION, (150, 1 << 35), 41, ROWS), PullReply(41, small())),
-        Sample("Pull", "least", (SESSION, (), -1, ()), PullReply(-1, EMPTY)),
-        Sample("Pull", "large", (SESSION, (1,), 0, ()), PullReply(0, large(nbytes))),
+        Sample("Pull", "full", (SESSION, (150, 1 << 35), 41, ROWS, ()), PullReply(41, small())),
+        Sample("Pull", "least", (SESSION, (), -1, (), ()), PullReply(-1, EMPTY)),
+        Sample("Pull", "large", (SESSION, (1,), 0, (), ()), PullReply(0, large(nbytes))),
         Sample("Push", "full", (contribution(), small()), reply(small())),
         Sample("Push", "least", (contribution(weights=(), want=()), EMPTY), reply()),
         Sample("Push", "large", (contribution(), large(nbytes)), reply(large(nbytes))),
         Sample("Push", "growing", (contribution(), small()), reply(large(nbytes)), grows=True),
         Sample("Push", "refused", (contribution(), small()), error("Diverged")),
-        *(Sample("Pull", f"refused {name}", (SESSION, (1,), 0, ()), error(name)) for name in refused),
+        *(Sample("Pull", f"refused {name}", (SESSION, (1,), 0, (), ()), error(name)) for name in refused),
+        _PULL_OF_TABLES,
+        _PUSH_OF_KEYS,
     ]
 
 

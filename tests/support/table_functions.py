@@ -18,6 +18,7 @@ def compiled() -> Native:
     found.index()
     for dtype in ("float32", "float64"):
         found.first_values(dtype)
+    found.mark()
     compiler.wait()
     assert compiler.failed == 0
     assert found.index() is not None

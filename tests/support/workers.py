@@ -21,6 +21,7 @@ class Worker:
         self.more = False
         self.others_more: bool | None = None
         self.empty: frozenset[int] = frozenset()
+        self.fraction: float | None = None
         self.next: dict[int, Position] = {}
         self.events: list[str] = []
 
@@ -39,7 +40,16 @@ class Worker:
     def position(self, dataset: int) -> Position | None:
         return self.at if self.at and self.at.dataset == dataset else None
 
-    def advance(self, dataset: int, epoch: int, index: int, more: bool, empty: frozenset[int]) -> None:
+    def advance(
+        self,
+        dataset: int,
+        epoch: int,
+        index: int,
+        more: bool,
+        empty: frozenset[int],
+        fraction: float | None = None,
+    ) -> None:
+        self.fraction = fraction
         self.next[dataset] = Position(dataset, epoch, index)
         self.more, self.empty, self.others_more = more, empty, None
 

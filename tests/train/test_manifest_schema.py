@@ -15,6 +15,7 @@ import psclient as ps
 from pswire.checkpoint.manifest import FORMAT, MANIFEST
 from pswire.model.tensor import DTYPES
 
+de = ps.dynamic_embedding
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
 
 
@@ -71,15 +72,40 @@ def test_a_manifest_is_as_documented(kind, tmp_path, monkeypatch):
     assert {entry["dtype"] for entry in manifest["tensors"].values()} == set(DTYPES)
     assert manifest["state"]["sampler"] == {"seed": [1, 2.5, None]}
     assert manifest["objects"]["w"] == "w"
-    assert manifest["format"] == (FORMAT if kind is cutting else FORMAT - 1)
+    assert manifest["format"] == (3 if kind is cutting else 2)
     assert ("slices" in manifest["tensors"]["w"]) == (kind is cutting)
     for name, size in manifest["files"].items():
         assert (found.parent / name).stat().st_size == size
 
 
+POLICIES = [(None, None), (de.CounterFilter(2), de.TTL("7d")), (de.CBFFilter(2, 1 << 12), de.LFU())]
+
+
+@pytest.mark.parametrize(("admission", "eviction"), POLICIES)
+def test_a_manifest_of_tables_is_as_documented(tmp_path, monkeypatch, admission, eviction):
+    """Of a whole checkpoint and of a delta, with all kinds of policies."""
+    monkeypatch.chdir(tmp_path)
+    with ps.ParameterServerStrategy() as strategy, strategy.scope():
+        table = de.get_variable("users", 3, admission=admission, eviction=eviction, capacity=1 << 15)
+        optimizer = ps.optimizers.Adagrad()
+        optimizer.build([table])
+        checkpoint = ps.train.Checkpoint(table=table, optimizer=optimizer)
+        manager = ps.train.CheckpointManager(checkpoint, "run", max_to_keep=2, full_every=2)
+        for _ in range(2):
+            table.scatter_add(ps.IndexedSlices(np.ones((2, 3), "float32"), [5, 6]))
+            manager.save()
+        manager.sync()
+    manifests = [strict(path.read_text(encoding="utf-8")) for path in sorted(tmp_path.rglob(MANIFEST))]
+    for manifest in manifests:
+        jsonschema.validate(manifest, schema())
+        assert manifest["format"] == FORMAT
+    assert [manifest["tables"]["users"]["since"] for manifest in manifests] == [-1, 1]
+    assert manifests[1]["base"] == {"name": "ckpt-1", "id": manifests[0]["id"]}
+
+
 def test_the_schema_is_that_of_this_format():
     """Its number, its dtypes, and nothing beside what it names."""
     properties = schema()["properties"]
-    assert properties["format"]["enum"] == [FORMAT - 1, FORMAT]
+    assert properties["format"]["enum"] == [*range(2, FORMAT + 1)]
     assert set(properties["tensors"]["additionalProperties"]["properties"]["dtype"]["enum"]) == set(DTYPES)
-    assert set(schema()["required"]) == set(properties)
+    assert set(schema()["required"]) == set(properties) - {"tables", "id", "base"}

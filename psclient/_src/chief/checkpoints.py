@@ -11,8 +11,8 @@ from functools import partial
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.session import Session
 from pswire.api import ParameterServer, Shard
+from pswire.checkpoint.assembly import manifest_of
 from pswire.checkpoint.manifest import Manifest
-from pswire.checkpoint.writer import manifest_of
 from pswire.cluster import Task
 from pswire.errors import CheckpointError, Fenced, PSError, RoundTimeout, ServerLost
 from pswire.limits import PART_BYTES

@@ -12,6 +12,8 @@ from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
+import numpy as np
+
 from psclient._src import nest
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.devices import AnyArray, as_array, is_array
@@ -155,6 +157,37 @@ class Loader(Iterated):
         return super()._items(epoch, start)
 
 
+class Weighed:
+    """The batches of a dataset, with the number of examples of the whole batch beside each example: (batch, numbers).
+
+    So whoever has a part of a batch knows how much of it that is.
+
+    Args:
+        dataset: see `source_of`.
+    """
+
+    def __init__(self, dataset: object) -> None:
+        self._source = source_of(dataset)
+
+    @property
+    def order_is_own(self) -> bool:
+        """As of the dataset."""
+        return self._source.order_is_own
+
+    def batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        """The batches of a data epoch; as of the dataset."""
+        for batch in self._source.batches(epoch, start):
+            yield Batch(batch.examples, partial(_weighed, batch))
+
+    def spec(self) -> Nest:
+        """As of the dataset; and of the numbers."""
+        return self._source.spec(), ArraySpec((None,), np.dtype(np.int64))
+
+
+def _weighed(batch: Batch, start: int, stop: int) -> Nest:
+    return batch.rows(start, stop), np.full(max(min(stop, batch.examples) - start, 0), batch.examples)
+
+
 _SHUFFLING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
 
 _KINDS: dict[tuple[str, str], Callable[[Any], Source]] = {
@@ -178,6 +211,8 @@ def source_of(dataset: object) -> Source:
     """
     if isinstance(dataset, ArrayDataset):
         return Arrays(dataset)
+    if isinstance(dataset, Weighed):
+        return dataset
     name = type(dataset).__name__
     if isinstance(dataset, Iterator):
         raise TypeError(

@@ -55,8 +55,19 @@ class DatasetGroup(Protocol):
         """Returns where the group stood when this process joined, or what was restored; None at the beginning."""
         ...
 
-    def advance(self, dataset: int, epoch: int, index: int, more: bool, empty: frozenset[int]) -> None:
-        """Told what was taken: which batch is next, whether this worker has it, whose batch is empty."""
+    def advance(
+        self,
+        dataset: int,
+        epoch: int,
+        index: int,
+        more: bool,
+        empty: frozenset[int],
+        fraction: float | None = None,
+    ) -> None:
+        """Told what was taken: which batch is next, whether this worker has it, whose batch is empty.
+
+        Also which fraction of the batch's examples this worker has; None where it does not know those of the others.
+        """
         ...
 
     def finish(self, dataset: int) -> None:
@@ -251,12 +262,13 @@ class _Distributed:
             self._tell(epoch, index, True)
         return index
 
-    def _tell(self, epoch: int, index: int, more: bool, parts: Sequence[Nest] = ()) -> None:
+    def _tell(self, epoch: int, index: int, more: bool, parts: Sequence[Nest] = (), examples: int = 0) -> None:
+        """Tells the group what was taken; `examples` are those of all workers' parts, 0 where they are not known."""
         self._told = Position(self._number, epoch, index)
         # Where no batch is taken yet, nobody has examples.
         sizes = [len(nest.flatten(part)[0]) for part in parts] or [0] * len(self._group.devices)
         empty = frozenset(i for i, size in enumerate(sizes) if not size)
-        self._group.advance(self._number, epoch, index, more, empty)
+        self._group.advance(self._number, epoch, index, more, empty, sum(sizes) / examples if examples else None)
 
     def _end(self, epoch: int) -> None:
         self._tell(epoch + 1, 0, False)
@@ -373,12 +385,12 @@ class DistributedDataset(_Distributed):
         while ahead:
             following = next(batches, None)  # before the boundary, which waits for the rounds of the step before
             self._group.boundary(self._number)
-            parts = self._slices(ahead)
+            parts, examples = self._slices(ahead), ahead.examples
             ahead = following
             if ahead is not None and self._options.lookups:
                 self._look_ahead(self._slices(ahead))
             index += 1
-            self._tell(*((epoch, index, True) if ahead else (epoch + 1, 0, False)), parts)
+            self._tell(*((epoch, index, True) if ahead else (epoch + 1, 0, False)), parts, examples)
             yield self._place(parts)
         self._end(epoch)
 

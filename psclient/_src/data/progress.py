@@ -23,12 +23,14 @@ class Pass:
         made_round: True once this process has made a round since the batch was taken.
         any_more: True if any process had a further batch in the last of these rounds; None until one was answered.
         given: True once a round took what replicas had held back.
+        fraction: of the examples of the batch in use those that this process has; None where that is not known.
     """
 
     dataset: int
     more: bool
     empty: frozenset[int]
     worked: frozenset[int]
+    fraction: float | None = None
     made_round: bool = False
     any_more: bool | None = None
     given: bool = False
@@ -62,13 +64,21 @@ class Progress:
         self._begins = {position.dataset: position for position in positions}
         self._positions.update(self._begins)
 
-    def advance(self, dataset: int, epoch: int, index: int, more: bool, empty: frozenset[int]) -> None:
-        """Notes what an iterator took: the next batch's index, and which replicas have no examples now."""
+    def advance(
+        self,
+        dataset: int,
+        epoch: int,
+        index: int,
+        more: bool,
+        empty: frozenset[int],
+        fraction: float | None = None,
+    ) -> None:
+        """Notes what an iterator took: see `DatasetGroup.advance`."""
         self._positions[dataset] = Position(dataset, epoch, index)
         before = next((item for item in self._passes if item.dataset == dataset), None)
         worked = NOBODY if before is None or before.given else before.worked | (self._everybody - before.empty)
         self.finish(dataset)
-        self._passes.append(Pass(dataset, more, empty, worked))
+        self._passes.append(Pass(dataset, more, empty, worked, fraction))
 
     def finish(self, dataset: int) -> None:
         """A pass has ended, or was broken off; the one around it is in use again."""
@@ -107,6 +117,11 @@ class Progress:
     def more(self) -> bool:
         """True if this process has a batch after the one in use."""
         return bool(self._passes) and self._passes[-1].more
+
+    @property
+    def fraction(self) -> float | None:
+        """Of the examples of the batch in use those that this process has; None where it is not known, or none is."""
+        return self._passes[-1].fraction if self._passes else None
 
     @property
     def empty(self) -> frozenset[int]:

@@ -1,7 +1,7 @@
 """The programming model of `tf.distribute`, without knowledge of servers.
 
 strategy     `Strategy`, the base class
-extended     `StrategyExtended`; extended_v1 adds the methods of `tf.compat.v1`
+extended     `StrategyExtended`; extended_v1 adds the methods of `tf.compat.v1`, sharded and tables what is cut
 replicas     runs a function once per local replica, and joins replicas in merge calls
 reduction    the sums and means of per-replica values
 gathering    the arrays of all replicas, one behind the other

@@ -71,6 +71,11 @@ class ReplicaGroup(distributed.DatasetGroup, Protocol):
         """Local replicas that contribute nothing: they had no examples since the last round."""
         ...
 
+    @property
+    def fraction(self) -> float | None:
+        """Of the examples of the batch in use those that this process has; None where it is not known, or none is."""
+        ...
+
     def holding_back(self) -> AbstractContextManager[None]:
         """Returns a context in which rounds carry none of the values that replicas hold back."""
         ...

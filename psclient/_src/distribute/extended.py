@@ -15,10 +15,10 @@ from psclient._src.devices import Device, Value, is_array, local_devices, to_num
 from psclient._src.distribute.backend import Backend, Beside, ServerIds
 from psclient._src.distribute.gathering import Place, check_axis, host_array, of_each
 from psclient._src.distribute.local import LocalBackend, apply_to_copies
-from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine
-from psclient._src.distribute.replica_values import of_replicas, own_value
+from psclient._src.distribute.reduction import EVERYONE, LocalValue, check_arrays, combine
+from psclient._src.distribute.replica_values import Fit, of_replicas, own_value
 from psclient._src.distribute.replicas import ReplicaRunner
-from psclient._src.distribute.template import HostValue, travels_as
+from psclient._src.distribute.template import HostValue, as_it_travels
 from psclient._src.nest import Nest
 from psclient._src.options import ReduceOp, ReduceOpName
 from psclient._src.values import DistributedValues, container, local_results, merge_copies
@@ -328,8 +328,8 @@ class StrategyExtended:
         whole = len(self.worker_devices) == 1 and not self._backend.group.empty
         found: list[LocalValue | HostValue] = []
         for value, variable, reduction in zip(values, variables, reductions, strict=True):
-            if whole and reduction.form == "dense" and travels_as(value, reduction.tensor):
-                found.append(HostValue(1.0, value))
+            if whole and (sent := as_it_travels(value, reduction)) is not None:
+                found.append(sent)
                 continue
             local = self._local(ReduceOp.SUM, value, None, *_rows_of(variable))
             if (local.spec, local.form) == (reduction.tensor, reduction.form):
@@ -337,6 +337,7 @@ class StrategyExtended:
         return found
 
     def _here(self, local: Sequence[LocalValue]) -> list[Value]:
+        check_arrays(local)
         return self._backend.reduce([(each, None) for each in local]) if local else []
 
     def _brought(self, local: LocalValue) -> Array:
@@ -365,11 +366,11 @@ class StrategyExtended:
         op: ReduceOp,
         value: object,
         axis: int | Sequence[int] | None,
-        shape: tuple[int, ...] | None = None,
+        fit: Fit | None = None,
         target: str = "",
     ) -> LocalValue:
         """Returns this process's contribution; see `of_replicas`."""
-        replicas = of_replicas(op, value, len(self.worker_devices), shape)
+        replicas = of_replicas(op, value, len(self.worker_devices), fit)
         # A variable's copies count, whatever their replicas' batches are.
         empty = frozenset() if isinstance(value, Variable) else self._backend.group.empty
         return combine(op.wire, replicas, empty, axis, target)
@@ -510,9 +511,9 @@ class StrategyExtended:
             yield
 
 
-def _rows_of(destination: object) -> tuple[tuple[int, ...] | None, str]:
-    """Returns shape and name of a variable whose rows are reduced."""
-    return (destination.shape, repr(destination.name)) if isinstance(destination, Variable) else (None, "")
+def _rows_of(destination: object) -> tuple[Fit | None, str]:
+    """Returns what makes rows fit a variable for which they are reduced, and its name."""
+    return (destination.fit_slices, repr(destination.name)) if isinstance(destination, Variable) else (None, "")
 
 
 def _reduced_here(value: Value) -> Value:

@@ -7,13 +7,13 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, SupportsIndex, cast
+from typing import Any, ClassVar, NamedTuple, NoReturn, SupportsIndex, cast
 
 import numpy as np
 
 from psclient._src.devices import (
     AnyArray,
-    Download,
+    Pending,
     Value,
     add,
     as_array,
@@ -24,6 +24,8 @@ from psclient._src.devices import (
     to_device,
 )
 from psclient._src.variables.indexed_slices import IndexedSlices
+from psclient._src.variables.keyed_slices import KeyedSlices
+from psclient._src.variables.keys import KeySpace
 from pswire.model.plan import Form, ReduceOp
 from pswire.model.rows import Int64s, Rows, group, row_specs, sum_groups
 from pswire.model.tensor import DTYPES, Array, TensorSpec
@@ -33,12 +35,30 @@ class SentRows(NamedTuple):
     """Rows as they travel.
 
     Attributes:
-        ids: int64[n], on the host.
+        ids: int64[n], on the host; of a dynamic table int64[2, n], the keys, then how often each came.
         values: the rows, on the host, or on their way there.
     """
 
     ids: Int64s
-    values: Array | Download
+    values: Array | Pending
+
+    @property
+    def number(self) -> int:
+        """How many rows there are."""
+        return int(self.ids.shape[-1])
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A value that this process does not have, among those that are summed: its contribution has no weight.
+
+    Attributes:
+        like: a value of the dtype, shape and form that the others have.
+    """
+
+    nest_leaf: ClassVar[bool] = True
+
+    like: Any
 
 
 EVERYONE: frozenset[int] = frozenset()
@@ -64,7 +84,7 @@ class LocalValue:
     form: ClassVar[Form] = "dense"
 
     @property
-    def array(self) -> Array | Download | SentRows | None:
+    def array(self) -> Array | Pending | SentRows | None:
         """The sum as it travels, contiguous on the host; None where the weight is 0. From a GPU its copy begins now."""
         if not self.weight:
             return None
@@ -122,6 +142,65 @@ class LocalRows(LocalValue):
         """Returns the reduced value if no other process contributes."""
         return IndexedSlices.of_rows(Rows(self.ids, super().alone()), self.spec.shape)
 
+    def part(self, at: slice, ids: Int64s, spec: TensorSpec) -> LocalRows:
+        """Returns the contribution to a shard's part of the reduction.
+
+        Args:
+            at: which of the rows.
+            ids: their places in the shard.
+            spec: dtype and shape of the shard's value.
+        """
+        return replace(self, spec=spec, ids=ids, total=self.total[at])
+
+
+@dataclass(frozen=True)
+class LocalKeys(LocalRows):
+    """This process's contribution to a reduction to a dynamic table.
+
+    Attributes:
+        ids: int64[n], the key of each row, each once, in canonical order.
+        counts: int64[n], how often each key came.
+        space: the table's keys.
+    """
+
+    counts: Int64s
+    space: KeySpace
+
+    form: ClassVar[Form] = "keys"
+
+    @property
+    def array(self) -> SentRows | None:
+        """Keys, counts and rows as they travel."""
+        rows = super().array
+        return None if rows is None else SentRows(np.stack([self.ids, self.counts]), rows.values)
+
+    def kept(self) -> LocalKeys:
+        """Returns a copy with memory of its own."""
+        return replace(cast(LocalKeys, super().kept()), counts=self.counts.copy())
+
+    def alone(self) -> IndexedSlices:
+        """Raises `TypeError`: the value is for the table alone."""
+        refuse_keys(self.space.table)
+
+    def part(self, at: slice, ids: Int64s, spec: TensorSpec) -> LocalKeys:
+        """Returns the contribution to a part of the table."""
+        return replace(cast(LocalKeys, super().part(at, ids, spec)), counts=self.counts[at])
+
+
+def check_arrays(local: Sequence[LocalValue]) -> None:
+    """Raises `TypeError` if a value that is to come to this process is of rows by keys."""
+    for each in local:
+        if isinstance(each, LocalKeys):
+            refuse_keys(each.space.table)
+
+
+def refuse_keys(table: str) -> NoReturn:
+    """Raises `TypeError`: rows by keys are reduced to somewhere else than their table."""
+    raise TypeError(
+        f"rows by the keys of table {table!r} are reduced for the table alone: write "
+        "strategy.extended.reduce_to(op, rows, table), and update the table with it"
+    )
+
 
 def combine(
     op: ReduceOp,
@@ -144,6 +223,10 @@ def combine(
         TypeError: a value is no array of numbers, or an axis is no number.
     """
     axes = _checked_axes(axis)
+    if isinstance(values[0], Absent):
+        return replace(combine(op, [values[0].like], empty, axis, target), weight=0.0)
+    if any(isinstance(value, KeyedSlices) for value in values):
+        return combine_keys(op, values, empty, bool(axes))
     if all(isinstance(value, IndexedSlices) for value in values) and not axes:
         return combine_rows(op, cast(Sequence[IndexedSlices], values), empty, target)
     values = [value.numpy() if isinstance(value, IndexedSlices) else value for value in values]
@@ -207,6 +290,38 @@ def combine_rows(op: ReduceOp, values: Sequence[IndexedSlices], empty: frozenset
             rows = sum_groups(xp.concatenate([rows, *others]), order, starts, xp)
             ids = ids[order[starts[:-1]]]
     return LocalRows(op, float(len(counted)), _spec(dtype, values[0].shape), rows, ids)
+
+
+def combine_keys(op: ReduceOp, values: Sequence[object], empty: frozenset[int], over_axis: bool = False) -> LocalKeys:
+    """Combines the local replicas' rows by keys into what this process contributes, each key once.
+
+    Args:
+        op, empty: as of `combine_rows`.
+        values: of each local replica, in order.
+        over_axis: True if an axis is to be reduced within each, which has no meaning.
+
+    Raises:
+        TypeError: some replicas have other values, or rows of another table; an axis is to be reduced.
+    """
+    given = [value for value in values if isinstance(value, KeyedSlices)]
+    space = given[0].space
+    if over_axis or len(given) < len(values) or any(each.space != space for each in given):
+        refuse_keys(space.table)
+    counted = [value for replica, value in enumerate(given) if replica not in empty]
+    first = counted[0] if counted else given[0].without_rows()
+    sum_dtype, dtype = _sum_dtypes(op, np.result_type(*(value.dtype for value in given)), False)
+    (keys, counts), device = first.counted, device_of(first.values)
+    with device_scope(device):
+        xp = namespace(device)
+        rows = xp.ascontiguousarray(first.values, sum_dtype)
+        if len(counted) > 1:
+            others = (to_device(each.values, device).astype(sum_dtype, copy=False) for each in counted[1:])
+            all_keys = np.concatenate([each.counted.keys for each in counted])
+            order, starts = space.group(all_keys)
+            rows = sum_groups(xp.concatenate([rows, *others]), order, starts, xp)
+            keys = all_keys[order[starts[:-1]]]
+            counts = np.add.reduceat(np.concatenate([each.counted.counts for each in counted])[order], starts[:-1])
+    return LocalKeys(op, float(len(counted)), _spec(dtype, first.shape), rows, keys, counts, space)
 
 
 def _checked_axes(axis: SupportsIndex | Sequence[SupportsIndex] | None) -> tuple[int, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from psclient._src.arraylike import Mirrored, Readable
 from psclient._src.devices import Value
 from psclient._src.distribute.reduction import check_value
@@ -10,18 +12,21 @@ from psclient._src.values import DistributedValues, PerReplica, unwrap
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import MirroredVariable
 
+Fit = Callable[[IndexedSlices], IndexedSlices]
+"""`Variable.fit_slices`."""
 
-def of_replicas(op: ReduceOp, value: object, replicas: int, shape: tuple[int, ...] | None = None) -> list[Value]:
+
+def of_replicas(op: ReduceOp, value: object, replicas: int, fit: Fit | None = None) -> list[Value]:
     """Returns what each local replica gives to a reduction.
 
     Args:
         op: how values are combined.
         value: a per-replica value, or what all replicas have alike.
         replicas: number of local replicas.
-        shape: shape of `IndexedSlices` that do not know it; None where nobody does.
+        fit: makes `IndexedSlices` be those of the variable that they are reduced for; None where there is none.
 
     Raises:
-        ValueError: SUM of what is one value for all of several replicas.
+        ValueError: SUM of what is one value for all of several replicas; rows that do not fit.
         TypeError: it is no array of numbers.
     """
     if isinstance(value, Mirrored) and op is ReduceOp.SUM:
@@ -42,8 +47,8 @@ def of_replicas(op: ReduceOp, value: object, replicas: int, shape: tuple[int, ..
             "give what strategy.run returned from each replica, or use MEAN"
             + ("; of Python's numbers run makes one where all are equal, so return arrays" if number else "")
         )
-    if shape is not None:
-        values = tuple([v.with_shape(shape) if isinstance(v, IndexedSlices) else v for v in values])
+    if fit is not None:
+        values = tuple([fit(v) if isinstance(v, IndexedSlices) else v for v in values])
     return [own_value(v) for v in values]
 
 

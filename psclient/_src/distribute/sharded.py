@@ -13,14 +13,14 @@ from psclient._src.devices import Value
 from psclient._src.distribute import extended_v1
 from psclient._src.distribute.backend import Backend, Beside, ServerIds
 from psclient._src.distribute.extended import Colocation, Destination
-from psclient._src.distribute.reduction import LocalRows, LocalValue
+from psclient._src.distribute.reduction import LocalKeys, LocalRows, LocalValue, refuse_keys
 from psclient._src.distribute.template import HostValue
 from psclient._src.nest import Nest
 from psclient._src.values import container
-from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import ServerVariable
 from psclient._src.variables.partitioners import PartitionFn, shards_for
 from psclient._src.variables.sharded import (
+    CutVariable,
     ShardCopies,
     ShardedValue,
     ShardedVariable,
@@ -30,15 +30,23 @@ from psclient._src.variables.sharded import (
 )
 from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.model.plan import Reduction, VariableSpec
-from pswire.model.rows import Rows
 from pswire.model.tensor import DTYPES, Array, TensorSpec
 
 
-class ShardingBackend(Backend, ShardReader, Protocol):
+class ShardingBackend(Backend, Protocol):
     """A backend that creates shards."""
+
+    @property
+    def reader(self) -> ShardReader:
+        """Reads variables."""
+        ...
 
     def places_for(self, specs: Sequence[VariableSpec]) -> list[ServerIds]:
         """Returns the servers for the shards of one variable."""
+        ...
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which updates are of one round, as in a merge call; all of them are made, or none."""
         ...
 
     def create_shard(
@@ -94,19 +102,24 @@ class ShardedExtended(extended_v1.StrategyExtended):
     ) -> Variable:
         if value.shape[:1] == (sharding.rows,):
             return self._create_cut(spec, value, sharding, aggregation, chosen=False)
+        return self._create_copies(spec, value, sharding, aggregation)
+
+    def _create_copies(
+        self, spec: VariableSpec, value: Array, sharding: Sharding, aggregation: VariableAggregation
+    ) -> Variable:
         saved_as = spec.name if spec.saved_as is None else spec.saved_as
         others = (
             replace(spec, name=f"{spec.name}/copy_{n}", saved_as=saved_as) for n in range(1, len(sharding.places))
         )
         made = self._create_each([spec, *others], [value] * len(sharding.places), sharding, chosen=False)
-        return ShardCopies.stored(self._strategy, spec, aggregation, sharding, made, self._sharding_backend)
+        return ShardCopies.stored(self._strategy, spec, aggregation, sharding, made, self._sharding_backend.reader)
 
     def _create_cut(
         self, spec: VariableSpec, value: Array, sharding: Sharding, aggregation: VariableAggregation, chosen: bool
     ) -> Variable:
         values = [value[rows] for rows in sharding.bounds]
         made = self._create_each(sharding.specs(spec), values, sharding, chosen)
-        return ShardedVariable.stored(self._strategy, spec, aggregation, sharding, made, self._sharding_backend)
+        return ShardedVariable.stored(self._strategy, spec, aggregation, sharding, made, self._sharding_backend.reader)
 
     def _create_each(
         self, specs: Sequence[VariableSpec], values: Sequence[Array], sharding: Sharding, chosen: bool
@@ -163,30 +176,32 @@ class ShardedExtended(extended_v1.StrategyExtended):
         self, values: Sequence[Value], variables: Sequence[Variable], reductions: Sequence[Reduction]
     ) -> list[LocalValue | HostValue]:
         """Returns this process's contributions to sums like earlier ones; see `extended.StrategyExtended`."""
-        if not any(isinstance(v, ShardedVariable) for v in variables):
+        if not any(isinstance(v, CutVariable) for v in variables):
             return super().contributions(values, variables, reductions)
         found: list[LocalValue | HostValue] = []
         rest = list(reductions)
         for value, v in zip(values, variables, strict=True):
-            count = len(v.sharding.places) if isinstance(v, ShardedVariable) else 1
+            count = len(v.sharding.places) if isinstance(v, CutVariable) else 1
             mine, rest = rest[:count], rest[count:]
             if len(mine) < count:
                 return []
-            if isinstance(v, ShardedVariable):
+            if isinstance(v, CutVariable):
                 found += self._contributions_to(value, v, mine)
             else:
                 found += super().contributions([value], [v], mine)
         return [] if rest else found
 
     def _contributions_to(
-        self, value: Value, v: ShardedVariable, reductions: Sequence[Reduction]
+        self, value: Value, v: CutVariable, reductions: Sequence[Reduction]
     ) -> list[LocalValue | HostValue]:
         """Returns the contributions to the sums of a partitioned variable's shards."""
         whole = Reduction("sum", TensorSpec(reductions[0].tensor.dtype, v.shape), (), repr(v.name), reductions[0].form)
         found: list[LocalValue | HostValue] = []
         for local in super().contributions([value], [v], [whole]):
             if isinstance(local, HostValue):
-                found += [HostValue(local.weight, local.array[rows]) for rows in v.sharding.bounds]
+                array = cast(Array | None, local.array)
+                cut = [None if array is None else array[rows] for rows in v.sharding.bounds]
+                found += [HostValue(local.weight, part) for part in cut]
             else:
                 found += _cut(local, v.sharding)
         return found
@@ -217,7 +232,8 @@ class ShardedExtended(extended_v1.StrategyExtended):
             self._check_variables(own, named, False)
             cut: list[Any] = whole.sharding.split_all((tuple(own), dict(named)), whole)
             update = super().update
-            results = [update(shard, fn, *each) for shard, each in zip(whole.variables, cut, strict=True)]
+            with self._sharding_backend.together():
+                results = [update(shard, fn, *each) for shard, each in zip(whole.variables, cut, strict=True)]
             return nest.map_structure(lambda *leaves: _merged(leaves) if group else list(leaves), *results)
 
 
@@ -235,21 +251,25 @@ class BesideShards(Beside):
 
 
 def _cut_to(local: LocalValue, place: Destination) -> list[tuple[LocalValue, Destination]]:
-    """Returns what is reduced for a destination: for a partitioned variable the rows of each shard."""
-    if not isinstance(place, BesideShards) or not place.sharding.cuts(local.spec.shape, place.shape):
-        return [(local, place)]
-    each = zip(_cut(local, place.sharding), place.sharding.places, strict=True)
-    return [(part, Beside(servers, place.label)) for part, servers in each]
+    """Returns what is reduced for a destination: for a partitioned variable, or a table, the rows of each shard.
+
+    Raises:
+        TypeError: rows by keys are for something else than their table.
+    """
+    keyed = isinstance(local, LocalKeys)
+    if isinstance(place, BesideShards) and (keyed or place.sharding.cuts(local.spec.shape, place.shape)):
+        each = zip(_cut(local, place.sharding), place.sharding.places, strict=True)
+        return [(part, Beside(servers, place.label)) for part, servers in each]
+    if isinstance(local, LocalKeys):
+        refuse_keys(local.space.table)
+    return [(local, place)]
 
 
 def _cut(local: LocalValue, sharding: Sharding) -> list[LocalValue]:
-    specs = [TensorSpec(local.spec.dtype, (b.stop - b.start, *local.spec.shape[1:])) for b in sharding.bounds]
+    specs = sharding.tensors(local.spec)
     if isinstance(local, LocalRows):
-        each = sharding.split_rows(IndexedSlices.of_rows(Rows(local.ids, local.total), local.spec.shape))
-        return [
-            replace(local, spec=spec, ids=part.rows().ids, total=part.rows().values)
-            for part, spec in zip(each, specs, strict=True)
-        ]
+        each = zip(sharding.split_ids(local.ids), specs, strict=True)
+        return [local.part(at, own, spec) for (at, own), spec in each]
     return [replace(local, spec=spec, total=local.total[b]) for spec, b in zip(specs, sharding.bounds, strict=True)]
 
 

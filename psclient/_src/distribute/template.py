@@ -9,10 +9,12 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from psclient._src.arraylike import HostArray
+from psclient._src.devices import Coming, Pending
+from psclient._src.distribute.reduction import Absent
 from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.tracing.update_function import Trace
-from pswire.model.plan import Plan
-from pswire.model.tensor import DTYPES, Array, TensorSpec
+from pswire.model.plan import Plan, Reduction
+from pswire.model.tensor import DTYPES, Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,19 +69,26 @@ class HostValue(NamedTuple):
 
     Attributes:
         weight: by how much it counts.
-        array: contiguous, on the host.
+        array: contiguous, on the host, or on its way there; None where the weight is 0.
     """
 
     weight: float
-    array: Array
+    array: Array | Pending | None
 
 
-def travels_as(value: object, spec: TensorSpec) -> bool:
-    """Returns whether a value is a NumPy array that travels as it is, as a tensor of this dtype and shape."""
-    return (
-        isinstance(value, np.ndarray)
+def as_it_travels(value: Any, reduction: Reduction) -> HostValue | None:
+    """Returns the contribution of a replica's value to a reduction, if it travels as it is, or is nothing, or comes."""
+    if isinstance(value, Absent):
+        return HostValue(0.0, None)
+    if isinstance(value, Coming):
+        return HostValue(1.0, value)
+    spec = reduction.tensor
+    travels = (
+        reduction.form == "dense"
+        and isinstance(value, np.ndarray)
         and type(value) in (np.ndarray, HostArray)  # a class of the user's may mean something else
         and value.shape == spec.shape
         and value.dtype == DTYPES[spec.dtype]
         and value.flags.c_contiguous
     )
+    return HostValue(1.0, value) if travels else None

@@ -5,9 +5,11 @@ section      collects reductions and updates of one stretch of code, which becom
 prepared     what goes to each server and comes back; found once for each plan
 rounds       sends one round: a push to each server
 window       takes the answers of the rounds that are under way, in order; under_way is one of them
-buffers      arrays that are sent from where they are
+buffers      arrays that are sent from where they are, and arrays into which rounds write values
 creation     records the variables that the script creates, and sends them in batches
+reader       sends what a read has to wait for, then reads
 read_cache   reads variables between the rounds, and keeps what was read
+table_reads  reads whole dynamic tables, in pages
 awaited      names those whom a round waits for
 first_values waits where another process gives a variable its first value
 membership   the epochs of the job as this process sees them

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -21,17 +22,20 @@ from psclient._src.distribute.replicas import RunAgain
 from psclient._src.distribute.template import TemplateCache
 from psclient._src.nest import Nest
 from psclient._src.rounds.checkpoints import ServerCheckpoints
+from psclient._src.rounds.creation import NO_VALUE
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.placement import Placement
+from psclient._src.rounds.reader import VariableReader
 from psclient._src.rounds.rounds import Exchange, Outgoing
 from psclient._src.rounds.section import Section, ServerValue
 from psclient._src.rounds.under_way import UnderWay
 from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.variables.kinds import Cell, ServerVariable, SyncOnReadVariable
+from psclient._src.variables.tables import PartOfTable, TableVariable, refuse_whole
 from psclient._src.variables.variable import Variable, VariableAggregation
+from pswire.cluster import Task
 from pswire.model.plan import Nonfinite, Plan, VariableSpec
 from pswire.model.plan import PlacedVariable as Handle
-from pswire.model.rows import Int64s
 from pswire.model.tensor import Array
 
 log = logging.getLogger("psclient")
@@ -55,6 +59,8 @@ class RemoteBackend:
     Attributes:
         between_graph: True: every worker runs the script.
         checkpoints: those that this process saves and restores.
+        exchange: the rounds of this process.
+        reader: reads variables.
     """
 
     between_graph = True
@@ -65,9 +71,10 @@ class RemoteBackend:
         self.parameter_devices = exchange.session.devices
         self.worker_devices = tuple(map(self.full_name, exchange.group.devices))
         self._copies: list[SyncOnReadVariable] = []
-        self._exchange = exchange
+        self.exchange = self._exchange = exchange
         self._reads = exchange.reads
         self._creation = exchange.creation
+        self.reader = VariableReader(exchange, self)
         self.checkpoints = ServerCheckpoints(exchange, self._order_snapshot)
         self._placement = placement
         self._host_buffers = HostBuffers()
@@ -76,6 +83,8 @@ class RemoteBackend:
         self._before: list[tuple[Cell, AnyArray]] | None = None
         """In a run that may have to be made again: the replicas' copies of variables as they were before it."""
         self._closed = False
+        self._together = False
+        """True while updates are recorded that are of one round; of the thread that records."""
 
     @property
     def group(self) -> Group:
@@ -102,19 +111,19 @@ class RemoteBackend:
         What needs its value now, or has no room there, is sent at once.
         """
         self.check_open()
-        servers = place or self._placement.choose(spec.tensor)
-        now = on_read or not self._placement.has_room(servers, spec.tensor)
+        servers = place or self._placement.choose(spec)
+        now = on_read or not self._placement.has_room(servers, spec)
         handle = self._creation.create(spec, servers, value, now)
         self._placement.created(handle, chosen=not place)
         if not on_read:
-            return ServerVariable.stored(strategy, spec, how, handle, self)
+            return ServerVariable.stored(strategy, spec, how, handle, self.reader)
         restored = self._creation.was_restored(handle.id)
         # Who comes back to a running job begins anew: what the servers have is an aggregate of others. Without an
         # aggregation nothing was saved but another job's beginning.
         anew = self.group.late or (restored and how is VariableAggregation.NONE)
-        first = value if anew else self.read(handle)
+        first = value if anew else self.reader.read(handle)
         variable = SyncOnReadVariable.stored(strategy, spec, how, handle.servers, self.group.devices, first)
-        variable.saved = ServerVariable.stored(strategy, spec, how, handle, self)
+        variable.saved = ServerVariable.stored(strategy, spec, how, handle, self.reader)
         if restored:
             variable.share_out(first)
         self._copies.append(variable)
@@ -124,63 +133,43 @@ class RemoteBackend:
 
     def places_for(self, specs: Sequence[VariableSpec]) -> list[ServerIds]:
         """Returns the servers for the shards of one variable: in turn, from the one that a variable would get."""
-        return self._placement.in_turn([spec.tensor for spec in specs])
+        return self._placement.in_turn(specs)
 
     def create_shard(
         self, strategy: StrategyFace, spec: VariableSpec, value: Array, place: ServerIds, chosen: bool
     ) -> ServerVariable:
         """Creates a variable on servers that are known, as `create`; `chosen` if `places_for` has found them."""
+        handle = self._create(spec, value, place, chosen)
+        return ServerVariable.stored(strategy, spec, VariableAggregation.NONE, handle, self.reader)
+
+    def create_part(self, strategy: StrategyFace, spec: VariableSpec, place: ServerIds, chosen: bool) -> PartOfTable:
+        """Creates a part of a dynamic table, or of what lies beside one, as `create_shard`; it needs no value."""
+        handle = self._create(spec, NO_VALUE, place, chosen)
+        return PartOfTable.stored(strategy, spec, VariableAggregation.NONE, handle, self.reader)
+
+    def _create(self, spec: VariableSpec, value: Array, place: ServerIds, chosen: bool) -> Handle:
         self.check_open()
-        handle = self._creation.create(spec, place, value, not self._placement.has_room(place, spec.tensor))
+        handle = self._creation.create(spec, place, value, not self._placement.has_room(place, spec))
         self._placement.created(handle, chosen)
-        return ServerVariable.stored(strategy, spec, VariableAggregation.NONE, handle, self)
+        return handle
 
-    def read(self, handle: Handle) -> Array:
-        """Returns a variable's value on the host.
+    @property
+    def idle(self) -> bool:
+        """True if no section is open, and the strategy is not closed."""
+        return self._section is None and not self._closed
 
-        Flushes this thread's open section first if that assigns the variable.
-        """
-        if self._section is None and not self._closed:
-            value = self._reads.kept(handle.id)
-            if value is not None:
-                return value
-        in_replica = self._begin_read([handle])
-        # Threads that make no rounds see what came last: they wait for nobody.
-        return self._reads.read(handle, now=not in_replica, waits=in_replica or self._exchange.window.mine)
-
-    def read_all(self, handles: Sequence[Handle]) -> list[Array]:
-        """Returns the values of variables on the host, as `read`; their servers are asked together."""
-        if self._section is None and not self._closed:
-            found = [value for handle in handles if (value := self._reads.kept(handle.id)) is not None]
-            if len(found) == len(handles):
-                return found
-        in_replica = self._begin_read(handles)
-        return self._reads.read_all(handles, now=not in_replica, waits=in_replica or self._exchange.window.mine)
-
-    def read_rows(self, handle: Handle, ids: Int64s) -> Array:
-        """Returns rows of a variable on the host, as `read` would have them in its value."""
-        return self.read_rows_of_all([(handle, ids)])[0]
-
-    def read_rows_of_all(self, wanted: Sequence[tuple[Handle, Int64s]]) -> list[Array]:
-        """Returns rows of each of some variables, as `read_rows`; their servers are asked together."""
-        in_replica = self._begin_read([handle for handle, _ in wanted])
-        return self._reads.read_rows_of_all(wanted, waits=in_replica or self._exchange.window.mine)
-
-    def _begin_read(self, handles: Sequence[Handle]) -> bool:
-        """Sends what a read has to wait for; returns whether a replica reads."""
+    def end_written(self, handles: Sequence[Handle]) -> None:
+        """Sends what was created, and the calling thread's open section if that assigns one of some variables."""
         self.check_open()
         self._creation.send()
         section = self._mine()
         if section is not None and any(section.writes(handle.id) for handle in handles):
             self.flush()
-        return context.has_strategy() and not context.in_cross_replica_context()
-
-    def look_ahead(self, handle: Handle, ids: Int64s) -> None:
-        """Rounds that assign a variable bring these rows of it: see `ReadCache.look_ahead`."""
-        self._reads.look_ahead(handle, ids)
 
     def buffer(self, variable: Variable, replica: int) -> Array:
         """Returns the array in which a replica computes its next contribution to a variable: see `Buffers`."""
+        if isinstance(variable, TableVariable):
+            refuse_whole(variable.name)
         devices = self.group.devices
         if len(devices) > 1 or not isinstance(variable, ServerVariable):
             return self._host_buffers.give(variable, replica, devices[replica])
@@ -224,9 +213,35 @@ class RemoteBackend:
         """
         section = self.section_here
         result = section.apply(place, fn, args, kwargs)
-        if not (context.in_merge_call() or section.reduces):
-            self._send(section)
+        self._send_alone(section)
         return [result]
+
+    def trim(self, parts: Sequence[PartOfTable], rows: int) -> None:
+        """Records that a table, of which these are the parts, is cut to a number of rows; it is sent as by `apply`."""
+        section = self.section_here
+        for part in parts:
+            section.trim(part.handle, rows)
+        self._send_alone(section)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Updates within are of one round, as in a merge call: all of them are made, or none where one fails."""
+        section = self.section_here
+        before, updates, self._together = self._together, section.updates, True
+        try:
+            yield
+        except BaseException:
+            if section.updates > updates:
+                self.drop()
+            raise
+        finally:
+            self._together = before
+        self._send_alone(section)
+
+    def _send_alone(self, section: Section) -> None:
+        """Sends a section outside of a merge call, unless reductions are there that later updates may take."""
+        if not (context.in_merge_call() or self._together or section.reduces or section.flushed):
+            self._send(section)
 
     def bring(self, values: Sequence[object]) -> list[Array]:
         """Brings values here, arrays or located ones of one section, in one round; that ends the section."""
@@ -396,17 +411,18 @@ class RemoteBackend:
         if outdated and self._before is not None:
             raise RunAgain
         if outdated and outgoing.plan.reductions:
-            self._warn_of_loss(outgoing.plan)
+            _warn_of_loss(self._task, outgoing.plan, self.group.round)
         return self._exchange.send(outgoing, observes=outdated)
 
-    def _warn_of_loss(self, plan: Plan) -> None:
-        names = ", ".join(sorted({reduction.target or f"a {reduction.op}" for reduction in plan.reductions}))
-        log.warning(
-            "%s came to a running job, and what it computed before it was taken in is out of date: its contribution to "
-            "%s in round %d does not count. Nobody can compute it again, since it was not made by a function that "
-            "strategy.run calls: let that function make the first reduction of the script, or loop over a dataset of "
-            "the strategy, in which a process is taken in before it computes",
-            self._task,
-            names,
-            self.group.round,
-        )
+
+def _warn_of_loss(task: Task, plan: Plan, round: int) -> None:
+    names = ", ".join(sorted({reduction.target or f"a {reduction.op}" for reduction in plan.reductions}))
+    log.warning(
+        "%s came to a running job, and what it computed before it was taken in is out of date: its contribution to "
+        "%s in round %d does not count. Nobody can compute it again, since it was not made by a function that "
+        "strategy.run calls: let that function make the first reduction of the script, or loop over a dataset of "
+        "the strategy, in which a process is taken in before it computes",
+        task,
+        names,
+        round,
+    )

@@ -1,4 +1,6 @@
-"""Arrays in which replicas compute what they contribute, so that it is sent from where it is.
+"""Arrays of the program: those in which replicas compute what they contribute, and those that have variables' values.
+
+What is computed in a buffer is sent from where it is.
 
 Of each variable there are two, which alternate: one is written while the other may still be read. What is handed in is
 the round's until that is answered. So it needs no copy, however large it is, and its call does not wait for it. On the
@@ -8,7 +10,7 @@ shm lane the arrays lie in the memory that this process shares with the server.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,6 +68,7 @@ class Buffers:
         self._lock = threading.Lock()
         self._pairs: dict[int, list[Buffer]] = {}  # of each variable; the first is the one in use
         self._at: dict[int, Buffer] = {}  # by address
+        self._shown: dict[int, Buffer] = {}  # by the `id` of what the program has, which costs less to find
 
     def give(self, variable: PlacedVariable, device: Device) -> Array:
         """Returns the array for the next round: the same until it is handed in.
@@ -79,32 +82,49 @@ class Buffers:
         Raises:
             PSError: the session is over.
         """
-        pair = self._pairs.setdefault(variable.id, [])
-        if pair and not pair[0].handed_in:
-            return pair[0].array
-        if len(pair) == 2 and (round := pair[1].round) is not None:
-            self._take(round)
+        return self.give_all((variable,), device)[0].array
+
+    def give_all(self, variables: Iterable[PlacedVariable], device: Device) -> list[Buffer]:
+        """Returns the buffer of each of some variables, as `give`."""
+        pairs = [(variable, self._pairs.setdefault(variable.id, [])) for variable in variables]
+        used = [(variable, pair) for variable, pair in pairs if not pair or pair[0].handed_in]
+        for round in dict.fromkeys(pair[1].round for _, pair in used if len(pair) == 2):
+            if round is not None:
+                self._take(round)
+        lanes: dict[int, Lane | None] = {}
         with self._lock:
-            if pair and not pair[0].handed_in:  # another thread was faster
-                return pair[0].array
-            old = pair.pop() if len(pair) == 2 else None
-            lane = self._lane(variable.servers[0]) if device.kind == "cpu" and len(variable.servers) == 1 else None
-            if old is not None and old.lane is lane and old.round is not None:
-                old.renew()
-                pair.insert(0, old)
-            else:
-                # An old one without a round may be in a section that is not sent.
-                pair.insert(0, _make(variable.spec.tensor, device, lane, shared=old is None or old.round is not None))
-                if old is not None:
-                    self._at.pop(address_of(old.base), None)
-                self._at[address_of(pair[0].base)] = pair[0]
-            return pair[0].array
+            for variable, pair in used:
+                if not pair or pair[0].handed_in:  # no other thread was faster
+                    self._turn(variable, pair, device, lanes)
+        return [pair[0] for _, pair in pairs]
+
+    def _turn(
+        self, variable: PlacedVariable, pair: list[Buffer], device: Device, lanes: dict[int, Lane | None]
+    ) -> None:
+        """Makes the other array of a variable the one in use; `lanes` are those that are known, by servers."""
+        old = pair.pop() if len(pair) == 2 else None
+        server = variable.servers[0]
+        if server not in lanes:
+            lanes[server] = self._lane(server)
+        lane = lanes[server] if device.kind == "cpu" and len(variable.servers) == 1 else None
+        if old is not None:
+            self._shown.pop(id(old.array), None)
+        if old is not None and old.lane is lane and old.round is not None:
+            old.renew()
+            made = old
+        else:  # An old one without a round may be in a section that is not sent.
+            made = _make(variable.spec.tensor, device, lane, shared=old is None or old.round is not None)
+            if old is not None:
+                self._at.pop(address_of(old.base), None)
+            self._at[address_of(made.base)] = made
+        pair.insert(0, made)
+        self._shown[id(made.array)] = made
 
     def hand_in(self, array: Sent | None) -> Buffer | None:
         """Returns the buffer that an array is, and makes it read-only for the program; None where it is none."""
         if not self._at or not isinstance(array, np.ndarray):
             return None
-        buffer = self._at.get(address_of(array))
+        buffer = self._shown.get(id(array)) or self._at.get(address_of(array))
         if buffer is None or array.nbytes != buffer.base.nbytes or not array.flags.c_contiguous:
             return None
         buffer.handed_in, buffer.round = True, None
@@ -152,3 +172,53 @@ def pack(arrays: Sequence[Array], buffers: Mapping[int, Buffer]) -> Payload:
             first, at = buffer, start
         chunks.append((start, as_bytes(array)))
     return Payload(chunks, end)
+
+
+class Targets:
+    """The arrays of this process's variables, as far as they have any. Guarded by the lock of `ReadCache`.
+
+    The value of a variable that has one comes with each round that assigns the variable, and is kept nowhere else.
+    """
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, tuple[PlacedVariable, Array]] = {}
+        self._outdated: set[int] = set()
+
+    def add(self, variable: PlacedVariable, array: Array) -> None:
+        """Gives a variable an array, of its dtype and shape, contiguous; in place of the one that it has."""
+        self._arrays[variable.id] = variable, array
+        self._outdated.add(variable.id)
+
+    def remove(self, id: int) -> None:
+        """Takes a variable's array away."""
+        self._arrays.pop(id, None)
+        self._outdated.discard(id)
+
+    def __contains__(self, id: int) -> bool:
+        return id in self._arrays
+
+    def of(self, ids: Sequence[int]) -> dict[int, Array]:
+        """Returns the arrays of some variables, each by its place among them."""
+        if not self._arrays:
+            return {}
+        return {place: self._arrays[id][1] for place, id in enumerate(ids) if id in self._arrays}
+
+    def outdate(self) -> None:
+        """All variables may have other values by now."""
+        self._outdated.update(self._arrays)
+
+    def written(self, ids: Iterable[int]) -> None:
+        """Notes that arrays have the values of now."""
+        if self._outdated:
+            self._outdated.difference_update(ids)
+
+    @property
+    def outdated(self) -> list[PlacedVariable]:
+        """The variables whose arrays have other values."""
+        return [self._arrays[id][0] for id in self._outdated]
+
+    def write(self, variables: Collection[PlacedVariable], values: Collection[Array]) -> None:
+        """Writes values that were read."""
+        for variable, value in zip(variables, values, strict=True):
+            self._arrays[variable.id][1][...] = value
+        self.written(variable.id for variable in variables)

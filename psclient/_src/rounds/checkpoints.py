@@ -85,15 +85,19 @@ class ServerCheckpoints:
         self._exchange.creation.send()
         chosen: dict[str, Variable] = {}
 
-        def order_for(reply: RestoreReply) -> RestoreOrder:
+        def orders_for(reply: RestoreReply) -> list[RestoreOrder]:
             chosen.clear()
             chosen.update(choose(reply))
-            return RestoreOrder(names={name: _stored(v).handle.id for name, v in chosen.items()}, cast=cast)
+            return [
+                RestoreOrder(names={name: _stored(v, server).handle.id for name, v in chosen.items()}, cast=cast)
+                for server in range(len(self._exchange.session.servers))
+            ]
 
-        reply = self._restoring.restore(path, order_for)
+        reply = self._restoring.restore(path, orders_for)
         for variable in chosen.values():
             if isinstance(variable, SyncOnReadVariable):
                 variable.share_out(variable.saved.numpy())
+        self._exchange.reads.refresh()
         return reply
 
     def was_restored(self, variable: Variable) -> bool:
@@ -105,7 +109,11 @@ class ServerCheckpoints:
         return self._exchange.creation.restored_names()
 
 
-def _stored(variable: Variable) -> ServerVariable:
-    """Returns what the servers have of a variable; of a partitioned one a shard, which stands for all."""
+def _stored(variable: Variable, server: int = 0) -> ServerVariable:
+    """Returns what the servers have of a variable; of a partitioned one a shard, which stands for all.
+
+    It is one that a server holds, if there is such: of those of others it may not have been told yet.
+    """
     whole = variable.saved if isinstance(variable, SyncOnReadVariable) else variable
-    return cast(ServerVariable, shards_of(whole)[0])
+    shards = [cast(ServerVariable, shard) for shard in shards_of(whole)]
+    return next((shard for shard in shards if server in shard.handle.servers), shards[0])

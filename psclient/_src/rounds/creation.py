@@ -36,6 +36,10 @@ KEPT_SECONDS = 0.5
 """How long a creation may wait for others before the next one sends it: other processes may wait for its value."""
 
 
+NO_VALUE: Array = np.empty(0)
+"""The first value of what begins empty."""
+
+
 class Creation:
     """Creates variables with the first values of the lowest task that begins the job.
 
@@ -70,18 +74,21 @@ class Creation:
         Args:
             spec: name, dtype and shape.
             servers: the servers that shall hold it.
-            value: this process's initial value, of that dtype and shape.
+            value: this process's initial value, of that dtype and shape; of a dynamic table `NO_VALUE`.
             now: True to send it at once, so that its errors are raised here.
 
         Raises:
             VariableMismatch: another process created another variable in its place, or in that of one recorded before.
             RoundTimeout: the process whose value it shall be does not create it.
             MemoryLimit: the variable does not fit.
+            ConfigError: it is a part of a dynamic table, and a server is of a version that has none.
         """
         with self._lock:
             self._check()
             self._session.check()
             spec.check()
+            if spec.part is not None:
+                self._session.check_tables(spec.part.table)
             large = value.nbytes >= PART_BYTES
             variable = PlacedVariable(len(self.variables), spec, servers)
             recorded = Recorded(variable, value if large or now else np.array(value, order="C"), users_line())

@@ -31,7 +31,7 @@ class Recorded:
 
     Attributes:
         variable: its number, description and servers.
-        value: this process's first value.
+        value: this process's first value; of a dynamic table, whose server has it at once, nothing.
         line: the line of the user's script that created it, `file:line`; "" where none runs.
     """
 

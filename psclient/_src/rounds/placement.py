@@ -11,8 +11,8 @@ from typing import Literal, get_args
 
 from psclient._src.distribute.backend import ServerIds
 from pswire.limits import refuse_unknown
-from pswire.model.plan import PlacedVariable
-from pswire.model.tensor import TensorSpec
+from pswire.model.hashing import BUCKETS
+from pswire.model.plan import PlacedVariable, VariableSpec
 
 PsStrategy = Literal["greedy", "round_robin"]
 """Ways to place variables: beside the fewest bytes, or in turn."""
@@ -44,13 +44,13 @@ class Placement:
         self._turns = [0] * len(self._limits)
         self._load = self._turns if ps_strategy == "round_robin" else self._nbytes
 
-    def choose(self, tensor: TensorSpec) -> ServerIds:
-        """Chooses the server for a variable of this dtype and shape."""
+    def choose(self, spec: VariableSpec) -> ServerIds:
+        """Chooses the server for a variable."""
         everywhere = range(len(self._limits))
-        roomy = [server for server in everywhere if self.has_room((server,), tensor)]
+        roomy = [server for server in everywhere if self.has_room((server,), spec)]
         return (min(roomy or everywhere, key=self._load.__getitem__),)
 
-    def in_turn(self, tensors: Sequence[TensorSpec]) -> list[ServerIds]:
+    def in_turn(self, specs: Sequence[VariableSpec]) -> list[ServerIds]:
         """Chooses the servers for the shards of one variable.
 
         The first goes where a variable would go, the next ones to the other servers, those of less load first, and so
@@ -60,20 +60,20 @@ class Placement:
         taken = [0] * len(self._limits)
         found: list[ServerIds] = []
         turn = 0
-        for tensor in tensors:
+        for nbytes in map(held_bytes, specs):
             ahead = [order[(turn + step) % len(order)] for step in range(len(order))]
-            passed = next((n for n, s in enumerate(ahead) if self._fits(s, taken[s] + tensor.nbytes)), 0)
+            passed = next((n for n, s in enumerate(ahead) if self._fits(s, taken[s] + nbytes)), 0)
             turn += passed + 1
-            taken[ahead[passed]] += tensor.nbytes
+            taken[ahead[passed]] += nbytes
             found.append((ahead[passed],))
         return found
 
     def _fits(self, server: int, nbytes: int) -> bool:
         return not self._limits[server] or self._nbytes[server] + nbytes <= self._limits[server]
 
-    def has_room(self, servers: ServerIds, tensor: TensorSpec) -> bool:
-        """Returns whether a variable of this dtype and shape fits on some servers."""
-        return all(self._fits(server, tensor.nbytes) for server in servers)
+    def has_room(self, servers: ServerIds, spec: VariableSpec) -> bool:
+        """Returns whether a variable fits on some servers."""
+        return all(self._fits(server, held_bytes(spec)) for server in servers)
 
     def created(self, variable: PlacedVariable, chosen: bool) -> None:
         """Counts a variable.
@@ -83,5 +83,17 @@ class Placement:
             chosen: True if its place came from `choose`.
         """
         for server in variable.servers:
-            self._nbytes[server] += variable.spec.tensor.nbytes
+            self._nbytes[server] += held_bytes(variable.spec)
             self._turns[server] += chosen
+
+
+def held_bytes(spec: VariableSpec) -> int:
+    """Returns the bytes that a variable takes on its server, as far as is known when it is created.
+
+    A part of a dynamic table takes its share of the table's memory limit, what lies beside its rows included; where
+    there is no limit, what its filter takes, since nobody knows how it will grow.
+    """
+    part = spec.part
+    if part is None or part.slot is not None:
+        return spec.nbytes
+    return max(part.spec.memory_limit * part.count // BUCKETS, spec.nbytes)

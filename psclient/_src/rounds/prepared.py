@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pswire.limits import PART_BYTES
-from pswire.model.plan import Plan, Ref
+from pswire.model.plan import PlacedVariable, Plan, Ref
+from pswire.model.tables import TimeToLive
 from pswire.model.tensor import TensorSpec
 
 
@@ -43,18 +45,22 @@ class PlanShares:
 
     Args:
         plan: the plan.
+        variables: the variables that this process has created, by number.
 
     Attributes:
         shares: the share of each server that takes part.
         written: numbers of the variables that are assigned on any of them.
         restores: True if it restores variables: any of them may have another value after it.
+        timed: the servers on which it updates a dynamic table whose rows live for a time.
         refuses: True if each of its rounds is waited for by its call: it may refuse a value, which is to be told there.
         large: True if more than one part goes to some server, which is not copied if its arrays may change afterwards.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, variables: Mapping[int, PlacedVariable]) -> None:
         self.shares = {server: ServerShare.of(plan, server) for server in plan.servers}
         self.written = frozenset(id for share in self.shares.values() for id in share.writes)
+        written = ((server, variables[id]) for server, share in self.shares.items() for id in share.writes)
+        self.timed = frozenset(server for server, variable in written if _lives_for_a_time(variable))
         self.restores = plan.restore is not None
         self.refuses = plan.nonfinite == "raise" or any(program.may_refuse for program in plan.programs)
         sent = [
@@ -63,3 +69,8 @@ class PlanShares:
             for each in self.shares.values()
         ]
         self.large = max(sent, default=0) > PART_BYTES
+
+
+def _lives_for_a_time(variable: PlacedVariable) -> bool:
+    part = variable.spec.part
+    return part is not None and isinstance(part.spec.eviction, TimeToLive)

@@ -12,11 +12,12 @@ from typing import cast
 import numpy as np
 
 from psclient._src.rounds.awaited import Awaited
+from psclient._src.rounds.buffers import Targets
 from psclient._src.rounds.counters import RoundCounters
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.under_way import Lookup, UnderWay
 from psclient._src.transport.session import Session
-from pswire.api import PullReply, RowRead
+from pswire.api import PullReply, RowRead, TableRead
 from pswire.cluster import Task
 from pswire.errors import RoundTimeout
 from pswire.limits import PART_BYTES
@@ -40,11 +41,13 @@ class _Ask:
         named: a variable of the server, which is named where the answer takes long.
         variables: those of which the value is wanted.
         rows: rows that are wanted of one, with their spec.
+        table: a question to a part of a dynamic table.
     """
 
     named: PlacedVariable
     variables: Sequence[PlacedVariable] = ()
     rows: tuple[RowRead, TensorSpec] | None = None
+    table: TableRead | None = None
 
     @classmethod
     def of_rows(cls, variable: PlacedVariable, ids: Int64s) -> _Ask:
@@ -55,6 +58,16 @@ class _Ask:
     def server(self) -> int:
         """The server that is asked."""
         return self.named.servers[0]
+
+    def specs(self, reply: PullReply) -> list[TensorSpec]:
+        """Returns what the answer has."""
+        found = [each.spec.tensor for each in self.variables]
+        if self.rows is not None:
+            found.append(self.rows[1])
+        if self.table is not None and self.table.what != "size":
+            keys, rows = row_specs(self.named.spec.tensor, reply.rows[0])
+            found += [keys] if self.table.what == "keys" else [keys, rows]
+        return found
 
 
 class ReadCache:
@@ -74,6 +87,7 @@ class ReadCache:
 
     Attributes:
         take: waits for a round that is under way, and for all before it, and takes their values.
+        targets: the arrays into which rounds write values.
     """
 
     def __init__(self, session: Session, group: Group, awaited: Awaited, measures: RoundCounters) -> None:
@@ -94,10 +108,12 @@ class ReadCache:
         self._known: dict[int, PlacedVariable] = {}
         # Of each server those that come with the next that is pulled.
         self._ahead: list[dict[int, PlacedVariable]] = [{} for _ in session.servers]
-        self._ahead_rows: dict[int, tuple[Lookup, PlacedVariable]] = {}  # what rounds bring, by variable
+        # What rounds bring, by variable: increasing ids, in pieces that are joined where a round asks for them.
+        self._ahead_rows: dict[int, tuple[PlacedVariable, Sequence[Int64s]]] = {}
         self._rows_brought: set[int] = set()
         self._rows: dict[int, Rows] = {}  # rows that came with the last round that assigns the variable
         self._unasked: dict[int, int] = {}  # bytes of values that came so and that nobody has asked for
+        self.targets = Targets()
 
     def read(self, variable: PlacedVariable, now: bool = False, waits: bool = True) -> Array:
         """Returns a variable's value, read-only, as of the last round of this process that touched its server.
@@ -148,8 +164,20 @@ class ReadCache:
         """Takes variables that this process has created, and that have a value."""
         with self._lock:
             for variable in variables:
-                if variable.spec.tensor.nbytes <= PART_BYTES:
+                if variable.spec.part is None and variable.spec.tensor.nbytes <= PART_BYTES:
                     self._known[variable.id] = self._ahead[variable.servers[0]][variable.id] = variable
+
+    def refresh(self) -> None:
+        """Writes values of now into the targets that have others, if any: see `Targets`."""
+        self.renew()
+        with self._lock:
+            outdated = self.targets.outdated
+        if outdated:
+            values = self.read_all(outdated)
+            with self._lock:
+                self.targets.write(outdated, values)
+                for variable in outdated:
+                    self._values.pop(variable.id, None)
 
     def _take_ahead(self, variable: PlacedVariable) -> list[PlacedVariable]:
         """Returns the variables that come with one that is pulled."""
@@ -172,6 +200,7 @@ class ReadCache:
             self._ahead[self._known[id].servers[0]][id] = self._known[id]
         self._values.clear()
         self._rows.clear()
+        self.targets.outdate()
 
     def kept(self, id: int) -> Array | None:
         """Returns a variable's value if no round has changed it since it was read; None if `read` must look closer.
@@ -246,20 +275,22 @@ class ReadCache:
         rows = self._rows.get(id)
         if rows is None:
             return None
-        if len(rows.ids) == len(ids) and (rows.ids == ids).all():
-            return cast(Array, rows.values)
+        first = int(np.searchsorted(rows.ids, ids[0])) if len(ids) else 0
+        behind = slice(first, first + len(ids))
+        if np.array_equal(rows.ids[behind], ids):
+            return cast(Array, rows.values[behind])
         places = np.searchsorted(rows.ids, ids)
-        there = len(ids) == 0 or (places[-1] < len(rows.ids) and bool((rows.ids[places] == ids).all()))
+        there = places[-1] < len(rows.ids) and bool((rows.ids[places] == ids).all())
         return rows.values[places] if there else None
 
-    def look_ahead(self, variable: PlacedVariable, ids: Int64s) -> None:
+    def look_ahead(self, variable: PlacedVariable, *ids: Int64s) -> None:
         """Rounds that assign a variable bring these rows of it, until others are named.
 
         Args:
             variable: the variable.
-            ids: int64[n], in increasing order, each once, all of them rows of it.
+            ids: int64[n] each; one behind another in increasing order, each once, all of them rows of it.
         """
-        self._ahead_rows[variable.id] = Lookup(variable.id, ids, row_specs(variable.spec.tensor, len(ids))[1]), variable
+        self._ahead_rows[variable.id] = variable, ids
 
     def lookups(self, written: Iterable[int], server: int) -> tuple[Lookup, ...]:
         """Returns the rows to ask back with a round that assigns variables on a server."""
@@ -267,10 +298,13 @@ class ReadCache:
             return ()
         named = [self._ahead_rows[id] for id in written if id in self._ahead_rows]
         found, room = list[Lookup](), ROWS_AT_A_TIME
-        for lookup, variable in named:
-            if variable.servers[0] == server and len(lookup.ids) <= room:
-                room -= len(lookup.ids)
-                found.append(lookup)
+        for variable, pieces in named:
+            count = sum(map(len, pieces))
+            if variable.servers[0] == server and count <= room:
+                room -= count
+                ids = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+                self._ahead_rows[variable.id] = variable, [ids]
+                found.append(Lookup(variable.id, ids, row_specs(variable.spec.tensor, count)[1]))
         return tuple(found)
 
     def pull(self, variables: Sequence[PlacedVariable]) -> list[Array]:
@@ -290,6 +324,30 @@ class ReadCache:
 
     def _pull(self, asked: Sequence[_Ask]) -> list[list[Array]]:
         """Asks servers, all at once; returns of each the values of variables, or rows of one."""
+        answers = zip(asked, self._answers(asked), strict=True)
+        return [[frozen(array) for array in reply.payload.tensors(ask.specs(reply))] for ask, reply in answers]
+
+    def ask_tables(
+        self, asked: Sequence[tuple[PlacedVariable, TableRead]], waits: bool
+    ) -> list[tuple[int, list[Array]]]:
+        """Asks parts of dynamic tables, all at once, as of the last round of this process.
+
+        Args:
+            asked: parts, with a question to each.
+            waits: as of `read`.
+
+        Returns:
+            Of each how many rows it has there, and then keys and rows, as far as they are asked for.
+        """
+        changing = [self._changing[part.id] for part, _ in asked if waits and part.id in self._changing]
+        for round in dict.fromkeys(changing):
+            self.take(round)
+        self.renew()
+        asks = [_Ask(part, table=question) for part, question in asked]
+        answers = zip(asks, self._answers(asks), strict=True)
+        return [(reply.rows[0], reply.payload.tensors(ask.specs(reply))) for ask, reply in answers]
+
+    def _answers(self, asked: Sequence[_Ask]) -> list[PullReply]:
         session, limit = self._session, self._session.round_limit
         began = time.monotonic()
         futures = [
@@ -299,6 +357,7 @@ class ReadCache:
                 # The rounds of asynchronous workers are no places in time; a push is answered when it was applied.
                 -1 if self._group.alone else self._touched[ask.server],
                 [] if ask.rows is None else [ask.rows[0]],
+                *([] if ask.table is None else [[ask.table]]),
             )
             for ask in asked
         ]
@@ -306,7 +365,7 @@ class ReadCache:
         self._measures.read(time.monotonic() - began)
         return found
 
-    def _answer(self, ask: _Ask, future: Future[PullReply], limit: float) -> list[Array]:
+    def _answer(self, ask: _Ask, future: Future[PullReply], limit: float) -> PullReply:
         server, session, name = ask.server, self._session, repr(ask.named.spec.name)
         reply = session.wait(
             future,
@@ -319,8 +378,7 @@ class ReadCache:
         )
         if not self._renewed:
             self._seen[server] = min(reply.round, self._seen.get(server, reply.round))
-        specs = [each.spec.tensor for each in ask.variables] + ([] if ask.rows is None else [ask.rows[1]])
-        return [frozen(array) for array in reply.payload.tensors(specs)]
+        return reply
 
     # ---- What rounds do to it ----
 
@@ -332,9 +390,9 @@ class ReadCache:
             self._changing.update(dict.fromkeys(changed, round))
 
     def wanted(self, written: Iterable[int]) -> list[int]:
-        """Returns the variables that a round assigns and that were read since their last assignment."""
+        """Returns the variables that a round assigns and that have targets, or were read since they were assigned."""
         with self._lock:
-            return [id for id in written if id in self._read]
+            return [id for id in written if id in self._read or id in self.targets]
 
     def forget(self, written: frozenset[int], round: UnderWay, everything: bool) -> None:
         """Forgets values of variables that a round has assigned, which is over; with `everything` all values."""

@@ -40,14 +40,14 @@ class Restoring:
         log_server = self._session.log_server
         return self._answer(0, path, log_server.restore(self._session.number, path, Turn(), RestoreOrder("look")))
 
-    def restore(self, path: str, order_for: Callable[[RestoreReply], RestoreOrder]) -> RestoreReply:
+    def restore(self, path: str, orders_for: Callable[[RestoreReply], list[RestoreOrder]]) -> RestoreReply:
         """Makes every server take over its part of a checkpoint: all of them or none, for all processes at once.
 
         Of a directory a damaged checkpoint is passed over, for the one before it, and set aside by the servers.
 
         Args:
             path: a checkpoint, or a directory of them.
-            order_for: called with the checkpoint's contents; returns which of its values go where.
+            orders_for: called with the checkpoint's contents; returns for each server which of its values go where.
 
         Returns:
             The answer of the checkpoint that was taken, with those that were passed over.
@@ -62,12 +62,13 @@ class Restoring:
         while True:
             turn = self._last = self._next_turn()
             # Server 0 says which one is the newest, so that all read the same.
-            (found,) = self._ask([self._session.log_server], path, turn, RestoreOrder("open", damaged=damaged))
+            (found,) = self._ask([self._session.log_server], path, turn, [RestoreOrder("open", damaged=damaged)])
             damaged = dict(found.damaged)
             named = PurePosixPath(found.path) == PurePosixPath(path)
-            order = replace(order_for(found), damaged=damaged, checkers=0 if named else len(self._session.servers))
+            checkers = 0 if named else len(self._session.servers)
+            orders = [replace(order, damaged=damaged, checkers=checkers) for order in orders_for(found)]
             try:
-                replies = self._ask(self._session.servers, found.path, turn, order)
+                replies = self._ask(self._session.servers, found.path, turn, orders)
             except DamagedCheckpoint as error:
                 if named:
                     raise
@@ -76,7 +77,7 @@ class Restoring:
                 break
         if any(replace(reply, damaged=damaged) != found for reply in replies):
             raise CheckpointError(f"the servers do not read the same checkpoint {found.path!r}; is it on all hosts?")
-        commit = RestoreCommit(path, tuple(range(len(self._session.servers))), turn, _digest(order))
+        commit = RestoreCommit(path, tuple(range(len(self._session.servers))), turn, _digest(orders[0]))
         plan = Plan(restore=commit)
         self._group.begin_at(found.positions)  # first: they are the positions after the round
         with self._group.holding_back():
@@ -91,13 +92,14 @@ class Restoring:
         return Turn(*place, last.ordinal + 1 if last and (last.round, last.epoch) == place else 0)
 
     def _ask(
-        self, servers: Sequence[ParameterServer], path: str, turn: Turn, order: RestoreOrder
+        self, servers: Sequence[ParameterServer], path: str, turn: Turn, orders: Sequence[RestoreOrder]
     ) -> list[RestoreReply]:
         """Returns the answers of all servers, or raises the first server's error, so that every process gets the same.
 
         That a file cannot be read counts for more than damage: it may be whole.
         """
-        futures = [server.restore(self._session.number, path, turn, order) for server in servers]
+        asked = zip(servers, orders, strict=True)
+        futures = [server.restore(self._session.number, path, turn, order) for server, order in asked]
         replies: list[RestoreReply] = []
         verdict: PSError | None = None
         for server, future in enumerate(futures):

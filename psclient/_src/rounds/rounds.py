@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
-from psclient._src.devices import Download
+from psclient._src.devices import Coming
 from psclient._src.distribute.reduction import SentRows
 from psclient._src.rounds.awaited import Awaited
 from psclient._src.rounds.buffers import Buffer, Buffers
@@ -29,7 +30,7 @@ from psclient._src.rounds.under_way import Lookup, UnderWay
 from psclient._src.rounds.window import Window
 from psclient._src.tracing.diagnostics import users_line
 from psclient._src.transport.session import Session
-from psclient._src.transport.staging import Sent, fill, host, keep, pack
+from psclient._src.transport.staging import Sent, any_pending, fill, host, keep, pack
 from pswire.api import Contribution, RoundReply, RowRead
 from pswire.errors import Fenced, PSError, PushAgain
 from pswire.limits import PART_BYTES
@@ -73,7 +74,7 @@ class Outgoing:
     def rows(self) -> tuple[int, ...]:
         """For each of the plan's reductions of rows, how many are sent."""
         found = (self.contributions[number] for number in self.plan.rows)
-        return tuple([len(each.ids) if isinstance(each, SentRows) else 0 for each in found])
+        return tuple([each.number if isinstance(each, SentRows) else 0 for each in found])
 
     @property
     def arrays(self) -> list[Sent | None]:
@@ -99,7 +100,7 @@ class Outgoing:
             buffers: those of the arrays that are buffers, which do not change, by their `id`.
         """
         arrays = self.sent(share)
-        if not buffers or Download in map(type, arrays):
+        if not buffers or any_pending(arrays):
             return keep(arrays) if kept else pack(arrays)
         hosts = cast(list[Array], arrays)
         if kept:
@@ -159,7 +160,7 @@ class Exchange:
 
         It returns once the contribution's arrays may be changed. Waits for the round if an error may have to be told
         here: it is the first of its plan, or its plan may refuse a value. Waits as well if it streams from arrays that
-        may change.
+        may change. It waits for nothing if the program still computes a part of it.
 
         Args:
             outgoing: this process's contribution.
@@ -176,15 +177,24 @@ class Exchange:
         self._propose(plan)
         shares = self._prepare(plan)
         buffers = self.buffers.among(outgoing.arrays)
-        waits = first or shares.refuses or self.window.size == 1
-        if shares.large and not waits:
+        coming = [array for array in outgoing.arrays if isinstance(array, Coming)]
+        waits = not coming and (first or shares.refuses or self.window.size == 1)
+        if shares.large and not (waits or coming):
             waits = any(_nbytes(outgoing.sent(share), buffers) > PART_BYTES for share in shares.shares.values())
         round = self._push_all(outgoing, shares, observes, waits, buffers)
         for buffer in buffers.values():
             buffer.round = round
+        for each in coming:
+            each.when(partial(self._came, round))
         if waits:
             self.window.values(round)
         return round
+
+    def _came(self, round: UnderWay, array: Array) -> None:
+        """Hands in a buffer of which a round was sent before it was there."""
+        buffer = self.buffers.hand_in(array)
+        if buffer is not None:
+            buffer.round = round
 
     def _push_all(
         self, outgoing: Outgoing, shares: PlanShares, observes: bool, waits: bool, buffers: Mapping[int, Buffer]
@@ -206,7 +216,9 @@ class Exchange:
                 server: self._push(
                     server,
                     plan,
-                    self._said(outgoing, server, want[server], lookups[server], observes, nonfinite),
+                    self._said(
+                        outgoing, server, want[server], lookups[server], observes, nonfinite, server in shares.timed
+                    ),
                     payload,
                 )
                 for server, payload in payloads.items()
@@ -264,7 +276,7 @@ class Exchange:
         """Returns a plan prepared for its rounds; keeps it, unless it saves or restores, and so has a single round."""
         found = self._prepared.get(plan.id)
         if found is None:
-            found = PlanShares(plan)
+            found = PlanShares(plan, self._variables)
             if plan.snapshot is None and plan.restore is None:
                 self._prepared[plan.id] = found
         return found
@@ -302,6 +314,7 @@ class Exchange:
         lookups: Sequence[Lookup],
         observes: bool,
         nonfinite: tuple[int, ...],
+        timed: bool,
     ) -> Contribution:
         """Returns what this process says to a server that it contributes to."""
         group = self.group
@@ -321,6 +334,8 @@ class Exchange:
             previous=previous,
             rows=() if observes else outgoing.rows,
             lookups=tuple([RowRead.of(each.variable, each.ids) for each in lookups]),
+            # The time at which rows were updated, where some live for a time: it goes no further than to their tables.
+            seconds=int(time.time()) if timed else 0,
         )
 
     def _push(self, server: int, plan: Plan, said: Contribution, payload: Payload) -> Future[RoundReply]:

@@ -18,11 +18,11 @@ from psclient._src import context, nest
 from psclient._src.arraylike import LazyArray, LazyCopy, Mirrored, Readable
 from psclient._src.context import StrategyFace
 from psclient._src.devices import is_array, to_numpy
-from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine_rows
+from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine
 from psclient._src.distribute.template import HostValue, SectionTemplate
 from psclient._src.nest import Leaf, Nest
 from psclient._src.rounds.rounds import Outgoing
-from psclient._src.tracing.diagnostics import users_function, warn_of_whole
+from psclient._src.rounds.sparse import how_sparse
 from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.tracing.recorder import AssignedLeaf, OutputLeaf, Recording, Traced, trace
 from psclient._src.tracing.symbolic_numbers import Number
@@ -34,10 +34,10 @@ from psclient._src.variables.kinds import ServerVariable, SyncOnReadVariable
 from psclient._src.variables.sharded import ShardedValue, VariableOfShards
 from psclient._src.variables.sparse_updates import SparseUpdate
 from psclient._src.variables.variable import Variable
-from pswire.errors import LocalityError, ProgramError
-from pswire.model.plan import Apply, Nonfinite, Operand, Plan, Reduction, Ref, SnapshotOrder, Sparse
+from pswire.errors import LocalityError
+from pswire.model.plan import Apply, Nonfinite, Operand, Plan, Reduction, Ref, SnapshotOrder, Trim
+from pswire.model.plan import PlacedVariable as Handle
 from pswire.model.program import Program
-from pswire.model.row_updates import keeps_rows, later_refusal, refusal
 from pswire.model.rows import Rows
 from pswire.model.tensor import Array, TensorSpec, portable, spec_of
 
@@ -103,6 +103,16 @@ class ReducedSlices(ServerValue, IndexedSlices):
         return IndexedSlices.of_rows(self.rows(), self.spec.shape).numpy()
 
 
+class ReducedKeys(ServerValue):
+    """A value on the servers that was reduced from rows by keys: it is for updates of its table alone."""
+
+    def _fetch(self) -> Array:
+        raise TypeError(
+            "rows that were reduced for a dynamic table stay on its servers, for updates of the table; look the rows "
+            "up, or reduce what you want to see as an array"
+        )
+
+
 class Section:
     """Records one stretch of cross-replica code. Used by the thread that made it; others may ask for its values.
 
@@ -128,6 +138,7 @@ class Section:
         self._results = 0
         self._returned: set[Ref] = set()
         self._snapshot: SnapshotOrder | None = None
+        self._trims: list[Trim] = []
         self._written: set[int] = set()
         self._calls: list[TracedCall] | None = []  # None once what is recorded depends on more than these.
         self._sources: list[tuple[Trace, int]] = []
@@ -162,6 +173,11 @@ class Section:
         return len(self._reductions) > len(self._own)
 
     @property
+    def updates(self) -> int:
+        """Number of updates that it makes."""
+        return len(self._applies)
+
+    @property
     def flushed(self) -> bool:
         """True if the section has been sent."""
         return self._take is not None
@@ -182,8 +198,8 @@ class Section:
         """
         self._check_more()
         kind = ReducedValue if servers is None else ServerValue
-        if local.form == "rows":
-            kind = ReducedSlices
+        if local.form != "dense":
+            kind = ReducedSlices if local.form == "rows" else ReducedKeys
         located = kind(self, Ref("reduction", len(self._reductions)), local.spec, servers)
         self._reductions.append(Reduction(local.op, local.spec, tuple(sorted(set(servers or ()))), target, local.form))
         self._local.append(local)
@@ -239,46 +255,18 @@ class Section:
         for id in written:
             self._check_copies(inputs.variables[id], servers)
         self._written.update(written)
-        sparse = self._sparse(traced.program, refs, wish, [inputs.variables[id].name for id in written])
-        self._applies.append(Apply(self._program(traced.program), servers, tuple(refs), sparse))
+        given = [i for i, ref in enumerate(refs) if ref.kind == "reduction" and self._is_rows(ref.index)]
+        sparse = how_sparse(traced.program, refs, given, wish, [*inputs.variables.values()])
+        optional = wish is not None and wish.optional and any(ref.kind == "reduction" for ref in refs)
+        self._applies.append(Apply(self._program(traced.program), servers, tuple(refs), sparse, optional))
         return self._result(traced, refs, inputs.variables, servers)
 
-    def _sparse(self, program: Program, refs: Sequence[Ref], wish: SparseUpdate | None, names: Sequence[str]) -> Sparse:
-        """Returns what an update is to rows that are not given; warns where it makes a whole array of rows.
-
-        Args:
-            program, refs: the update.
-            wish: says what it shall be; None if nobody has.
-            names: names of the variables that it assigns.
-
-        Raises:
-            ProgramError: it cannot be lazy.
-        """
-        given = [i for i, ref in enumerate(refs) if ref.kind == "reduction" and self._is_rows(ref.index)]
-        if not (given or (wish and wish.needs_rows)):
-            return "dense"
-        sparse = wish.sparse if wish else None
-        why = refusal(program, given)
-        if len({refs[i] for i in given}) != 1 or len(set(refs)) < len(refs):
-            why = why or "it takes the rows of one gradient, and each variable once"
-        if sparse == "lazy":
-            if why:
-                raise ProgramError(f"{users_function() or 'an update'} cannot run lazily: {why}")
-            return sparse
-        if why is None and keeps_rows(program, given):
-            return "dense"
-        if sparse == "exact" and not (why := why or later_refusal(program)):
-            return sparse
-        if sparse != "dense":
-            warn_of_whole(names, max(program.specs[i].nbytes for i in given), why)
-        return "dense"
-
     def _is_rows(self, number: int) -> bool:
-        return self._reductions[number].form == "rows"
+        return self._reductions[number].form != "dense"
 
     def give_rows(self, value: IndexedSlices, servers: tuple[int, ...]) -> Given:
         """Records rows that every process has alike, as what an update is given."""
-        local = combine_rows("first", [value], EVERYONE)
+        local = combine("first", [value], EVERYONE, None)
         located = self.reduce(local.kept(), servers, "rows")
         self._own.add(located.ref.index)
         return Given("value", located.spec, located.ref)
@@ -346,17 +334,27 @@ class Section:
         """Records that a checkpoint of all servers is wanted, of the round that this section will be; see its order."""
         self._snapshot = SnapshotOrder(path, tuple(range(self._servers)), round, state)
 
+    def skip_nonfinite(self) -> None:
+        """Records that nothing of the section shall be applied if a contribution has NaN or infinity."""
+        self._nonfinite = "skip"
+
+    def trim(self, part: Handle, rows: int) -> None:
+        """Records that a part of a dynamic table is cut to its share of a number of rows."""
+        self._check_more()
+        self._trims.append(Trim(part.id, part.servers, rows))
+        self._written.add(part.id)
+
     def give_back(self, value: object) -> None:
         """Notes which of the section's values the program will look at: the leaves of a nest."""
         for leaf in nest.flatten(value):
             for part in leaf.parts if isinstance(leaf, ShardedValue) else (leaf,):
-                if isinstance(part, ServerValue) and part.section is self:
+                if isinstance(part, ServerValue) and part.section is self and not isinstance(part, ReducedKeys):
                     self._returned.add(part.ref)
 
     def give_back_unused(self) -> None:
         """Notes all values that no program of the section takes: the program may look at any of them."""
         used = {ref for apply in self._applies for ref in apply.args}
-        reductions = {Ref("reduction", index) for index in range(len(self._reductions))}
+        reductions = {Ref("reduction", i) for i, each in enumerate(self._reductions) if each.form != "keys"}
         results = {Ref("result", index) for index in range(self._results)}
         self._returned |= (reductions | results) - used
 
@@ -391,7 +389,7 @@ class Section:
             Whether it does: False if the reductions are others, or something else was recorded, or an update function
             would do something else by now. Then nothing is done.
         """
-        only_reduced = not (self._applies or self._operands or self._returned or self._snapshot)
+        only_reduced = not (self._applies or self._operands or self._returned or self._snapshot or self._trims)
         same = not self._reductions if local else tuple(self._reductions) == kept.plan.reductions
         if not (only_reduced and same):
             return False
@@ -428,6 +426,7 @@ class Section:
             tuple(sorted(self._returned)),
             self._snapshot,
             nonfinite=self._nonfinite if self._applies else "apply",
+            trims=tuple(self._trims),
         )
 
     def _place(self) -> tuple[int, ...]:

@@ -126,6 +126,11 @@ class Window:
                     self._rounds.popleft()
                     self._say_waits()
 
+    def take_all(self) -> None:
+        """Waits for all rounds, and takes their values."""
+        if self._rounds:
+            self.take(self._rounds[-1])
+
     def take_in(self, before: int) -> None:
         """Takes in what the answers to the rounds before a number say of the members; waits for them."""
         due = [round for round in self._rounds if round.number < before]
@@ -175,12 +180,15 @@ class Window:
             for (_, whole), count in zip(rows, reply.rows, strict=True):
                 specs += row_specs(whole, count)
             specs += [each.spec for each in round.lookups[server]]
-            tensors = [frozen(array) for array in reply.payload.tensors(specs)]
-            fresh |= zip([id for id, _ in want], tensors, strict=False)
-            values |= zip([ref for ref, _ in given], tensors[len(want) :], strict=False)
-            behind = iter(tensors[len(want) + len(given) :])
+            ids = [id for id, _ in want]
+            targets = self._reads.targets.of(ids)
+            tensors = reply.payload.tensors(specs, targets)
+            fresh |= {id: frozen(tensors[place]) for place, id in enumerate(ids) if place not in targets}
+            behind = map(frozen, tensors[len(want) :])
+            values |= {ref: next(behind) for ref, _ in given}
             values |= {ref: Rows(next(behind), next(behind)) for ref, _ in rows}
             looked_up |= {each.variable: Rows(each.ids, next(behind)) for each in round.lookups[server]}
+            self._reads.targets.written(ids)
             self._measures.left_out += len(reply.left_out)
             for task in set(reply.left_out) - self._missing[server]:
                 log.warning("round %d of server %d is complete without %s", reply.round, server, task)

@@ -14,8 +14,8 @@ from psclient._src.cluster_resolver.base import ClusterResolver
 from psclient._src.cluster_resolver.tf_config import TFConfigClusterResolver, task_of
 from psclient._src.config import check_lane, job_from, lane_from, refused_from, security_from, timeouts_from
 from psclient._src.devices import local_devices
-from psclient._src.distribute.sharded import ShardedExtended
 from psclient._src.distribute.strategy import Strategy
+from psclient._src.distribute.tables import TableExtended
 from psclient._src.options import Async, Round, Sync
 from psclient._src.processes import shutdown
 from psclient._src.processes.blas import share_cores
@@ -146,7 +146,7 @@ class ParameterServerStrategy(Strategy):
         self._exporter.add_worker(self._exchange, self._servers)
         limits = [server.status().memory_limit for server in self._servers]
         self._remote = RemoteBackend(self._exchange, Placement(self._ps_strategy, limits), self.consistency.nonfinite)
-        super().__init__(ShardedExtended(self, self._remote, self._partitioner))
+        super().__init__(TableExtended(self, self._remote, self._partitioner))
 
     # ---- What it is ----
 

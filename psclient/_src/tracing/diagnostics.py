@@ -26,7 +26,7 @@ log = logging.getLogger("psclient")
 LARGE = 1 << 20
 """Bytes of an array that a function brings along, from which on it is said that they travel at each call."""
 
-_NOT_THE_USERS = frozenset({"psclient", "numpy", "cupy", "cupyx"})
+_NOT_THE_USERS = frozenset({"psclient", "numpy", "cupy", "cupyx", "torch", "jax"})
 _VALUE = "its value is not known while the update function is traced; leave it an array"
 _SHAPE = "values keep their shapes, but for reductions and broadcasting; create the variable in another shape"
 _SPREAD = "np.mean(np.square(x - np.mean(x)))"
@@ -238,6 +238,20 @@ def _named(fn: Callable[..., object]) -> tuple[str, str]:
     code = getattr(own, "__code__", None)
     line = f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else ""
     return _short(getattr(own, "__qualname__", repr(own))), line
+
+
+def refuse_whole_update(table: str, why: str | None) -> NoReturn:
+    """Raises `ProgramError`: an update of a dynamic table does not run on the rows of a gradient alone.
+
+    Args:
+        table: the table's name.
+        why: the reason why it cannot; None if it would change rows without a gradient.
+    """
+    reason = why or (
+        "it changes rows that have no gradient, as momentum and decay do; pass ps.exactly(fn) to make that up when a "
+        "row is touched, or ps.lazily(fn) to leave it out"
+    )
+    fail(f"an update of table {table!r} has to run on the rows of one gradient, as a table has no whole: {reason}")
 
 
 WHOLE_BYTES = 1 << 30

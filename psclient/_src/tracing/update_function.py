@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -167,6 +168,7 @@ class UpdateFunction:
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._traces: dict[Hashable, tuple[Trace, ...]] = {}
+        self._tracing = threading.RLock()  # held by who adds a trace: of two for one call each had operands of its own
 
     def __call__(self, *args: object, **kwargs: object) -> Nest:
         """Calls the function, as a strategy without servers does."""
@@ -195,16 +197,20 @@ class UpdateFunction:
             known = self._traces.get(key, ())
         except TypeError as error:
             fail(f"an argument of {self.__name__} cannot be compared: {error}; give arrays, numbers, words or tuples")
-        for found in known:
-            call = found.call(given, numbers)
+        call = _known_call(known, given, numbers)
+        if call is not None:
+            return call
+        with self._tracing:
+            known = self._traces.get(key, ())
+            call = _known_call(known, given, numbers)
             if call is not None:
                 return call
-        made = self._trace(strategy, args, kwargs, give, given, numbers)
-        call = made.same(given, numbers)  # Once the trace is known, another thread may give it other numbers.
-        if len(self._traces) >= MAX_TRACES:
-            self._traces.clear()
-        self._traces[key] = (made, *known[: MAX_TRACES_OF_ONE_KIND - 1])
-        return call
+            made = self._trace(strategy, args, kwargs, give, given, numbers)
+            call = made.same(given, numbers)  # Once the trace is known, another thread may give it other numbers.
+            if len(self._traces) >= MAX_TRACES:
+                self._traces.clear()
+            self._traces[key] = (made, *known[: MAX_TRACES_OF_ONE_KIND - 1])
+            return call
 
     def _trace(
         self,
@@ -266,6 +272,11 @@ class UpdateFunction:
                 f"{users_function() or self.__name__} uses {value!r}, which is not among its arguments; pass it, or in "
                 "an optimizer keep it in a slot, and a number as an attribute"
             )
+
+
+def _known_call(known: Sequence[Trace], given: Sequence[Given], numbers: list[Number]) -> TracedCall | None:
+    """Returns the call that one of some traces makes of arguments; None if none does."""
+    return next((call for found in known if (call := found.call(given, numbers)) is not None), None)
 
 
 def update_function(fn: Callable[..., object]) -> UpdateFunction:

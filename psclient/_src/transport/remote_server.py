@@ -35,11 +35,12 @@ from pswire.api import (
     RoundReply,
     RowRead,
     Shard,
+    TableRead,
     Watched,
 )
 from pswire.cluster import ClusterSpec, Task
 from pswire.encoding import messages
-from pswire.encoding.protocol import PROTOCOL, check_protocol
+from pswire.encoding.protocol import PROTOCOL, check_protocol, check_tables
 from pswire.encoding.verbs import VERBS, batches, parse
 from pswire.errors import ConfigError, PSError
 from pswire.limits import MAX_BATCH_VARIABLES, Refused, Timeouts
@@ -98,6 +99,7 @@ class RemoteServer:
         self._decoder = messages.RoundDecoder()
         self._lanes: dict[int, LaneSelector] = {}  # of each session
         self._singly: dict[int, PlacedVariable] | None = None  # what a server has that knows no batches
+        self._spoken = PROTOCOL, ""  # the server's protocol, and who has asked for it
         shown = security or Security()
         self._tls = shown.client_context() if shown.tls else None
         self._name = certificate_name(task_name(task))
@@ -140,6 +142,7 @@ class RemoteServer:
         )
         m = parse(pb.OpenReply, self._ask("Open", request))
         check_protocol(m.protocol, str(self.task), str(task))
+        self._spoken = m.protocol, str(task)
         self._calls.bind(m.incarnation)
         self._attempts.opened = True
         if replicas:
@@ -192,6 +195,9 @@ class RemoteServer:
 
     def create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
         """Calls `ParameterServer.create_batch`; sends a large batch in several calls, to an older server one by one."""
+        for variable in variables:
+            if variable.spec.part is not None:
+                self.check_tables(variable.spec.part.table)
         try:
             if self._singly is None:
                 return self._create_batch(session, variables)
@@ -199,6 +205,11 @@ class RemoteServer:
             self._singly = {}
         self._singly |= {variable.id: variable for variable in variables}
         return older_server.create_each(self.create, self.task.index, session, variables)
+
+    def check_tables(self, table: str) -> None:
+        """Raises `ConfigError` if the server knows no dynamic tables, of which one is to be created; for any thread."""
+        number, ours = self._spoken
+        check_tables(number, table, str(self.task), ours)
 
     def _create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
         whole = CreateBatchReply(0)
@@ -262,11 +273,17 @@ class RemoteServer:
         )
 
     def pull(
-        self, session: int, variables: Sequence[int], after: int, rows: Sequence[RowRead] = ()
+        self,
+        session: int,
+        variables: Sequence[int],
+        after: int,
+        rows: Sequence[RowRead] = (),
+        tables: Sequence[TableRead] = (),
     ) -> Future[PullReply]:
         """Implements `ParameterServer.pull`."""
-        asked = map(messages.ROW_READ.to_pb, rows)
-        data = pb.PullRequest(session=session, variables=variables, after=after, rows=asked).SerializeToString()
+        asked, questions = map(messages.ROW_READ.to_pb, rows), map(messages.TABLE_READ.to_pb, tables)
+        request = pb.PullRequest(session=session, variables=variables, after=after, rows=asked, tables=questions)
+        data = request.SerializeToString()
 
         def once(seconds: float) -> PullReply:
             return messages.pull_from_pb(*self._calls.pull(data, seconds))

@@ -331,6 +331,12 @@ class Session:
                 # In a thread of its own: it asks servers, and one that is lost would hold up the verdict.
                 spoken = self._threads.submit(lambda: self._speak(word, needs_chief))
 
+    def check_tables(self, table: str) -> None:
+        """Raises `ConfigError` if one of the servers knows no dynamic tables, of which one is to be created."""
+        for server in self.servers:
+            if isinstance(server, RemoteServer):
+                server.check_tables(table)
+
     def lane(self, index: int) -> Lane | None:
         """Returns the lane to a server, by its number; None for gRPC."""
         server = self.servers[index]

@@ -1,4 +1,4 @@
-"""Payloads that are sent while they are still being read: from a GPU, tensor after tensor."""
+"""Payloads that are sent while they are still being made: read from a GPU, or computed, tensor after tensor."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from psclient._src.devices import Download
+from psclient._src.devices import Coming, Download, Pending
 from pswire.model.tensor import Array, align, as_bytes
 from pswire.transport.parts import Cutter, Part
 from pswire.transport.payload import Payload
 
-Sent = Array | Download
-"""A host array, `portable`, or one that a copy from a GPU is filling."""
+Sent = Array | Pending
+"""A host array, `portable`, or one that a copy from a GPU is filling, or the program still computes."""
+
+_PENDING = frozenset({Coming, Download})
+
+
+def any_pending(arrays: Iterable[Sent | None]) -> bool:
+    """Returns whether some of these are not known to be there."""
+    return not _PENDING.isdisjoint(map(type, arrays))
 
 
 class StagedPayload(Payload):
@@ -36,13 +43,16 @@ class StagedPayload(Payload):
                 self._left.append((align(end), array))
                 end = align(end) + array.nbytes
         super().__init__((), end)
+        for _, array in self._left:
+            if isinstance(array, Coming):
+                array.when(lambda _: self.grow())
         self.grow()
 
     def grow(self) -> None:
         """Takes in what is there, up to the first array that is not. Called by one thread."""
         while self._left:
             offset, array = self._left[0]
-            here = array.here if isinstance(array, Download) else array
+            here = array.here if isinstance(array, Pending) else array
             if here is None:
                 return
             self._left.popleft()
@@ -51,7 +61,7 @@ class StagedPayload(Payload):
 
 def pack(arrays: Sequence[Sent]) -> Payload:
     """Makes a payload over arrays; if copies of some are under way it must be filled."""
-    if Download in map(type, arrays):
+    if any_pending(arrays):
         return StagedPayload(arrays)
     return Payload.pack(arrays)  # type: ignore[arg-type]
 
@@ -59,10 +69,10 @@ def pack(arrays: Sequence[Sent]) -> Payload:
 def keep(arrays: Sequence[Sent]) -> Payload:
     """Makes a payload with memory of its own, so that the arrays may change; as `pack`.
 
-    What comes from a GPU lies in pinned memory that is nobody else's.
+    What comes from a GPU lies in pinned memory that is nobody else's, and nobody changes what the program promised.
     """
-    if Download in map(type, arrays):
-        return StagedPayload([array if isinstance(array, Download) else array.copy() for array in arrays])
+    if any_pending(arrays):
+        return StagedPayload([array if isinstance(array, Pending) else array.copy() for array in arrays])
     payload = Payload.pack(arrays)  # type: ignore[arg-type]
     memory = np.empty(payload.size, np.uint8)
     room = as_bytes(memory)
@@ -72,12 +82,21 @@ def keep(arrays: Sequence[Sent]) -> Payload:
 
 
 def host(array: Sent) -> Array:
-    """Returns an array on the host, once it is there; raises the device's error if its copy has failed."""
-    return array.wait() if isinstance(array, Download) else array
+    """Returns an array on the host, once it is there; raises the device's error if its copy has failed.
+
+    Raises:
+        ValueError: the program still computes it, so that nobody can wait for it.
+    """
+    if not isinstance(array, Pending):
+        return array
+    found = array.wait() if isinstance(array, Download) else array.here
+    if found is None:
+        raise ValueError("an array that is still computed is looked at")
+    return found
 
 
 def fill(arrays: Iterable[Sent | None], payloads: Iterable[Payload]) -> None:
-    """Waits for arrays in the order in which their copies were begun; payloads grow with each.
+    """Waits for copies from a GPU in the order in which they were begun; payloads grow with each.
 
     Args:
         arrays: all that are on their way in the payloads, and others.

@@ -32,7 +32,7 @@ class IndexedSlices:
 
     Args:
         values: (n, ...), the rows; an array of NumPy or CuPy.
-        indices: integers (n,), the place of each row; may repeat, in any order.
+        indices: integers (n,), the place of each row; may repeat, in any order. For a dynamic table the key of each.
         dense_shape: shape of the whole, (size, ...); None where it is not known, as a gradient's, which takes that of
             its variable.
 
@@ -131,6 +131,15 @@ class IndexedSlices:
             else:
                 self._grouped = Rows(places, _sums(self._values, order, starts))
         return self._grouped
+
+    @property
+    def each_once(self) -> bool:
+        """True if it is known that each place is there once, in increasing order."""
+        return self._grouped is not None and self._grouped.values is self._values
+
+    def with_values(self, values: AnyArray) -> IndexedSlices:
+        """Returns other rows in the same places, of which each is known to be there once."""
+        return IndexedSlices.of_rows(Rows(self.rows().ids, values), self.shape)
 
     def on(self, device: Device) -> IndexedSlices:
         """Returns the same with its rows on a device."""

@@ -41,8 +41,8 @@ class ServerReader(Protocol):
         """Returns rows of a variable, by their places, int64[n]."""
         ...
 
-    def look_ahead(self, handle: Handle, ids: Int64s) -> None:
-        """Rounds that assign a variable bring these rows of it, increasing, each once."""
+    def look_ahead(self, handle: Handle, *ids: Int64s) -> None:
+        """Rounds that assign a variable bring these rows of it, one piece after another increasing, each once."""
         ...
 
 
@@ -100,8 +100,8 @@ class ServerVariable(Variable):
         place = getattr(value, "place", None) if isinstance(value, Readable) else None
         return value if place is None or set(self.place) <= set(place) else value.numpy()
 
-    def _scatter(self, how: str, rows: Rows) -> None:
-        scatter_on_servers(self, how, rows)
+    def _scatter(self, how: str, slices: IndexedSlices) -> None:
+        scatter_on_servers(self, how, slices)
 
     def _copy_on(self, device: Device) -> AnyArray:
         if device.kind == "cpu":
@@ -115,17 +115,15 @@ class ServerVariable(Variable):
         return copy
 
 
-def scatter_on_servers(variable: Variable, how: str, rows: Rows) -> None:
+def scatter_on_servers(variable: Variable, how: str, slices: IndexedSlices) -> None:
     """Changes rows of a variable by one of `SCATTERS`, each place once; they are of a dtype that fits."""
-    truth = rows.values.dtype.kind == "b"  # Reductions know none: it travels as an integer.
-    given = Rows(rows.ids, rows.values.astype(np.uint8)) if truth else rows
+    truth = slices.dtype.kind == "b"  # Reductions know none: it travels as an integer.
+    given = slices.with_values(slices.values.astype(np.uint8)) if truth else slices
 
     def assign(v: Value, rows: Value) -> None:
         v.assign(change(how, v.read_value(), rows.astype(bool) if truth else rows, np))
 
-    variable.strategy.extended.update(
-        variable, SparseUpdate(assign, "lazy"), (IndexedSlices.of_rows(given, variable.shape),)
-    )
+    variable.strategy.extended.update(variable, SparseUpdate(assign, "lazy"), (given,))
 
 
 def check_fits(name: str, spec: TensorSpec, how: str, value: Any) -> None:
@@ -373,8 +371,8 @@ class CopiedVariable(Variable, DistributedValues):
         """An assignment through one copy."""
         raise NotImplementedError
 
-    def _scatter(self, how: str, rows: Rows) -> None:
-        self.strategy.extended.update(self, lambda copy: copy.cell.scatter(how, rows))
+    def _scatter(self, how: str, slices: IndexedSlices) -> None:
+        self.strategy.extended.update(self, lambda copy: copy.cell.scatter(how, slices.rows()))
 
     def _mine(self) -> ReplicaCopy | None:
         """The copy of the replica or of the update in whose function the calling thread is."""

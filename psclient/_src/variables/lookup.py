@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from psclient._src.arraylike import Readable, read
 from psclient._src.devices import AnyArray, Value, as_array, device_of, device_scope, namespace, to_device, to_numpy
 from psclient._src.nest import Nest
 from psclient._src.variables.indexed_slices import IndexedSlices
-from pswire.model.rows import Int64s, Rows, check_ids, group
+from pswire.model.rows import Int64s, Rows, check_ids, group, sum_groups
 from pswire.model.tensor import Array
 
 Backward = Callable[[AnyArray], AnyArray]
@@ -31,7 +31,8 @@ class LookedUpRows:
 
     Attributes:
         variable: the variable that was read.
-        ids: int64[U] on the host, the places of the rows in increasing order.
+        ids: int64[U] on the host, the places of the rows in increasing order. Of a dynamic table the keys, in its dtype
+            of keys: by part of the table, and within a part in increasing order of their 64 bits as int64.
         values: (U, *row shape), the row at each of them, on the device of the replica that asked.
         places: `inverse` on the host, int64.
     """
@@ -84,7 +85,11 @@ class LookedUpRows:
                 "several times, make ps.IndexedSlices(d, ids)"
             )
         through = array if self._backward is None else self._backward(array)
-        return IndexedSlices.of_rows(Rows(self.ids, through), self.variable.shape)
+        return self.variable._slices(self.ids, self._counts, through)
+
+    def _counts(self) -> Int64s:
+        """Returns how often each of the ids was asked for."""
+        return np.bincount(self.places.ravel(), minlength=len(self.ids))
 
     def changed(self, values: AnyArray, backward: Backward) -> LookedUpRows:
         """Returns these rows with values that were made of them.
@@ -96,32 +101,59 @@ class LookedUpRows:
         return replace(self, values=values, _backward=backward)
 
 
-class RowReadable(Readable):
-    """A variable, or a copy of one, of which rows can be read."""
+def gradient_of_all(lookups: Sequence[LookedUpRows], gradients: Sequence[AnyArray]) -> IndexedSlices:
+    """Returns the gradient of a variable of which rows were looked up several times: of each place the sum.
 
+    Args:
+        lookups: of one variable, at least one; none of them clipped.
+        gradients: of each lookup the gradient by its `values`.
+    """
+    if len(lookups) == 1:
+        return lookups[0].gradient(gradients[0])
+    v = lookups[0].variable
+    ids = v._check(np.concatenate([each.ids for each in lookups]), place_of(v))
+    counts = np.concatenate([each._counts() for each in lookups])
+    order, starts = v._group(ids)
+    device = device_of(gradients[0])
+    with device_scope(device):
+        xp = namespace(device)
+        values = sum_groups(xp.concatenate(list(map(as_array, gradients))), order, starts, xp)
+    total = np.add.reduceat(counts[order], starts[:-1]) if len(ids) else counts
+    return v._slices(v._shown(ids[order[starts[:-1]]]), lambda: total, values)
+
+
+class RowReadable(Readable):
+    """A variable, or a copy of one, of which rows can be read.
+
+    Attributes:
+        kind: what it is, in a word, for messages.
+    """
+
+    kind: ClassVar[str] = "variable"
     name: str
     strategy: Any
+    _named: tuple[tuple[Int64s, Int64s, Int64s], ...] = ()
+    """The ids that were named last, and those before, each in an array of their own, and how they are grouped."""
 
     def lookup(self, ids: Nest) -> LookedUpRows:
         """Reads the rows of some ids, each once. In replica and cross-replica context.
 
         Args:
-            ids: integers of any shape, of NumPy, CuPy or Python; may repeat.
+            ids: integers of any shape, of NumPy, CuPy or Python; may repeat. Of a dynamic table keys.
 
         Returns:
-            The rows, of which the gradient can be made. They are copies, as of now.
+            The rows, of which the gradient can be made. They are copies, as of now. Of a key without a row in a table
+            what it would begin with.
 
         Raises:
             TypeError: the ids are no integers, such as floats, bools, or lists of different lengths.
-            ValueError: an id is no row of the variable; the first is named. Or the variable has no rows.
+            ValueError: an id is no row of the variable, or no key of the table's dtype; the first is named. Or the
+                variable has no rows.
             RuntimeError: called in an update function.
         """
         asked = self._checked_ids(ids)
-        order, starts = group(asked.ravel())
-        found = asked.ravel()[order[starts[:-1]]]
-        inverse = np.empty(asked.size, np.int64)
-        inverse[order] = np.repeat(np.arange(len(found)), np.diff(starts))
-        return LookedUpRows(self, found, self._take_rows(found), inverse.reshape(asked.shape))
+        found, places = self._grouped(asked)
+        return LookedUpRows(self, self._shown(found), self._take_rows(found), places)
 
     def sparse_read(self, indices: Nest, name: str | None = None) -> AnyArray:
         """Returns the row of each index: an array of their shape, then that of a row, on the replica's device.
@@ -162,8 +194,25 @@ class RowReadable(Readable):
             TypeError, ValueError, RuntimeError: as `lookup`.
         """
         asked = np.concatenate([self._checked_ids(each).ravel() for each in ids] or [np.empty(0, np.int64)])
-        order, starts = group(asked)
+        order, starts = self._group(asked)
+        self._named = (asked, order, starts), *self._named[:1]
         self._look_ahead(asked[order[starts[:-1]]])
+
+    def no_rows(self) -> IndexedSlices:
+        """Returns a gradient of none of its rows."""
+        none = np.empty(0, np.int64)
+        return self._slices(self._shown(none), lambda: none, np.empty((0, *self.shape[1:]), self.dtype))
+
+    def _grouped(self, asked: Int64s) -> tuple[Int64s, Int64s]:
+        """Returns each of some ids once, in order, and the place of each that was asked for, in their shape."""
+        ids = asked.ravel()
+        # What was named is most often what is looked up next, or behind the ids of the batch after it.
+        known = ((order, starts) for named, order, starts in self._named if np.array_equal(named, ids))
+        order, starts = next(known, None) or self._group(ids)
+        found = ids[order[starts[:-1]]]
+        places = np.empty(asked.size, np.int64)
+        places[order] = np.repeat(np.arange(len(found)), np.diff(starts))
+        return found, places.reshape(asked.shape)
 
     def _look_ahead(self, ids: Int64s) -> None:
         """Does as `look_ahead`, with int64[U], increasing."""
@@ -192,7 +241,47 @@ class RowReadable(Readable):
         if not self.shape:
             raise ValueError(f"{_named(self)} has no dimensions, hence no rows; read it with read_value()")
         given = _integers(self, read(ids))
-        return check_ids(given.ravel(), self.shape[0], place_of(self)).reshape(given.shape)
+        return self._check(given.ravel(), place_of(self)).reshape(given.shape)
+
+    # ---- What a row is named by: its place, but of a table a key ----
+
+    def _check(self, ids: Array, where: str) -> Int64s:
+        """Returns ids, integers of one dimension, as int64; raises `ValueError` if one is no row of the variable."""
+        return check_ids(ids, self.shape[0], where)
+
+    def _group(self, ids: Int64s) -> tuple[Int64s, Int64s]:
+        """Groups rows by their ids, as `pswire.model.rows.group`, in the order in which they travel."""
+        return group(ids)
+
+    def _shown(self, ids: Int64s) -> Any:
+        """Returns ids as users have them."""
+        return ids
+
+    def _slices(self, shown: Any, counts: Callable[[], Int64s], values: AnyArray) -> IndexedSlices:
+        """Returns rows of some ids, each once, in order.
+
+        Args:
+            shown: the ids, as `_shown` returns them.
+            counts: returns how often each came.
+            values: the rows.
+        """
+        return IndexedSlices.of_rows(Rows(shown, values), self.shape)
+
+    def _known(self, slices: IndexedSlices) -> IndexedSlices | None:
+        """Returns rows of the variable's shape if each id is known to be there once, in order; else None.
+
+        Raises:
+            ValueError: they are of another variable.
+        """
+        return slices if slices.each_once else None
+
+    def fit_slices(self, slices: IndexedSlices) -> IndexedSlices:
+        """Returns rows as a reduction to the variable, or an update of it, takes them.
+
+        Raises:
+            ValueError: they are of another shape, or of another variable.
+        """
+        return slices.with_shape(self.shape)
 
 
 def place_of(variable: RowReadable) -> str:
@@ -205,7 +294,7 @@ def place_of(variable: RowReadable) -> str:
 
 
 def _named(variable: RowReadable) -> str:
-    return f"variable {variable.name!r}"
+    return f"{variable.kind} {variable.name!r}"
 
 
 def _integers(variable: RowReadable, ids: Nest) -> Array:

@@ -13,7 +13,7 @@ from psclient._src.arraylike import Mirrored
 from psclient._src.devices import AnyArray, device_of, device_scope, namespace, to_numpy
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.lookup import RowReadable, place_of
-from pswire.model.rows import Int64s, Rows, check_ids, group
+from pswire.model.rows import Int64s, sum_groups
 
 
 @dataclass(frozen=True)
@@ -45,29 +45,36 @@ SCATTERS = {
 """The methods, by name."""
 
 
-def combine_rows(how: str, slices: IndexedSlices, where: str) -> Rows:
+def combine_rows(how: str, variable: RowReadable, slices: IndexedSlices, where: str) -> IndexedSlices:
     """Returns rows with each place once, those of the same place combined as the method would one after another.
 
     Args:
         how: a key of `SCATTERS`.
-        slices: the rows, of a whole whose shape is known.
+        variable: the variable whose rows they are.
+        slices: the rows.
         where: what they belong to, for messages.
 
     Raises:
-        ValueError: an index is no row of the whole.
+        ValueError: an index is no row of the variable; rows of another shape, or of another table.
     """
     of_equal = SCATTERS[how].of_equal
-    if of_equal == "add":
-        return slices.rows(where)
-    ids = check_ids(to_numpy(slices.indices), slices.shape[0], where)
-    order, starts = group(ids)
+    slices = slices.with_shape(variable.shape)
+    if (known := variable._known(slices)) is not None:
+        return known
+    ids = variable._check(to_numpy(slices.indices), where)
+    order, starts = variable._group(ids)
     places = ids[order[starts[:-1]]]
     if not of_equal:
-        return Rows(places, _take(slices.values, order[starts[1:] - 1]))
-    if len(places) == len(ids):
-        return Rows(places, _take(slices.values, order))
-    # On the host: CuPy has no reduceat.
-    return Rows(places, getattr(np, of_equal).reduceat(to_numpy(slices.values)[order], starts[:-1], axis=0))
+        values = _take(slices.values, order[starts[1:] - 1])
+    elif len(places) == len(ids):
+        values = _take(slices.values, order)
+    elif of_equal == "add":
+        device = device_of(slices.values)
+        with device_scope(device):
+            values = sum_groups(slices.values, order, starts, namespace(device))
+    else:  # On the host: CuPy has no reduceat.
+        values = getattr(np, of_equal).reduceat(to_numpy(slices.values)[order], starts[:-1], axis=0)
+    return variable._slices(variable._shown(places), lambda: np.diff(starts), values)
 
 
 def _take(values: AnyArray, numbers: Int64s) -> AnyArray:
@@ -184,8 +191,7 @@ def _scattered(variable: Any, how: str, delta: Any) -> Any:
     where = f"{how} of {place_of(variable)}"
     if not variable.shape:
         raise ValueError(f"{where}, which has no dimensions, hence no rows; write assign, assign_add or assign_sub")
-    slices = _fitting(variable, how, delta).with_shape(variable.shape)
-    return variable._scatter_here(how, IndexedSlices.of_rows(combine_rows(how, slices, where), variable.shape))
+    return variable._scatter_here(how, combine_rows(how, variable, _fitting(variable, how, delta), where))
 
 
 def _fitting(variable: RowWritable, how: str, slices: IndexedSlices) -> IndexedSlices:
@@ -202,4 +208,5 @@ def _fitting(variable: RowWritable, how: str, slices: IndexedSlices) -> IndexedS
     if slices.dtype == common:
         return slices
     # Sums and products of rows for one place might not fit into the dtype of the rows.
-    return IndexedSlices(slices.values.astype(common), slices.indices, slices.dense_shape)
+    values = slices.values.astype(common)
+    return slices.with_values(values) if slices.each_once else IndexedSlices(values, slices.indices, slices.dense_shape)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NoReturn, Protocol
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
@@ -26,6 +26,23 @@ from pswire.model.plan import ShardOf, VariableSpec
 from pswire.model.rows import Int64s, Rows
 from pswire.model.tensor import Array, TensorSpec
 
+TableQuestion = Literal["size", "keys", "rows"]
+"""What is asked of a part of a dynamic table, as `pswire.api.TableQuestion`: each word asks for what comes before."""
+
+
+class TableContent(NamedTuple):
+    """The content of a part of a dynamic table, in the order of the keys' hashes, as far as it was asked for.
+
+    Attributes:
+        size: number of rows.
+        keys: int64[n], bits.
+        rows: (n, *row shape).
+    """
+
+    size: int
+    keys: Int64s
+    rows: Array
+
 
 class ShardReader(Protocol):
     """Reads several variables from their servers, which are asked together."""
@@ -36,6 +53,10 @@ class ShardReader(Protocol):
 
     def read_rows_of_all(self, wanted: Sequence[tuple[Handle, Int64s]]) -> list[Array]:
         """Returns rows of each, by their places, on the host."""
+        ...
+
+    def read_tables(self, handles: Sequence[Handle], what: TableQuestion) -> list[TableContent]:
+        """Returns what parts of dynamic tables have."""
         ...
 
 
@@ -76,9 +97,12 @@ class Sharding:
         """Returns whether a value of a shape has the rows of a variable of another one, so that it is cut with it."""
         return len(shape) == len(like) and shape[:1] == (self.rows,)
 
+    def tensors(self, whole: TensorSpec) -> list[TensorSpec]:
+        """Returns dtype and shape of what each shard has of a value."""
+        return [TensorSpec(whole.dtype, (b.stop - b.start, *whole.shape[1:])) for b in self.bounds]
+
     def specs(self, spec: VariableSpec) -> list[VariableSpec]:
         """Returns the shards of a variable as they are created, but for their names."""
-        tensors = [TensorSpec(spec.tensor.dtype, (b.stop - b.start, *spec.tensor.shape[1:])) for b in self.bounds]
         return [
             VariableSpec(
                 f"{spec.name}/part_{number}",
@@ -87,7 +111,7 @@ class Sharding:
                 spec.saved_as,
                 None if spec.saved_as == "" else ShardOf(spec.name, first, self.rows),
             )
-            for number, (tensor, first) in enumerate(zip(tensors, self.starts, strict=False))
+            for number, (tensor, first) in enumerate(zip(self.tensors(spec.tensor), self.starts, strict=False))
         ]
 
     def split_ids(self, ids: Int64s) -> list[tuple[slice, Int64s]]:
@@ -128,7 +152,7 @@ class Sharding:
                 return leaf.parts
             leaf = leaf.numpy()
         if isinstance(leaf, IndexedSlices):
-            return self.split_rows(leaf.with_shape(whole.shape))
+            return self.split_rows(whole.fit_slices(leaf))
         if isinstance(leaf, Mirrored):
             if not self.cuts(leaf.shape, whole.shape):
                 return [leaf] * len(self.places)
@@ -244,7 +268,29 @@ class ShardCopies(VariableOfShards):
         return self._reader.read_all([self._shards[0].handle])[0]
 
 
-class ShardedVariable(VariableOfShards):
+class CutVariable(VariableOfShards):
+    """Base of variables whose rows are cut, some of them in each shard."""
+
+    def _copy_on(self, device: Device) -> AnyArray:
+        return to_device(self._fetch(), device)
+
+    def _look_ahead(self, ids: Int64s) -> None:
+        for shard, (_, own) in zip(self._shards, self.sharding.split_ids(ids), strict=True):
+            shard._look_ahead(own)
+
+    def _take_rows(self, ids: Int64s) -> AnyArray:
+        split = zip(self._shards, self.sharding.split_ids(ids), strict=True)
+        wanted = [(shard.handle, own) for shard, (_, own) in split if len(own)]
+        found = self._reader.read_rows_of_all(wanted or [(self._shards[0].handle, ids)])
+        rows: AnyArray = found[0] if len(found) == 1 else np.concatenate(found)
+        device = context.replica_device()
+        return rows if device is None else to_device(rows, device)
+
+    def _scatter(self, how: str, slices: IndexedSlices) -> None:
+        scatter_on_servers(self, how, slices)
+
+
+class ShardedVariable(CutVariable):
     """A variable that is cut along its first axis, its shards on several servers; used as a plain variable is.
 
     Made by `Variable` in the scope of a strategy that has a `variable_partitioner`. `variables` are the shards, named
@@ -290,24 +336,6 @@ class ShardedVariable(VariableOfShards):
         end = rows[-1] - base + (1 if rows.step > 0 else -1)
         own = rows[0] - base if number else slice(rows[0] - base, None if end < 0 else end, rows.step)
         return part[(own, *key[1:]) if isinstance(key, tuple) else own]
-
-    def _copy_on(self, device: Device) -> AnyArray:
-        return to_device(self._fetch(), device)
-
-    def _look_ahead(self, ids: Int64s) -> None:
-        for shard, (_, own) in zip(self._shards, self.sharding.split_ids(ids), strict=True):
-            shard._look_ahead(own)
-
-    def _take_rows(self, ids: Int64s) -> AnyArray:
-        split = zip(self._shards, self.sharding.split_ids(ids), strict=True)
-        wanted = [(shard.handle, own) for shard, (_, own) in split if len(own)]
-        found = self._reader.read_rows_of_all(wanted or [(self._shards[0].handle, ids)])
-        rows: AnyArray = found[0] if len(found) == 1 else np.concatenate(found)
-        device = context.replica_device()
-        return rows if device is None else to_device(rows, device)
-
-    def _scatter(self, how: str, rows: Rows) -> None:
-        scatter_on_servers(self, how, rows)
 
 
 def shards_of(variable: Variable) -> list[Variable]:

@@ -27,12 +27,16 @@ class SparseUpdate:
         fn: the function, for `strategy.extended.update`.
         sparse: as above.
         needs_rows: True if it is an error where the update is given no rows.
+        optional: True if it is left out where no process contributes to the gradient.
     """
 
-    def __init__(self, fn: Callable[..., object], sparse: Sparse, needs_rows: bool = False) -> None:
+    def __init__(
+        self, fn: Callable[..., object], sparse: Sparse, needs_rows: bool = False, optional: bool = False
+    ) -> None:
         self.fn = fn
         self.sparse = sparse
         self.needs_rows = needs_rows
+        self.optional = optional
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
 
     def __call__(self, *args: object, **kwargs: object) -> object:

@@ -19,7 +19,6 @@ from psclient._src.nest import Nest
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.scatter import SCATTERS, RowWritable
 from pswire.model.plan import VariableSpec
-from pswire.model.rows import Rows
 from pswire.model.tensor import Array, portable, spec_of
 
 InitialValue = npt.ArrayLike | Callable[[], npt.ArrayLike]
@@ -348,7 +347,7 @@ class Variable(RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]
     def _scatter_here(self, how: str, slices: IndexedSlices) -> Value:
         elsewhere = context.get_strategy() is not self.strategy  # refused there, with a message
         if elsewhere or context.in_cross_replica_context() or not context.has_strategy():
-            self._scatter(how, slices.rows())
+            self._scatter(how, slices)
             return self
         replica = context.require_replica(how)
         if replica.num_replicas_in_sync == 1:
@@ -368,11 +367,11 @@ class Variable(RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]
         return replica.merge_call(self._merge_assign, args=(of_sum, slices))
 
     def _merge_scatter(self, strategy: StrategyFace, how: str, slices: IndexedSlices) -> Value:
-        self._scatter(how, slices.rows())
+        self._scatter(how, slices)
         return self
 
-    def _scatter(self, how: str, rows: Rows) -> None:
-        """Changes rows, of a dtype that fits. In cross-replica context, or outside of every scope."""
+    def _scatter(self, how: str, slices: IndexedSlices) -> None:
+        """Changes rows, each place once, of a dtype that fits. In cross-replica context, or outside of every scope."""
         raise NotImplementedError
 
     def _check_summed(self, strategy: StrategyFace, how: str, value: object) -> None:

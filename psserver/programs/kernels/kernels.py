@@ -15,6 +15,8 @@ from psserver.programs.kernels.codegen import Form, Parameter, SumTerm, paramete
 from psserver.programs.kernels.compiler import PATIENCE, Compiler
 from psserver.programs.kernels.fusion import Step, split, whole
 from psserver.programs.kernels.launch import Crew
+from psserver.programs.kernels.row_codegen import RowForm
+from psserver.programs.kernels.row_steps import split_rows
 from pswire.model.program import Program
 
 MAX_KNOWN = 10_000
@@ -82,6 +84,33 @@ class _Known:
     kernel: Kernel | None = None
 
 
+@dataclass(frozen=True)
+class RowKernel:
+    """A compiled kernel of a step on rows of tables.
+
+    Attributes:
+        form: the computation.
+        function: the compiled function.
+    """
+
+    form: RowForm
+    function: Any
+
+    @cached_property
+    def parameters(self) -> list[Parameter]:
+        """Its parameters for inputs, in order."""
+        return parameters(self.form)
+
+
+@dataclass
+class _KnownRows:
+    """A step on rows with its kernel, as `_Known`."""
+
+    step: Step
+    form: RowForm
+    kernel: RowKernel | None = None
+
+
 SMALLEST = 1 << 14
 """Elements of an array below which the interpreter is as fast as a kernel."""
 
@@ -109,6 +138,7 @@ class Kernels:
     Attributes:
         compiler: compiles the kernels.
         crew: runs the kernels of the CPU.
+        on_host: the kernels of arrays in host memory: of dynamic tables, wherever variables are.
         interpretations: number of programs, or of steps, that ran without a kernel.
     """
 
@@ -122,6 +152,7 @@ class Kernels:
     ) -> None:
         self.device = device
         self.smallest = smallest
+        self.on_host = self if device.gpu is None else Kernels(Device(), threads, patience, smallest, folder)
         self.compiler = Compiler(device, patience, folder)
         self.crew = Crew(threads)
         self.interpretations = 0
@@ -129,7 +160,9 @@ class Kernels:
         # By identity: a plan's programs are the same objects in each round, and comparing them takes longer than
         # all else here. What is remembered holds them, so that no number is used twice.
         self._steps: dict[int, tuple[Program, tuple[Step, ...], Step]] = {}
+        self._row_steps: dict[int, tuple[Program, tuple[Step, ...]]] = {}
         self._known: dict[object, _Known] = {}
+        self._known_rows: dict[object, _KnownRows] = {}
         self._stages: dict[object, tuple[Program, tuple[Stage, ...]]] = {}
         self._asked: dict[int, tuple[Program, int]] = {}
 
@@ -195,6 +228,16 @@ class Kernels:
         """Returns a program as one step, which is interpreted."""
         return self._of(program)[2]
 
+    def row_steps(self, program: Program) -> tuple[Step, ...]:
+        """Returns the steps of a program that updates rows of tables: see `split_rows`."""
+        found = self._row_steps.get(id(program))
+        if found is None:
+            found = program, split_rows(program)
+            with self._lock:
+                self._make_room()
+                self._row_steps[id(program)] = found
+        return found[1]
+
     def _of(self, program: Program) -> tuple[Program, tuple[Step, ...], Step]:
         found = self._steps.get(id(program))
         if found is None:
@@ -206,49 +249,57 @@ class Kernels:
 
     def kernel(self, step: Step, sums: Mapping[int, SumTerm]) -> Kernel | None:
         """Returns the kernel of an elementwise step that sums these inputs itself; None while it is not compiled."""
-        now = prod(step.shape or ()) >= LARGE
-        return self._kernel(step, sums, self._compile_now if now else self.compiler.elementwise)
-
-    def _compile_now(self, form: Form) -> Any | None:
-        return self.compiler.elementwise(form, now=True)
-
-    def rows(self, step: Step) -> Kernel | None:
-        """Returns the kernel of an elementwise step on rows of tables; None while it is not compiled.
-
-        Values that are not scalars are rows; rows for the same place are summed first. Variables are tables.
-        """
-        return self._kernel(step, given_rows(step), self.compiler.rows)
-
-    def replay(self, step: Step) -> Kernel | None:
-        """Returns the kernel that makes up such a step on rows that have missed it; None while it is not compiled."""
-        return self._kernel(step, given_rows(step), self.compiler.replay)
-
-    def _kernel(self, step: Step, sums: Mapping[int, SumTerm], make: Callable[[Form], Any]) -> Kernel | None:
-        key = id(step), tuple(sums.items()), make
+        key = id(step), tuple(sums.items())
         found = self._known.get(key)
         if found is None:
             with self._lock:
                 self._make_room()
                 found = self._known.setdefault(key, _Known(step, Form(step.program, dict(sums))))
         if found.kernel is None:
-            function = make(found.form)
+            now = prod(step.shape or ()) >= LARGE
+            function = self.compiler.elementwise(found.form, now=now)
             found.kernel = None if function is None else Kernel(found.form, function)
         return found.kernel
 
+    def rows(self, step: Step) -> RowKernel | None:
+        """Returns the kernel of a step of `row_steps`; None while it is not compiled.
+
+        Values that are not scalars are rows; rows for the same place are summed first. Variables are tables.
+        """
+        return self._row_kernel(step, self.compiler.rows)
+
+    def replay(self, step: Step) -> RowKernel | None:
+        """Returns the kernel that makes up such a step on rows that have missed it; None while it is not compiled."""
+        return self._row_kernel(step, self.compiler.replay)
+
+    def _row_kernel(self, step: Step, make: Callable[[RowForm], Any]) -> RowKernel | None:
+        key = id(step), make
+        found = self._known_rows.get(key)
+        if found is None:
+            with self._lock:
+                self._make_room()
+                found = self._known_rows.setdefault(key, _KnownRows(step, row_form(step)))
+        if found.kernel is None:
+            function = make(found.form)
+            found.kernel = None if function is None else RowKernel(found.form, function)
+        return found.kernel
+
     def _make_room(self) -> None:
-        if len(self._steps) + len(self._known) + len(self._stages) >= MAX_KNOWN:
-            self._steps.clear()
-            self._known.clear()
-            self._stages.clear()
-            self._asked.clear()
+        kept: Any = self._steps, self._row_steps, self._known, self._known_rows, self._stages
+        if sum(map(len, kept)) >= MAX_KNOWN:
+            for each in (*kept, self._asked):
+                each.clear()
 
     def close(self) -> None:
         """Ends all threads."""
         self.compiler.close()
         self.crew.close()
+        if self.on_host is not self:
+            self.on_host.close()
 
 
-def given_rows(step: Step) -> dict[int, SumTerm]:
-    """Returns the inputs of a step on rows of tables that are rows themselves."""
+def row_form(step: Step) -> RowForm:
+    """Returns the computation of a step on rows of tables, of which all but tables and numbers are rows."""
     inputs = enumerate(step.program.inputs)
-    return {i: SumTerm("sum", 1) for i, item in inputs if item.kind == "value" and item.spec.shape}
+    given = {i: SumTerm("sum", 1) for i, item in inputs if item.kind == "value" and item.spec.shape}
+    return RowForm(step.program, given, step.shape or ())

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from psserver.programs import interpreter
-from psserver.programs.kernels.codegen import bit_parameters
-from psserver.programs.kernels.kernels import Kernel, Kernels
-from psserver.programs.kernels.rows import resized, row_step, table_shape
+from psserver.programs.kernels.kernels import Kernels, RowKernel
+from psserver.programs.kernels.row_codegen import bits
+from psserver.programs.kernels.rows import resized, rooms_for, row_step, table_shape
 from pswire.model.program import Program
 from pswire.model.rows import Int64s
 from pswire.model.tensor import Array, address_of
@@ -84,13 +84,13 @@ class Replay:
                 self._compute(kernel, taken, scalars, places, first, count, _run_here)
         return taken
 
-    def _kernel(self) -> Kernel | None:
+    def _kernel(self) -> RowKernel | None:
         fused = self._step.shape is not None and self._kernels.device.gpu is None
         return self._kernels.replay(self._step) if fused else None
 
     def _compute(
         self,
-        kernel: Kernel,
+        kernel: RowKernel,
         tables: Sequence[Any],
         scalars: Sequence[Array],
         ids: Int64s,
@@ -101,17 +101,19 @@ class Replay:
         form = kernel.form
         taken = [p for p in kernel.parameters if p.role != "part"]
         arrays = [scalars[self._scalars[p.value]] if p.single else tables[self._places[p.value]] for p in taken]
-        arrays += [tables[self._places[p.value]] for p in bit_parameters(form)]
+        zeros = [tables[self._places[p.value]] for p in bits(form)]
         numbers, missed = np.ascontiguousarray(ids, np.int64), np.ascontiguousarray(first, np.int64)
         kept = len(scalars[0]) if scalars else 0
-        sizes = prod(self._shape[1:]), tables[0].size, count, kept
-        rest = [address_of(array) for array in arrays]
-        starts = range(0, len(numbers), TURN)
+        width, starts = prod(self._shape[1:]), range(0, len(numbers), TURN)
+        sizes = width, len(tables[0]) * width, count, kept
+        rooms = rooms_for(kernel, self._shape, len(starts), replayed=True)
         one, other = address_of(numbers), address_of(missed)
-        run(
-            kernel.function,
-            [(min(TURN, len(numbers) - at), *sizes, one + 8 * at, other + 8 * at, *rest) for at in starts],
-        )
+        given, zero = (list(map(address_of, each)) for each in (arrays, zeros))
+        calls = [
+            (min(TURN, len(ids) - at), *sizes, one + 8 * at, other + 8 * at, *given, *map(address_of, own), *zero)
+            for at, *own in zip(starts, *rooms, strict=True)
+        ]
+        run(kernel.function, calls)
 
     def _interpret(
         self, tables: Sequence[Any], scalars: Sequence[Array], ids: Int64s, first: Int64s, count: int

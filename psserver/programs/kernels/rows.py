@@ -14,14 +14,16 @@ from typing import Any
 import numpy as np
 
 from psserver.programs import interpreter
+from psserver.programs.kernels.functions import DEPTH
 from psserver.programs.kernels.fusion import Shape, Step
-from psserver.programs.kernels.kernels import Kernel, Kernels
+from psserver.programs.kernels.kernels import Kernels, RowKernel
+from psserver.programs.kernels.row_codegen import rooms
 from psserver.programs.kernels.row_groups import Groups
 from pswire.errors import ProgramError
 from pswire.model import row_updates
 from pswire.model.program import Input, Node, Program
 from pswire.model.row_updates import refusal
-from pswire.model.tensor import Array, TensorSpec, address_of, spec_of
+from pswire.model.tensor import DTYPES, Array, TensorSpec, address_of, spec_of
 
 RUN = 1024
 """Rows of a table that one thread takes at a time."""
@@ -35,6 +37,7 @@ class RowUpdate:
         program: assigns variables of one shape (size, ...), or of one number for each row, by ops that are elementwise
             or along each row, on them, on scalars, and on values of that shape; has no outputs.
         ids: int64[n], the place of each row; on the host.
+        size: rows of the tables; None for as many as the program has.
 
     Attributes:
         may_fail: True if it may fail for want of memory when it runs.
@@ -46,16 +49,16 @@ class RowUpdate:
         InvalidRequest: an id is no row of the table.
     """
 
-    def __init__(self, kernels: Kernels, program: Program, ids: Array) -> None:
+    def __init__(self, kernels: Kernels, program: Program, ids: Array, size: int | None = None) -> None:
         self._kernels, self._program = kernels, program
-        self._shape = table_shape(program)
+        shape = table_shape(program)
+        self._shape = shape if size is None else (size, *shape[1:])
         self._groups = Groups.of(ids, self._shape[0], kernels.compiler.groups())
         self.ids = self._groups.ids
         self.scalars: list[Any] = []
         self._kernel = kernel_of(kernels, program)
         self.may_fail = self._kernel is None
-        parts = [p for p in self._kernel.parameters if p.role == "part"] if self._kernel else []
-        self._sums = [np.empty((len(self._groups.ids) // RUN + 1, *self._shape[1:]), p.dtype) for p in parts]
+        self._rooms = rooms_for(self._kernel, self._shape, -(-len(self.ids) // RUN)) if self._kernel else []
 
     def run(self, inputs: Sequence[Any]) -> None:
         """Runs the program, in place.
@@ -67,29 +70,29 @@ class RowUpdate:
         Raises:
             ProgramError: an input is of another kind. Nothing has changed then.
         """
-        _check_inputs(self._program, inputs, (len(self._groups.order), *self._shape[1:]))
-        step, values = row_step(self._kernels, self._program), dict(enumerate(inputs))
-        if step.shape is not None:
-            for before in self._kernels.steps(self._program)[:-1]:
-                _, results = interpreter.run(
-                    before.program, [values[number] for number in before.args], self._kernels.device.xp
-                )
-                values.update(zip(before.results, results, strict=True))
+        _check_inputs(self._program, inputs, (len(self._groups.order), *self._shape[1:]), self._shape[0])
+        *numbers, step = self._kernels.row_steps(self._program)
+        values = dict(enumerate(inputs))
+        for before in numbers:
+            _, results = interpreter.run(
+                before.program, [values[number] for number in before.args], self._kernels.device.xp
+            )
+            values.update(zip(before.results, results, strict=True))
         taken = zip(step.args, step.program.inputs, strict=True)
         self.scalars = [values[number] for number, item in taken if not item.spec.shape]
         if self._kernel is None:
-            _interpret(self._kernels, self._program, inputs, self._groups, self._shape)
+            _interpret(self._kernels, self._program, inputs, self._groups)
         else:
             self._compute(self._kernel, step, values)
 
-    def _compute(self, kernel: Kernel, last: Step, values: Mapping[int, Any]) -> None:
+    def _compute(self, kernel: RowKernel, last: Step, values: Mapping[int, Any]) -> None:
         kernels, groups, shape = self._kernels, self._groups, self._shape
         arrays = [np.ascontiguousarray(values[last.args[p.value]]) for p in kernel.parameters]
         sizes = prod(shape[1:]), prod(shape), len(groups.order)
         ids, starts, *tables = (address_of(array) for array in (groups.ids, groups.starts, groups.order, *arrays))
         calls = [
-            (min(RUN, len(groups.ids) - at), *sizes, ids + 8 * at, starts + 8 * at, *tables, *map(address_of, buffers))
-            for at, *buffers in zip(range(0, len(groups.ids), RUN), *self._sums, strict=False)
+            (min(RUN, len(groups.ids) - at), *sizes, ids + 8 * at, starts + 8 * at, *tables, *map(address_of, own))
+            for at, *own in zip(range(0, len(groups.ids), RUN), *self._rooms, strict=True)
         ]
         kernels.crew.run(kernel.function, calls)
 
@@ -100,15 +103,20 @@ def apply_rows(kernels: Kernels, program: Program, inputs: Sequence[Any], ids: A
 
 
 def row_step(kernels: Kernels, program: Program) -> Step:
-    """Returns the step of a program that takes rows: the last one if a kernel can run it, else the whole program."""
-    steps = kernels.steps(program)
-    return steps[-1] if _is_fused(steps, table_shape(program)) else kernels.whole(program)
+    """Returns the step of a program that takes rows: its last one if a kernel can run it, else the whole program."""
+    return kernels.row_steps(program)[-1]
 
 
-def kernel_of(kernels: Kernels, program: Program) -> Kernel | None:
+def kernel_of(kernels: Kernels, program: Program) -> RowKernel | None:
     """Returns the kernel that runs a program on rows; None if the interpreter does, maybe until it is compiled."""
     step = row_step(kernels, program)
     return kernels.rows(step) if kernels.device.gpu is None and step.shape is not None else None
+
+
+def rooms_for(kernel: RowKernel, shape: Shape, calls: int, replayed: bool = False) -> list[Array]:
+    """Returns the memory that calls of a kernel take for a row: for each of its rooms an array with a row for each."""
+    size = prod(shape[1:]) + DEPTH
+    return [np.empty((calls, size), DTYPES[p.dtype]) for p in rooms(kernel.form, replayed)]
 
 
 def is_settled(kernels: Kernels, program: Program) -> bool:
@@ -143,25 +151,20 @@ def table_shape(program: Program) -> Shape:
     return row_updates.table_shape(program)
 
 
-def _check_inputs(program: Program, inputs: Sequence[Any], rows: Shape) -> None:
+def _check_inputs(program: Program, inputs: Sequence[Any], rows: Shape, size: int) -> None:
     """Checks dtypes, shapes and contiguity of the inputs, since kernels see addresses only."""
     for index, (item, array) in enumerate(zip(program.inputs, inputs, strict=True)):
-        spec = replace(item.spec, shape=rows) if item.kind == "value" and item.spec.shape else item.spec
+        table = (size, *item.spec.shape[1:]) if item.spec.shape else ()
+        spec = replace(item.spec, shape=rows if item.kind == "value" and table else table)
         if spec_of(array) != spec or not (array.flags.c_contiguous or item.kind != "variable"):
             raise ProgramError(
                 f"input {index} of an update of rows is {spec}, contiguous, and {spec_of(array)} is given"
             )
 
 
-def _is_fused(steps: Sequence[Step], shape: Shape) -> bool:
-    """Returns True if the last step is a kernel, and all earlier ones compute scalars."""
-    *before, last = steps
-    return last.shape == shape and all(not spec.shape for step in before for spec in step.program.specs)
-
-
-def _interpret(kernels: Kernels, program: Program, inputs: Sequence[Any], groups: Groups, shape: Shape) -> None:
+def _interpret(kernels: Kernels, program: Program, inputs: Sequence[Any], groups: Groups) -> None:
     """Gathers the rows, runs the program on them, and scatters the results."""
-    xp = kernels.device.xp
+    xp, shape = kernels.device.xp, table_shape(program)
     ids = xp.asarray(groups.ids)
     small = resized(program, shape, (len(groups.ids), *shape[1:]))
     taken = [

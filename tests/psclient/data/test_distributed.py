@@ -53,6 +53,20 @@ def test_each_example_is_visited_once_per_epoch(split: tuple[int, ...], size: in
             assert all(a == share or b == 0 for a, b in pairwise(sizes))
 
 
+@pytest.mark.parametrize("split", [(1,), (1, 1), (1, 2), (3, 1, 2)])
+def test_each_worker_knows_its_fraction_of_a_batch(split: tuple[int, ...]) -> None:
+    """It is that of the examples, also of a short batch; outside of a batch, and of unshared ones, it is not known."""
+    workers, dataset = team(split), ArrayDataset(np.arange(29)).batch(12)
+    sources = [distributed(dataset, worker) for worker in workers]
+    for batches, whole in zip(zip(*sources, strict=True), dataset.epoch(0), strict=True):
+        for worker, batch in zip(workers, batches, strict=True):
+            own = sum(len(part) for part in values.local_results(batch))
+            assert worker.fraction == own / len(whole)
+    assert [worker.fraction for worker in workers] == [None] * len(workers)
+    next(iter(distributed(dataset, workers[0], options=InputOptions(auto_shard_policy=AutoShardPolicy.OFF))))
+    assert workers[0].fraction is None
+
+
 def test_one_local_replica_gets_bare_arrays() -> None:
     """Nests keep their structure, and their leaves are what is per replica."""
     data = (np.arange(4), {"y": np.arange(4.0)})

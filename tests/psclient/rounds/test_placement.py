@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psclient as ps
-from psclient._src.rounds.placement import Placement
+from psclient._src.rounds.placement import Placement, held_bytes
 from pswire.errors import ConfigError
 from pswire.model.plan import PlacedVariable, VariableSpec
+from pswire.model.tables import SlotTensor, TablePart, TableSpec
 from pswire.model.tensor import TensorSpec
 from tests.support.residue import children
 
@@ -26,9 +27,9 @@ class Cluster:
         self.held = [0] * len(limits)
 
     def create(self, nbytes, beside=()):
-        tensor = TensorSpec("int8", (nbytes,))
-        place = beside or self.placement.choose(tensor)
-        self.placement.created(PlacedVariable(0, VariableSpec("v", tensor), place), chosen=not beside)
+        spec = VariableSpec("v", TensorSpec("int8", (nbytes,)))
+        place = beside or self.placement.choose(spec)
+        self.placement.created(PlacedVariable(0, spec, place), chosen=not beside)
         for server in place:
             self.held[server] += nbytes
         return place
@@ -102,3 +103,29 @@ def test_a_name_that_is_none_is_refused(name, hint):
     with pytest.raises(ConfigError, match=hint):
         ps.ParameterServerStrategy(ps_strategy=name)
     assert children() == before
+
+
+def test_a_table_weighs_what_it_may_grow_to():
+    """Its share of a memory limit; without one nothing, as what lies beside its rows."""
+    limit, beside = 1 << 20, SlotTensor("m", "float32", (2,))
+    for spec, slot, nbytes in (
+        (TableSpec((2,)), None, 0),
+        (TableSpec((2,), memory_limit=limit), None, limit // 4),
+        (TableSpec((2,), memory_limit=limit), beside, 0),
+    ):
+        part = TablePart("users", spec, 512, 256, slot)
+        assert held_bytes(VariableSpec("users/part_1", part.tensor, part=part)) == nbytes
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_parts_of_a_table_lie_on_servers_of_their_own(name):
+    """The first goes where a variable would go."""
+    cluster = Cluster(name, [0, 0, 0])
+    cluster.create(100)
+    parts = [TablePart("users", TableSpec((2,)), first, 256) for first in (0, 256, 512)]
+    specs = [VariableSpec(f"users/part_{n}", part.tensor, part=part) for n, part in enumerate(parts)]
+    places = cluster.placement.in_turn(specs)
+    assert places == [(1,), (2,), (0,)]
+    for spec, place in zip(specs, places, strict=True):
+        cluster.placement.created(PlacedVariable(0, spec, place), chosen=True)
+    assert cluster.create(8) == (1,)

@@ -158,8 +158,8 @@ def test_a_push_of_more_than_a_part_is_waited_for(which):
         (Reduction("sum", reduced, (0,)),) if reduced else (),
         (Operand(operands, (0,)),) if operands else (),
     )
-    assert PlanShares(plan).large
-    assert not PlanShares(Plan((Reduction("sum", half, (0,)),), (Operand(half, (1,)),))).large, "not to one server"
+    assert PlanShares(plan, {}).large
+    assert not PlanShares(Plan((Reduction("sum", half, (0,)),), (Operand(half, (1,)),)), {}).large, "not to one server"
 
 
 def test_lines_are_kept_until_they_are_said(alone):

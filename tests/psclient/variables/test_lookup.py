@@ -123,3 +123,14 @@ def test_a_number_has_no_rows():
     """A variable without dimensions is refused."""
     with pytest.raises(ValueError, match="variable 'emb' has no dimensions"):
         ps.Variable(1.0, name="emb").lookup([0])
+
+
+def test_ids_that_were_named_may_change():
+    """A lookup of the same array takes the ids that are in it by then, as well as those that were named."""
+    v, ids = table(7, 2), np.array([3, 1, 3])
+    v.look_ahead(ids)
+    assert v.lookup(ids).inverse.tolist() == [1, 0, 1]
+    assert v.lookup(ids.reshape(3, 1)).inverse.tolist() == [[1], [0], [1]]
+    ids[:] = [5, 5, 6]
+    assert v.lookup(ids).ids.tolist() == [5, 6]
+    np.testing.assert_array_equal(v.sparse_read(ids), v.numpy()[ids])

@@ -55,9 +55,9 @@ def test_a_scatter_takes_one_row_after_another(how, data):
     assert getattr(v, how)(slices) is v
     np.testing.assert_array_equal(v.numpy(), after(how, START, ids, rows))
     np.testing.assert_array_equal(before, START)  # who has read it keeps that
-    combined = combine_rows(how, slices.with_shape((4, 2)), "here")
-    assert combined.ids.tolist() == sorted(set(ids))
-    assert combined.values.shape == (len(combined.ids), 2)
+    combined = combine_rows(how, v, slices, "here")
+    assert combined.indices.tolist() == sorted(set(ids))
+    assert combined.values.shape == (len(combined.indices), 2)
 
 
 @pytest.mark.parametrize("how", SCATTERS)

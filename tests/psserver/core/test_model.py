@@ -2,14 +2,15 @@
 
 Real cores, and the chief's and the workers' own code; the network, the clock and the scheduler are
 hypothesis'. Processes stop before any call, die and come back; messages are late, lost and repeated, or arrive bit by
-bit, as rounds that stream take them, and are cut off; leases end under processes that live. Whatever happens, the
-rules of the protocol hold after every step, and once nothing disturbs it the job ends.
+bit, as rounds that stream take them, and are cut off; leases end under processes that live. Rounds may bring rows of
+tables, and take rows of the next ones along. Whatever happens, the rules of the protocol hold after every step, and
+once nothing disturbs it the job ends.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import combinations, count
@@ -40,9 +41,11 @@ from pswire.limits import Timeouts
 from pswire.model.log import Epoch, EpochClosed, Mode, Started
 from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, VariableSpec
 from pswire.model.program import Input, Node, Program
-from pswire.model.tensor import TensorSpec, layout
+from pswire.model.rows import row_specs
+from pswire.model.tensor import Array, TensorSpec, layout
 from pswire.transport.payload import Chunk, Payload
 from tests.support.mail import Mail
+from tests.support.model_tables import KINDS, PRIME, TABLE, Tables
 from tests.support.rig import CHIEF, WORKERS, adding, core
 from tests.support.strands import Strand as Thread
 
@@ -184,8 +187,8 @@ class Worker:
         model, group = self.model, self.group
         self.session.open()
         self.session.await_job()
-        create, zero = self.exchange.creation.create, np.zeros((), "int64")
-        created = [create(spec, where, zero, now=True) for spec, where in model.variables]
+        create = self.exchange.creation.create
+        created = [create(spec, at, np.zeros(spec.tensor.shape, "int64"), now=True) for spec, at in model.variables]
         batch = 0
         while True:
             if model.datasets:
@@ -203,6 +206,8 @@ class Worker:
                 assert alike, "the datasets and the rounds do not stand alike"
                 group.advance(0, 0, batch + 1, batch + 1 < model.rounds, frozenset())
             outgoing = model.section(batch % len(model.plans))
+            if next(model.unique) % 2:
+                self.exchange.reads.look_ahead(*self._some_rows(created))
             self.exchange.enter(outgoing.plan)
             self.sent.append(self.exchange.send(outgoing))
             batch += 1
@@ -210,6 +215,8 @@ class Worker:
                 self._look(self.sent.pop(self.model.luck.randrange(len(self.sent))))
             if next(model.unique) % 3 == 0:
                 self._read(created[batch % len(model.cores)])
+            if next(model.unique) % 3 == 0:
+                self._look_up(*self._some_rows(created))
 
     def _look(self, round: UnderWay) -> None:
         """Looks at what a round returned, perhaps while later ones are under way; all before it come with it."""
@@ -228,6 +235,28 @@ class Worker:
         if self.model.is_open(self.session.number):
             least = before if alone else totals[variable.id]
             assert least <= value <= totals[variable.id], f"{self.task} reads what no round wrote"
+
+    def _some_rows(self, created: Sequence[Any]) -> tuple[Any, Array]:
+        """A table, and some of its rows."""
+        luck = self.model.luck
+        return luck.choice(created[-len(KINDS) * len(self.model.cores) :]), np.flatnonzero(
+            [luck.randrange(2) for _ in range(TABLE.shape[0])]
+        )
+
+    def _look_up(self, table: Any, ids: Array) -> None:
+        """Sees rows as of the last round of this process that touched the server, from its answer or by asking."""
+        if next(self.model.unique) % 4 == 0:
+            rows = self.exchange.reads.read(table)[ids]  # which comes back with the next round
+        else:
+            rows = self.exchange.reads.read_rows(table, ids)
+        self.model.take_in()
+        if self.model.is_open(self.session.number):
+            (server,) = table.servers
+            last = self.model._name(server, self.task, self.exchange.reads._touched[server])
+            if self.group.alone:
+                self.model.tables.check_read_alone(last, table.id, ids, rows)
+            else:
+                self.model.tables.check_read(server, table.id, ids, rows)
 
     def told(self, error: PSError) -> None:
         """It gets an error: the only one of a job whose servers live is that its session was ended."""
@@ -372,6 +401,7 @@ class Model(RuleBasedStateMachine):
         self.seconds: list[int] = []
         self.counts: list[int] = []
         self.lasts: dict[tuple[int, Strand], int] = {}
+        self.tables = Tables(1, 0)
 
     @initialize(
         servers=st.integers(1, 3),
@@ -397,6 +427,8 @@ class Model(RuleBasedStateMachine):
         """A cluster, a script, and a job that has got somewhere."""
         if streams:
             self.patch.setattr("pswire.model.plan.PART_BYTES", 0)
+        # Rows are interpreted: a compiler beside it would take all of the time, and change no bit.
+        self.patch.setattr("psserver.programs.kernels.compiler.MAX_KERNELS", 0)
         self.work = [deque() for _ in range(servers)]
         self.cores = [
             core(number, 0, 0, Path("nowhere"), self.clock, queue.append, LEASE)
@@ -409,11 +441,18 @@ class Model(RuleBasedStateMachine):
         self.totals, self.seconds, self.counts = [0] * servers, [0] * servers, [0] * servers
         self.datasets, self.rounds, self.refuses = datasets, rounds, refuses
         every = tuple(range(servers))
-        # On each server a sum, after those on each a count of its rounds, and then on each a second sum.
-        self.variables = [(VariableSpec(f"v{index}", VALUE), (index % servers,)) for index in range(3 * servers)]
+        # On each server a sum, after those on each a count of its rounds, then on each a second sum, and tables.
+        tensors = [VALUE] * 3 * servers + [TABLE] * len(KINDS) * servers
+        self.tables = Tables(servers, 3 * servers)
+        self.variables = [(VariableSpec(f"v{n}", tensor), (n % servers,)) for n, tensor in enumerate(tensors)]
         sections = st.lists(st.sampled_from(every), min_size=1, unique=True).map(sorted).map(tuple)
         script = data.draw(st.lists(sections, min_size=1, max_size=3), "script")
-        self.plans = [self._plan(index, where) for index, where in enumerate(script)]
+        # What has no table may stream.
+        ways = st.dictionaries(st.sampled_from(KINDS), st.sampled_from(["dense", "exact"]))
+        self.plans = [
+            self.tables.updated(self._plan(index, where), data.draw(ways, "tables"), data.draw(st.booleans()))
+            for index, where in enumerate(script)
+        ]
         self.workers = [self._start(task) for task in WORKERS[:workers]]
         if warm:
             self.new_chief()
@@ -443,8 +482,10 @@ class Model(RuleBasedStateMachine):
 
     def section(self, index: int) -> Outgoing:
         """What one process sends in a section: numbers whose sums tell whose they are, and now and then none."""
-        plan, numbers = self.plans[index], [next(self.unique) for _ in self.plans[index].reductions]
-        values = [np.asarray(pow(3, number, (1 << 53) - 111), "int64") if number % 4 else None for number in numbers]
+        plan, values = self.plans[index], list[Any]()
+        for number, reduction in zip(self.unique, self.plans[index].reductions, strict=False):
+            whole = np.asarray(pow(3, number, PRIME), "int64") if number % 4 else None
+            values.append(whole if reduction.form == "dense" else self.tables.drawn(number, self.luck))
         weights = tuple(0.0 if value is None else 1.0 for value in values)
         return Outgoing(plan, weights, tuple(values), (np.asarray(1, "int64"),))
 
@@ -617,7 +658,7 @@ class Model(RuleBasedStateMachine):
             if attempt.message.said.session in living and self.luck.randrange(3):
                 self._go_on(attempt)
         for message in [message for message in self.messages if message.travels]:
-            chunks = self.luck.randrange(7)
+            chunks = self.luck.randrange(4 + len(message.payload.chunks))
             if not message.answers or chunks > 2:
                 self._arrive(message, chunks=chunks)
         for server in range(len(self.cores)):
@@ -671,6 +712,7 @@ class Model(RuleBasedStateMachine):
         if key not in self.records:
             self.begun[key].setdefault(session, message.said)
             self.contents[key, session] = self._content(message)
+            self.tables.came(key, self._plan_of(message.said.plan_id), message.said, message.payload)
             self.progress[key, session] = max(self.progress[key, session], payload.end)
             if payload.whole:
                 self.arrived[key].add(session)
@@ -680,14 +722,18 @@ class Model(RuleBasedStateMachine):
 
     def _content(self, message: Message) -> Content:
         """The numbers that a message brings to its server, and where each ends; 0 where it brings none."""
-        plan, weights = next(plan for plan in self.plans if plan.id == message.said.plan_id), message.said.weights
-        here = [i for i, reduction in enumerate(plan.reductions) if message.server in reduction.servers]
+        plan, weights = self._plan_of(message.said.plan_id), message.said.weights
+        dense = [i for i in range(len(plan.reductions)) if i not in plan.rows]
+        here = [i for i in dense if message.server in plan.reductions[i].servers]
         counted = [i for i in here if weights[i]]
         places = dict(zip(counted, layout([VALUE] * (1 + len(counted)))[0][1:], strict=True))
         return [
             (int(message.payload.pieces(places[i], VALUE)[0][0]), places[i] + VALUE.nbytes) if i in places else (0, 0)
             for i in here
         ]
+
+    def _plan_of(self, id: bytes) -> Plan:
+        return next(plan for plan in self.plans if plan.id == id)
 
     def is_open(self, session: int) -> bool:
         """Whether a worker's session holds."""
@@ -720,6 +766,8 @@ class Model(RuleBasedStateMachine):
                 assert self._values(number) == (self.totals[number], self.counts[number], self.seconds[number]), (
                     "a variable is not the sum of its rounds, or a round was not counted once"
                 )
+                self.tables.check(number, one.machine.store)
+            self.tables.looked_at(number)
         for message in self.messages:
             self._check_answers(message)
 
@@ -750,7 +798,9 @@ class Model(RuleBasedStateMachine):
             assert self.mode == "whole", "a round without contributions"
             assert not record.sessions
             self.records[name], self.sums[name] = frozenset(), [0, 0]
+            self.tables.count(name, None, (), ran=False)
             return
+        plan = self._plan_of(record.plan_id)  # of a round of this number that was forgotten it may be another
         number = max(said.epoch for said in self.begun[name].values())
         assert {self.begun[name][session].epoch for session in arrived} <= {number}
         members = [member for member in self.epochs[number].members if strand in (None, member.task)]
@@ -761,12 +811,15 @@ class Model(RuleBasedStateMachine):
                 self._check_whole(name, counted)
             else:
                 assert counted == arrived, "what arrived is not what was counted"
-            sums, made = ([int(value) for value in record.given], 1) if record.given else ([0, 0], 0)
+            sums, made = ([int(value) for value in record.given[:2]], 1) if record.given else ([0, 0], 0)
+            self.tables.count(name, plan, counted, ran=bool(made))
+            self.tables.check_given(name, plan, counted, record.given[2:] if made else ())
         else:  # nobody was left to make the rest of it
             assert isinstance(record.error, ProgramError), f"round {name} failed: {record.error}"
             assert "were lost" in str(record.error)
             assert not arrived
             counted = frozenset()
+            self.tables.count(name, plan, (), ran=False)
             first, count, second = self._values(server)
             sums, made = [first - self.totals[server], second - self.seconds[server]], count - self.counts[server]
             assert made in (0, 1)
@@ -819,10 +872,11 @@ class Model(RuleBasedStateMachine):
                 assert not self.is_open(message.said.session), "a living session is told that it is not"
             else:
                 reply = answer.result()
-                given = reply.payload.tensors([VALUE] * (2 + len(message.said.want)))[-2:]
-                told = reply.epoch, reply.left_out, reply.more, [int(value) for value in given]
                 name = self._name(message.server, message.task, message.said.round)
+                given, rows = self._given(message, reply)
+                told = reply.epoch, reply.left_out, reply.more, given
                 assert self.replies.setdefault(name, told) == told
+                self.tables.check_answer(name, answer, message.said.lookups, rows, self.mode == "async")
                 assert all(payload is reply.payload for payload in begun), "the answer is not what was begun"
                 assert len(begun) <= 1
             if not message.travels and not message.reply.done():
@@ -830,6 +884,16 @@ class Model(RuleBasedStateMachine):
                     message.reply.set_exception(error)
                 else:
                     message.reply.set_result(reply)
+
+    def _given(self, message: Message, reply: RoundReply) -> tuple[list[Any], list[Array]]:
+        """What an answer gives back of its round, and the rows that it looks up."""
+        said = message.said
+        specs = [self.variables[id][0].tensor for id in said.want] + [VALUE] * 2
+        specs += [spec for count in reply.rows for spec in row_specs(TABLE, count)]
+        specs += [row_specs(TABLE, len(read.numbers()))[1] for read in said.lookups]
+        arrays = reply.payload.tensors(specs)[len(said.want) :]
+        behind = 2 + 2 * len(reply.rows)
+        return [array.tolist() for array in arrays[:behind]], arrays[behind:]
 
     def _ask_again(self, message: Message, error: PushAgain) -> None:
         """What has arrived is used up, and does not count; the rest of it goes nowhere."""
@@ -843,7 +907,7 @@ class Model(RuleBasedStateMachine):
     def answered(self, worker: Worker, sent: UnderWay, values: Mapping[Ref, Any]) -> None:
         """Who is answered was counted, on every server of the plan; what it is given is what their records say."""
         self.take_in()
-        reductions = sent.plan.reductions
+        reductions = [reduction for reduction in sent.plan.reductions if reduction.form == "dense"]
         for index, reduction in enumerate(reductions):
             name = self._name(reduction.servers[0], worker.task, sent.number)
             assert worker.session.number in self.records[name], f"{worker.task} is answered, and was not counted"
@@ -895,7 +959,9 @@ class Model(RuleBasedStateMachine):
             replay = Replay(recording)
             replay.run()
             assert replay.machine.status(self.clock()) == one.status()
-            assert replay.machine.store.values() == one.machine.store.values()
+            found, values = replay.machine.store.values(), one.machine.store.values()
+            assert found.keys() == values.keys()
+            assert all(np.array_equal(found[id], value) for id, value in values.items())
 
     def _describe(self) -> str:
         lines = [f"{w.task} {w.state} session {w.session.number} round {w.group.round}" for w in self.workers]

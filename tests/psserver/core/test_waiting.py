@@ -30,6 +30,8 @@ class Table:
             value=lambda id: value,
             views=lambda ids: [value for _ in ids],
             check_rows=lambda reads: None,
+            row_views=lambda reads: [],
+            ask=lambda reads: [],
             device=Device.parse("cpu"),
         )
         self.rounds = SimpleNamespace(last=-1)

@@ -103,6 +103,21 @@ def test_a_batch_has_the_bits_of_its_applications(kernels, sizes, op, members, p
     assert all(lent[id] is values[id] for id in values if values[id].size), "it is written where it is"
 
 
+def test_a_batch_ends_at_what_is_left_out():
+    """What nobody contributes to stays as it is, and is the same array; all others are made in two batches."""
+    kernels, sizes = Kernels(Device(), patience=1, smallest=0), [8, 9, 10, 11, 12]
+    plan = descents(sizes)
+    plan = replace(plan, applies=tuple(replace(apply, optional=True) for apply in plan.applies))
+    sent = [[None if number == 2 else array for number, array in enumerate(arrays(sizes, seed))] for seed in (0, 1)]
+    job = job_for(plan, sent)
+    assert warm(kernels, job, fresh(sizes)) == set(range(len(sizes)))
+    values, expected = fresh(sizes), run(job, Kernels(Device()), fresh(sizes)).assigned
+    found = run(job, kernels, values, frozenset(values))
+    assert sorted(found.assigned) == sorted(expected) == [0, 1, 3, 4]
+    assert all(same_bits(array, expected[id]) and array is values[id] for id, array in found.assigned.items())
+    kernels.close()
+
+
 def test_threads_share_a_batch_evenly(monkeypatch):
     """A few large variables are cut into runs: no thread has a whole one while the others have nothing."""
     monkeypatch.setattr(launch, "RUN", 16)

@@ -100,7 +100,7 @@ class Server:
             self.dense[0][at] = self.dense[0][at] * np.float32(0.5) + total[at]
         else:
             self.dense[0] = self.dense[0] * np.float32(0.5) + total
-        return execution.looked_up.get(1)
+        return execution.lookups.found.get(1)
 
     def look(self):
         for id, value in enumerate(self.store.views([0, 1])):

@@ -89,4 +89,4 @@ def test_rows_that_are_looked_up_are_as_after_the_round(kernels):
     """For each member its own."""
     job = job_of(plan_of(), ([1], [1, 1]), lookups=(RowRead.of(0, np.array([0, 1], np.int64)),))
     execution, _ = step(job, kernels, ones())
-    assert execution.looked_up[1][0].tolist() == [[1, 1], [0, 0]]
+    assert execution.lookups.found[1][0].tolist() == [[1, 1], [0, 0]]

@@ -165,6 +165,23 @@ def test_what_the_round_does_not_assign_is_sent_at_once(job, two, three, plan):
     assert wanted(sent[0].reply.result(SOON), [other, *three]) == [7, 2, 4, 6]
 
 
+def test_what_is_left_out_is_sent_as_it_was(job, two, three):
+    """When its turn has come, and the answers are as long as always."""
+    plan = sum_into(*three, returned=False)
+    plan = job.approve(replace(plan, applies=tuple(replace(each, optional=True) for each in plan.applies)), two[0])
+    weights = [(1.0, 0.0, 1.0), (0.0, 0.0, 1.0)]
+    sent = [
+        Sending(worker, plan, full(1, 2, 3), weights=each, want=ids(three))
+        for worker, each in zip(two, weights, strict=True)
+    ]
+    sent[0].come(LIMIT)
+    assert arrays(sent[0].told()) == [1, 0]
+    for sending in sent:
+        sending.come()
+    for reply in together(*(sending.reply for sending in sent)):
+        assert wanted(reply, three) == [1, 0, 6]
+
+
 def test_who_wants_nothing_is_answered_at_the_end(job, two, three, plan):
     """And so is who wants what is not here: with an error of its own."""
     nothing = Sending(two[0], plan, full(1, 2, 3)).come()

@@ -17,12 +17,15 @@ from psserver.config import server_config
 from psserver.devices import Device
 from psserver.programs.kernels import compiler as compiled
 from psserver.programs.kernels import kept, machine_code, row_groups
-from psserver.programs.kernels.codegen import Form, numba_source, parameters, rows_source
+from psserver.programs.kernels.codegen import Form, numba_source, parameters
 from psserver.programs.kernels.compiler import Compiler, compile_numba
 from psserver.programs.kernels.fusion import KERNEL_DTYPES, split
 from psserver.programs.kernels.kept import KeptCode
+from psserver.programs.kernels.kernels import row_form
 from psserver.programs.kernels.launch import Crew
-from pswire.model.tensor import address_of
+from psserver.programs.kernels.row_codegen import rooms
+from psserver.programs.kernels.row_steps import split_rows
+from pswire.model.tensor import TensorSpec, address_of
 from tests.psserver.programs.test_kernels import VECTOR, N, adam, every_op
 from tests.support.programs import expected, numbers, same_bits, traced
 
@@ -102,13 +105,19 @@ def test_a_loaded_kernel_gives_the_interpreters_bits(dtype):
         assert Crew(1).run_table(one, table, [0] * len(arrays)) == [(0, flags), (1, flags)][: 2 * bool(flags)]
 
 
+def in_a_ball(w, g):
+    w.assign_sub(0.1 * g)
+    w.assign(w / np.maximum(np.sqrt(np.sum(w * w, axis=1, keepdims=True)), 1.0))
+
+
 def test_kernels_of_rows_are_kept_too():
     """What sorts received rows, and what computes on rows of tables: all that servers compile for the CPU."""
-    buffers = [p for p in parameters(FORM) if p.role == "part"]
-    taken = ["int64"] * 3 + [p.dtype for p in (*parameters(FORM), *buffers)]
+    half = TensorSpec("float16", (5, 300))
+    form = row_form(split_rows(traced(in_a_ball, [half], [half])[0])[-1])
+    taken = ["int64"] * 3 + [p.dtype for p in (*parameters(form), *rooms(form))]
     for kernel, sizes, dtypes in (
         (row_groups.grouping, row_groups.NUMBERS, ["int64"] * row_groups.ARRAYS),
-        (rows_source(FORM), 4, taken),
+        (form.rows, 4, taken),
     ):
         llvm_text = compile_numba(kernel, sizes, dtypes).compiled.inspect_llvm()
         assert machine_code.object_code(llvm_text, sizes, len(dtypes)) is not None

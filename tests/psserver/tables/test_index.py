@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psserver.tables.cells import CellIndex
-from psserver.tables.hashing import LOW_BITS, buckets_of, hashes_of, keys_of, mixed, unmixed
 from psserver.tables.index import Index, SortedIndex, bucket_bounds
-from pswire.model.tables import BUCKETS
+from pswire.model.hashing import BUCKETS, LOW_BITS, buckets_of, hashes_of, keys_of, mixed, unmixed
 from tests.support.table_functions import compiled
 
 SALT = 0x1234567890ABCDEF

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
+
 from psserver.devices import Device
 from psserver.programs.kernels.compiler import Compiler
+from psserver.tables.marks import mark
 from psserver.tables.native import FIRST_VALUES, INDEX, Native
+from psserver.tables.rows import COUNT, WORDS
 from tests.support.table_functions import compiled
 
 
@@ -17,13 +21,14 @@ def test_another_process_loads_what_one_has_compiled(tmp_path):
         compiler = Compiler(Device(), 1, str(tmp_path / "kernels"))
         native = Native(compiler)
         native.index()
+        native.mark()
         for dtype in FIRST_VALUES:
             native.first_values(dtype)
         compiler.wait()
         assert native.index() is not None
         counts.append((compiler.compiled, compiler.loaded, compiler.failed))
         compiler.close()
-    many = len(INDEX) + len(FIRST_VALUES)
+    many = len(INDEX) + len(FIRST_VALUES) + 1
     assert counts == [(many, 0, 0), (0, many, 0)]
 
 
@@ -34,3 +39,16 @@ def test_without_a_compiler_there_are_none():
     on_gpu = Compiler(SimpleNamespace(gpu=0), 1)
     assert Native(on_gpu).index() is None
     assert compiled().index() is compiled().index()
+
+
+def test_rows_are_marked_alike():
+    """By the compiled function and by NumPy, also those that come several times; what was known comes back."""
+    rng = np.random.default_rng(0)
+    books = rng.integers(0, 100, (50, WORDS)).astype(np.uint32)
+    books[:, COUNT] = rng.random(50).astype(np.float32).view(np.uint32)
+    slots, times = rng.integers(0, 50, 200), rng.integers(1, 9, 200)
+    mine, other = books.copy(), books.copy()
+    saved = mark(mine, 7, slots, times), mark(other, 7, slots, times, compiled().mark())
+    assert compiled().mark() is not None
+    assert mine.tobytes() == other.tobytes()
+    assert saved[0].tobytes() == saved[1].tobytes() == books[slots].tobytes()

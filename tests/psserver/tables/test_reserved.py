@@ -21,7 +21,7 @@ def status(name: str) -> int:
 def test_growth_moves_nothing_and_reserves_no_memory():
     """Room for 256 GiB costs none of it; an old view sees what is written through a new one."""
     before = status("VmRSS")
-    array = ReservedArray((64,), np.dtype(np.float32), 1 << 40)
+    array = ReservedArray((64,), np.dtype(np.float32), 1 << 40, 256 << 30)
     array.resize(10)
     first = array.array
     first[:] = 1
@@ -53,7 +53,7 @@ def test_it_is_released_with_its_last_view():
     """Address space is given back as soon as nobody holds a view."""
     gc.collect()
     before = status("VmSize")
-    array = ReservedArray((), np.dtype(np.uint32), 1 << 40)
+    array = ReservedArray((), np.dtype(np.uint32), 1 << 40, 256 << 30)
     array.resize(5)
     view = array.array
     view[:] = 3
@@ -64,6 +64,27 @@ def test_it_is_released_with_its_last_view():
     del view
     gc.collect()
     assert status("VmSize") - before < 1 << 30
+
+
+def test_hundreds_of_arrays_leave_address_space_for_others(monkeypatch):
+    """What they reserve together has a bound; those beyond it reserve nothing until some are gone."""
+    room = 1 << 30
+    monkeypatch.setattr(reserved, "ROOM_OF_ALL", sum(map(len, reserved._reserved)) + 3 * room + CHUNK)
+    before = status("VmSize")
+    arrays = [ReservedArray((2,), np.dtype(np.float32), 1 << 40, room) for _ in range(300)]
+    assert status("VmSize") - before < 4 * room
+    for array in arrays[::100]:
+        array.resize(100)
+        array.array[:] = 7
+        array.resize(200_000)
+        assert array.array[:100].tolist() == [[7, 7]] * 100
+    assert [array.moves for array in arrays[::100]] == [0, 1, 1]
+    del array, arrays
+    gc.collect()
+    late = ReservedArray((2,), np.dtype(np.float32), 1 << 40, room)
+    late.resize(100)
+    late.resize(200_000)
+    assert late.moves == 0
 
 
 @pytest.mark.parametrize("refuses", [True, False])

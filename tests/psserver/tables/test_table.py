@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -9,21 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from psserver.tables.cells import CellIndex
-from psserver.tables.first_values import FirstValues
-from psserver.tables.hashing import buckets_of, combined, hashes_of
 from psserver.tables.native import Native
 from psserver.tables.table import Table
 from pswire.errors import InvalidRequest, MemoryLimit
-from pswire.model.tables import (
-    BUCKETS,
-    LRU,
-    MIN_CAPACITY,
-    CounterFilter,
-    Normal,
-    ProbabilityFilter,
-    SlotTensor,
-    TableSpec,
-)
+from pswire.model.first_values import FirstValues
+from pswire.model.hashing import BUCKETS, buckets_of, combined, hashes_of
+from pswire.model.tables import LRU, MIN_CAPACITY, CounterFilter, Normal, ProbabilityFilter, SlotTensor, TableSpec
 from tests.support.table_functions import compiled
 
 SPEC = TableSpec((2,), initializer=Normal())
@@ -59,7 +52,7 @@ class Dicts(RuleBasedStateMachine):
 
     def empty(self) -> Table:
         spec = TableSpec((2,), "float64", admission=CounterFilter(self.k))
-        return Table(spec, 5, MOMENTUM, native=self.native)
+        return Table(spec, MOMENTUM, native=self.native)
 
     def first(self, keys: np.ndarray) -> np.ndarray:
         return FirstValues(self.table.spec).rows(keys)
@@ -124,7 +117,7 @@ class Dicts(RuleBasedStateMachine):
         found, momenta = table.lookup(asked), table.lookup(asked, 1)
         for key, values, momentum, first in zip(asked.tolist(), found, momenta, self.first(asked), strict=True):
             assert (values.tolist(), momentum) == self.rows.get(key, (first.tolist(), 0.5))
-        hashes = hashes_of(keys, combined(5))
+        hashes = hashes_of(keys, combined(0))
         assert (hashes[1:] > hashes[:-1]).all()
 
 
@@ -142,7 +135,7 @@ def test_the_index_is_compiled_in_the_middle():
             return compiled().index() if self.is_there else None
 
     native = Late()
-    tables = Table(SPEC, 1, native=native), Table(SPEC, 1)
+    tables = Table(SPEC, native=native), Table(SPEC)
     rng = np.random.default_rng(0)
     for round in range(1, 20):
         native.is_there = round > 9
@@ -157,25 +150,25 @@ def test_the_index_is_compiled_in_the_middle():
 def test_lookups_of_what_is_not_there(refused):
     """They give the first value, also zeros behind a filter, and make no row; the row begins with the first value."""
     filtered = TableSpec((2,), initializer=Normal(), admission=CounterFilter(2), refused=refused)
-    table, plain = Table(filtered, 1), Table(TableSpec((2,), initializer=Normal(), refused=refused), 1)
+    table, plain = Table(filtered), Table(TableSpec((2,), initializer=Normal(), refused=refused))
     keys = i64([5, 7, 5])
     first = FirstValues(SPEC).rows(keys)
     assert plain.lookup(keys).tolist() == first.tolist()
     assert table.lookup(keys).tolist() == (first if refused == "initial" else 0 * first).tolist()
     assert len(table) == 0
-    assert table.state().equals(Table(filtered, 1).state())
+    assert table.state().equals(Table(filtered).state())
     opened = table.begin(1, keys)  # 5 has come twice
     table.commit()
     assert (opened.slots >= 0).tolist() == [True, False, True]
     assert (opened.refused, opened.created, opened.touched.size) == (1, 1, 1)
     assert table.lookup(i64([5])).tolist() == first[:1].tolist()
-    assert table.contains(keys).tolist() == [True, False, True]
+    assert (table.find(keys) >= 0).tolist() == [True, False, True]
 
 
 def test_keys_of_another_kind_are_refused():
     """Dtype, shape, bucket and round are checked before anything happens."""
-    table = Table(SPEC, 1, buckets=range(10))
-    inside = np.arange(3000)[buckets_of(hashes_of(np.arange(3000), combined(1))) < 10]
+    table = Table(SPEC, buckets=range(10))
+    inside = np.arange(3000)[buckets_of(hashes_of(np.arange(3000), combined(0))) < 10]
     for keys, told in (
         (inside.astype(np.uint64), "int64"),
         (inside.reshape(1, -1), "int64"),
@@ -201,24 +194,24 @@ def test_keys_of_another_kind_are_refused():
 def test_a_table_keeps_to_its_capacity(is_compiled):
     """Above it rows leave that were not touched for longest, about, and never one of the round."""
     spec = TableSpec((1,), capacity=MIN_CAPACITY, eviction=LRU())
-    table = Table(spec, 1, native=compiled() if is_compiled else None)
+    table = Table(spec, native=compiled() if is_compiled else None)
     for round in range(1, 13):
         keys = np.arange(3000 * round, 3000 * round + 3000)
         opened = table.begin(round, keys)
         table.commit()
         assert opened.refused == 0
-        assert table.contains(keys).all()
+        assert (table.find(keys) >= 0).all()
         assert len(table) <= MIN_CAPACITY
     assert len(table) > 0.95 * MIN_CAPACITY
     assert table.evicted == 36_000 - len(table)
-    assert np.mean(table.contains(np.arange(30_000, 33_000))) > 0.9 > 0.2 > np.mean(table.contains(np.arange(6000)))
+    assert np.mean(table.find(np.arange(30_000, 33_000)) >= 0) > 0.9 > 0.2 > np.mean(table.find(np.arange(6000)) >= 0)
     last = table.state().last
     assert np.median(last) >= 8
 
 
 def test_a_round_that_touches_too_much_is_refused_whole():
     """`MemoryLimit` before anything has changed; a smaller round goes on."""
-    table = Table(TableSpec((1,), capacity=MIN_CAPACITY), 1, native=compiled())
+    table = Table(TableSpec((1,), capacity=MIN_CAPACITY), native=compiled())
     trained(table, 1, np.arange(10_000))
     old = table.state()
     with pytest.raises(MemoryLimit, match=rf"20000 rows .* may have {MIN_CAPACITY}"):
@@ -237,19 +230,19 @@ def test_a_memory_limit_holds_what_memory_is_taken():
     """Rows, slots and index stay below it, but for what is counted in chunks."""
     limit = 8 << 20
     spec = TableSpec((32,), memory_limit=limit)
-    table = Table(spec, 1, (SlotTensor("accumulator", "float32", (32,)),), native=compiled())
+    table = Table(spec, (SlotTensor("accumulator", "float32", (32,)),), native=compiled())
     for round in range(1, 40):
         trained(table, round, np.arange(2000 * round, 2000 * round + 2000))
     assert len(table) > MIN_CAPACITY
     assert table.nbytes < limit + 7 * (2 << 20)
     with pytest.raises(InvalidRequest, match="memory limit of 1000 bytes has room for 5 rows"):
-        Table(TableSpec((32,), memory_limit=1000), 1)
+        Table(TableSpec((32,), memory_limit=1000))
 
 
 def test_counted_keys_are_limited_as_rows_are():
     """Keys that came once do not fill the memory of a table that has a limit."""
     spec = TableSpec((1,), capacity=MIN_CAPACITY, admission=CounterFilter(3), eviction=LRU())
-    table = Table(spec, 1, native=compiled())
+    table = Table(spec, native=compiled())
     often = np.repeat(np.arange(-500, 0), 2)  # they come twice in each of two rounds
     for round in range(1, 16):
         trained(table, round, np.concatenate([np.arange(2000 * round, 2000 * round + 2000), often]))
@@ -260,13 +253,13 @@ def test_counted_keys_are_limited_as_rows_are():
 
 def test_a_state_says_what_it_is_of():
     """States of other seeds, rounds or rows, and with buckets missing, are refused; nothing has changed then."""
-    table = Table(SPEC, 1)
+    table = Table(SPEC)
     trained(table, 1, np.arange(100))
     state = table.state()
     for other, told in (
-        (Table(SPEC, 2), "seed"),
-        (Table(TableSpec((3,)), 1), "fit"),
-        (Table(SPEC, 1, MOMENTUM), "fit"),
+        (Table(replace(SPEC, hash_seed=2)), "seed"),
+        (Table(TableSpec((3,))), "fit"),
+        (Table(SPEC, MOMENTUM), "fit"),
     ):
         trained(other, 1, np.arange(5))
         with pytest.raises(InvalidRequest, match=told):
@@ -276,51 +269,57 @@ def test_a_state_says_what_it_is_of():
     later = table.state()
     for states in ([state.cut(range(1000))], [later.cut(range(500, 1024)), state.cut(range(600))]):
         with pytest.raises(InvalidRequest, match=r"none of 1|different"):
-            Table(SPEC, 1).restore(states)
+            Table(SPEC).restore(states)
     table.restore([later])
     with pytest.raises(InvalidRequest, match="deletions are known after round 2"):
         table.delta(1)
     for buckets in (range(5, 5), range(0, 10, 2), range(BUCKETS + 1)):
         with pytest.raises(InvalidRequest, match="no range"):
-            Table(SPEC, 1, buckets=buckets)
+            Table(SPEC, buckets=buckets)
     with pytest.raises(InvalidRequest, match="another seed"):
-        Table(SPEC, 2).apply([table.delta(2)])
+        Table(replace(SPEC, hash_seed=2)).apply([table.delta(2)])
     with pytest.raises(InvalidRequest, match="nothing has changed since round 7"):
         table.delta(7)
     with pytest.raises(InvalidRequest, match="does not follow"):
-        Table(SPEC, 1).apply([table.delta(2)])
+        Table(SPEC).apply([table.delta(2)])
 
 
 def test_deletions_are_forgotten_when_nobody_needs_them():
     """A delta since before what was forgotten is refused; since later it is right."""
-    table = Table(SPEC, 1)
+    table = Table(SPEC)
     trained(table, 1, np.arange(100))
     table.remove(2, np.arange(10))
     table.remove(3, np.arange(20))
-    assert sorted(table.delta(1).deleted.tolist()) == list(range(20))
-    assert sorted(table.delta(2).deleted.tolist()) == list(range(10, 20))
+    assert sorted(table.delta(1).deleted_keys.tolist()) == list(range(20))
+    assert sorted(table.delta(2).deleted_keys.tolist()) == list(range(10, 20))
     table.forget_deletions(2)
-    assert sorted(table.delta(2).deleted.tolist()) == list(range(10, 20))
+    assert sorted(table.delta(2).deleted_keys.tolist()) == list(range(10, 20))
     with pytest.raises(InvalidRequest, match="save the whole table"):
         table.delta(1)
 
 
 def test_restrict_keeps_the_best():
-    """The rows that were touched last stay; what is asked for by key is what is exported."""
-    table = Table(SPEC, 1, native=compiled())
-    trained(table, 1, np.arange(1000))
-    trained(table, 2, np.arange(300))
-    assert table.restrict(2, 300) == 700
-    assert sorted(table.keys().tolist()) == list(range(300))
-    keys, rows = table.export()
-    assert (table.lookup(keys) == rows).all()
-    assert table.keys().tolist() == [key for bucket in range(BUCKETS) for key in table.keys(bucket).tolist()]
-    assert table.restrict(3, 1000) == 0
+    """Of each bucket those rows stay that were touched last; what is asked for by key is what is saved."""
+    table = Table(SPEC, native=compiled())
+    trained(table, 1, np.arange(40_000))
+    trained(table, 2, np.arange(20_000))
+    before = [set(table.keys(range(bucket, bucket + 1)).tolist()) for bucket in range(BUCKETS)]
+    dropped = table.restrict(2, 10 * BUCKETS)
+    assert len(table) == 10 * BUCKETS == 40_000 - dropped
+    for bucket in range(BUCKETS):
+        kept = set(table.keys(range(bucket, bucket + 1)).tolist())
+        recent = {key for key in before[bucket] if key < 20_000}
+        assert kept <= recent if len(recent) >= 10 else recent <= kept
+    state = table.state()
+    assert (table.lookup(state.keys) == state.tensors[0]).all()
+    by_bucket = [table.keys(range(bucket, bucket + 1)) for bucket in range(BUCKETS)]
+    assert table.keys().tolist() == np.concatenate(by_bucket).tolist()
+    assert table.restrict(3, 10 * BUCKETS) == 0
 
 
 def test_memory_that_is_not_there(monkeypatch):
     """A table without memory for more rows, or for more keys, refuses the round, and has all that it had."""
-    table = Table(TableSpec((2,), admission=ProbabilityFilter(1.0)), 1, native=compiled())
+    table = Table(TableSpec((2,), admission=ProbabilityFilter(1.0)), native=compiled())
     trained(table, 1, np.arange(100))
     old = table.state()
 
@@ -336,3 +335,60 @@ def test_memory_that_is_not_there(monkeypatch):
         assert table.state().equals(old)
     trained(table, 2, np.arange(50_000))
     assert len(table) == 50_000
+
+
+def made(table: Table, round: int, keys: np.ndarray) -> None:
+    """Makes a round whose update changes nothing."""
+    table.begin(round, keys)
+    table.commit()
+
+
+def test_a_tensor_that_joins_later():
+    """A tensor that is put beside rows has its first value in all of them, and is there once."""
+    table = Table(SPEC, native=compiled())
+    made(table, 1, np.arange(100))
+    late = SlotTensor("late", "float32", (3,), 0.25)
+    assert table.put_beside(late) == table.put_beside(late) == 1
+    made(table, 2, np.arange(50, 200))
+    assert (table.lookup(np.arange(300), 1) == np.full((300, 3), 0.25, "float32")).all()
+    whole = Table(SPEC, (late,), native=compiled())
+    made(whole, 1, np.arange(100))
+    made(whole, 2, np.arange(50, 200))
+    assert table.state().equals(whole.state())
+    with pytest.raises(InvalidRequest, match="late"):
+        table.put_beside(replace(late, value=0.5))
+
+
+def test_a_tensor_for_which_there_is_no_memory(monkeypatch):
+    """A tensor that cannot be put beside the rows, or that the limit has no room for, leaves the table as it was."""
+    table = Table(TableSpec((2,), memory_limit=MIN_CAPACITY * 100), native=compiled())
+    with pytest.raises(InvalidRequest, match="has room for"):
+        table.put_beside(SlotTensor("large", "float64", (64,)))
+    trained(table, 1, np.arange(10))
+    monkeypatch.setattr(table._contents.rows, "put_beside", lambda tensor: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(MemoryLimit, match="large"):
+        table.put_beside(SlotTensor("large", "float32", ()))
+    assert table.tensors == ()
+    assert len(table.arrays) == 1
+
+
+def test_keys_that_were_looked_up_are_found_where_they_were():
+    """Until an entry changes: rows that have left since are made anew, and those that came are known."""
+    one, other = Table(SPEC, native=compiled()), Table(SPEC, native=compiled())
+    rng = np.random.default_rng(0)
+    for round in range(1, 60):
+        parts = [rng.integers(0, 300, rng.integers(0, 40)) for _ in range(3)]
+        keys = np.concatenate(parts)
+        for part in parts[: rng.integers(0, 4)]:
+            one.find(part)
+        if rng.random() < 0.3:
+            gone = rng.integers(0, 300, 20)
+            assert one.remove(one.round, gone) == other.remove(other.round, gone)
+        found = one.begin(round, keys, sizes=[len(part) for part in parts]), other.begin(round, keys)
+        assert found[0].created == found[1].created
+        for table in (one, other):
+            if round % 5:
+                table.commit()
+            else:
+                table.undo()
+        assert one.state().equals(other.state())

@@ -8,11 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pswire.api import RestoreReply
-from pswire.checkpoint.manifest import Manifest, Saved, Slice, aside, is_aside, latest_in, latest_text, number, rank
+from pswire.api import RestoreReply, SavedTable
+from pswire.checkpoint.manifest import (
+    Base,
+    Manifest,
+    Saved,
+    Slice,
+    aside,
+    is_aside,
+    latest_in,
+    latest_text,
+    number,
+    rank,
+)
 from pswire.encoding import messages
 from pswire.errors import CheckpointError, DamagedCheckpoint
 from pswire.model.log import Position
+from pswire.model.tables import CounterFilter, SlotTensor, TableSpec
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.strict_json import Malformed
 
@@ -41,6 +53,17 @@ cut = st.builds(
     st.lists(st.integers(0, 9), max_size=2),
     st.sampled_from(["", "xxh3:" + "0f" * 16]),
 )
+tables = st.dictionaries(
+    names,
+    st.builds(lambda rounds: (min(rounds) - 1, max(rounds)), st.lists(st.integers(0, 1 << 30), min_size=2, max_size=2)),
+    max_size=2,
+).map(
+    lambda found: {
+        name: SavedTable(name, TableSpec((2,), admission=CounterFilter(2)), (SlotTensor("m", "int8", ()),), *rounds)
+        for name, rounds in found.items()
+    }
+)
+ids = st.text("0123456789abcdef", min_size=16, max_size=16)
 manifests = st.builds(
     Manifest,
     st.integers(0, 1 << 40),
@@ -51,6 +74,13 @@ manifests = st.builds(
     st.dictionaries(names, st.recursive(st.none() | st.integers() | names, st.lists), max_size=2),
     st.floats(0, 1e10),
     st.just("something 1.0"),
+) | st.builds(
+    lambda found, id, base: Manifest(
+        1, (), {}, library="x", tables=found, id=id if found else "", base=base if found else None
+    ),
+    tables,
+    ids,
+    st.none() | st.builds(Base, st.just("ckpt-1"), ids),
 )
 
 
@@ -58,7 +88,7 @@ manifests = st.builds(
 def test_what_is_written_is_read(manifest):
     """Its text is JSON and says all of it."""
     sliced = any(one.slices for one in manifest.tensors.values())
-    assert json.loads(manifest.text())["format"] == (3 if sliced else 2)
+    assert json.loads(manifest.text())["format"] == (4 if manifest.tables else 3 if sliced else 2)
     assert Manifest.parse(manifest.text(), "here") == manifest
 
 
@@ -84,6 +114,12 @@ def whole():
     return json.loads(
         Manifest(3, (Position(0, 1, 2),), tensors, {"shard-0": 80}, {"model/w": "w"}, {"s": [1, {"t": None}]}).text()
     )
+
+
+def of_a_delta():
+    """What that of a delta says."""
+    table = SavedTable("users", TableSpec((2,)), (SlotTensor("m", "int8", ()),), 3, 5)
+    return json.loads(Manifest(3, (), {}, tables={"users": table}, id="0" * 16, base=Base("b", "1" * 16)).text())
 
 
 def places(value, path=()):
@@ -121,6 +157,19 @@ def test_each_field_has_its_type(path):
             newer = path == ("format",) and other == 7
             assert type(refused) is (CheckpointError if newer else DamagedCheckpoint)
             assert str(refused).startswith("run/manifest.json ")
+            assert len(str(refused)) < 1000
+
+
+@pytest.mark.parametrize("path", list(places(of_a_delta())), ids=lambda path: "/".join(map(str, path)) or "all")
+def test_each_field_of_a_delta_has_its_type(path):
+    """As those of other manifests: whatever else is there is refused, or can be written again."""
+    for other in (*STRANGE, "..", "a/b", "0" * 16):
+        text = json.dumps(replaced(of_a_delta(), path, other))
+        if (refused := refusal(text)) is None:
+            found = Manifest.parse(text, "run/manifest.json")
+            assert Manifest.parse(found.text(), "again") == found
+            assert found.base is None or "/" not in found.base.name
+        else:
             assert len(str(refused)) < 1000
 
 

@@ -21,7 +21,18 @@ from pswire.model.status import Saving, WorkerProgress
 from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import EMPTY
-from tests.support.samples import ENTRIES, HAPPENED, PEER_INCARNATION, PROCESS, ROUND, SAMPLES, VOTES, plain
+from tests.support.samples import (
+    ENTRIES,
+    HAPPENED,
+    PEER_INCARNATION,
+    PROCESS,
+    QUESTIONS,
+    ROUND,
+    SAMPLES,
+    TABLES,
+    VOTES,
+    plain,
+)
 
 BY_HAND: dict[type, Codec[Any, Any]] = {
     Contribution: Codec(pb.PushHeader, lambda c: messages.contribution_to_pb(c, 8), messages.contribution_from_pb),
@@ -62,6 +73,10 @@ def values() -> Iterator[tuple[Codec[Any, Any], Any]]:
             yield PAIRS[type(value)], value
     for entry in ENTRIES:
         yield PAIRS[LogEntry], entry
+    for table in TABLES:
+        yield messages.VARIABLE, table
+    for question in QUESTIONS:
+        yield messages.TABLE_READ, question
     yield messages.HAPPENED, HAPPENED
     for vote in VOTES:
         yield PAIRS[Vote], vote

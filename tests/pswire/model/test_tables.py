@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from pswire.errors import InvalidRequest
+from pswire.model.hashing import BUCKETS
+from pswire.model.plan import ShardOf, VariableSpec
 from pswire.model.tables import (
     LFU,
     LRU,
     MIN_CAPACITY,
+    ROWS,
     CBFFilter,
     Constant,
     CounterFilter,
@@ -20,12 +24,14 @@ from pswire.model.tables import (
     Normal,
     ProbabilityFilter,
     SlotTensor,
+    TablePart,
     TableSpec,
     TimeToLive,
     TruncatedNormal,
     Uniform,
     Zeros,
 )
+from pswire.model.tensor import TensorSpec
 
 SPEC = TableSpec((8,))
 
@@ -70,6 +76,19 @@ def test_what_is_right(initializer, admission, eviction):
         ({"eviction": GlobalStepEvict(0)}, "steps_to_live"),
         ({"eviction": L2WeightEvict(-1)}, "threshold"),
         ({"eviction": TimeToLive(-1)}, "seconds"),
+        (
+            {"initializer": Constant(1e5), "dtype": "float16"},
+            "float16 cannot begin with 100000.0, which is infinite there",
+        ),
+        ({"initializer": Normal(0, 1e38)}, "float32 cannot begin with -6e.38, which is infinite there"),
+        ({"initializer": TruncatedNormal(1e308, 1e308), "dtype": "float64"}, "cannot begin with -inf"),
+        (
+            {"initializer": Uniform(-1e308, 1e308), "dtype": "float64"},
+            "width of a uniform initializer must be a finite",
+        ),
+        ({"admission": CBFFilter(2, (1 << 36) + 1)}, "max_element_size of a CBFFilter must be in"),
+        ({"memory_limit": (1 << 50) + 1}, "memory_limit must be in"),
+        ({"capacity": 1 << 31}, "capacity must be in"),
         ({"capacity": 100}, "capacity of 100 rows is too small; the least is 16384"),
         ({"capacity": -1}, "capacity must be in"),
         ({"memory_limit": 1.5}, "memory_limit must be an integer"),
@@ -92,6 +111,7 @@ def test_tensors_beside_the_rows():
         (SlotTensor("m", "float32", (0,)), "'m', of shape .0,., has no elements"),
         (SlotTensor("m", "int32", (), 0.5), "cannot begin with 0.5"),
         (SlotTensor("m", "float32", (), math.nan), "first value of 'm'"),
+        (SlotTensor("m", "bfloat16", (), 1e39), "bfloat16 cannot begin with 1e.39"),
     ):
         with pytest.raises(InvalidRequest, match=told):
             wrong.check()
@@ -102,3 +122,41 @@ def test_the_size_of_a_bloom_filter():
     spec = CBFFilter(2, 1 << 20, 0.01)
     assert spec.hashes == 7
     assert 9.5 < spec.width * 1024 / (1 << 20) < 9.7
+
+
+def variable(part: TablePart, **more: Any) -> VariableSpec:
+    return VariableSpec("v", part.tensor, part=part, **more)
+
+
+PART = TablePart("users", SPEC, 0, BUCKETS)
+SLOT = SlotTensor("m", "float32", ())
+NO_PARTS: dict[str, tuple[VariableSpec, str]] = {
+    "no buckets": (variable(replace(PART, count=0)), "0 buckets from 0 on are none of the 1024"),
+    "buckets behind the last": (variable(replace(PART, first=1000, count=25)), "25 buckets from 1000 on"),
+    "a bucket before the first": (variable(replace(PART, first=-1)), "1024 buckets from -1 on"),
+    "no table": (variable(replace(PART, spec=TableSpec((0,)))), "no elements"),
+    "a name that is none": (variable(replace(PART, table="a\nb", slot=SLOT)), "1 to 512 printable"),
+    "a slot of that name": (variable(replace(PART, table="m", slot=SLOT)), "beside the table 'm' has its name"),
+    "a slot that is none": (variable(replace(PART, slot=replace(SLOT, value=math.inf))), "first value of 'm'"),
+    "rows of more than 1 MiB": (variable(TablePart("users", TableSpec(((1 << 18) + 1,)), 0, 1)), "impossible shape"),
+    "rows of too many dimensions": (variable(TablePart("users", TableSpec((1,) * 32), 0, 1)), "33 dimensions"),
+    "another shape": (VariableSpec("v", TensorSpec("float32", (ROWS, 9)), part=PART), "its part of a table float32"),
+    "a shard as well": (variable(PART, shard=ShardOf("w", 0, 1 << 40)), "its part of a table"),
+    "what has a name in checkpoints": (variable(PART, saved_as="w"), "its part of a table"),
+}
+
+
+@pytest.mark.parametrize("case", NO_PARTS)
+def test_what_is_no_part_of_a_table(case):
+    """A variable says what part of which table it is, or is refused."""
+    assert variable(PART).check().nbytes == 0
+    wrong, told = NO_PARTS[case]
+    with pytest.raises(InvalidRequest, match=told):
+        wrong.check()
+
+
+def test_an_empty_part_takes_what_its_filter_takes():
+    """A byte for each counter of its buckets; what lies beside the rows takes nothing."""
+    counting = replace(PART, spec=replace(SPEC, admission=CBFFilter(2, 1 << 20)), count=10)
+    assert counting.nbytes == variable(counting).nbytes == 10 * counting.spec.admission.width
+    assert replace(counting, slot=SLOT).nbytes == 0

@@ -1,4 +1,4 @@
-"""A table's state in plain arrays, by buckets, in the order of the keys' hashes; and what has changed since a round.
+"""A dynamic table's state in plain arrays, by buckets, in the order of the keys' hashes; or what changed since a round.
 
 Two tables that have seen the same rounds have equal states, whatever happened to their memory, and on however many
 servers they lie: the states of the parts, joined, are the state of the whole.
@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
 
 import numpy as np
 
-from psserver.tables.hashing import Hashes
 from pswire.errors import InvalidRequest
+from pswire.model.hashing import Hashes
 from pswire.model.rows import Int64s
 from pswire.model.tensor import Array
 
 
 @dataclass(frozen=True, eq=False)
 class TableState:
-    """The state of a table, or of some buckets of it.
+    """The state of a table, or of some buckets of it, or what has changed in them since a round.
 
     Attributes:
         salt: of the hashes by which keys are in buckets, and in order.
@@ -40,6 +39,10 @@ class TableState:
         ticks: float64[t, 2], rounds and their seconds.
         expired: the last round of which rows are too old; -1 for none.
         round: the last round.
+        since: int64[len(buckets)], the round of each bucket since which changes alone are here: its rows that were
+            changed or made later, and its keys whose rows were dropped; -1 if all of it is here.
+        deleted_offsets: int64[len(buckets) + 1], as `offsets`, of keys whose rows were dropped.
+        deleted_keys: those keys [k], in the order of their hashes; some may have a row again.
     """
 
     salt: int
@@ -59,12 +62,21 @@ class TableState:
     ticks: Array
     expired: int
     round: int
+    since: Int64s
+    deleted_offsets: Int64s
+    deleted_keys: Array
+
+    @property
+    def is_whole(self) -> bool:
+        """True if all of each bucket is here."""
+        return bool((self.since < 0).all())
 
     def cut(self, buckets: range) -> TableState:
         """Returns the state of some of the buckets; its arrays are views."""
         first, end = buckets.start - self.buckets.start, buckets.stop - self.buckets.start
         rows = slice(self.offsets[first], self.offsets[end])
         counted = slice(self.counted_offsets[first], self.counted_offsets[end])
+        deleted = slice(self.deleted_offsets[first], self.deleted_offsets[end])
         return replace(
             self,
             buckets=buckets,
@@ -80,6 +92,9 @@ class TableState:
             hands=self.hands[first:end],
             sketch=self.sketch[first:end],
             halved=self.halved[first:end],
+            since=self.since[first:end],
+            deleted_offsets=self.deleted_offsets[first : end + 1] - self.deleted_offsets[first],
+            deleted_keys=self.deleted_keys[deleted],
         )
 
     def equals(self, other: TableState) -> bool:
@@ -95,10 +110,7 @@ def _equal(one: object, other: object) -> bool:
     return one == other
 
 
-_Part = TypeVar("_Part", "TableState", "TableDelta")
-
-
-def covering(parts: Sequence[_Part], buckets: range) -> list[tuple[_Part, range]]:
+def covering(parts: Sequence[TableState], buckets: range) -> list[tuple[TableState, range]]:
     """Returns parts of a table with the buckets that each gives, so that each bucket of a range is given once.
 
     Raises:
@@ -128,6 +140,8 @@ def joined(states: Sequence[TableState], buckets: range) -> TableState:
     """
     parts = [state.cut(held) for state, held in covering(states, buckets)]
     one = parts[0]
+    if len(parts) == 1:
+        return one
     for part in parts[1:]:
         if (part.salt, part.round, part.expired) != (one.salt, one.round, one.expired):
             raise InvalidRequest("the parts of the table are of different jobs or rounds")
@@ -137,7 +151,7 @@ def joined(states: Sequence[TableState], buckets: range) -> TableState:
 
     def offsets(name: str) -> Int64s:
         counts = np.concatenate([np.diff(getattr(part, name)) for part in parts])
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        return offsets_of(counts)
 
     return replace(
         one,
@@ -154,77 +168,12 @@ def joined(states: Sequence[TableState], buckets: range) -> TableState:
         hands=together("hands"),
         sketch=together("sketch"),
         halved=together("halved"),
+        since=together("since"),
+        deleted_offsets=offsets("deleted_offsets"),
+        deleted_keys=together("deleted_keys"),
     )
 
 
-@dataclass(frozen=True, eq=False)
-class TableDelta:
-    """What has changed in the rows of a table, or of some buckets of it, since a round.
-
-    Attributes:
-        salt, buckets: as of `TableState`.
-        since: the round, of which and before which nothing is here.
-        round: the last round.
-        deleted: keys whose rows were dropped since, in the order of their hashes; some may have a row again.
-        keys, tensors, count, last, changed: rows that were changed or made since, as of `TableState`.
-        hands: uint64[len(buckets)], where each bucket's hand stands.
-    """
-
-    salt: int
-    buckets: range
-    since: int
-    round: int
-    deleted: Array
-    keys: Array
-    tensors: tuple[Array, ...]
-    count: Array
-    last: Array
-    changed: Array
-    hands: Hashes
-
-
-class Deletions:
-    """The rows that were dropped since a round. Used by one thread at a time.
-
-    Args:
-        most: most deletions that are remembered; with more the older half is forgotten.
-
-    Attributes:
-        known_after: the round after which all deletions are known.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._hashes: list[Hashes] = []
-        self._rounds: list[int] = []
-        self._size = 0
-        self.known_after = 0
-
-    def add(self, round: int, hashes: Hashes) -> None:
-        """Remembers that rows were dropped in a round."""
-        if hashes.size:
-            self._hashes.append(hashes)
-            self._rounds.append(round)
-            self._size += hashes.size
-            while self._size > self._most:
-                self.forget(self._rounds[0])
-
-    def forget(self, round: int) -> None:
-        """Forgets the deletions of a round, and of those before it: nobody asks for what has changed since earlier."""
-        self.known_after = max(self.known_after, round)
-        while self._rounds and self._rounds[0] <= round:
-            self._size -= self._hashes.pop(0).size
-            self._rounds.pop(0)
-
-    def since(self, round: int) -> Hashes:
-        """Returns the hashes of rows that were dropped after a round, each once, in order.
-
-        Raises:
-            InvalidRequest: some were forgotten.
-        """
-        if round < self.known_after:
-            raise InvalidRequest(
-                f"deletions are known after round {self.known_after}, not since {round}; save the whole table"
-            )
-        found = [hashes for hashes, when in zip(self._hashes, self._rounds, strict=True) if when > round]
-        return np.unique(np.concatenate([np.empty(0, np.uint64), *found]))
+def offsets_of(counts: Int64s) -> Int64s:
+    """Returns where each of some buckets begins, and the end, of their numbers of items."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from psserver.sizes import human, parse_bytes
 from pswire.errors import ConfigError
+from pswire.sizes import human, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pswire.model.tables import BUCKETS
 from pswire.model.tensor import Array
 
 Hashes = npt.NDArray[np.uint64]
+
+BUCKETS = 1024
+"""Parts into which the keys of each table fall, for its life: the unit of placement, of checkpoints, and of limits."""
 
 BUCKET_BITS = BUCKETS.bit_length() - 1
 LOW_BITS = 64 - BUCKET_BITS

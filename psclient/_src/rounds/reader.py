@@ -1,0 +1,136 @@
+"""Reads of variables by their owners' code: what has to be sent before is sent, then servers are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from psclient._src import context
+from psclient._src.rounds.rounds import Exchange
+from psclient._src.rounds.table_reads import contents
+from psclient._src.variables.kinds import ServerVariable
+from psclient._src.variables.sharded import ShardedVariable, TableContent, TableQuestion
+from psclient._src.variables.variable import Variable
+from pswire.model.plan import PlacedVariable as Handle
+from pswire.model.rows import Int64s
+from pswire.model.tensor import Array
+
+
+class Sections(Protocol):
+    """What is recorded, as a read sees it."""
+
+    @property
+    def idle(self) -> bool:
+        """True if no section is open, and the strategy is not closed."""
+        ...
+
+    def end_written(self, handles: Sequence[Handle]) -> None:
+        """Ends the calling thread's open section if it assigns one of some variables.
+
+        Raises:
+            RuntimeError: the strategy is closed.
+        """
+        ...
+
+
+class VariableReader:
+    """Reads variables, and rows of them, on the host, as of the last round of this process. For any thread.
+
+    Args:
+        exchange: the rounds of this process.
+        sections: what is recorded, and not sent.
+    """
+
+    def __init__(self, exchange: Exchange, sections: Sections) -> None:
+        self._exchange = exchange
+        self._reads = exchange.reads
+        self._creation = exchange.creation
+        self._sections = sections
+
+    def read(self, handle: Handle) -> Array:
+        """Returns a variable's value.
+
+        Flushes this thread's open section first if that assigns the variable.
+        """
+        if self._sections.idle:
+            value = self._reads.kept(handle.id)
+            if value is not None:
+                return value
+        in_replica = self._begin([handle])
+        # Threads that make no rounds see what came last: they wait for nobody.
+        return self._reads.read(handle, now=not in_replica, waits=in_replica or self._exchange.window.mine)
+
+    def read_all(self, handles: Sequence[Handle]) -> list[Array]:
+        """Returns the values of variables, as `read`; their servers are asked together."""
+        if self._sections.idle:
+            found = [value for handle in handles if (value := self._reads.kept(handle.id)) is not None]
+            if len(found) == len(handles):
+                return found
+        in_replica = self._begin(handles)
+        return self._reads.read_all(handles, now=not in_replica, waits=in_replica or self._exchange.window.mine)
+
+    def read_rows(self, handle: Handle, ids: Int64s) -> Array:
+        """Returns rows of a variable, as `read` would have them in its value."""
+        return self.read_rows_of_all([(handle, ids)])[0]
+
+    def read_rows_of_all(self, wanted: Sequence[tuple[Handle, Int64s]]) -> list[Array]:
+        """Returns rows of each of some variables, as `read_rows`; their servers are asked together."""
+        in_replica = self._begin([handle for handle, _ in wanted])
+        return self._reads.read_rows_of_all(wanted, waits=in_replica or self._exchange.window.mine)
+
+    def read_tables(self, handles: Sequence[Handle], what: TableQuestion) -> list[TableContent]:
+        """Returns what parts of dynamic tables have; see `contents`."""
+        in_replica = self._begin(handles)
+        return contents(self._reads, handles, what, in_replica or self._exchange.window.mine)
+
+    def look_ahead(self, handle: Handle, *ids: Int64s) -> None:
+        """Rounds that assign a variable bring these rows of it: see `ReadCache.look_ahead`."""
+        self._reads.look_ahead(handle, *ids)
+
+    def into(self, arrays: Sequence[tuple[Variable, Array | None]]) -> None:
+        """Has rounds write the values of variables into arrays, where they are now and after each round that assigns.
+
+        A variable then comes with every such round, whether it was read or not, and no copy of it is kept here. What
+        a round brings is written when its values are taken; see `take_all`.
+
+        Args:
+            arrays: variables on servers, each with an array of its dtype and shape, contiguous; it replaces the one
+                before. None for no array any more.
+        """
+        targets = self._reads.targets
+        for variable, array in arrays:
+            for part, rows in _parts(variable):
+                if array is None:
+                    targets.remove(part.handle.id)
+                else:
+                    targets.add(part.handle, array[rows])
+        if any(array is not None for _, array in arrays):
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Writes the values of now into arrays that have others, as after a restore: see `into`."""
+        self._creation.send()
+        self._reads.refresh()
+
+    def take_all(self) -> None:
+        """Waits for all rounds that were sent, and takes their values."""
+        self._exchange.window.take_all()
+
+    def begin_step(self) -> None:
+        """A step of a loop without `strategy.run` begins: asynchronous workers read anew, and its waits are counted."""
+        self._reads.begin_step()
+        self._exchange.window.begin_step()
+
+    def _begin(self, handles: Sequence[Handle]) -> bool:
+        """Sends what a read has to wait for; returns whether a replica reads."""
+        self._sections.end_written(handles)
+        return context.has_strategy() and not context.in_cross_replica_context()
+
+
+def _parts(variable: Variable) -> list[tuple[ServerVariable, Any]]:
+    """Returns what servers have of a variable, each with where it is in an array of the whole."""
+    if isinstance(variable, ServerVariable):
+        return [(variable, ...)]
+    if not isinstance(variable, ShardedVariable):
+        raise TypeError(f"variable {variable.name!r} has no one value on servers that an array could have")
+    return [*zip(variable.variables, variable.sharding.bounds, strict=True)]

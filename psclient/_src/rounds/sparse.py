@@ -1,0 +1,57 @@
+"""What an update on servers is to the rows that are not given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from psclient._src.tracing.diagnostics import refuse_whole_update, users_function, warn_of_whole
+from psclient._src.variables.kinds import ServerVariable
+from psclient._src.variables.sparse_updates import SparseUpdate
+from pswire.errors import ProgramError
+from pswire.model.plan import Ref, Sparse
+from pswire.model.program import Program
+from pswire.model.row_updates import keeps_rows, later_refusal, refusal
+
+
+def how_sparse(
+    program: Program,
+    refs: Sequence[Ref],
+    given: Sequence[int],
+    wish: SparseUpdate | None,
+    used: Sequence[ServerVariable],
+) -> Sparse:
+    """Returns what an update is to rows that are not given; warns where it makes a whole array of rows.
+
+    Args:
+        program, refs: the update, and its arguments.
+        given: numbers of the arguments that are rows.
+        wish: says what it shall be; None if nobody has.
+        used: the variables among its arguments.
+
+    Raises:
+        ProgramError: it cannot be lazy; or it is of a dynamic table, and does not run on the rows of one gradient.
+    """
+    table = next((part.table for v in used if (part := v.handle.spec.part)), None)
+    if not (given or table or (wish and wish.needs_rows)):
+        return "dense"
+    sparse = wish.sparse if wish else None
+    why = refusal(program, given)
+    if len({refs[i] for i in given}) != 1 or len(set(refs)) < len(refs):
+        why = why or "it takes the rows of one gradient, and each variable once"
+    if table is not None and not given:
+        refuse_whole_update(table, "it is given none; reduce IndexedSlices for the table, and pass what that returns")
+    if sparse == "lazy":
+        if why:
+            raise ProgramError(f"{users_function() or 'an update'} cannot run lazily: {why}")
+        return sparse
+    if why is None and keeps_rows(program, given):
+        return "dense"
+    if sparse == "exact" and not (why := why or later_refusal(program)):
+        return sparse
+    if table is not None:
+        refuse_whole_update(table, why)
+    if sparse != "dense":
+        ids = {refs[target].index for target, _ in program.assigns}
+        names = [v.name for v in used if v.handle.id in ids]
+        warn_of_whole(names, max(program.specs[i].nbytes for i in given), why)
+    return "dense"

@@ -1,0 +1,293 @@
+"""Many small tables in one: views, each with keys of its own, and the group of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, SupportsIndex, cast
+
+import numpy as np
+
+from psclient._src.devices import AnyArray, Value, device_of, device_scope, namespace
+from psclient._src.nest import Nest
+from psclient._src.values import DistributedValues, local_results, per_replica
+from psclient._src.variables.indexed_slices import IndexedSlices
+from psclient._src.variables.keyed_slices import KeyedSlices
+from psclient._src.variables.lookup import LookedUpRows, place_of
+from psclient._src.variables.scatter import RowWritable, combine_rows
+from psclient._src.variables.tables import TableVariable, refuse_whole
+from pswire.model.rows import Int64s
+from pswire.model.tensor import Array
+
+KEY_BITS = 48
+"""Bits of a view's keys: above them the table has the view's number."""
+
+MAX_VIEWS = 1 << (63 - KEY_BITS)
+"""Most views of one table, whose keys then are int64 from 0 on."""
+
+_KEYS = (1 << KEY_BITS) - 1
+
+
+class TableView(RowWritable):
+    """One of the tables of a `TableGroup`, used for lookups and gradients as a table of its own is.
+
+    Its keys are integers from 0 to 2**48 - 1; those of ids with more bits, such as hashes, are for the user to shorten.
+
+    Attributes:
+        name: its name in the group.
+        table: the table that has its rows, as those of all others of the group.
+        number: its number in the group; in the table its keys have it above their own bits.
+        strategy: the strategy that owns the table.
+    """
+
+    kind = "table"
+
+    def __init__(self, table: TableVariable, name: str, number: int) -> None:
+        self.table = table
+        self.name = name
+        self.strategy = table.strategy
+        self.spec = table.spec
+        self.number = number
+        self._base = number << KEY_BITS
+
+    @property
+    def dim(self) -> int | tuple[int, ...]:
+        """The size of a row; its shape, unless that has one dimension."""
+        return self.table.dim
+
+    def keys(self) -> Array:
+        """Returns its keys that have a row, (n,), as `TableVariable.keys`; those of the whole group are asked for."""
+        keys = self.table.keys()
+        found: Array = self._shown(keys[self._are_own(keys)])
+        return found
+
+    def size(self) -> int:  # type: ignore[override]  # as of `TableVariable`
+        """Returns the number of its rows, as `keys`."""
+        return len(self.keys())
+
+    def export(self) -> tuple[Array, Array]:
+        """Returns its keys and rows, as `TableVariable.export`; those of the whole group are asked for."""
+        return self.of(*self.table.export())
+
+    def of(self, keys: Array, rows: Array) -> tuple[Array, Array]:
+        """Returns its own of the group's keys and rows."""
+        own = self._are_own(keys)
+        return self._shown(keys[own]), rows[own]
+
+    def _are_own(self, keys: Array) -> Array:
+        found: Array = np.equal(keys >> KEY_BITS, self.number)
+        return found
+
+    def __repr__(self) -> str:
+        return f"<{self.name!r} of {self.table!r}>"
+
+    # ---- What there is not ----
+
+    def _fetch(self) -> Array:
+        refuse_whole(self.name)
+
+    def __len__(self) -> int:
+        refuse_whole(self.name)
+
+    # ---- Rows by keys ----
+
+    def _check(self, ids: Array, where: str) -> Int64s:
+        keys = ids.astype(np.int64, copy=False)  # a uint64 above those of int64 becomes negative
+        wrong = (keys < 0) | (keys > _KEYS)
+        if wrong.any():
+            bad = int(np.argmax(wrong))
+            raise ValueError(
+                f"{where}: key {ids[bad]} at place {bad} is not from 0 to 2**{KEY_BITS} - 1, as keys of a group are; "
+                f"take a table of its own, or shorten keys, as by key % 2**{KEY_BITS}"
+            )
+        return keys | self._base
+
+    def _group(self, ids: Int64s) -> tuple[Int64s, Int64s]:
+        return self.table._group(ids)
+
+    def _shown(self, ids: Int64s) -> Any:
+        return np.bitwise_and(ids, _KEYS)
+
+    def _slices(self, shown: Any, counts: Callable[[], Int64s], values: AnyArray) -> KeyedSlices:
+        return self.table._slices(shown | self._base, counts, values)
+
+    def _known(self, slices: IndexedSlices) -> IndexedSlices | None:
+        known = self.table._known(slices)
+        if isinstance(known, KeyedSlices) and not self._are_own(known.counted.keys).all():
+            raise ValueError(f"rows of other tables of the group are given to {self.name!r}")
+        return known
+
+    def fit_slices(self, slices: IndexedSlices) -> IndexedSlices:
+        """Returns rows of the group's table, each key once; see `RowReadable.fit_slices`."""
+        return combine_rows("scatter_add", self, slices, f"IndexedSlices for {place_of(self)}")
+
+    def _look_ahead(self, ids: Int64s) -> None:
+        self.table.look_ahead_as(self.number, ids)
+
+    def _take_rows(self, ids: Int64s) -> AnyArray:
+        return self.table._take_rows(ids)
+
+    def _scatter_here(self, how: str, slices: IndexedSlices) -> Value:
+        self.table._scatter_here(how, slices)
+        return self
+
+
+class TableGroup(Mapping[str, TableView]):
+    """Several tables of rows of one size as one table on the servers: a mapping from their names to `TableView`s.
+
+    The gradients of all of them in one `apply_gradients` are one reduction, and `lookup` of all is one call for each
+    server. Made by `group`.
+
+    Args:
+        table: the table that has all rows.
+        names: names of the views, in the order of their numbers.
+    """
+
+    def __init__(self, table: TableVariable, names: Sequence[str]) -> None:
+        self.table = table
+        self._views = {name: TableView(table, name, number) for number, name in enumerate(names)}
+
+    def __getitem__(self, name: str) -> TableView:
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def lookup(self, ids: Mapping[str, Nest]) -> dict[str, LookedUpRows]:
+        """Reads rows of several tables, whose servers are asked once. In replica and cross-replica context.
+
+        Args:
+            ids: for each table, by its name, what its `lookup` takes.
+
+        Returns:
+            For each what its `lookup` returns.
+
+        Raises:
+            KeyError: there is no such table.
+            TypeError, ValueError, RuntimeError: as `TableView.lookup`.
+        """
+        views = sorted((self[name] for name in ids), key=lambda view: view.number)
+        found = [view._grouped(view._checked_ids(ids[view.name])) for view in views]
+        pieces = self.table.sharding.space.pieces([keys for keys, _ in found])
+        rows = self.table._take_rows(np.concatenate([found[n][0][at] for n, at in pieces])) if pieces else None
+        made = {
+            view.name: LookedUpRows(view, view._shown(keys), values, places)
+            for view, (keys, places), values in zip(views, found, _taken(rows, pieces, len(views)), strict=True)
+        }
+        return {name: made[name] for name in ids}
+
+    def look_ahead(self, ids: Mapping[str, Nest]) -> None:
+        """Says which rows of several tables will be looked up next: calls `look_ahead` of each.
+
+        Args:
+            ids: for each table, by its name, what its `look_ahead` takes.
+        """
+        for name, own in ids.items():
+            self[name].look_ahead(own)
+
+    def size(self) -> int:
+        """Returns the number of rows of all tables; see `TableVariable.size`."""
+        return self.table.size()
+
+    def export(self) -> dict[str, tuple[Array, Array]]:
+        """Returns keys and rows of each table, by its name; see `TableVariable.export`."""
+        keys, rows = self.table.export()
+        return {name: view.of(keys, rows) for name, view in self.items()}
+
+    def restrict(self, rows: SupportsIndex) -> None:
+        """Evicts rows until all tables have so many at most together; see `TableVariable.restrict`."""
+        self.table.restrict(rows)
+
+    def __repr__(self) -> str:
+        return f"<{', '.join(map(repr, self))} in {self.table!r}>"
+
+
+def _taken(rows: Any, pieces: Sequence[tuple[int, slice]], views: int) -> list[AnyArray]:
+    """Returns the rows of each of some views, of rows that lie one piece behind another."""
+    found: list[list[AnyArray]] = [[] for _ in range(views)]
+    at = 0
+    for number, own in pieces:
+        end = at + own.stop - own.start
+        found[number].append(rows[at:end])
+        at = end
+    return [each[0] if len(each) == 1 else _concatenated(each) for each in found]
+
+
+def _concatenated(pieces: Sequence[AnyArray]) -> AnyArray:
+    device = device_of(pieces[0])
+    with device_scope(device):
+        return namespace(device).concatenate(pieces)
+
+
+def join_views(gradients: list[Value], variables: list[Any]) -> tuple[list[Value], list[Any]]:
+    """Joins the gradients of tables of a group, which become one of the group's table.
+
+    Args:
+        gradients: gradients, or per-replica ones.
+        variables: the variable of each, or what stands for it.
+
+    Returns:
+        Both, without views; the table of a group stands where its first view stood.
+
+    Raises:
+        ValueError: a view is given twice, or its gradient is no `IndexedSlices`, or is of another table.
+    """
+    if not any(isinstance(v, TableView) for v in variables):
+        return gradients, variables
+    groups: dict[int, list[tuple[TableView, Value]]] = {}
+    for v, gradient in zip(variables, gradients, strict=True):
+        if isinstance(v, TableView):
+            groups.setdefault(id(v.table), []).append((v, gradient))
+    found: list[Value] = []
+    wholes: list[Any] = []
+    for v, gradient in zip(variables, gradients, strict=True):
+        if not isinstance(v, TableView):
+            found.append(gradient)
+            wholes.append(v)
+        elif id(v.table) in groups:
+            found.append(_joined(groups.pop(id(v.table))))
+            wholes.append(v.table)
+    return found, wholes
+
+
+def _joined(given: Sequence[tuple[TableView, Value]]) -> Value:
+    ordered = sorted(given, key=lambda each: each[0].number)
+    if len({view.number for view, _ in ordered}) < len(ordered):
+        raise ValueError(f"a table of {ordered[0][0].table.name!r} stands in several pairs; add up its gradients first")
+    owns = [local_results(gradient) for _, gradient in ordered]
+    counts = {len(own) for own in owns}
+    if len(counts) > 1:
+        raise ValueError(f"tables of {ordered[0][0].table.name!r} are given gradients of other numbers of replicas")
+    slices = [[_fitting(view, each) for each in own] for (view, _), own in zip(ordered, owns, strict=True)]
+    replicas = [KeyedSlices.joined([own[n] for own in slices]) for n in range(counts.pop())]
+    distributed = any(isinstance(gradient, DistributedValues) for _, gradient in ordered)
+    return per_replica(replicas) if distributed else replicas[0]
+
+
+def _fitting(view: TableView, gradient: Value) -> KeyedSlices:
+    if not isinstance(gradient, IndexedSlices):
+        raise ValueError(
+            f"the gradient of table {view.name!r} is {'None' if gradient is None else type(gradient).__name__}; give "
+            "rows.gradient(d) of what was looked up, or ps.IndexedSlices(rows, keys)"
+        )
+    return cast(KeyedSlices, view.fit_slices(gradient))
+
+
+def table_of(variable: Any) -> Any:
+    """Returns the table of a group, or of one of its views; of anything else itself."""
+    return variable.table if isinstance(variable, TableView | TableGroup) else variable
+
+
+def without_views(variables: Sequence[Any]) -> list[Any]:
+    """Returns variables with the table of a group, once, in place of its views."""
+    found: list[Any] = []
+    grouped: set[int] = set()
+    for v in variables:
+        whole = table_of(v)
+        if whole is v or id(whole) not in grouped:
+            found.append(whole)
+        if whole is not v:
+            grouped.add(id(whole))
+    return found

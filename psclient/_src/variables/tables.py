@@ -1,0 +1,308 @@
+"""Dynamic tables: variables whose rows are named by keys, and created and evicted on servers.
+
+A table's parts are variables on servers, and what is done with the whole is cut by `KeySharding`, as with partitioned
+variables. What needs an array of the whole does not exist.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, SupportsIndex
+
+import numpy as np
+
+from psclient._src import context
+from psclient._src.devices import AnyArray, Value
+from psclient._src.variables.indexed_slices import IndexedSlices
+from psclient._src.variables.keyed_slices import KeyedSlices
+from psclient._src.variables.keys import CountedKeys, KeySpace
+from psclient._src.variables.kinds import ServerVariable
+from psclient._src.variables.lookup import place_of
+from psclient._src.variables.scatter import SCATTERS, combine_rows
+from psclient._src.variables.sharded import CutVariable, Sharding
+from pswire.model.plan import VariableSpec
+from pswire.model.rows import Int64s
+from pswire.model.tables import SlotTensor, TablePart, TableSpec
+from pswire.model.tensor import Array, TensorSpec
+
+
+@dataclass(frozen=True)
+class KeySharding(Sharding):
+    """A dynamic table's rows, cut into parts: each has the keys of some buckets.
+
+    Attributes:
+        starts: the first bucket of each part, and the end.
+        places: the server of each part.
+        space: the table's keys.
+    """
+
+    space: KeySpace
+
+    @classmethod
+    def of(cls, space: KeySpace, places: Sequence[tuple[int, ...]]) -> KeySharding:
+        """Makes one of a table's keys, with the server of each part."""
+        return cls(space.starts, tuple(places), space)
+
+    def cuts(self, shape: tuple[int, ...], like: tuple[int, ...]) -> bool:
+        """Returns False: no array has the rows of a table."""
+        return False
+
+    def tensors(self, whole: TensorSpec) -> list[TensorSpec]:
+        """Returns dtype and shape of what each part has of rows: those of the whole, which has no size."""
+        return [whole] * len(self.places)
+
+    def parts(self, spec: VariableSpec, slot: SlotTensor | None = None) -> list[VariableSpec]:
+        """Returns the parts of the table, or of a tensor beside its rows, as they are created, but for their names."""
+        made = [TablePart(self.space.table, self.space.spec, b.start, b.stop - b.start, slot) for b in self.bounds]
+        return [
+            VariableSpec(f"{spec.name}/part_{number}", part.tensor, spec.trainable, part=part)
+            for number, part in enumerate(made)
+        ]
+
+    def split_ids(self, ids: Int64s) -> list[tuple[slice, Int64s]]:
+        """Cuts keys in canonical order: which of them are in each part, and these."""
+        return [(at, ids[at]) for at in self.space.cut(ids)]
+
+    def split_rows(self, slices: IndexedSlices) -> list[IndexedSlices]:
+        """Cuts rows by the parts that have their keys; nothing is copied."""
+        return [*slices.cut()] if isinstance(slices, KeyedSlices) else super().split_rows(slices)
+
+
+def refuse_whole(name: str) -> NoReturn:
+    """Raises `TypeError`: there is no array of a table."""
+    raise TypeError(
+        f"table {name!r} has no size, so that there is no array of it: look rows up by their keys, or export() all"
+    )
+
+
+class PartOfTable(ServerVariable):
+    """The rows of some buckets of a table, on a server. What can be done with them is done with the table."""
+
+    kind = "part of a table"
+
+    def _fetch(self) -> Array:
+        refuse_whole(self.whole.name)
+
+    def _check(self, ids: Array, where: str) -> Int64s:
+        raise TypeError(f"{self.name!r} is a part of table {self.whole.name!r}; use rows by their keys there")
+
+    def _assign(self, how: str, value: Value) -> Value:
+        if context.update_lift() is None:
+            refuse_whole(self.whole.name)
+        return super()._assign(how, value)
+
+    def look_ahead_by(self, pieces: Sequence[Int64s]) -> None:
+        """Rounds that assign the table bring the rows of these keys, one piece after another increasing, each once."""
+        self._reader.look_ahead(self.handle, *pieces)
+
+
+class TableVariable(CutVariable):
+    """A dynamic table: a variable of rows by keys, as many as there are keys. Made by `get_variable`.
+
+    A key is any 64-bit integer. Its row is there from its first gradient on; a lookup before that gives what the row
+    would begin with, and creates nothing. Lookups, `apply_gradients`, reductions, updates and `scatter_*` take keys
+    where other variables take places. There is no array of the whole: reads, assignments and arithmetic raise
+    `TypeError`.
+
+        users = ps.dynamic_embedding.get_variable("users", dim=64)      # in strategy.scope()
+        rows = users.lookup(batch["user"])                              # in the function given to strategy.run
+        optimizer.apply_gradients([(rows.gradient(d), users)])
+
+    Variables that are created in `colocate_vars_with(users)` with one row, of as many dimensions as the table, lie
+    beside each row of it, and begin there with that value, which has to be one number: so do the slots of optimizers.
+    Others have a copy beside each part.
+
+    Source: `dynamic_embedding.Variable` of TensorFlow Recommenders Addons.
+
+    Attributes:
+        sharding: the buckets of each part, and its server.
+    """
+
+    kind = "table"
+    sharding: KeySharding
+    views: Any = None
+    """The `TableGroup` of which it has all rows; None for a table of its own."""
+
+    _ahead: dict[int, list[Int64s]] = {}
+    """Keys that will be looked up next, by part; by the number of who has named them, whose keys come in this order."""
+
+    # ---- What it is ----
+
+    @property
+    def table_spec(self) -> TableSpec:
+        """The table as servers know it."""
+        return self.sharding.space.spec
+
+    @property
+    def dim(self) -> int | tuple[int, ...]:
+        """The size of a row; its shape, unless that has one dimension."""
+        return self.shape[1] if self.ndim == 2 else self.shape[1:]
+
+    @property
+    def parts(self) -> list[PartOfTable]:
+        """The parts, in the order of their buckets; also `variables`."""
+        return [part for part in self._shards if isinstance(part, PartOfTable)]
+
+    @property
+    def key_dtype(self) -> np.dtype[np.generic]:
+        """The dtype of keys: int64 or uint64."""
+        return np.dtype(self.table_spec.key_dtype)
+
+    def __repr__(self) -> str:
+        row = ", ".join(["?", *map(str, self.shape[1:])])
+        return f"<ps.dynamic_embedding.Variable {self.name!r} {self.spec.dtype}[{row}] on {', '.join(self.devices)}>"
+
+    # ---- Its rows ----
+
+    def size(self) -> int:  # type: ignore[override]  # of an array, which this has not; the name is TFRA's
+        """Returns the number of rows, as of the last round of this process. In any context but an update function.
+
+        Each process may ask for itself. Where workers are asynchronous it is the number of now.
+        """
+        return sum(part.size for part in self._content("size"))
+
+    def keys(self) -> Array:
+        """Returns the keys that have a row, (n,), in the order of their hashes, on the host; as `size`."""
+        return self.sharding.space.shown(np.concatenate([part.keys for part in self._content("keys")]))
+
+    def export(self) -> tuple[Array, Array]:
+        """Returns keys and rows, (n,) and (n, *row shape), in the order of the keys' hashes, on the host; as `size`.
+
+        They come from all servers at once, some 4 MiB at a time, and are held here as a whole. Where workers are
+        asynchronous others may change the table between two pieces.
+        """
+        found = self._content("rows")
+        keys = self.sharding.space.shown(np.concatenate([part.keys for part in found]))
+        return keys, np.concatenate([part.rows for part in found])
+
+    def restrict(self, rows: SupportsIndex) -> None:
+        """Evicts rows until there are so many at most. In cross-replica context, or outside of every scope.
+
+        It is a round, which every process makes alike. Each of the table's 1024 buckets keeps its share; those rows go
+        that the eviction policy holds for the worst, without one those that were not updated for longest.
+
+        Source: `restrict` of TFRA's variables.
+
+        Args:
+            rows: 0, or at least 16,384.
+
+        Raises:
+            TypeError: it is no whole number.
+            ValueError: it is another number; what is restricted lies beside a table.
+            RuntimeError: called in replica or update context.
+        """
+        self.strategy.extended.restrict(self, operator.index(rows))
+
+    def _content(self, what: Any) -> Any:
+        if context.update_lift() is not None:
+            self.refuse_update()
+        return self._reader.read_tables([part.handle for part in self._shards], what)
+
+    # ---- What there is not ----
+
+    def _fetch(self) -> Array:
+        refuse_whole(self.name)
+
+    def __len__(self) -> int:
+        refuse_whole(self.name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        refuse_whole(self.name)
+
+    def _assign(self, how: str, value: Value) -> Value:
+        if context.update_lift() is not None:
+            self.refuse_update()
+        refuse_whole(self.name)
+
+    # ---- Rows by keys ----
+
+    def _check(self, ids: Array, where: str) -> Int64s:
+        return self.sharding.space.check(ids, where)
+
+    def _group(self, ids: Int64s) -> tuple[Int64s, Int64s]:
+        return self.sharding.space.group(ids)
+
+    def _shown(self, ids: Int64s) -> Any:
+        return self.sharding.space.shown(ids)
+
+    def _slices(self, shown: Any, counts: Callable[[], Int64s], values: AnyArray) -> KeyedSlices:
+        return KeyedSlices(self.sharding.space, CountedKeys(shown.view(np.int64), counts()), values, self.shape)
+
+    def _known(self, slices: IndexedSlices) -> IndexedSlices | None:
+        if not isinstance(slices, KeyedSlices):
+            return None
+        if slices.space != self.sharding.space:
+            raise ValueError(f"rows of table {slices.space.table!r} are given to table {self.sharding.space.table!r}")
+        return slices
+
+    def fit_slices(self, slices: IndexedSlices) -> IndexedSlices:
+        """Returns rows by keys, each key once; see `RowReadable.fit_slices`."""
+        return combine_rows("scatter_add", self, slices, f"IndexedSlices for {place_of(self)}")
+
+    def look_ahead_as(self, number: int, ids: Int64s) -> None:
+        """As `look_ahead`, for one of several who look up rows; each replaces what it has named before.
+
+        Args:
+            number: its own; all keys that it names are less than those of any with a greater one.
+            ids: int64[U], in canonical order.
+        """
+        self._ahead = {**self._ahead, number: [own for _, own in self.sharding.split_ids(ids)]}
+        for number_of_part, part in enumerate(self.parts):
+            part.look_ahead_by([self._ahead[each][number_of_part] for each in sorted(self._ahead)])
+
+    def _look_ahead(self, ids: Int64s) -> None:
+        self._ahead = {}
+        self.look_ahead_as(0, ids)
+
+    def _scatter_here(self, how: str, slices: IndexedSlices) -> Value:
+        replica = None if context.in_cross_replica_context() else context.get_replica_context()
+        if replica is not None and context.has_strategy() and replica.num_replicas_in_sync > 1:
+            raise ValueError(
+                f"{how} of table {self.name!r} in replica context, where each of {replica.num_replicas_in_sync} "
+                "replicas may have other rows; call it in cross-replica context, with rows that every process has alike"
+                + (", or sum them with strategy.extended.reduce_to" if SCATTERS[how].assign else "")
+            )
+        return super()._scatter_here(how, slices)
+
+
+@dataclass(frozen=True)
+class OneRow:
+    """One row of a table in place of the table, for those who ask what a variable's slot begins with.
+
+    Attributes:
+        name: the table's name.
+        shape: (1, *row shape).
+        dtype: the table's dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+
+    @classmethod
+    def of(cls, table: TableVariable) -> OneRow:
+        """Returns a row of a table."""
+        return cls(table.name, (1, *table.shape[1:]), table.dtype)
+
+
+def slot_of(table: str, name: str, value: Array) -> SlotTensor:
+    """Returns the tensor beside a table's rows that is created by a value of one row.
+
+    Raises:
+        ValueError: the row has different values.
+    """
+    row = value[0]
+    first = row.reshape(-1)[0]
+    if not (row == first).all():
+        raise ValueError(
+            f"{name!r} beside table {table!r} begins with a row of different values; each key's row begins with one "
+            "number, so give an array that is the same everywhere"
+        )
+    return SlotTensor(name, value.dtype.name, row.shape, float(first))
+
+
+def is_slot(value: Array, table: TableSpec) -> bool:
+    """Returns whether a first value is that of a tensor beside a table's rows: one row, of as many dimensions."""
+    return value.ndim == 1 + len(table.shape) and value.shape[0] == 1

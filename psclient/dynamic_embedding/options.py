@@ -1,0 +1,102 @@
+"""Options of dynamic tables: how many servers have them, where their rows lie, and how long rows live."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from pswire.model.hashing import BUCKETS
+from pswire.model.tables import TimeToLive
+from pswire.sizes import parse_bytes
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*")
+
+
+@dataclass(frozen=True)
+class HashPartitioner:
+    """Cuts a table into parts by the hashes of keys: each has a range of the 1024 buckets.
+
+    Source: the name is TFRA's; there is no other partitioner.
+
+    Args:
+        shards: number of parts, each on a server of its own; None, and more than there are servers, for all servers.
+        buckets: 1024.
+
+    Raises:
+        ValueError: it is no number of parts, or another number of buckets.
+    """
+
+    shards: int | None = None
+    buckets: int = BUCKETS
+
+    def __post_init__(self) -> None:
+        if self.buckets != BUCKETS:
+            raise ValueError(f"buckets is {self.buckets!r}; keys of each table fall into {BUCKETS} buckets, for good")
+        check_shards(self.shards)
+
+
+def check_shards(shards: int | None) -> int | None:
+    """Returns a number of parts; raises `ValueError` if it is none."""
+    if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or not 1 <= shards <= BUCKETS):
+        raise ValueError(f"shards is {shards!r}; give a number of parts from 1 to {BUCKETS}, or None for all servers")
+    return shards
+
+
+@dataclass(frozen=True)
+class StorageOption:
+    """The place of a table's rows.
+
+    Source: the name is DeepRec's.
+
+    Args:
+        kind: "dram", the memory of the servers.
+
+    Raises:
+        ValueError: it is another one; rows on disks do not exist yet.
+    """
+
+    kind: str = "dram"
+
+    def __post_init__(self) -> None:
+        if self.kind != "dram":
+            raise ValueError(
+                f"storage {self.kind!r} does not exist yet: rows lie in the memory of the servers; take "
+                "StorageOption('dram'), and a capacity or a memory_limit"
+            )
+
+
+def TTL(time: float | str) -> TimeToLive:
+    """Returns the policy that evicts rows which were not updated for a time.
+
+    Time is that of the workers, and goes on with the table's rounds alone: where nobody updates it, nothing is evicted.
+
+    Args:
+        time: seconds, or a number with a unit: "90s", "30m", "12h", "7d", "2w".
+
+    Raises:
+        ValueError: it is no time, or is negative.
+    """
+    if isinstance(time, str):
+        match = _TIME.fullmatch(time)
+        if not match:
+            raise ValueError(f"TTL({time!r}) is no time; write a number with a unit, such as '7d', '12h' or '30m'")
+        time = float(match[1]) * _SECONDS[match[2]]
+    policy = TimeToLive(float(time))
+    policy.check()
+    return policy
+
+
+def limit_of(memory_limit: int | str | None, name: str) -> int:
+    """Returns a memory limit in bytes, 0 for none.
+
+    Args:
+        memory_limit: bytes, or a size such as "4GiB"; None for no limit.
+        name: the table's name, for messages.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    if isinstance(memory_limit, str):
+        return parse_bytes(memory_limit, f"memory_limit of table {name!r}")
+    return memory_limit or 0

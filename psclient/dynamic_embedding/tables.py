@@ -1,0 +1,215 @@
+"""`get_variable` and `group`: dynamic tables, and many small ones in one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, SupportsIndex, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from psclient._src import context, values
+from psclient._src.distribute.tables import TableExtended
+from psclient._src.nest import Nest
+from psclient._src.variables.table_views import KEY_BITS, MAX_VIEWS, TableGroup
+from psclient._src.variables.tables import TableVariable
+from psclient.dynamic_embedding.options import HashPartitioner, StorageOption, check_shards, limit_of
+from psclient.initializers import Constant, Initializer, RandomUniform
+from pswire.errors import ConfigError, InvalidRequest
+from pswire.model.plan import VariableSpec
+from pswire.model.tables import ROWS, Admission, Eviction, TableSpec, Unknown
+from pswire.model.tensor import TensorSpec
+
+
+@dataclass(frozen=True, eq=False)
+class _Request:
+    """A table as it was asked for."""
+
+    nest_leaf: ClassVar[bool] = True
+
+    name: str
+    table: TableSpec
+    trainable: bool
+    shards: int | None
+
+
+def get_variable(
+    name: str,
+    dim: SupportsIndex | Sequence[SupportsIndex],
+    key_dtype: npt.DTypeLike = "int64",
+    value_dtype: npt.DTypeLike = "float32",
+    trainable: bool = True,
+    checkpoint: bool = True,
+    init_size: int = 0,
+    initializer: Initializer | float | None = None,
+    partitioner: HashPartitioner | None = None,
+    admission: Admission | None = None,
+    eviction: Eviction | None = None,
+    capacity: int | None = None,
+    memory_limit: int | str | None = None,
+    storage: StorageOption | None = None,
+    refused: Unknown = "initial",
+    hash_seed: int = 0,
+    shards: int | None = None,
+) -> TableVariable:
+    """Gets or creates a dynamic table of the current strategy, by its name: a variable of rows by 64-bit keys.
+
+    In replica and cross-replica context of a `ParameterServerStrategy`, by all processes alike, as a variable is
+    created. A second call with the same arguments returns the same table.
+
+    Source: `get_variable` of TensorFlow Recommenders Addons; options of admission and eviction are DeepRec's.
+
+    Args:
+        name: the table's name, also in checkpoints.
+        dim: number of elements of a row, or its shape; () for one number.
+        key_dtype: int64 or uint64. Any 64-bit number is a key.
+        value_dtype: dtype of the rows.
+        trainable: True if optimizers should train it.
+        checkpoint: True: every table is in each checkpoint.
+        init_size: expected number of rows, which is ignored: a table grows bucket by bucket, without a stop.
+        initializer: first values of a row, one of `ps.initializers` or a number; by default uniform in [-0.05, 0.05).
+            They follow from its seed, the key and the column: two tables with the same seed have the same.
+        partitioner: `HashPartitioner`, which is the default.
+        admission: which unknown keys get a row: `CounterFilter`, `CBFFilter` or `ProbabilityFilter`; None for all.
+            Gradients of the others are dropped.
+        eviction: which rows leave the table: `LRU`, `LFU`, `GlobalStepEvict`, `TTL` or `L2WeightEvict`; None for none,
+            but above a limit those not updated for longest.
+        capacity: most rows of the whole table, at least 16,384; None or 0 for no limit.
+        memory_limit: bytes that its rows, slots and index may take on all servers, such as "4GiB"; None or 0 for no
+            limit. A round that touches more rows than there is room for is an error, `MemoryLimit`, and changes
+            nothing.
+        storage: `StorageOption("dram")`, which is the default.
+        refused: what a lookup gives for a key that has no row because of `admission`: "initial", its first value, or
+            "zeros".
+        hash_seed: of the hashes by which keys fall into buckets; to be kept secret where strangers choose keys. A
+            checkpoint is restored into a table with the same one.
+        shards: number of parts, each on a server of its own; None, and more than there are servers, for all servers.
+
+    Returns:
+        The table.
+
+    Raises:
+        RuntimeError: the current strategy has no parameter servers, or called in an update function.
+        ValueError: a number or a word that is none; there is another table of this name, or another variable.
+        TypeError: an argument of another kind.
+        VariableMismatch: another process has created something else in its place.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name is {name!r}; the name of a table is a text, such as 'users'")
+    if not checkpoint:
+        raise ValueError(f"table {name!r}: checkpoint=False does not exist: every table is in each checkpoint")
+    if not isinstance(storage, StorageOption | None):
+        raise TypeError(f"table {name!r}: storage is {storage!r}; give StorageOption('dram'), or leave it out")
+    if not isinstance(partitioner, HashPartitioner | None):
+        raise TypeError(f"table {name!r}: partitioner is {partitioner!r}; give HashPartitioner(), or leave it out")
+    first = _initializer(initializer, name)
+    row = dim if isinstance(dim, Sequence) else (dim,)
+    try:
+        table = TableSpec(
+            tuple(map(operator.index, row)),
+            np.dtype(value_dtype).name,
+            cast(Any, np.dtype(key_dtype).name),
+            first.of_rows(),
+            admission,
+            eviction,
+            capacity or 0,
+            limit_of(memory_limit, name),
+            refused,
+            first.seed,
+            hash_seed,
+        ).check()
+        VariableSpec(name, TensorSpec(table.dtype, (ROWS, *table.shape))).check()
+    except (InvalidRequest, ConfigError) as error:
+        raise ValueError(f"table {name!r}: {error.message}") from None
+    parts = check_shards(shards if partitioner is None or shards is not None else partitioner.shards)
+    return _get(_Request(name, table, bool(trainable), parts))
+
+
+def group(
+    names: Iterable[str], dim: SupportsIndex | Sequence[SupportsIndex], name: str = "group", **options: Any
+) -> TableGroup:
+    """Gets or creates many small tables as one: their gradients in one step are one reduction.
+
+    A key of one of them has the number of its table above its own 48 bits, and is exact: there are no collisions. So
+    keys are integers from 0 to 2**48 - 1, and there are at most 32,768 tables. Limits, filters and policies are of all
+    tables together. A checkpoint has the one table: keep the names in their order, and add new ones at the end.
+
+        tables = de.group(["user", "item", "genre"], dim=16)
+        rows = tables.lookup({"user": batch["user"], "item": batch["item"]})
+        optimizer.apply_gradients([(rows[n].gradient(d[n]), tables[n]) for n in rows])
+
+    Source: the table-batched embeddings of TorchRec, and table stacking in TPU embeddings.
+
+    Args:
+        names: names of the tables, in the order of their numbers; of a dict its keys.
+        dim: as of `get_variable`, the same for all.
+        name: name of the one table.
+        options: as `get_variable` takes them, but for `key_dtype`.
+
+    Returns:
+        A mapping from names to tables.
+
+    Raises:
+        ValueError: there are none, or too many, or a name stands there twice; as `get_variable`.
+        TypeError: names is one word, of which each letter would be a name; as `get_variable`.
+        RuntimeError: as `get_variable`.
+    """
+    if isinstance(names, str):
+        raise TypeError(f"names is {names!r}, and must be a list of names; write [{names!r}]")
+    known = list(names)
+    if not 0 < len(known) <= MAX_VIEWS or len(set(known)) < len(known):
+        raise ValueError(
+            f"group {name!r} is given {len(known)} names, {len(set(known))} of them different; give 1 to {MAX_VIEWS}, "
+            "each once"
+        )
+    if "key_dtype" in options:
+        raise TypeError(f"group {name!r}: the keys of a group are integers of {KEY_BITS} bits; leave key_dtype out")
+    table = get_variable(name, dim, **options)
+    if table.views is None:
+        table.views = TableGroup(table, known)
+    views: TableGroup = table.views
+    if list(views) != known:
+        raise ValueError(
+            f"group {name!r} is there already, with the names {list(views)}; take another name, or the same names in "
+            "the same order"
+        )
+    return views
+
+
+def _initializer(given: Initializer | float | None, name: str) -> Initializer:
+    if given is None:
+        return RandomUniform()
+    if isinstance(given, bool | int | float):
+        return Constant(float(given))
+    if not (hasattr(given, "of_rows") and hasattr(given, "seed")) or isinstance(given, type):
+        raise TypeError(
+            f"table {name!r}: initializer is {given!r:.80}; give one of ps.initializers, such as "
+            "ps.initializers.RandomUniform(-0.05, 0.05), or a number"
+        )
+    return given
+
+
+def _get(request: _Request) -> TableVariable:
+    if context.in_update():
+        raise RuntimeError("an update function cannot create tables; create them before, in strategy.scope()")
+    strategy = context.get_strategy()
+    if not isinstance(strategy.extended, TableExtended):
+        raise RuntimeError(
+            f"table {request.name!r} lives on parameter servers: create it in the scope of a "
+            f"ps.ParameterServerStrategy; the current strategy is a {type(strategy).__name__}"
+        )
+    replica = context.get_replica_context()
+    if replica is None:
+        return _create(strategy, request)
+    return cast(TableVariable, replica.merge_call(_create_together, (request,)))
+
+
+def _create_together(strategy: Any, requests: Nest) -> TableVariable:
+    return _create(strategy, values.local_results(requests)[0])
+
+
+def _create(strategy: Any, request: _Request) -> TableVariable:
+    made: TableVariable = strategy.extended.table(request.name, request.table, request.trainable, request.shards)
+    return made

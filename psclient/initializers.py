@@ -1,0 +1,238 @@
+"""First values of variables, and of the rows of dynamic tables: names and defaults are those of `keras.initializers`.
+
+    init = ps.initializers.RandomNormal(stddev=0.1, seed=7)
+    w = ps.Variable(init((300, 10)))                                       # in strategy.scope()
+    users = ps.dynamic_embedding.get_variable("users", dim=64, initializer=init)
+
+The same initializer gives the same values each time, on every machine. A row of a table is a function of its seed, the
+key and the column, so that it does not depend on when, where or by whom the row is created.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from pswire.model import tables
+from pswire.model.tensor import DTYPES, Array
+
+__all__ = ["Constant", "Initializer", "Ones", "RandomNormal", "RandomUniform", "TruncatedNormal", "Zeros"]
+
+Shape = SupportsIndex | Sequence[SupportsIndex]
+
+
+class Initializer(Protocol):
+    """What gives first values."""
+
+    @property
+    def seed(self) -> int:
+        """The seed of random values; 0 of others."""
+        ...
+
+    def __call__(self, shape: Shape, dtype: npt.DTypeLike = "float32") -> Array:
+        """Returns first values.
+
+        Args:
+            shape: their shape.
+            dtype: their dtype.
+
+        Raises:
+            TypeError: random values of a dtype that is none of floats.
+        """
+        ...
+
+    def of_rows(self) -> tables.Initializer:
+        """Returns what servers know it as, for the rows of a dynamic table."""
+        ...
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """Zeros.
+
+    Source: `keras.initializers.Zeros`.
+    """
+
+    seed = 0
+
+    def __call__(self, shape: Shape, dtype: npt.DTypeLike = "float32") -> Array:
+        """Returns zeros, see `Initializer`."""
+        return np.zeros(_sizes(shape), _dtype(dtype))
+
+    def of_rows(self) -> tables.Initializer:
+        """Returns what servers know it as."""
+        return tables.Zeros()
+
+
+@dataclass(frozen=True)
+class Ones:
+    """Ones.
+
+    Source: `keras.initializers.Ones`.
+    """
+
+    seed = 0
+
+    def __call__(self, shape: Shape, dtype: npt.DTypeLike = "float32") -> Array:
+        """Returns ones, see `Initializer`."""
+        return np.ones(_sizes(shape), _dtype(dtype))
+
+    def of_rows(self) -> tables.Initializer:
+        """Returns what servers know it as."""
+        return tables.Constant(1.0)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same number everywhere.
+
+    Source: `keras.initializers.Constant`.
+
+    Args:
+        value: the number, finite.
+
+    Raises:
+        ValueError: it is none.
+    """
+
+    value: float = 0.0
+
+    seed = 0
+
+    def __post_init__(self) -> None:
+        self.of_rows().check()
+
+    def __call__(self, shape: Shape, dtype: npt.DTypeLike = "float32") -> Array:
+        """Returns the number in a shape, see `Initializer`."""
+        return np.full(_sizes(shape), self.value, _dtype(dtype))
+
+    def of_rows(self) -> tables.Initializer:
+        """Returns what servers know it as."""
+        return tables.Constant(self.value)
+
+
+@dataclass(frozen=True)
+class RandomUniform:
+    """Uniform values in [minval, maxval).
+
+    Source: `keras.initializers.RandomUniform`.
+
+    Args:
+        minval, maxval: the bounds.
+        seed: an integer from 0 on; another one gives other values.
+
+    Raises:
+        ValueError: a bound is not finite, or they are not in order; there is no such seed.
+    """
+
+    minval: float = -0.05
+    maxval: float = 0.05
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def __call__(self, shape: Shape, dtype: npt.DTypeLike = "float32") -> Array:
+        """Returns uniform values, see `Initializer`."""
+        found = np.random.default_rng(self.seed).uniform(self.minval, self.maxval, _sizes(shape))
+        return found.astype(_floating(dtype))
+
+    def of_rows(self) -> tables.Initializer:
+        """Returns what servers know it as."""
+        return tables.Uniform(self.minval, self.maxval)
+
+
+@dataclass(frozen=True)
+class RandomNormal:
+    """Normal values; those of a table's rows are cut off at 6 standard deviations.
+
+    Source: `keras.initializers.RandomNormal`.
+
+    Args:
+        mean, stddev: mean and standard deviation.
+        seed: an integer from 0 on; another one gives other values.
+
+    Raises:
+        ValueError: a number is not finite, or `stddev` is negative; there is no such seed.
+    """
+
+    mean: float = 0.0
+    stddev: float = 0.05
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def __call__(self, shape: Shape, dtype: npt.DTypeLike = "float32") -> Array:
+        """Returns normal values, see `Initializer`."""
+        found = np.random.default_rng(self.seed).normal(self.mean, self.stddev, _sizes(shape))
+        return found.astype(_floating(dtype))
+
+    def of_rows(self) -> tables.Initializer:
+        """Returns what servers know it as."""
+        return tables.Normal(self.mean, self.stddev)
+
+
+@dataclass(frozen=True)
+class TruncatedNormal:
+    """Normal values without those beyond two standard deviations, in whose place others are drawn.
+
+    Source: `keras.initializers.TruncatedNormal`.
+
+    Args:
+        mean, stddev: mean and standard deviation before the cut.
+        seed: an integer from 0 on; another one gives other values.
+
+    Raises:
+        ValueError: a number is not finite, or `stddev` is negative; there is no such seed.
+    """
+
+    mean: float = 0.0
+    stddev: float = 0.05
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def __call__(self, shape: Shape, dtype: npt.DTypeLike = "float32") -> Array:
+        """Returns truncated normal values, see `Initializer`."""
+        rng, sizes = np.random.default_rng(self.seed), _sizes(shape)
+        drawn = rng.standard_normal(sizes)
+        while (beyond := np.abs(drawn) > 2).any():
+            drawn[beyond] = rng.standard_normal(int(beyond.sum()))
+        return (self.mean + self.stddev * drawn).astype(_floating(dtype))
+
+    def of_rows(self) -> tables.Initializer:
+        """Returns what servers know it as."""
+        return tables.TruncatedNormal(self.mean, self.stddev)
+
+
+def _check(initializer: RandomUniform | RandomNormal | TruncatedNormal) -> None:
+    initializer.of_rows().check()
+    seed = initializer.seed
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
+        raise ValueError(f"seed of {type(initializer).__name__} is {seed!r}; give an integer from 0 to 2**64 - 1")
+
+
+def _sizes(shape: Shape) -> tuple[int, ...]:
+    sizes = shape if isinstance(shape, Sequence) else (shape,)
+    return tuple(operator.index(size) for size in sizes)
+
+
+def _dtype(dtype: npt.DTypeLike) -> np.dtype[np.generic]:
+    name = np.dtype(dtype).name
+    if name not in DTYPES:
+        raise TypeError(f"variables have no dtype {name!r}; known are {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _floating(dtype: npt.DTypeLike) -> np.dtype[np.generic]:
+    found = _dtype(dtype)
+    if found.name not in tables.RANDOM_DTYPES:
+        raise TypeError(f"random values are of {', '.join(tables.RANDOM_DTYPES)}, and not of {found}")
+    return found

@@ -1,0 +1,44 @@
+"""The data of a training loop of JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from psclient._src.data.distributed import DistributedDataset
+from psclient._src.distribute.strategy import Strategy
+from psclient._src.options import InputOptions
+from psclient.jax.parameters import strategy_of
+
+
+def loader(
+    data: object, lookups: Mapping[Any, Callable[[Any], Any]] | None = None, strategy: Strategy | None = None
+) -> DistributedDataset:
+    """Shares the batches of a dataset among all workers, and names the rows of the next one. In any context.
+
+        batches = psj.loader(ps.ArrayDataset(arrays).batch(64), lookups={users: lambda batch: batch["user"]})
+        for epoch in batches.epochs(10):
+            for batch in batches:
+                rows = psj.lookup(users, batch["user"])     # from the second batch on it is here already
+
+    Each batch is cut into slices, one for each worker. It is `strategy.experimental_distribute_dataset` with batches on
+    the host: compiled functions take NumPy's arrays, and ids are needed there.
+
+    Args:
+        data: gives global batches, nests of arrays, anew each time it is iterated: a `ps.ArrayDataset`, grain's
+            datasets, a PyTorch `DataLoader`, a list of batches.
+        lookups: for tables, of which rows are looked up in each step, a function that returns their ids, given this
+            worker's batch. The rows of the next batch then come with the round of this one.
+        strategy: the strategy; None for that of the tables, or of the scope.
+
+    Returns:
+        An iterable of nests of NumPy's arrays.
+
+    Raises:
+        RuntimeError: there is no strategy.
+        TypeError: the dataset is of no known kind; `lookups` has what is no table, or no function.
+        ValueError: the dataset is not batched; the strategy has several replicas here.
+    """
+    options = InputOptions(experimental_prefetch_to_device=False, lookups=dict(lookups or {}))
+    given = next((table.strategy for table in options.lookups), None) if strategy is None else strategy
+    return strategy_of(given).experimental_distribute_dataset(data, options)

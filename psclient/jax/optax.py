@@ -1,0 +1,277 @@
+"""Optimizers of optax by their names, arguments and formulas, which run on the servers.
+
+    state = psj.TrainState.create(..., tx=psj.optax.adamw(1e-3, weight_decay=0.01))
+
+An optimizer of optax itself is a Python function of all parameters, which no server could run. These are written
+anew, as update functions. `ps.optimizers` has Keras's, with other formulas: where epsilon stands, what momentum holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, Unpack
+
+import numpy as np
+
+from psclient._src.devices import Value
+from psclient._src.variables.variable import Variable
+from psclient.jax.arrays import on_cpu
+from psclient.optimizers import Optimizer
+from psclient.optimizers.options import Options
+from psclient.optimizers.ranges import AT_LEAST_0, FROM_0_TO_1, LESS_THAN_1
+from psclient.optimizers.schedules import LearningRateSchedule
+from pswire.model.tensor import Array
+
+Rate = float | LearningRateSchedule | Callable[[Any], Any]
+"""A number, a schedule of `ps.optimizers`, or a function of the number of steps before, such as optax's schedules."""
+
+NAMES = ("adagrad", "adam", "adamw", "sgd")
+
+
+class Rule(Optimizer):
+    """Base of the optimizers: what they do with learning rates that are functions of the step.
+
+    Args:
+        learning_rate: a number, a schedule of `ps.optimizers`, or a function of the number of steps before.
+        options: as in `ps.optimizers.Optimizer`.
+    """
+
+    def __init__(self, learning_rate: Rate, **options: Unpack[Options]) -> None:
+        given: Any = learning_rate
+        if callable(given) and not isinstance(given, LearningRateSchedule):
+            given = _RateOfStep(given, self)
+        super().__init__(given, **options)
+
+
+class _RateOfStep:
+    """A learning rate that each process computes for each step, on the CPU.
+
+    Args:
+        schedule: returns the rate, given the number of steps before.
+        rule: counts the steps.
+    """
+
+    def __init__(self, schedule: Callable[[Any], Any], rule: Rule) -> None:
+        self._schedule = schedule
+        self._rule = rule
+
+    def __call__(self) -> float:
+        """Returns the rate of the next step."""
+        steps = self._rule._calls if self._rule.variables else 0
+        with on_cpu():
+            return float(self._schedule(steps))
+
+
+class Sgd(Rule):
+    """`t = g + momentum * t; v -= rate * t`; with `nesterov` the step is `g + momentum * t`."""
+
+    slots: tuple[str, ...] = ("trace",)
+    _slot_of = {"momentum": "trace"}
+    _ranges = {"momentum": FROM_0_TO_1}
+
+    def __init__(self, learning_rate: Rate, momentum: float, nesterov: bool, **options: Unpack[Options]) -> None:
+        super().__init__(learning_rate, **options)
+        self.momentum, self.nesterov = momentum, bool(nesterov)
+        self.slots = ("trace",) if self.momentum else ()
+
+    def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        step = gradient
+        for trace in slots:
+            trace.assign(gradient + self.momentum * trace)
+            step = gradient + self.momentum * trace if self.nesterov else trace.value()
+        v.assign_sub(self.learning_rate * step)
+
+
+class Adam(Rule):
+    """Adaptive moments; epsilon stands outside of the root, which the correction is under.
+
+    Attributes:
+        _decaying: in `update`, whether the variable takes part in weight decay.
+    """
+
+    _decaying: bool
+
+    slots = ("mu", "nu")
+    _decays_before = False  # a step of its own would be rounded twice, each time alike
+    _ranges = {"b1": LESS_THAN_1, "b2": LESS_THAN_1, "eps": AT_LEAST_0, "eps_root": AT_LEAST_0}
+
+    def __init__(
+        self,
+        learning_rate: Rate,
+        b1: float,
+        b2: float,
+        eps: float,
+        eps_root: float,
+        nesterov: bool,
+        mask: Any = None,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__(learning_rate, **options)
+        self.mask = mask
+        self.b1, self.b2, self.eps, self.eps_root, self.nesterov = b1, b2, eps, eps_root, bool(nesterov)
+
+    def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        mu, nu = slots
+        t = iterations.astype(gradient.dtype)  # as in optax: in single precision 1 - 0.999 has an error of 1e-5
+        mu.assign(self.b1 * mu + (1 - self.b1) * gradient)
+        nu.assign(self.b2 * nu + (1 - self.b2) * gradient * gradient)
+        now, next, second = 1 - self.b1**t, 1 - self.b1 ** (t + 1), 1 - self.b2**t
+        first = self.b1 * mu / next + (1 - self.b1) * gradient / now if self.nesterov else mu / now
+        step = first / (np.sqrt(nu / second + self.eps_root) + self.eps)
+        if self._decaying:
+            step = step + self.weight_decay * v.astype(gradient.dtype)
+        v.assign_sub(self.learning_rate * step)
+
+
+class Adagrad(Rule):
+    """`s += g * g; v -= rate * g / sqrt(s + eps)`, where s is not 0."""
+
+    slots = ("sum_of_squares",)
+    _ranges = {"initial_accumulator_value": AT_LEAST_0, "eps": AT_LEAST_0}
+
+    def __init__(
+        self, learning_rate: Rate, initial_accumulator_value: float, eps: float, **options: Unpack[Options]
+    ) -> None:
+        super().__init__(learning_rate, **options)
+        self.initial_accumulator_value, self.eps = initial_accumulator_value, eps
+
+    def initial_slot(self, slot: str, v: Variable) -> Array:
+        """`initial_accumulator_value`, of the variable's shape."""
+        return np.full_like(super().initial_slot(slot, v), self.initial_accumulator_value)
+
+    def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
+        (total,) = slots
+        total.assign_add(gradient * gradient)
+        size = np.where(total > 0, total + self.eps, 1.0)
+        v.assign_sub(self.learning_rate * gradient / np.sqrt(size))
+
+
+def sgd(
+    learning_rate: Rate,
+    momentum: float | None = None,
+    nesterov: bool = False,
+    accumulator_dtype: None = None,
+    **options: Unpack[Options],
+) -> Sgd:
+    """Gradient descent.
+
+    Source: `optax.sgd`.
+
+    Args:
+        learning_rate: step size: a number, a schedule of `ps.optimizers`, computed on the servers, or a function of
+            the number of steps before, such as optax's schedules, which every worker computes for itself.
+        momentum: decay of the momentum, which holds gradients; None for none.
+        nesterov: True if the step looks ahead.
+        accumulator_dtype: None: slots are of the parameter's dtype, of half precision float32.
+        options: as in `ps.optimizers.Optimizer`, such as `global_clipnorm` for `optax.clip_by_global_norm`.
+
+    Raises:
+        TypeError: an argument is no number.
+        ValueError: a number is out of its range, or another dtype of slots is asked for.
+    """
+    _refuse_dtype("accumulator_dtype", accumulator_dtype)
+    return Sgd(learning_rate, 0.0 if momentum is None else momentum, nesterov, **options)
+
+
+def adam(
+    learning_rate: Rate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    mu_dtype: None = None,
+    *,
+    nesterov: bool = False,
+    **options: Unpack[Options],
+) -> Adam:
+    """Adaptive moments.
+
+    Source: `optax.adam`; Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015.
+
+    Args:
+        learning_rate: as of `sgd`.
+        b1, b2: decay of the first and second moment.
+        eps: added to the root.
+        eps_root: added under the root.
+        mu_dtype: None, as `accumulator_dtype` of `sgd`.
+        nesterov: True for Nesterov momentum.
+        options: as of `sgd`.
+
+    Raises:
+        TypeError, ValueError: as `sgd`.
+    """
+    _refuse_dtype("mu_dtype", mu_dtype)
+    return Adam(learning_rate, b1, b2, eps, eps_root, nesterov, **options)
+
+
+def adamw(
+    learning_rate: Rate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    eps_root: float = 0.0,
+    mu_dtype: None = None,
+    weight_decay: float = 1e-4,
+    mask: Any = None,
+    *,
+    nesterov: bool = False,
+    **options: Any,
+) -> Adam:
+    """Adam with decoupled weight decay.
+
+    Source: `optax.adamw`; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
+
+    Args:
+        learning_rate, b1, b2, eps, eps_root, mu_dtype, nesterov: as of `adam`.
+        weight_decay: fraction of them, times the learning rate, by which parameters are made smaller.
+        mask: a pytree like the parameters with True where they decay, or a function that returns one, given the
+            parameters; None for all. `TrainState` goes by it.
+        options: as of `sgd`.
+
+    Raises:
+        TypeError, ValueError: as `sgd`.
+    """
+    _refuse_dtype("mu_dtype", mu_dtype)
+    named = {"name": "adamw", **options}
+    return Adam(learning_rate, b1, b2, eps, eps_root, nesterov, mask, weight_decay=weight_decay, **named)
+
+
+def adagrad(
+    learning_rate: Rate, initial_accumulator_value: float = 0.1, eps: float = 1e-7, **options: Unpack[Options]
+) -> Adagrad:
+    """Divides by the root of the sum of all squared gradients.
+
+    Source: `optax.adagrad`; Duchi et al., "Adaptive Subgradient Methods", 2011.
+
+    Args:
+        learning_rate: as of `sgd`.
+        initial_accumulator_value: initial value of the sum.
+        eps: keeps the division away from zero.
+        options: as of `sgd`.
+
+    Raises:
+        TypeError, ValueError: as `sgd`.
+    """
+    return Adagrad(learning_rate, initial_accumulator_value, eps, **options)
+
+
+def _refuse_dtype(name: str, dtype: object) -> None:
+    if dtype is not None:
+        raise ValueError(f"{name} is {dtype!r}; slots are of the parameter's dtype, of half precision float32")
+
+
+def check_transformation(tx: object) -> None:
+    """Raises `TypeError`, with what to write, for a transformation of optax itself."""
+    if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
+        raise TypeError(
+            "tx is a transformation of optax, a Python function that servers cannot run; write psj.optax."
+            f"{', psj.optax.'.join(NAMES[:-1])} or psj.optax.{NAMES[-1]} with the same arguments, or take one of "
+            "ps.optimizers; for optax.clip_by_global_norm(x) give it global_clipnorm=x"
+        )
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise AttributeError(
+        f"psj.optax has no {name!r}; servers run {', '.join(NAMES)} by optax's formulas, and those of ps.optimizers by "
+        "Keras's, among them Adamax, Lamb, Lion, Nadam and RMSprop"
+    )

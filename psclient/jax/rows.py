@@ -1,0 +1,127 @@
+"""Rows of embedding tables as arrays of JAX, in few shapes: each new shape is compiled anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from psclient._src.devices import to_numpy
+from psclient._src.nest import Nest
+from psclient._src.variables.indexed_slices import IndexedSlices
+from psclient._src.variables.lookup import LookedUpRows, RowReadable
+from psclient.jax.arrays import empty, to_host, to_jax
+from psclient.jax.trees import is_traced
+from pswire.model.tensor import Array
+
+FIRST_SIZE = 16
+"""The least number of rows."""
+
+GROWTH = 5, 4
+"""The next number of rows is this fraction of the one before: 1.25 times as many."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows of a table, each once, and the place of each among the ids that were asked for.
+
+    `rows.values[rows.inverse]` is the row of each id. Differentiate by `rows.values`, and give the gradient to
+    `state.apply_gradients(rows={rows: d})`.
+
+    Attributes:
+        values: (P, *row shape), the rows, each once; from row `count` on zeros, which no place leads to.
+        inverse: int32 of the shape of the ids, the place of each in `values`.
+        found: the rows as they were looked up, on the host.
+    """
+
+    nest_leaf: ClassVar[bool] = True
+
+    values: jax.Array
+    inverse: jax.Array
+    found: LookedUpRows = field(repr=False)
+
+    @property
+    def table(self) -> RowReadable:
+        """The table that was looked up."""
+        return self.found.variable
+
+    @property
+    def ids(self) -> Any:
+        """The ids that have a row, each once, (count,), on the host."""
+        return self.found.ids
+
+    @property
+    def count(self) -> int:
+        """The number of rows, without those that are zeros."""
+        return len(self.found.ids)
+
+    def gradient(self, d: Any, share: float = 1.0) -> IndexedSlices:
+        """Returns the table's gradient, on the host.
+
+        Args:
+            d: the gradient by `values`, of their shape.
+            share: a number by which it is multiplied.
+
+        Raises:
+            TypeError: it is traced.
+            ValueError: it has another shape.
+        """
+        if is_traced(d):
+            raise TypeError(f"the gradient of rows of {self.table.name!r} is traced; call this outside of jax.jit")
+        if tuple(np.shape(d)) != tuple(self.values.shape):
+            raise ValueError(
+                f"the gradient of rows of {self.table.name!r} has shape {tuple(np.shape(d))}, and their values "
+                f"{tuple(self.values.shape)}; differentiate by rows.values"
+            )
+        (whole,) = to_host([d])
+        own = whole[: self.count]
+        return self.found.gradient(own if share == 1.0 else (own * np.float64(share)).astype(own.dtype))
+
+
+def lookup(table: Any, ids: Nest, pad: bool = True) -> Rows:
+    """Looks up rows of a table by their ids, as arrays of JAX. In replica and cross-replica context.
+
+    Args:
+        table: a variable, a partitioned variable, a dynamic table or one of a group.
+        ids: integers of any shape, of NumPy or JAX; may repeat.
+        pad: True to fill the rows up with zeros, so that there are few shapes: 16 rows, and then 1.25 times as many
+            each. False for as many rows as there are different ids.
+
+    Returns:
+        The rows.
+
+    Raises:
+        TypeError: `table` is none; the ids are no integers, or traced.
+        ValueError: an id is no row of the table.
+        RuntimeError: called in an update function.
+    """
+    if not isinstance(table, RowReadable):
+        raise TypeError(f"rows are looked up in a variable or a table, and not in a {type(table).__name__}")
+    if is_traced(ids):
+        raise TypeError(
+            f"the ids of rows of {table.name!r} are traced: a lookup asks a server; look rows up before, and give "
+            "rows.values and rows.inverse to the function that is compiled"
+        )
+    found = table.lookup(ids)
+    values = to_numpy(found.values)
+    inverse = empty(found.places.shape, np.dtype(np.int32))
+    inverse[...] = found.places
+    return Rows(to_jax(_padded(values) if pad else values), to_jax(inverse), found)
+
+
+def _padded(values: Array) -> Array:
+    count = len(values)
+    made = empty((padded_size(count), *values.shape[1:]), values.dtype)
+    made[:count] = values
+    made[count:] = 0
+    return made
+
+
+def padded_size(count: int) -> int:
+    """Returns the least number of rows among the sizes in use that is not less than a count."""
+    size = FIRST_SIZE
+    while size < count:
+        size = -(-size * GROWTH[0] // GROWTH[1])
+    return size

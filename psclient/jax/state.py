@@ -1,0 +1,214 @@
+"""`TrainState`: the face of flax's, over parameters and an optimizer that live on servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from psclient._src.distribute.strategy import Strategy
+from psclient.jax.parameters import Parameters, Reduction, Values, check_optimizer, strategy_of
+from psclient.jax.rows import Rows
+from psclient.jax.trees import Tree
+from psclient.optimizers import Optimizer
+
+NO_ROWS: Mapping[Rows, Any] = MappingProxyType({})
+
+
+class TrainState:
+    """Parameters after some number of steps. Made by `create`, and by `apply_gradients` of the state before.
+
+        state = psj.TrainState.create(apply_fn=model.apply, params=params, tx=psj.optax.adam(1e-3), strategy=strategy)
+        loss, grads = jax.jit(jax.value_and_grad(loss_fn))(state.params, batch)
+        state = state.apply_gradients(grads=grads)
+
+    A state is a pytree of `step` and `params`, so that it may be given to compiled functions. Its values are fetched
+    when they are looked at, and then stay. Servers have one value of each parameter, that of the newest state: an
+    older one keeps its values, if somebody has looked at them, and cannot make steps.
+
+    Source: `flax.training.train_state.TrainState`. There is no `opt_state`: slots are on the servers, `tx.variables`.
+
+    Attributes:
+        apply_fn: the model's function, for whoever needs it.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        apply_fn: Callable[..., Any] | None,
+        version: int | None,
+        values: Values | None = None,
+    ) -> None:
+        self.apply_fn = apply_fn
+        self._parameters = parameters
+        self._version = version  # None of what a function of trees has made
+        self._values = values
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        apply_fn: Callable[..., Any] | None,
+        params: Tree,
+        tx: Optimizer,
+        strategy: Strategy | None = None,
+        tables: Sequence[Any] = (),
+        reduction: Reduction = "mean",
+        name: str = "params",
+    ) -> TrainState:
+        """Creates a variable for each parameter, and the optimizer's slots; by all processes alike.
+
+        The parameters of the first process count. In cross-replica context, or outside of every scope.
+
+        Args:
+            apply_fn: the model's function, which becomes an attribute; None for none.
+            params: a pytree of arrays of float16, bfloat16, float32 or float64. The leaf at `dense`, `kernel` becomes
+                the variable "params/dense/kernel".
+            tx: an optimizer of `psj.optax`, by optax's formulas, or of `ps.optimizers`, by Keras's.
+            strategy: where they live; None for the strategy of the scope. It has one replica in this process.
+            tables: tables whose rows are trained with it, so that their slots are there from the beginning.
+            reduction: "mean" if each worker's gradients are those of the mean over its own examples: they count as
+                many times as it has examples, and the result is the mean over all. For a batch whose size is not
+                known, as of no `psj.loader`, or of one without shards, all workers count alike. "sum" adds them up, as
+                `ps.optimizers` do: the loss is then divided by the global batch size.
+            name: the first part of the variables' names.
+
+        Raises:
+            RuntimeError: there is no strategy.
+            TypeError: `tx` is no optimizer of these, such as one of optax; a parameter is no array.
+            ValueError: a parameter is of integers, complex, or of float64 which JAX does not have switched on; the
+                strategy has several replicas here.
+            VariableMismatch: another process has parameters of other names or shapes.
+        """
+        home = Parameters(strategy_of(strategy), check_optimizer(tx), params, tables, name, reduction)
+        return cls(home, apply_fn, home.version)
+
+    # ---- Values ----
+
+    @property
+    def params(self) -> Tree:
+        """The parameters, a pytree of JAX's arrays on its default device; waits for the step that made them.
+
+        Raises:
+            RuntimeError: this state is not the newest, and nobody has looked at its values while it was.
+        """
+        return self._fetched.params
+
+    @property
+    def step(self) -> int:
+        """The number of steps that were applied, those before a restore included; as `params`."""
+        return self._fetched.step
+
+    @property
+    def _fetched(self) -> Values:
+        if self._version == self._parameters.version and not self._is_of_now:
+            self._values = self._parameters.read()
+        if self._values is None:
+            raise RuntimeError(
+                "this TrainState is not the newest, and its parameters are gone; go on with what apply_gradients "
+                "returned: state = state.apply_gradients(grads=grads)"
+            )
+        return self._values
+
+    @property
+    def _is_of_now(self) -> bool:
+        """False where a checkpoint was restored since, or something was assigned to a variable."""
+        return self._values is not None and self._parameters.are_of_now(self._values)
+
+    @property
+    def tx(self) -> Optimizer:
+        """The optimizer, whose steps servers make."""
+        return self._parameters.tx
+
+    @property
+    def variables(self) -> Any:
+        """The variables, in dicts by the keys of `params`, for `ps.train.Checkpoint(params=state.variables)`."""
+        return self._parameters.variables
+
+    def trackable_children(self) -> dict[str, Any]:
+        """Returns what checkpoints save of it, by name: parameters, optimizer, tables. In any context."""
+        tables = {"tables": self._parameters.tables} if self._parameters.tables else {}
+        return {"params": self.variables, "tx": self.tx, **tables}
+
+    # ---- Steps ----
+
+    def apply_gradients(self, *, grads: Tree, rows: Mapping[Rows, Any] = NO_ROWS) -> TrainState:
+        """Makes a step on the servers, with the gradients of all workers, in one round; returns the state after it.
+
+        It returns when the gradients are computed and sent. In any context but an update function, by all workers of a
+        synchronous job.
+
+        Args:
+            grads: a pytree like `params`, of gradients of this worker's examples; see `reduction` of `create`.
+            rows: gradients of rows of tables, by what `psj.lookup` returned: `{rows: gradient by rows.values}`.
+
+        Returns:
+            The new state, whose values are fetched when they are looked at.
+
+        Raises:
+            RuntimeError: this state is not the newest.
+            TypeError: it is called in `jax.jit`; a key of `rows` is no result of `psj.lookup`.
+            ValueError: the gradients are in another structure than the parameters, or one has another shape; a table
+                was looked up twice.
+        """
+        self._check_newest("apply_gradients")
+        self._parameters.apply(grads, rows)
+        return self._after(self.apply_fn)
+
+    def replace(self, **changes: Any) -> TrainState:
+        """Returns a state with other parameters, or with another function. By all processes alike.
+
+        Args:
+            changes: `params`, which are assigned to the variables, in a round; `apply_fn`.
+
+        Raises:
+            TypeError: something else is to be replaced.
+            RuntimeError: this state is not the newest.
+            ValueError: the parameters are in another structure, or one has another shape.
+        """
+        if others := changes.keys() - {"params", "apply_fn"}:
+            raise TypeError(
+                f"replace({', '.join(sorted(others))}=...): params and apply_fn can be replaced; steps and slots are "
+                "on the servers, where a checkpoint restores them, and tx stays"
+            )
+        self._check_newest("replace")
+        if "params" in changes:
+            self._parameters.assign(changes["params"])
+        return self._after(changes.get("apply_fn", self.apply_fn))
+
+    def _after(self, apply_fn: Callable[..., Any] | None) -> TrainState:
+        return TrainState(self._parameters, apply_fn, self._parameters.version)
+
+    def _check_newest(self, what: str) -> None:
+        if self._version is None:
+            raise RuntimeError(
+                f"{what} is called on a state that a function of pytrees has made, such as jax.jit or jax.tree.map: "
+                "the servers do not have its values; call it on what create or apply_gradients returned, and assign "
+                "values by state.replace(params=...)"
+            )
+        if self._version != self._parameters.version:
+            raise RuntimeError(
+                f"{what} is called on a state of which there is a newer one, and servers have one value of each "
+                "parameter; go on with what apply_gradients returned: state = state.apply_gradients(grads=grads)"
+            )
+
+    def __repr__(self) -> str:
+        return f"TrainState({self._parameters!r})"
+
+    # ---- A pytree ----
+
+    def _flatten(self) -> tuple[list[tuple[Any, Any]], tuple[Parameters, Callable[..., Any] | None]]:
+        found = self._fetched
+        key = jax.tree_util.GetAttrKey
+        return [(key("step"), found.step), (key("params"), found.params)], (self._parameters, self.apply_fn)
+
+    @classmethod
+    def _unflatten(cls, fixed: tuple[Parameters, Callable[..., Any] | None], children: Iterable[Any]) -> TrainState:
+        parameters, apply_fn = fixed
+        step, params = children
+        return cls(parameters, apply_fn, None, Values(step, (), params))
+
+
+jax.tree_util.register_pytree_with_keys(TrainState, TrainState._flatten, TrainState._unflatten)

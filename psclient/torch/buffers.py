@@ -1,0 +1,119 @@
+"""The buffers of a module, such as the running means of BatchNorm: each worker's own, or means over all workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+
+from psclient._src.devices import CPU
+from psclient._src.variables.kinds import Cell, SyncOnReadVariable
+from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
+from psclient.torch.parameters import COMPILED, as_array, as_tensor
+from pswire.model.tensor import Array
+
+Mode = Literal["own", "mean"]
+"""How the workers' buffers belong together: each keeps its own, or all have the mean of floating ones after a step."""
+
+
+def check_mode(mode: object) -> Mode:
+    """Returns one of the two words; raises `ValueError` for anything else."""
+    for word in get_args(Mode):
+        if mode == word:
+            found: Mode = word
+            return found
+    raise ValueError(f"buffers is {mode!r}; it is one of 'own' and 'mean'")
+
+
+class BufferCell(Cell):
+    """The place of a variable's copy that is a buffer of a module: who writes the one writes the other.
+
+    Args:
+        variable: the variable, with a copy for each replica.
+        buffer: of the module.
+    """
+
+    def __init__(self, variable: SyncOnReadVariable, buffer: torch.Tensor) -> None:
+        self.device, self._name, self._spec = CPU, variable.name, variable.spec
+        self._buffer = buffer
+        self._lock = variable.component(0).cell._lock
+
+    @property
+    def array(self) -> Any:
+        """A copy of the buffer."""
+        found = as_array(self._buffer.detach().cpu().contiguous()).copy()
+        found.flags.writeable = False
+        return found
+
+    @array.setter
+    def array(self, value: Array) -> None:
+        with torch.no_grad():
+            self._buffer.copy_(as_tensor(np.array(value), self._buffer.dtype))
+
+
+class ModuleBuffers:
+    """The persistent buffers of a module, as variables of which each replica has a copy: they are in checkpoints.
+
+    All workers begin with those of the first. A checkpoint has the first worker's.
+
+    Args:
+        module: has the buffers.
+        mode: how those of the workers belong together.
+        prefix: of the variables' names.
+    """
+
+    def __init__(self, module: torch.nn.Module, mode: Mode, prefix: str) -> None:
+        kept = {name.replace(COMPILED, "") for name in module.state_dict(keep_vars=True)}
+        found = [(name.replace(COMPILED, ""), buffer) for name, buffer in module.named_buffers()]
+        self._tensors = [buffer for name, buffer in found if name in kept]
+        self._mode = mode
+        self.variables: dict[str, Variable] = {}
+        for name, buffer in found:
+            if name in kept:
+                self.variables[name] = _created(f"{prefix}{name}", buffer)
+
+    @property
+    def averaged(self) -> list[torch.Tensor]:
+        """The buffers that become means in each step."""
+        return [t for t in self._tensors if t.is_floating_point()] if self._mode == "mean" else []
+
+    def contributions(self) -> list[Array]:
+        """Returns all that is averaged, in one array of each dtype, those of half precision in single."""
+        return [as_array(torch.cat([_wide(t).reshape(-1) for t in some]).cpu()) for some in _by_dtype(self.averaged)]
+
+    def take(self, means: Sequence[Array]) -> None:
+        """Writes the means of what `contributions` gave."""
+        for some, mean in zip(_by_dtype(self.averaged), means, strict=True):
+            whole = torch.from_numpy(np.array(mean))
+            for tensor, own in zip(some, whole.split([t.numel() for t in some]), strict=True):
+                tensor.detach().copy_(own.view(tensor.shape))
+
+
+def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.dtype, []).append(tensor)
+    return list(found.values())
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    half = tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.detach().float() if half else tensor.detach()
+
+
+def _created(name: str, buffer: torch.Tensor) -> Variable:
+    """Creates the variable of a buffer, which gets the first worker's value. In the strategy's scope."""
+    first = as_array(buffer.detach().cpu().contiguous()).copy()
+    made: Any = Variable(
+        first,
+        trainable=False,
+        name=name,
+        synchronization=VariableSynchronization.ON_READ,
+        aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
+    )
+    cell = BufferCell(made, buffer)
+    cell.array = made.component(0).cell.array
+    made.component(0).cell = cell
+    return made  # type: ignore[no-any-return]

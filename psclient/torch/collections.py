@@ -1,0 +1,234 @@
+"""`EmbeddingBagCollection`: tables by TorchRec's names, whose features are looked up together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from psclient._src.variables.variable import Variable
+from psclient.dynamic_embedding import get_variable
+from psclient.torch.embeddings import LookupModule, TableRows
+
+
+@dataclass
+class EmbeddingBagConfig:
+    """A table, by TorchRec's names; `torchrec.modules.embedding_configs.EmbeddingBagConfig` serves as well.
+
+    Attributes:
+        name: the table's name.
+        embedding_dim: the size of a row.
+        feature_names: the features whose ids are of this table.
+        num_embeddings: number of rows; 0 for a dynamic table, of which any 64-bit number is an id.
+        pooling: "SUM" or "MEAN" of the rows of a bag.
+        weight_init_min, weight_init_max: first values are uniform between them; of None `±1 / sqrt(num_embeddings)`.
+        table: a table that is there already; None to create it.
+    """
+
+    name: str
+    embedding_dim: int
+    feature_names: list[str] = field(default_factory=list)
+    num_embeddings: int = 0
+    pooling: Any = "SUM"
+    weight_init_min: float | None = None
+    weight_init_max: float | None = None
+    table: Any = None
+
+
+class KeyedJaggedTensor:
+    """Ids of several features, of each a bag for each example: what TorchRec's class of this name is for this package.
+
+    Args:
+        keys: names of the features.
+        values: all ids, those of the first feature first, example after example.
+        lengths: number of ids of each feature and example, (features x examples).
+        weights: the weight of each id; None for 1 each.
+    """
+
+    def __init__(
+        self, keys: Sequence[str], values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> None:
+        self._keys, self._values, self._lengths, self._weights = list(keys), values, lengths, weights
+
+    def keys(self) -> list[str]:
+        """Names of the features."""
+        return self._keys
+
+    def values(self) -> torch.Tensor:
+        """All ids."""
+        return self._values
+
+    def lengths(self) -> torch.Tensor:
+        """Number of ids of each bag."""
+        return self._lengths
+
+    def weights_or_none(self) -> torch.Tensor | None:
+        """The weight of each id, if they have any."""
+        return self._weights
+
+
+class KeyedTensor:
+    """The bags of several features, side by side, as TorchRec's class of this name has them.
+
+    Args:
+        keys: names of the features.
+        parts: of each the bags, (B, dim).
+    """
+
+    def __init__(self, keys: Sequence[str], parts: Sequence[torch.Tensor]) -> None:
+        self._parts = dict(zip(keys, parts, strict=True))
+
+    def keys(self) -> list[str]:
+        """Names of the features."""
+        return list(self._parts)
+
+    def values(self) -> torch.Tensor:
+        """All bags, (B, sum of dims)."""
+        return torch.cat(list(self._parts.values()), dim=1)
+
+    def length_per_key(self) -> list[int]:
+        """The size of each feature's bags."""
+        return [part.shape[1] for part in self._parts.values()]
+
+    def to_dict(self) -> dict[str, torch.Tensor]:
+        """The bags by feature."""
+        return dict(self._parts)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self._parts[key]
+
+
+class EmbeddingBagCollection(LookupModule):
+    """Bags of several features, whose tables are on servers, with the face of TorchRec's module of this name.
+
+        tables = [EmbeddingBagConfig(name="users", embedding_dim=64, feature_names=["user"])]
+        bags = pst.EmbeddingBagCollection(tables)(features)  # in strategy.scope(), the first time
+        bags["user"]                                         # (B, 64)
+
+    Create it in `strategy.scope()`, on every worker alike: it creates its tables. `features` is TorchRec's
+    `KeyedJaggedTensor`, this package's, or whatever has `keys()`, `values()` and `lengths()`.
+
+    Args:
+        tables: their configurations.
+        is_weighted: True if ids have weights, by which rows are multiplied.
+
+    Raises:
+        ValueError: a name stands there twice, or there is no such pooling.
+    """
+
+    def __init__(self, tables: Sequence[Any], is_weighted: bool = False) -> None:
+        super().__init__()
+        if len({config.name for config in tables}) < len(tables):
+            raise ValueError("two tables of a collection have one name; their features may be of one table")
+        self._configs = list(tables)
+        self._modes = [_pooling(config) for config in tables]
+        self._tables = [TableRows.of(_table(config)) for config in tables]
+        self._weighted = is_weighted
+        features = [feature for config in tables for feature in config.feature_names]
+        self._names = [
+            [f"{f}@{config.name}" if features.count(f) > 1 else f for f in config.feature_names] for config in tables
+        ]
+
+    @property
+    def rows(self) -> list[TableRows]:
+        """Those of its tables."""
+        return self._tables
+
+    def embedding_bag_configs(self) -> list[Any]:
+        """The configurations of its tables."""
+        return self._configs
+
+    def look_ahead(self, *features: Any) -> None:
+        """Says which features will be looked up next, so that their rows come with the next round; see `Loader`."""
+        bags = [_Bags(each) for each in features]
+        for config, rows in zip(self._configs, self._tables, strict=True):
+            rows.table.look_ahead(*[each.ids(config.feature_names).cpu().numpy() for each in bags])
+
+    def forward(self, features: Any) -> KeyedTensor:
+        """Returns the bags of each feature.
+
+        Args:
+            features: the ids.
+        """
+        bags = _Bags(features)
+        parts = [part for number in range(len(self._tables)) for part in self._of_table(number, bags)]
+        return KeyedTensor([name for names in self._names for name in names], parts)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+    def _of_table(self, number: int, bags: _Bags) -> list[torch.Tensor]:
+        names = self._configs[number].feature_names
+        rows, places = self._tables[number].look_up(bags.ids(names))
+        own = places.split([len(bags.of(name)[0]) for name in names])
+        return [self._pooled(number, rows, of, *bags.of(name)[1:]) for name, of in zip(names, own, strict=True)]
+
+    def _pooled(
+        self,
+        number: int,
+        rows: torch.Tensor,
+        places: torch.Tensor,
+        offsets: torch.Tensor,
+        weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        mode, weights = self._modes[number], weights if self._weighted else None
+        bags = functional.embedding_bag(
+            places, rows, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
+        )
+        if mode == "mean":
+            counts = offsets.diff().clamp(min=1).to(bags.dtype)
+            bags = bags / counts[:, None]
+        return bags
+
+
+class _Bags:
+    """Features by their names."""
+
+    def __init__(self, features: Any) -> None:
+        keys = list(features.keys())
+        self._values, lengths = features.values(), features.lengths().reshape(len(keys), -1)
+        weights = features.weights_or_none() if hasattr(features, "weights_or_none") else None
+        ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.sum(dim=1).cpu().cumsum(0)]).tolist()
+        self._of: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
+        for number, key in enumerate(keys):
+            own = slice(ends[number], ends[number + 1])
+            offsets = functional.pad(lengths[number].cumsum(0), (1, 0))
+            self._of[key] = self._values[own], offsets, None if weights is None else weights[own]
+
+    def of(self, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Returns the ids of a feature, where its bags begin, and where the last one ends; and the ids' weights.
+
+        Raises:
+            KeyError: the features lack it.
+        """
+        if name not in self._of:
+            raise KeyError(f"feature {name!r} is not among {', '.join(self._of)}")
+        return self._of[name]
+
+    def ids(self, names: Sequence[str]) -> torch.Tensor:
+        """Returns the ids of some features, one behind another."""
+        return torch.cat([self.of(name)[0] for name in names]) if names else self._values[:0]
+
+
+def _pooling(config: Any) -> str:
+    word = str(getattr(config.pooling, "value", config.pooling)).lower()
+    if word not in ("sum", "mean"):
+        raise ValueError(f"table {config.name!r} has pooling {config.pooling!r}; it is SUM or MEAN")
+    return word
+
+
+def _table(config: Any) -> Any:
+    """Returns the table of a configuration, which is created unless it is there."""
+    found = getattr(config, "table", None)
+    if found is not None:
+        return found
+    if not config.num_embeddings:
+        return get_variable(config.name, config.embedding_dim)
+    most = 1 / math.sqrt(config.num_embeddings)
+    low = -most if config.weight_init_min is None else config.weight_init_min
+    high = most if config.weight_init_max is None else config.weight_init_max
+    shape = config.num_embeddings, config.embedding_dim
+    return Variable(lambda: np.random.default_rng().uniform(low, high, shape).astype(np.float32), name=config.name)

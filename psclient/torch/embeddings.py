@@ -1,0 +1,247 @@
+"""Modules whose rows are on servers: `Embedding` and `EmbeddingBag`, with the faces of `torch.nn`'s."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from psclient._src.devices import to_numpy
+from psclient._src.variables.indexed_slices import IndexedSlices
+from psclient._src.variables.lookup import LookedUpRows, RowReadable, gradient_of_all
+from psclient.torch.parameters import DTYPES, as_array, as_tensor
+
+
+class TableRows:
+    """The rows of one table that were looked up since the last step, for all modules that have the table.
+
+    Args:
+        table: a variable of rows on servers: static, in shards, or dynamic; or one of a group of tables.
+    """
+
+    _known: weakref.WeakValueDictionary[int, TableRows] = weakref.WeakValueDictionary()
+
+    def __init__(self, table: RowReadable) -> None:
+        self.table = table
+        self.claim = torch.empty(0)  # who trains the rows has claimed it, as optimizers do with parameters
+        self._looked_up: list[tuple[LookedUpRows, torch.Tensor]] = []
+
+    @classmethod
+    def of(cls, table: Any) -> TableRows:
+        """Returns those of a table.
+
+        Raises:
+            TypeError: it is no variable of rows of numbers that can be trained.
+        """
+        if not isinstance(table, RowReadable) or not table.shape:
+            raise TypeError(
+                f"the rows of a {type(table).__name__} cannot be looked up; give a ps.Variable, or a table of "
+                "ps.dynamic_embedding.get_variable, which is created in strategy.scope()"
+            )
+        if np.dtype(table.dtype) not in _TORCH_DTYPES:
+            raise TypeError(f"table {table.name!r} is of {table.dtype}; rows that are trained are floating")
+        found = cls._known.get(id(table))
+        if found is None:
+            found = cls._known[id(table)] = cls(table)
+        return found
+
+    def look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Looks rows up; if gradients are recorded they are a leaf whose gradient goes to the servers.
+
+        Args:
+            ids: integers of any shape.
+
+        Returns:
+            The rows, each once, (U, *row shape), on the device of the ids; and the place of each id among them.
+        """
+        found = self.table.lookup(to_numpy(as_array(ids.detach().cpu())))
+        rows = as_tensor(np.array(to_numpy(found.values)), _dtype_of(self.table)).to(ids.device)
+        if torch.is_grad_enabled():
+            rows.requires_grad_()
+            self._looked_up.append((found, rows))
+        return rows, torch.from_numpy(found.places).to(ids.device)
+
+    def take_gradient(self, factor: float) -> IndexedSlices | None:
+        """Returns the gradient of what was looked up, times a factor; None where there is none, or the factor is 0."""
+        found = [(rows, leaf.grad) for rows, leaf in self._looked_up if leaf.grad is not None and factor]
+        if not found:
+            return None
+        grads = [gradient if factor == 1 else gradient * factor for _, gradient in found]
+        return gradient_of_all([rows for rows, _ in found], [as_array(each.cpu().contiguous()) for each in grads])
+
+    def end_step(self) -> None:
+        """What was looked up is out of date."""
+        self._looked_up.clear()
+
+
+class LookupModule(torch.nn.Module):
+    """Base of modules whose rows are on servers."""
+
+    @property
+    def rows(self) -> list[TableRows]:
+        """Those of each of its tables."""
+        raise NotImplementedError
+
+    def look_ahead(self, *features: Any) -> None:
+        """Says what `forward` will be given next, so that its rows come with the next round; see `Loader`."""
+        raise NotImplementedError
+
+
+class OfOneTable(LookupModule):
+    """Base of modules of one table.
+
+    Args:
+        table: a variable of rows on servers, such as of `ps.dynamic_embedding.get_variable`, or a partitioned one.
+        padding_idx: an id whose row has no gradient; None for none.
+
+    Attributes:
+        table: the table.
+
+    Raises:
+        TypeError: it is no such table.
+    """
+
+    def __init__(self, table: Any, padding_idx: int | None = None) -> None:
+        super().__init__()
+        self._rows = TableRows.of(table)
+        self.padding_idx = padding_idx
+
+    @property
+    def table(self) -> Any:
+        """The table."""
+        return self._rows.table
+
+    @property
+    def rows(self) -> list[TableRows]:
+        """Those of its table."""
+        return [self._rows]
+
+    @property
+    def embedding_dim(self) -> int:
+        """The size of a row."""
+        return int(np.prod(self.table.shape[1:]))
+
+    def look_ahead(self, *features: Any) -> None:
+        """Says which ids will be looked up next, so that their rows come with the next round; see `Loader`."""
+        self.table.look_ahead(*[to_numpy(each) for each in features])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A module of the same table: there is one on the servers."""
+        made = type(self).__new__(type(self))
+        torch.nn.Module.__init__(made)
+        made.__dict__.update({name: value for name, value in vars(self).items() if name not in vars(made)})
+        made.train(self.training)
+        memo[id(self)] = made
+        return made
+
+    def extra_repr(self) -> str:
+        """The table, in words."""
+        return repr(self.table)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+    def _look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+        """Returns rows, places, and the place of the row for padding, if there is one."""
+        rows, places = self._rows.look_up(ids)
+        if self.padding_idx is None:
+            return rows, places, None
+        padding = places[ids == self.padding_idx]
+        return rows, places, int(padding[0]) if len(padding) else None
+
+
+class Embedding(OfOneTable):
+    """Rows of a table by their ids, with the face of `torch.nn.Embedding`.
+
+        users = pst.Embedding(ps.dynamic_embedding.get_variable("users", dim=64))
+        users(torch.tensor([[3, 5], [5, 9]]))  # (2, 2, 64)
+
+    The optimizer of the module that has it trains the rows. Ids that a `Loader` has named are here before they are
+    asked for; all others are looked up by a call to the servers. Any 64-bit number is an id of a dynamic table.
+
+    Args:
+        table, padding_idx: as of `OfOneTable`.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Returns the row of each id: the shape of the ids, then that of a row.
+
+        Args:
+            input: integers of any shape.
+        """
+        rows, places, padding = self._look_up(input)
+        if rows.ndim != 2:
+            return rows[places]
+        return functional.embedding(places, rows, padding)
+
+
+class EmbeddingBag(OfOneTable):
+    """Sums, means or greatest numbers of bags of rows, with the face of `torch.nn.EmbeddingBag`.
+
+    Args:
+        table, padding_idx: as of `OfOneTable`.
+        mode: "sum", "mean" or "max".
+        include_last_offset: True if the end of the last bag is an offset as well.
+
+    Raises:
+        ValueError: rows are no vectors, or there is no such mode.
+    """
+
+    def __init__(
+        self,
+        table: Any,
+        mode: Literal["sum", "mean", "max"] = "mean",
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+    ) -> None:
+        super().__init__(table, padding_idx)
+        if mode not in ("sum", "mean", "max"):
+            raise ValueError(f"mode is {mode!r}; it is one of 'sum', 'mean' and 'max'")
+        if len(self.table.shape) != 2:
+            raise ValueError(f"bags are of rows that are vectors, and those of {self.table.name!r} are not")
+        self.mode, self.include_last_offset = mode, include_last_offset
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns the bags, (B, dim).
+
+        Args:
+            input: integers, (B, n) for bags of n, or (N,) with offsets.
+            offsets: where each bag begins in `input`.
+            per_sample_weights: the weight of each id, for "sum" alone.
+        """
+        rows, places, padding = self._look_up(input)
+        return functional.embedding_bag(
+            places,
+            rows,
+            offsets,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=padding,
+        )
+
+
+class HasRows(Protocol):
+    """A module that may have rows on servers."""
+
+    def modules(self) -> Any:
+        """All modules of it."""
+
+
+def lookups_of(module: HasRows) -> Mapping[int, LookupModule]:
+    """Returns the modules within a module whose rows are on servers, by their `id`."""
+    return {id(each): each for each in module.modules() if isinstance(each, LookupModule)}
+
+
+_TORCH_DTYPES = {np.dtype(theirs): ours for ours, theirs in DTYPES.items()}
+
+
+def _dtype_of(table: RowReadable) -> torch.dtype:
+    return _TORCH_DTYPES[np.dtype(table.dtype)]

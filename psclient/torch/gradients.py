@@ -1,0 +1,207 @@
+"""Gradients between backward and the round that takes them: seen as they come, in buffers that are sent."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from psclient._src.devices import Coming
+from psclient._src.distribute.reduction import Absent
+from psclient._src.rounds.buffers import Buffer
+from psclient._src.variables.indexed_slices import IndexedSlices
+from psclient._src.variables.variable import Variable
+from psclient.torch.parameters import Trained, as_array, as_tensor
+from pswire.model.tensor import Array
+
+CHANGED = (
+    "the gradient of {} was changed between backward() and step(), as torch.nn.utils.clip_grad_norm_ does, when it may "
+    "have left for the servers; to clip by the norm of all workers' gradients give the optimizer global_clipnorm=..., "
+    "and change a gradient of your own in a hook: parameter.register_hook(...)"
+)
+
+SECOND = (
+    "the gradient of {} was computed by a second backward() before step(), when that of the first may have left for "
+    "the servers; put all but the last backward() of a step in `with optimizer.accumulate():`"
+)
+
+
+class Gradients:
+    """The gradients of an optimizer's parameters. Used by the thread that runs backward, then by that of the step.
+
+    Args:
+        buffers: returns the buffers in which the next contributions to some variables are computed.
+        refuse: raises an error, for good where gradients have left.
+
+    Attributes:
+        accumulating: True while gradients are added up here, and none is sent.
+        begin: called when the first gradient of a step has come, if any are sent before `step`; returns those that are
+            promised, by the `id` of their parameters, or None if none is sent yet.
+        factor, half_factor: by what gradients are multiplied here, and those in float16, whose sum over all workers
+            could be too large; 0 if they do not count.
+    """
+
+    def __init__(
+        self, buffers: Callable[[Sequence[Variable]], list[Buffer]], refuse: Callable[[str], NoReturn]
+    ) -> None:
+        self._buffers = buffers
+        self.refuse = refuse
+        self.accumulating = False
+        self.begin: Callable[[], dict[int, Coming] | None] = lambda: None
+        self.factor = self.half_factor = 1.0
+        self._versions: dict[int, int] = {}  # of each gradient that has come, by its parameter's id
+        self._came: set[int] = set()  # those of the last backward of this step
+        self._promised: dict[int, Coming] | None = None
+        self._sent: dict[int, tuple[torch.Tensor, int]] = {}
+        self._views: WeakKeyDictionary[Buffer, torch.Tensor] = WeakKeyDictionary()
+        self._hooks: list[Any] = []
+
+    def watch(self, each: Trained) -> None:
+        """Sees the gradients of a parameter from now on."""
+        hook = partial(_arrived, weakref.ref(self), each)
+        self._hooks.append(each.tensor.register_post_accumulate_grad_hook(hook))
+
+    def close(self) -> None:
+        """Sees no gradients any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def arrived(self, each: Trained) -> None:
+        """A gradient was added to a parameter's `grad`."""
+        key, gradient = id(each.tensor), each.tensor.grad
+        if gradient is None:
+            return  # another hook has taken it
+        if key in self._came:
+            self.refuse(SECOND.format(repr(each.name)))
+        self._versions[key] = gradient._version
+        if self.accumulating:
+            return
+        if not self._came:
+            self._promised = self.begin()
+        self._came.add(key)
+        if self._promised is not None:
+            ((array, view),) = self._fill([each], [gradient])
+            self._sent[key] = view, view._version
+            self._promised[key].give(array)
+
+    def keep(self, promised: Mapping[int, Coming], trained: Sequence[Trained]) -> None:
+        """Gives gradients that were promised, one after the other; all are there.
+
+        Args:
+            promised: by the `id` of their parameters.
+            trained: the parameters, in the order in which their gradients are sent.
+        """
+        for each in trained:
+            ((array, _),) = self._fill([each], [each.tensor.grad])
+            promised[id(each.tensor)].give(array)
+
+    # ---- For a step ----
+
+    @property
+    def sent(self) -> bool:
+        """True if some of this step have left."""
+        return self._promised is not None
+
+    def check(self, trained: Sequence[Trained]) -> None:
+        """Raises `RuntimeError` if gradients are not as backward has left them, or some that were promised are not."""
+        for each in trained:
+            key, gradient = id(each.tensor), each.tensor.grad
+            known = self._sent.get(key, (gradient, self._versions.get(key)))
+            if known[1] is not None and (gradient is not known[0] or known[0] is None or known[0]._version != known[1]):
+                self.refuse(CHANGED.format(repr(each.name)))
+
+    def missing(self, trained: Sequence[Trained]) -> list[Trained]:
+        """Returns the parameters whose gradients were promised, and have not come."""
+        promised = self._promised or {}
+        return [each for each in trained if (own := promised.get(id(each.tensor))) is not None and own.here is None]
+
+    def take(self, trained: Sequence[Trained]) -> list[Any]:
+        """Returns the gradients as a round takes them; of a parameter without one, or for a factor of 0, `Absent`."""
+        grads = [each.tensor.grad if self.factor else None for each in trained]
+        plain = [(each, g) for each, g in zip(trained, grads, strict=True) if each.is_plain and g is not None]
+        filled = self._fill([each for each, _ in plain], [g for _, g in plain])
+        if len(plain) == len(trained):
+            return [array for array, _ in filled]
+        arrays = {id(each): array for (each, _), (array, _) in zip(plain, filled, strict=True)}
+        return [
+            arrays[id(each)] if id(each) in arrays else absent(each) if g is None else self._other(each, g)
+            for each, g in zip(trained, grads, strict=True)
+        ]
+
+    def end(self) -> None:
+        """The step is over."""
+        self._versions.clear()
+        self._came.clear()
+        self._sent.clear()
+        self._promised = None
+
+    def forget(self) -> None:
+        """Forgets which gradients have come: they are not wanted, unless they have left."""
+        if self._promised is None:
+            self._versions.clear()
+            self._came.clear()
+
+    def _other(self, each: Trained, gradient: torch.Tensor) -> Any:
+        """Returns a gradient that is of rows, or on a GPU."""
+        if not each.by_rows:
+            factor = self._factor(each)
+            return gradient.detach() if factor == 1 else gradient.detach() * factor
+        if gradient.is_sparse:
+            found = gradient.coalesce()
+            values, rows = found.values(), found.indices()[0]
+        else:
+            values, rows = gradient, torch.arange(len(gradient), device=gradient.device)
+        return IndexedSlices(_shown(values * self._factor(each)), _shown(rows), each.shape)
+
+    def _fill(self, some: Sequence[Trained], grads: Sequence[Any]) -> list[tuple[Array, torch.Tensor]]:
+        """Copies gradients into the variables' buffers, which are the parameters' gradients from now on."""
+        buffers = self._buffers([each.variable for each in some])
+        found = [(buffer.array, self._viewed(buffer, each.dtype)) for buffer, each in zip(buffers, some, strict=True)]
+        views = [view for _, view in found]
+        with torch.no_grad():
+            if views:
+                torch._foreach_copy_(views, [g.to_dense() if g.is_sparse else g for g in grads])
+                for factor in {self.factor, self.half_factor} - {1}:
+                    scaled = [v for v, each in zip(views, some, strict=True) if self._factor(each) == factor]
+                    if scaled:
+                        torch._foreach_mul_(scaled, factor)
+        for each, view in zip(some, views, strict=True):
+            each.tensor.grad = view
+        return found
+
+    def _factor(self, each: Trained) -> float:
+        return self.half_factor if each.dtype is torch.float16 else self.factor
+
+    def _viewed(self, buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the tensor over a buffer's memory."""
+        view = self._views.get(buffer)
+        if view is None:
+            view = self._views[buffer] = as_tensor(buffer.base, dtype)
+        return view
+
+
+def _arrived(owner: weakref.ref[Gradients], each: Trained, tensor: torch.Tensor) -> None:
+    gradients = owner()
+    if gradients is not None:
+        gradients.arrived(each)
+
+
+def absent(each: Trained) -> Absent:
+    """Returns what stands for a gradient that is not there."""
+    if each.by_rows:
+        return Absent(
+            IndexedSlices(np.empty((0, *each.shape[1:]), each.variable.dtype), np.empty(0, np.int64), each.shape)
+        )
+    return Absent(np.broadcast_to(np.zeros((), each.variable.dtype), each.shape))
+
+
+def _shown(tensor: torch.Tensor) -> Any:
+    """Returns a tensor as reductions take it: of the host as an array of NumPy."""
+    tensor = tensor.detach()
+    return as_array(tensor.contiguous()) if tensor.device.type == "cpu" else tensor

@@ -1,0 +1,273 @@
+"""Groups of parameters with hyperparameters of their own, which one optimizer updates in one round."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from psclient._src.devices import Value
+from psclient._src.tracing.hyperparameters import Configured, Settings
+from psclient._src.tracing.update_function import update_function
+from psclient._src.variables.sparse_updates import Sparse
+from psclient._src.variables.variable import Variable
+from psclient.optimizers import DynamicLossScale, Optimizer, step_functions
+from psclient.optimizers.schedules import LearningRateSchedule
+from psclient.optimizers.state import Needs, State, state_of
+from psclient.optimizers.step_driver import StepDriver, StepFunctions
+from psclient.torch.rules import STEP, TorchRule, plain, rule_class
+
+LR = "lr"
+
+
+class Groups(Configured):
+    """The rules of all groups, as one optimizer: they share its counts.
+
+    The first group's rule has the state of all, and the options that are of a step as a whole, such as
+    `global_clipnorm`. A rule is an optimizer of `ps.optimizers`, or one of torch's.
+
+    Args:
+        first: the rule of the first group.
+
+    Attributes:
+        chosen: the number of the group that an update is of, as a word: each has an update function's trace of its own.
+        divisor, half_divisor: by what the sum of all workers' gradients is divided, and that of gradients in float16;
+            None for nothing.
+    """
+
+    chosen = "0"
+    divisor: float | None = None
+    half_divisor: float | None = None
+
+    def __init__(self, first: Optimizer) -> None:
+        self.rule_0 = first
+        self._made: dict[int, Optimizer] = {0: first}  # no list, which update functions would see
+        self._of: dict[int, int] = {}
+        self._by_rows: set[int] = set()
+        self._seen: dict[tuple[float | None, float | None], tuple[list[Settings], Settings]] = {}  # the last
+        functions = StepFunctions(_begin, _measure, _measure_norm, _apply, self._settings_of, optional=True)
+        self.driver = StepDriver(self, self.state, self.check, self._needs, self._decays, functions)
+
+    # ---- What an update sees ----
+
+    def settings(self) -> Settings:
+        """Returns what an update function sees of all rules, as of now."""
+        rules, divisors = [rule.settings() for rule in self._made.values()], (self.divisor, self.half_divisor)
+        known = self._seen.get(divisors)
+        if known is None or known[0] != rules:
+            self._seen.clear()
+            known = self._seen[divisors] = rules, super().settings()
+        return known[1]
+
+    @property
+    def rule(self) -> Any:
+        """The rule of the chosen group."""
+        return getattr(self, f"rule_{self.chosen}")
+
+    def _settings_of(self, v: Variable) -> Settings:
+        return self.settings_with(chosen=str(self._of[id(v)]))
+
+    # ---- What a step is ----
+
+    @property
+    def first(self) -> Optimizer:
+        """The first group's rule."""
+        return self._made[0]
+
+    @property
+    def state(self) -> State:
+        """What is kept of all variables."""
+        return state_of(self.first)
+
+    @property
+    def clipnorm(self) -> float | None:
+        """The first rule's."""
+        return self.first.clipnorm
+
+    @property
+    def global_clipnorm(self) -> float | None:
+        """The first rule's."""
+        return self.first.global_clipnorm
+
+    @property
+    def loss_scale_factor(self) -> float | DynamicLossScale | None:
+        """The first rule's."""
+        return self.first.loss_scale_factor
+
+    @property
+    def sparse(self) -> Sparse:
+        """The first rule's."""
+        return self.first.sparse
+
+    # ---- Groups ----
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def add(self) -> None:
+        """Adds a group with the first one's hyperparameters.
+
+        Raises:
+            ValueError: the learning rate is a schedule's, which is computed once for all.
+        """
+        if isinstance(self.first._learning_rate, LearningRateSchedule):
+            raise ValueError(
+                "a schedule of ps.optimizers is for one group of parameters; give a number as learning rate, and let a "
+                "scheduler of torch.optim.lr_scheduler change it"
+            )
+        number, made = len(self._made), copy.copy(self.first)
+        setattr(self, f"rule_{number}", made)
+        self._made[number] = made
+
+    def enter(self, v: Variable, group: int, by_rows: bool) -> None:
+        """Puts a variable into a group.
+
+        Args:
+            v: the variable.
+            group: the number of the group.
+            by_rows: True if its gradients are rows: then its steps are not counted one by one.
+        """
+        self._of[id(v)] = group
+        if by_rows:
+            self._by_rows.add(id(v))
+
+    def group_of(self, v: Variable) -> int:
+        """Returns the number of a variable's group."""
+        return self._of[id(v)]
+
+    def of(self, v: Variable) -> Optimizer:
+        """Returns the rule of a variable."""
+        return self._made[self._of[id(v)]]
+
+    def set(self, group: int, name: str, value: Any) -> None:
+        """Changes a hyperparameter of a group.
+
+        Args:
+            group: the number of the group.
+            name: as in `param_groups`.
+            value: the new value.
+
+        Raises:
+            ValueError, TypeError: it is none for this hyperparameter.
+            AttributeError: it would need state that is not there.
+        """
+        rule, value = self._made[group], plain(value)
+        if name == LR:
+            rule.learning_rate = value
+        else:
+            setattr(rule, keys_of(rule)[name], value)
+
+    def get(self, group: int, name: str) -> Any:
+        """Returns a hyperparameter of a group as of now."""
+        rule = self._made[group]
+        return rule.learning_rate if name == LR else getattr(rule, keys_of(rule)[name])
+
+    # ---- For the driver ----
+
+    def check(self, variables: Sequence[Variable]) -> None:
+        """Raises where the variables cannot be trained together; see `Optimizer.apply_gradients`."""
+        self.first._check_variables(variables)
+
+    def _needs(self, v: Variable) -> Needs:
+        found = self.of(v)._needs(v)
+        if id(v) not in self._by_rows:
+            return found
+        return replace(found, slots={name: value for name, value in found.slots.items() if name != STEP})
+
+    def _decays(self, v: Variable) -> bool:
+        return self.of(v)._decays(v)
+
+
+def keys_of(rule: Optimizer) -> Mapping[str, str]:
+    """Returns the names of a rule's hyperparameters in `param_groups`, but for `lr`, with the attributes they are."""
+    if isinstance(rule, TorchRule):
+        return rule.hyperparameters
+    config = rule.get_config()
+    numbers = {name for name, value in config.items() if isinstance(value, bool | int | float)}
+    return {name: name for name in sorted((numbers | {"weight_decay"}) - _OF_A_STEP)}
+
+
+_OF_A_STEP = frozenset(
+    {
+        *("learning_rate", "clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor", "sparse"),
+        *("gradient_accumulation_steps", "use_ema", "ema_momentum", "ema_overwrite_frequency"),
+    }
+)
+"""Options of Keras's optimizers that are not of a group."""
+
+
+OURS = frozenset({"clipnorm", "clipvalue", "global_clipnorm", "sparse"})
+"""Options of `ps.optimizers` that go with torch's rules as well."""
+
+
+def rule_of(optimizer: Any, options: Mapping[str, Any], name: str | None) -> tuple[Optimizer, dict[str, Any]]:
+    """Returns the rule of an optimizer, and the defaults of `param_groups`.
+
+    Args:
+        optimizer: one of `ps.optimizers`, or a class of torch's.
+        options: arguments of a class of torch's.
+        name: prefix of the names of slots, for a rule that is made.
+
+    Raises:
+        TypeError: it is neither; or options are given to one of `ps.optimizers`.
+        ValueError: servers do not run that class; or it refuses its arguments.
+    """
+    if isinstance(optimizer, Optimizer):
+        if options:
+            raise TypeError(
+                f"{', '.join(sorted(options))} given beside a {type(optimizer).__name__}, which has its arguments; "
+                "give them to it, or a class of torch.optim in its place"
+            )
+        keys = keys_of(optimizer)
+        return optimizer, {LR: optimizer.learning_rate, **{key: getattr(optimizer, key) for key in keys}}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"a {type(optimizer).__name__} of torch would update parameters here; give its class and its arguments: "
+            f"pst.Optimizer(module, torch.optim.{type(optimizer).__name__}, lr=...)"
+        )
+    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
+        raise TypeError(
+            f"{optimizer!r} is no optimizer; give one of ps.optimizers, or a class such as torch.optim.AdamW"
+        )
+    kind = rule_class(optimizer)
+    if options.get("differentiable"):
+        raise ValueError("differentiable=True needs the step in this process, and servers make it; leave it out")
+    own = {name: options[name] for name in OURS & options.keys()}
+    given = {name: value for name, value in options.items() if name not in own}
+    (theirs,) = optimizer([{"params": []}], **given).param_groups  # torch checks the arguments, and adds defaults
+    defaults = {name: theirs[name] for name in (LR, *kind.hyperparameters)}
+    return kind(theirs, name or optimizer.__name__.lower(), **own), defaults
+
+
+# ---- The update functions of a step, for the chosen group ----
+
+
+@update_function
+def _begin(groups: Groups, *rest: Value) -> Any:
+    return step_functions.begin(groups.rule, *rest)
+
+
+@update_function
+def _measure(v: Value, groups: Groups, gradient: Value, *rest: Value) -> Any:
+    return step_functions.measure(v, groups.rule, _divided(v, groups, gradient), *rest)
+
+
+@update_function
+def _measure_norm(v: Value, groups: Groups, gradient: Value, *rest: Value) -> Any:
+    return step_functions.measure_norm(v, groups.rule, _divided(v, groups, gradient), *rest)
+
+
+@update_function
+def _apply(v: Value, groups: Groups, gradient: Value, *rest: Value) -> Any:
+    return step_functions.apply(v, groups.rule, _divided(v, groups, gradient), *rest)
+
+
+def _divided(v: Value, groups: Groups, gradient: Value) -> Value:
+    divisor = groups.half_divisor if v.dtype == np.float16 else groups.divisor
+    if divisor is None:
+        return gradient
+    return gradient.astype(step_functions.state_dtype(v.dtype)) / divisor

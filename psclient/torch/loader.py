@@ -1,0 +1,104 @@
+"""`Loader`: a loader of torch whose batches workers share, and whose ids ride in the round before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from psclient._src import nest
+from psclient._src.data.adapters import Weighed
+from psclient._src.options import InputOptions
+from psclient.torch.embeddings import LookupModule
+from psclient.torch.optimizer import Optimizer
+
+
+class Loader:
+    """The batches of a loader, shared among workers: of each global batch this worker's part, as tensors.
+
+        loader = DataLoader(data, batch_size=512, shuffle=True, generator=torch.Generator().manual_seed(0))
+        for epoch in (batches := pst.Loader(loader, optimizer)).epochs(10):
+            for x, y in batches:
+                ...
+
+    Every worker goes through the same global batches, and has its own part of each, as of
+    `strategy.experimental_distribute_dataset`. The optimizer weighs this worker's gradients by its part of the
+    examples, so that a mean of them is one over the global batch. A worker without a part of a short batch gets
+    its batch before that once more, and its gradients count nothing.
+
+    One batch is kept back: its ids are named before the round of the batch in use, so that its rows come with that.
+
+    Args:
+        loader: gives global batches, nests of tensors or arrays whose first dimension counts examples, anew each time:
+            a `DataLoader`, a `ps.ArrayDataset`, a list. A `DataLoader` that shuffles needs a generator with a seed.
+        optimizer: whose steps are made with the batches; or several.
+        lookups: for modules of this package, whose rows are looked up, a function that returns what the module will be
+            given, given a batch as the loop has it.
+
+    Raises:
+        TypeError: the loader can be gone through only once; there is no optimizer of this package; or a key of
+            `lookups` is no module whose rows are looked up.
+        ValueError: optimizers are of different strategies.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        optimizer: Optimizer | Sequence[Optimizer],
+        lookups: Mapping[Any, Callable[[Any], Any]] | None = None,
+    ) -> None:
+        self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        for each in self._optimizers:
+            if not isinstance(each, Optimizer):
+                raise TypeError(f"a {type(each).__name__} makes no rounds; give a psclient.torch.Optimizer")
+        for module in lookups or ():
+            if not isinstance(module, LookupModule):
+                raise TypeError(
+                    f"lookups has a {type(module).__name__}; its keys are modules whose rows are looked up, such as "
+                    "psclient.torch.Embedding"
+                )
+        strategies = {id(each.strategy): each.strategy for each in self._optimizers}
+        if len(strategies) != 1:
+            raise ValueError("a loader is for optimizers of one strategy")
+        (self._strategy,) = strategies.values()
+        self._loader = loader
+        named = {module: partial(_named, ids) for module, ids in (lookups or {}).items()}
+        options = InputOptions(experimental_prefetch_to_device=False, lookups=named)
+        self._batches = self._strategy.experimental_distribute_dataset(Weighed(loader), options)
+
+    def __len__(self) -> int:
+        """The number of batches of an epoch, if the loader knows it."""
+        return len(self._loader)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Returns the epochs that are still to be done, so that a script that resumes or joins skips the others.
+
+        Args:
+            count: of all epochs, those included that are done.
+        """
+        return self._batches.epochs(count)
+
+    def __iter__(self) -> Iterator[Any]:
+        last: Any = None
+        try:
+            for batch, totals in self._batches:
+                for each in self._optimizers:
+                    each.begin_batch(len(totals), int(totals[0]) if len(totals) else 0)
+                if len(totals) or last is None:
+                    last = nest.map_structure(self._tensor, batch)
+                yield last
+        finally:
+            for each in self._optimizers:
+                each.end_batches()
+
+    def _tensor(self, array: Any) -> torch.Tensor:
+        writable = array if array.flags.writeable else np.array(array)
+        return torch.from_numpy(writable).to(self._optimizers[0].device)
+
+
+def _named(ids: Callable[[Any], Any], batch: Any) -> Any:
+    """Returns what a module will be given with a batch."""
+    return ids(nest.map_structure(lambda array: torch.from_numpy(np.array(array)), batch[0]))

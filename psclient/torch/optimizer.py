@@ -1,0 +1,368 @@
+"""`Optimizer`: an optimizer of torch whose step is a round with parameter servers."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from psclient._src import context
+from psclient._src.config import threads_chosen, threads_of
+from psclient._src.distribute.strategy import Strategy
+from psclient._src.rounds.backend import RemoteBackend
+from psclient._src.variables.table_views import table_of
+from psclient._src.variables.variable import Variable
+from psclient.optimizers import Optimizer as Rule
+from psclient.torch.buffers import Mode, ModuleBuffers, check_mode
+from psclient.torch.embeddings import LookupModule, lookups_of
+from psclient.torch.groups import Groups, rule_of
+from psclient.torch.parameters import Trained, as_array, check_parameter, named, sparse_of
+from psclient.torch.state import ITERATIONS, GroupState, SlotState
+from psclient.torch.steps import Steps, weakly
+
+Reduction = Literal["mean", "sum"]
+
+_OWNERS: Any = WeakTensorKeyDictionary()
+"""The optimizer that trains a parameter, weakly, by the parameter."""
+
+
+class Optimizer(torch.optim.Optimizer):
+    """An optimizer of torch whose `step` is a round: gradients go to the servers, parameters come back into place.
+
+        optimizer = pst.Optimizer(net, ps.optimizers.Adam(1e-3), strategy=strategy)
+        optimizer = pst.Optimizer(net, torch.optim.AdamW, lr=1e-3, weight_decay=0.01)  # in strategy.scope()
+
+    The parameters of the module are variables on servers, by their names; all workers begin with those of the first.
+    A step waits once, for its round. Everything else is as with torch's optimizers: `zero_grad`, closures,
+    `param_groups`, of which all hyperparameters may be changed between steps, and torch's schedulers of learning rates.
+
+    Gradients are averaged over workers, each by its part of the examples if batches come from a `Loader`. A parameter
+    to which no worker has a gradient stays as it is.
+
+    Every worker makes the same calls. In cross-replica context, or outside of every scope.
+
+    Args:
+        module: has the parameters, and modules of this package whose rows are trained.
+        optimizer: one of `ps.optimizers`, or a class of `torch.optim`, whose formula servers run then.
+        params: what is trained of the module, as torch's optimizers take it: parameters, or groups of parameters with
+            hyperparameters of their own; modules such as `Embedding` may stand among parameters. None for all.
+        strategy: the strategy that owns the variables; None for that of the scope.
+        buffers: "own": buffers, such as BatchNorm's means, stay each worker's own. "mean": floating ones are averaged
+            over workers in each step. Persistent ones are in checkpoints either way, as of the first worker.
+        reduction: "mean" of the workers' gradients, or their "sum".
+        early: True if gradients may leave while backward goes on, where there is more than 4 MiB of them. They then
+            leave as backward makes them, so that nothing may change them afterwards.
+        prefix: of the names of variables.
+        options: arguments of a class of torch; and `clipnorm`, `clipvalue`, `global_clipnorm` and `sparse`, as of
+            `ps.optimizers`, which no class of torch has.
+
+    Attributes:
+        strategy: the strategy that owns the variables.
+        rule: what servers run: the first group's optimizer, which has the state of all.
+
+    Raises:
+        ValueError: there is no strategy; another optimizer trains one of the parameters; a parameter is of integers,
+            complex, or not of the module; servers do not run that class.
+        TypeError: an argument is of another kind; or the strategy has no servers, or several replicas in this process.
+        VariableMismatch: workers have different modules.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: Rule | type[torch.optim.Optimizer],
+        params: Iterable[Any] | None = None,
+        *,
+        strategy: Strategy | None = None,
+        buffers: Mode = "own",
+        reduction: Reduction = "mean",
+        early: bool = True,
+        prefix: str = "",
+        **options: Any,
+    ) -> None:
+        self.strategy = _checked_strategy(strategy)
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"a {type(module).__name__} is no module; give the torch.nn.Module that is trained")
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction is {reduction!r}; it is one of 'mean' and 'sum'")
+        mode, self._prefix = check_mode(buffers), prefix
+        self.rule, defaults = rule_of(optimizer, options, None)
+        self._groups = Groups(self.rule)
+        self._steps = Steps(self.strategy, self._groups, reduction == "mean", early, weakly(self._refresh_rules))
+        self._slots = SlotState(self.strategy, self._groups)
+        self._names, self._sparse = named(module), sparse_of(module)
+        self._lookups = lookups_of(module)
+        self._trained: dict[int, Trained] = {}
+        self._rules: list[dict[str, Any]] = []  # of each group the hyperparameters that its rule has
+        self._under_scaler = False
+        super().__init__(self._given(params), defaults)
+        with self.strategy.scope():
+            self._steps.buffers = ModuleBuffers(module, mode, prefix)
+        _share_threads(self.strategy)
+        weakref.finalize(self, self._steps.release)
+
+    # ---- What is trained ----
+
+    def _given(self, params: Iterable[Any] | None) -> list[dict[str, Any]]:
+        if params is None:
+            return [{"params": [*(p for _, p in self._names.values()), *self._lookups.values()]}]
+        given = list(params)
+        return given if given and all(isinstance(group, dict) for group in given) else [{"params": given}]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters, which all workers add alike; see `torch.optim.Optimizer.add_param_group`.
+
+        Args:
+            param_group: "params": parameters of the module, and modules such as `Embedding`; and hyperparameters.
+        """
+        number = len(self.param_groups)
+        given = param_group["params"]
+        given = [given] if isinstance(given, torch.Tensor | torch.nn.Module) else list(given)
+        tables = [each for each in given if isinstance(each, LookupModule)]
+        rest = [each for each in given if not isinstance(each, LookupModule)]
+        with torch.no_grad():
+            super().add_param_group({**param_group, "params": rest})
+        group = self.param_groups[-1]
+        self._check(group["params"], tables)
+        if number:
+            self._groups.add()
+        self._rules.append({name: self._groups.get(number, name) for name in self.defaults})
+        made = self._create(group["params"], number)
+        for module in tables:
+            self._enter_rows(module, number)
+        self._steps.bind(made)
+
+    def _check(self, parameters: Iterable[torch.Tensor], tables: Iterable[LookupModule]) -> None:
+        for p in parameters:
+            name, _ = self._names.get(id(p), ("", p))
+            if not name:
+                raise ValueError(
+                    f"a parameter of shape {tuple(p.shape)} is none of the module's, so that it has no name; give "
+                    "parameters of the module, or the module that has it"
+                )
+            check_parameter(name, p)
+            _claim(p, self, f"parameter {name!r}")
+        for module in tables:
+            if id(module) not in self._lookups:
+                raise ValueError(f"a {type(module).__name__} is no part of the module whose rows are trained")
+
+    def _create(self, parameters: Iterable[torch.Tensor], group: int) -> list[Trained]:
+        made = []
+        with self.strategy.scope():
+            for p in parameters:
+                name, _ = self._names[id(p)]
+                first = as_array(p.detach().cpu().contiguous())
+                v = Variable(first, name=f"{self._prefix}{name}")
+                each = Trained(name, p, v, id(p) in self._sparse)
+                self._groups.enter(v, group, each.by_rows)
+                self._trained[id(p)] = each
+                made.append(each)
+        self._steps.trained += made
+        for each in made:
+            self._steps.gradients.watch(each)
+        return made
+
+    def _enter_rows(self, module: LookupModule, group: int) -> None:
+        for rows in module.rows:
+            if rows not in self._steps.tables:
+                _claim(rows.claim, self, f"what is looked up in {rows.table.name!r}")
+                self._groups.enter(table_of(rows.table), group, by_rows=True)
+                self._steps.tables.append(rows)
+
+    @property
+    def variables(self) -> Mapping[str, Variable]:
+        """The variables of the parameters, by their names in the module."""
+        return {each.name: each.variable for each in self._trained.values()}
+
+    def trackable_children(self) -> Mapping[str, Any]:
+        """Returns what `ps.train.Checkpoint` saves: parameters, buffers, tables, the state of the rules, and groups."""
+        buffers = self._steps.buffers
+        return {
+            "model": self.variables,
+            "buffers": {} if buffers is None else buffers.variables,
+            "tables": {rows.table.name: rows.table for rows in self._steps.tables},
+            "rule": self.rule,
+            "groups": GroupState(self.param_groups),
+        }
+
+    # ---- Steps ----
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes a step, which is a round that every worker makes, and waits for it.
+
+        Args:
+            closure: computes the loss and its gradients, and returns the loss; called once.
+
+        Returns:
+            The loss, if there is a closure.
+
+        Raises:
+            RuntimeError: gradients were changed after backward; a parameter has another shape, dtype or device than
+                before; the scaler is torch's own.
+            PSError: the round failed, or the session is over.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale, overflow = self._scaled()
+        self._steps.make(scale, overflow)
+        return loss
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Gradients of backward passes within are added up here, and nothing is sent: as `no_sync` of DDP.
+
+        The last backward of a step is outside; or `step` follows, and sends what was added up.
+        """
+        before, self._steps.gradients.accumulating = self._steps.gradients.accumulating, True
+        try:
+            yield
+        finally:
+            self._steps.gradients.accumulating = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients; see `torch.optim.Optimizer.zero_grad`. What was sent of them counts."""
+        super().zero_grad(set_to_none)
+        self._steps.gradients.forget()
+
+    @property
+    def overflown(self) -> bool:
+        """True if in the last step under a scaler gradients of some worker had NaN or infinity."""
+        return self._steps.overflows > 0
+
+    @contextlib.contextmanager
+    def under_scaler(self) -> Iterator[None]:
+        """A step within is made for a `GradScaler` of this package."""
+        self._under_scaler = True
+        try:
+            yield
+        finally:
+            self._under_scaler = False
+
+    def _scaled(self) -> tuple[float | None, bool]:
+        """Returns the loss scale of this step, and whether gradients have overflown here; None without a scaler."""
+        found = getattr(self, "found_inf", None)
+        if found is None:
+            return None, False
+        if not self._under_scaler:
+            raise RuntimeError(
+                "torch's own GradScaler decides in each worker for itself whether a step overflows; take "
+                "psclient.torch.GradScaler, which decides for all of them"
+            )
+        scale = getattr(self, "grad_scale", None)
+        return (1.0 if scale is None else float(scale)), bool(found)
+
+    def _refresh_rules(self) -> None:
+        """Gives the rules the hyperparameters in `param_groups`."""
+        for number, (group, known) in enumerate(zip(self.param_groups, self._rules, strict=True)):
+            for name, old in known.items():
+                now = group[name]
+                if now is not old and now != old:
+                    self._groups.set(number, name, now)
+                    known[name] = now
+
+    # ---- Batches ----
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are; the host if there are none."""
+        return next((each.device for each in self._trained.values()), torch.device("cpu"))
+
+    def begin_batch(self, examples: int, total: int) -> None:
+        """Says what part of a global batch this worker has, by which its gradients are weighed; see `Loader`.
+
+        Args:
+            examples: number of examples that this worker has.
+            total: number of those of all workers.
+        """
+        self._steps.begin_batch(examples, total)
+
+    def end_batches(self) -> None:
+        """Says that this worker's part is as large as every other's, as it is where no `Loader` says otherwise."""
+        self._steps.share = 1.0
+
+    # ---- State ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state, fetched from the servers, in torch's form; of torch's rules it fits torch's optimizers."""
+        self.state.update(self._slots.fetch(self._steps.trained))
+        try:
+            found: dict[str, Any] = super().state_dict()
+        finally:
+            self.state.clear()
+        return {**found, ITERATIONS: self._slots.iterations}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Assigns the state on the servers, which all workers do alike; also what a torch optimizer has saved.
+
+        Raises:
+            ValueError: it is of other parameters or groups, or of another optimizer.
+        """
+        super().load_state_dict({**state_dict, "state": {}})
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        trained = [self._trained[id(p)] for group in self.param_groups for p in group["params"]]
+        saved = [(each, state_dict["state"].get(key, {})) for key, each in zip(keys, trained, strict=True)]
+        self._slots.assign(saved, state_dict.get(ITERATIONS))
+
+
+def _checked_strategy(strategy: Strategy | None) -> Strategy:
+    if strategy is None:
+        if not context.has_strategy():
+            raise ValueError(
+                "there is no strategy; create the optimizer in strategy.scope(), or give it strategy=..., which is a "
+                "ps.ParameterServerStrategy"
+            )
+        strategy = context.get_strategy()
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"a {type(strategy).__name__} is no strategy; give a ps.ParameterServerStrategy")
+    if not isinstance(strategy.backend, RemoteBackend):
+        raise TypeError(
+            f"a module is trained by parameter servers, and a {type(strategy).__name__} has none; take a "
+            "ps.ParameterServerStrategy, which starts a server of its own where there is no cluster"
+        )
+    if len(strategy.extended.worker_devices) > 1:
+        raise TypeError(
+            f"a module is on one device, and the strategy has {len(strategy.extended.worker_devices)} replicas in this "
+            "process; give it one of devices=[...], and start a worker for each device"
+        )
+    return strategy
+
+
+def _share_threads(strategy: Strategy) -> None:
+    """Gives torch this process's share of the machine's cores, as BLAS has it, unless the user has said a number.
+
+    With a thread for each core processes of one machine wait for each other in every operation.
+    """
+    if threads_chosen():
+        return
+    resolver = strategy.cluster_resolver
+    spec, task = (None, None) if resolver is None else (resolver.cluster_spec(), getattr(strategy, "task", None))
+    others = 2 if spec is None or task is None else len(spec.at_host_of(task))  # itself, and a server of its own
+    torch.set_num_threads(min(torch.get_num_threads(), threads_of(others)))
+
+
+def _claim(tensor: torch.Tensor, optimizer: Optimizer, what: str) -> None:
+    """Notes that an optimizer trains a parameter; raises `ValueError` if another one does."""
+    owner = _owner(tensor)
+    if owner not in (None, optimizer):
+        gc.collect()  # one that nobody uses may be in a circle
+        owner = _owner(tensor)
+    if owner not in (None, optimizer):
+        raise ValueError(
+            f"{what} is trained by another optimizer of psclient.torch; one optimizer trains a parameter, so leave it "
+            "out here with params=[...], or add it there as a group"
+        )
+    _OWNERS[tensor] = weakref.ref(optimizer)
+
+
+def _owner(tensor: torch.Tensor) -> Optimizer | None:
+    found = _OWNERS.get(tensor)
+    return None if found is None else found()

@@ -1,0 +1,128 @@
+"""The parameters of a module and their variables: names, checks, and parameters as arrays of NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from psclient._src.variables.variable import Variable
+from pswire.model.tensor import Array
+
+DTYPES: Mapping[torch.dtype, Any] = {
+    torch.float16: np.float16,
+    torch.bfloat16: ml_dtypes.bfloat16,
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+}
+"""Dtypes that parameters may have, and NumPy's."""
+
+COMPILED = "_orig_mod."
+"""What `torch.compile` puts before the names of the module that it compiles."""
+
+
+class Trained:
+    """A parameter of a module, which servers train.
+
+    Args:
+        name: its name in the module.
+        tensor: the parameter.
+        variable: its variable on servers.
+        by_rows: True if its gradient is sparse: of some of its rows.
+
+    Attributes:
+        version: torch's count of changes in place, as of the last one that came from the servers.
+        device, shape, dtype: what it had when it was bound to its variable.
+        on_host: True if its memory is the host's, contiguous: rounds can write there.
+        is_plain: True if its gradient is one of the host, of all its elements.
+    """
+
+    def __init__(self, name: str, tensor: torch.Tensor, variable: Variable, by_rows: bool) -> None:
+        self.name, self.tensor, self.variable, self.by_rows = name, tensor, variable, by_rows
+        self.device, self.shape, self.dtype = tensor.device, tuple(tensor.shape), tensor.dtype
+        self.is_plain = self.device.type == "cpu" and not by_rows
+        self.bind()
+
+    def bind(self) -> None:
+        """Takes the parameter's memory of now for the variable's."""
+        self._address, self.version = self.tensor.data_ptr(), self.tensor._version
+        self.on_host = self.device.type == "cpu" and self.tensor.is_contiguous()
+
+    @property
+    def changed(self) -> bool:
+        """True if the script has changed it, or given it other memory."""
+        return self.tensor._version != self.version or self.tensor.data_ptr() != self._address
+
+    def check(self) -> None:
+        """Raises `RuntimeError` if it is not what its variable is any more."""
+        tensor = self.tensor
+        for what, now, before in (
+            ("shape", tuple(tensor.shape), self.shape),
+            ("dtype", tensor.dtype, self.dtype),
+            ("device", tensor.device, self.device),
+        ):
+            if now != before:
+                raise RuntimeError(
+                    f"parameter {self.name!r} has {what} {now}, and had {before} when its optimizer was created; "
+                    "change a module before, or create another optimizer after it"
+                )
+
+
+def named(module: torch.nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
+    """Returns the parameters of a module with their names, by `id`; a parameter of several names has the first."""
+    return {id(p): (name.replace(COMPILED, ""), p) for name, p in module.named_parameters()}
+
+
+def check_parameter(name: str, tensor: torch.Tensor) -> None:
+    """Raises `ValueError` if servers cannot train a parameter.
+
+    Args:
+        name: its name, for the message.
+        tensor: the parameter.
+    """
+    what = f"parameter {name!r}"
+    if torch.nn.parameter.is_lazy(tensor):
+        raise ValueError(f"{what} has no shape yet; call the lazy module once before its optimizer is created")
+    if tensor.is_complex():
+        raise ValueError(
+            f"{what} is {tensor.dtype}, and parameters on servers are real; keep real and imaginary parts, and make "
+            "them one by torch.view_as_complex in forward"
+        )
+    if tensor.dtype not in DTYPES:
+        raise ValueError(
+            f"{what} is {tensor.dtype}, and steps are fractions; register it as a buffer, or make it one of "
+            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
+        )
+
+
+def as_array(tensor: torch.Tensor) -> Array:
+    """Returns a contiguous tensor of the host as an array over the same memory, which may be written."""
+    found = tensor.detach()
+    if found.dtype is torch.bfloat16:  # of which NumPy itself knows nothing
+        bits: Array = found.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return bits
+    whole: Array = found.numpy()
+    return whole
+
+
+def as_tensor(array: Array, dtype: torch.dtype) -> torch.Tensor:
+    """Returns an array as a tensor over the same memory; it must be writable, and of that dtype."""
+    if dtype is torch.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def sparse_of(module: torch.nn.Module) -> set[int]:
+    """Returns the `id`s of the parameters of `nn.Embedding(sparse=True)` and its bags: their gradients are sparse."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return {id(m.weight) for m in module.modules() if isinstance(m, kinds) and m.sparse}
+
+
+def names_of(parameters: Iterable[Trained]) -> str:
+    """Returns the names of a few parameters, for messages."""
+    found = [repr(each.name) for each in parameters]
+    more = len(found) - 5
+    return ", ".join(found[:5]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,29 @@
+"""`GradScaler`: torch's, which decides with all workers whether a step has overflown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from psclient.torch.optimizer import Optimizer
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Torch's scaler of losses, for optimizers of this package as well: an overflow of one worker is one of all.
+
+    Such a step changes nothing, on no worker, and all of them halve their scales; so scales stay the same everywhere.
+
+    Source: `torch.amp.GradScaler`, whose arguments these are.
+    """
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Makes a step, unless gradients of some worker have NaN or infinity."""
+        if not (isinstance(optimizer, Optimizer) and self.is_enabled()):
+            return super().step(optimizer, *args, **kwargs)
+        with optimizer.under_scaler():
+            found = super().step(optimizer, *args, **kwargs)
+        device = optimizer.device
+        overflow = torch.full((), float(optimizer.overflown), device=device)
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {device: overflow}
+        return found

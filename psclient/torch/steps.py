@@ -1,0 +1,314 @@
+"""The steps of one optimizer: gradients go out, perhaps while backward goes on, and parameters come back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, cast
+
+import numpy as np
+import torch
+
+from psclient._src import context
+from psclient._src.devices import Coming
+from psclient._src.distribute.reduction import Absent
+from psclient._src.distribute.strategy import Strategy
+from psclient._src.rounds.backend import RemoteBackend
+from psclient._src.rounds.buffers import Buffer
+from psclient._src.rounds.section import Section
+from psclient._src.variables.kinds import ServerVariable
+from psclient._src.variables.table_views import join_views, table_of
+from psclient._src.variables.variable import Variable
+from psclient.torch.buffers import ModuleBuffers
+from psclient.torch.embeddings import TableRows
+from psclient.torch.gradients import Gradients
+from psclient.torch.groups import Groups
+from psclient.torch.parameters import Trained, as_array, as_tensor, names_of
+from psclient.torch.rounds import Extra, Outgoing, StepRounds, values_of
+from pswire.errors import PSError
+from pswire.limits import PART_BYTES
+
+
+class Steps:
+    """Makes the steps of one optimizer. Used by one thread at a time.
+
+    Args:
+        strategy: owns the variables.
+        groups: the rules.
+        averages: True if gradients are averaged over workers; False if they are summed.
+        early: True if gradients may leave while backward goes on.
+        refresh: gives the rules the hyperparameters of now.
+
+    Attributes:
+        trained: the parameters, in the order in which they were registered.
+        tables: the rows that are trained.
+        buffers: those of the module; None if they are nobody else's concern.
+        gradients: those of the parameters.
+        share: how much this worker's batch counts: the part of all examples that it has, times the number of workers; 0
+            if it has none.
+        overflows: number of workers whose gradients had NaN or infinity, in the last step that a scaler has made.
+    """
+
+    def __init__(
+        self, strategy: Strategy, groups: Groups, averages: bool, early: bool, refresh: Callable[[], object]
+    ) -> None:
+        self.strategy = strategy
+        self._backend = cast(RemoteBackend, strategy.backend)
+        self._groups = groups
+        self._rounds = StepRounds(strategy, groups)
+        self._averages, self._early, self._refresh = averages, early, refresh
+        self.trained: list[Trained] = []
+        self.tables: list[TableRows] = []
+        self.buffers: ModuleBuffers | None = None
+        self.gradients = Gradients(self._buffers, weakly(self._refuse))
+        self.gradients.begin = weakly(self._begin)
+        self.share = 1.0
+        self.overflows = 0.0
+        self._means_sent = 0
+        self._under_way: Section | None = None  # of the round that was sent while backward went on
+
+    # ---- What the optimizer calls ----
+
+    def make(self, scale: float | None = None, overflow: bool = False) -> None:
+        """Makes a step, and waits for it.
+
+        Args:
+            scale: under a scaler, the loss scale by which gradients are multiplied; else None.
+            overflow: under a scaler, whether this worker's gradients have NaN or infinity.
+
+        Raises:
+            RuntimeError: gradients were changed after backward, or a parameter is another one; called in replica or
+                update context.
+            PSError: the round failed, or the session is over.
+        """
+        with context.within(self.strategy):
+            context.require_cross_replica(self.strategy, "step")
+        trained = self._active()
+        self.gradients.check(trained)
+        if self._under_way is not None:
+            section = self._check_sent(trained, scale)
+        else:
+            self._prepare(scale)
+            if scale is not None and self._overflows(trained, overflow):
+                self._end(trained)
+                return
+            section = self._send(trained, scale, overflow)
+        self._backend.reader.take_all()
+        self._take(section, scale)
+        self._end(trained)
+
+    def bind(self, some: Sequence[Trained]) -> None:
+        """Has rounds write values into the memory of parameters, where they are now, and sees their gradients."""
+        for each in some:
+            each.bind()
+        self._backend.reader.into([(each.variable, as_array(each.tensor)) for each in some if each.on_host])
+        self._fetch([each for each in some if not each.on_host])
+
+    def release(self) -> None:
+        """Sees no gradients any more, and lets go of the parameters."""
+        self.gradients.close()
+        self._backend.reader.into([(each.variable, None) for each in self.trained])
+
+    def refresh(self) -> None:
+        """Gives parameters the values of now, where they have others: this process came late, or was restored."""
+        self._backend.reader.refresh()
+
+    def _buffers(self, variables: Sequence[Variable]) -> list[Buffer]:
+        """Returns the buffers in which the next contributions are computed."""
+        own = [v for v in variables if isinstance(v, ServerVariable)]
+        if len(own) < len(variables):  # those in shards have no one place in a lane's memory
+            return [Buffer(self._backend.buffer(v, 0)) for v in variables]
+        return self._backend.exchange.buffers.give_all([v.handle for v in own], self._backend.group.devices[0])
+
+    def begin_batch(self, examples: int, total: int) -> None:
+        """A batch begins, of which this worker has a part."""
+        self.refresh()
+        workers = self._backend.group.share()[1]
+        weighs = self._averages and not self._backend.group.alone
+        self.share = float(examples * workers / total) if weighs and total else float(bool(examples))
+
+    # ---- Before a round ----
+
+    def _active(self) -> list[Trained]:
+        """The parameters that are trained now, in the order in which backward mostly comes to them."""
+        return [each for each in reversed(self.trained) if each.tensor.requires_grad]
+
+    def _prepare(self, scale: float | None) -> None:
+        self._refresh()
+        changed = [each for each in self.trained if each.changed]
+        for each in changed:
+            each.check()
+        if changed:
+            self._assign(changed)
+        workers = self.strategy.num_replicas_in_sync if self._averages else 1
+        self._groups.half_divisor = None if scale is None else float(scale)
+        self._groups.divisor = None if scale is None and workers == 1 else workers * float(scale or 1.0)
+        factor = 0.0 if self._backend.group.empty else self.share
+        self.gradients.factor, self.gradients.half_factor = factor, factor / workers
+
+    def _assign(self, changed: Sequence[Trained]) -> None:
+        """Gives variables the values of parameters that the script has changed, as it does in all workers."""
+        with self.strategy.scope(), self._backend.together():
+            for each in changed:
+                each.variable.assign(as_array(each.tensor.detach().cpu().contiguous()))
+        self.bind(changed)
+
+    def _outgoing(self, trained: Sequence[Trained], scale: float | None, overflow: bool) -> Outgoing:
+        gradients = self.gradients.take(trained)
+        variables: list[Variable] = [each.variable for each in trained]
+        for table, gradient in self._rows():
+            variables.append(table)
+            gradients.append(gradient)
+        extras = self._means()
+        if scale is not None:
+            extras.append(Extra("sum", np.full(1, overflow, np.float32)))
+        return Outgoing(variables, gradients, extras, skips=scale is not None)
+
+    def _rows(self) -> list[tuple[Any, Any]]:
+        """Returns the tables, and the gradient of each; those of a group of tables are one."""
+        some: dict[int, list[TableRows]] = {}
+        for rows in self.tables:
+            some.setdefault(id(table_of(rows.table)), []).append(rows)
+        found = []
+        for of_one in some.values():
+            own = [rows.take_gradient(self._factor(rows.table)) for rows in of_one]
+            whole = [rows.table.no_rows() if each is None else each for rows, each in zip(of_one, own, strict=True)]
+            (gradient,), (table,) = join_views(whole, [rows.table for rows in of_one])
+            found.append((table, Absent(gradient) if all(each is None for each in own) else gradient))
+        return found
+
+    def _factor(self, table: Any) -> float:
+        return self.gradients.half_factor if table.dtype == np.float16 else self.gradients.factor
+
+    def _means(self) -> list[Extra]:
+        alone = self.buffers is None or self.strategy.num_replicas_in_sync == 1
+        means = [] if alone or self.buffers is None else self.buffers.contributions()
+        self._means_sent = len(means)
+        return [Extra("mean", array) for array in means]
+
+    def _overflows(self, trained: Sequence[Trained], overflow: bool) -> bool:
+        """Returns whether a step is to be left out, where servers cannot decide that: they see it in two rounds."""
+        variables = [*(each.variable for each in trained), *(table_of(rows.table) for rows in self.tables)]
+        if not self._groups.driver.in_stages(self.strategy, variables):
+            return False
+        self.overflows = float(self.strategy.reduce("sum", np.float32(overflow), axis=None))
+        return self.overflows > 0
+
+    # ---- After a round ----
+
+    def _take(self, section: Section, scale: float | None) -> None:
+        """Takes what rode in a round."""
+        found = values_of(section, self._means_sent + (scale is not None)) if self._means_sent or scale else []
+        if self.buffers is not None and self._means_sent:
+            self.buffers.take(found[: self._means_sent])
+        if scale is not None:
+            self.overflows = float(found[-1][0])
+
+    def _end(self, trained: Sequence[Trained]) -> None:
+        self.refresh()
+        self._fetch([each for each in trained if not each.on_host])
+        if trained:
+            torch.autograd.graph.increment_version([each.tensor for each in trained])
+        for each in trained:
+            each.version = each.tensor._version
+        self.gradients.end()
+        for rows in self.tables:
+            rows.end_step()
+        self.strategy.begin_step()
+        self._backend.reader.begin_step()
+
+    def _fetch(self, some: Sequence[Trained]) -> None:
+        """Copies values into parameters where rounds cannot write."""
+        for each in some:
+            with torch.no_grad():
+                each.tensor.copy_(as_tensor(np.array(each.variable.numpy()), each.dtype))
+            each.version = each.tensor._version
+
+    # ---- Before gradients are there ----
+
+    def _send(self, trained: Sequence[Trained], scale: float | None, overflow: bool) -> Section:
+        """Sends a round; a large one leaves while its gradients are copied."""
+        if scale is None and all(each.tensor.grad is not None for each in trained):
+            sent = self._promise(trained)
+            if sent is not None:
+                section, promised = sent
+                self.gradients.keep(promised, trained)
+                return section
+        return self._rounds.send(self._outgoing(trained, scale, overflow))
+
+    def _begin(self) -> dict[int, Coming] | None:
+        """Sends a round whose gradients are still computed, if it is known which of them will come, and is worth it."""
+        trained = self._active()
+        if not (self._early and _is_large(trained) and _will_come(trained)):
+            return None
+        self._prepare(None)
+        sent = self._promise(trained)
+        if sent is None:
+            return None
+        self._under_way, promised = sent
+        return promised
+
+    def _promise(self, trained: Sequence[Trained]) -> tuple[Section, dict[int, Coming]] | None:
+        """Sends a round of gradients that are to come; None if they have to be there before."""
+        plain = not self.tables and self.gradients.factor and _is_large(trained)
+        if not (plain and all(each.on_host and not each.by_rows and _is_whole(each.variable) for each in trained)):
+            return None
+        promised = {id(each.tensor): Coming(each.tensor.nbytes) for each in trained}
+        out = Outgoing([each.variable for each in trained], [*promised.values()], self._means())
+        return (self._rounds.send(out), promised) if self._rounds.is_known(out) else None
+
+    def _check_sent(self, trained: Sequence[Trained], scale: float | None) -> Section:
+        """Returns the round that was sent while backward went on; raises `RuntimeError` if it is not this step's."""
+        section, self._under_way = cast(Section, self._under_way), None
+        why = ""
+        if missing := self.gradients.missing(trained):
+            why = (
+                f"backward has failed, or has given no gradient to {names_of(missing)}, which it seemed to come to; if "
+                "an autograd function returns None for it, create the optimizer with early=False"
+            )
+        elif scale is not None:
+            why = "a GradScaler is used for the first time; use it from the first step on, or early=False"
+        else:
+            self._refresh()
+            if self._rounds.changed:
+                why = "a learning rate was changed between backward() and step(); change it before, or after the step"
+        if why:
+            self._under_way = section
+            self._refuse(f"gradients had left for the servers when {why}")
+        return section
+
+    def _refuse(self, why: str) -> NoReturn:
+        """Raises an error; where gradients have left, which nobody can take back, this process has no part any more."""
+        if self._under_way is not None:
+            session = self._backend.group.session
+            session.end(PSError(why, str(session.task)))
+        raise RuntimeError(why)
+
+
+def _is_large(trained: Sequence[Trained]) -> bool:
+    """Returns whether gradients are more than what leaves at once in any case."""
+    return sum(each.tensor.nbytes for each in trained) > PART_BYTES
+
+
+def _is_whole(variable: Variable) -> bool:
+    return type(variable) is ServerVariable
+
+
+def _will_come(trained: Sequence[Trained]) -> bool:
+    """Returns whether the backward that is under way will come to all of these parameters."""
+    known = getattr(torch._C, "_will_engine_execute_node", None)  # what torch's own multi-grad hooks ask
+    if known is None:
+        return False
+    edge = torch.autograd.graph.get_gradient_edge
+    return all(known(edge(each.tensor).node) for each in trained)
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that calls a method as long as its object is there, and does not keep that."""
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = found()
+        return None if bound is None else bound(*args)
+
+    return call

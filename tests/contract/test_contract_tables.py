@@ -1,0 +1,357 @@
+"""Dynamic tables in rounds and reads: rows come with their first gradient, and what is refused changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pswire.api import Contribution, RowRead, TableRead
+from pswire.errors import InvalidRequest, MemoryLimit, ProgramError
+from pswire.model.hashing import BUCKETS, buckets_of, hashes_of
+from pswire.model.plan import Apply, PlacedVariable, Plan, Reduction, Ref, Trim, VariableSpec
+from pswire.model.program import Input, Node, Program
+from pswire.model.tables import LRU, MIN_CAPACITY, Constant, CounterFilter, SlotTensor, TablePart, TableSpec
+from pswire.model.tensor import TensorSpec
+from pswire.transport.payload import Payload
+from tests.support.key_contributions import WHOLE, by_keys, create_part, keyed, part_of
+from tests.support.rig import SOON, WORKERS, Job, together
+
+SPEC = TableSpec((2,), initializer=Constant(0.5))
+A, B = WORKERS[:2]
+OLD, NEW = -7, 1 << 62
+
+
+@pytest.fixture
+def two(job: Job):
+    """Two members of the job."""
+    return job.join(A, B)
+
+
+def table_of(job, worker, spec=SPEC, server=0, buckets=range(BUCKETS), slot=None, name="users"):
+    """A part of a table, or a tensor beside it, as the next variable of the job."""
+    return create_part(job, worker, part_of(len(job.variables), spec, server, buckets, slot, name))
+
+
+def push(worker, plan, keys, value=1.0, times=None, lookups=(), server=0, **said):
+    """Contributes rows for some keys, all of one number."""
+    header = Contribution(
+        worker.session, worker.epoch, worker.round, plan.id, (1.0,) * len(plan.reductions), rows=(len(keys),),
+        lookups=tuple(RowRead.of(v.id, np.array(ids, np.int64)) for v, ids in lookups),
+    )  # fmt: skip
+    return worker.job.verbs[server].push(replace(header, **said), Payload.pack(keyed(keys, value, times)))
+
+
+def looked_up(job, worker, table, *keys, after=-1):
+    """The first numbers of the rows of some keys."""
+    read = RowRead.of(table.id, np.array(keys, np.int64))
+    reply = job.verbs[table.servers[0]].pull(worker.session, [], after, [read]).result(SOON)
+    return reply.payload.tensors([TensorSpec("float32", (len(keys), 2))])[0][:, 0].tolist()
+
+
+def size(job, worker, table):
+    reply = job.verbs[table.servers[0]].pull(worker.session, [], -1, [], [TableRead(table.id, "size")]).result(SOON)
+    return reply.rows[0]
+
+
+def test_a_row_is_made_by_its_first_gradient(job, two):
+    """Of any key; a lookup makes none. Rows of one key are summed over the members."""
+    table = table_of(job, two[0])
+    assert looked_up(job, two[0], table, OLD, NEW) == [0.5, 0.5]
+    assert size(job, two[0], table) == 0
+    plan = job.approve(by_keys(table), two[0])
+    replies = together(
+        push(two[0], plan, [NEW, OLD], lookups=[(table, [3, NEW])]), push(two[1], plan, [NEW, 5], value=2.0)
+    )
+    rows = replies[0].payload.tensors([TensorSpec("float32", (2, 2))])[0]
+    assert rows[:, 0].tolist() == [0.5, 3.5]
+    assert looked_up(job, two[0], table, OLD, 5, NEW, 6, after=0) == [1.5, 2.5, 3.5, 0.5]
+    assert size(job, two[0], table) == 3
+
+
+def test_keys_and_rows_by_buckets(job, two):
+    """They come in the order of the hashes, all of them once."""
+    table = table_of(job, two[0])
+    plan, keys = job.approve(by_keys(table), two[0]), np.arange(-50, 50)
+    together(push(two[0], plan, keys.tolist()), push(two[1], plan, []))
+    asked = [TableRead(table.id, "keys", 0, 400), TableRead(table.id, "rows", 400, BUCKETS - 400)]
+    reply = job.verbs[0].pull(two[0].session, [], 0, [], asked).result(SOON)
+    some, others = reply.rows
+    first, second, rows = reply.payload.tensors(
+        [TensorSpec("int64", (some,)), TensorSpec("int64", (others,)), TensorSpec("float32", (others, 2))]
+    )
+    found = np.concatenate([first, second])
+    assert sorted(found.tolist()) == keys.tolist()
+    assert (np.diff(hashes_of(found, SPEC.salt).astype(np.float64)) > 0).all()
+    assert set(rows.ravel().tolist()) == {1.5}
+
+
+def test_a_push_that_is_sent_again_counts_once(job, two):
+    """Its keys as well, which a filter counts."""
+    table = table_of(job, two[0], replace(SPEC, admission=CounterFilter(3)))
+    plan = job.approve(by_keys(table), two[0])
+    for round in range(2):
+        push(two[0], plan, [7, 8], times=[1, 2])
+        pushed = push(two[0], plan, [7, 8], times=[1, 2]), push(two[1], plan, [])
+        together(*pushed, push(two[0], plan, [7, 8], times=[1, 2]))
+        assert size(job, two[0], table) == round
+        for worker in two:
+            worker.round += 1
+    assert looked_up(job, two[0], table, 7, 8, after=1) == [0.5, 1.5]
+
+
+def momentum_of(table, slot):
+    """A plan that adds rows to a slot, and subtracts that from the table."""
+    program = Program(
+        (Input("variable", WHOLE), Input("value", WHOLE), Input("variable", WHOLE)),
+        (Node("add", (2, 1)), Node("subtract", (0, 3))),
+        ((2, 3), (0, 4)),
+        (),
+    )
+    args = Ref("variable", table.id), Ref("reduction", 0), Ref("variable", slot.id)
+    reductions = (Reduction("sum", WHOLE, (0,), "users", "keys"),)
+    return Plan(reductions, programs=(program,), applies=(Apply(0, (0,), args, "lazy"),))
+
+
+def test_a_slot_takes_its_place_where_there_is_room(job, two):
+    """It has a row for each that the table has: a round that first needs them is refused where these do not fit."""
+    table = table_of(job, two[0])
+    plan, keys = job.approve(by_keys(table), two[0]), list(range(10_000))
+    together(push(two[0], plan, keys), push(two[1], plan, []))
+    slot = table_of(job, two[0], slot=SlotTensor("adam/users/m", "float32", (2,), 0.25))
+    momentum = job.approve(momentum_of(table, slot), two[0])
+    store = job.servers.cores[0].machine.store
+
+    def pushed(room):
+        store.memory_limit = store.nbytes + room
+        for worker in two:
+            worker.round += 1
+        return push(two[0], momentum, [1]), push(two[1], momentum, [])
+
+    for future in pushed(79_999):
+        with pytest.raises(MemoryLimit, match=r"'adam/users/m' beside 10000 rows .* 80000 bytes.* leaves 79999"):
+            future.result(SOON)
+    assert looked_up(job, two[0], table, 1, after=1) == [1.5]
+    together(*pushed(1 << 20))
+    assert looked_up(job, two[0], slot, 1, 2, after=2) == [1.25, 0.25]
+    assert looked_up(job, two[0], table, 1, 2, after=2) == [0.25, 1.5]
+
+
+def test_what_lies_beside_a_table(job, two):
+    """A slot has a row wherever the table has one, from the first round on that has to do with it."""
+    table = table_of(job, two[0])
+    plan = job.approve(by_keys(table), two[0])
+    together(push(two[0], plan, [1, 2]), push(two[1], plan, []))
+    slot = table_of(job, two[0], slot=SlotTensor("adam/users/m", "float32", (2,), 0.25))
+    assert looked_up(job, two[0], slot, 1, 9) == [0.25, 0.25]
+    momentum = job.approve(momentum_of(table, slot), two[0])
+    for worker in two:
+        worker.round += 1
+    together(push(two[0], momentum, [2, 3]), push(two[1], momentum, []))
+    assert looked_up(job, two[0], slot, 1, 2, 3, after=1) == [0.25, 1.25, 1.25]
+    assert looked_up(job, two[0], table, 1, 2, 3, after=1) == [1.5, 0.25, -0.75]
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_a_round_that_is_not_applied_makes_no_rows(job, two, nonfinite):
+    """Nor does it count; the next one does what it would have done without it."""
+    table = table_of(job, two[0], replace(SPEC, admission=CounterFilter(2)))
+    plan = job.approve(by_keys(table, nonfinite=nonfinite), two[0])
+    futures = push(two[0], plan, [1, 2], value=np.nan, nonfinite=(0,)), push(two[1], plan, [1])
+    for future in futures:
+        if nonfinite == "skip":
+            future.result(SOON)
+        else:
+            assert future.exception(SOON) is not None
+    assert size(job, two[0], table) == 0
+    for worker in two:
+        worker.round += 1
+    together(push(two[0], plan, [1]), push(two[1], plan, [2]))
+    assert size(job, two[0], table) == 0
+
+
+def test_a_limit_is_an_error_for_all(job, two):
+    """A round that touches more rows than there may be changes nothing; who asks for less goes on, and rows leave.
+
+    A bucket has more than its share at most by rows of one round.
+    """
+    table = table_of(job, two[0], replace(SPEC, capacity=MIN_CAPACITY, eviction=LRU()))
+    plan = job.approve(by_keys(table), two[0])
+    for future in (push(two[0], plan, list(range(MIN_CAPACITY))), push(two[1], plan, [-1])):
+        with pytest.raises(MemoryLimit, match=f"touches {MIN_CAPACITY + 1} rows"):
+            future.result(SOON)
+    assert size(job, two[0], table) == 0
+    for start in (0, 10_000, 20_000):
+        for worker in two:
+            worker.round += 1
+        together(push(two[0], plan, list(range(start, start + 10_000))), push(two[1], plan, []))
+    assert 15_000 < size(job, two[0], table) <= 1.01 * MIN_CAPACITY
+    assert looked_up(job, two[0], table, 29_999, after=3) == [1.5]
+
+
+def test_a_table_grows_up_to_the_memory_of_its_server(serve):
+    """Then its rounds are refused, and change nothing."""
+    job = Job(serve(1, memory_limit=1 << 20))
+    (worker,) = job.join(A)
+    table = table_of(job, worker)
+    plan = job.approve(by_keys(table), worker)
+    together(push(worker, plan, list(range(1000))))
+    worker.round += 1
+    with pytest.raises(MemoryLimit, match="--memory-limit"):
+        push(worker, plan, list(range(100_000))).result(SOON)
+    assert size(job, worker, table) == 1000
+
+
+def test_tables_of_one_round_share_the_room(serve):
+    """What each of them alone would have is not there for both: none of them grows, whichever was first."""
+    job = Job(serve(1, memory_limit=8 << 20))
+    (worker,) = job.join(A)
+    tables = [create_part(job, worker, part_of(n, SPEC, name=f"t{n}", table=f"t{n}")) for n in range(2)]
+    plan, keys = job.approve(by_keys(*tables), worker), list(range(60_000))
+
+    def pushed(*counts):
+        said = Contribution(worker.session, worker.epoch, worker.round, plan.id, (1.0, 1.0), rows=counts)
+        worker.round += 1
+        return job.verbs[0].push(said, Payload.pack([array for n in counts for array in keyed(keys[:n])]))
+
+    with pytest.raises(MemoryLimit, match="--memory-limit"):
+        pushed(60_000, 60_000).result(SOON)
+    assert [size(job, worker, table) for table in tables] == [0, 0]
+    together(pushed(60_000, 0))
+    assert [size(job, worker, table) for table in tables] == [60_000, 0]
+
+
+@pytest.mark.parametrize("count", [1 << 24, (1 << 24) + 1, 1 << 40, (1 << 64) - 1])
+def test_rows_that_are_announced_and_do_not_come(job, two, count):
+    """Their number is data: it is compared with what is there, and with what a contribution may have."""
+    table = table_of(job, two[0])
+    plan = job.approve(by_keys(table), two[0])
+    said = Contribution(two[0].session, two[0].epoch, 0, plan.id, (1.0,), rows=(count,))
+    with pytest.raises(InvalidRequest, match=r"does not fit a section|each may have 16777216"):
+        job.verbs[0].push(said, Payload.pack(keyed([1]))).result(SOON)
+    together(push(two[0], plan, [1]), push(two[1], plan, []))
+    assert size(job, two[0], table) == 1
+
+
+def test_much_is_not_asked_for_in_a_few_words(serve):
+    """Rows that have no memory yet are made for an answer: more of them than the server may hold are refused."""
+    job = Job(serve(1, memory_limit=1 << 20))
+    (worker,) = job.join(A)
+    wide = replace(SPEC, shape=(1 << 18,))
+    table = create_part(job, worker, part_of(0, wide))
+    ask = job.verbs[0].pull
+    with pytest.raises(MemoryLimit, match="take 300 MiB, and the limit is 256 MiB; ask for fewer"):
+        ask(worker.session, [], -1, [RowRead.of(table.id, np.arange(150))] * 2).result(SOON)
+    reply = ask(worker.session, [], -1, [RowRead.of(table.id, np.arange(2))]).result(SOON)
+    assert reply.payload.size == 2 << 20
+    with pytest.raises(InvalidRequest, match="buckets of a dynamic table are asked for twice"):
+        ask(worker.session, [], -1, [], [TableRead(table.id, "rows", 0, BUCKETS)] * 2).result(SOON)
+
+
+def test_rows_are_cut_once(job, two):
+    """To a number, in a round, after its updates."""
+    table = table_of(job, two[0])
+    plan = job.approve(by_keys(table, trims=(Trim(table.id, (0,), 0),)), two[0])
+    together(push(two[0], plan, [1, 2]), push(two[1], plan, []))
+    assert size(job, two[0], table) == 0
+    for rows in (1, 1 << 40):
+        with pytest.raises(InvalidRequest, match="cannot be cut"):
+            job.verbs[0].propose(two[0].session, by_keys(table, trims=(Trim(table.id, (0,), rows),)), "", None)
+
+
+def test_parts_on_two_servers(job, two):
+    """Each has the keys of its buckets, and refuses others, in a round, a read and a lookup."""
+    parts = [
+        table_of(job, two[0], server=place, buckets=cut, name=f"users/part_{place}")
+        for place, cut in enumerate((range(512), range(512, BUCKETS)))
+    ]
+    keys = np.arange(100)
+    owners = buckets_of(hashes_of(keys, SPEC.salt)) // 512
+    plan = job.approve(by_keys(*parts), two[0])
+    mine = [keys[owners == place].tolist() for place in range(2)]
+    futures = []
+    for place in range(2):
+        counts = tuple(len(mine[place]) * (n == place) for n in range(2))
+        futures += [push(worker, plan, mine[place], server=place, rows=counts) for worker in two]
+    together(*futures)
+    assert [size(job, two[0], part) for part in parts] == [len(each) for each in mine]
+    assert looked_up(job, two[0], parts[1], *mine[1]) == [2.5] * len(mine[1])
+    with pytest.raises(InvalidRequest, match=f"key {mine[0][0]} of table 'users' is of bucket"):
+        looked_up(job, two[0], parts[1], *mine[0])
+    read = TableRead(parts[1].id, "keys", 0, 10)
+    with pytest.raises(InvalidRequest, match="which has 512 to 1023"):
+        job.verbs[1].pull(two[0].session, [], -1, [], [read]).result(SOON)
+    for worker in two:
+        worker.round += 1
+    wrong = (len(mine[0]), 0), (0, len(mine[0]))
+    futures = [push(worker, plan, mine[0], server=s, rows=wrong[s]) for worker in two for s in range(2)]
+    assert any(isinstance(future.exception(SOON), InvalidRequest) for future in futures[1::2])
+
+
+BAD_PLANS = {
+    "whole": (lambda v: replace(by_keys(v), reductions=(Reduction("sum", WHOLE, (0,)),)), ProgramError, "'users'"),
+    "by ids": (
+        lambda v: replace(by_keys(v), reductions=(Reduction("sum", WHOLE, (0,), form="rows"),)),
+        ProgramError,
+        "dynamic table 'users' has to run on",
+    ),
+    "returned": (lambda v: by_keys(v, returned=(Ref("reduction", 0),)), InvalidRequest, "stay on their servers"),
+    "of another shape": (
+        lambda v: Plan((Reduction("sum", TensorSpec("float32", (5, 2)), (0,), form="keys"),)),
+        InvalidRequest,
+        "of a table's shape",
+    ),
+    "cuts an array": (lambda v: Plan(trims=(Trim(v.id + 1, (0,), 0),)), InvalidRequest, "no dynamic table"),
+    "momentum": (
+        lambda v: by_keys(
+            v,
+            program=Program(
+                (Input("variable", WHOLE), Input("value", WHOLE)),
+                (Node("multiply", (0, 0)), Node("add", (2, 1))),
+                ((0, 3),),
+                (),
+            ),
+        ),
+        ProgramError,
+        "has to run on the rows of one gradient",
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_PLANS)
+def test_plans_that_a_table_cannot_run(job, two, bad):
+    """They are refused before a round."""
+    table = table_of(job, two[0])
+    job.variable(two[0], np.zeros(2, "float32"))
+    make, error, why = BAD_PLANS[bad]
+    with pytest.raises(error, match=why):
+        job.verbs[0].propose(two[0].session, make(table), "", None)
+
+
+def test_what_a_table_refuses_to_be(job, two):
+    """An array that is read; a variable beside a table that is not there; a spec that contradicts itself."""
+    table = table_of(job, two[0])
+    with pytest.raises(InvalidRequest, match="has no size; look its rows up"):
+        job.verbs[0].pull(two[0].session, [table.id], -1).result(SOON)
+    beside = job.variable(two[0], np.zeros(2, "float32"))
+    with pytest.raises(InvalidRequest, match="is no dynamic table"):
+        job.verbs[0].pull(two[0].session, [], -1, [], [TableRead(beside.id, "size")]).result(SOON)
+    part = TablePart("items", SPEC, 0, BUCKETS, SlotTensor("m", "float32", (2,)))
+    alone = PlacedVariable(2, VariableSpec("m", part.tensor, part=part), (0,))
+    reply = job.verbs[0].create_batch(two[0].session, [alone])
+    assert isinstance(reply.error, InvalidRequest)
+    assert "lies beside the table 'items'" in str(reply.error)
+    with pytest.raises(InvalidRequest, match="its part of a table"):
+        VariableSpec("m", TensorSpec("float32", (3, 2)), part=replace(part, slot=None)).check()
+
+
+@pytest.mark.parametrize("times", [0, -1, 1 << 40])
+def test_times_that_cannot_be(job, two, times):
+    """They fail the round for all, who are told whose they are."""
+    table = table_of(job, two[0])
+    plan = job.approve(by_keys(table), two[0])
+    for future in (push(two[0], plan, [1]), push(two[1], plan, [2], times=[times])):
+        with pytest.raises(ProgramError, match=f"{B} says for 'users' that a key came"):
+            future.result(SOON)
+    assert size(job, two[0], table) == 0

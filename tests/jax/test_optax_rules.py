@@ -1,0 +1,161 @@
+"""The optimizers of `psj.optax` against optax alone, over 100 steps of a small network."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from tests.support.strategies import opened
+
+jax = pytest.importorskip("jax", reason="JAX is not installed; it comes with paramserver[jax]")
+optax = pytest.importorskip("optax")
+psj = pytest.importorskip("psclient.jax")
+jnp = jax.numpy
+
+STEPS = 100
+TOLERANCE = 1e-6
+"""Of the largest element of each parameter."""
+
+rng = np.random.default_rng(0)
+X = rng.normal(size=(64, 6)).astype("f4")
+Y = np.sin(X[:, :2])
+PARAMS = {
+    "dense": {"kernel": rng.normal(size=(6, 8)).astype("f4"), "bias": rng.normal(size=8).astype("f4")},
+    "out": rng.normal(size=(8, 2)).astype("f4"),
+}
+
+
+def loss(params, x, y):
+    hidden = jnp.tanh(x @ params["dense"]["kernel"] + params["dense"]["bias"])
+    return jnp.mean((hidden @ params["out"] - y) ** 2)
+
+
+gradients = jax.jit(jax.grad(loss))
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    """One worker, and a server of its own."""
+    with opened("embedded-1") as found:
+        yield found
+
+
+def alone(tx, steps=STEPS):
+    """What optax makes of the parameters without servers."""
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    state = tx.init(params)
+    for _ in range(steps):
+        updates, state = tx.update(gradients(params, X, Y), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def on_servers(strategy, tx, steps=STEPS):
+    state = psj.TrainState.create(apply_fn=None, params=PARAMS, tx=tx, strategy=strategy)
+    for _ in range(steps):
+        state = state.apply_gradients(grads=gradients(state.params, X, Y))
+    assert state.step == steps
+    return state.params
+
+
+def assert_near(found, expected):
+    def check(one, other):
+        assert np.abs(np.asarray(one) - other).max() <= TOLERANCE * np.abs(other).max()
+
+    jax.tree.map(check, found, expected)
+
+
+def decays(params):
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+CASES = {
+    "sgd": ("sgd", {"learning_rate": 0.1}),
+    "momentum": ("sgd", {"learning_rate": 0.02, "momentum": 0.9}),
+    "nesterov": ("sgd", {"learning_rate": 0.02, "momentum": 0.9, "nesterov": True}),
+    "adam": ("adam", {"learning_rate": 1e-3}),
+    "adam, other numbers": ("adam", {"learning_rate": 0.01, "b1": 0.8, "b2": 0.95, "eps": 1e-3, "eps_root": 1e-4}),
+    "nadam": ("adam", {"learning_rate": 1e-3, "nesterov": True}),
+    "adamw": ("adamw", {"learning_rate": 1e-3}),
+    "adamw, much decay": ("adamw", {"learning_rate": 1e-3, "weight_decay": 0.5}),
+    "adamw, mask": ("adamw", {"learning_rate": 1e-3, "weight_decay": 0.5, "mask": decays}),
+    "adagrad": ("adagrad", {"learning_rate": 0.05}),
+    "adagrad from 0": ("adagrad", {"learning_rate": 0.05, "initial_accumulator_value": 0.0, "eps": 0.0}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_those_of_optax(strategy, case):
+    """By its formulas and defaults, as rounding allows."""
+    name, arguments = CASES[case]
+    assert_near(on_servers(strategy, getattr(psj.optax, name)(**arguments)), alone(getattr(optax, name)(**arguments)))
+
+
+SCHEDULES = {
+    "cosine": optax.cosine_decay_schedule(0.1, 80, alpha=0.1),
+    "warm-up": optax.warmup_cosine_decay_schedule(0.0, 0.1, 10, 100),
+    "steps": optax.piecewise_constant_schedule(0.1, {30: 0.5, 60: 0.1}),
+    "own": lambda step: 0.1 / (1 + step),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_are_functions_of_the_step(strategy, name):
+    """Optax's, or the user's: each worker computes the rate for the round."""
+    schedule = SCHEDULES[name]
+    assert_near(on_servers(strategy, psj.optax.sgd(schedule, momentum=0.5)), alone(optax.sgd(schedule, momentum=0.5)))
+
+
+def test_schedules_of_servers_are_those_of_optax(strategy):
+    """Keras's cosine is optax's, where servers compute it."""
+    own = ps.optimizers.schedules.CosineDecay(0.1, 80, alpha=0.1)
+    assert_near(on_servers(strategy, psj.optax.sgd(own)), alone(optax.sgd(SCHEDULES["cosine"])))
+
+
+def test_clipping_is_an_option(strategy):
+    """`global_clipnorm` stands for a chain with `clip_by_global_norm`."""
+    expected = alone(optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)))
+    assert_near(on_servers(strategy, psj.optax.adam(1e-2, global_clipnorm=0.1)), expected)
+
+
+def test_masks_may_be_trees(strategy):
+    """Or are refused where they are of another structure."""
+    mask = decays(PARAMS)
+    found = on_servers(strategy, psj.optax.adamw(1e-3, weight_decay=0.5, mask=mask), steps=3)
+    assert_near(found, alone(optax.adamw(1e-3, weight_decay=0.5, mask=mask), steps=3))
+    with pytest.raises(ValueError, match="the leaves of mask lack params/out"):
+        on_servers(strategy, psj.optax.adamw(1e-3, mask={"dense": mask["dense"]}))
+
+
+def test_other_dtypes_of_slots_are_refused():
+    """They are the parameter's, of half precision float32."""
+    for make in (
+        lambda dtype: psj.optax.adam(1e-3, mu_dtype=dtype),
+        lambda dtype: psj.optax.sgd(1e-3, 0.9, False, dtype),
+    ):
+        with pytest.raises(ValueError, match="dtype is 'bfloat16'; slots are of the parameter's dtype"):
+            make("bfloat16")
+
+
+def test_what_servers_cannot_run_is_refused_by_name(strategy):
+    """A transformation of optax is a function; optimizers that are not here have others beside them."""
+    with pytest.raises(
+        TypeError, match=r"tx is a transformation of optax.*write psj\.optax\.adagrad.*psj\.optax\.sgd with"
+    ):
+        on_servers(strategy, optax.adam(1e-3))
+    with pytest.raises(AttributeError, match=r"psj\.optax has no 'lamb'; servers run adagrad, adam, adamw, sgd by"):
+        _ = psj.optax.lamb
+    with pytest.raises(ValueError, match="b1 is 1, and must be at least 0 and less than 1"):
+        psj.optax.adam(1e-3, b1=1)
+
+
+def test_names_and_defaults_are_those_of_optax():
+    """So that a script changes its import; what is more are options that servers know."""
+    for name in ("sgd", "adam", "adamw", "adagrad"):
+        ours, theirs = (inspect.signature(getattr(module, name)).parameters for module in (psj.optax, optax))
+        assert [(p.name, p.default, p.kind) for p in ours.values()][:-1] == [
+            (p.name, p.default, p.kind) for p in theirs.values()
+        ]

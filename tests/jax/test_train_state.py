@@ -1,0 +1,257 @@
+"""`psj.TrainState`: its values are those on the servers, whatever is done with it."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import psclient as ps
+from pstesting.in_process import InProcessCluster
+from tests.support.strategies import opened
+
+jax = pytest.importorskip("jax", reason="JAX is not installed; it comes with paramserver[jax]")
+psj = pytest.importorskip("psclient.jax")
+jnp = jax.numpy
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    """One worker, and two servers."""
+    with InProcessCluster(2) as cluster, ps.ParameterServerStrategy(cluster_resolver=cluster.resolver()) as found:
+        yield found
+
+
+def params():
+    kernel, scales = np.array([[1, 2], [3, 4]], "f4"), np.array([[1], [2]], "f4")
+    return {"dense": {"kernel": kernel, "bias": np.zeros(2, "f4")}, "scales": scales}
+
+
+def create(strategy, tree=None, tx=None, **more):
+    tx = ps.optimizers.SGD(1.0) if tx is None else tx
+    return psj.TrainState.create(
+        apply_fn=None, params=params() if tree is None else tree, tx=tx, strategy=strategy, **more
+    )
+
+
+Pair = namedtuple("Pair", ["kernel", "bias"])
+
+
+def ones(state):
+    return jax.tree.map(jnp.ones_like, state.params)
+
+
+def equal(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_variables_have_the_names_of_their_paths(strategy):
+    """Keys of dicts and places in lists, under one name for all; a tree that is one leaf has that name alone."""
+    state = create(strategy, {"dense": {"kernel": np.zeros(2, "f4")}, "scales": [np.zeros(1, "f4")]}, name="net")
+    assert jax.tree.map(lambda v: v.name, state.variables) == {
+        "dense": {"kernel": "net/dense/kernel"},
+        "scales": {"0": "net/scales/0"},
+    }
+    assert create(strategy, np.zeros(2, "f4"), name="one").variables.name == "one"
+
+
+def test_a_step_gives_a_new_state(strategy):
+    """Its parameters are one step further; those of the old one, which somebody has seen, are what they were."""
+    state = create(strategy)
+    before = state.params
+    equal(before, params())
+    after = state.apply_gradients(grads=ones(state))
+    equal(after.params, jax.tree.map(lambda x: x - 1, params()))
+    equal(state.params, params())
+    assert (state.step, after.step) == (0, 1)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(after.params))
+
+
+def test_only_the_newest_state_makes_steps(strategy):
+    """An older one says what to write; so it does of values that nobody has looked at in time."""
+    state = create(strategy)
+    grads = jax.tree.map(jnp.asarray, params())
+    after = state.apply_gradients(grads=grads)
+    with pytest.raises(RuntimeError, match=r"a newer one.*state = state\.apply_gradients"):
+        state.apply_gradients(grads=grads)
+    with pytest.raises(RuntimeError, match="not the newest, and its parameters are gone"):
+        _ = state.params
+    equal(after.params, jax.tree.map(np.zeros_like, params()))
+
+
+def test_a_state_is_a_pytree(strategy):
+    """Compiled functions take it, once for all steps; what a function of trees makes of it cannot make steps."""
+    state = create(strategy)
+    traces = []
+
+    def total(state, x):
+        traces.append(state)
+        return sum(leaf.sum() for leaf in jax.tree.leaves(state.params)) + state.step + x
+
+    compiled = jax.jit(total)
+    assert float(compiled(state, 1.0)) == 14
+    state = state.apply_gradients(grads=ones(state))
+    assert float(compiled(state, 1.0)) == 14 + 1 - 8
+    assert len(traces) == 1
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    assert paths[:2] == [".step", ".params['dense']['bias']"]
+    doubled = jax.tree.map(lambda x: 2 * x, state)
+    assert doubled.step == 2
+    with pytest.raises(RuntimeError, match=r"function of pytrees has made.*state\.replace\(params"):
+        doubled.apply_gradients(grads=ones(doubled))
+
+
+def test_a_round_is_not_made_in_jit(strategy):
+    """Neither a step nor a variable is created while JAX traces, nor is a row looked up."""
+    state = create(strategy)
+    with pytest.raises(TypeError, match=r"apply_gradients is called on traced gradients.*outside"):
+        jax.jit(lambda grads: state.apply_gradients(grads=grads))(state.params)
+    with pytest.raises(TypeError, match=r"params/w is traced.*outside of jax\.jit"):
+        jax.jit(lambda w: create(strategy, {"w": w}))(jnp.ones(2))
+    with pytest.raises(TypeError, match=r"ids of rows of 'params/dense/kernel.*' are traced"):
+        jax.jit(lambda ids: psj.lookup(state.variables["dense"]["kernel"], ids))(jnp.arange(2))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_parameters_keep_their_dtype(strategy, dtype):
+    """So do their values, to the last bit; with double precision switched on."""
+    with jax.enable_x64(dtype == "float64"):
+        name = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+        start = np.array([1 / 3, -2.0, 1e-3], name)
+        state = create(strategy, {"w": start}, ps.optimizers.SGD(0.5))
+        assert state.params["w"].dtype == dtype
+        np.testing.assert_array_equal(state.params["w"], start)
+        state = state.apply_gradients(grads={"w": jnp.array([0, 1, 0], dtype)})
+        np.testing.assert_array_equal(state.params["w"], np.array([1 / 3, -2.5, 1e-3], name))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "error", "why"),
+    [
+        (np.zeros(2, "int32"), ValueError, "params/x is of int32, and steps are fractions; keep integers out"),
+        (np.zeros(2, bool), ValueError, "params/x is of bool, and steps are fractions"),
+        (np.zeros(2, "complex64"), ValueError, "params/x is of complex64, and servers train real numbers"),
+        (np.zeros(2), ValueError, "params/x is of float64, and JAX would compute in float32; give float32, or call"),
+        (np.zeros(2, ml_dtypes.float8_e4m3fn), ValueError, "params/x is of float8_e4m3fn, and parameters are of"),
+        ("a word", TypeError, "params/x is a str; parameters are arrays"),
+    ],
+)
+def test_what_is_no_parameter_is_refused(strategy, leaf, error, why):
+    """By its name, before anything is created."""
+    with pytest.raises(error, match=why):
+        create(strategy, {"x": leaf})
+
+
+def test_random_keys_are_no_parameters(strategy):
+    """Their dtype is JAX's own."""
+    with pytest.raises(ValueError, match=r"params/x is of key<fry>, and parameters are of float16"):
+        create(strategy, {"x": jax.random.key(0)})
+
+
+def test_gradients_are_like_the_parameters(strategy):
+    """What is missing, what is too much, and what has another shape is named; nothing of the step is done."""
+    state = create(strategy)
+    with pytest.raises(ValueError, match=r"the gradients lack params/scales.*give a tree of the structure"):
+        state.apply_gradients(grads={"dense": ones(state)["dense"]})
+    with pytest.raises(ValueError, match=r"the gradients have params/more"):
+        state.apply_gradients(grads={**ones(state), "more": jnp.ones(1)})
+    with pytest.raises(ValueError, match="in other containers than the parameters"):
+        state.apply_gradients(grads={**ones(state), "dense": Pair(**ones(state)["dense"])})
+    with pytest.raises(ValueError, match=r"variable 'params/dense/bias.*' has shape \(3,\), and the variable \(2,"):
+        state.apply_gradients(grads={**ones(state), "dense": {**ones(state)["dense"], "bias": jnp.ones(3)}})
+    equal(state.apply_gradients(grads=ones(state)).params, jax.tree.map(lambda x: x - 1, params()))
+
+
+def test_replaced_parameters_are_assigned(strategy):
+    """To the variables, with which the next step goes on; a step or an optimizer cannot be replaced."""
+    state = create(strategy)
+    state = state.replace(params=jax.tree.map(lambda x: x + 10, state.params), apply_fn=ones)
+    assert state.apply_fn is ones
+    state = state.apply_gradients(grads=ones(state))
+    equal(state.params, jax.tree.map(lambda x: x + 9, params()))
+    with pytest.raises(TypeError, match=r"replace\(step, tx=\.\.\.\): params and apply_fn can be replaced"):
+        state.replace(step=0, tx=None)
+
+
+def test_the_newest_state_has_what_was_assigned_since(strategy):
+    """Also where somebody has looked at it before."""
+    state = create(strategy)
+    assert state.params["scales"].tolist() == [[1.0], [2.0]]
+    with strategy.scope():
+        state.variables["scales"].assign([[7.0], [8.0]])
+    assert state.params["scales"].tolist() == [[7.0], [8.0]]
+
+
+def test_steps_may_be_made_in_a_replica_function(strategy):
+    """As with optimizers: a function given to `run` makes them, too."""
+    state = create(strategy)
+    after = strategy.run(lambda: state.apply_gradients(grads=ones(state)))
+    equal(after.params, jax.tree.map(lambda x: x - 1, params()))
+    assert strategy.run(lambda: after.step) == 1
+
+
+@pytest.mark.parametrize("kind", ["mirrored-1", "embedded-1"])
+def test_other_strategies_with_one_replica_do_the_same(kind):
+    """Without servers, and with one of the process's own; that of the scope where none is given."""
+    with opened(kind) as strategy, strategy.scope():
+        state = psj.TrainState.create(apply_fn=None, params=params(), tx=psj.optax.sgd(1.0))
+        state = state.apply_gradients(grads=ones(state))
+        equal(state.params, jax.tree.map(lambda x: x - 1, params()))
+        assert state.step == 1
+
+
+def test_a_process_is_one_replica(strategy):
+    """JAX has all its devices; without a strategy there is a sentence."""
+    with opened("mirrored-2") as two, pytest.raises(ValueError, match="has 2 replicas in this process, and JAX uses"):
+        create(two)
+    with pytest.raises(RuntimeError, match=r"there is no strategy; give strategy=ps\.ParameterServerStrategy"):
+        create(None)
+
+
+def test_an_optimizer_is_one_that_servers_run(strategy):
+    """All else is refused; so is another way of adding gradients up."""
+    with pytest.raises(TypeError, match=r"tx is a function; give one of psj\.optax or ps\.optimizers"):
+        create(strategy, tx=lambda g: g)
+    with pytest.raises(ValueError, match="reduction is 'max'; known are 'mean', 'sum'"):
+        create(strategy, reduction="max")
+
+
+def worker(cluster):
+    return ps.ParameterServerStrategy(cluster_resolver=cluster.resolver())
+
+
+def test_a_job_resumes_and_its_weights_are_read_by_others(tmp_path):
+    """A checkpoint has parameters, slots and steps; safetensors reads it into a plain tree, which starts a job."""
+    files = pytest.importorskip("safetensors.flax")
+    with InProcessCluster(2, checkpoint_root=tmp_path) as cluster, worker(cluster) as strategy:
+        state = create(strategy, tx=psj.optax.adam(0.1))
+        for _ in range(3):
+            state = state.apply_gradients(grads=state.params)
+        ps.train.Checkpoint(params=state.variables, tx=state.tx).save("run/ckpt")
+        state = state.apply_gradients(grads=state.params)
+        expected = state.params
+    with InProcessCluster(1, checkpoint_root=tmp_path) as cluster, worker(cluster) as strategy:
+        state = create(strategy, jax.tree.map(np.zeros_like, params()), psj.optax.adam(0.1))
+        assert not state.params["dense"]["kernel"].any()
+        ps.train.Checkpoint(params=state.variables, tx=state.tx).restore("run").assert_consumed()
+        assert state.step == 3
+        saved = state.params
+        state = state.apply_gradients(grads=state.params)
+        equal(state.params, expected)
+        ps.train.Checkpoint(state).restore("run").assert_consumed()
+        equal(state.params, saved)
+    found = {}
+    for path in (tmp_path / "run" / "ckpt-1").glob("*.safetensors"):
+        found |= files.load_file(path)
+    dense = {name: found[f"params/dense/{name}"] for name in ("kernel", "bias")}
+    plain = {"dense": dense, "scales": found["params/scales"]}
+    equal(plain, saved)
+    with opened("embedded-1") as strategy:
+        equal(create(strategy, plain).params, saved)
+
+
+def test_it_says_what_it_is(strategy):
+    """Without fetching anything."""
+    assert repr(create(strategy)) == "TrainState(3 parameters of 8 numbers, SGD)"

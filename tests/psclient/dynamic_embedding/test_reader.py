@@ -1,0 +1,175 @@
+"""A reader without servers gives the rows that servers gave when they saved, and takes deltas upon them."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from pswire.checkpoint.compaction import compact
+from pswire.checkpoint.manifest import latest_text
+from pswire.model.first_values import FirstValues
+from pswire.model.hashing import combined, keys_of
+from pswire.model.tables import CounterFilter, GlobalStepEvict, Normal, TableSpec, Zeros
+from tests.support.checkpoints import write_checkpoint
+from tests.support.table_files import NAME, Servers
+
+SPEC = TableSpec((2,), admission=CounterFilter(2), eviction=GlobalStepEvict(6), initializer=Normal())
+
+
+def same(reader, job):
+    """Whether a table has the rows of a job, and begins all others as it does."""
+    table, state = reader[NAME], job.state()
+    others = np.arange(10**6, 10**6 + 50).astype(job.spec.key_dtype)
+    assert len(table) == state.keys.size
+    assert table.keys().tolist() == state.keys.tolist()
+    assert table.lookup(state.keys).tobytes() == state.tensors[0].tobytes()
+    assert table.lookup(others).tobytes() == FirstValues(job.spec).rows(others).tobytes()
+    asked = np.concatenate([others, state.keys[:50]]).reshape(2, -1)
+    assert table.lookup(asked)[1].tobytes() == state.tensors[0][:50].tobytes()
+    assert table.contains(state.keys).all()
+    assert not table.contains(others).any()
+    return True
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_it_has_what_servers_have(tmp_path, count):
+    """Of whole checkpoints and of deltas, in one file and in several, with evictions between them."""
+    job, rng = Servers.made(tmp_path, SPEC, count), np.random.default_rng(0)
+    for name, base in (("c-1", ""), ("c-2", "c-1"), ("c-3", "c-2")):
+        job.train(rng)
+        job.save(name, base)
+        assert same(ps.dynamic_embedding.Reader(str(tmp_path / name)), job)
+    reader = ps.dynamic_embedding.Reader(str(tmp_path))
+    assert same(reader, job)
+    assert (reader.tables, [*reader], len(reader)) == ((NAME,), [NAME], 1)
+    assert reader.path == str(tmp_path / "c-3")
+    assert (reader[NAME].spec, reader[NAME].round) == (SPEC, 15)
+    with pytest.raises(KeyError, match="no table 'other'; it has users"):
+        reader["other"]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_it_follows_a_job(tmp_path, count):
+    """Deltas come upon what it has, as many as there are; whole checkpoints take its place; no row is lost."""
+    job, rng = Servers.made(tmp_path, SPEC, count), np.random.default_rng(0)
+    job.train(rng)
+    job.save("c-1")
+    reader = ps.dynamic_embedding.Reader(str(tmp_path))
+    table, views = reader[NAME], []
+    assert not reader.refresh()
+    for number, base in ((2, 1), (3, 2), (4, 3), (5, 0), (6, 5), (7, 6)):
+        job.train(rng, 2)
+        if number == 6:
+            job.parts[-1].forget_deletions(job.parts[-1].round)
+        job.save(f"c-{number}", f"c-{base}" if base else "")
+        if number != 3:
+            assert reader.refresh()
+            assert same(reader, job)
+            views.append(len(reader.view(NAME).layers))
+        assert not reader.refresh() or number == 3
+    assert views == ([2, 4, 1, 1, 2] if count == 1 else [2, 4, 1, 2, 3])  # a delta is whole if all of its parts are
+    assert len(table) == job.state().keys.size
+    compact(job.opened("c-7"))
+    assert not reader.refresh()
+    assert same(ps.dynamic_embedding.Reader(str(tmp_path / "c-7")), job)
+    (tmp_path / "latest").write_text(latest_text("c-2"))
+    assert reader.refresh()
+    assert reader.path == str(tmp_path / "c-2")
+
+
+def test_what_it_has_mapped_stays(tmp_path):
+    """Also when its files are deleted, or replaced."""
+    job, rng = Servers.made(tmp_path, SPEC), np.random.default_rng(0)
+    job.train(rng)
+    job.save("c-1")
+    job.train(rng)
+    job.save("c-2", "c-1")
+    reader = ps.dynamic_embedding.Reader(str(tmp_path))
+    shutil.rmtree(tmp_path / "c-1")
+    assert same(reader, job)
+    with pytest.raises(ps.errors.DamagedCheckpoint, match="c-1"):
+        reader.refresh()
+    assert same(reader, job)
+
+
+def test_lookups_go_on_while_it_takes_a_delta(tmp_path):
+    """Each sees one checkpoint, whole: all rows have the number of the same save."""
+    job = Servers.made(tmp_path, TableSpec((), "int64", initializer=Zeros()), 2, ())
+    keys = np.arange(2000)
+    job.step(keys, 1)
+    job.save("c-1")
+    reader = ps.dynamic_embedding.Reader(str(tmp_path))
+    table, ended, seen = reader[NAME], threading.Event(), set()
+
+    def look() -> None:
+        while not ended.is_set():
+            seen.add(tuple(np.unique(table.lookup(keys)).tolist()))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for number in range(2, 8):
+        job.step(keys, 1)
+        job.save(f"c-{number}", f"c-{number - 1}")
+        reader.refresh()
+    ended.set()
+    thread.join()
+    assert seen <= {(number,) for number in range(1, 8)}
+    assert len(seen) > 1
+
+
+def test_hashes_that_are_not_spread_evenly(tmp_path):
+    """Keys that somebody has chosen are found as well; those beside them are not there."""
+    close = (np.uint64(5) << np.uint64(54)) + np.arange(1, 4000, 2, dtype=np.uint64)
+    job = Servers.made(tmp_path, TableSpec((2,)))
+    job.step(keys_of(close, combined(0), "int64"))
+    job.step(np.arange(100))
+    job.save("c-1")
+    reader = ps.dynamic_embedding.Reader(str(tmp_path))
+    assert same(reader, job)
+    beside = keys_of(close - np.uint64(1), combined(0), "int64")
+    assert not reader[NAME].contains(beside).any()
+
+
+def test_keys_of_all_kinds(tmp_path):
+    """Integers of any width and shape; the same bits are the same key; what is no integer is refused."""
+    for key_dtype in ("int64", "uint64"):
+        job = Servers.made(tmp_path / key_dtype, TableSpec((2,), key_dtype=key_dtype))
+        job.step(np.array([-1, 3, 1 << 62]))
+        job.save("c-1")
+        table = ps.dynamic_embedding.Reader(str(tmp_path / key_dtype))[NAME]
+        rows = table.lookup(np.array([-1, 3]))
+        assert table.lookup(np.array([(1 << 64) - 1, 3], "uint64")).tolist() == rows.tolist()
+        assert table.lookup(np.array([[-1], [3]], "int8")).tolist() == rows[:, None].tolist()
+        assert table.lookup(3).tolist() == rows[1].tolist()
+        assert table.lookup([]).shape == (0, 2)
+        assert table.contains([3, 4]).tolist() == [True, False]
+    with pytest.raises(TypeError, match="integers, not float64"):
+        table.lookup(0.5)
+
+
+def test_zeros_for_what_is_refused(tmp_path):
+    """As a lookup on servers gives, where the table says so; other tables give the first value."""
+    for refused in ("zeros", "initial"):
+        spec = TableSpec((2,), admission=CounterFilter(3), refused=refused, initializer=Normal())
+        job = Servers.made(tmp_path / refused, spec)
+        job.step(np.array([5]))
+        job.save("c-1")
+        found = ps.dynamic_embedding.Reader(str(tmp_path / refused))[NAME].lookup([5])
+        assert found.tolist() == job.parts[0].lookup(np.array([5])).tolist()
+        assert (found == 0).all() == (refused == "zeros")
+
+
+def test_what_it_cannot_read(tmp_path):
+    """A place without checkpoints, a URL, and one without tables."""
+    with pytest.raises(ps.errors.NoCheckpoint):
+        ps.dynamic_embedding.Reader(str(tmp_path / "nothing"))
+    with pytest.raises(ps.errors.ConfigError, match="copy the checkpoint here"):
+        ps.dynamic_embedding.Reader("s3://bucket/run")
+    write_checkpoint(tmp_path / "plain", {"w": np.zeros(2)})
+    reader = ps.dynamic_embedding.Reader(str(tmp_path / "plain"))
+    assert (reader.tables, reader.refresh()) == ((), False)
+    assert "no tables" in repr(reader)

@@ -1,0 +1,268 @@
+"""Kernels on rows: the bits of the interpreter, which are NumPy's, in updates and in those that rows have missed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from psserver.devices import Device
+from psserver.programs.kernels.kernels import Kernels
+from psserver.programs.kernels.replay import Replay
+from psserver.programs.kernels.row_steps import ROW_DTYPES, split_rows
+from psserver.programs.kernels.rows import RowUpdate, apply_rows, row_step
+from pswire.errors import ProgramError
+from pswire.model.program import OPS, Input, Node, Program
+from pswire.model.row_updates import ALONG_ROWS, later_refusal, refusal
+from pswire.model.tensor import DTYPES, TensorSpec
+from tests.support.programs import expected, same_bits, traced
+from tests.support.row_programs import NUMBER, ROWS, SECOND, TABLE, along, dense, plain, row_programs, values
+
+SIZE = 11
+SHAPES = [(SIZE, 1), (SIZE, 3), (SIZE, 8), (SIZE, 2, 9), (SIZE, 140)]
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """Kernels that are compiled as soon as they are asked for; none of them fails."""
+    made = Kernels(Device(), 2, patience=1)
+    yield made
+    made.close()
+    assert made.compiler.failed == 0
+
+
+def compiled(kernels, program, replayed=False):
+    """Whether a kernel runs the program on rows from now on."""
+    step, make = row_step(kernels, program), kernels.replay if replayed else kernels.rows
+    if step.shape is None:
+        return False
+    make(step)
+    kernels.compiler.wait()
+    return make(step) is not None
+
+
+def check(kernels, program, inputs, ids):
+    """Updates rows in place, and compares the tables with those of the interpreter: on these rows, and on others."""
+    before, wanted = [array.copy() for array in inputs], dense(program, inputs, ids)
+    apply_rows(kernels, program, inputs, np.array(ids, "int64"))
+    touched = np.isin(np.arange(SIZE), ids)
+    for target, value in wanted.items():
+        assert same_bits(inputs[target][touched], value[touched]), target
+        assert same_bits(inputs[target][~touched], before[target][~touched])
+
+
+# ---- Ops ----
+
+
+def every_op(dtype, shape=(SIZE, 40)):
+    """A program that assigns to one table each what the ops make that kernels on rows have for a dtype."""
+    wide = TensorSpec(dtype, shape)
+    given = (*[Input("variable", wide)] * 2, Input("variable", TensorSpec("bool", shape)), Input("value", wide))
+    nodes = []
+    for name, op in OPS.items():
+        args = (2, 0, 1) if name == "where" else (0, 3)[: op.arity]
+        casts = [(("dtype", other),) for other in DTYPES] if name == "astype" else [()]
+        casts = [(("shape", shape),)] if name == "broadcast_to" else casts
+        for attrs in [along(shape)] if name in ALONG_ROWS else casts:
+            node = Node(name, args, attrs)
+            try:
+                result = Program(given, (node,), (), ()).specs[-1]
+            except ProgramError:
+                continue
+            alone = Program((*given, Input("variable", result)), (node,), ((4, 5),), ())
+            if refusal(alone, [3]) is None and split_rows(alone)[-1].shape == shape:
+                nodes.append((node, result))
+    inputs = (*given, *(Input("variable", result) for _, result in nodes))
+    assigns = tuple((4 + n, len(inputs) + n) for n in range(len(nodes)))
+    return Program(inputs, tuple(node for node, _ in nodes), assigns, ())
+
+
+def first(*dtypes, of):
+    """Parameters of which all but a few are for the soak: to compile takes long."""
+    return [dtype if dtype in dtypes else pytest.param(dtype, marks=pytest.mark.soak) for dtype in sorted(of)]
+
+
+@pytest.mark.parametrize("dtype", first("bfloat16", "float16", "float32", of=ROW_DTYPES))
+def test_each_op_gives_the_interpreters_bits(kernels, dtype):
+    """For every dtype that kernels on rows have, whatever the bits of the numbers are."""
+    program = every_op(dtype)
+    inputs = [values(item.spec, n) for n, item in enumerate(program.inputs)]
+    assert compiled(kernels, program)
+    wanted = dense(program, inputs, range(SIZE))
+    apply_rows(kernels, program, inputs, np.arange(SIZE))
+    made = zip(program.nodes, program.assigns, strict=True)
+    assert [node for node, (target, _) in made if not same_bits(inputs[target], wanted[target])] == []
+
+
+def test_all_but_a_few_ops_have_kernels():
+    """For real numbers of any size those of optimizers, and reductions; what has none is what dense kernels lack."""
+    lacking = {"exp", "expm1", "log", "log1p", "sin", "cos", "tanh", "floor_divide", "remainder", "pow"}
+    lacking |= {"all", "any", "matmul"}
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        assert {node.op for node in every_op(dtype).nodes} == OPS.keys() - lacking
+
+
+# ---- Along a row ----
+
+WIDTHS = (1, 2, 7, 8, 9, 15, 64, 100, 127, 128, 129, 136, 137, 255, 264, 300, 1000, 4099)
+
+
+REDUCED_DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "uint8", "int64")
+
+
+@pytest.mark.parametrize("dtype", first("bfloat16", "float16", "float32", "int32", of=REDUCED_DTYPES))
+def test_rows_of_any_width_are_reduced_as_numpy_reduces(kernels, dtype):
+    """Bit for bit, with the pairs in which it sums."""
+    for width in WIDTHS:
+        spec, shape = TensorSpec(dtype, (SIZE, width)), (SIZE, width)
+        ops = ALONG_ROWS if DTYPES[dtype].kind in "fV" else ("sum", "max", "min")
+        nodes = tuple(Node(op, (0,), along(shape)) for op in ops)
+        found = Program((Input("value", spec),), nodes, (), tuple(range(1, 1 + len(ops)))).output_specs
+        inputs = (Input("value", spec), *(Input("variable", one) for one in found))
+        assigns = tuple((1 + n, len(inputs) + n) for n in range(len(ops)))
+        program = Program(inputs, nodes, assigns, ())
+        assert compiled(kernels, program)
+        rng = np.random.default_rng(width)
+        rows = rng.normal(size=shape) * 10.0 ** rng.integers(-3, 4, shape)
+        rows = rows.astype(DTYPES[dtype]) if DTYPES[dtype].kind in "fV" else values(spec, width)
+        tables = [np.zeros(one.shape, DTYPES[one.dtype]) for one in found]
+        apply_rows(kernels, program, [rows, *tables], np.arange(SIZE))
+        for op, table in zip(ops, tables, strict=True):
+            assert same_bits(table, getattr(np, op)(rows, axis=1, keepdims=True)), (op, width)
+
+
+@pytest.mark.parametrize("dtype", first("float16", "float32", of=("float16", "bfloat16", "float32", "float64")))
+def test_a_reduction_gives_no_negative_zero(kernels, dtype):
+    """Interpreted or compiled: of zeros of both signs NumPy takes one or the other, by the processor."""
+    shape = (SIZE, 5)
+    given = (Input("value", TensorSpec(dtype, shape)), *[Input("variable", TensorSpec(dtype, (SIZE, 1)))] * 4)
+    nodes = tuple(Node(op, (0,), along(shape)) for op in ALONG_ROWS)
+    program = Program(given, nodes, tuple((1 + n, 5 + n) for n in range(4)), ())
+    rows = np.where(np.random.default_rng(0).random(shape) < 0.8, -0.0, 0.0).astype(DTYPES[dtype])
+    for _ in range(2):
+        tables = [np.ones((SIZE, 1), DTYPES[dtype]) for _ in ALONG_ROWS]
+        apply_rows(kernels, program, [rows, *tables], np.arange(SIZE))
+        assert all(same_bits(table, np.zeros_like(table)) for table in tables)
+        assert compiled(kernels, program)
+
+
+def rowwise_adagrad(w, total, g):
+    total.assign_add(np.mean(np.square(g), axis=1, keepdims=True))
+    w.assign_sub(0.1 * g / (np.sqrt(total) + 1e-3))
+
+
+def in_a_ball(w, m, g):
+    m.assign(0.5 * m + g)
+    w.assign_sub(0.1 * m)
+    w.assign(w / np.maximum(np.sqrt(np.sum(np.square(w), axis=1, keepdims=True)), 1.0))
+
+
+def layered(w, m, g):
+    middle = g - np.mean(g, axis=1, keepdims=True)
+    size = np.sqrt(np.mean(np.square(middle), axis=1, keepdims=True) + 1e-3)
+    m.assign(middle / size)
+    w.assign(np.where(np.max(w, axis=1, keepdims=True) > 1, w - m, w - g))
+
+
+UPDATES = {rowwise_adagrad: 1, in_a_ball: 4, layered: 4}
+"""Updates of a table and of one beside it, with the width of that."""
+
+
+@settings(max_examples=15)
+@given(
+    ids=st.lists(st.integers(0, SIZE - 1), max_size=20),
+    dtype=st.sampled_from(["float32", "float64", "float16", "bfloat16"]),
+    fn=st.sampled_from(list(UPDATES)),
+)
+def test_updates_along_rows_are_one_kernel(kernels, ids, dtype, fn):
+    """They sum what is for one place, and then go over it as often as they need."""
+    program, operands = traced(
+        fn, [TensorSpec(dtype, (SIZE, 4)), TensorSpec(dtype, (SIZE, UPDATES[fn]))], [TensorSpec(dtype, (SIZE, 4))]
+    )
+    assert compiled(kernels, program)
+    rest = iter(operands)
+    inputs = [next(rest) if item.kind == "operand" else plain(item.spec, n) for n, item in enumerate(program.inputs)]
+    at = next(n for n, item in enumerate(program.inputs) if item.kind == "value")
+    inputs[at] = plain(TensorSpec(dtype, (len(ids), 4)), 7)
+    check(kernels, program, inputs, ids)
+
+
+@settings(max_examples=15)
+@given(program=row_programs(SHAPES), ids=st.lists(st.integers(0, SIZE - 1), max_size=15), seed=st.integers(0, 1000))
+def test_random_updates_give_the_interpreters_bits(kernels, program, ids, seed):
+    """Whatever they reduce, keep for a later pass, and assign."""
+    assert compiled(kernels, program)
+    inputs = [values(item.spec, seed + n) for n, item in enumerate(program.inputs)]
+    inputs[ROWS] = values(TensorSpec(program.inputs[ROWS].spec.dtype, (len(ids), *inputs[ROWS].shape[1:])), seed)
+    check(kernels, program, inputs, ids)
+
+
+def test_what_no_kernel_can_have_is_interpreted(kernels):
+    """As a whole: a mean of integers, and what NumPy rounds in a way of its own."""
+
+    def tanh(w, g):
+        w.assign_sub(np.tanh(np.sum(g, axis=1, keepdims=True)) * g)
+
+    def mean(w, g):
+        w.assign_sub(np.mean(g, axis=1, keepdims=True) * np.ones(()))
+
+    for fn, dtype in ((tanh, "float64"), (mean, "int32")):
+        program, _ = traced(fn, [TensorSpec("float64", (SIZE, 3))], [TensorSpec(dtype, (SIZE, 3))])
+        assert not compiled(kernels, program)
+
+
+# ---- Updates that rows have missed ----
+
+COUNT = 5
+
+
+@settings(max_examples=15)
+@given(program=row_programs(SHAPES), seed=st.integers(0, 1000))
+def test_missed_updates_give_the_bits_of_whole_ones(kernels, program, seed):
+    """One update after the other, each with its own numbers and a gradient of zeros; compiled or interpreted."""
+    assume(later_refusal(program) is None)
+    rng, zeros = np.random.default_rng(seed), np.zeros((0, *program.inputs[ROWS].spec.shape[1:]))
+    tables = [plain(program.inputs[n].spec, seed + n) for n in (TABLE, SECOND)]
+    ids = rng.permutation(SIZE)[: rng.integers(1, SIZE + 1)]
+    first = rng.integers(0, COUNT + 1, len(ids))
+    wanted, scalars = [table.copy() for table in tables], []
+    nothing = zeros.astype(DTYPES[program.inputs[ROWS].spec.dtype])
+    for k in range(COUNT):
+        number = plain(program.inputs[NUMBER].spec, seed + k)
+        update = RowUpdate(kernels, program, np.empty(0, np.int64))
+        update.run([*tables, nothing, number])
+        scalars.append(update.scalars)
+        gradient = np.zeros(program.inputs[ROWS].spec.shape, nothing.dtype)
+        made, _ = expected(program, [*wanted, gradient, number])
+        missed = ids[first <= k]
+        for target, value in made.items():
+            wanted[target][missed] = value[missed]
+    kept = [np.array(column) for column in zip(*scalars, strict=True)]
+    replay = Replay(kernels, program)
+    for by_kernel in (False, True):
+        if by_kernel:
+            assert compiled(kernels, program, replayed=True)
+        now = [table.copy() for table in tables]
+        own = [now[n] for n in replay.tables]
+        seen = replay.rows(own, kept, ids, first, COUNT)
+        assert all(map(same_bits, seen, (wanted[n][ids] for n in replay.tables)))
+        replay.run(own, kept, ids, first, COUNT)
+        assert all(map(same_bits, own, (wanted[n] for n in replay.tables)))
+
+
+def test_rows_that_rest_are_left_alone(kernels):
+    """A row whose accumulator is zero has missed nothing, also where that is one number."""
+
+    def fn(w, total, g):
+        total.assign(0.5 * total + np.sum(g * g, axis=1, keepdims=True))
+        w.assign_sub(total * w)
+
+    program, operands = traced(
+        fn, [TensorSpec("float32", (SIZE, 4)), TensorSpec("float32", (SIZE, 1))], [TensorSpec("float32", (SIZE, 4))]
+    )
+    assert compiled(kernels, program, replayed=True)
+    replay = Replay(kernels, program)
+    w, total = np.full((SIZE, 4), np.inf, "float32"), np.zeros((SIZE, 1), "float32")
+    replay.run([w, total], [np.full(3, 0.5, "float32") for _ in operands], np.arange(SIZE), np.zeros(SIZE, int), 3)
+    assert np.isinf(w).all()  # and not NaN, which infinity times zero would have been

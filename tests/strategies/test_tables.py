@@ -1,0 +1,563 @@
+"""Dynamic tables: rows by keys, which are used as the rows of other variables are."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from psclient._src.rounds import table_reads
+from psclient._src.variables.tables import TableVariable
+from psclient.train.object_graph import explore
+from pstesting.in_process import InProcessCluster
+from pswire.errors import LocalityError, MemoryLimit, ProgramError
+from pswire.model.hashing import BUCKETS, hashes_of
+from pswire.model.tables import MIN_CAPACITY, ROWS
+from tests.support.strategies import by_replica, in_replicas, merged
+
+de = ps.dynamic_embedding
+KINDS = {"1 server, 1 replica": (1, 1), "2 servers, 2 replicas": (2, 2), "3 servers, 1 replica": (3, 1)}
+OLD, NEW, BIG = -7, 3, (1 << 63) - 1
+KEYS = np.array([NEW, OLD, BIG, 12])
+numbers = itertools.count()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=[pytest.mark.soak] * (kind != "2 servers, 2 replicas")) for kind in KINDS],
+)
+def strategy(request):
+    servers, replicas = KINDS[request.param]
+    devices = [f"cpu:{n}" for n in range(replicas)]
+    with (
+        InProcessCluster(servers) as cluster,
+        ps.ParameterServerStrategy(devices, cluster_resolver=cluster.resolver()) as s,
+    ):
+        yield s
+
+
+def made(strategy, **options):
+    """A table whose name no other has; its rows begin with 0.5."""
+    with strategy.scope():
+        return de.get_variable(f"users{next(numbers)}", **{"dim": 2, "initializer": 0.5, **options})
+
+
+@pytest.fixture
+def table(strategy):
+    """Four rows, of 0, 1, 2 and 3."""
+    table = made(strategy)
+    table.scatter_update(ps.IndexedSlices(np.repeat(np.arange(4.0, dtype="float32")[:, None], 2, axis=1), KEYS))
+    return table
+
+
+def numbers_of(rows):
+    """The first number of each row."""
+    return np.asarray(rows)[..., 0].tolist()
+
+
+# ---- What it is ----
+
+
+def test_it_is_in_parts(strategy):
+    """One for each server, of contiguous buckets, named after it; it is a variable without a size."""
+    table, servers = made(strategy, dim=(3, 2)), len(strategy.extended.parameter_devices)
+    assert isinstance(table, ps.Variable)
+    assert type(table) is de.Variable
+    assert [v.name for v in table.variables] == [f"{table.name}/part_{n}" for n in range(servers)]
+    assert sorted(v.device for v in table.variables) == sorted(strategy.extended.parameter_devices)
+    parts = [v.handle.spec.part for v in table.variables]
+    assert [part.first for part in parts[1:]] == [part.first + part.count for part in parts[:-1]]
+    assert sum(part.count for part in parts) == BUCKETS
+    assert (table.shape, table.dim, table.dtype) == ((ROWS, 3, 2), (3, 2), np.float32)
+    assert (made(strategy).dim, made(strategy, dim=()).dim) == (2, ())
+    assert table.key_dtype == np.int64
+    assert repr(table).startswith(f"<ps.dynamic_embedding.Variable {table.name!r} float32[?, 3, 2] on /job:ps/task:0")
+
+
+def test_fewer_parts_are_on_as_many_servers(strategy):
+    """By a number, or by a partitioner; more than there are servers are all of them."""
+    servers = len(strategy.extended.parameter_devices)
+    assert len(made(strategy, shards=1).variables) == 1
+    assert len(made(strategy, partitioner=de.HashPartitioner(1)).variables) == 1
+    assert len(made(strategy, shards=BUCKETS).variables) == servers
+
+
+def test_a_name_is_one_table(strategy):
+    """Whoever asks for it again gets it, in a replica too; who asks for another one is told in what it differs."""
+    name, options = f"named{next(numbers)}", {"dim": 4, "eviction": de.TTL("7d"), "memory_limit": "1GiB"}
+    with strategy.scope():
+        table = de.get_variable(name, **options)
+        assert de.get_variable(name, **options) is table
+        with pytest.raises(ValueError, match="memory_limit 1073741824, not 0"):
+            de.get_variable(name, **options | {"memory_limit": None})
+        with pytest.raises(ValueError, match="trainable True, not False"):
+            de.get_variable(name, **options, trainable=False)
+        v = ps.Variable(0.0, name=f"other{next(numbers)}")
+        with pytest.raises(ValueError, match="which is no table"):
+            de.get_variable(v.name, dim=4)
+        assert ps.Variable(0.0, name=name).name == f"{name}_1"
+    found = in_replicas(strategy, lambda replica: de.get_variable(name, **options))
+    assert all(each is table for each in found)
+
+
+def test_replicas_create_one_together(strategy):
+    """As they create a variable."""
+    name, keys = f"together{next(numbers)}", [5, 6]
+
+    def create(replica):
+        table = de.get_variable(name, dim=2, initializer=3.0)
+        return table, numbers_of(table.lookup(keys))
+
+    found = in_replicas(strategy, create)
+    assert {id(table) for table, _ in found} == {id(found[0][0])}
+    assert all(rows == [3.0, 3.0] for _, rows in found)
+
+
+def test_checkpoints_have_it_by_one_path(strategy, table):
+    """And what an optimizer keeps beside it by the slot's name and that path."""
+    with strategy.scope():
+        optimizer = ps.optimizers.Adam(0.1)
+    optimizer.build([table])
+    m, v = optimizer._state.of(table).slots
+    found = explore({"opt": optimizer, "model": {"users": table, "parts": table.variables}}).variables
+    found.pop("opt/iterations")
+    assert {path: id(each) for path, each in found.items()} == {
+        "model/users": id(table),
+        "opt/m/model/users": id(m),
+        "opt/v/model/users": id(v),
+    }
+    assert {part.handle.spec.saved_name for part in m.variables} == {f"adam/{table.name}/m"}
+
+
+def test_an_update_creates_none(strategy, table):
+    """It runs on servers."""
+    with strategy.scope():
+        v = ps.Variable(0.0)
+    with pytest.raises(RuntimeError, match="cannot create tables"):
+        strategy.extended.update(v, lambda v: de.get_variable("late", dim=2) and None)
+
+
+# ---- There is no array of it ----
+
+WHOLE = {
+    "numpy": lambda t: t.numpy(),
+    "asarray": np.asarray,
+    "read_value": lambda t: t.read_value(),
+    "value": lambda t: t.value(),
+    "assign": lambda t: t.assign(np.zeros(2)),
+    "assign_add": lambda t: t.assign_add(1.0),
+    "arithmetic": lambda t: t * 2.0,
+    "ufunc": np.square,
+    "function": np.sum,
+    "index": lambda t: t[3],
+    "iteration": list,
+    "length": len,
+    "truth": bool,
+    "copy": copy.deepcopy,
+    "comparison": lambda t: t == 3,
+    "buffer": lambda t: t.strategy.buffer(t),
+}
+
+
+@pytest.mark.parametrize("how", WHOLE)
+def test_it_is_no_array(strategy, table, how):
+    """Whatever needs one is a TypeError that says what to do; the same of its parts, and in a replica."""
+    with pytest.raises(TypeError, match=r"has no size.*look rows up|buffer"):
+        WHOLE[how](table)
+    with pytest.raises(TypeError, match="has no size"):
+        table.variables[0].numpy()
+    with pytest.raises(TypeError, match="has no size"):
+        table.variables[0].assign(0.0)
+    if how not in ("copy", "buffer"):
+        with pytest.raises(TypeError, match="has no size"):
+            strategy.run(lambda: WHOLE[how](table))
+
+
+def test_rows_of_a_part_are_looked_up_in_the_table(table):
+    """A part has some of the keys alone."""
+    rows = ps.IndexedSlices(np.ones((1, 2), "float32"), [1])
+    for use in (lambda v: v.lookup([1]), lambda v: v.look_ahead([1]), lambda v: v.scatter_add(rows)):
+        with pytest.raises(TypeError, match=f"is a part of table {table.name!r}"):
+            use(table.variables[0])
+    assert numbers_of(ps.nn.embedding_lookup(table.variables, KEYS)) == [0.0, 1.0, 2.0, 3.0]
+
+
+# ---- Lookups ----
+
+
+def test_rows_are_looked_up_by_keys(strategy, table):
+    """In any shape, each once; what has no row gives what it would begin with, and creates nothing."""
+    asked = np.array([[BIG, NEW, 99], [OLD, BIG, NEW]])
+    for rows in (table.lookup(asked), *in_replicas(strategy, lambda replica: table.lookup(asked))):
+        assert numbers_of(rows) == [[2.0, 0.0, 0.5], [1.0, 2.0, 0.0]]
+        assert sorted(rows.ids.tolist()) == [OLD, NEW, 99, BIG]
+        assert rows.values.shape == (4, 2)
+        assert rows.values[rows.inverse][..., 0].tolist() == numbers_of(rows)
+        assert rows.shape == (2, 3, 2)
+    assert numbers_of(table.sparse_read([12, 12])) == [3.0, 3.0]
+    assert numbers_of(table.gather(BIG)) == 2.0
+    assert table.lookup([]).values.shape == (0, 2)
+    assert numbers_of(ps.nn.embedding_lookup(table, [OLD], max_norm=1.0)) == pytest.approx([0.5**0.5])
+    assert table.size() == 4
+
+
+def test_bags_of_keys(table):
+    """Of a table as of any variable; ids below 0 are no ids where that is asked for."""
+    bags = ps.nn.embedding_lookup_sparse(table, [[OLD, BIG], [], [12]], None, "sum")
+    assert numbers_of(bags) == [3.0, 0.0, 3.0]
+    gradient = bags.gradient(np.ones((3, 2), "float32"))
+    assert dict(zip(gradient.indices.tolist(), gradient.counts.tolist(), strict=True)) == {OLD: 1, BIG: 1, 12: 1}
+    safe = ps.nn.safe_embedding_lookup_sparse(table, [[OLD, BIG], [-1]], default_id=12)
+    assert numbers_of(safe) == [2.0, 3.0]
+
+
+def test_keys_of_64_bits_without_a_sign(strategy):
+    """Of a table of uint64; of the other dtype's numbers those are refused that it does not have."""
+    table, high = made(strategy, key_dtype="uint64"), np.array([(1 << 64) - 1, 5], np.uint64)
+    table.scatter_add(ps.IndexedSlices(np.ones((2, 2), "float32"), high))
+    assert numbers_of(table.lookup(high)) == [1.5, 1.5]
+    assert table.keys().dtype == table.lookup(high).ids.dtype == np.uint64
+    assert sorted(table.keys().tolist()) == sorted(high.tolist())
+    assert numbers_of(table.lookup([[5]])) == [[1.5]]
+    with pytest.raises(ValueError, match=rf"table {table.name!r}.*: key -1 at place 1 is no uint64"):
+        table.lookup([5, -1])
+    with pytest.raises(ValueError, match="is no int64"):
+        made(strategy).lookup(high)
+
+
+@pytest.mark.parametrize("ids", [[1.5], ["a"], [[1], [2, 3]], [True]], ids=str)
+def test_what_is_no_key_is_refused(strategy, table, ids):
+    """As where ids are places."""
+    with pytest.raises(TypeError, match=f"of rows of table {table.name!r} are"):
+        table.lookup(ids)
+
+
+def test_rows_come_with_the_round_before(strategy, table, monkeypatch):
+    """Those that were named, as they are after it; then a lookup asks nobody."""
+    pulls = count_pulls(strategy, monkeypatch)
+    asked = np.array([BIG, NEW, 44, OLD])
+    table.look_ahead(asked, [12])
+    table.scatter_add(ps.IndexedSlices(np.ones((1, 2), "float32"), [BIG]))
+    strategy.backend.settle()
+    pulls.clear()
+    assert numbers_of(table.lookup(asked)) == [3.0, 0.0, 0.5, 1.0]
+    assert numbers_of(table.lookup([12, NEW])) == [3.0, 0.0]
+    assert pulls == []
+    assert numbers_of(table.lookup([45])) == [0.5]
+    assert len(pulls) == 1
+
+
+def count_pulls(strategy, monkeypatch):
+    """The pulls that were made, one item for each."""
+    pulls = []
+    for server in strategy.backend.reader._reads._session.servers:
+        pull = server.pull
+        monkeypatch.setattr(server, "pull", lambda *args, pull=pull: pulls.append(args) or pull(*args))
+    return pulls
+
+
+def test_a_dataset_names_the_rows_of_its_next_batch(strategy, table):
+    """`InputOptions(lookups=...)` takes tables; all rows but the first batch's are here already."""
+    data = ps.ArrayDataset({"user": np.array([NEW, OLD, BIG, 12] * 4)}).batch(4)
+    options = ps.InputOptions(lookups={table: lambda batch: batch["user"]})
+    optimizer = ps.optimizers.SGD(1.0)
+
+    def step(batch):
+        rows = table.lookup(batch["user"])
+        optimizer.apply_gradients([(rows.gradient(np.ones_like(rows.values)), table)])
+
+    for batch in strategy.experimental_distribute_dataset(data, options):
+        strategy.run(step, (batch,))
+    assert numbers_of(table.lookup(KEYS)) == [-4.0, -3.0, -2.0, -1.0]
+
+
+# ---- Reading all of it ----
+
+
+def test_keys_and_rows_are_exported(strategy, table):
+    """All of them, in the order of the keys' hashes; in a replica, and in a merge call, behind what it has begun."""
+    keys, rows = table.export()
+    expected = dict(zip(KEYS.tolist(), (0.0, 1.0, 2.0, 3.0), strict=True))
+    assert dict(zip(keys.tolist(), numbers_of(rows), strict=True)) == expected
+    assert (np.diff(hashes_of(keys, table.table_spec.salt).astype(object)) > 0).all()
+    assert table.keys().tolist() == keys.tolist()
+    assert in_replicas(strategy, lambda replica: table.size()) == (4,) * len(strategy.extended.worker_devices)
+
+    def change(strategy):
+        table.scatter_update(ps.IndexedSlices(np.full((2, 2), 9, "float32"), [99, BIG]))
+        return table.size(), dict(zip(table.export()[0].tolist(), numbers_of(table.export()[1]), strict=True))
+
+    assert merged(strategy, change) == (5, expected | {99: 9.0, BIG: 9.0})
+
+
+def test_a_table_without_rows_is_exported(strategy):
+    """As arrays of none."""
+    keys, rows = made(strategy).export()
+    assert (keys.shape, rows.shape, keys.dtype, rows.dtype) == ((0,), (0, 2), np.int64, np.float32)
+
+
+def test_much_is_exported_in_pages(strategy, monkeypatch):
+    """Of some buckets each, so that no answer is large; it is all there, once."""
+    table = made(strategy, dim=16)
+    table.scatter_add(ps.IndexedSlices(np.arange(8000 * 16, dtype="float32").reshape(8000, 16), np.arange(8000)))
+    monkeypatch.setattr(table_reads, "PAGE_BYTES", 64 << 10)
+    pulls = count_pulls(strategy, monkeypatch)
+    keys, rows = table.export()
+    order = np.argsort(keys)
+    assert keys[order].tolist() == list(range(8000))
+    np.testing.assert_array_equal(rows[order], np.arange(8000 * 16, dtype="float32").reshape(8000, 16) + 0.5)
+    asked = [question for args in pulls for question in args[4] if question.what == "rows"]
+    assert sorted(bucket for each in asked for bucket in range(each.first, each.first + each.count)) == list(
+        range(BUCKETS)
+    )
+    assert len(asked) == pytest.approx(8000 * 72 / (64 << 10), abs=len(table.variables) + 1)
+
+
+def test_it_is_cut_to_a_number_of_rows(strategy, table):
+    """By a round of all processes; in cross-replica context alone."""
+    table.scatter_add(ps.IndexedSlices(np.ones((MIN_CAPACITY, 2), "float32"), np.arange(100, 100 + MIN_CAPACITY)))
+    assert table.size() == MIN_CAPACITY + 4
+    table.restrict(MIN_CAPACITY)
+    assert 0.85 * MIN_CAPACITY < table.size() <= MIN_CAPACITY
+    with pytest.raises(RuntimeError, match="restrict"):
+        strategy.run(lambda: table.restrict(0))
+    table.restrict(0)
+    assert table.size() == 0
+    for rows, error in ((1, ValueError), (-1, ValueError), (1 << 40, ValueError), (0.5, TypeError)):
+        with pytest.raises(error):
+            table.restrict(rows)
+
+
+# ---- Changing rows ----
+
+SCATTERS = {
+    "scatter_add": (lambda old, given: old + given.sum(), 2),
+    "scatter_sub": (lambda old, given: old - given.sum(), 2),
+    "scatter_update": (lambda old, given: given[-1], 0),
+    "scatter_min": (lambda old, given: min(old, given.min()), 0),
+    "scatter_max": (lambda old, given: max(old, given.max()), 0),
+    "scatter_mul": (lambda old, given: old * given.prod(), 0),
+    "scatter_div": (lambda old, given: old / given.prod(), 0),
+}
+
+
+@pytest.mark.parametrize("how", SCATTERS)
+def test_rows_are_changed_by_their_keys(strategy, table, how):
+    """A key that comes several times, and one that has no row yet, which then has one."""
+    given = np.repeat(np.array([[2.0], [4.0], [8.0], [0.25]], "float32"), 2, axis=1)
+    keys = [BIG, 50, BIG, 12]
+    assert getattr(table, how)(ps.IndexedSlices(given, keys)) is table
+    for key, old in ((BIG, 2.0), (50, 0.5), (12, 3.0), (NEW, 0.0)):
+        own = given[[k == key for k in keys], 0]
+        assert numbers_of(table.lookup(key)) == (SCATTERS[how][0](old, own) if own.size else old)
+    assert table.size() == 5
+
+
+def test_rows_are_changed_in_a_replica_where_there_is_one(strategy, table):
+    """Of several each may have others, and there is no aggregation."""
+    rows = ps.IndexedSlices(np.ones((1, 2), "float32"), [BIG])
+    if len(strategy.extended.worker_devices) > 1:
+        with pytest.raises(ValueError, match=f"scatter_add of table {table.name!r} in replica context"):
+            strategy.run(lambda: table.scatter_add(rows))
+    else:
+        strategy.run(lambda: table.scatter_add(rows))
+        assert numbers_of(table.lookup(BIG)) == 3.0
+
+
+def test_rows_that_do_not_fit_are_refused(strategy, table):
+    """Of another width, of another table, of no numbers; nothing changes."""
+    other = made(strategy)
+    rows = table.lookup(KEYS)
+    with pytest.raises(ValueError, match=f"rows of table {table.name!r} are given to table {other.name!r}"):
+        other.scatter_add(rows.gradient(rows.values))
+    with pytest.raises(ValueError, match="are no rows of shape"):
+        table.scatter_add(ps.IndexedSlices(np.ones((1, 3), "float32"), [1]))
+    with pytest.raises(TypeError):
+        table.scatter_add(ps.IndexedSlices(np.ones((1, 2), "complex64"), [1]))
+    assert (table.size(), other.size()) == (4, 0)
+
+
+# ---- Reductions and updates ----
+
+
+def summed(strategy, table, gradient, op="sum"):
+    """What all replicas give, reduced for a table."""
+    return strategy.extended.reduce_to(op, by_replica(strategy, gradient), table)
+
+
+def test_an_update_runs_on_the_rows_of_a_gradient(strategy, table):
+    """Those of all replicas, with a slot beside each row; rows that no gradient has stay."""
+    count = len(strategy.extended.worker_devices)
+    with strategy.scope(), strategy.extended.colocate_vars_with(table):
+        slot = ps.Variable(np.full((1, 2), 0.25, "float32"), trainable=False, name=f"{table.name}/slot")
+        rate = ps.Variable(np.float32(0.5), trainable=False, name=f"{table.name}/rate")
+    assert type(slot) is TableVariable
+    assert slot.sharding == table.sharding
+    assert rate.numpy() == 0.5
+
+    def heavy_ball(v, gradient, m, rate):
+        m.assign(rate * m + gradient)
+        v.assign_sub(m)
+        return v
+
+    def gradient(replica):
+        return ps.IndexedSlices(np.full((3, 2), replica + 1, "float32"), [BIG, 70 + replica, BIG])
+
+    with strategy.scope():
+        reduced = summed(strategy, table, gradient)
+        assert strategy.extended.update(table, ps.lazily(heavy_ball), (reduced, slot, rate)) is table
+    total = 2 * sum(range(1, count + 1))
+    assert numbers_of(table.lookup([BIG, NEW])) == [2.0 - (0.125 + total), 0.0]
+    assert numbers_of(slot.lookup([BIG, NEW, 1000])) == [0.125 + total, 0.25, 0.25]
+    assert numbers_of(table.lookup([70])) == [0.5 - (0.125 + 1)]
+    assert table.size() == slot.size() == 4 + count
+
+
+def test_a_mean_is_over_replicas(strategy, table):
+    """As of any reduction."""
+    with strategy.scope():
+        reduced = summed(strategy, table, lambda replica: ps.IndexedSlices(np.ones((1, 2), "float32"), [NEW]), "mean")
+        strategy.extended.update(table, lambda v, g: v.assign_add(g), (reduced,))
+    assert numbers_of(table.lookup(NEW)) == 1.0
+
+
+REFUSED = {
+    "momentum": (lambda v, g: v.assign(0.5 * v + g), "pass ps.exactly"),
+    "the whole": (lambda v, g: v.assign_sub(g * np.sum(g)), "sum is not elementwise"),
+    "a result": (lambda v, g: np.sum(g), "no results"),
+    "no rows": (lambda v, g: v.assign(v * 0.0), "it is given none"),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_an_update_that_needs_the_whole_is_an_error(strategy, table, how):
+    """Of other variables it makes an array, with a warning; a table has none, and says what to do."""
+    fn, words = REFUSED[how]
+    call = (lambda v: fn(v, None)) if how == "no rows" else fn
+    with strategy.scope():
+        reduced = summed(strategy, table, lambda replica: ps.IndexedSlices(np.ones((1, 2), "float32"), [NEW]))
+        given = () if how == "no rows" else (reduced,)
+        with pytest.raises(ProgramError, match=f"table {table.name!r} has to run on the rows of one gradient.*{words}"):
+            strategy.extended.update(table, call, given)
+        strategy.backend.drop()
+    assert numbers_of(table.lookup(NEW)) == 0.0
+
+
+def test_exactly_makes_up_what_a_row_has_missed(strategy, table):
+    """When it is looked up."""
+    decay = ps.exactly(lambda v, g: v.assign(0.5 * v + g))
+    for key in (BIG, NEW, NEW):
+        with strategy.scope():
+            given = summed(strategy, table, lambda replica, key=key: ps.IndexedSlices(np.zeros((1, 2), "f4"), [key]))
+            strategy.extended.update(table, decay, (given,))
+    assert numbers_of(table.lookup(BIG)) == 0.25
+
+
+def test_rows_by_keys_stay_on_the_servers(strategy, table):
+    """They are reduced for their table alone, and nobody can look at the sum."""
+    rows = table.lookup(KEYS)
+    gradient = rows.gradient(np.ones_like(rows.values))
+    with strategy.scope():
+        for reduce in (
+            lambda: strategy.reduce("mean", gradient, axis=None),
+            lambda: strategy.extended.reduce_to("mean", gradient, strategy.extended.worker_devices[0]),
+            lambda: strategy.extended.reduce_to("mean", gradient, strategy.extended.parameter_devices[0]),
+        ):
+            with pytest.raises(TypeError, match=f"keys of table {table.name!r} are reduced for the table alone"):
+                reduce()
+        reduced = strategy.extended.reduce_to("mean", gradient, table)
+        with pytest.raises(TypeError, match="stay on its servers"):
+            np.asarray(reduced)
+        strategy.backend.drop()
+    with pytest.raises(TypeError, match="for the table alone"):
+        strategy.run(lambda: ps.get_replica_context().all_reduce("sum", gradient))
+    with strategy.scope():
+        plain = ps.Variable(np.zeros((5, 2), "float32"))
+        with pytest.raises(ValueError, match="stand where shape"):
+            strategy.extended.reduce_to("mean", gradient, plain)
+
+
+def test_a_table_is_updated_with_what_lies_beside_it(strategy, table):
+    """Another table is cut into other rows, and a plain variable lies elsewhere."""
+    other = made(strategy)
+    with strategy.scope():
+        given = summed(strategy, table, lambda replica: ps.IndexedSlices(np.ones((1, 2), "float32"), [NEW]))
+        with pytest.raises((ValueError, LocalityError), match="is cut into other shards"):
+            strategy.extended.update(table, ps.lazily(lambda v, g, o: v.assign_add(g * o)), (given, other))
+        strategy.backend.drop()
+        with strategy.extended.colocate_vars_with(table), pytest.raises(ValueError, match="row of different values"):
+            ps.Variable(np.array([[1.0, 2.0]], "float32"), name="uneven")
+
+
+# ---- Options ----
+
+
+def test_filters_count_how_often_a_key_was_asked_for(strategy):
+    """Not how many processes there are, or replicas: a lookup of a key three times counts three times."""
+    table = made(strategy, admission=de.CounterFilter(3), refused="zeros")
+    optimizer = ps.optimizers.SGD(1.0)
+    count = len(strategy.extended.worker_devices)
+
+    def step(*keys):
+        rows = table.lookup(np.array(keys))
+        optimizer.apply_gradients([(rows.gradient(np.ones_like(rows.values)), table)])
+
+    assert numbers_of(table.lookup([1, 2])) == [0.0, 0.0]
+    strategy.run(step, (1, 2, 1, 1))
+    assert table.keys().tolist() == [1]
+    assert numbers_of(table.lookup([1, 2])) == [0.5 - count, 0.0]
+    for _ in range(3):
+        strategy.run(step, (2,))
+    assert sorted(table.keys().tolist()) == [1, 2]
+
+
+def test_first_values_are_those_of_the_initializer(strategy):
+    """They follow from seed and key; another seed gives others, and no round has to be made."""
+    uniform = ps.initializers.RandomUniform(2.0, 3.0, seed=5)
+    first, second = (made(strategy, initializer=uniform).lookup(np.arange(500)).numpy() for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+    assert 2.0 <= first.min() < 2.1
+    assert 2.9 < first.max() <= 3.0
+    other = made(strategy, initializer=ps.initializers.RandomUniform(2.0, 3.0, seed=6)).lookup(np.arange(500)).numpy()
+    assert (first != other).mean() > 0.9
+
+
+def test_a_limit_is_an_error_that_changes_nothing(strategy):
+    """A round that touches more rows than the table may have is refused; the next one is made."""
+    table = made(strategy, capacity=MIN_CAPACITY, eviction=de.LRU())
+    with pytest.raises(MemoryLimit, match="touches"):
+        table.scatter_add(ps.IndexedSlices(np.ones((40_000, 2), "float32"), np.arange(40_000)))
+    assert table.size() == 0
+    table.scatter_add(ps.IndexedSlices(np.ones((10, 2), "float32"), np.arange(10)))
+    assert table.size() == 10
+
+
+def test_the_time_goes_with_updates_of_rows_that_live_for_a_time(strategy, monkeypatch):
+    """And with nothing else."""
+    mortal, immortal, told = made(strategy, eviction=de.TTL("7d")), made(strategy), []
+    for server in strategy.backend.reader._reads._session.servers:
+        push = server.push
+        monkeypatch.setattr(server, "push", lambda said, *rest, push=push: told.append(said) or push(said, *rest))
+    rows = ps.IndexedSlices(np.ones((1, 2), "float32"), [1])
+    immortal.scatter_add(rows)
+    assert {said.seconds for said in told} == {0}
+    told.clear()
+    mortal.scatter_add(rows)
+    assert min(said.seconds for said in told) > 1_700_000_000
+    assert len(told) == len(mortal.variables)
+
+
+def test_every_part_makes_each_round(strategy, table, monkeypatch):
+    """Also those of which no key was given: their clocks go together."""
+    told = []
+    for server in strategy.backend.reader._reads._session.servers:
+        push = server.push
+        monkeypatch.setattr(server, "push", lambda said, *rest, push=push: told.append(said) or push(said, *rest))
+    table.scatter_add(ps.IndexedSlices(np.ones((1, 2), "float32"), [BIG]))
+    assert len(told) == len(table.variables)
+    assert {said.round for said in told} == {told[0].round}
+    assert all(said.weights == (1.0,) * len(told) for said in told)
+    assert all(sorted(said.rows) == [0] * (len(told) - 1) + [1] for said in told)

@@ -1,0 +1,292 @@
+"""Steps of dynamic tables: what each optimizer makes of a row is what it makes of a row of a plain variable."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from psclient._src.tracing.update_function import UpdateFunction
+from pstesting.in_process import InProcessCluster
+from pswire.errors import ProgramError
+from tests.strategies.test_rows_of_optimizers import OPTIMIZERS
+from tests.support.strategies import by_replica, in_replicas, variable
+
+O = ps.optimizers  # noqa: E741
+de = ps.dynamic_embedding
+KEYS = np.array([5, -9, 1 << 62, 0, 77, -(1 << 63), (1 << 63) - 1])
+SHAPE = (len(KEYS), 3)
+STEPS = 12
+REFUSED = {
+    "SGD, clipped by norm": "clipnorm=2.0: .*take clipvalue",
+    "SGD, clipped by all": "global_clipnorm=2.0: .*take clipvalue",
+    "SGD, accumulated": "gradient_accumulation_steps=2",
+    "SGD, averaged": "use_ema=True",
+    "Adam, dynamically scaled": "loss_scale_factor=.*give a number",
+    "Lamb": "a table has no whole",
+}
+numbers = itertools.count()
+
+
+@pytest.fixture(scope="module", params=[pytest.param("embedded-1", marks=pytest.mark.soak), "servers-2x2"])
+def strategy(request, shared):
+    return shared(request.param)
+
+
+def table_of(strategy, **options):
+    """A table whose name no other has; its rows begin with zeros, as the plain variable's."""
+    with strategy.scope():
+        return de.get_variable(f"table{next(numbers)}", **{"dim": SHAPE[1], "initializer": 0, **options})
+
+
+def slices(step, replica, keyed):
+    """Rows of one replica in one step, of integers: some come twice, and few in each step."""
+    rng = np.random.default_rng(10 * step + replica)
+    count = 0 if (step, replica) == (1, 1) else 3
+    ids = rng.integers(0, SHAPE[0], count)
+    values = rng.integers(-3, 4, (count, SHAPE[1])).astype("float32")
+    return ps.IndexedSlices(values, KEYS[ids] if keyed else ids)
+
+
+def state_of(optimizer, v, keyed):
+    """What has a row of a variable or a table, and of its slots, by their places or keys."""
+    own = [v, *(slot for slot in optimizer._state.of(v).slots if slot.ndim == v.ndim)]
+    return [each.lookup(KEYS if keyed else np.arange(SHAPE[0])).numpy() for each in own]
+
+
+def trained(strategy, make, v, keyed, dense=None):
+    """All that an optimizer made of a variable in some steps."""
+    with strategy.scope():
+        optimizer, seen = make(), []
+    for step in range(STEPS):
+
+        def replica_fn(replica, step=step):
+            pairs = [] if dense is None else [(np.full(2, replica + 1.0, "float32"), dense)]
+            optimizer.apply_gradients([(slices(step, replica, keyed), v), *pairs])
+
+        in_replicas(strategy, replica_fn)
+        if step % 5 == 3:
+            seen += state_of(optimizer, v, keyed)
+    return [*seen, *state_of(optimizer, v, keyed)]
+
+
+TRAINED = sorted({*OPTIMIZERS} - {*REFUSED, "Nadam"})
+LAZY = [pytest.param(name, "lazy", marks=[pytest.mark.soak] * (name != "AdamW")) for name in TRAINED]
+
+
+@pytest.mark.parametrize(("name", "sparse"), [*((name, "exact") for name in TRAINED), *LAZY])
+def test_a_row_of_a_table_makes_the_steps_of_a_row_of_a_variable(strategy, name, sparse):
+    """Bit for bit, slots as well; what is looked at in between has all that its rows have missed."""
+
+    def make():
+        optimizer = OPTIMIZERS[name]()
+        optimizer.sparse = sparse
+        return optimizer
+
+    plain = trained(strategy, make, variable(strategy, np.zeros(SHAPE, "float32")), keyed=False)
+    dense = variable(strategy, np.ones(2, "float32"))
+    found = trained(strategy, make, table_of(strategy), keyed=True, dense=dense)
+    for one, other in zip(found, plain, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert found[-1].any() or name == "SGD"
+    assert dense.numpy().tolist() != [1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_needs_the_whole_is_refused(strategy, name):
+    """With a sentence that says what to do, before anything is created."""
+    table = table_of(strategy)
+    with strategy.scope():
+        optimizer = OPTIMIZERS[name]()
+    with pytest.raises(ValueError, match=f"cannot train table {table.name!r}.*{REFUSED[name]}"):
+        optimizer.build([table])
+    with pytest.raises(ValueError, match="cannot train table"):
+        in_replicas(strategy, lambda replica: optimizer.apply_gradients([(slices(0, replica, True), table)]))
+    assert optimizer.variables == []
+
+
+def test_a_step_that_assigns_a_number_is_refused(strategy):
+    """A table's servers would each have another one."""
+    table = table_of(strategy)
+    with strategy.scope():
+        optimizer = O.Nadam(0.5)
+    with pytest.raises(ProgramError, match=f"table {table.name!r} has to run on.*and no scalar"):
+        in_replicas(strategy, lambda replica: optimizer.apply_gradients([(slices(0, replica, True), table)]))
+
+
+def test_a_table_is_never_dense(strategy):
+    """It has no whole that could be made."""
+    table = table_of(strategy)
+    with strategy.scope():
+        optimizer = O.Adam(0.1, sparse="dense")
+    with pytest.raises(ValueError, match="sparse='dense': a table has no whole"):
+        optimizer.build([table])
+
+
+BAD = {
+    "an array": (lambda rows: np.ones((3, 3), "float32"), "is a ndarray; give rows.gradient"),
+    "None": (lambda rows: None, "is None"),
+    "another width": (lambda rows: ps.IndexedSlices(np.ones((1, 2), "float32"), [1]), "are no rows of shape"),
+    "complex": (lambda rows: ps.IndexedSlices(np.ones((1, 3), "complex64"), [1]), "complex"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_gradients_that_are_none(strategy, what):
+    """Each is an error that names the table, and changes nothing."""
+    make, words = BAD[what]
+    table = table_of(strategy)
+    with strategy.scope():
+        optimizer = O.SGD(0.1)
+    with pytest.raises(ValueError, match=words):
+        in_replicas(strategy, lambda replica: optimizer.apply_gradients([(make(None), table)]))
+    assert table.size() == 0
+
+
+def test_slots_begin_with_what_the_optimizer_says(strategy):
+    """It is asked for one row; a row of a slot is there where the table has one."""
+    asked = []
+
+    class Own(O.Adagrad):
+        def initial_slot(self, slot, v):
+            asked.append((slot, v.name, v.shape, v.dtype))
+            return super().initial_slot(slot, v)
+
+    table = table_of(strategy)
+    with strategy.scope():
+        optimizer = Own(0.5, initial_accumulator_value=4.0)
+        optimizer.build([table])
+    (slot,) = optimizer._state.of(table).slots
+    assert asked == [("accumulator", table.name, (1, 3), np.float32)]
+    assert slot.name == f"own/{table.name}/accumulator"
+    assert slot.lookup([3]).numpy().tolist() == [[4.0] * 3]
+    rowwise = O.RowwiseAdagrad(0.5)
+    rowwise.build([table])
+    assert rowwise._state.of(table).slots[0].dim == 1
+    assert table.size() == slot.size() == 0
+
+
+class Uneven(O.Adagrad):
+    def initial_slot(self, slot, v):
+        return np.arange(3.0).reshape(1, 3)
+
+
+def test_slots_that_begin_unevenly_are_refused(strategy):
+    """A slot begins with one number for each key."""
+    table = table_of(strategy)
+    with strategy.scope():
+        optimizer = Uneven(0.5)
+    with pytest.raises(ValueError, match="begins with a row of different values"):
+        optimizer.build([table])
+
+
+def test_half_precision(strategy):
+    """Slots of float16 tables are float32, as a variable's."""
+    table = table_of(strategy, value_dtype="float16", initializer=1.0)
+    with strategy.scope():
+        optimizer = O.Adam(0.5)
+    rows = lambda replica: ps.IndexedSlices(np.ones((1, 3), "float16"), [4])  # noqa: E731
+    in_replicas(strategy, lambda replica: optimizer.apply_gradients([(rows(replica), table)]))
+    assert [slot.dtype for slot in optimizer._state.of(table).slots] == [np.float32] * 2
+    assert table.lookup([4]).numpy().tolist() == [[0.5] * 3]
+
+
+# ---- Steps that are like the last one ----
+
+
+@pytest.fixture(scope="module", params=["sync", "async"])
+def anywhere(request, shared):
+    if request.param == "sync":
+        yield shared("servers-2x2")
+        return
+    with (
+        InProcessCluster(2) as cluster,
+        ps.ParameterServerStrategy(["cpu:0"], ps.Async(), cluster.resolver()) as strategy,
+    ):
+        yield strategy
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad by rows"])
+def test_steady_steps_are_not_recorded_again(anywhere, monkeypatch, name):
+    """However many keys each has; and the plan is the same, so that nothing has to be approved."""
+    own, calls, plans, strategy = UpdateFunction.call, [], set(), anywhere
+    table, other, dense = table_of(strategy), table_of(strategy), variable(strategy, np.ones(2, "float32"))
+    with strategy.scope():
+        optimizer = OPTIMIZERS[name]()
+    exchange = strategy.backend._exchange
+    send = exchange.send
+    monkeypatch.setattr(exchange, "send", lambda out, **more: plans.add(out.plan.id) or send(out, **more))
+
+    def step(keys):
+        rows = table.lookup(keys)
+        pairs = [(rows.gradient(np.ones_like(rows.values)), table), (np.ones(2, "float32"), dense)]
+        optimizer.apply_gradients([*pairs, (ps.IndexedSlices(np.ones((len(keys), 3), "float32"), keys), other)])
+
+    strategy.run(step, (KEYS[:2],))
+    monkeypatch.setattr(UpdateFunction, "call", lambda fn, *args: calls.append(fn.__name__) or own(fn, *args))
+    plans.clear()
+    for count in (3, 7, 0, 1):
+        strategy.run(step, (KEYS[:count],))
+    assert table.size() == other.size() == len(KEYS)
+    assert calls == []
+    assert len(plans) == 1
+
+
+# ---- Several processes ----
+
+
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.soak), 2])
+def test_workers_on_two_servers_make_the_steps_of_one_process(workers):
+    """Each with two replicas; a filter counts what all of them asked for."""
+
+    def train(cluster, index):
+        devices = ["cpu:0", "cpu:1"]
+        with ps.ParameterServerStrategy(devices=devices, cluster_resolver=cluster.resolver(index)) as strategy:
+            return steps(strategy)
+
+    with InProcessCluster(2, workers) as cluster, ThreadPoolExecutor(workers) as pool:
+        found = list(pool.map(functools.partial(train, cluster), range(workers)))
+    for values in found:
+        for one, other in zip(values, alone(2 * workers), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@functools.cache
+def alone(replicas):
+    """What one process with so many replicas makes on one server."""
+    devices = [f"cpu:{n}" for n in range(replicas)]
+    with (
+        InProcessCluster(1) as cluster,
+        ps.ParameterServerStrategy(devices, cluster_resolver=cluster.resolver()) as strategy,
+    ):
+        return steps(strategy)
+
+
+def steps(strategy):
+    with strategy.scope():
+        table = de.get_variable("table", dim=3, admission=de.CounterFilter(2))
+        optimizer = O.Adam(0.5)
+    for step in range(STEPS):
+
+        def replica_fn(step=step):
+            replica = ps.get_replica_context().replica_id_in_sync_group
+            optimizer.apply_gradients([(slices(step, replica, keyed=True), table)])
+
+        strategy.run(replica_fn)
+    keys, rows = table.export()
+    return keys, rows, *(slot.lookup(KEYS).numpy() for slot in optimizer._state.of(table).slots)
+
+
+def test_gradients_are_given_in_cross_replica_context(strategy):
+    """One for each replica."""
+    table = table_of(strategy)
+    optimizer = O.SGD(1.0)
+    given = by_replica(strategy, lambda replica: slices(3, replica, keyed=True))
+    with strategy.scope():
+        optimizer.apply_gradients([(given, table)])
+    assert set(table.keys().tolist()) <= set(KEYS.tolist())
+    assert table.size() > 0

@@ -1,0 +1,85 @@
+"""Modules of PyTorch, trained by workers in threads of this process, on real servers. For tests that have torch."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+import psclient as ps
+from pstesting.in_process import InProcessCluster
+
+T = TypeVar("T")
+
+torch.set_num_threads(1)  # as a launcher would have it
+
+
+def job(fn: Callable[[Any, int], T], workers: int = 1, servers: int = 1, root: Any = "runs", **options: Any) -> list[T]:
+    """Runs a function in each worker of a job, with its strategy and its number; returns what each has returned."""
+
+    def work(cluster: InProcessCluster, worker: int) -> T:
+        with ps.ParameterServerStrategy(cluster_resolver=cluster.resolver(worker), **options) as strategy:
+            return fn(strategy, worker)
+
+    with InProcessCluster(servers, workers, root) as cluster, ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(work, cluster, worker) for worker in range(workers)]
+        return [future.result() for future in futures]
+
+
+def mlp(dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.nn.Module:
+    """A small network of two layers."""
+    return seeded(seed, lambda: torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))).to(
+        dtype
+    )
+
+
+_SEEDING = threading.Lock()
+
+
+def seeded(seed: int, make: Callable[[], T]) -> T:
+    """What a function makes from a seed; torch has one source of chance for all threads."""
+    with _SEEDING:
+        torch.manual_seed(seed)
+        return make()
+
+
+def batches(count: int, size: int = 12, dtype: torch.dtype = torch.float64) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of examples, (size, 5) and (size, 3)."""
+    source = torch.Generator().manual_seed(7)
+    pairs = [torch.randn(2, size, 5, generator=source, dtype=torch.float64) for _ in range(count)]
+    return [(x.to(dtype), (x[:, :3] * y[:, 1:4]).to(dtype)) for x, y in pairs]
+
+
+def steps(
+    module: torch.nn.Module, optimizer: Any, data: Sequence[tuple[torch.Tensor, torch.Tensor]], **options: Any
+) -> None:
+    """Trains a module by the mean of squares, a step for each batch."""
+    for x, y in data:
+        optimizer.zero_grad(**options)
+        (module(x) - y).square().mean().backward()
+        optimizer.step()
+
+
+def share(data: Sequence[Any], worker: int, workers: int) -> list[Any]:
+    """A worker's part of each batch: as many examples as every other has."""
+    return [tuple(part[worker::workers] for part in batch) for batch in data]
+
+
+def values(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Copies of its parameters."""
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def twin(module: torch.nn.Module) -> torch.nn.Module:
+    """A module like it, with parameters of its own."""
+    return copy.deepcopy(module)
+
+
+def apart(one: torch.nn.Module | Sequence[torch.Tensor], other: torch.nn.Module | Sequence[torch.Tensor]) -> float:
+    """The greatest difference between the parameters of two modules, relative to the greatest number of each."""
+    pairs = zip(*(values(m) if isinstance(m, torch.nn.Module) else m for m in (one, other)), strict=True)
+    return max(float((a.double() - b.double()).abs().max() / b.double().abs().max()) for a, b in pairs)

@@ -1,0 +1,239 @@
+"""What is wrong is told in a sentence, by every worker that is concerned, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed; it comes with paramserver[torch]")
+
+import psclient as ps
+import psclient.torch as pst
+from pstesting.in_process import InProcessCluster
+from pswire.errors import PSError
+from pswire.limits import Timeouts
+from tests.support.modules import apart, batches, job, mlp, share, steps, values
+
+HASTY = replace(Timeouts(), beat=0.2, lease=1.0, round=4.0, alone=4.0, start=4.0, chief=4.0)
+
+
+def outcomes(fn, workers=2):
+    """What each worker's function came to: its result or its error; no worker waits for long."""
+    found = []
+    with InProcessCluster(1, workers, timeouts=HASTY) as cluster, ThreadPoolExecutor(workers) as pool:
+
+        def work(worker):
+            with ps.ParameterServerStrategy(cluster_resolver=cluster.resolver(worker), timeouts=HASTY) as strategy:
+                return fn(strategy, worker)
+
+        for future in [pool.submit(work, worker) for worker in range(workers)]:
+            error = future.exception()
+            found.append(future.result() if error is None else error)
+    return found
+
+
+def sgd(module, strategy, *args, **options):
+    return pst.Optimizer(module, torch.optim.SGD, *args, lr=0.1, strategy=strategy, **options)
+
+
+class Odd(torch.nn.Module):
+    """A module with one parameter that is given."""
+
+    def __init__(self, parameter):
+        super().__init__()
+        self.odd = parameter
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda: torch.nn.Linear(5, 8), ["'weight' float32[7,5]", "'weight' float32[8,5]"]),
+        (lambda: torch.nn.Linear(5, 7).double(), ["'weight' float32[7,5]", "'weight' float64[7,5]"]),
+        (
+            lambda: torch.nn.ParameterDict({"kernel": torch.ones(7, 5)}),
+            ["'weight' float32[7,5]", "'kernel' float32[7,5]"],
+        ),
+    ],
+)
+def test_modules_differ(other, words):
+    """The first parameter that is another one is named, with both shapes, or dtypes, and whose it is."""
+
+    def work(strategy, worker):
+        sgd(torch.nn.Linear(5, 7) if worker == 0 else other(), strategy)
+        strategy.backend.settle()
+
+    errors = [str(found) for found in outcomes(work) if isinstance(found, PSError)]
+    assert errors, "one of them is told"
+    for word in (*words, "/job:worker/task:0", "/job:worker/task:1", "test_bad_input.py"):
+        assert word in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (
+            lambda: Odd(torch.nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)),
+            "'odd' is torch.int64",
+        ),
+        (
+            lambda: Odd(torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))),
+            "'odd' is torch.complex64.*view_as_complex",
+        ),
+        (lambda: torch.nn.LazyLinear(3), "'weight' has no shape yet"),
+    ],
+)
+def test_parameters_that_cannot_be_trained(make, word):
+    """Integers, complex numbers, what has no shape yet: with what to do."""
+
+    def work(strategy, worker):
+        with pytest.raises(ValueError, match=word):
+            sgd(make(), strategy)
+
+    job(work)
+
+
+def test_a_second_optimizer_over_a_parameter():
+    """Is refused while there is the first; afterwards it begins anew, with the values of then."""
+
+    def work(strategy, worker):
+        module = mlp()
+        first = sgd(module, strategy)
+        with pytest.raises(ValueError, match=r"parameter '0\.weight' is trained by another optimizer"):
+            sgd(module, strategy)
+        steps(module, first, batches(2))
+        with strategy.scope():
+            rows = pst.Embedding(ps.Variable([[1.0], [2.0]], name="rows"))
+        kept = sgd(rows, strategy)
+        with pytest.raises(ValueError, match="what is looked up in 'rows' is trained by another optimizer"):
+            sgd(rows, strategy)
+        assert kept.param_groups[0]["params"] == []
+        del first
+        again = sgd(module, strategy)
+        steps(module, again, batches(2))
+        return values(module)
+
+    module = mlp()
+    steps(module, torch.optim.SGD(module.parameters(), lr=0.1), [*batches(2), *batches(2)])
+    assert apart(job(work)[0], module) < 1e-12
+
+
+def test_parameters_of_another_module():
+    """They have no names here."""
+
+    def work(strategy, worker):
+        with pytest.raises(ValueError, match=r"a parameter of shape \(7, 5\) is none of the module's"):
+            sgd(torch.nn.Linear(1, 1), strategy, mlp().parameters())
+
+    job(work)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda module: module.float(), "'0.weight' has dtype torch.float32, and had torch.float64"),
+        (
+            lambda module: setattr(module[2].bias, "data", torch.zeros(4).double()),
+            r"'2.bias' has shape \(4,\), and had \(3,\)",
+        ),
+    ],
+)
+def test_a_parameter_that_becomes_another(change, word):
+    """Its shape, dtype or device: the step says which, and what it was."""
+
+    def work(strategy, worker):
+        module = mlp()
+        optimizer = sgd(module, strategy)
+        steps(module, optimizer, batches(1))
+        optimizer.zero_grad()
+        change(module)
+        with pytest.raises(RuntimeError, match=word):
+            optimizer.step()
+
+    job(work)
+
+
+def test_a_closure_that_fails():
+    """Its error is raised as it is; nothing was sent, and the next step is made, by all workers together."""
+
+    def work(strategy, worker):
+        module = mlp()
+        optimizer = sgd(module, strategy)
+        data = share(batches(3), worker, 2)
+        steps(module, optimizer, data[:1])
+        optimizer.zero_grad()
+
+        def fail():
+            (module(data[1][0]) - data[1][1]).square().mean().backward()
+            raise KeyError("the test fails here")
+
+        with pytest.raises(KeyError, match="the test fails here"):
+            optimizer.step(fail)
+        steps(module, optimizer, data[1:])
+        return values(module)
+
+    module = mlp()
+    steps(module, torch.optim.SGD(module.parameters(), lr=0.1), batches(3))
+    assert all(apart(found, module) < 1e-12 for found in outcomes(work))
+
+
+def test_a_step_in_one_worker_only():
+    """Another one does something else: both are told what, instead of waiting for each other."""
+
+    def work(strategy, worker):
+        module = mlp()
+        optimizer = sgd(module, strategy)
+        (module(batches(1)[0][0]).sum()).backward()
+        if worker == 0:
+            optimizer.step()
+        else:
+            float(strategy.reduce("sum", 1.0, axis=None))
+
+    for found in outcomes(work):
+        assert isinstance(found, PSError)
+        assert "update variable" in str(found)
+        assert "reduce sum" in str(found)
+
+
+def test_a_worker_that_ends_is_not_waited_for():
+    """One that leaves before a step has done its part, as in any job."""
+
+    def work(strategy, worker):
+        module = mlp()
+        optimizer = sgd(module, strategy)
+        if worker == 0:
+            steps(module, optimizer, batches(3))
+        return strategy.round
+
+    assert outcomes(work)[0] == 3
+
+
+def test_where_there_is_no_strategy():
+    """Or another than one with servers, or with several replicas in a process, the sentence says which it takes."""
+    with pytest.raises(ValueError, match=r"there is no strategy; create the optimizer in strategy\.scope\(\)"):
+        pst.Optimizer(mlp(), torch.optim.SGD, lr=0.1)
+    with (
+        ps.MirroredStrategy(devices=["cpu:0"]) as mirrored,
+        pytest.raises(TypeError, match="trained by parameter servers, and a MirroredStrategy has none"),
+    ):
+        sgd(mlp(), mirrored)
+    with (
+        ps.ParameterServerStrategy(devices=["cpu:0", "cpu:1"]) as several,
+        pytest.raises(TypeError, match="the strategy has 2 replicas in this process"),
+    ):
+        sgd(mlp(), several)
+    with ps.ParameterServerStrategy() as one, pytest.raises(TypeError, match="a list is no module"):
+        sgd([], one)
+
+
+def test_where_a_replica_runs_there_is_no_step():
+    """In a function of `strategy.run` the sentence says where a step is made."""
+
+    def work(strategy, worker):
+        module = mlp()
+        optimizer = sgd(module, strategy)
+        with pytest.raises(RuntimeError, match="step needs cross-replica context, and is called in replica context"):
+            strategy.run(optimizer.step)
+
+    job(work)

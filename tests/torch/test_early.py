@@ -1,0 +1,261 @@
+"""Gradients that leave while backward goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed; it comes with paramserver[torch]")
+
+import psclient as ps
+import psclient.torch as pst
+from pstesting.in_process import InProcessCluster
+from pswire.errors import PSError
+from pswire.limits import PART_BYTES
+from tests.support.modules import apart, job, seeded, twin, values
+from tests.support.rig import eventually
+
+SIDE = 1024
+"""A layer has 4 MiB: each is a part of its own."""
+
+
+class Wide(torch.nn.Module):
+    """Layers of `SIDE` numbers, with what is called in backward when only the first one's gradient is missing."""
+
+    def __init__(self, layers=4, last=lambda: None):
+        super().__init__()
+        made = seeded(0, lambda: [torch.nn.Linear(SIDE, SIDE, bias=False) for _ in range(layers)])
+        self.layers = torch.nn.ModuleList(made)
+        self.last = last
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.last())
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def trained(module, optimizer, count, worker=0):
+    """Some steps, each with examples of its own."""
+    source = torch.Generator().manual_seed(worker)
+    for _ in range(count):
+        optimizer.zero_grad()
+        module(torch.randn(2, SIDE, generator=source)).square().sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("lane", ["shm", "tcp", "grpc"])
+def test_a_server_updates_a_layer_before_backward_ends(lane):
+    """From the second step on: the last layer's variable has another value when the first one's gradient is made."""
+    with (
+        InProcessCluster() as cluster,
+        ps.ParameterServerStrategy(cluster_resolver=cluster.resolver(), lane=lane) as strategy,
+    ):
+        module = Wide()
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-4, strategy=strategy)
+        handle = optimizer.variables["layers.3.weight"].handle
+        stored = cluster.cores[0].machine.store
+        trained(module, optimizer, 1)
+        before, seen = stored.value(handle.id).copy(), []
+
+        def last():
+            eventually(lambda: not (stored.value(handle.id) == before).all())
+            seen.append(module.layers[3].weight.detach().numpy().copy())
+
+        module.last = last
+        trained(module, optimizer, 1)
+        assert (seen[0] == before).all(), "the parameter changes in step() alone"
+        assert not (module.layers[3].weight.detach().numpy() == before).all()
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_early_gradients_change_no_bit(servers):
+    """Two workers compute the same with early=False, and wait once a step either way."""
+
+    def work(strategy, worker):
+        found = []
+        for early in (True, False):
+            module = Wide(3)
+            optimizer = pst.Optimizer(module, torch.optim.AdamW, lr=1e-4, early=early, strategy=strategy)
+            before = strategy.waits
+            trained(module, optimizer, 5, worker)
+            found.append((values(module), strategy.waits - before))
+        return found
+
+    for (one, waits), (other, more) in job(work, 2, servers):
+        assert all(map(torch.equal, one, other))
+        assert (waits, more) == (5, 5)
+
+
+def test_a_layer_that_is_not_used_is_seen_before():
+    """Nothing leaves early in such a step: what is not used has no gradient, and stays as it is."""
+
+    def work(strategy, worker):
+        module = Wide(3)
+        alone = twin(module)
+        ours = pst.Optimizer(module, torch.optim.AdamW, lr=1e-4, strategy=strategy)
+        theirs = torch.optim.AdamW(alone.parameters(), lr=1e-4)
+        for number in range(6):
+            for of, optimizer in ((module, ours), (alone, theirs)):
+                used = of.layers[: 2 if number in (2, 3) else 3]
+                optimizer.zero_grad()
+                x = torch.randn(2, SIDE, generator=torch.Generator().manual_seed(number))
+                for layer in used:
+                    x = torch.tanh(layer(x))
+                x.square().sum().backward()
+                optimizer.step()
+        return apart(module, alone), [int(own["step"]) for own in ours.state_dict()["state"].values()]
+
+    ((difference, counts),) = job(work)
+    assert difference < 1e-5
+    assert counts == [6, 6, 4]
+
+
+def test_a_rate_that_changes_too_late_is_told():
+    """It is an operand of a round that has left; a scheduler, which changes it after the step, is not told."""
+
+    def work(strategy, worker):
+        module = Wide(3)
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-4, strategy=strategy)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for _ in range(3):
+            trained(module, optimizer, 1)
+            scheduler.step()
+        optimizer.zero_grad()
+        module(torch.ones(1, SIDE)).sum().backward()
+        optimizer.param_groups[0]["lr"] = 0.1
+        with pytest.raises(RuntimeError, match=r"a learning rate was changed between backward\(\) and step\(\)"):
+            optimizer.step()
+
+    with pytest.raises(PSError, match="a learning rate was changed"):
+        job(work)  # which cannot end as if it had been done
+
+
+def test_a_backward_that_fails_is_told():
+    """Where gradients have left nobody can take them back: the step ends the worker's part in the job, with a word."""
+
+    def work(strategy, worker):
+        module = Wide(3)
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-4, strategy=strategy)
+        trained(module, optimizer, 1)
+
+        def fail():
+            raise ValueError("the test fails here")
+
+        module.last = fail
+        with pytest.raises(ValueError, match="the test fails here"):
+            trained(module, optimizer, 1)
+        with pytest.raises(RuntimeError, match=r"backward has failed, or has given no gradient to 'layers\.0\.weight'"):
+            optimizer.step()
+
+    with pytest.raises(PSError, match="backward has failed"):
+        job(work)
+
+
+def test_a_second_backward_is_told():
+    """Whether gradients have left or not; if not, they may be forgotten, and computed again."""
+
+    def work(strategy, worker):
+        module = torch.nn.Linear(SIDE, 1)
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-4, strategy=strategy)
+        twice(module, optimizer)
+        with pytest.raises(RuntimeError, match=r"was changed between backward\(\) and step\(\)"):
+            optimizer.step()
+        trained(module, optimizer, 1)
+
+        module = Wide(3)
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-4, strategy=strategy)
+        twice(module, optimizer)
+
+    def twice(module, optimizer):
+        trained(module, optimizer, 2)
+        loss = module(torch.ones(1, SIDE)).sum()
+        optimizer.zero_grad()
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match=r"by a second backward\(\) before step\(\).*accumulate"):
+            loss.backward()
+
+    with pytest.raises(PSError, match=r"the gradient of 'layers\.2\.weight' was computed by a second backward"):
+        job(work)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_clipping_here_is_refused(wide):
+    """The sentence names `global_clipnorm`, and what a change of one's own takes."""
+
+    def work(strategy, worker):
+        module = Wide(3) if wide else torch.nn.Linear(SIDE, 1)
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-4, strategy=strategy)
+        trained(module, optimizer, 2)
+        optimizer.zero_grad()
+        module(torch.ones(1, SIDE)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        with pytest.raises(
+            RuntimeError, match=r"clip_grad_norm_ does.*give the optimizer global_clipnorm.*register_hook"
+        ):
+            optimizer.step()
+
+    if not wide:
+        job(work)
+        return
+    with pytest.raises(PSError, match="clip_grad_norm_"):
+        job(work)  # what has left is not what was clipped
+
+
+def test_a_hook_may_change_a_gradient():
+    """Before it is added to `grad`: what the hook returns is what leaves."""
+
+    def work(strategy, worker):
+        module = Wide(3)
+        alone = twin(module)
+        for of in (module, alone):
+            of.layers[1].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        trained(module, pst.Optimizer(module, torch.optim.SGD, lr=1e-3, strategy=strategy), 3)
+        trained(alone, torch.optim.SGD(alone.parameters(), lr=1e-3), 3)
+        return apart(module, alone)
+
+    assert job(work)[0] < 1e-5
+
+
+def test_accumulated_gradients_leave_early_with_the_last():
+    """Those within `accumulate` stay here, and are in what the last backward sends."""
+
+    def work(strategy, worker):
+        module = Wide(3)
+        alone = twin(module)
+        ours = pst.Optimizer(module, torch.optim.SGD, lr=1e-3, strategy=strategy)
+        theirs = torch.optim.SGD(alone.parameters(), lr=1e-3)
+        for number in range(3):
+            x = torch.randn(3, 2, SIDE, generator=torch.Generator().manual_seed(number))
+            sent = strategy.traffic[0]
+            ours.zero_grad()
+            with ours.accumulate():
+                for own in x[:2]:
+                    module(own).square().sum().backward()
+            assert strategy.traffic[0] == sent
+            module(x[2]).square().sum().backward()
+            ours.step()
+            theirs.zero_grad()
+            alone(x.view(6, SIDE)).square().sum().backward()
+            theirs.step()
+        return apart(module, alone)
+
+    assert job(work)[0] < 1e-5
+
+
+def test_small_gradients_leave_at_the_step():
+    """What fits one part is sent at once, in the step."""
+
+    def work(strategy, worker):
+        module = torch.nn.Linear(SIDE, 4)
+        assert module.weight.nbytes < PART_BYTES
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-3, strategy=strategy)
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(torch.ones(1, SIDE)).sum().backward()
+            before = strategy.round
+            optimizer.step()
+            assert strategy.round == before + 1
+
+    job(work)

@@ -1,0 +1,373 @@
+"""Modules whose rows are on servers, beside those of `torch.nn`."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed; it comes with paramserver[torch]")
+
+import psclient as ps
+import psclient.torch as pst
+from tests.support.modules import apart, job
+
+SIZE, DIM = 20, 4
+FIRST = torch.randn(SIZE, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def ids(count, shape=(6, 3), size=SIZE):
+    """Ids of some batches; some come several times."""
+    source = torch.Generator().manual_seed(2)
+    return [torch.randint(0, size, shape, generator=source) for _ in range(count)]
+
+
+def static(strategy, name="table"):
+    """A table of a size."""
+    with strategy.scope():
+        return ps.Variable(FIRST.numpy(), name=name)
+
+
+def dynamic(strategy, name="table"):
+    """A dynamic table of float64 that begins with zeros."""
+    with strategy.scope():
+        return ps.dynamic_embedding.get_variable(name, DIM, value_dtype="float64", initializer=0.0)
+
+
+def train(module, optimizer, data, forward):
+    """A step for each batch, of a loss that squares what comes of it."""
+    for batch in data:
+        optimizer.zero_grad()
+        (forward(module, batch) - 1.0).square().sum().backward()
+        optimizer.step()
+
+
+def alone(module, rule, data, forward):
+    """The rows of torch's own module after the same steps with torch's own optimizer."""
+    kind, options = rule
+    train(module, kind(module.parameters(), **options), data, forward)
+    return module.weight.detach()
+
+
+RULES = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05}),
+    "momentum": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "adam": (torch.optim.Adam, {"lr": 0.02}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.1}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01}),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("servers", [1, 2])
+def test_an_embedding_is_torchs_own(rule, servers):
+    """Rows of a table, whole or in shards, are after 20 steps what `nn.Embedding` has in one process."""
+    kind, options = RULES[rule]
+    partitioner = ps.experimental.partitioners.FixedShardsPartitioner(servers)
+
+    def work(strategy, worker):
+        module = pst.Embedding(static(strategy))
+        optimizer = pst.Optimizer(module, kind, strategy=strategy, **options)
+        train(module, optimizer, ids(20), lambda module, batch: module(batch))
+        return torch.tensor(module.table.numpy())
+
+    theirs = torch.nn.Embedding.from_pretrained(FIRST.clone(), freeze=False)
+    expected = alone(theirs, RULES[rule], ids(20), lambda module, batch: module(batch))
+    assert apart(job(work, 1, servers, variable_partitioner=partitioner), [expected]) < 1e-10
+
+
+def test_rows_of_a_dynamic_table_are_named_by_any_number():
+    """Two workers train rows by keys of 64 bits, as `nn.Embedding` trains those of their places."""
+    keys = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, SIZE)
+
+    def work(strategy, worker):
+        module = pst.Embedding(dynamic(strategy))
+        optimizer = pst.Optimizer(module, torch.optim.Adam, lr=0.02, strategy=strategy)
+        mine = [torch.from_numpy(keys)[batch[worker::2]] for batch in ids(20)]
+        train(module, optimizer, mine, lambda module, batch: 2 * module(batch))
+        with torch.no_grad():
+            return module(torch.from_numpy(keys)), module.table.size()
+
+    theirs = torch.nn.Embedding(SIZE, DIM, dtype=torch.float64, _weight=torch.zeros(SIZE, DIM, dtype=torch.float64))
+    forward = lambda module, batch: 2 * module(batch)  # noqa: E731
+    optimizer = torch.optim.Adam(theirs.parameters(), lr=0.02)
+    for batch in ids(20):
+        optimizer.zero_grad()
+        losses = [(forward(theirs, batch[worker::2]) - 1.0).square().sum() for worker in range(2)]
+        (sum(losses) / 2).backward()
+        optimizer.step()
+    for found, size in job(work, 2, 2):
+        assert size == SIZE
+        assert apart([found], [theirs.weight.detach()]) < 1e-10
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_a_bag_is_torchs_own(mode):
+    """With offsets, and for "sum" with weights; a bag may be empty."""
+    offsets, weights = torch.tensor([0, 2, 2, 5]), torch.linspace(0.5, 2.0, 6, dtype=torch.float64)
+    given = {"per_sample_weights": weights} if mode == "sum" else {}
+    forward = lambda module, batch: module(batch, offsets, **given)  # noqa: E731
+
+    def work(strategy, worker):
+        module = pst.EmbeddingBag(static(strategy), mode=mode)
+        train(module, pst.Optimizer(module, torch.optim.SGD, lr=0.05, strategy=strategy), ids(10, (6,)), forward)
+        return torch.tensor(module.table.numpy())
+
+    theirs = torch.nn.EmbeddingBag.from_pretrained(FIRST.clone(), freeze=False, mode=mode)
+    expected = alone(theirs, RULES["sgd"], ids(10, (6,)), forward)
+    assert apart(job(work), [expected]) < 1e-10
+
+
+def test_a_module_may_be_used_twice_in_a_step():
+    """And two modules may have one table: the gradients of all lookups are one, of each row the sum."""
+    forward = lambda module, batch: torch.tanh(module(batch[:4]).sum(0) * module(batch[2:]).sum(0))  # noqa: E731
+
+    def work(strategy, worker):
+        found = []
+        for make in (static, dynamic):
+            table = make(strategy, name=make.__name__)
+            both = torch.nn.ModuleList([pst.Embedding(table), pst.Embedding(table)])
+            optimizer = pst.Optimizer(both, torch.optim.SGD, lr=0.05, strategy=strategy)
+            if make is dynamic:
+                table.scatter_update(ps.IndexedSlices(FIRST.numpy(), np.arange(SIZE)))
+            twice = lambda both, batch: torch.tanh(both[0](batch[:4]).sum(0) * both[1](batch[2:]).sum(0))  # noqa: E731
+            train(both, optimizer, ids(5), twice)
+            train(both[0], optimizer, ids(5), forward)
+            with torch.no_grad():
+                found.append(both[1](torch.arange(SIZE)))
+        return found
+
+    theirs = torch.nn.Embedding.from_pretrained(FIRST.clone(), freeze=False)
+    expected = alone(theirs, RULES["sgd"], [*ids(5), *ids(5)], forward)
+    for found in job(work, 1, 2)[0]:
+        assert apart([found], [expected]) < 1e-10
+
+
+def test_how_often_a_key_came_is_counted():
+    """Over all lookups of a step: a filter that admits a key of three lets one in that came twice, and once more."""
+
+    def work(strategy, worker):
+        with strategy.scope():
+            admission = ps.dynamic_embedding.CounterFilter(3)
+            table = ps.dynamic_embedding.get_variable("table", DIM, admission=admission)
+        module = pst.Embedding(table)
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.05, strategy=strategy)
+        forward = lambda module, batch: module(batch[:3]).sum() + module(batch[3:]).sum()  # noqa: E731
+        train(module, optimizer, [torch.tensor([7, 7, 8, 7, 8])], forward)
+        return table.keys().tolist()
+
+    assert job(work) == [[7]]
+
+
+def test_a_row_for_padding_has_no_gradient():
+    """As of torch's modules, whose `padding_idx` is a place; here it is an id."""
+
+    def work(strategy, worker):
+        module = pst.Embedding(static(strategy), padding_idx=3)
+        forward = lambda module, batch: module(batch)  # noqa: E731
+        train(module, pst.Optimizer(module, torch.optim.SGD, lr=0.05, strategy=strategy), ids(5), forward)
+        bag = pst.EmbeddingBag(static(strategy, "bags"), mode="sum", padding_idx=3)
+        with torch.no_grad():
+            return torch.tensor(module.table.numpy()), bag(torch.tensor([[3, 4], [3, 3]]))
+
+    theirs = torch.nn.Embedding.from_pretrained(FIRST.clone(), freeze=False, padding_idx=3)
+    expected = alone(theirs, RULES["sgd"], ids(5), lambda module, batch: module(batch))
+    ((found, bags),) = job(work)
+    assert torch.equal(found[3], FIRST[3])
+    assert apart([found], [expected]) < 1e-10
+    assert torch.equal(bags, torch.stack([FIRST[4], torch.zeros(DIM, dtype=torch.float64)]))
+
+
+def test_a_worker_without_ids_contributes_nothing():
+    """Where no worker has any, the table stays as it is, and so does what the optimizer keeps of it."""
+
+    def work(strategy, worker):
+        module = torch.nn.ModuleDict(
+            {"rows": pst.Embedding(static(strategy)), "dense": torch.nn.Linear(DIM, 1)}
+        ).double()
+        optimizer = pst.Optimizer(module, torch.optim.AdamW, lr=0.02, weight_decay=0.1, strategy=strategy)
+        seen = []
+        for number in range(3):
+            optimizer.zero_grad()
+            if number == 1 and worker == 0:
+                module["dense"](module["rows"](torch.tensor([2, 5]))).sum().backward()
+            else:
+                module["dense"](torch.ones(1, DIM, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+            seen.append(torch.tensor(module["rows"].table.numpy()))
+        return seen
+
+    for seen in job(work, 2, 2):
+        assert torch.equal(seen[0], FIRST)
+        assert not torch.equal(seen[1], FIRST)
+        assert torch.equal(seen[2], seen[1])
+
+
+def test_nothing_is_trained_without_gradients():
+    """What is looked up in an evaluation is no part of the next step, whether it differentiates or not."""
+
+    def work(strategy, worker):
+        module = pst.Embedding(static(strategy))
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.05, strategy=strategy)
+        with torch.no_grad():
+            assert not module(torch.arange(SIZE)).requires_grad
+        module(torch.arange(SIZE)).sum()
+        train(module, optimizer, [torch.tensor([1])], lambda module, batch: module(batch))
+        changed = (module.table.numpy() != FIRST.numpy()).any(axis=1)
+        return np.flatnonzero(changed).tolist()
+
+    assert job(work) == [[1]]
+
+
+def test_sparse_gradients_of_torch_are_rows():
+    """`nn.Embedding(sparse=True)` sends the rows of a batch alone, and computes what `torch.optim` computes."""
+
+    def make():
+        return torch.nn.Embedding.from_pretrained(FIRST.clone(), freeze=False, sparse=True)
+
+    def work(strategy, worker):
+        module, sent = make(), []
+        optimizer = pst.Optimizer(module, torch.optim.Adagrad, lr=0.1, strategy=strategy)
+        for batch in ids(10, (2,)):
+            before = strategy.traffic[0]
+            train(module, optimizer, [batch], lambda module, batch: module(batch))
+            sent.append(strategy.traffic[0] - before)
+        return module.weight.detach().clone(), max(sent[1:])
+
+    expected = alone(make(), RULES["adagrad"], ids(10, (2,)), lambda module, batch: module(batch))
+    ((found, most),) = job(work)
+    assert apart([found], [expected]) < 1e-10
+    assert most < FIRST.nbytes / 2
+
+
+def test_tables_of_a_group_are_one():
+    """Their gradients are joined, and each module trains its own rows."""
+
+    def work(strategy, worker):
+        with strategy.scope():
+            tables = ps.dynamic_embedding.group(["user", "item"], DIM, value_dtype="float64", initializer=1.0)
+        module = torch.nn.ModuleDict({name: pst.Embedding(table) for name, table in tables.items()})
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.5, strategy=strategy)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (module["user"](torch.tensor([1, 2])).sum() + 3 * module["item"](torch.tensor([2])).sum()).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        module["item"](torch.tensor([7])).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            return [
+                float(module[name](torch.tensor([key]))[0, 0]) for name, key in (("user", 2), ("item", 2), ("item", 7))
+            ]
+
+    assert job(work, 1, 2) == [[0.0, -2.0, 0.5]]
+
+
+CONFIGS = [
+    pst.EmbeddingBagConfig("users", DIM, ["user"], num_embeddings=SIZE, pooling="MEAN"),
+    pst.EmbeddingBagConfig("items", DIM + 1, ["seen", "liked"]),
+]
+
+
+def test_a_collection_has_torchrecs_face():
+    """Bags of features of several tables, side by side; a table may have several features, static or dynamic."""
+    features = pst.KeyedJaggedTensor(
+        ["liked", "user", "seen"], torch.tensor([5, 2**60, 3, 4, 9, 5]), torch.tensor([[2, 0], [1, 2], [0, 1]])
+    )
+
+    def work(strategy, worker):
+        with strategy.scope():
+            module = pst.EmbeddingBagCollection(CONFIGS)
+        bags = module(features)
+        assert (bags.keys(), bags.length_per_key()) == (["user", "seen", "liked"], [DIM, DIM + 1, DIM + 1])
+        assert bags.values().shape == (2, DIM + 2 * (DIM + 1))
+        tables = {config.name: rows.table for config, rows in zip(CONFIGS, module.rows, strict=True)}
+        users, items = (lambda keys, name=name: tables[name].lookup(keys).numpy() for name in ("users", "items"))
+        expected = {
+            "user": [users([3])[0], users([4, 9]).mean(0)],
+            "seen": [np.zeros(DIM + 1), items([5])[0]],
+            "liked": [items([5, 2**60]).sum(0), np.zeros(DIM + 1)],
+        }
+        for name, own in expected.items():
+            assert np.allclose(bags[name].detach().numpy(), own, atol=1e-6)
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1.0, strategy=strategy)
+        before = items([5, 2**60, 8])
+        bags.values().sum().backward()
+        optimizer.step()
+        return (before - items([5, 2**60, 8]))[:, 0].round(5).tolist(), sorted(tables["items"].keys().tolist())
+
+    assert job(work, 1, 2) == [([2.0, 1.0, 0.0], [5, 2**60])]
+
+
+def test_a_collection_takes_what_looks_like_torchrecs():
+    """Configurations with an enumeration as pooling, and features by their methods' names, with weights."""
+    pooling = SimpleNamespace(value="SUM")
+    config = SimpleNamespace(
+        name="t", embedding_dim=2, num_embeddings=4, feature_names=["f"], pooling=pooling,
+        weight_init_min=1.0, weight_init_max=1.0 + 1e-12,
+    )  # fmt: skip
+
+    class Features:
+        def keys(self):
+            return ["f"]
+
+        def values(self):
+            return torch.tensor([1, 2, 3])
+
+        def lengths(self):
+            return torch.tensor([2, 1])
+
+        def weights_or_none(self):
+            return torch.tensor([1.0, 2.0, 5.0])
+
+    def work(strategy, worker):
+        with strategy.scope():
+            module = pst.EmbeddingBagCollection([config], is_weighted=True)
+        return module(Features()).to_dict()["f"].tolist()
+
+    assert job(work) == [[[3.0, 3.0], [5.0, 5.0]]]
+
+
+def test_what_is_wrong_is_told(tmp_path):
+    """In a sentence: what is no table, a mode that is none, features that are not there, an id that is no row."""
+
+    def work(strategy, worker):
+        with strategy.scope():
+            table, numbers = static(strategy), ps.Variable(np.arange(3), name="numbers")
+            module = pst.EmbeddingBagCollection([CONFIGS[0]])
+        for make, error, word in (
+            (lambda: pst.Embedding(torch.zeros(3, 2)), TypeError, "the rows of a Tensor cannot be looked up"),
+            (
+                lambda: pst.Embedding(numbers),
+                TypeError,
+                "table 'numbers' is of int64; rows that are trained are floating",
+            ),
+            (lambda: pst.EmbeddingBag(table, mode="least"), ValueError, "mode is 'least'"),
+            (
+                lambda: module(pst.KeyedJaggedTensor(["f"], torch.tensor([1]), torch.tensor([1]))),
+                KeyError,
+                "feature 'user'",
+            ),
+            (lambda: pst.Embedding(table)(torch.tensor([SIZE])), ValueError, "id 20.*variable 'table'|'table'.*20"),
+            (lambda: pst.EmbeddingBagCollection([CONFIGS[0], CONFIGS[0]]), ValueError, "two tables.*have one name"),
+        ):
+            with pytest.raises(error, match=word):
+                make()
+
+    job(work)
+
+
+def test_a_copy_of_a_module_has_the_same_table():
+    """As a moving average of a model makes one; there is one table on the servers."""
+
+    def work(strategy, worker):
+        module = torch.nn.Sequential(pst.Embedding(static(strategy)), torch.nn.Linear(DIM, 1).double())
+        made = copy.deepcopy(module)
+        assert made[0].table is module[0].table
+        assert made[1].weight is not module[1].weight
+        return torch.equal(made(torch.tensor([1])), module(torch.tensor([1])))
+
+    assert job(work) == [True]
