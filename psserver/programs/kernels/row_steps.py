@@ -24,13 +24,14 @@ def split_rows(program: Program) -> tuple[Step, ...]:
         program: as for `rows.RowUpdate`.
 
     Returns:
-        The steps; the last one has the tables' shape, or None where no kernel can run the program: then it is whole.
+        The steps; the last one has the tables' shape, or None where no kernel can run the program, or would have
+        nothing to do: then it is whole.
     """
     specs, nodes = program.specs, list(enumerate(program.nodes, len(program.inputs)))
     numbers = [(n, node) for n, node in nodes if not specs[n].shape]
     rows = [(n, node) for n, node in nodes if specs[n].shape]
     dtypes = {spec.dtype for spec in specs if spec.shape}
-    if len(rows) > MAX_FUSED or not (dtypes <= ROW_DTYPES and all(_has_kernel(node, program) for _, node in rows)):
+    if not program.assigns or len(rows) > MAX_FUSED or not (dtypes <= ROW_DTYPES and all(_has_kernel(node, program) for _, node in rows)):
         return (whole(program),)
     read = {arg for _, node in rows for arg in node.args}
     made = tuple(n for n, _ in numbers if n in read)
