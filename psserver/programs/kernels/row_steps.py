@@ -31,7 +31,8 @@ def split_rows(program: Program) -> tuple[Step, ...]:
     numbers = [(n, node) for n, node in nodes if not specs[n].shape]
     rows = [(n, node) for n, node in nodes if specs[n].shape]
     dtypes = {spec.dtype for spec in specs if spec.shape}
-    if not program.assigns or len(rows) > MAX_FUSED or not (dtypes <= ROW_DTYPES and all(_has_kernel(node, program) for _, node in rows)):
+    has_kernels = dtypes <= ROW_DTYPES and all(_has_kernel(node, program) for _, node in rows)
+    if not program.assigns or len(rows) > MAX_FUSED or not has_kernels:
         return (whole(program),)
     read = {arg for _, node in rows for arg in node.args}
     made = tuple(n for n, _ in numbers if n in read)
