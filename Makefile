@@ -53,7 +53,7 @@ demo-embeddings: .venv/demo  ## trains vectors of the names in Python's standard
 	$(BIN)/psworker --standalone --ps 2 --workers 2 examples/embeddings.py
 
 test: check  ## all checks and all tests
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=10 -m 'not soak'
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal --durations=10 -m 'not soak'
 
 test-frameworks: .venv/frameworks  ## installs PyTorch and JAX, for CPUs, and runs what needs them: a test that is skipped fails
 	$(BIN)/mypy
@@ -85,7 +85,7 @@ bench: .venv/dev  ## times of rounds, of an update, of checkpoints, of training 
 
 soak: .venv/dev  ## the tests that `make test` leaves out, a minute of all faults at once among them; those of faults many times
 	$(BIN)/python -m pytest -q -m soak
-	for turn in 1 2 3 4 5 6 7 8 9 10; do $(BIN)/python -m pytest -q -x tests/faults tests/integration || exit 1; done
+	for turn in 1 2 3 4 5 6 7 8 9 10; do PS_TESTS_EXEC=1 $(BIN)/python -m pytest -q -x tests/faults tests/integration || exit 1; done
 
 clean:  ## removes what was built
 	rm -rf .venv site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -75,6 +75,24 @@ def _insisting(report: Report) -> Report:
     return report
 
 
+EXECS = "PS_TESTS_EXEC"
+"""Set by `make soak`, for faults: each process is started by itself, and not forked."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forks() -> Iterator[None]:
+    """Starts the processes of clusters by forks: what most of the time of the tests would be is imports."""
+    if os.environ.get(EXECS):
+        yield
+        return
+    from psclient._src.processes import process
+    from pstesting.forks import Forked
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "popen", Forked)
+        yield
+
+
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
     """Ends what a test enters into it."""

@@ -54,7 +54,7 @@ ONLY_IN = {
 }
 HAVE_ROOMS = {"torch": "psclient.torch", "jax": "psclient.jax"}
 """Frameworks, each of which has a room of its own: nobody else imports it, nor that room."""
-ENVIRON_IN = {"psserver.config", "psclient._src.config"}
+ENVIRON_IN = {"psserver.config", "psclient._src.config", "pstesting.forks"}
 FORBIDDEN = {
     "pswire": {"psserver", "psclient", "pstesting", "threading", "asyncio"},
     "psserver": {"psclient", "pstesting"},

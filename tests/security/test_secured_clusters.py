@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 import psclient as ps
 from psclient._src.launch.cluster import Cluster
+from psclient._src.processes import process
 from psclient._src.processes.process import start_server
 from psclient._src.transport.remote_server import RemoteServer
 from pstesting.processes import CALM, PS0, W0, ProcessCluster
@@ -75,8 +77,9 @@ def test_a_secured_cluster_trains(
     assert len(found) == 1
 
 
-def test_a_cluster_draws_a_token(tmp_path: Path) -> None:
+def test_a_cluster_draws_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else on the machine gets in, though nobody has said anything about security."""
+    monkeypatch.setattr(process, "popen", subprocess.Popen)  # the system tells of what began with its environment
     with Cluster(script="", workers=0, chief="none") as cluster:
         environment = psutil.Process(cluster.processes[PS0].pid).environ()
         assert len(environment["PS_TOKEN"]) == 64

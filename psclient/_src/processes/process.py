@@ -22,6 +22,9 @@ from pswire.telemetry import logging_setup
 
 log = logging.getLogger("psclient")
 
+popen: type[subprocess.Popen[bytes]] = subprocess.Popen
+"""Starts a process. `pstesting.forks` has another one, which tests put here."""
+
 
 def start_server(
     task: int = 0,
@@ -86,9 +89,7 @@ def spawn_server(
 
 def spawn(command: list[str], environ: dict[str, str], stdin: int, stderr: int | None) -> subprocess.Popen[bytes]:
     """A process group for each process: Ctrl-C reaches them through us, once, and strays die with them."""
-    return subprocess.Popen(
-        command, bufsize=0, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, env=environ, process_group=0
-    )
+    return popen(command, bufsize=0, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, env=environ, process_group=0)
 
 
 def await_listening(process: subprocess.Popen[bytes], task: Task, timeouts: Timeouts) -> str:

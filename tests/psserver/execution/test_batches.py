@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from hypothesis import given as given_by_hypothesis
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from psserver.devices import Device
@@ -24,6 +25,7 @@ from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
+from tests.support.kept import kept_kernels
 from tests.support.programs import job_of, run, same_bits
 
 RATE = TensorSpec("float32", ())
@@ -38,7 +40,7 @@ POWER = Program(
 @pytest.fixture(scope="module")
 def kernels():
     """Kernels for arrays of any size, from the second round on."""
-    made = Kernels(Device(), patience=1, smallest=0)
+    made = kept_kernels(patience=1, smallest=0)
     yield made
     made.close()
 
@@ -85,6 +87,7 @@ def fresh(sizes):
     return dict(enumerate(arrays(sizes, 99)))
 
 
+@settings(max_examples=25)
 @given_by_hypothesis(
     st.lists(st.integers(0, 40), min_size=2, max_size=6),
     st.sampled_from(["sum", "mean"]),

@@ -7,7 +7,6 @@ import pytest
 
 from psserver.devices import Device
 from psserver.execution.execution import Execution
-from psserver.programs.kernels.kernels import Kernels
 from psserver.state import missed as module
 from psserver.state.missed import MissedUpdates, pieces, whole
 from psserver.state.variables import Store
@@ -16,6 +15,7 @@ from pswire.errors import ProgramError
 from pswire.model.plan import Apply, Operand, PlacedVariable, Plan, Reduction, Ref, VariableSpec
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
+from tests.support.kept import kept_kernels
 from tests.support.programs import same_bits
 from tests.support.row_contributions import round_of, rows, share
 
@@ -113,7 +113,7 @@ class Server:
 
 @pytest.fixture(params=["interpreted", "compiled"])
 def server(request):
-    kernels = Kernels(Device(), 2, patience=1 if request.param == "compiled" else 10**9, smallest=0)
+    kernels = kept_kernels(2, patience=1 if request.param == "compiled" else 10**9, smallest=0)
     made = Server(kernels)
     if request.param == "compiled":
         warm = Server(kernels)  # asks for the kernels

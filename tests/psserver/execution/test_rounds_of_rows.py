@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psserver.devices import Device
 from psserver.execution.contributions import Contributions
-from psserver.programs.kernels.kernels import Kernels
 from pswire.errors import ProgramError
 from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.rows import Rows
 from pswire.model.tensor import DTYPES, TensorSpec
+from tests.support.kept import kept_kernels
 from tests.support.programs import run, same_bits
 from tests.support.rig import adding
 from tests.support.row_contributions import round_of, rows, share
@@ -36,7 +35,7 @@ V, W = Ref("variable", 0), Ref("variable", 1)
 @pytest.fixture(scope="module", params=["interpreted", "compiled"])
 def kernels(request):
     """Programs op by op, or compiled as soon as they are asked for."""
-    made = Kernels(Device(), 2, patience=1 if request.param == "compiled" else 10**9, smallest=0)
+    made = kept_kernels(2, patience=1 if request.param == "compiled" else 10**9, smallest=0)
     yield made
     made.close()
 

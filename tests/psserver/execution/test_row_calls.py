@@ -5,16 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psserver.devices import Device
 from psserver.execution.execution import Execution
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import MemberShare, ReadyRound
-from psserver.programs.kernels.kernels import Kernels
 from pswire.api import Contribution, RowRead
 from pswire.model.log import Member
 from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
+from tests.support.kept import kept_kernels
 from tests.support.programs import traced
 from tests.support.rig import WORKERS
 
@@ -31,7 +30,7 @@ def double(v, g):
 
 @pytest.fixture
 def kernels():
-    made = Kernels(Device(), 1, patience=1)
+    made = kept_kernels(1, patience=1)
     yield made
     made.close()
 

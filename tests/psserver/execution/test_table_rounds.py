@@ -9,7 +9,6 @@ import pytest
 
 from psserver.devices import Device
 from psserver.execution.execution import Execution, StepTables
-from psserver.programs.kernels.kernels import Kernels
 from psserver.state import missed as module
 from psserver.state.variables import Store
 from psserver.tables.native import Native
@@ -20,6 +19,7 @@ from pswire.model.program import Input, Node, Program
 from pswire.model.rows import Rows
 from pswire.model.tables import Constant, GlobalStepEvict, L2WeightEvict, SlotTensor, TableSpec
 from pswire.model.tensor import TensorSpec
+from tests.support.kept import kept_kernels
 from tests.support.key_contributions import WHOLE, part_of
 from tests.support.programs import same_bits
 from tests.support.row_contributions import round_of, share
@@ -136,9 +136,9 @@ class Server:
             assert same_bits(found, np.array([self.rows[key][id] for key in keys.tolist()], "f4").reshape(-1, 2))
 
 
-@pytest.fixture(params=["interpreted", "compiled"])
+@pytest.fixture(scope="module", params=["interpreted", "compiled"])
 def kernels(request):
-    made = Kernels(Device(), 2, patience=1 if request.param == "compiled" else 10**9, smallest=0)
+    made = kept_kernels(2, patience=1 if request.param == "compiled" else 10**9, smallest=0)
     if request.param == "compiled":
         warm = Server(made)  # asks for the kernels
         for keys in ([[1], [2]], [[3], [1]], [[2], [1]]):

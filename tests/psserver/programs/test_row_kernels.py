@@ -7,8 +7,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from psserver.devices import Device
-from psserver.programs.kernels.kernels import Kernels
 from psserver.programs.kernels.replay import Replay
 from psserver.programs.kernels.row_steps import ROW_DTYPES, split_rows
 from psserver.programs.kernels.rows import RowUpdate, apply_rows, row_step
@@ -16,6 +14,7 @@ from pswire.errors import ProgramError
 from pswire.model.program import OPS, Input, Node, Program
 from pswire.model.row_updates import ALONG_ROWS, later_refusal, refusal
 from pswire.model.tensor import DTYPES, TensorSpec
+from tests.support.kept import kept_kernels
 from tests.support.programs import expected, same_bits, traced
 from tests.support.row_programs import NUMBER, ROWS, SECOND, TABLE, along, dense, plain, row_programs, values
 
@@ -26,7 +25,7 @@ SHAPES = [(SIZE, 1), (SIZE, 3), (SIZE, 8), (SIZE, 2, 9), (SIZE, 140)]
 @pytest.fixture(scope="module")
 def kernels():
     """Kernels that are compiled as soon as they are asked for; none of them fails."""
-    made = Kernels(Device(), 2, patience=1)
+    made = kept_kernels(2, patience=1)
     yield made
     made.close()
     assert made.compiler.failed == 0

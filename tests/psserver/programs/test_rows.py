@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from psserver.devices import Device
-from psserver.programs.kernels.kernels import Kernels
 from psserver.programs.kernels.row_groups import Groups
 from psserver.programs.kernels.rows import apply_rows
 from pswire.errors import InvalidRequest, ProgramError
 from pswire.model.tensor import DTYPES, TensorSpec
+from tests.support.kept import kept_kernels
 from tests.support.programs import expected, same_bits, traced
 
 SIZE = 11
@@ -33,7 +32,7 @@ def smooth(w, acc, g):
 @pytest.fixture(scope="module", params=[1, 3])
 def kernels(request):
     """Kernels that are compiled as soon as they are asked for."""
-    made = Kernels(Device(), request.param, patience=1)
+    made = kept_kernels(request.param, patience=1)
     yield made
     made.close()
 
