@@ -17,7 +17,7 @@ from psclient._src.distribute.strategy import Strategy
 from psclient._src.tracing.diagnostics import refuse_slots
 from psclient._src.tracing.hyperparameters import Settings, is_view
 from psclient._src.variables.sharded import shards_of
-from psclient._src.variables.sparse_updates import Sparse
+from psclient._src.variables.sparse_updates import Settle, Sparse
 from psclient._src.variables.table_views import join_views, without_views
 from psclient._src.variables.tables import OneRow, TableVariable
 from psclient._src.variables.variable import Variable
@@ -30,6 +30,9 @@ from psclient.optimizers.state import Needs, State, first_shared
 from psclient.optimizers.step_driver import StepDriver
 from psclient.optimizers.step_functions import become, state_dtype
 from pswire.model.tensor import Array
+
+_NOT_KERAS = {"sparse": "exact", "settle": "replay"}
+"""Options that Keras does not have, with their defaults."""
 
 
 class Optimizer(Described):
@@ -64,9 +67,12 @@ class Optimizer(Described):
             where the optimizer would go on with momentum or decay. "dense": what it is for the whole gradient, which is
             made. A step that is not elementwise, as with `clipnorm`, is dense. Dynamic tables have no dense steps, and
             refuse what needs one.
+        settle: how an exact step is made up. "replay": one after the other, with the same bits. "closed": many as one,
+            within a few millionths, if there is a closed form: `SGD`, `Adam`, `AdamW`, `RMSprop`, `Adadelta` have one.
 
     Raises:
-        ValueError: more than one way of clipping, a number that is out of its range or not finite, or another `sparse`.
+        ValueError: more than one way of clipping, a number that is out of its range or not finite, or another `sparse`
+            or `settle`.
         TypeError: the learning rate is no number, schedule or function, or another number is no number.
     """
 
@@ -92,6 +98,7 @@ class Optimizer(Described):
     loss_scale_factor: float | DynamicLossScale | None
     gradient_accumulation_steps: int | None
     sparse: Sparse
+    settle: Settle
 
     def __init__(
         self,
@@ -108,6 +115,7 @@ class Optimizer(Described):
         loss_scale_factor: float | DynamicLossScale | None = None,
         gradient_accumulation_steps: int | None = None,
         sparse: Sparse = "exact",
+        settle: Settle = "replay",
     ) -> None:
         self._learning_rate: object = check_rate(learning_rate)
         self.name = name or type(self).__name__.lower()
@@ -122,6 +130,7 @@ class Optimizer(Described):
             "loss_scale_factor": loss_scale_factor,
             "gradient_accumulation_steps": gradient_accumulation_steps,
             "sparse": sparse,
+            "settle": settle,
         }
         vars(self).update(check_options(options))
         first = first_shared(bool(gradient_accumulation_steps), loss_scale_factor)
@@ -215,11 +224,9 @@ class Optimizer(Described):
         return list(dict.fromkeys((*super()._arguments(), "name", *sorted(OPTIONS))))
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments that make an optimizer like this one; `sparse` only where it is not the default."""
+        """Returns the arguments that make an optimizer like this one; `sparse`, `settle` only if they are no defaults."""
         config = super().get_config()
-        if config["sparse"] == "exact":
-            del config["sparse"]  # the default, which Keras has no word for
-        return config
+        return {name: value for name, value in config.items() if name not in _NOT_KERAS or value != _NOT_KERAS[name]}
 
     def _argument(self, name: str) -> object:
         return self._learning_rate if name == "learning_rate" else super()._argument(name)

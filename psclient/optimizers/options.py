@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
-from psclient._src.variables.sparse_updates import Sparse, check_sparse
+from psclient._src.variables.sparse_updates import Settle, Sparse, check_settle, check_sparse
 from psclient.optimizers.loss_scale import DynamicLossScale
 from psclient.optimizers.ranges import (
     AT_LEAST_0,
@@ -47,6 +47,7 @@ class Options(TypedDict, total=False):
     loss_scale_factor: float | DynamicLossScale | None
     gradient_accumulation_steps: int | None
     sparse: Sparse
+    settle: Settle
     name: str | None
 
 
@@ -100,7 +101,8 @@ def check_options(options: Mapping[str, object]) -> dict[str, Any]:
         if options[name] is not None:
             check_count(name, options[name], least, ", or None")
     numbers = {name: _kept(name, options[name], range) for name, range in _RANGES.items()}
-    return {**options, **numbers, "use_ema": bool(options["use_ema"]), "sparse": check_sparse(options["sparse"])}
+    words = {"sparse": check_sparse(options["sparse"]), "settle": check_settle(options["settle"])}
+    return {**options, **numbers, **words, "use_ema": bool(options["use_ema"])}
 
 
 def _kept(name: str, value: object, range: Range) -> Any:

@@ -19,7 +19,7 @@ from psclient._src.distribute.template import TemplateCache
 from psclient._src.nest import Nest
 from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.variables.sharded import shards_of
-from psclient._src.variables.sparse_updates import Sparse, SparseUpdate
+from psclient._src.variables.sparse_updates import Settle, Sparse, SparseUpdate
 from psclient._src.variables.variable import Variable
 from psclient.optimizers.checks import check_gradients
 from psclient.optimizers.loss_scale import DynamicLossScale
@@ -46,6 +46,10 @@ class Rule(Protocol):
 
     @property
     def sparse(self) -> Sparse:
+        """As of `Optimizer`."""
+
+    @property
+    def settle(self) -> Settle:
         """As of `Optimizer`."""
 
     def settings(self) -> Settings:
@@ -194,7 +198,8 @@ class StepDriver:
         for shared in state.everywhere:
             counted = shared["iterations"].devices
             begun[id(shared)] = extended.update_non_slot(counted, self._functions.begin, (settings, shared, finite))
-        step = SparseUpdate(self._functions.apply, self._rule.sparse, optional=self._functions.optional)
+        rule, optional = self._rule, self._functions.optional
+        step = SparseUpdate(self._functions.apply, rule.sparse, optional=optional, settle=rule.settle)
         for v, gradient, count in zip(variables, sums, given[0] if given else repeat(1), strict=False):
             if not count:
                 continue

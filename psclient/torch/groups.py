@@ -13,7 +13,7 @@ import torch
 from psclient._src.devices import Value
 from psclient._src.tracing.hyperparameters import Configured, Settings
 from psclient._src.tracing.update_function import update_function
-from psclient._src.variables.sparse_updates import Sparse
+from psclient._src.variables.sparse_updates import Settle, Sparse
 from psclient._src.variables.variable import Variable
 from psclient.optimizers import DynamicLossScale, Optimizer, step_functions
 from psclient.optimizers.schedules import LearningRateSchedule
@@ -102,6 +102,11 @@ class Groups(Configured):
     def sparse(self) -> Sparse:
         """The first rule's."""
         return self.first.sparse
+
+    @property
+    def settle(self) -> Settle:
+        """The first rule's."""
+        return self.first.settle
 
     # ---- Groups ----
 
@@ -193,14 +198,15 @@ def keys_of(rule: Optimizer) -> Mapping[str, str]:
 
 _OF_A_STEP = frozenset(
     {
-        *("learning_rate", "clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor", "sparse"),
+        *("learning_rate", "clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor"),
+        *("sparse", "settle"),
         *("gradient_accumulation_steps", "use_ema", "ema_momentum", "ema_overwrite_frequency"),
     }
 )
 """Options of Keras's optimizers that are not of a group."""
 
 
-OURS = frozenset({"clipnorm", "clipvalue", "global_clipnorm", "sparse"})
+OURS = frozenset({"clipnorm", "clipvalue", "global_clipnorm", "sparse", "settle"})
 """Options of `ps.optimizers` that go with torch's rules as well."""
 
 

@@ -58,8 +58,8 @@ class Optimizer(torch.optim.Optimizer):
         early: True if gradients may leave while backward goes on, where there is more than 4 MiB of them. They then
             leave as backward makes them, so that nothing may change them afterwards.
         prefix: of the names of variables.
-        options: arguments of a class of torch; and `clipnorm`, `clipvalue`, `global_clipnorm` and `sparse`, as of
-            `ps.optimizers`, which no class of torch has.
+        options: arguments of a class of torch; and `clipnorm`, `clipvalue`, `global_clipnorm`, `sparse` and `settle`,
+            as of `ps.optimizers`, which no class of torch has.
 
     Attributes:
         strategy: the strategy that owns the variables.

@@ -92,6 +92,11 @@ class RowsCall:
         return self._use.program
 
     @property
+    def closed(self) -> bool:
+        """True if updates that rows have missed may be made up by a closed form."""
+        return self._use.closed
+
+    @property
     def ids(self) -> Int64s:
         """The rows that it updates, each once."""
         return self._update.ids

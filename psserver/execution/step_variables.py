@@ -146,9 +146,9 @@ class StepVariables:
     def make_up(self, call: RowsCall, kernels: Kernels) -> MissedUpdates | None:
         """Makes the rows of a call have all updates before it; returns what it has to note itself in."""
         same = self.missing(call.tables[0]) if call.tables else None
-        if call.tables and (same is None or not same.is_of(call.program, call.tables)):
+        if call.tables and (same is None or not same.is_of(call.program, call.tables, call.closed)):
             self.settle(call.tables)
-            replay, size = Replay(kernels, call.program), len(self.value(call.tables[0]))
+            replay, size = Replay(kernels, call.program, call.closed), len(self.value(call.tables[0]))
             same = MissedUpdates(replay, call.program, call.tables, size)
             self.changed |= dict.fromkeys(call.tables, same)
         touched = (self.missing(ref.index) for ref in call.refs if ref.kind == "variable")

@@ -124,9 +124,9 @@ class TableRounds:
         """Makes the rows of a call have all updates before it; returns what it has to note itself in."""
         stored = next(self._tensors[id].stored for id in call.assigned)
         missed = stored.missed
-        if call.tables and (missed is None or not missed.is_of(call.program, call.tables)):
+        if call.tables and (missed is None or not missed.is_of(call.program, call.tables, call.closed)):
             stored.settle()
-            replay, size = Replay(self._kernels, call.program), len(stored.table.arrays[0])
+            replay, size = Replay(self._kernels, call.program, call.closed), len(stored.table.arrays[0])
             missed = stored.missed = MissedUpdates(replay, call.program, call.tables, size, MAX_COUNT)
         stored.make_up(call.ids)
         if missed is not None and call.tables:

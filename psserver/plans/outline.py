@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from psserver.programs.kernels.rows import divided
-from pswire.model.plan import Apply, Plan, Reduction, Ref
+from pswire.model.plan import LATER, Apply, Plan, Reduction, Ref
 from pswire.model.program import Program
 from pswire.model.row_updates import keeps_rows
 from pswire.model.tensor import DTYPES
@@ -26,6 +26,7 @@ class RowsUse:
         program: the program; of a mean it takes the sum, and divides it by one more input, the sum of the weights.
         tables: numbers of the variables that are its tables, in order, if other rows miss an update that they are to
             have later; else empty.
+        closed: True if these may be made up by a closed form.
         keyed: True if its tables are dynamic, and rows are given by keys.
     """
 
@@ -33,6 +34,7 @@ class RowsUse:
     program: Program
     tables: tuple[int, ...] = ()
     keyed: bool = False
+    closed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,11 +143,11 @@ def _application(plan: Plan, apply: Apply, first: int, rows: int | None, uses: M
 
 def _rows_use(reduction: Reduction, number: int, program: Program, apply: Apply) -> RowsUse:
     given = apply.args.index(Ref("reduction", number))
-    misses = apply.sparse == "exact" and not keeps_rows(program, [given])
+    misses = apply.sparse in LATER and not keeps_rows(program, [given])
     shaped = zip(apply.args, program.inputs, strict=True)
     tables = tuple(ref.index for ref, item in shaped if misses and ref.kind == "variable" and item.spec.shape)
     summed = divided(program, given) if reduction.op == "mean" else program
-    return RowsUse(number, summed, tables, reduction.form == "keys")
+    return RowsUse(number, summed, tables, reduction.form == "keys", apply.sparse == "closed")
 
 
 def _is_summed(reduction: Reduction) -> bool:

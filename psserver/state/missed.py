@@ -68,9 +68,10 @@ class MissedUpdates:
         found._kept = list(self._kept)  # what is kept of an update never changes
         return found
 
-    def is_of(self, program: Program, tables: tuple[int, ...]) -> bool:
-        """Returns True if it is of this program, applied to these variables."""
-        return tables == self.tables and (program is self.program or program == self.program)
+    def is_of(self, program: Program, tables: tuple[int, ...], closed: bool) -> bool:
+        """Returns True if it is of this program, applied to these variables, and of closed forms or not."""
+        same = program is self.program or program == self.program
+        return same and tables == self.tables and closed == self._replay.closed
 
     @property
     def behind(self) -> bool:

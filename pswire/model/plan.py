@@ -117,12 +117,16 @@ class PlacedVariable:
     servers: tuple[int, ...]
 
 
-Sparse = Literal["dense", "lazy", "exact"]
+Sparse = Literal["dense", "lazy", "exact", "closed"]
 """What an update with the gradient of some rows is to the other rows.
 
 Dense: what the update is for a whole gradient that is zero there, at once. Lazy: nothing, whatever it would do to them.
-Exact: as dense, but made up when a row is touched or read.
+Exact: as dense, but made up when a row is touched or read. Closed: as exact, but many updates may be made up as one, by
+a closed form, within a few millionths.
 """
+
+LATER: frozenset[Sparse] = frozenset({"exact", "closed"})
+"""Ways in which other rows have an update later."""
 
 RefKind = Literal["variable", "reduction", "operand", "result"]
 REF_KINDS: tuple[RefKind, ...] = ("variable", "reduction", "operand", "result")
@@ -318,7 +322,7 @@ class Plan:
         if not one or row_updates.refusal(program, given):
             return None
         alone = apply.sparse == "lazy" or row_updates.keeps_rows(program, given)
-        later = apply.sparse == "exact" and not row_updates.later_refusal(program)
+        later = apply.sparse in LATER and not row_updates.later_refusal(program)
         return next(iter(given.values())) if alone or later else None
 
     @cached_property
@@ -505,7 +509,7 @@ class Plan:
             given = [i for i, ref in enumerate(apply.args) if self._is_rows(ref)]
             program = self.programs[apply.program]
             why = row_updates.refusal(program, given)
-            if why is None and apply.sparse == "exact":
+            if why is None and apply.sparse in LATER:
                 why = row_updates.later_refusal(program)
             raise ProgramError(f"a sparse update has to run on rows: {why or 'it takes those of one gradient'}")
 

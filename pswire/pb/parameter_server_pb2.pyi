@@ -695,9 +695,11 @@ class Apply(_message.Message):
         DENSE: _ClassVar[Apply.Sparse]
         LAZY: _ClassVar[Apply.Sparse]
         EXACT: _ClassVar[Apply.Sparse]
+        CLOSED: _ClassVar[Apply.Sparse]
     DENSE: Apply.Sparse
     LAZY: Apply.Sparse
     EXACT: Apply.Sparse
+    CLOSED: Apply.Sparse
     PROGRAM_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     ARGS_FIELD_NUMBER: _ClassVar[int]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -94,6 +95,14 @@ def test_a_row_of_a_table_makes_the_steps_of_a_row_of_a_variable(strategy, name,
         np.testing.assert_array_equal(one, other)
     assert found[-1].any() or name == "SGD"
     assert dense.numpy().tolist() != [1.0, 1.0]
+
+
+def test_closed_forms_are_of_tables_too(strategy):
+    """A row of a table has, bit for bit, what a row of a variable has by a closed form."""
+    make = partial(O.Adam, 0.01, settle="closed")
+    plain = trained(strategy, make, variable(strategy, np.zeros(SHAPE, "float32")), keyed=False)
+    for one, other in zip(trained(strategy, make, table_of(strategy), keyed=True), plain, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

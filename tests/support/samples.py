@@ -195,6 +195,7 @@ PLAN = Plan(
     applies=(
         Apply(7, (0, 2), (Ref("variable", 150), Ref("reduction", 1), Ref("operand", 2)), sparse="lazy"),
         Apply(8, (1,), (Ref("variable", 151),), sparse="exact", optional=True),
+        Apply(9, (1,), (Ref("variable", 152),), sparse="closed"),
     ),
     returned=(Ref("result", 3), Ref("reduction", 1 << 32)),
     snapshot=SnapshotOrder("run/ckpt-7", (0, 1, 2, 3), 41, '{"objects": {}}'),

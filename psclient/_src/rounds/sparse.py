@@ -47,7 +47,7 @@ def how_sparse(
     if why is None and keeps_rows(program, given):
         return "dense"
     if sparse == "exact" and not (why := why or later_refusal(program)):
-        return sparse
+        return "closed" if wish and wish.settle == "closed" else sparse
     if table is not None:
         refuse_whole_update(table, why)
     if sparse != "dense":

@@ -10,6 +10,20 @@ Sparse = Literal["exact", "lazy", "dense"]
 gradient, which is made.
 """
 
+Settle = Literal["replay", "closed"]
+"""How exact updates are made up. Replay: one by one, with the same bits. Closed: many as one, where their function has
+a closed form, within a few millionths.
+"""
+
+
+def check_settle(settle: object) -> Settle:
+    """Returns one of the two words; raises `ValueError` for anything else."""
+    for word in get_args(Settle):
+        if settle == word:
+            found: Settle = word
+            return found
+    raise ValueError(f"settle is {settle!r}; it is 'replay' or 'closed'")
+
 
 def check_sparse(sparse: object) -> Sparse:
     """Returns one of the three words; raises `ValueError` for anything else."""
@@ -28,15 +42,22 @@ class SparseUpdate:
         sparse: as above.
         needs_rows: True if it is an error where the update is given no rows.
         optional: True if it is left out where no process contributes to the gradient.
+        settle: how what it is to other rows is made up, if it is exact.
     """
 
     def __init__(
-        self, fn: Callable[..., object], sparse: Sparse, needs_rows: bool = False, optional: bool = False
+        self,
+        fn: Callable[..., object],
+        sparse: Sparse,
+        needs_rows: bool = False,
+        optional: bool = False,
+        settle: Settle = "replay",
     ) -> None:
         self.fn = fn
         self.sparse = sparse
         self.needs_rows = needs_rows
         self.optional = optional
+        self.settle = settle
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -61,7 +82,7 @@ def lazily(fn: Callable[..., object]) -> SparseUpdate:
     return _sparse(fn, "lazy", "lazily")
 
 
-def exactly(fn: Callable[..., object]) -> SparseUpdate:
+def exactly(fn: Callable[..., object], settle: Settle = "replay") -> SparseUpdate:
     """Makes servers put an update off in rows that its `IndexedSlices` do not have, until somebody needs them.
 
     The update means what it means without `exactly`, and every value that anybody reads has the same bits: a row that
@@ -73,11 +94,18 @@ def exactly(fn: Callable[..., object]) -> SparseUpdate:
 
     Args:
         fn: for `strategy.extended.update`, also one that `update_function` has made.
+        settle: "closed" to have many updates made up as one where the function has a closed form: it multiplies each
+            table by numbers, and adds to one of them a multiple of another one, which it may divide by a root. Then
+            values are right within a few millionths, and what a row has missed costs the same, however much it is.
+
+    Raises:
+        TypeError: it is no function.
+        ValueError: `settle` is another word.
     """
-    return _sparse(fn, "exact", "exactly")
+    return _sparse(fn, "exact", "exactly", check_settle(settle))
 
 
-def _sparse(fn: Callable[..., object], sparse: Sparse, name: str) -> SparseUpdate:
+def _sparse(fn: Callable[..., object], sparse: Sparse, name: str, settle: Settle = "replay") -> SparseUpdate:
     if not callable(fn):
         raise TypeError(f"{name} takes an update function, and not a {type(fn).__name__}")
-    return SparseUpdate(fn, sparse, needs_rows=sparse == "lazy")
+    return SparseUpdate(fn, sparse, needs_rows=sparse == "lazy", settle=settle)

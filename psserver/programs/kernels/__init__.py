@@ -14,5 +14,6 @@ kernels     a server's steps, kernels and threads
 launch      runs a kernel over pieces of memory, by several threads
 rows        runs a program on selected rows of a variable
 replay      makes up updates that rows have missed
+closed_forms  what many of these updates make, at once
 row_groups  groups received rows by their row of a table
 """

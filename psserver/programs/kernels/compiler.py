@@ -117,9 +117,16 @@ class Compiler:
 
     def replay(self, form: RowForm) -> NumbaKernel | None:
         """Returns the kernel that makes up updates which rows have missed; None while there is none."""
+        return self._replayed(form, form.replay)
+
+    def once(self, form: RowForm) -> NumbaKernel | None:
+        """Returns the kernel that makes one update of rows, by numbers of each row's own; None while there is none."""
+        return self._replayed(form, form.once)
+
+    def _replayed(self, form: RowForm, text: str) -> NumbaKernel | None:
         taken = [p for p in parameters(form) if p.role != "part"]
         index = Parameter("array", 0, "int64")
-        return self._pointed(form.replay, 5, [index] * 2 + taken + rooms(form, replayed=True) + bits(form))
+        return self._pointed(text, 5, [index] * 2 + taken + rooms(form, replayed=True) + bits(form))
 
     def groups(self) -> NumbaKernel | None:
         """Returns `row_groups.grouping`, compiled; None while it is not."""

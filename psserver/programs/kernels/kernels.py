@@ -272,6 +272,10 @@ class Kernels:
         """Returns the kernel that makes up such a step on rows that have missed it; None while it is not compiled."""
         return self._row_kernel(step, self.compiler.replay)
 
+    def once(self, step: Step) -> RowKernel | None:
+        """Returns the kernel that makes such a step by numbers of each row's own; None while it is not compiled."""
+        return self._row_kernel(step, self.compiler.once)
+
     def _row_kernel(self, step: Step, make: Callable[[RowForm], Any]) -> RowKernel | None:
         key = id(step), make
         found = self._known_rows.get(key)

@@ -1,22 +1,29 @@
 """Makes up the updates that rows of tables have missed: the same program, with a gradient of zeros, row by row.
 
 Elementwise programs do not mix rows. So a row that is updated later, by the numbers that were each update's own, has
-the same bits as if it had been updated with all others.
+the same bits as if it had been updated with all others. Where these need not be the same, and the program has a closed
+form, many updates are made as one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from psserver.programs import interpreter
+from psserver.programs.kernels import closed_forms
+from psserver.programs.kernels.closed_forms import closed_form, recurring
+from psserver.programs.kernels.fusion import Step
 from psserver.programs.kernels.kernels import Kernels, RowKernel
 from psserver.programs.kernels.row_codegen import bits
+from psserver.programs.kernels.row_steps import split_rows
 from psserver.programs.kernels.rows import resized, rooms_for, row_step, table_shape
 from pswire.model.program import Program
+from pswire.model.row_updates import row_shape
 from pswire.model.rows import Int64s
 from pswire.model.tensor import Array, address_of
 
@@ -26,6 +33,12 @@ TURN = 1 << 9
 GATHERED = 1 << 14
 """Rows that are copied at a time where no kernel runs."""
 
+MANY = 3
+"""Fewest updates that are made as one: fewer cost less one by one."""
+
+Run = Callable[[Any, Sequence[Sequence[int]]], object]
+"""Runs calls of a kernel."""
+
 
 class Replay:
     """The missed updates of one program. May be used by any thread.
@@ -33,22 +46,27 @@ class Replay:
     Args:
         kernels: the kernels of the tables' device.
         program: as for `RowUpdate`; it reads no table that it does not assign.
+        closed: True if updates may be made up by a closed form, if the program has one.
 
     Attributes:
         tables: the program's inputs that are tables, in order.
+        closed: the argument.
         xp: the array namespace of the tables' device.
     """
 
-    def __init__(self, kernels: Kernels, program: Program) -> None:
-        self._kernels = kernels
+    def __init__(self, kernels: Kernels, program: Program, closed: bool = False) -> None:
+        self._kernels, self.closed = kernels, closed
         self.xp = kernels.device.xp
-        self._step = step = row_step(kernels, program)
-        self._shape = table_shape(program)
+        shape, step = table_shape(program), row_step(kernels, program)
         inputs = list(enumerate(step.program.inputs))
         own = [n for n, item in inputs if item.kind == "variable" and item.spec.shape]
-        self.tables = tuple(sorted(step.args[n] for n in own))
-        self._places = {n: self.tables.index(step.args[n]) for n in own}
-        self._scalars = {n: place for place, n in enumerate(n for n, item in inputs if not item.spec.shape)}
+        own.sort(key=lambda n: step.args[n])
+        self.tables = tuple(step.args[n] for n in own)
+        self._each = _Updates(kernels, step, shape, own)
+        rows = [n for n, item in inputs if item.kind == "value" and item.spec.shape]
+        self._form = closed_form(step.program, rows, own) if closed else None
+        if self._form:
+            self._many = _Updates(kernels, split_rows(self._form.program)[-1], shape, range(len(own)), once=True)
 
     def run(self, tables: Sequence[Any], scalars: Sequence[Array], ids: Int64s, first: Int64s, count: int) -> None:
         """Updates rows, in place, as often as they have missed it.
@@ -60,12 +78,7 @@ class Replay:
             first: int64[n], the first update that each row has missed.
             count: the number after the last one.
         """
-        kernel = self._kernel()
-        if kernel is None:
-            for at in range(0, len(ids), GATHERED):
-                self._interpret(tables, scalars, ids[at : at + GATHERED], first[at : at + GATHERED], count)
-        else:
-            self._compute(kernel, tables, scalars, ids, first, count, self._kernels.crew.run)
+        self._make_up(tables, scalars, ids, first, count, self._kernels.crew.run)
 
     def rows(
         self, tables: Sequence[Any], scalars: Sequence[Array], ids: Int64s, first: Int64s, count: int
@@ -76,17 +89,59 @@ class Replay:
         """
         with self._kernels.device.scope():
             taken = [self.xp.take(table, self.xp.asarray(ids), axis=0) for table in tables]
-            places, kernel = np.arange(len(ids)), self._kernel()
-            if kernel is None:
-                for at in range(0, len(ids), GATHERED):
-                    self._interpret(taken, scalars, places[at : at + GATHERED], first[at : at + GATHERED], count)
-            else:
-                self._compute(kernel, taken, scalars, places, first, count, _run_here)
+            self._make_up(taken, scalars, np.arange(len(ids)), first, count, _run_here)
         return taken
 
+    def _make_up(
+        self, tables: Sequence[Any], scalars: Sequence[Array], ids: Int64s, first: Int64s, count: int, run: Run
+    ) -> None:
+        far = np.flatnonzero(first <= count - MANY) if self._form else ids[:0]
+        if self._form and far.size:
+            function = self._kernels.compiler.function(recurring, 1, ("float64",) * 3, (closed_forms,))
+            numbers, known = self._form.numbers_of(scalars, first[far], count, function)
+            far = far[known]
+            self._many.make(tables, [each[known] for each in numbers], ids[far], np.arange(far.size), far.size, run)
+            left = np.ones(len(ids), bool)
+            left[far] = False
+            ids, first = ids[left], first[left]
+        self._each.make(tables, scalars, ids, first, count, run)
+
+
+class _Updates:
+    """Updates by one program, of rows that need them.
+
+    Args:
+        kernels: the kernels of the tables' device.
+        step: the program.
+        shape: shape of its tables.
+        own: its inputs that are tables, in the order in which these are given.
+        once: True if each row has one update, by numbers of its own; else it has all from `first` to `count`.
+    """
+
+    def __init__(
+        self, kernels: Kernels, step: Step, shape: tuple[int, ...], own: Sequence[int], once: bool = False
+    ) -> None:
+        self._kernels, self._step, self._shape, self._once = kernels, step, shape, once
+        self._places = {n: place for place, n in enumerate(own)}
+        scalars = (n for n, item in enumerate(step.program.inputs) if not item.spec.shape)
+        self._scalars = {n: place for place, n in enumerate(scalars)}
+
+    def make(
+        self, tables: Sequence[Any], scalars: Sequence[Array], ids: Int64s, first: Int64s, count: int, run: Run
+    ) -> None:
+        """Updates rows, in place: see `Replay.run`."""
+        kernel = self._kernel()
+        if kernel is not None:
+            self._compute(kernel, tables, scalars, ids, first, count, run)
+            return
+        interpret = self._interpret_once if self._once else self._interpret
+        for at in range(0, len(ids), GATHERED):
+            interpret(tables, scalars, ids[at : at + GATHERED], first[at : at + GATHERED], count)
+
     def _kernel(self) -> RowKernel | None:
-        fused = self._step.shape is not None and self._kernels.device.gpu is None
-        return self._kernels.replay(self._step) if fused else None
+        if self._step.shape is None or self._kernels.device.gpu is not None:
+            return None
+        return self._kernels.once(self._step) if self._once else self._kernels.replay(self._step)
 
     def _compute(
         self,
@@ -96,7 +151,7 @@ class Replay:
         ids: Int64s,
         first: Int64s,
         count: int,
-        run: Callable[[Any, Sequence[Sequence[int]]], object],
+        run: Run,
     ) -> None:
         form = kernel.form
         taken = [p for p in kernel.parameters if p.role != "part"]
@@ -119,7 +174,7 @@ class Replay:
         self, tables: Sequence[Any], scalars: Sequence[Array], ids: Int64s, first: Int64s, count: int
     ) -> None:
         """Updates rows by the interpreter, in copies: those that have missed most come first, and all at the end."""
-        xp, program = self.xp, self._step.program
+        xp, program = self._kernels.device.xp, self._step.program
         order = np.argsort(first, kind="stable")
         places, missed = xp.asarray(ids[order]), first[order]
         rows = [xp.take(table, places, axis=0) for table in tables]
@@ -144,6 +199,26 @@ class Replay:
             return xp.asarray(scalars[self._scalars[n]][k])
         spec = program.inputs[n].spec
         return xp.zeros(spec.shape, spec.dtype)
+
+    def _interpret_once(
+        self, tables: Sequence[Any], scalars: Sequence[Array], ids: Int64s, first: Int64s, count: int
+    ) -> None:
+        """Updates rows by the interpreter, in copies: numbers are columns beside the rows."""
+        xp, shape = self._kernels.device.xp, (len(ids), *self._shape[1:])
+        small, column = resized(self._step.program, self._shape, shape), row_shape(shape)
+        inputs = tuple(
+            item if item.spec.shape else replace(item, spec=replace(item.spec, shape=column)) for item in small.inputs
+        )
+        places = xp.asarray(ids)
+        given = [
+            xp.take(tables[self._places[n]], places, axis=0)
+            if n in self._places
+            else xp.asarray(scalars[self._scalars[n]][first].reshape(column))
+            for n in range(len(inputs))
+        ]
+        assigned, _ = interpreter.run(replace(small, inputs=inputs), given, xp)
+        for target, rows in assigned.items():
+            tables[self._places[target]][places] = rows
 
 
 def _run_here(function: Any, calls: Sequence[Sequence[int]]) -> None:

@@ -68,6 +68,11 @@ class RowForm(Form):
         return replay_source(self)
 
     @cached_property
+    def once(self) -> str:
+        """The text for one update, by numbers that are each row's own."""
+        return replay_source(self, once=True)
+
+    @cached_property
     def rested(self) -> tuple[int, ...]:
         """The tables of which a row that is zero stays as it is, in all tables, while these sums are zero."""
         return resting(self.program, self.sums)
@@ -203,13 +208,13 @@ def rows_source(form: RowForm) -> str:
     return "\n".join([*lines, "    return 0"]) + "\n"
 
 
-def replay_source(form: RowForm) -> str:
+def replay_source(form: RowForm, once: bool = False) -> str:
     """Writes a function that makes up updates which rows of tables have missed; in these, `form.sums` are zero.
 
     `kernel(n, width, size, count, kept, ids, first, *pointers, *rooms, *bits)`: for each r below n, row `ids[r]` of
     every table has the updates from `first[r]` on, below `count`; number k takes element k of each scalar, of which
     `kept` are there. `bits` are the tables that may be zero, as unsigned numbers: a row that is zero in all of them
-    stays as it is.
+    stays as it is. With `once` each row has one update, number `first[r]`.
     """
     taken = [p for p in parameters(form) if p.role != "part"]
     own, zero = rooms(form, replayed=True), bits(form)
@@ -222,7 +227,7 @@ def replay_source(form: RowForm) -> str:
     lines += ["        " + line for line in (*_fetching(form), *_place(form))]
     if zero:
         lines += ["        " + line for line in _zero(form, zero)]
-    lines += ["        for k in range(first[r], count):"]
+    lines += [f"        for k in range(first[r], {'first[r] + 1' if once else 'count'}):"]
     lines += [f"            v{p.value} = {_read(p.dtype, f'all_{p.name}[k]')}" for p in taken if p.single]
     lines += ["            " + line for line in _row(form, absent=form.sums)]
     return "\n".join([*lines, "    return 0"]) + "\n"
