@@ -2,7 +2,7 @@
 
     python benchmarks/rows.py                                  every lane, SGD and Adagrad
     python benchmarks/rows.py --python peers/bin/python        and torch RPC, in turns, where that Python has torch
-    python benchmarks/rows.py --zipf 1.05 --optimizer adam --optimizer lazyadam     what rows miss, made up and not
+    python benchmarks/rows.py --zipf 1.05 --optimizer adam --optimizer closedadam --optimizer lazyadam    what rows miss
     python benchmarks/rows.py --table static --table dynamic --lane shm             and of a table without a size
     python benchmarks/rows.py --quick                          a few steps of each
 
@@ -59,6 +59,7 @@ OPTIMIZERS: Mapping[str, Callable[[], ps.optimizers.Optimizer]] = {
     "sgd": lambda: ps.optimizers.SGD(RATE),
     "adagrad": lambda: ps.optimizers.Adagrad(RATE, initial_accumulator_value=0.1, epsilon=1e-7),
     "adam": lambda: ps.optimizers.Adam(1e-3),
+    "closedadam": lambda: ps.optimizers.Adam(1e-3, settle="closed"),
     "lazyadam": lambda: ps.optimizers.LazyAdam(1e-3),
     "rowwise": lambda: ps.optimizers.RowwiseAdagrad(RATE),
 }

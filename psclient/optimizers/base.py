@@ -224,7 +224,7 @@ class Optimizer(Described):
         return list(dict.fromkeys((*super()._arguments(), "name", *sorted(OPTIONS))))
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the arguments that make an optimizer like this one; `sparse`, `settle` only if they are no defaults."""
+        """Returns the arguments that make an optimizer like this one; `sparse`, `settle` if not by default."""
         config = super().get_config()
         return {name: value for name, value in config.items() if name not in _NOT_KERAS or value != _NOT_KERAS[name]}
 

@@ -4,6 +4,9 @@ An update with the gradient of some rows would change all others as well, as mom
 update takes are kept, and it is counted for each row which updates it has had. So the value of a row is a function of
 its array, of that count, and of what is kept; who makes updates up changes no value.
 
+By a closed form the last bits depend on when updates are made up. The rounds alone say that, so values are the same
+wherever the same rounds are made.
+
     MissedUpdates  what rows of some tables have missed
     Unsettled      a variable as it is with all updates, for whoever reads it later
 """
