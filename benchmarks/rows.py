@@ -1,15 +1,15 @@
 """Time of a step that trains some rows of a large variable: gradients of rows out, the rows of the next batch back.
 
     python benchmarks/rows.py                                  every lane, SGD and Adagrad
-    python benchmarks/rows.py --python peers/bin/python        and torch RPC, in turns, where that Python has torch
+    python benchmarks/rows.py --python peers/bin/python        and the peers that this Python has, in turns
     python benchmarks/rows.py --zipf 1.05 --optimizer adam --optimizer closedadam --optimizer lazyadam    what rows miss
     python benchmarks/rows.py --table static --table dynamic --lane shm             and of a table without a size
     python benchmarks/rows.py --quick                          a few steps of each
 
 One server, two workers, all real processes on this machine. In a step of ours the worker has the rows of its batch,
-sends a gradient for each, and has the rows of its next batch as they are after the round. torch RPC does the same in
-one call, or with `push` only the first half of it. The sum of the table is checked at the end. Adagrad as all have it:
-the rows for one place are summed first.
+sends a gradient for each, and has the rows of its next batch as they are after the round. The peers do the same in one
+call, or with `push` only the first half of it: torch RPC, actors of Ray, and TensorFlow's parameter server. The sum of
+the table is checked at the end. Adagrad as all have it: the rows for one place are summed first.
 
 `--json FILE` writes `{"format", "machine", "rows", "left_out"}`; docs/performance.md says what is in it.
 """
@@ -69,9 +69,16 @@ PEERS = ("sgd", "adagrad")
 TABLES = ("static", "dynamic")
 """Kinds of tables: a variable, or one without a size."""
 
-TORCH = {"torch-shm": "shm", "torch-tcp": "uv"}
+PROGRAMS = {
+    "torch-shm": ("torch", "torch_rows.py", "shm"),
+    "torch-tcp": ("torch", "torch_rows.py", "uv"),
+    "ray": ("ray", "ray_rows.py"),
+    "tensorflow": ("tensorflow", "tensorflow_rows.py"),
+}
+"""Of each peer: the package that it needs, its program among the peers, and what that is told beside the work."""
+
 CALLS = ("push", "both")
-"""What a call of torch RPC does: takes gradients, or takes them and gives the next rows."""
+"""What a call of a peer does: takes gradients, or takes them and gives the next rows."""
 
 
 @dataclass(frozen=True)
@@ -181,14 +188,15 @@ def run_ours(work: Work, lane: str, optimizer: str) -> list[float]:
     return found
 
 
-# ---- torch RPC ----
+# ---- Peers ----
 
 
-def run_torch(python: str, work: Work, transport: str, optimizer: str, calls: str) -> list[float]:
-    """Has torch RPC make the same steps; returns the seconds of each."""
-    program = Path(__file__).resolve().parent / "peers" / "torch_rows.py"
+def run_peer(python: str, work: Work, name: str, optimizer: str, calls: str) -> list[float]:
+    """Has a peer make the same steps; returns the seconds of each."""
+    _, file, *told = PROGRAMS[name]
+    program = Path(__file__).resolve().parent / "peers" / file
     setting = json.dumps(asdict(work) | {"rate": RATE, "batches": BATCHES, "workers": WORKERS})
-    command = [python, str(program), setting, transport, optimizer, calls]
+    command = [python, str(program), setting, *told, optimizer, calls]
     with tempfile.TemporaryFile() as errors:
         process = spawn(command, child_environ(1 + WORKERS, None), subprocess.PIPE, errors.fileno())
         try:
@@ -201,9 +209,15 @@ def run_torch(python: str, work: Work, transport: str, optimizer: str, calls: st
     return seconds
 
 
-def has_torch(python: str) -> bool:
-    """Returns whether a Python has torch."""
-    return not subprocess.run([python, "-c", "import torch"], capture_output=True, check=False).returncode
+def pythons_of(pythons: Sequence[str]) -> dict[str, str]:
+    """Returns by peer the first of some Pythons that has its package."""
+    found = {}
+    for name, (package, *_) in PROGRAMS.items():
+        look = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
+        has = [each for each in pythons if not subprocess.run([each, "-c", look], check=False).returncode]
+        if has:
+            found[name] = has[0]
+    return found
 
 
 # ---- All of them ----
@@ -218,10 +232,11 @@ def measure(
     repeats: int,
 ) -> tuple[dict[tuple[str, str], list[list[float]]], list[str]]:
     """Measures all systems in turns; returns seconds of steps by system and optimizer, and who is left out."""
-    python = next(filter(has_torch, pythons), None)
     compares = bool(set(PEERS) & set(optimizers)) and not work.zipf
-    peers = [f"{name}, {calls}" for name, calls in product(TORCH, CALLS)] if python and compares else []
-    left_out = ["torch RPC: no Python that has torch was given"] if compares and not python else []
+    found = pythons_of(pythons) if compares else {}
+    missing = [name for name in PROGRAMS if compares and name not in found]
+    left_out = [f"{name}: no Python that has {PROGRAMS[name][0]} was given" for name in missing]
+    peers = [f"{name}, {calls}" for name, calls in product(found, CALLS)]
     total: dict[tuple[str, str], list[list[float]]] = {}
     ours = [f"{lane}, {table}" for lane, table in product(lanes, tables)]
     for _, optimizer, system in product(range(repeats), optimizers, (*ours, *peers)):
@@ -230,8 +245,8 @@ def measure(
             continue
         try:
             seconds = (
-                run_torch(python, work, TORCH[name], optimizer, what)
-                if system in peers and python
+                run_peer(found[name], work, name, optimizer, what)
+                if system in peers
                 else run_ours(replace(work, dynamic=what == "dynamic"), name, optimizer)
             )
         except Failed as error:
@@ -267,7 +282,7 @@ def report(work: Work, total: dict[tuple[str, str], list[list[float]]], left_out
 @click.option("--ids", type=click.IntRange(1), default=4096, show_default=True)
 @click.option("--steps", type=click.IntRange(1), help="How many to measure at a time [default: 300, with --quick 20].")
 @click.option("--repeats", type=click.IntRange(1), help="How many times over [default: 3, with --quick 1].")
-@click.option("--python", "pythons", multiple=True, help="A Python that may have torch.")
+@click.option("--python", "pythons", multiple=True, help="A Python that may have peers.")
 @click.option("--quick", is_flag=True, help="A few steps only.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
 @click.option("--as-worker", "said", hidden=True)

@@ -11,13 +11,12 @@ import json
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rounds import run_together
+from row_steps import EPSILON, INITIAL, Ids, Work, check, measure
 from torch.distributed import rpc
 from torch_rpc import begin
 
@@ -28,10 +27,10 @@ Pushed = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 class Server:
     """The table, and the calls that wait for another worker's. Called in several threads."""
 
-    def __init__(self, work: dict[str, Any], optimizer: str) -> None:
+    def __init__(self, work: Work, optimizer: str) -> None:
         self._work, self._adagrad = work, optimizer == "adagrad"
         self.table = torch.zeros(work["rows"], work["width"])
-        self._sums = torch.full_like(self.table, 0.1) if self._adagrad else None
+        self._sums = torch.full_like(self.table, INITIAL) if self._adagrad else None
         self._lock = threading.Lock()  # guards what waits
         self._waiting: list[tuple[Pushed, Any]] = []
 
@@ -59,7 +58,7 @@ class Server:
         summed = torch.sparse_coo_tensor(ids.unsqueeze(0), rows, self.table.shape).coalesce()
         ids, rows = summed.indices()[0], summed.values()
         self._sums.index_add_(0, ids, rows * rows)
-        self.table.index_add_(0, ids, rows / (self._sums[ids].sqrt() + 1e-7), alpha=-rate)
+        self.table.index_add_(0, ids, rows / (self._sums[ids].sqrt() + EPSILON), alpha=-rate)
 
 
 _servers: list[Server] = []
@@ -77,44 +76,28 @@ def total() -> float:
     return float(_servers[0].table.sum(dtype=torch.float64))
 
 
-def serve(work: dict[str, Any], transport: str, optimizer: str, store: str) -> None:
+def serve(work: Work, transport: str, optimizer: str, store: str) -> None:
     """The server's process."""
     _servers.append(Server(work, optimizer))
     begin("server", work["workers"], transport, store)
     rpc.shutdown()
 
 
-def train(worker: int, work: dict[str, Any], transport: str, optimizer: str, calls: str, store: str) -> None:
+def train(worker: int, work: Work, transport: str, optimizer: str, calls: str, store: str) -> None:
     """A worker's process."""
     begin(f"worker{worker}", worker, transport, store)
-    rng = np.random.default_rng(worker)
-    drawn = [np.unique(rng.integers(0, work["rows"], work["ids"])) for _ in range(work["batches"])]
-    batches = [torch.from_numpy(ids) for ids in drawn]
     gradient = torch.ones(work["ids"], work["width"])
-    seconds = []
-    for step in range(work["warm"] + work["steps"]):
-        ids, ahead = batches[step % len(batches)], batches[(step + 1) % len(batches)]
-        start = time.perf_counter()
-        rpc.rpc_sync("server", exchange, ((ids, gradient[: len(ids)], ahead if calls == "both" else None),))
-        seconds.append(time.perf_counter() - start)
+
+    def make_step(ids: Ids, ahead: Ids) -> None:
+        wanted = torch.from_numpy(ahead) if calls == "both" else None
+        rpc.rpc_sync("server", exchange, ((torch.from_numpy(ids), gradient[: len(ids)], wanted),))
+
+    seconds = measure(work, worker, make_step)
     if worker == 0:
         if optimizer == "sgd":
-            _check(work, rpc.rpc_sync("server", total))
-        print(json.dumps(seconds[work["warm"] :]), flush=True)
+            check(work, rpc.rpc_sync("server", total))  # the other worker's last step is in the same round
+        print(json.dumps(seconds), flush=True)
     rpc.shutdown()
-
-
-def _check(work: dict[str, Any], found: float) -> None:
-    steps = work["warm"] + work["steps"]
-    places = 0
-    for worker in range(work["workers"]):
-        rng = np.random.default_rng(worker)
-        sizes = [len(np.unique(rng.integers(0, work["rows"], work["ids"]))) for _ in range(work["batches"])]
-        places += sum(sizes[step % len(sizes)] for step in range(steps))
-    right = -work["rate"] * places * work["width"]
-    # The other worker's last step is in the same round.
-    if abs(found - right) > 1e-3 * abs(right):
-        raise ValueError(f"the table sums to {found}, and should to {right}")
 
 
 def main() -> None:
