@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # PyTorch and JAX as they are tested here. Where pip finds torch for GPUs first, which is gigabytes:
 # make test-frameworks FRAMEWORKS='... --extra-index-url https://download.pytorch.org/whl/cpu'
-FRAMEWORKS ?= torch==2.13.0 jax==0.10.2 flax==0.12.8 optax==0.2.8
+FRAMEWORKS ?= torch==2.13.0 jax==0.10.2 flax==0.12.8 optax==0.2.8 keras==3.15.1
 
 .PHONY: help demo demo-recommender demo-embeddings test test-frameworks check docs proto bench soak clean
 
@@ -34,7 +34,7 @@ help:  ## what there is
 	@$(PIP) install -e '.[dev,examples]'
 	@touch $@ .venv/demo
 
-.venv/frameworks: .venv/dev
+.venv/frameworks: .venv/dev Makefile
 	@echo "installing PyTorch and JAX into .venv ..."
 	@$(PIP) install $(FRAMEWORKS)
 	@touch $@

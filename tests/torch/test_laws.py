@@ -124,7 +124,7 @@ def test_a_step_waits_once():
                 module.eval()
                 seen.append(float((module(x) - y).abs().mean()))
                 module.train()
-            seen.append(float(module[0].weight.abs().max() + module[0].weight.grad.abs().max()))
+            seen.append((module[0].weight.detach().abs().max() + module[0].weight.grad.abs().max()).item())
         return strategy.waits - before, len(seen)
 
     assert job(work, 2, 2) == [(20, 60)] * 2
