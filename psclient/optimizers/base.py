@@ -65,8 +65,8 @@ class Optimizer(Described):
         sparse: what a step is to the rows that a gradient of rows does not have. "exact": what it is for the whole
             gradient, made up when a row is touched, read or saved; each value has the same bits. "lazy": nothing, also
             where the optimizer would go on with momentum or decay. "dense": what it is for the whole gradient, which is
-            made. A step that is not elementwise, as with `clipnorm`, is dense. Dynamic tables have no dense steps, and
-            refuse what needs one.
+            made. A step that is not elementwise, as of `Lamb`, is dense. Dynamic tables have no dense steps, and refuse
+            what needs one.
         settle: how an exact step is made up. "replay": one after the other, with the same bits. "closed": many as one,
             within a few millionths, if there is a closed form: `SGD`, `Adam`, `AdamW`, `RMSprop`, `Adadelta` have one.
 

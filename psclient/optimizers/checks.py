@@ -13,7 +13,6 @@ from psclient._src.distribute.reduction import Absent
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.tables import TableVariable
 from psclient._src.variables.variable import Variable
-from psclient.optimizers.loss_scale import DynamicLossScale
 
 
 def check_variables(variables: Sequence[Any]) -> None:
@@ -57,26 +56,22 @@ def check_tables(optimizer: Any, tables: Sequence[TableVariable]) -> None:
         raise ValueError(f"{which}: its steps need all of a variable, and a table has no whole; take another optimizer")
 
 
-_NORMS = "servers update the rows of a table without measuring their gradient as a whole; take clipvalue"
-
 _NOT_FOR_TABLES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("clipnorm", lambda norm: norm is not None, _NORMS),
-    ("global_clipnorm", lambda norm: norm is not None, _NORMS),
     ("use_ema", bool, "the average of a row would begin with the row's first value, and slots begin with one number"),
     (
         "gradient_accumulation_steps",
         bool,
         "rows without a gradient in the last of these calls would miss the step; make the batch larger",
     ),
-    (
-        "loss_scale_factor",
-        lambda factor: isinstance(factor, DynamicLossScale),
-        "servers update the rows of a table without a look at all gradients; give a number, and the strategy "
-        "Sync(nonfinite='skip')",
-    ),
     ("sparse", lambda sparse: sparse == "dense", "a table has no whole; take 'exact' or 'lazy'"),
 )
 """Options that tables do not have, with a test of their values, and the reason."""
+
+
+def has_rows(gradient: object) -> bool:
+    """Returns whether a gradient of all replicas is of some rows, `IndexedSlices`."""
+    own = gradient.like if isinstance(gradient, Absent) else gradient
+    return any(isinstance(each, IndexedSlices) for each in values.local_results(own))
 
 
 def check_gradients(gradients: Sequence[object], variables: Sequence[Variable]) -> None:

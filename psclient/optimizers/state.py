@@ -148,23 +148,26 @@ class State:
     def _covers(shared: Mapping[str, Variable], v: Variable) -> bool:
         return set(v.devices) <= set(shared["iterations"].devices)
 
-    def build(self, variables: Sequence[Variable], needs: Callable[[Variable], Needs], staged: bool) -> None:
+    def build(
+        self, variables: Sequence[Variable], needs: Callable[[Variable], Needs], staged: Sequence[Variable] = ()
+    ) -> None:
         """Creates the missing state. In cross-replica context.
 
         Args:
             variables: the variables to be trained, of one strategy.
             needs: returns the state that a variable shall have beside it.
-            staged: True if gradients are kept between two rounds.
+            staged: those among them whose gradients are kept between two rounds.
         """
         self.strategy = variables[0].strategy
         new = [v for v in variables if id(v) not in self._own]
         self._build_shared([v for v in new if not any(self._covers(shared, v) for shared in self._shared)])
-        for v in variables if staged else new:
+        for v in new:
             with self.strategy.extended.colocate_vars_with(v):
-                if id(v) not in self._own:
-                    self._own[id(v)] = self._first_own(v, needs(v))
-                own = self._own[id(v)]
-                if staged and own.staged is None:
+                self._own[id(v)] = self._first_own(v, needs(v))
+        for v in staged:
+            own = self._own[id(v)]
+            if own.staged is None:
+                with self.strategy.extended.colocate_vars_with(v):
                     zeros = np.zeros(v.shape, state_dtype(v.dtype))
                     own.staged = self._saved_as("", f"{self._name}/{v.name}/gradient_staged", zeros)
 

@@ -21,7 +21,7 @@ from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.variables.sharded import shards_of
 from psclient._src.variables.sparse_updates import Settle, Sparse, SparseUpdate
 from psclient._src.variables.variable import Variable
-from psclient.optimizers.checks import check_gradients
+from psclient.optimizers.checks import check_gradients, has_rows
 from psclient.optimizers.loss_scale import DynamicLossScale
 from psclient.optimizers.state import Needs, State
 from psclient.optimizers.step_functions import apply, become, begin, measure, measure_norm, total
@@ -135,9 +135,17 @@ class StepDriver:
         known: StepKey | None = self._cache.key
         return known is not None and known.is_of(variables)
 
-    def build(self, strategy: Strategy, variables: Sequence[Variable]) -> None:
-        """Creates what is not there yet of the state for variables. In cross-replica context."""
-        self._state.build(variables, self._needs, self.in_stages(strategy, variables))
+    def build(self, strategy: Strategy, variables: Sequence[Variable], grads: Sequence[Value] = ()) -> None:
+        """Creates what is not there yet of the state for variables. In cross-replica context.
+
+        Args:
+            strategy: the strategy.
+            variables: the variables.
+            grads: of each variable the gradient, if a step comes next.
+        """
+        stages = self.in_stages(strategy, variables)
+        kept = [v for v, gradient in zip(variables, grads, strict=False) if stages and not has_rows(gradient)]
+        self._state.build(variables, self._needs, kept)
 
     def apply_whole(self, strategy: Strategy, grads: list[Value], variables: list[Variable]) -> None:
         """Makes a step in cross-replica context: in a section of its own, but within a merge call.
@@ -158,7 +166,7 @@ class StepDriver:
     def _apply(self, strategy: Strategy, grads: list[Value], variables: list[Variable], alone: bool = False) -> None:
         self._check(variables)
         check_gradients(grads, variables)
-        self.build(strategy, variables)
+        self.build(strategy, variables, grads)
         settings = self._rule.settings()
         if not alone:
             self.record(strategy, settings, grads, variables)
@@ -184,16 +192,24 @@ class StepDriver:
             variables: the variables.
         """
         extended, state = strategy.extended, self._state
-        sums = extended.batch_reduce_to("sum", list(zip(grads, variables, strict=True)))
+        rows, stages = list(map(has_rows, grads)), self.in_stages(strategy, variables)
+        pairs = list(zip(grads, variables, strict=True))
+        sums = list(extended.batch_reduce_to("sum", pairs))
         given: list[Value] = []
-        if self.in_stages(strategy, variables):
+        if stages:
             if self._functions.optional:
                 flags = np.array([not isinstance(gradient, Absent) for gradient in grads], np.float32)
                 given.append(extended.reduce_to("sum", flags, variables[0]))
-            for v, gradient in zip(variables, sums, strict=True):
-                extended.update(cast(Variable, state.of(v).staged), become, (gradient,))
-            sums = [state.of(v).staged for v in variables]
-        measured, norms = self._measured(strategy, settings, variables, sums, given)
+            for n, v in enumerate(variables):
+                if not rows[n]:
+                    staged = cast(Variable, state.of(v).staged)
+                    extended.update(staged, become, (sums[n],))
+                    sums[n] = staged
+        own_norms = [n for n, v in enumerate(variables) if self._has_norm(v, rows[n])]
+        measured, norms = self._measured(strategy, settings, variables, sums, own_norms, given)
+        if stages and any(rows):  # No server keeps rows between two rounds: they are sent again.
+            again = iter(extended.batch_reduce_to("sum", [pairs[n] for n, some in enumerate(rows) if some]))
+            sums = [next(again) if some else own for own, some in zip(sums, rows, strict=True)]
         begun, finite = {}, measured.get("finite")
         for shared in state.everywhere:
             counted = shared["iterations"].devices
@@ -216,12 +232,13 @@ class StepDriver:
         settings: Settings,
         variables: Sequence[Variable],
         sums: Sequence[Value],
+        own_norms: Sequence[int],
         others: list[Value],
     ) -> tuple[dict[str, Value], dict[int, Value]]:
         """The norm of all gradients, and whether they are finite, as far as these are needed.
 
-        Also the norm of each gradient that is clipped by its own, and is in shards; by the id of its variable. Where a
-        step takes two rounds, the first one brings other values as well, which take the place of those in `others`.
+        Also the norms of the gradients whose places are `own_norms`, by the ids of their variables. Where a step takes
+        two rounds, the first one brings other values as well, which take the place of those in `others`.
         """
         extended, state = strategy.extended, self._state
         of = list(zip(variables, sums, strict=True))
@@ -229,7 +246,7 @@ class StepDriver:
         fns = self._functions
         for fn, some in (
             (fns.measure, of if self._measures else []),
-            *((fns.measure_norm, [each]) for each in self._cut(of)),
+            *((fns.measure_norm, [of[n]]) for n in own_norms),
         ):
             parts: list[dict[str, Value]] = []
             for v, own in some:
@@ -252,12 +269,11 @@ class StepDriver:
         else:
             found = [extended.update_non_slot(extended.non_slot_devices(vs), total, (parts,)) for vs, parts in measured]
         of_all = cast(dict[str, Value], found.pop(0)) if self._measures else {}
-        cut = [v for v, _ in self._cut(of)]
-        return of_all, {id(v): each["norm"] for v, each in zip(cut, found, strict=True)}
+        return of_all, {id(variables[n]): each["norm"] for n, each in zip(own_norms, found, strict=True)}
 
-    def _cut(self, of: Sequence[tuple[Variable, Value]]) -> list[tuple[Variable, Value]]:
-        """Returns the variables whose gradients are clipped by their own norms, of which no server has the whole."""
-        return [each for each in of if self._rule.clipnorm is not None and len(shards_of(each[0])) > 1]
+    def _has_norm(self, v: Variable, rows: bool) -> bool:
+        """Returns whether a gradient is clipped by its own norm, which no update of the variable can compute."""
+        return self._rule.clipnorm is not None and (rows or len(shards_of(v)) > 1)
 
     @property
     def _measures(self) -> bool:

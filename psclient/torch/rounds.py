@@ -83,7 +83,7 @@ class StepRounds:
         backend.flush()  # what was begun before is no part of this
         with context.enter_cross_replica(self._strategy):
             if not known:
-                driver.build(self._strategy, out.variables)
+                driver.build(self._strategy, out.variables, out.gradients)
             return backend.section(lambda: self._section(out, settings))
 
     def _key(self, out: Outgoing, settings: Settings) -> _Key:

@@ -23,7 +23,7 @@ from psserver.execution.contributions import Contributions, Sender
 from psserver.execution.lookups import Lookups
 from psserver.execution.nonfinite import NonfiniteValues
 from psserver.execution.reservation import Call, reserve
-from psserver.execution.row_calls import RowsCall, undo
+from psserver.execution.row_calls import RowsCall, RowsMeasurement, undo
 from psserver.execution.step_variables import StepVariables
 from psserver.execution.table_rounds import TableRounds
 from psserver.plans.batches import KernelBatch
@@ -345,6 +345,8 @@ class Execution:
             if self._rounds is not None and application.rows.keyed:
                 return self._rounds.call(at, application, application.rows)
             return RowsCall(at, application, application.rows, self._kernels, self.contributions)
+        if application.measured is not None:
+            return RowsMeasurement(at, application, self.contributions)
         ready = Ready.of(batch, at, min(batch.stop, stop), self.contributions.senders, alone) if batch else None
         return ready or KernelCall(at, application, self._kernels, self.contributions.parts)
 

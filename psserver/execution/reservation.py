@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 
 from psserver.execution.calls import KernelCall, Ready, Spare
-from psserver.execution.row_calls import RowsCall
+from psserver.execution.row_calls import RowsCall, RowsMeasurement
 
-Call = KernelCall | Ready | RowsCall
+Call = KernelCall | Ready | RowsCall | RowsMeasurement
 
 
 def reserve(calls: Sequence[Call], atomic: bool, alone: Set[int], own_rows: Set[int], spare: Spare) -> bool:
@@ -28,7 +28,7 @@ def reserve(calls: Sequence[Call], atomic: bool, alone: Set[int], own_rows: Set[
         if isinstance(call, KernelCall):
             risky = max([risky, *(n for n, stage in enumerate(call.stages, at) if stage.may_fail)])
             risky = at + call.width if call.copies else risky
-        elif isinstance(call, RowsCall) and call.may_fail:
+        elif isinstance(call, RowsCall | RowsMeasurement) and call.may_fail:
             risky = max(risky, at)
         at += call.width
     at, fresh = 0, set[int]()
@@ -39,7 +39,7 @@ def reserve(calls: Sequence[Call], atomic: bool, alone: Set[int], own_rows: Set[
         elif isinstance(call, RowsCall):
             call.reserve(own_rows | fresh, keeps_old=at < risky)
             fresh |= call.assigned
-        elif at < risky:
+        elif isinstance(call, Ready) and at < risky:
             return False
         at += call.width
     return True

@@ -1,4 +1,4 @@
-"""A call that updates some rows of variables, in place.
+"""Calls of some rows: one that updates them in place, and one that computes numbers of them, such as their norm.
 
 If a later part of the round may fail, the old rows are kept until then, and put back.
 """
@@ -12,11 +12,13 @@ import numpy as np
 
 from psserver.execution.contributions import Contributions
 from psserver.plans.outline import Application, RowsUse
+from psserver.programs import interpreter
 from psserver.programs.kernels.kernels import Kernels
-from psserver.programs.kernels.rows import RowUpdate
+from psserver.programs.kernels.rows import RowUpdate, resized
 from psserver.state.missed import MissedUpdates
 from pswire.model.plan import Ref
 from pswire.model.program import Program
+from pswire.model.row_updates import table_shape
 from pswire.model.rows import Int64s, Rows, row_specs
 from pswire.model.tensor import DTYPES, Array, TensorSpec
 
@@ -170,6 +172,46 @@ class RowsCall:
         old, self._old = self._old, []
         for array, ids, rows in old:
             array[ids] = rows
+
+
+class RowsMeasurement:
+    """An application that computes numbers of the rows of a gradient, in one round.
+
+    Args:
+        number: number of the application, among those of the server.
+        application: the application.
+        contributions: have the rows.
+
+    Attributes:
+        numbers: as a range.
+    """
+
+    width = 1
+    assigned: Set[int] = frozenset()
+    may_fail = True
+    suspects: Set[int] = frozenset()
+    unsure: Set[int] = frozenset()
+
+    def __init__(self, number: int, application: Application, contributions: Contributions) -> None:
+        self.numbers = range(number, number + 1)
+        self._application = application
+        self._contributions = contributions
+
+    def run(self, value: Callable[[Ref], Any], xp: Any) -> tuple[dict[int, Array], list[Any]]:
+        """Computes the numbers of the summed rows; all other rows are zero, and add nothing.
+
+        Args:
+            value: returns a value of the round.
+            xp: the array namespace.
+
+        Returns:
+            Nothing assigned, and the numbers.
+        """
+        program, reduction = self._application.program, Ref("reduction", self._application.needs[0])
+        rows = xp.asarray(self._contributions.reduced_rows(reduction.index).values)
+        inputs = [rows if ref == reduction else value(ref) for ref in self._application.apply.args]
+        assigned, numbers = interpreter.run(resized(program, table_shape(program), rows.shape), inputs, xp)
+        return assigned, list(numbers)
 
 
 def behind_another(found: Sequence[Rows], whole: TensorSpec) -> Rows:

@@ -133,7 +133,7 @@ def plan_kernels(plan: Plan, applications: Sequence[Application], kernels: Kerne
     settled = all(
         kernels.settled(a.program, each) if a.rows is None else rows.is_settled(kernels, a.rows.program)
         for a, each in zip(applications, sums, strict=True)
-        if a.distinct
+        if a.distinct and a.measured is None
     )
     found = list(_batches(applications, sums, kernels)) if summed else []
     numbered = {number: each for each in found for number in range(each.first, each.stop)}
@@ -142,8 +142,8 @@ def plan_kernels(plan: Plan, applications: Sequence[Application], kernels: Kerne
 
 
 def _runs_in_kernels(kernels: Kernels, application: Application, sums: Mapping[int, SumTerm]) -> bool:
-    if not any(spec.shape for spec in application.program.specs):
-        return True  # to interpret numbers takes no longer than to call a kernel
+    if application.measured is not None or not any(spec.shape for spec in application.program.specs):
+        return True  # to interpret numbers takes no longer than to call a kernel; nor do a few rows that are read once
     if application.rows is not None:
         return rows.kernel_of(kernels, application.rows.program) is not None
     stages = kernels.stages(application.program, application.reduced, sums) if application.distinct else ()

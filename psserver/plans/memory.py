@@ -50,8 +50,8 @@ def plan_bytes(plan: Plan, server: int, needs: Sequence[Need]) -> int:
     for nbytes, first, end in (*_spans(plan, server, here), *_written(plan, server, here, needs)):
         changes[first] += nbytes
         changes[end] -= nbytes
-    by_rows = {id(apply) for apply, rows in zip(plan.applies, plan.by_rows, strict=True) if rows is not None}
-    running = [*(0 if id(apply) in by_rows else needs[apply.program].running for apply in here), 0]
+    whole = set(map(id, _whole(plan)))
+    running = [*(needs[apply.program].running if id(apply) in whole else 0 for apply in here), 0]
     operands = [operand.tensor.nbytes for operand in plan.operands if server in operand.servers]
     compared = sum(operands) + 2 * max(operands, default=0)
     return max(compared, *(held + more for held, more in zip(accumulate(changes), running, strict=False)))
@@ -59,9 +59,8 @@ def plan_bytes(plan: Plan, server: int, needs: Sequence[Need]) -> int:
 
 def _spans(plan: Plan, server: int, here: list[Apply]) -> Iterator[Span]:
     """Yields the spans of values that applications read: operands, and reductions from first to last use."""
-    whole = [apply for apply, rows in zip(plan.applies, plan.by_rows, strict=True) if rows is None]
     uses, end = _uses(here), len(here) + 1
-    made = {ref for apply in whole for ref in apply.args}  # of rows nothing is made that only rows are updated by
+    made = {ref for apply in _whole(plan) for ref in apply.args}  # of rows nothing is made that only rows take
     given = {ref for ref, _ in plan.given(server)}
     for operand in plan.operands:
         if server in operand.servers:
@@ -86,7 +85,7 @@ def _written(plan: Plan, server: int, here: list[Apply], needs: Sequence[Need]) 
         specs, first, number = program.output_specs, number, number + len(program.outputs)
         if server not in apply.servers:
             continue
-        if plan.by_rows[place] is not None:  # it writes in place, a few rows
+        if plan.by_rows[place] is not None or plan.measured[place] is not None:  # in place, a few rows; or numbers
             at += 1
             continue
         yield needs[apply.program].before, 0, at
@@ -98,6 +97,12 @@ def _written(plan: Plan, server: int, here: list[Apply], needs: Sequence[Need]) 
                 yield program.inputs[target].spec.nbytes, 0, at
             assigned.add(id)
         at += 1
+
+
+def _whole(plan: Plan) -> list[Apply]:
+    """Returns the applications that run on whole arrays."""
+    every = zip(plan.applies, plan.by_rows, plan.measured, strict=True)
+    return [apply for apply, rows, measured in every if rows is None and measured is None]
 
 
 def _uses(here: list[Apply]) -> dict[Ref, tuple[int, int]]:

@@ -53,6 +53,7 @@ class Application:
         read: inputs that are results of other applications.
         made: its results.
         rows: the rows on which it runs; None if it runs on whole variables.
+        measured: number of the reduction of whose rows alone it computes numbers; None if it is no such application.
     """
 
     apply: Apply
@@ -66,6 +67,7 @@ class Application:
     read: tuple[Ref, ...]
     made: tuple[Ref, ...]
     rows: RowsUse | None = None
+    measured: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +104,8 @@ def outline(plan: Plan, server: int) -> Outline:
     given = tuple(ref for ref, _ in plan.given(server))
     # The number of each application's first result.
     firsts = accumulate((len(plan.programs[apply.program].outputs) for apply in plan.applies), initial=0)
-    every = zip(plan.applies, firsts, plan.by_rows, strict=False)
-    here = [(apply, first, rows) for apply, first, rows in every if server in apply.servers]
+    every = zip(plan.applies, firsts, plan.by_rows, plan.measured, strict=False)
+    here = [each for each in every if server in each[0].servers]
     used = [ref for apply, *_ in here for ref in apply.args] + list(given)
     uses = Counter(ref.index for ref in used if ref.kind == "reduction")
     readers = Counter(ref for ref in used if ref.kind == "result")
@@ -118,7 +120,9 @@ def outline(plan: Plan, server: int) -> Outline:
     return Outline(applications, given, needs, reads, uses, readers, last, watched, results, optional)
 
 
-def _application(plan: Plan, apply: Apply, first: int, rows: int | None, uses: Mapping[int, int]) -> Application:
+def _application(
+    plan: Plan, apply: Apply, first: int, rows: int | None, measured: int | None, uses: Mapping[int, int]
+) -> Application:
     program, args = plan.programs[apply.program], apply.args
     specs = [item.spec for item in program.inputs]
     reduced = tuple(i for i, ref in enumerate(args) if ref.kind == "reduction")
@@ -138,6 +142,7 @@ def _application(plan: Plan, apply: Apply, first: int, rows: int | None, uses: M
         tuple(ref for ref in args if ref.kind == "result"),
         tuple(Ref("result", first + number) for number in range(len(program.outputs))),
         None if rows is None else _rows_use(plan.reductions[rows], rows, program, apply),
+        measured,
     )
 
 

@@ -166,7 +166,7 @@ class PreparedPlan:
     @cached_property
     def computed(self) -> int:
         """Bytes of all that the programs of a round read and compute here, one op at a time; without those of rows."""
-        whole = (each for each in self.outline.applications if each.rows is None)
+        whole = (each for each in self.outline.applications if each.rows is None and each.measured is None)
         return sum(spec.nbytes for each in whole for spec in each.program.specs)
 
     def settled(self, kernels: Kernels, count: int) -> PlanKernels | None:

@@ -315,6 +315,16 @@ class Plan:
         """For each application the reduction on whose rows it runs; None if it runs on whole variables."""
         return tuple(map(self._runs_on, self.applies))
 
+    @cached_property
+    def measured(self) -> tuple[int | None, ...]:
+        """For each application that computes numbers of the rows of a reduction alone its number; else None."""
+        return tuple(map(self._measures, self.applies))
+
+    def _measures(self, apply: Apply) -> int | None:
+        given = {i: ref.index for i, ref in enumerate(apply.args) if self._is_rows(ref)}
+        one = len(set(given.values())) == 1 and row_updates.measures(self.programs[apply.program], given)
+        return next(iter(given.values())) if one else None
+
     def _runs_on(self, apply: Apply) -> int | None:
         given = {i: ref.index for i, ref in enumerate(apply.args) if ref.kind == "reduction" and ref.index in self.rows}
         program = self.programs[apply.program]
@@ -519,7 +529,7 @@ class Plan:
         tables = {v.spec.part.table: v.spec.part for v in used if v.spec.part is not None}
         rows = [v for v in used if v.spec.tensor.shape[:1] == (ROWS,)]
         keys = [ref.index for ref in apply.args if ref.kind == "reduction" and ref.index in self.keys]
-        if not tables and not keys:
+        if not tables and (not keys or self._measures(apply) is not None):
             return
         if len(tables) != 1 or len(rows) != sum(v.spec.part is not None for v in used):
             raise ProgramError("an update by keys is of one dynamic table, and of what lies beside it")

@@ -1,8 +1,9 @@
-"""Updates of which a gradient of some rows is given: whether they may run on these rows alone.
+"""Updates and measurements of which a gradient of some rows is given: whether they may run on these rows alone.
 
 An update means what it means for the whole gradient, which is zero in all other rows. So it may run on the given rows
 if it leaves a row as it is whose gradient is zero: SGD does, momentum does not. That is found out by computing the
-program once with what is known of the values of such a row.
+program once with what is known of the values of such a row. A measurement, such as the gradient's norm, assigns
+nothing; it may run on the given rows if all others add nothing to it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import Literal
 
 from pswire.model.program import OPS, Attr, Node, Program
 
-Known = Literal["zero"] | int | None
-"""What is known of a value in a row whose gradient is zero: it is zero; it is that input's; nothing."""
+Known = Literal["zero", "true"] | int | None
+"""What is known of a value in a row whose gradient is zero: it is zero, or false; it is true; it is that input's;
+nothing.
+"""
 
 
 def refusal(program: Program, given: Collection[int]) -> str | None:
@@ -42,6 +45,33 @@ def refusal(program: Program, given: Collection[int]) -> str | None:
     if any(not program.specs[target].shape for target, _ in program.assigns):
         return "an update of rows assigns tables, and no scalar"
     return None
+
+
+def measures(program: Program, given: Collection[int]) -> bool:
+    """Returns True if a program computes numbers of the whole, to which rows that are zero add nothing.
+
+    It assigns nothing, takes no array but the given ones, and sums up what is zero in such rows, or asks whether all is
+    true that is true in them. Numbers are taken to be finite, as in `keeps_rows`.
+
+    Args:
+        program: the program, verified.
+        given: its inputs of which rows are given.
+    """
+    shape = table_shape(program)
+    arrays = {number for number, item in enumerate(program.inputs) if item.spec.shape}
+    if program.assigns or not given or arrays != set(given) or {spec.shape for spec in program.specs} - {shape, ()}:
+        return False
+    known = _known_of(program, given)
+    return all(
+        OPS[node.op].elementwise
+        or (not program.specs[number].shape and (node.op, known[node.args[0]]) in _SUMS_OF_ROWS)
+        for number, node in enumerate(program.nodes, len(program.inputs))
+        if any(program.specs[arg].shape for arg in node.args)
+    ) and not any(program.specs[number].shape for number in program.outputs)
+
+
+_SUMS_OF_ROWS = {("sum", "zero"), ("any", "zero"), ("all", "true")}
+"""Ops that make one number of an array, with what has to be known of rows that add nothing to it."""
 
 
 def table_shape(program: Program) -> tuple[int, ...]:
@@ -109,14 +139,21 @@ def resting(program: Program, given: Collection[int]) -> tuple[int, ...]:
 
 def _rests(program: Program, zero: Collection[int]) -> bool:
     """Returns True if a program leaves a row as it is in which these inputs are zero."""
+    known = _known_of(program, zero)
+    return all(known[value] == ("zero" if target in zero else target) for target, value in program.assigns)
+
+
+def _known_of(program: Program, zero: Collection[int]) -> list[Known]:
+    """Returns what is known of each value in a row in which these inputs are zero."""
     known: list[Known] = ["zero" if number in zero else number for number in range(len(program.inputs))]
     for number, node in enumerate(program.nodes, len(known)):
         rule = _RULES.get(node.op)
         found = None if rule is None else rule([known[arg] for arg in node.args], dict(node.attrs))
         # What is an input's in another dtype or shape is not what can be assigned to it.
         same = not isinstance(found, int) or program.specs[found] == program.specs[number]
-        known.append(found if same else None)
-    return all(known[value] == ("zero" if target in zero else target) for target, value in program.assigns)
+        of_all = not OPS[node.op].elementwise and not program.specs[number].shape  # a number that other rows made, too
+        known.append(found if same and not of_all else None)
+    return known
 
 
 Rule = Callable[[Sequence[Known], Mapping[str, Attr]], Known]
@@ -147,6 +184,14 @@ def _divide(args: Sequence[Known], attrs: Mapping[str, Attr]) -> Known:
     return "zero" if args[0] == "zero" and args[1] != "zero" else None  # 0 / 0 is NaN
 
 
+def _is_finite(args: Sequence[Known], attrs: Mapping[str, Attr]) -> Known:
+    return "true" if args[0] == "zero" else None
+
+
+def _both(args: Sequence[Known], attrs: Mapping[str, Attr]) -> Known:
+    return "zero" if "zero" in args else "true" if args[0] == args[1] == "true" else None
+
+
 def _equal_arms(args: Sequence[Known], attrs: Mapping[str, Attr]) -> Known:
     return args[-1] if args[-1] == args[-2] else None
 
@@ -162,5 +207,7 @@ _RULES: Mapping[str, Rule] = {
     "subtract": _subtract,
     "multiply": _multiply,
     "divide": _divide,
+    "isfinite": _is_finite,
+    "logical_and": _both,
     **dict.fromkeys(("where", "maximum", "minimum"), _equal_arms),
 }

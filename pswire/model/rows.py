@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pswire.errors import InvalidRequest
 from pswire.model.tensor import DTYPES, Array, TensorSpec
 
 Int64s = npt.NDArray[np.int64]
@@ -72,20 +71,19 @@ def group(ids: Int64s) -> tuple[Int64s, Int64s]:
     """Groups rows by place.
 
     Args:
-        ids: int64[n], the place of each row, none negative.
+        ids: int64[n], the place of each row, or its key.
 
     Returns:
         order: int64[n], the rows by place, then by their order.
         starts: int64[k + 1], the index in `order` of each place's first row, and the end.
-
-    Raises:
-        InvalidRequest: there are too many rows.
     """
     # Pairs packed into one number are sorted several times as fast as by a stable sort of ids.
     bits = max(ids.size - 1, 0).bit_length()
     width = int(ids.max(initial=0)).bit_length()
-    if bits + width > 63:
-        raise InvalidRequest(f"{ids.size} rows are too many at once")
+    if bits + width > 63 or ids.min(initial=0) < 0:
+        order = np.argsort(ids, kind="stable")
+        places = ids[order]
+        return order, np.append(np.flatnonzero(np.concatenate([[True], places[1:] != places[:-1]])), ids.size)
     pairs = ids << bits | np.arange(ids.size)
     pairs = np.sort(pairs.astype(np.uint32) if bits + width <= 32 else pairs).astype(np.int64)
     places = pairs >> bits

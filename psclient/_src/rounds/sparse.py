@@ -10,7 +10,7 @@ from psclient._src.variables.sparse_updates import SparseUpdate
 from pswire.errors import ProgramError
 from pswire.model.plan import Ref, Sparse
 from pswire.model.program import Program
-from pswire.model.row_updates import keeps_rows, later_refusal, refusal
+from pswire.model.row_updates import keeps_rows, later_refusal, measures, refusal
 
 
 def how_sparse(
@@ -33,6 +33,8 @@ def how_sparse(
     """
     table = next((part.table for v in used if (part := v.handle.spec.part)), None)
     if not (given or table or (wish and wish.needs_rows)):
+        return "dense"
+    if len({refs[i] for i in given}) == 1 and measures(program, given):
         return "dense"
     sparse = wish.sparse if wish else None
     why = refusal(program, given)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from psserver.execution.contributions import Contributions
+from psserver.plans.memory import Need, plan_bytes
 from pswire.errors import ProgramError
 from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
@@ -121,6 +122,26 @@ def test_an_update_of_rows_is_that_of_the_whole(kernels, op, program):
     )
     assert same_bits(found.assigned[0], expected.assigned[0])
     assert not same_bits(found.assigned[0], table)
+
+
+@pytest.mark.parametrize("form", ["rows", "keys"])
+def test_a_norm_of_rows_needs_no_whole(kernels, form):
+    """The sum over all members is measured, each place once; of a gradient that no memory would hold."""
+    whole = TensorSpec("float32", (1 << 38, 2))
+    norm = Program(
+        (Input("value", whole),),
+        (Node("square", (0,)), Node("sum", (1,), (("axis", None), ("keepdims", False)))),
+        (),
+        (2,),
+    )
+    plan = Plan((Reduction("mean", whole, (0,), "", form),), (), (norm,), (Apply(0, (0,), (G,)),), (Ref("result", 0),))
+    gives = [rows(2, 7, of=8.0), rows(), rows(7, 1 << 37, of=4.0)]
+    if form == "keys":
+        gives = [Rows(np.stack([ids, np.ones_like(ids)]), values) for ids, values in gives]
+    shares = [share(n, plan, [each], weights=((4.0, 2.0, 2.0)[n],)) for n, each in enumerate(gives)]
+    found = run(round_of(plan, *shares), kernels, {})
+    assert [float(value) for value in found.given] == [2 * (8.0**2 + 12.0**2 + 4.0**2) / 8**2]
+    assert plan_bytes(plan, 0, [Need(1 << 52, 1 << 52)]) < 1 << 20
 
 
 # ---- What is written where ----

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pswire.errors import InvalidRequest
 from pswire.model.rows import MANY, check_ids, group, row_specs, sum_groups
 from pswire.model.tensor import DTYPES, TensorSpec
 from tests.support.programs import same_bits
@@ -47,11 +48,13 @@ def test_many_rows_for_one_place(count, dtype):
     assert same_bits(found[1], rows[0] + rows[-1])
 
 
-def test_too_many_rows_are_refused():
-    """Where a place and a number do not fit into 63 bits together."""
-    group(np.array([2**61, 0], np.int64))
-    with pytest.raises(InvalidRequest, match="3 rows are too many at once"):
-        group(np.array([2**62 - 1, 0, 1], np.int64))
+@pytest.mark.parametrize("ids", [[2**62, 5, 2**62, 7], [-1, 4, -(2**63), -1, 2**63 - 1]])
+def test_keys_are_grouped_as_ids_are(ids):
+    """Also where a place and a number do not fit into 63 bits together, and below zero."""
+    order, starts = group(np.array(ids))
+    assert order.tolist() == sorted(range(len(ids)), key=ids.__getitem__)
+    groups = [{ids[n] for n in order[a:b]} for a, b in itertools.pairwise(starts)]
+    assert groups == [{key} for key in sorted(set(ids))]
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint8", "uint64"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import psclient as ps
+from psserver.programs.kernels.rows import resized
 from pswire.errors import ProgramError
 from pswire.model.program import OPS, Input, Node, Program, infer
-from pswire.model.row_updates import keeps_rows, refusal, table_shape
+from pswire.model.row_updates import keeps_rows, measures, refusal, table_shape
 from pswire.model.tensor import DTYPES, TensorSpec
 from tests.support.programs import expected, plain, traced
 
@@ -226,3 +228,47 @@ def test_a_whole_value_beside_rows_is_refused():
     assert refusal(program, [first, second]) is None
     assert "no whole value beside rows" in (refusal(program, [first]) or "")
     assert keeps_rows(program, [first, second])
+
+
+# ---- Measurements ----
+
+
+MEASURED: dict[str, tuple[Any, bool]] = {
+    "norm": (lambda g, n: np.sum(np.square(g)).astype("float64"), True),
+    "norm, scaled": (lambda g, n: np.sum(np.square(g / n)), True),
+    "finite": (lambda g, n: np.all(np.isfinite(g)), True),
+    "both": (lambda g, n: np.logical_and(np.all(np.isfinite(g)), np.sum(np.abs(g)) < n), True),
+    "not zero": (lambda g, n: np.any(g * n), True),
+    "shifted": (lambda g, n: np.sum(g + n), False),
+    "mean": (lambda g, n: np.mean(g), False),
+    "largest": (lambda g, n: np.max(g), False),
+    "small": (lambda g, n: np.all(np.abs(g) < n), False),
+    "centred": (lambda g, n: np.sum(np.square(g - np.sum(g))), False),
+    "by column": (lambda g, n: np.sum(g, axis=0), False),
+    "the rows": (lambda g, n: g * n, False),
+    "of a number": (lambda g, n: np.square(n), False),
+}
+"""What is computed of a gradient and a number, and whether its rows are enough."""
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_what_is_measured_of_rows_is_what_is_measured_of_the_whole(name):
+    """Whatever other rows are there, which are zero; else it is not said to be."""
+    fn, enough = MEASURED[name]
+    values = [TensorSpec("float32", SHAPE), TensorSpec("float32", ())]
+    program, operands = traced(fn, [], values)
+    given = [n for n, item in enumerate(program.inputs) if item.kind == "value" and item.spec.shape]
+    assert measures(program, given) == enough
+    if not enough:
+        return
+    few = resized(program, SHAPE, (2, SHAPE[1]))
+    for n, row in itertools.product((0.5, 40.0), ([1, -2, 3], [0, 0, 0], [1, np.inf, 2], [np.nan, 0, 1])):
+        rows, rest = np.array([[0.5, 1, 2], row], "float32"), iter(operands)
+        whole = np.zeros(SHAPE, "float32")
+        whole[[0, 3]] = rows
+        scalars = [next(rest) if item.kind == "operand" else np.float32(n) for item in program.inputs]
+        (one,), (other,) = (
+            plain(each, [array if place in given else scalar for place, scalar in enumerate(scalars)])[1]
+            for each, array in ((few, rows), (program, whole))
+        )
+        np.testing.assert_array_equal(one, other)
