@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -252,9 +253,9 @@ def main(
     for _ in range(repeats or (1 if quick else 3)):
         for work in works:
             count = max(counts[work] // (10 if quick else 1), TURNS)
-            runs = [lambda w=work, c=count: run_ours(w, lane, c)]
+            runs: list[Callable[[], dict[str, list[float]]]] = [partial(run_ours, work, lane, count)]
             if work == "cnn":
-                runs.append(lambda c=count: run_rpc(python, c))
+                runs.append(partial(run_rpc, python, count))
             for run in runs:
                 try:
                     found = run()
@@ -263,7 +264,7 @@ def main(
                     continue
                 for way, seconds in found.items():
                     laps.setdefault((work, way), []).append(seconds)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "work": work,
             "way": way,
@@ -273,7 +274,7 @@ def main(
         }
         for (work, way), each in laps.items()
     ]
-    figures = {"format": FORMAT, "machine": machine(), "lane": lane, "rows": rows, "left_out": left_out}
+    figures: dict[str, Any] = {"format": FORMAT, "machine": machine(), "lane": lane, "rows": rows, "left_out": left_out}
     table = Table("work", "way", title=f"Steps of psclient.torch on {lane}, ms; load {figures['machine']['load']:.1f}")
     for heading in ("median", "p90", "min"):
         table.add_column(heading, justify="right")

@@ -99,9 +99,9 @@ def train(worker: int, rate: float, batch: int, warm: int, steps: int, data: str
     with np.load(data) as arrays:
         images, labels = torch.from_numpy(arrays["images"]), torch.from_numpy(arrays["labels"])
     model, where = make_model(), places()
-    parameters = [list(model.parameters()), *([] for _ in range(SERVERS))]
-    for p, place in zip(parameters[0], where, strict=True):
-        parameters[1 + place].append(p)
+    placed: list[list[torch.Tensor]] = [[] for _ in range(SERVERS)]
+    for p, place in zip(model.parameters(), where, strict=True):
+        placed[place].append(p)
     random, losses, began = np.random.default_rng(0), list[float](), 0.0
     while len(losses) < warm + steps:
         for rows in torch.from_numpy(random.permutation(len(labels))).split(batch):
@@ -115,11 +115,8 @@ def train(worker: int, rate: float, batch: int, warm: int, steps: int, data: str
             model.zero_grad()
             loss = nn.functional.cross_entropy(model(images[own]), labels[own])
             loss.backward()
-            calls = [
-                rpc.rpc_async(f"server{n}", exchange, ([p.grad for p in some],))
-                for n, some in enumerate(parameters[1:])
-            ]
-            for some, call in zip(parameters[1:], calls, strict=True):
+            calls = [rpc.rpc_async(f"server{n}", exchange, ([p.grad for p in some],)) for n, some in enumerate(placed)]
+            for some, call in zip(placed, calls, strict=True):
                 with torch.no_grad():
                     torch._foreach_copy_(some, call.wait())
             losses.append(float(loss.item()))
