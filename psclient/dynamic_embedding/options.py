@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from pswire.errors import InvalidRequest
 from pswire.model.hashing import BUCKETS
 from pswire.model.tables import TimeToLive
 from pswire.sizes import parse_bytes
@@ -51,17 +52,21 @@ class StorageOption:
 
     Args:
         kind: "dram", the memory of the servers.
+        path, dram: of rows on disks, "dram_ssd", which do not exist yet: their directory, and bytes of memory.
 
     Raises:
-        ValueError: it is another one; rows on disks do not exist yet.
+        ValueError: it is another kind, or a path or bytes are given.
     """
 
     kind: str = "dram"
+    path: str | None = None
+    dram: int | str | None = None
 
     def __post_init__(self) -> None:
-        if self.kind != "dram":
+        if self.kind != "dram" or self.path is not None or self.dram is not None:
+            kind = self.kind if self.kind != "dram" else "dram_ssd"
             raise ValueError(
-                f"storage {self.kind!r} does not exist yet: rows lie in the memory of the servers; take "
+                f"storage {kind!r} does not exist yet: rows lie in the memory of the servers; take "
                 "StorageOption('dram'), and a capacity or a memory_limit"
             )
 
@@ -83,7 +88,10 @@ def TTL(time: float | str) -> TimeToLive:
             raise ValueError(f"TTL({time!r}) is no time; write a number with a unit, such as '7d', '12h' or '30m'")
         time = float(match[1]) * _SECONDS[match[2]]
     policy = TimeToLive(float(time))
-    policy.check()
+    try:
+        policy.check()
+    except InvalidRequest:
+        raise ValueError(f"TTL({time!r}) is no time; give seconds, none or more") from None
     return policy
 
 

@@ -49,10 +49,11 @@ def get_variable(
     eviction: Eviction | None = None,
     capacity: int | None = None,
     memory_limit: int | str | None = None,
-    storage: StorageOption | None = None,
+    storage: StorageOption | str | None = None,
     refused: Unknown = "initial",
     hash_seed: int = 0,
     shards: int | None = None,
+    compression: None = None,
 ) -> TableVariable:
     """Gets or creates a dynamic table of the current strategy, by its name: a variable of rows by 64-bit keys.
 
@@ -80,12 +81,13 @@ def get_variable(
         memory_limit: bytes that its rows, slots and index may take on all servers, such as "4GiB"; None or 0 for no
             limit. A round that touches more rows than there is room for is an error, `MemoryLimit`, and changes
             nothing.
-        storage: `StorageOption("dram")`, which is the default.
+        storage: `StorageOption("dram")`, or "dram", which is the default.
         refused: what a lookup gives for a key that has no row because of `admission`: "initial", its first value, or
             "zeros".
         hash_seed: of the hashes by which keys fall into buckets; to be kept secret where strangers choose keys. A
             checkpoint is restored into a table with the same one.
         shards: number of parts, each on a server of its own; None, and more than there are servers, for all servers.
+        compression: None: rows travel and are kept as they are.
 
     Returns:
         The table.
@@ -100,6 +102,13 @@ def get_variable(
         raise TypeError(f"name is {name!r}; the name of a table is a text, such as 'users'")
     if not checkpoint:
         raise ValueError(f"table {name!r}: checkpoint=False does not exist: every table is in each checkpoint")
+    if compression is not None:
+        raise ValueError(
+            f"table {name!r}: compression of rows does not exist yet; leave compression out, or take "
+            "value_dtype='float16'"
+        )
+    if isinstance(storage, str):
+        storage = StorageOption(storage)
     if not isinstance(storage, StorageOption | None):
         raise TypeError(f"table {name!r}: storage is {storage!r}; give StorageOption('dram'), or leave it out")
     if not isinstance(partitioner, HashPartitioner | None):

@@ -11,6 +11,7 @@ import numpy as np
 from psclient._src import values
 from psclient._src.distribute.reduction import Absent
 from psclient._src.variables.indexed_slices import IndexedSlices
+from psclient._src.variables.lookup import place_of
 from psclient._src.variables.tables import TableVariable
 from psclient._src.variables.variable import Variable
 
@@ -95,7 +96,7 @@ def _check_gradient(gradient: object, v: Variable) -> None:
                 "up, or ps.IndexedSlices(rows, keys)"
             )
         if isinstance(own, IndexedSlices):
-            own = own.with_shape(v.shape)
+            own = own.with_shape(v.shape, lambda: f"the gradient of {place_of(v)}")
         if own is None:
             raise ValueError(f"the gradient of variable {v.name!r} is None; give zeros, or leave the pair out")
         shape = tuple(own.shape) if hasattr(own, "shape") else np.shape(own)

@@ -18,7 +18,7 @@ from psclient._src.distribute.strategy import Strategy
 from psclient._src.distribute.template import TemplateCache
 from psclient._src.nest import Nest
 from psclient._src.tracing.hyperparameters import Settings
-from psclient._src.variables.sharded import shards_of
+from psclient._src.variables.sharded import VariableOfShards, shards_of
 from psclient._src.variables.sparse_updates import Settle, Sparse, SparseUpdate
 from psclient._src.variables.variable import Variable
 from psclient.optimizers.checks import check_gradients, has_rows
@@ -309,9 +309,10 @@ class StepDriver:
 
 
 def _by_shard(v: Variable, found: Any) -> list[dict[str, Value]]:
-    """Returns what was measured of a variable, of a partitioned one for each shard."""
-    count = len(shards_of(v))
-    return [{name: each[n] for name, each in found.items()} for n in range(count)] if count > 1 else [found]
+    """Returns what was measured of a variable, of a partitioned one for each shard, which may be a single one."""
+    if not isinstance(v, VariableOfShards):
+        return [found]
+    return [{name: each[n] for name, each in found.items()} for n in range(len(v.variables))]
 
 
 def _same(some: Sequence[object], others: Sequence[object]) -> bool:

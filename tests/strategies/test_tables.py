@@ -373,7 +373,7 @@ def test_rows_that_do_not_fit_are_refused(strategy, table):
     rows = table.lookup(KEYS)
     with pytest.raises(ValueError, match=f"rows of table {table.name!r} are given to table {other.name!r}"):
         other.scatter_add(rows.gradient(rows.values))
-    with pytest.raises(ValueError, match="are no rows of shape"):
+    with pytest.raises(ValueError, match=rf"{table.name!r}.*: each row has shape \(3,\), and must have \(2,\)"):
         table.scatter_add(ps.IndexedSlices(np.ones((1, 3), "float32"), [1]))
     with pytest.raises(TypeError):
         table.scatter_add(ps.IndexedSlices(np.ones((1, 2), "complex64"), [1]))
@@ -476,7 +476,7 @@ def test_rows_by_keys_stay_on_the_servers(strategy, table):
         strategy.run(lambda: ps.get_replica_context().all_reduce("sum", gradient))
     with strategy.scope():
         plain = ps.Variable(np.zeros((5, 2), "float32"))
-        with pytest.raises(ValueError, match="stand where shape"):
+        with pytest.raises(ValueError, match=rf"{plain.name!r}.*stand where shape"):
             strategy.extended.reduce_to("mean", gradient, plain)
 
 

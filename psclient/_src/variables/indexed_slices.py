@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,8 @@ class IndexedSlices:
     def __init__(self, values: Any, indices: Any, dense_shape: Sequence[int] | None = None) -> None:
         self._values = as_array(values)
         self._indices = as_array(indices)
+        if not (self._indices.size or hasattr(indices, "dtype")):
+            self._indices = self._indices.astype(np.int64)  # NumPy makes floats of an empty list.
         self._shape = None if dense_shape is None else tuple(int(n) for n in to_numpy(as_array(dense_shape)).tolist())
         if self._values.dtype.kind in "OUSMm":
             raise TypeError(f"the values of IndexedSlices are numbers, and not {self._values.dtype}")
@@ -99,16 +101,22 @@ class IndexedSlices:
         found: np.dtype[np.generic] = self._values.dtype
         return found
 
-    def with_shape(self, shape: tuple[int, ...]) -> IndexedSlices:
+    def with_shape(self, shape: tuple[int, ...], where: Callable[[], str] = lambda: "IndexedSlices") -> IndexedSlices:
         """Returns the same rows of a whole of this shape, where the shape is not known.
+
+        Args:
+            shape: of the whole.
+            where: returns what they belong to, for messages.
 
         Raises:
             ValueError: it is known to be another, or the rows do not fit.
         """
         if self._shape == shape:
             return self
+        if (row := tuple(self._values.shape[1:])) != shape[1:]:
+            raise ValueError(f"{where()}: each row has shape {row}, and must have {shape[1:]}")
         if self._shape is not None:
-            raise ValueError(f"IndexedSlices of shape {self._shape} stand where {shape} is expected")
+            raise ValueError(f"{where()}: dense_shape is {self._shape}, and must be {shape}; leave it out")
         made = IndexedSlices(self._values, self._indices, shape)
         made._grouped = self._grouped
         return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -50,14 +50,20 @@ class KeyedSlices(IndexedSlices):
         """How often each key was asked for, or was given: int64 (n,)."""
         return self.counted.counts
 
-    def with_shape(self, shape: tuple[int, ...]) -> IndexedSlices:
+    def with_shape(self, shape: tuple[int, ...], where: Callable[[], str] = lambda: "IndexedSlices") -> IndexedSlices:
         """Returns itself.
+
+        Args:
+            shape: of the whole.
+            where: returns what they belong to, for messages.
 
         Raises:
             ValueError: the shape is another one.
         """
         if self.shape != shape:
-            raise ValueError(f"rows of table {self.space.table!r}, by keys, stand where shape {shape} is expected")
+            raise ValueError(
+                f"{where()}: rows of table {self.space.table!r}, by keys, stand where shape {shape} is expected"
+            )
         return self
 
     def with_values(self, values: AnyArray) -> KeyedSlices:

@@ -279,18 +279,23 @@ class RowReadable(Readable):
         """Returns rows as a reduction to the variable, or an update of it, takes them.
 
         Raises:
-            ValueError: they are of another shape, or of another variable.
+            ValueError: they are of another shape, or of another variable, or an id is no row of it.
         """
-        return slices.with_shape(self.shape)
+        fitted = slices.with_shape(self.shape, lambda: f"IndexedSlices for {place_of(self)}")
+        if not fitted.each_once:
+            fitted.rows(f"IndexedSlices for {place_of(self)}")  # here a bad id can be named with who gave it
+        return fitted
 
 
 def place_of(variable: RowReadable) -> str:
-    """Returns a variable's name, and the replica that asks, for messages; the only replica has no name."""
+    """Returns a variable's name, and the replica or process that asks, for messages; the only replica has no name."""
     strategy = variable.strategy
     if context.is_default(strategy):
         return _named(variable)
-    own = context.local_replica(strategy) or 0
-    return f"{_named(variable)} on {strategy.extended.worker_devices[own]}"
+    own, devices = context.local_replica(strategy), strategy.extended.worker_devices
+    if own is None and len(devices) > 1:
+        return f"{_named(variable)} on {devices[0].rpartition('/')[0] or 'this process'}"
+    return f"{_named(variable)} on {devices[own or 0]}"
 
 
 def _named(variable: RowReadable) -> str:

@@ -58,7 +58,7 @@ def combine_rows(how: str, variable: RowReadable, slices: IndexedSlices, where: 
         ValueError: an index is no row of the variable; rows of another shape, or of another table.
     """
     of_equal = SCATTERS[how].of_equal
-    slices = slices.with_shape(variable.shape)
+    slices = slices.with_shape(variable.shape, lambda: where)
     if (known := variable._known(slices)) is not None:
         return known
     ids = variable._check(to_numpy(slices.indices), where)

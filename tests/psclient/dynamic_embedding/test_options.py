@@ -31,6 +31,8 @@ def test_what_is_no_time(time):
 def test_rows_lie_in_memory(kind):
     """Other places are refused with a sentence."""
     assert de.StorageOption() == de.StorageOption("dram")
+    with pytest.raises(ValueError, match="storage 'dram_ssd' does not exist yet"):
+        de.StorageOption("dram_ssd", path="/nvme/t", dram="1GiB")
     with pytest.raises(ValueError, match="does not exist yet"):
         de.StorageOption(kind)
 
@@ -61,7 +63,9 @@ WRONG = {
     "filter": ({"admission": de.CounterFilter(0)}, ValueError, "table 'users': k of a CounterFilter"),
     "no filter": ({"admission": 3}, ValueError, "table 'users': admission is one of"),
     "checkpoint": ({"checkpoint": False}, ValueError, "every table is in each checkpoint"),
-    "storage": ({"storage": "dram"}, TypeError, "give StorageOption"),
+    "storage": ({"storage": 3}, TypeError, "give StorageOption"),
+    "storage that does not exist yet": ({"storage": "dram_ssd"}, ValueError, "storage 'dram_ssd' does not exist yet"),
+    "compression of rows": ({"compression": "int8"}, ValueError, "table 'users': compression of rows does not exist"),
     "partitioner": ({"partitioner": len}, TypeError, "give HashPartitioner"),
     "initializer": ({"initializer": np.zeros}, TypeError, "give one of ps.initializers"),
     "a class": ({"initializer": ps.initializers.Zeros}, TypeError, "give one of ps.initializers"),

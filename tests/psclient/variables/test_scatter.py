@@ -111,8 +111,8 @@ def slices(rows, ids, shape=None):
     [
         (np.ones((4, 2)), TypeError, "takes ps.IndexedSlices, and not ndarray"),
         (1.0, TypeError, "takes ps.IndexedSlices, and not float"),
-        (slices([[1]], [0]), ValueError, "are no rows of shape"),
-        (slices([[1, 1]], [0], (5, 2)), ValueError, r"of shape \(5, 2\) stand where \(4, 2\) is expected"),
+        (slices([[1]], [0]), ValueError, r"variable 'emb': each row has shape \(1,\), and must have \(2,\)"),
+        (slices([[1, 1]], [0], (5, 2)), ValueError, r"variable 'emb': dense_shape is \(5, 2\), and must be \(4, 2\)"),
         (slices([[1, 1]] * 2, [0, 4]), ValueError, "variable 'emb': id 4 at place 1 is no row of 4"),
         (slices([[1, 1]], [-1]), ValueError, "variable 'emb': id -1 at place 0 is no row of 4"),
         (ps.IndexedSlices(np.ones((1, 2), complex), [0]), TypeError, "complex128, which cannot be assigned to float64"),
