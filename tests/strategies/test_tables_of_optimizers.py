@@ -102,6 +102,17 @@ def test_closed_forms_are_of_tables_too(strategy):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
+def test_a_table_of_one_part_is_measured(shared):
+    """One server has all of it: the norm of two rows of length 5 is sqrt(50)."""
+    strategy = shared("embedded-1")
+    table, dense = table_of(strategy), variable(strategy, np.zeros(2, "float32"))
+    rows = ps.IndexedSlices(np.array([[3, 4, 0], [0, 4, 3]], "float32"), KEYS[:2])
+    with strategy.scope():
+        optimizer = O.SGD(1.0, global_clipnorm=1.0)
+    strategy.run(lambda: optimizer.apply_gradients([(rows, table), (np.zeros(2, "float32"), dense)]))
+    np.testing.assert_allclose(table.lookup(KEYS[:2]).numpy()[0], np.array([-3, -4, 0]) / np.sqrt(50), rtol=1e-6)
+
+
 def test_an_infinite_row_skips_the_step(strategy):
     """Of one replica, among finite ones: no row, slot or count changes, and the scale falls."""
     table, dense = table_of(strategy), variable(strategy, np.ones(2, "float32"))
@@ -110,7 +121,8 @@ def test_an_infinite_row_skips_the_step(strategy):
 
     def step(number, bad=1.0):
         def replica_fn(replica):
-            rows = ps.IndexedSlices(np.full((1, 3), bad if replica == replicas(strategy) - 1 else 1.0, "float32"), KEYS[:1] + replica)
+            value = bad if replica == replicas(strategy) - 1 else 1.0
+            rows = ps.IndexedSlices(np.full((1, 3), value, "float32"), KEYS[:1] + replica)
             optimizer.apply_gradients([(rows, table), (np.full(2, number, "float32"), dense)])
 
         in_replicas(strategy, replica_fn)
