@@ -77,8 +77,7 @@ def test_rows_that_are_nan_are_refused_for_all(which):
         if worker == 1:
             given[which] = rows(np.nan, [3])
         with pytest.raises(ps.errors.NonfiniteError, match=r"/job:worker/task:1.*" + which):
-            strategy.run(lambda: optimizer.apply_gradients([(given["emb"], emb), (given["users"], users)]))
-            optimizer.iterations.numpy()
+            strategy.run(lambda: optimizer.apply_gradients([(given[v.name], v) for v in (emb, users)]))
         assert not emb.numpy().any()
         return users.size(), int(optimizer.iterations)
 
