@@ -271,10 +271,14 @@ def test_an_update_of_whole_arrays_is_told_once(strategy, caplog, monkeypatch):
                 in_replicas(
                     strategy, lambda r, s=step, o=optimizer: o.apply_gradients([(slices(s, r), v), (slices(s, r), u)])
                 )
-    said = [record.getMessage() for record in caplog.records if "ps.lazily" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "makes an array" in record.getMessage()]
     on_servers = kind_of(strategy) == "embedded"
     assert len(said) == 2 * on_servers
     assert all(any(repr(each.name) in line for line in said) for each in (v, u) if on_servers)
+    for line in said:
+        assert "makes an array of 84 bytes of some rows" in line
+        assert "Take another optimizer where that is too much" in line
+        assert "lazily" not in line
 
 
 def test_an_update_that_is_traced_again_is_not_told_again(shared, caplog, monkeypatch):
@@ -285,7 +289,51 @@ def test_an_update_that_is_traced_again_is_not_told_again(shared, caplog, monkey
     with caplog.at_level(logging.WARNING), strategy.scope():
         for _ in range(3):
             strategy.extended.update(v, lambda v, g: v.assign(0.5 * v + g), (slices(0, 0).with_shape(SHAPE),))
-    assert [record.getMessage().count("ps.lazily") for record in caplog.records] == [1]
+    assert [record.getMessage().count("pass ps.lazily(fn)") for record in caplog.records] == [1]
+
+
+def test_lazily_is_said_of_what_could_be_lazy(shared, caplog, monkeypatch):
+    """Of a function that is not elementwise it is not; of an optimizer it is an option."""
+    monkeypatch.setattr(diagnostics, "_warned", set())
+    strategy = shared("servers-2x2")
+
+    class Looks(O.Optimizer):
+        slots = ("pull",)
+
+        def update(self, v, gradient, iterations, *slots):
+            v.assign_sub(gradient + 0.5 * slots[0])
+
+    v, u = (variable(strategy, np.ones(SHAPE, "float32")) for _ in range(2))
+    optimizer = Looks(0.5)
+    with caplog.at_level(logging.WARNING), strategy.scope():
+        strategy.extended.update(v, lambda v, g: v.assign(g / np.sum(g)), (slices(0, 0).with_shape(SHAPE),))
+        in_replicas(strategy, lambda r: optimizer.apply_gradients([(slices(0, r), u)]))
+    fn, rule = (record.getMessage() for record in caplog.records)
+    assert "lazily" not in fn
+    assert "Write it of elementwise operations" in fn
+    assert rule.endswith("Where only the given rows shall change, give the optimizer sparse='lazy'")
+
+
+def test_an_optimizer_of_wholes_is_not_lazy(strategy):
+    """Lamb says so when it is built, and at a step if it was made lazy since; nothing has changed."""
+    v = variable(strategy, np.ones(SHAPE, "float32"))
+    words = f"a Lamb cannot train {v.name!r} with sparse='lazy'"
+    step = lambda: in_replicas(strategy, lambda r: optimizer.apply_gradients([(slices(0, r), v)]))  # noqa: E731
+    with strategy.scope():
+        optimizer = O.Lamb(0.5, sparse="lazy")
+        with pytest.raises(ValueError, match=words):
+            optimizer.build([v])
+    with pytest.raises(ValueError, match=words):
+        step()
+    assert optimizer.variables == []
+    optimizer.sparse = "dense"
+    step()
+    before = v.numpy()
+    optimizer.sparse = "lazy"
+    with pytest.raises(ValueError, match=words):
+        step()
+    assert (v.numpy() == before).all()
+    assert (before != 1).any()
 
 
 def test_too_large_a_whole_array_is_refused(shared, monkeypatch):
