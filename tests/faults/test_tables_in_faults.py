@@ -8,7 +8,7 @@ import pytest
 import psclient as ps
 from pstesting import faults
 from pstesting.faults import Faults
-from pstesting.processes import PS0, QUICK, W0, W1, ProcessCluster
+from pstesting.processes import PS0, QUICK, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import ME, gate, say
 
 ROUNDS = 8
@@ -143,9 +143,9 @@ def test_two_clusters_have_equal_tables(tmp_path, rounds, lost):
         (tmp_path / name).mkdir()
         with ProcessCluster(churn, tmp_path / name, (rounds, faulty, undone), ps=2, workers=2) as job:
             if undone:
-                saved, later, restored = job.hear(W0, "restored", seconds=60 + rounds)
+                saved, later, restored = job.hear(W0, "restored", seconds=SECONDS + rounds)
                 assert saved == restored != later
-            found.append(job.hear(W0, "table", seconds=60 + rounds))
+            found.append(job.hear(W0, "table", seconds=SECONDS + rounds))
             job.finish()
     assert found[0] == found[1]
     assert found[0][0] > 1000

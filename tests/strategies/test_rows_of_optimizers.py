@@ -19,6 +19,8 @@ from tests.support.strategies import by_replica, in_replicas, kind_of, merged, r
 O = ps.optimizers  # noqa: E741
 SHAPE = (7, 3)
 STEPS = 3
+REPLICAS = 6
+"""Of all workers together."""
 
 OPTIMIZERS = {
     "SGD": partial(O.SGD, 0.5),
@@ -108,24 +110,39 @@ def test_all_copies_are_equal(strategy):
     assert all((copy == found[0]).all() for copy in copies)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_workers_on_two_servers_make_the_steps_of_one_process(workers):
-    """Each with two replicas."""
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_however_many_workers_make_the_steps_of_one_process(workers):
+    """On two servers, with six replicas in all: bit for bit where the order of a sum does not matter, as of integers;
+    else within a millionth.
+    """
 
     def train(cluster, index):
-        devices = ["cpu:0", "cpu:1"]
+        devices = [f"cpu:{n}" for n in range(REPLICAS // workers)]
         with ps.ParameterServerStrategy(devices=devices, cluster_resolver=cluster.resolver(index)) as strategy:
-            return steps(strategy)
+            return [steps(strategy, gradient) for gradient in (slices, reals)]
 
     with InProcessCluster(2, workers) as cluster, ThreadPoolExecutor(workers) as pool:
         found = list(pool.map(functools.partial(train, cluster), range(workers)))
-    expected = locally("Adagrad", 2 * workers, whole)
-    for values in found:
-        for one, other in zip(values, expected, strict=True):
+    for of_integers, of_reals in found:
+        for one, other in zip(of_integers, locally("Adagrad", REPLICAS, whole), strict=True):
             np.testing.assert_array_equal(one, other)
+        for one, other in zip(of_reals, locally("Adagrad", REPLICAS, whole_of_reals), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
-def steps(strategy):
+def reals(step, replica):
+    """Rows of fractions above zero, whose sums lose no digits."""
+    given = slices(step, replica)
+    values = np.random.default_rng(10 * step + replica).uniform(0.5, 1.5, np.shape(given.values))
+    return ps.IndexedSlices(values.astype("float32"), given.indices)
+
+
+def whole_of_reals(step, replica):
+    """The same as a whole array."""
+    return np.asarray(reals(step, replica).with_shape(SHAPE))
+
+
+def steps(strategy, gradient):
     start = np.random.default_rng(0).integers(1, 9, SHAPE).astype("float32")
     with strategy.scope():
         own = [ps.Variable(start + n, name=f"table {n}") for n in range(2)]
@@ -135,7 +152,7 @@ def steps(strategy):
 
         def replica_fn(step=step):
             replica = ps.get_replica_context().replica_id_in_sync_group
-            pairs = [(slices(step + 5 * n, replica), v) for n, v in enumerate(own)]
+            pairs = [(gradient(step + 5 * n, replica), v) for n, v in enumerate(own)]
             optimizer.apply_gradients([*pairs, (np.full(2, replica + 1.0, "float32"), dense)])
 
         strategy.run(replica_fn)
