@@ -162,16 +162,23 @@ class Nadam(Moments):
     """
 
     slots = ("m", "v", "product")
+    _running = True
 
     def initial_slot(self, slot: str, v: Variable) -> Array:
         """The product of the momenta so far is one number."""
         return np.ones(()) if slot == "product" else super().initial_slot(slot, v)
 
+    def _momentum(self, step: Value) -> Value:
+        """Returns the momentum of a step, float64, which grows with its number."""
+        return self.beta_1 * (1 - 0.5 * 0.96**step)
+
+    def _advanced(self, number: Value, iterations: Value) -> Value:
+        return number * self._momentum(iterations.astype(np.float64))
+
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> None:
         m, s, product = slots
         t = iterations.astype(np.float64)
-        now, next = (self.beta_1 * (1 - 0.5 * 0.96**power) for power in (t, t + 1))
-        product.assign(product * now)
+        now, next = self._momentum(t), self._momentum(t + 1)
         of_m, of_g = next / (1 - product * next), (1 - now) / (1 - product)
         self.move(gradient, m, s)
         ahead = of_m.astype(gradient.dtype) * m + of_g.astype(gradient.dtype) * gradient

@@ -21,7 +21,7 @@ from psclient._src.variables.sparse_updates import Settle, Sparse
 from psclient._src.variables.table_views import join_views, without_views
 from psclient._src.variables.tables import OneRow, TableVariable
 from psclient._src.variables.variable import Variable
-from psclient.optimizers.checks import Exclusions, check_tables, check_variables
+from psclient.optimizers.checks import Exclusions, check_lazy, check_tables, check_variables
 from psclient.optimizers.configs import Described
 from psclient.optimizers.loss_scale import DynamicLossScale
 from psclient.optimizers.options import OPTIONS, LearningRate, check_options, check_rate, rate_now
@@ -65,10 +65,11 @@ class Optimizer(Described):
         sparse: what a step is to the rows that a gradient of rows does not have. "exact": what it is for the whole
             gradient, made up when a row is touched, read or saved; each value has the same bits. "lazy": nothing, also
             where the optimizer would go on with momentum or decay. "dense": what it is for the whole gradient, which is
-            made. A step that is not elementwise, as of `Lamb`, is dense. Dynamic tables have no dense steps, and refuse
-            what needs one.
+            made. A step that is not elementwise, as of `Lamb`, is dense, and cannot be lazy. Dynamic tables have no
+            dense steps, and refuse what needs one.
         settle: how an exact step is made up. "replay": one after the other, with the same bits. "closed": many as one,
-            within a few millionths, if there is a closed form: `SGD`, `Adam`, `AdamW`, `RMSprop`, `Adadelta` have one.
+            within a few millionths, if there is a closed form: `SGD`, `Adam`, `AdamW`, `Nadam`, `RMSprop` and
+            `Adadelta` have one.
 
     Raises:
         ValueError: more than one way of clipping, a number that is out of its range or not finite, or another `sparse`
@@ -83,6 +84,11 @@ class Optimizer(Described):
     """Whether `update` computes each row by itself, so that it may run beside the shards of a partitioned variable."""
     _decays_before: ClassVar[bool] = True
     """Whether a variable decays before `update`; else `update` does it, by `self.weight_decay`, if `self._decaying`."""
+    _running: ClassVar[bool] = False
+    """Whether the last slot is one number that goes by steps alone: `_advanced` moves it, and `update` gets its value.
+
+    What `update` does to a row of a gradient of rows then depends on nothing that it assigns but this row.
+    """
     _slot_of: ClassVar[Mapping[str, str]] = {}
     """Slots by the attribute that needs them: a slot is there if its attribute is true."""
     _ranges: ClassVar[Mapping[str, Range]] = {}
@@ -207,6 +213,15 @@ class Optimizer(Described):
             f"{type(self).__name__} does not say what a step is; write update(self, v, gradient, iterations, *slots)"
         )
 
+    def _advanced(self, number: Value, iterations: Value) -> Value:
+        """Returns what the last slot, if it is `_running`, is in a step; runs on the server, once for each variable.
+
+        Args:
+            number: what it was before, a value without dimensions.
+            iterations: steps applied, this one included.
+        """
+        return number
+
     def initial_slot(self, slot: str, v: Variable) -> Array:
         """Returns the initial value of a slot: zeros of the variable's shape, float32 for a variable of half precision.
 
@@ -261,7 +276,7 @@ class Optimizer(Described):
         refuse_slots(self)
         of = OneRow.of(v) if isinstance(v, TableVariable) else v
         slots = {slot: self.initial_slot(slot, cast(Variable, of)) for slot in self.slots}
-        return Needs(slots, self.use_ema, bool(self.gradient_accumulation_steps))
+        return Needs(slots, self.use_ema, bool(self.gradient_accumulation_steps), self._running)
 
     @property
     def variables(self) -> list[Variable]:
@@ -347,6 +362,8 @@ class Optimizer(Described):
         return loss if factor is None else loss * factor
 
     def _check_variables(self, variables: Sequence[Variable]) -> None:
+        if self.sparse == "lazy":
+            check_lazy(self, variables)
         if self._driver.was_of(variables):
             return
         check_variables(variables)

@@ -57,6 +57,16 @@ def check_tables(optimizer: Any, tables: Sequence[TableVariable]) -> None:
         raise ValueError(f"{which}: its steps need all of a variable, and a table has no whole; take another optimizer")
 
 
+def check_lazy(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Raises `ValueError` where an optimizer whose `sparse` is "lazy" needs all of a variable for each step."""
+    if not optimizer._by_row:
+        name = getattr(variables[0], "name", None) if variables else None
+        raise ValueError(
+            f"a {type(optimizer).__name__} cannot train {name!r} with sparse='lazy': its steps need all of a variable, "
+            "so that there is none of some rows; take 'exact' or 'dense', or another optimizer"
+        )
+
+
 _NOT_FOR_TABLES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("use_ema", bool, "the average of a row would begin with the row's first value, and slots begin with one number"),
     (

@@ -23,11 +23,13 @@ class Needs:
         slots: initial values of the slots, by name.
         average: True if it shall have a moving average.
         accumulator: True if the gradients of several calls make a step.
+        running: True if the last slot is a number that goes by steps alone.
     """
 
     slots: Mapping[str, Array]
     average: bool
     accumulator: bool
+    running: bool = False
 
 
 @dataclass
@@ -40,6 +42,7 @@ class Own:
         slots: the variables that hold the slots, in the order of their names.
         average: its moving average, if it has one.
         accumulator: has the gradients of the calls before, if several make a step.
+        running: True if the last slot is a number that goes by steps alone.
         staged: has the gradient of a call between its two rounds, if there ever were two.
     """
 
@@ -48,7 +51,18 @@ class Own:
     slots: tuple[Variable, ...]
     average: Variable | None
     accumulator: Variable | None
+    running: bool = False
     staged: Variable | None = None
+
+    @property
+    def number(self) -> Variable | None:
+        """The slot that is moved once in each step, before `update`, which reads it; None if there is none."""
+        return self.slots[-1] if self.running else None
+
+    @property
+    def updated(self) -> tuple[Variable, ...]:
+        """The slots that `update` assigns."""
+        return self.slots[:-1] if self.running else self.slots
 
     def __iter__(self) -> Iterator[Variable]:
         """All that is beside the variable."""
@@ -192,7 +206,7 @@ class State:
         average = self._beside(v, "average", v.numpy().astype(dtype)) if needs.average else None
         zeros = np.zeros(v.shape, dtype)
         accumulator = self._beside(v, "gradient_accumulator", zeros) if needs.accumulator else None
-        return Own(v, tuple(needs.slots), slots, average, accumulator)
+        return Own(v, tuple(needs.slots), slots, average, accumulator, needs.running)
 
     def _saved_as(self, saved_as: str, name: str, value: Array) -> Variable:
         """Creates a variable that checkpoints do not have by its own name, where `colocate_vars_with` says.

@@ -24,7 +24,7 @@ from psclient._src.variables.variable import Variable
 from psclient.optimizers.checks import check_gradients, has_rows
 from psclient.optimizers.loss_scale import DynamicLossScale
 from psclient.optimizers.state import Needs, State
-from psclient.optimizers.step_functions import apply, become, begin, measure, measure_norm, total
+from psclient.optimizers.step_functions import advance, apply, become, begin, measure, measure_norm, total
 
 _TRAINABLE = operator.attrgetter("trainable")
 
@@ -60,7 +60,7 @@ class StepFunctions(NamedTuple):
     """The update functions that make a step; see `step_functions`.
 
     Attributes:
-        begin, measure, measure_norm, apply: as there.
+        begin, measure, measure_norm, advance, apply: as there.
         settings: returns what they are given of the optimizer for a variable; the numbers in it are the same for all.
             None for the same.
         optional: True if a gradient may be `Absent`, and a variable stays as it is of which all processes have none.
@@ -69,6 +69,7 @@ class StepFunctions(NamedTuple):
     begin: Callable[..., object] = begin
     measure: Callable[..., object] = measure
     measure_norm: Callable[..., object] = measure_norm
+    advance: Callable[..., object] = advance
     apply: Callable[..., object] = apply
     settings: Callable[[Variable], Settings] | None = None
     optional: bool = False
@@ -215,13 +216,18 @@ class StepDriver:
             counted = shared["iterations"].devices
             begun[id(shared)] = extended.update_non_slot(counted, self._functions.begin, (settings, shared, finite))
         rule, optional = self._rule, self._functions.optional
-        step = SparseUpdate(self._functions.apply, rule.sparse, optional=optional, settle=rule.settle)
+        step = SparseUpdate(
+            self._functions.apply, rule.sparse, optional=optional, settle=rule.settle, of_optimizer=True
+        )
         for v, gradient, count in zip(variables, sums, given[0] if given else repeat(1), strict=False):
             if not count:
                 continue
             own, now = state.of(v), begun[id(state.beside(v))]
-            rest = (norms.get(id(v), measured.get("norm")), own.average, self._decays(v), own.slots)
-            extended.update(v, step, (self._settings_of(v, settings), gradient, own.accumulator, now, *rest))
+            mine = self._settings_of(v, settings)
+            if own.number is not None:
+                extended.update(own.number, self._functions.advance, (mine, now))
+            rest = (norms.get(id(v), measured.get("norm")), own.average, self._decays(v), own.updated, own.number)
+            extended.update(v, step, (mine, gradient, own.accumulator, now, *rest))
 
     def _settings_of(self, v: Variable, settings: Settings) -> Settings:
         return settings if self._functions.settings is None else self._functions.settings(v)

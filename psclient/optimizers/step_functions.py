@@ -4,9 +4,10 @@
     measure    each variable    how large its gradient is, and whether it is finite; `measure_norm` of a shard
     total      each server      that of all variables together
     begin      each server      counts the call, computes its learning rate, decides whether it makes a step
+    advance    each variable    moves the number that goes by steps alone, if its optimizer has one
     apply      each variable    accumulates, clips, decays, updates, averages
 
-Whatever stays is assigned by the last two, which are of one round: a call that does not come to it leaves nothing.
+Whatever stays is assigned by the last three, which are of one round: a call that does not come to it leaves nothing.
 They depend on their arguments alone, so that each is traced once. `optimizer` is what `Optimizer.settings` lets
 through.
 """
@@ -45,6 +46,9 @@ class OptimizerView(Protocol):
     ema_momentum: float
     ema_overwrite_frequency: int | None
     _decays_before: bool
+
+    def _advanced(self, number: Value, iterations: Value) -> Value:
+        """Returns what the slot `_running` is in a step."""
 
     def update(self, v: Value, gradient: Value, iterations: Value, *slots: Value) -> object:
         """Updates one variable; returns nothing."""
@@ -169,6 +173,20 @@ def _rescale(rule: DynamicLossScale, state: Mapping[str, Updated], finite: Value
 
 
 @update_function
+def advance(number: Updated, optimizer: OptimizerView, begun: Mapping[str, Value]) -> None:
+    """Moves a slot that is one number; it is no part of `apply`, which may run on rows, at any time later.
+
+    Args:
+        number: the slot.
+        optimizer: the optimizer, as the module says.
+        begun: the result of `begin`.
+    """
+    before = number.value()
+    after = optimizer._advanced(before, begun["t"])
+    number.assign(np.where(begun["go"], after, before) if "go" in begun else after)
+
+
+@update_function
 def apply(
     v: Updated,
     optimizer: OptimizerView,
@@ -179,6 +197,7 @@ def apply(
     average: Updated | None,
     decays: bool,
     slots: Sequence[Updated],
+    number: Updated | None = None,
 ) -> None:
     """Makes a step of one variable; nothing of it, where `begun` says so.
 
@@ -189,17 +208,18 @@ def apply(
             variable's gradient, that; else None.
         average: the variable's moving average, or None.
         decays: True if the variable takes part in weight decay.
-        slots: the variable's slots, in order.
+        slots: the variable's slots, in order, but for that number.
+        number: the slot that `advance` has moved, or None.
     """
     own = _unscaled(v, optimizer, gradient, begun.get("scale"))
     if "go" not in begun:
-        _change(v, optimizer, _clipped(optimizer, own, norm), begun, average, decays, slots)
+        _change(v, optimizer, _clipped(optimizer, own, norm), begun, average, decays, slots, number)
         return
     changing = [v, *slots] if average is None else [v, *slots, average]
     before = [x.value() for x in changing]
     with np.errstate(all="ignore"):  # What is not finite is left out.
         whole = _whole(optimizer, own, accumulator)
-        _change(v, optimizer, _clipped(optimizer, whole, norm), begun, average, decays, slots)
+        _change(v, optimizer, _clipped(optimizer, whole, norm), begun, average, decays, slots, number)
         for x, old in zip(changing, before, strict=True):
             x.assign(np.where(begun["go"], x.value(), old))
         if accumulator is not None:
@@ -220,6 +240,7 @@ def _change(
     average: Updated | None,
     decays: bool,
     slots: Sequence[Updated],
+    number: Updated | None,
 ) -> None:
     if "rate" in begun:
         vars(optimizer)["_learning_rate"] = begun["rate"].astype(own.dtype)
@@ -228,7 +249,8 @@ def _change(
         value = v.astype(own.dtype)
         v.assign(value - value * optimizer.weight_decay * optimizer.learning_rate)
     before = v.assigned if isinstance(v, VariableTracer) else v.read_value()
-    returned = optimizer.update(v, own, begun["t"], *slots)
+    given = (*slots,) if number is None else (*slots, number.value())
+    returned = optimizer.update(v, own, begun["t"], *given)
     refuse_step(optimizer, returned, (v, *slots), _assigned_since(before, v))
     if average is not None:
         _average(v, optimizer, begun["t"], average)

@@ -49,7 +49,7 @@ class Groups(Configured):
         self._of: dict[int, int] = {}
         self._by_rows: set[int] = set()
         self._seen: dict[tuple[float | None, float | None], tuple[list[Settings], Settings]] = {}  # the last
-        functions = StepFunctions(_begin, _measure, _measure_norm, _apply, self._settings_of, optional=True)
+        functions = StepFunctions(_begin, _measure, _measure_norm, _advance, _apply, self._settings_of, optional=True)
         self.driver = StepDriver(self, self.state, self.check, self._needs, self._decays, functions)
 
     # ---- What an update sees ----
@@ -265,6 +265,11 @@ def _measure(v: Value, groups: Groups, gradient: Value, *rest: Value) -> Any:
 @update_function
 def _measure_norm(v: Value, groups: Groups, gradient: Value, *rest: Value) -> Any:
     return step_functions.measure_norm(v, groups.rule, _divided(v, groups, gradient), *rest)
+
+
+@update_function
+def _advance(number: Any, groups: Groups, *rest: Value) -> None:
+    step_functions.advance(number, groups.rule, *rest)
 
 
 @update_function

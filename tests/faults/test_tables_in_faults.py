@@ -8,7 +8,7 @@ import pytest
 import psclient as ps
 from pstesting import faults
 from pstesting.faults import Faults
-from pstesting.processes import PS0, QUICK, W0, W1, ProcessCluster
+from pstesting.processes import PS0, QUICK, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import ME, gate, say
 
 ROUNDS = 8
@@ -87,8 +87,11 @@ def test_tables_are_exact_whatever_the_network_does(tmp_path, momentum):
         assert job.exited(PS0) == 0
 
 
-def churn(rounds, rates):
-    """Keys come and go in a table that is smaller than all of them; what is left is told in one word."""
+def churn(rounds, rates, lost):
+    """Keys come and go in a table that is smaller than all of them; what is left is told in one word.
+
+    With `lost` rounds, a checkpoint is saved in the middle, and restored after so many rounds more, which are undone.
+    """
     import hashlib  # a program of its own is made of this function
 
     if rates:
@@ -100,30 +103,49 @@ def churn(rounds, rates):
             "table", dim=2, capacity=16_384, admission=de.CounterFilter(2), eviction=de.LFU(decay=0.9)
         )
         optimizer = ps.optimizers.Adagrad(0.5)
-    rng = np.random.default_rng(ME)
-    for _ in range(rounds):
-        keys = (rng.pareto(0.4, 3000) * 100).astype(np.int64) % 200_000
+    checkpoint = ps.train.Checkpoint(table=table, optimizer=optimizer)
 
-        def step(keys=keys):
-            rows = table.lookup(keys)
-            optimizer.apply_gradients([(rows.gradient(np.sign(rows.values + rows.ids[:, None] % 7 - 3)), table)])
+    def train(numbers):
+        for number in numbers:
+            rng = np.random.default_rng([ME, number])
+            strategy.run(step, ((rng.pareto(0.4, 3000) * 100).astype(np.int64) % 200_000,))
 
-        strategy.run(step)
-    found = hashlib.sha256()
-    for array in table.export():
-        found.update(array.tobytes())
-    say("table", [table.size(), found.hexdigest()])
+    def step(keys):
+        rows = table.lookup(keys)
+        optimizer.apply_gradients([(rows.gradient(np.sign(rows.values + rows.ids[:, None] % 7 - 3)), table)])
+
+    def told():
+        found = hashlib.sha256()
+        for array in table.export():
+            found.update(array.tobytes())
+        return [table.size(), found.hexdigest()]
+
+    train(range(rounds // 2))
+    if lost:
+        path = checkpoint.save("run/ckpt")
+        saved = told()
+        train(range(rounds, rounds + lost))
+        undone = told()
+        checkpoint.restore(path).assert_consumed()
+        say("restored", [saved, undone, told()])
+    train(range(rounds // 2, rounds))
+    say("table", told())
 
 
-@pytest.mark.parametrize("rounds", [25, pytest.param(2000, marks=pytest.mark.soak)])
-def test_two_clusters_have_equal_tables(tmp_path, rounds):
-    """One whose calls are lost and repeated makes the rows that an undisturbed one makes, and evicts the same ones."""
+@pytest.mark.parametrize(("rounds", "lost"), [(24, 3), pytest.param(10_000, 50, marks=pytest.mark.soak)])
+def test_two_clusters_have_equal_tables(tmp_path, rounds, lost):
+    """One whose calls are lost and repeated, and that goes back to a checkpoint in the middle, makes the rows that an
+    undisturbed one makes, and evicts the same ones.
+    """
     found = []
     rates = {"drop": 0.05, "repeat": 0.05, "twice": 0.05, "lose": 0.05}
-    for name, faulty in (("one", {}), ("other", rates)):
+    for name, faulty, undone in (("one", {}, 0), ("other", rates, lost)):
         (tmp_path / name).mkdir()
-        with ProcessCluster(churn, tmp_path / name, (rounds, faulty), ps=2, workers=2) as job:
-            found.append(job.hear(W0, "table"))
+        with ProcessCluster(churn, tmp_path / name, (rounds, faulty, undone), ps=2, workers=2) as job:
+            if undone:
+                saved, later, restored = job.hear(W0, "restored", seconds=SECONDS + rounds)
+                assert saved == restored != later
+            found.append(job.hear(W0, "table", seconds=SECONDS + rounds))
             job.finish()
     assert found[0] == found[1]
     assert found[0][0] > 1000

@@ -19,6 +19,8 @@ from tests.support.strategies import by_replica, in_replicas, kind_of, merged, r
 O = ps.optimizers  # noqa: E741
 SHAPE = (7, 3)
 STEPS = 3
+REPLICAS = 6
+"""Of all workers together."""
 
 OPTIMIZERS = {
     "SGD": partial(O.SGD, 0.5),
@@ -108,24 +110,39 @@ def test_all_copies_are_equal(strategy):
     assert all((copy == found[0]).all() for copy in copies)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_workers_on_two_servers_make_the_steps_of_one_process(workers):
-    """Each with two replicas."""
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_however_many_workers_make_the_steps_of_one_process(workers):
+    """On two servers, with six replicas in all: bit for bit where the order of a sum does not matter, as of integers;
+    else within a millionth.
+    """
 
     def train(cluster, index):
-        devices = ["cpu:0", "cpu:1"]
+        devices = [f"cpu:{n}" for n in range(REPLICAS // workers)]
         with ps.ParameterServerStrategy(devices=devices, cluster_resolver=cluster.resolver(index)) as strategy:
-            return steps(strategy)
+            return [steps(strategy, gradient) for gradient in (slices, reals)]
 
     with InProcessCluster(2, workers) as cluster, ThreadPoolExecutor(workers) as pool:
         found = list(pool.map(functools.partial(train, cluster), range(workers)))
-    expected = locally("Adagrad", 2 * workers, whole)
-    for values in found:
-        for one, other in zip(values, expected, strict=True):
+    for of_integers, of_reals in found:
+        for one, other in zip(of_integers, locally("Adagrad", REPLICAS, whole), strict=True):
             np.testing.assert_array_equal(one, other)
+        for one, other in zip(of_reals, locally("Adagrad", REPLICAS, whole_of_reals), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
-def steps(strategy):
+def reals(step, replica):
+    """Rows of fractions above zero, whose sums lose no digits."""
+    given = slices(step, replica)
+    values = np.random.default_rng(10 * step + replica).uniform(0.5, 1.5, np.shape(given.values))
+    return ps.IndexedSlices(values.astype("float32"), given.indices)
+
+
+def whole_of_reals(step, replica):
+    """The same as a whole array."""
+    return np.asarray(reals(step, replica).with_shape(SHAPE))
+
+
+def steps(strategy, gradient):
     start = np.random.default_rng(0).integers(1, 9, SHAPE).astype("float32")
     with strategy.scope():
         own = [ps.Variable(start + n, name=f"table {n}") for n in range(2)]
@@ -135,7 +152,7 @@ def steps(strategy):
 
         def replica_fn(step=step):
             replica = ps.get_replica_context().replica_id_in_sync_group
-            pairs = [(slices(step + 5 * n, replica), v) for n, v in enumerate(own)]
+            pairs = [(gradient(step + 5 * n, replica), v) for n, v in enumerate(own)]
             optimizer.apply_gradients([*pairs, (np.full(2, replica + 1.0, "float32"), dense)])
 
         strategy.run(replica_fn)
@@ -271,10 +288,14 @@ def test_an_update_of_whole_arrays_is_told_once(strategy, caplog, monkeypatch):
                 in_replicas(
                     strategy, lambda r, s=step, o=optimizer: o.apply_gradients([(slices(s, r), v), (slices(s, r), u)])
                 )
-    said = [record.getMessage() for record in caplog.records if "ps.lazily" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "makes an array" in record.getMessage()]
     on_servers = kind_of(strategy) == "embedded"
     assert len(said) == 2 * on_servers
     assert all(any(repr(each.name) in line for line in said) for each in (v, u) if on_servers)
+    for line in said:
+        assert "makes an array of 84 bytes of some rows" in line
+        assert "Take another optimizer where that is too much" in line
+        assert "lazily" not in line
 
 
 def test_an_update_that_is_traced_again_is_not_told_again(shared, caplog, monkeypatch):
@@ -285,7 +306,51 @@ def test_an_update_that_is_traced_again_is_not_told_again(shared, caplog, monkey
     with caplog.at_level(logging.WARNING), strategy.scope():
         for _ in range(3):
             strategy.extended.update(v, lambda v, g: v.assign(0.5 * v + g), (slices(0, 0).with_shape(SHAPE),))
-    assert [record.getMessage().count("ps.lazily") for record in caplog.records] == [1]
+    assert [record.getMessage().count("pass ps.lazily(fn)") for record in caplog.records] == [1]
+
+
+def test_lazily_is_said_of_what_could_be_lazy(shared, caplog, monkeypatch):
+    """Of a function that is not elementwise it is not; of an optimizer it is an option."""
+    monkeypatch.setattr(diagnostics, "_warned", set())
+    strategy = shared("servers-2x2")
+
+    class Looks(O.Optimizer):
+        slots = ("pull",)
+
+        def update(self, v, gradient, iterations, *slots):
+            v.assign_sub(gradient + 0.5 * slots[0])
+
+    v, u = (variable(strategy, np.ones(SHAPE, "float32")) for _ in range(2))
+    optimizer = Looks(0.5)
+    with caplog.at_level(logging.WARNING), strategy.scope():
+        strategy.extended.update(v, lambda v, g: v.assign(g / np.sum(g)), (slices(0, 0).with_shape(SHAPE),))
+        in_replicas(strategy, lambda r: optimizer.apply_gradients([(slices(0, r), u)]))
+    fn, rule = (record.getMessage() for record in caplog.records)
+    assert "lazily" not in fn
+    assert "Write it of elementwise operations" in fn
+    assert rule.endswith("Where only the given rows shall change, give the optimizer sparse='lazy'")
+
+
+def test_an_optimizer_of_wholes_is_not_lazy(strategy):
+    """Lamb says so when it is built, and at a step if it was made lazy since; nothing has changed."""
+    v = variable(strategy, np.ones(SHAPE, "float32"))
+    words = f"a Lamb cannot train {v.name!r} with sparse='lazy'"
+    step = lambda: in_replicas(strategy, lambda r: optimizer.apply_gradients([(slices(0, r), v)]))  # noqa: E731
+    with strategy.scope():
+        optimizer = O.Lamb(0.5, sparse="lazy")
+        with pytest.raises(ValueError, match=words):
+            optimizer.build([v])
+    with pytest.raises(ValueError, match=words):
+        step()
+    assert optimizer.variables == []
+    optimizer.sparse = "dense"
+    step()
+    before = v.numpy()
+    optimizer.sparse = "lazy"
+    with pytest.raises(ValueError, match=words):
+        step()
+    assert (v.numpy() == before).all()
+    assert (before != 1).any()
 
 
 def test_too_large_a_whole_array_is_refused(shared, monkeypatch):

@@ -70,4 +70,4 @@ class Job:
         return joined(states, range(BUCKETS))
 
     def numbers(self):
-        return {v.name: v.numpy().tobytes() for v in (self.bias, self.optimizer.iterations)}
+        return {v.name: v.numpy().tobytes() for v in (self.bias, *self.optimizer.variables) if not v.shape}

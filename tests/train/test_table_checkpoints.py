@@ -13,12 +13,13 @@ de = ps.dynamic_embedding
 
 
 OPTIMIZERS = {"adagrad": ps.optimizers.Adagrad, "adam": ps.optimizers.Adam, "lazy": ps.optimizers.LazyAdam}
+OPTIMIZERS["nadam"] = ps.optimizers.Nadam  # has one number for each table, of which each part has a copy
 
 
 @pytest.mark.parametrize(
     ("make", "source"),
-    [(OPTIMIZERS["adagrad"], 3), (OPTIMIZERS["adam"], 3)]
-    + [pytest.param(OPTIMIZERS["lazy"], 3, marks=pytest.mark.soak)]
+    [(OPTIMIZERS["adagrad"], 3), (OPTIMIZERS["nadam"], 3)]
+    + [pytest.param(OPTIMIZERS[name], 3, marks=pytest.mark.soak) for name in ("adam", "lazy")]
     + [pytest.param(make, 1, marks=pytest.mark.soak) for make in OPTIMIZERS.values()],
 )
 def test_any_number_of_servers_restores_it(tmp_path, source, make):

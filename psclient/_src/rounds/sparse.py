@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from psclient._src.tracing.diagnostics import refuse_whole_update, users_function, warn_of_whole
+from psclient._src.tracing.diagnostics import refuse_lazy_update, refuse_whole_update, warn_of_whole
 from psclient._src.variables.kinds import ServerVariable
 from psclient._src.variables.sparse_updates import SparseUpdate
-from pswire.errors import ProgramError
 from pswire.model.plan import Ref, Sparse
 from pswire.model.program import Program
 from pswire.model.row_updates import keeps_rows, later_refusal, measures, refusal
@@ -44,10 +43,11 @@ def how_sparse(
         refuse_whole_update(table, "it is given none; reduce IndexedSlices for the table, and pass what that returns")
     if sparse == "lazy":
         if why:
-            raise ProgramError(f"{users_function() or 'an update'} cannot run lazily: {why}")
+            refuse_lazy_update([v.name for v in used], why)
         return sparse
     if why is None and keeps_rows(program, given):
         return "dense"
+    may_be_lazy = why is None
     if sparse == "exact" and not (why := why or later_refusal(program)):
         return "closed" if wish and wish.settle == "closed" else sparse
     if table is not None:
@@ -55,5 +55,7 @@ def how_sparse(
     if sparse != "dense":
         ids = {refs[target].index for target, _ in program.assigns}
         names = [v.name for v in used if v.handle.id in ids]
-        warn_of_whole(names, max(program.specs[i].nbytes for i in given), why)
+        warn_of_whole(
+            names, max(program.specs[i].nbytes for i in given), why, bool(wish and wish.of_optimizer), may_be_lazy
+        )
     return "dense"

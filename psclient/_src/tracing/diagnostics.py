@@ -20,6 +20,7 @@ from psclient._src import nest
 from psclient._src.tracing.guards import Surroundings
 from pswire.errors import ProgramError
 from pswire.model.tensor import Array
+from pswire.sizes import human
 
 log = logging.getLogger("psclient")
 
@@ -257,16 +258,39 @@ def refuse_whole_update(table: str, why: str | None) -> NoReturn:
 WHOLE_BYTES = 1 << 30
 """Largest array that an update makes of rows; a larger one is refused."""
 
+_INSTEAD_OF_WHOLE = {
+    (False, True): "Where only the given rows shall change, pass ps.lazily(fn) to update",
+    (False, False): "Write it of elementwise operations and sums along each row, to have it run on rows",
+    (True, True): "Where only the given rows shall change, give the optimizer sparse='lazy'",
+    (True, False): "Take another optimizer where that is too much; with sparse='dense' it is done and not said",
+}
+"""What to do, by whether it is an optimizer's step, and whether it could be lazy."""
+
 _warned: set[tuple[str, ...]] = set()
 
 
-def warn_of_whole(names: Sequence[str], nbytes: int, why: str | None) -> None:
+def refuse_lazy_update(names: Sequence[str], why: str) -> NoReturn:
+    """Raises `ProgramError`: an update that shall be lazy does not run on the rows of a gradient alone.
+
+    Args:
+        names: names of the variables that it is given.
+        why: the reason why it cannot.
+    """
+    which = ", ".join(map(repr, names)) or "nothing"
+    raise ProgramError(f"the update of {which} cannot run lazily: {why}")
+
+
+def warn_of_whole(
+    names: Sequence[str], nbytes: int, why: str | None, of_optimizer: bool = False, may_be_lazy: bool = True
+) -> None:
     """Says once of each update that it makes a whole array of rows.
 
     Args:
         names: names of the variables that it assigns.
         nbytes: size of the array.
         why: the reason why it cannot run on rows; None if it would change rows without a gradient.
+        of_optimizer: True if it is an optimizer's step, and no function of the script.
+        may_be_lazy: True if it could be lazy.
 
     Raises:
         ProgramError: the array is too large.
@@ -274,8 +298,8 @@ def warn_of_whole(names: Sequence[str], nbytes: int, why: str | None) -> None:
     which = ", ".join(map(repr, names)) or "nothing"
     reason = why or "it changes rows that have no gradient, as momentum and decay do"
     said = (
-        f"the update of {which} makes an array of {nbytes / 1e6:.0f} MB of some rows, in each step: {reason}. "
-        "Where only the given rows shall change, pass ps.lazily(fn) to update"
+        f"the update of {which} makes an array of {human(nbytes)} of some rows, in each step: {reason}. "
+        f"{_INSTEAD_OF_WHOLE[of_optimizer, may_be_lazy]}"
     )
     if nbytes > WHOLE_BYTES:
         raise ProgramError(f"{said}; an array of more than {WHOLE_BYTES >> 20} MiB is refused")

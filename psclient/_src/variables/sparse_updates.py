@@ -43,6 +43,7 @@ class SparseUpdate:
         needs_rows: True if it is an error where the update is given no rows.
         optional: True if it is left out where no process contributes to the gradient.
         settle: how what it is to other rows is made up, if it is exact.
+        of_optimizer: True if it is an optimizer's step, and no function of the script.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class SparseUpdate:
         needs_rows: bool = False,
         optional: bool = False,
         settle: Settle = "replay",
+        of_optimizer: bool = False,
     ) -> None:
         self.fn = fn
         self.sparse = sparse
         self.needs_rows = needs_rows
         self.optional = optional
         self.settle = settle
+        self.of_optimizer = of_optimizer
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
 
     def __call__(self, *args: object, **kwargs: object) -> object:

@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, tuple[Any, str | None]] = {
     "LazyAdam": (lambda: O.LazyAdam(0.5), CHANGES),
     "AdamW": (lambda: O.AdamW(0.5), CHANGES),
     "Adamax": (lambda: O.Adamax(0.5), CHANGES),
-    "Nadam": (lambda: O.Nadam(0.5), "assigns tables, and no scalar"),
+    "Nadam": (lambda: O.Nadam(0.5), CHANGES),
     "Lamb": (lambda: O.Lamb(0.5), "not elementwise"),
     "Lion": (lambda: O.Lion(0.5), CHANGES),
 }
@@ -51,7 +51,14 @@ def table_program(optimizer):
     slots = [optimizer.initial_slot(slot, v) for slot in optimizer.slots]
     specs = [TensorSpec(str(array.dtype), array.shape) for array in (v, *slots)]
     values = [TensorSpec("float32", SHAPE), TensorSpec("int64", ())]
-    return traced(lambda v, *rest: optimizer.update(v, rest[-2], rest[-1], *rest[:-2]), specs, values)
+
+    def update(v, *rest):
+        *slots, gradient, iterations = rest
+        if optimizer._running:
+            slots[-1] = slots[-1].value()
+        optimizer.update(v, gradient, iterations, *slots)
+
+    return traced(update, specs, values)
 
 
 def gradient_of(program):
