@@ -46,7 +46,7 @@ help:  ## what there is
 demo: .venv/demo  ## trains on a local cluster of two servers, two workers and a chief
 	$(BIN)/psworker --standalone --ps 2 --workers 2 examples/digits.py
 
-demo-recommender: .venv/demo  ## trains embeddings of users and items on such a cluster
+demo-recommender: .venv/demo  ## trains two towers over embeddings of users and items on such a cluster
 	$(BIN)/psworker --standalone --ps 2 --workers 2 examples/recommender.py
 
 demo-embeddings: .venv/demo  ## trains vectors of the names in Python's standard library, and shows neighbours

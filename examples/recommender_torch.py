@@ -3,12 +3,12 @@
     python examples/recommender_torch.py                                      one process, and a server started for it
     psworker --standalone --ps 2 --workers 2 examples/recommender_torch.py    a whole cluster on this machine
 
-The rows of the next batch come with the round of this one."""
+The rows of the next batch come with the round of this one. It sees no times; recommender.py does."""
 
 import argparse
 
 import torch
-from recommender import make_ratings, scores, split
+from ratings import make_ratings, scores, split
 from report import Report, say
 from torch import nn
 
