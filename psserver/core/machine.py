@@ -26,6 +26,7 @@ from psserver.effects import Await, Effect, Fail, Reply, Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from psserver.registry import Registry
+from psserver.state.closures import Closures
 from psserver.state.counters import ServerCounters
 from psserver.state.first_values import FirstValues
 from psserver.state.rounds import Rounds
@@ -50,6 +51,7 @@ from pswire.checkpoint.storage import storage_at
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, ServerLost
 from pswire.limits import WINDOW
+from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
 from pswire.model.log import LogEntry, Mode, Start
 from pswire.model.plan import PlacedVariable, Turn, VariableSpec
 from pswire.model.status import STILL, Pace, ServerStatus
@@ -82,7 +84,7 @@ class Machine:
         began: the time at which it was made, in monotonic seconds.
         done: answered once the job has ended and everybody has left.
         registry: its sessions, which the rims may look up.
-        store, rounds, members, log, waiters, runner, snapshots, restores, tally: its parts.
+        store, rounds, members, closures, log, waiters, runner, snapshots, restores, tally: its parts.
     """
 
     def __init__(self, config: ServerConfig, incarnation: int, kernels: Kernels, clock: Callable[[], float]) -> None:
@@ -106,6 +108,7 @@ class Machine:
             self.store, self.rounds, self.restores, bases, root, config.snapshot_limit, self.tally
         )
         self.log = Log(self.store, self.rounds, self.snapshots, config.addresses)
+        self.closures = Closures()
         self._creation = Creation(self.store, self.log, self.restores)
         self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self._reply)
         self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally)
@@ -119,11 +122,13 @@ class Machine:
         """Returns the effects that have become possible: answers and rounds. Called after every stimulus."""
         effects: list[Effect] = []
         if self._admission.changed():  # else no session has ended, and who pushes is looked at when it does
-            for session in dict.fromkeys((*self.rounds.sessions(), *self.first_values.sessions())):
+            waiting = (*self.rounds.sessions(), *self.first_values.sessions(), *self.closures.sessions)
+            for session in dict.fromkeys(waiting):
                 error = self._admission.ended(session)
                 if error is not None:
                     effects += self._heard(self.rounds.fail_session(session, error))
                     effects += self.first_values.fail(session, error)
+                    effects += self.closures.end(session, error)
         effects += self.first_values.next()
         effects += self.runner.next()
         effects += self.waiters.answers(now, self._admission.ended)
@@ -198,7 +203,9 @@ class Machine:
     def leave(self, now: float, session: int, error: str) -> Outcome[None]:
         """Ends a process's session, cleanly or with an error."""
         self.members.leave(session, error)
-        return None, []
+        found = self.registry.find(session)
+        ends = not error and found is not None and found.task.job == "chief"
+        return None, self.closures.leave() if ends else []
 
     def tick(self, now: float) -> Outcome[None]:
         """Ends the sessions whose lease is over."""
@@ -334,7 +341,7 @@ class Machine:
         effects = self._abandon(error, lambda session: session in ended)
         self._job += 1
         self.members.begin_anew(ended)
-        for part in (self.log, self.store, self.rounds, self.runner, self._links):
+        for part in (self.log, self.store, self.rounds, self.runner, self._links, self.closures):
             part.clear()
         return effects
 
@@ -363,6 +370,38 @@ class Machine:
         if not whole:
             effects.append(Await(payload, payload.size))
         return None, effects
+
+    # ---- Closures ----
+
+    def schedule(self, now: float, session: int, order: ClosureOrder, future: Future[ClosureQueue]) -> Outcome[None]:
+        """Takes what a coordinator schedules."""
+        return None, self.closures.schedule(session, self._runs_closures(session, now), order, future)
+
+    def take(
+        self,
+        now: float,
+        session: int,
+        functions: tuple[str, ...],
+        result: ClosureResult | None,
+        offset: int,
+        future: Future[Taken],
+    ) -> Outcome[None]:
+        """Takes what came of a worker's closure, and has it wait for the next."""
+        effects = self.closures.take(session, self._runs_closures(session, now), functions, result, offset, future)
+        self.rounds.learn(*self.closures.view)
+        return None, effects
+
+    def fetch(self, now: float, session: int, number: int, offset: int, future: Future[Fetched]) -> Outcome[None]:
+        """Adds a call that waits for what came of a closure."""
+        self._runs_closures(session, now)
+        return None, self.closures.fetch(session, number, offset, future)
+
+    def _runs_closures(self, session: int, now: float) -> Task:
+        """Returns the task of a session that takes part in closures; raises `PSError` if it may not."""
+        if self.server != 0:
+            raise InvalidRequest("closures are scheduled at server 0", str(self.task))
+        self._admission.check(session, now)
+        return self.registry.task(session)
 
     # ---- Other servers ----
 
@@ -425,5 +464,5 @@ class Machine:
     def _abandon(self, error: PSError, watches: Callable[[int], bool]) -> list[Effect]:
         """Fails all calls that wait; a watch only if `watches` holds for its session."""
         waiting: list[Future[Any]] = [*self.waiters.drop(watches), *self.snapshots.clear(), *self.restores.clear()]
-        given_up = self.rounds.abandon(error) + self.first_values.abandon(error)
+        given_up = self.rounds.abandon(error) + self.first_values.abandon(error) + self.closures.abandon(error)
         return [*given_up, *(Fail(future, error) for future in waiting)]

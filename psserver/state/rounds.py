@@ -6,7 +6,7 @@ the result. Methods return effects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from math import isfinite
@@ -16,11 +16,13 @@ from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Key, MemberShare, ReadyRound
 from psserver.state.pending_round import PendingRound, Push, Waiter
 from psserver.state.sessions import diverged, newcomer_diverged
-from psserver.state.strands import RECORDS, Given, Parked, Record, Strand, check_window
+from psserver.state.strands import RECORDS, ClosuresOver, Given, Parked, Record, Strand, check_window
 from psserver.state.votes import Votes
 from pswire.api import Contribution, RoundReply, Vote
 from pswire.cluster import Task
-from pswire.errors import Diverged, Fenced, InvalidRequest, PSError
+from pswire.errors import Diverged, Fenced, InvalidRequest, ProgramError, PSError, PushAgain
+from pswire.limits import CLOSURE_ROUNDS
+from pswire.model.closures import ClosureName
 from pswire.model.log import Epoch, Member, Position
 from pswire.model.status import OpenRound, WorkerProgress
 from pswire.transport.payload import Payload
@@ -62,7 +64,8 @@ class Rounds:
         self._epochs: dict[int, Epoch] = {}
         self._parked = Parked()
         self._effects: list[Effect] = []  # of the running method, which returns them
-        self._running = False
+        self._running: tuple[Key, int] | None = None
+        self._closures = ClosuresOver()
 
     @property
     def positions(self) -> tuple[Position, ...]:
@@ -72,7 +75,7 @@ class Rounds:
     @property
     def places(self) -> tuple[WorkerProgress, ...]:
         """Last round and dataset positions of each asynchronous task, in task order."""
-        own = sorted((key, strand) for key, strand in self.strands.items() if key)
+        own = sorted((key, strand) for key, strand in self.strands.items() if isinstance(key, Task))
         return tuple(WorkerProgress(task, strand.newest, strand.positions) for task, strand in own)
 
     @property
@@ -146,11 +149,18 @@ class Rounds:
         member = epoch.session(said.session)
         if member is None:
             raise Fenced(f"this session is no member of epoch {said.epoch}; restart the process")
-        strand = self.strands.setdefault(_key(member), Strand())
+        key = _key(member, said)
+        if said.closure is not None:
+            self._check_closure(said.closure, said, member)
+        strand = self.strands.setdefault(key, Strand())
         if said.round <= strand.last:
+            if said.closure is not None:
+                raise PushAgain(f"round {said.round} of closure {said.closure.number} was made meanwhile")
             raise InvalidRequest(f"round {said.round} is over; this server is at {strand.last}")
+        if said.closure is not None and self._follows(key, strand, said.closure, push, member):
+            return
         self._check_order(strand, said, member)
-        members = (member,) if _key(member) else epoch.members
+        members = (member,) if key else epoch.members
         pending = strand.open.setdefault(said.round, PendingRound(said.plan_id, said.epoch, members, push.since))
         if pending.differs(said) and self._joins(said) and self._only_newcomers(pending):
             pending.doubtful.append(push)
@@ -159,6 +169,52 @@ class Rounds:
         self._take(pending, push, member)
         if pending.doubtful and not self._joins(said):
             self._settle(pending)
+
+    # ---- Closures ----
+
+    def learn(self, version: int, newest: int, begun: Collection[int]) -> None:
+        """Takes in which closures are over: the answers to their rounds are needed no more."""
+        if self._closures.learn(version, newest, begun):
+            for key in [key for key in self.strands if isinstance(key, int) and self._closures.over(key)]:
+                if not self.strands[key].open:
+                    del self.strands[key]
+
+    def _check_closure(self, name: ClosureName, said: Contribution, member: Member) -> None:
+        """Raises `PSError` for a push of a closure that is over, or that makes too many, or no push of a worker's own.
+
+        Who pushes for a closure that is over has lost it to another worker.
+        """
+        if member.mode != "async" or name.number <= 0:
+            raise InvalidRequest("closures are run by asynchronous workers, and numbered from 1")
+        self.learn(name.version, name.newest, name.begun)
+        if self._closures.over(name.number):
+            raise Fenced(f"closure {name.number} is over: another worker has run it; restart the process")
+        if not 0 <= said.round < CLOSURE_ROUNDS:
+            raise InvalidRequest(f"a closure makes at most {CLOSURE_ROUNDS} rounds; let a function do less")
+
+    def _follows(self, key: Key, strand: Strand, name: ClosureName, push: Push, member: Member) -> bool:
+        """Takes the place of a worker that had a closure before, and was lost: of each round one contribution counts.
+
+        Returns:
+            True if the round runs now with what the other has contributed: its answer is this one's as well.
+
+        Raises:
+            Fenced: the closure was handed to another worker since.
+        """
+        for number, pending in list(strand.open.items()):
+            if pending.members == (member,):
+                continue
+            others = [part.said.closure for part in pending.parts.values()]
+            if any(other is not None and other.version > name.version for other in others):
+                raise Fenced(f"closure {name.number} was handed to another worker; restart the process")
+            if self._running != (key, number):
+                self._effects += pending.fail(Fenced(f"closure {name.number} was handed to another worker"))
+                del strand.open[number]
+            elif number == push.said.round:
+                _check_same(pending.plan_id, push.said)
+                pending.waiters.append((push.said, push.future))
+                return True
+        return False
 
     def _take(self, pending: PendingRound, push: Push, member: Member) -> None:
         """Adds a push to its round."""
@@ -270,9 +326,12 @@ class Rounds:
         """
         epoch = self._epochs.get(said.epoch)
         member = epoch.session(said.session) if epoch else None
-        strand = self.strands.get(_key(member)) if epoch else None
+        strand = self.strands.get(_key(member, said)) if epoch else None
         record = strand.records.get(said.round) if strand else None
         if record is None or record.error is not None:
+            return record
+        if said.closure is not None:
+            _check_same(record.plan_id, said)
             return record
         if record.plan_id != said.plan_id:
             raise InvalidRequest(f"round {said.round} had another plan")
@@ -304,7 +363,7 @@ class Rounds:
                 # All its members are gone without a contribution; it must not block later rounds.
                 del strand.open[number]
             else:
-                self._running = True
+                self._running = key, number
                 section = partial(self._describe, pending.plan_id)
                 return pending.ready(number, plan, self.fenced, section, key, strand.last)
         return None
@@ -343,11 +402,11 @@ class Rounds:
             attempt: the number of its next vote.
             agreed: the sessions that the votes so far have left; None before the first.
         """
-        self._running = False
+        self._running = None
         return self.strands[job.strand].open[job.round].again(attempt, agreed)
 
     def _close(self, key: Key, number: int, record: Record) -> list[Waiter]:
-        self._running = False
+        self._running = None
         self.last = self.last + 1 if key else number
         plan = self.plans.get(record.plan_id)
         self.closed += key is None or (plan is not None and plan.plan.snapshot is not None)
@@ -355,7 +414,7 @@ class Rounds:
         strand = self.strands[key] = self.strands.pop(key)
         if key is None:
             self.votes.close(number)
-        return strand.close(number, record, RECORDS)
+        return strand.close(number, record, CLOSURE_ROUNDS if isinstance(key, int) else RECORDS)
 
     def abandon(self, error: PSError) -> list[Effect]:
         """Fails all calls that wait."""
@@ -403,5 +462,17 @@ class Rounds:
         return error
 
 
-def _key(member: Member | None) -> Key:
-    return member.task if member and member.mode == "async" else None
+def _key(member: Member | None, said: Contribution) -> Key:
+    """Returns the key of the strand of a contribution."""
+    if member is None or member.mode != "async":
+        return None
+    return member.task if said.closure is None else said.closure.number
+
+
+def _check_same(plan_id: bytes, said: Contribution) -> None:
+    """Raises `ProgramError` for a round of a closure that was made with another plan, by a worker that was lost."""
+    if said.closure is not None and plan_id != said.plan_id:
+        raise ProgramError(
+            f"closure {said.closure.number} was run before, by a worker that was lost, and made another section in its "
+            f"round {said.round}; a function that is scheduled makes the same sequence of sections each time"
+        )

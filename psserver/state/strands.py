@@ -1,11 +1,12 @@
 """Strands: open rounds that gather contributions, the last complete round, and the answers that are kept.
 
-In synchronous mode all members share one strand. In asynchronous mode each task has its own.
+In synchronous mode all members share one strand. In asynchronous mode each task has its own, and each closure that is
+run: whichever worker makes a closure's n-th round, it is made once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -137,6 +138,25 @@ def check_window(under_way: Set[int], round: int) -> None:
         raise InvalidRequest(
             f"{len(under_way)} rounds of this session are under way, from {min(under_way)} on; it cannot begin {round}"
         )
+
+
+class ClosuresOver:
+    """Which closures are over, as server 0 and the pushes of closures say."""
+
+    def __init__(self) -> None:
+        self._version = self._newest = 0
+        self._begun: frozenset[int] = frozenset()
+
+    def learn(self, version: int, newest: int, begun: Collection[int]) -> bool:
+        """Takes in what is newer than what is known; returns True if it is."""
+        newer = version > self._version
+        if newer:
+            self._version, self._newest, self._begun = version, newest, frozenset(begun)
+        return newer
+
+    def over(self, number: int) -> bool:
+        """Returns True for a closure that is known to be over; no worker has it any more."""
+        return number <= self._newest and number not in self._begun
 
 
 @dataclass
