@@ -26,7 +26,7 @@ from pswire.model.closures import ClosureOrder, ClosureQueue
 
 log = logging.getLogger("psclient")
 
-HOW = "run the script with psworker --standalone --chief-runs-script SCRIPT, or give the cluster a chief task that runs it"
+HOW = "run the script with psworker --standalone --chief-runs-script SCRIPT, or let the cluster's chief task run it"
 
 
 def is_coordinator(cluster_resolver: ClusterResolver | None = None) -> bool:
@@ -46,8 +46,8 @@ def is_coordinator(cluster_resolver: ClusterResolver | None = None) -> bool:
 class RemoteValue:
     """The result of a function that was scheduled, which may not be there yet.
 
-    It may be an argument of another function that is scheduled: the result then goes from server 0 to the worker. Server
-    0 holds the result as long as this object is referred to.
+    It may be an argument of another function that is scheduled: the result then goes from server 0 to the worker.
+    Server 0 holds the result as long as this object is referred to.
 
     Source: `tf.distribute.coordinator.RemoteValue`.
     """

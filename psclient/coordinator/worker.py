@@ -68,8 +68,8 @@ class Worker:
         self._session.check_closures()
         if not self._exchange.group.has_chief:
             raise ConfigError(
-                f"{strategy.task} has registered functions for a coordinator, and nobody coordinates: the chief of this "
-                f"job runs no script; {HOW}",
+                f"{strategy.task} has registered functions for a coordinator, and nobody coordinates: the chief of "
+                f"this job runs no script; {HOW}",
                 str(strategy.task),
             )
         self._functions = functions.registry()
