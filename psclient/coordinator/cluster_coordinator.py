@@ -125,8 +125,7 @@ class ClusterCoordinator:
         if task.job != "chief":
             raise ConfigError(
                 f"{task} is no coordinator: the chief schedules, and workers run what it schedules; make "
-                "ClusterCoordinator below `if ps.coordinator.is_coordinator():`, and " + HOW,
-                str(task),
+                "ClusterCoordinator below `if ps.coordinator.is_coordinator():`, and " + HOW
             )
         check_asynchronous(strategy)
         if not resolver.cluster_spec().tasks("worker"):
@@ -271,8 +270,7 @@ class ClusterCoordinator:
         if self._idle > session.timeouts.round:
             raise RoundTimeout(
                 f"{self._task} waits for {state.queued + state.running} closures, and no worker has been there for "
-                f"{self._idle:.0f} s; start the workers again",
-                str(self._task),
+                f"{self._idle:.0f} s; start the workers again"
             )
         log.log(
             logging.INFO if state.workers else logging.WARNING,

@@ -69,8 +69,7 @@ class Worker:
         if not self._exchange.group.has_chief:
             raise ConfigError(
                 f"{strategy.task} has registered functions for a coordinator, and nobody coordinates: the chief of "
-                f"this job runs no script; {HOW}",
-                str(strategy.task),
+                f"this job runs no script; {HOW}"
             )
         self._functions = functions.registry()
         self._values = WorkerValues(strategy)

@@ -286,11 +286,12 @@ class Closures:
         """
         if task.job != "worker":
             raise InvalidRequest(f"{task} is no worker, and runs no closures")
-        worker = self._workers.get(session) or _Worker(task, ())
-        worker.functions = _checked(functions)
-        if self._coordinator is not None and (error := self._differs(worker)) is not None:
-            return [Fail(future, error), *self._answers()]
+        checked = _checked(functions)
+        worker = self._workers.pop(session, None) or _Worker(task, ())  # to the end of the line
+        worker.functions = checked
         self._workers[session] = worker
+        if self._coordinator is not None and (error := self._differs(worker)) is not None:
+            return [Fail(future, error), *self.end(session, error)]
         held = self._closures.get(worker.closure)
         if result is not None and held is not None and held.number == result.number:
             if not self._finished(worker, held, result):
@@ -541,6 +542,5 @@ def _registries(worker: _Worker, coordinator: _Coordinator) -> ConfigError:
     return ConfigError(
         f"{worker.task} and the coordinator {coordinator.task} have registered different functions: {worker.task} has "
         f"{told(mine - theirs)}, and {coordinator.task} has {told(theirs - mine)}; let both import the same module, "
-        "with the same arguments",
-        str(worker.task),
+        "with the same arguments"
     )
