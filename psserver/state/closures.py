@@ -327,7 +327,8 @@ class Closures:
     def _finished(self, worker: _Worker, closure: _Closure, told: ClosureResult) -> bool:
         """Takes what a worker says of the closure that it has; returns True once it has said all."""
         if closure.result.size != told.result.size and not closure.result.data:
-            if not told.kind and self._nbytes + told.result.size > CLOSURE_BYTES and closure.wanted:
+            held = self._nbytes - closure.arguments.size  # which nobody will need any more
+            if not told.kind and held + told.result.size > CLOSURE_BYTES:
                 told = ClosureResult(
                     told.number,
                     kind="MemoryLimit",
