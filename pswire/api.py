@@ -14,9 +14,10 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from pswire.closure_api import ClosureServer
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError
-from pswire.model.closures import ClosureName, ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
+from pswire.model.closures import ClosureName
 from pswire.model.log import Epoch, LogEntry, Mode, Position, Start
 from pswire.model.plan import PlacedVariable, Plan, ShardOf, Turn, VariableSpec
 from pswire.model.rows import Int64s
@@ -389,7 +390,7 @@ Begun = Callable[[Payload], object]
 """Told, once, of the payload of an answer that begins to grow."""
 
 
-class ParameterServer(Protocol):
+class ParameterServer(ClosureServer, Protocol):
     """One server, as its clients see it. All methods may be called from any thread.
 
     Attributes:
@@ -599,45 +600,6 @@ class ParameterServer(Protocol):
             VariableMismatch: the checkpoint has a variable with another shape or dtype.
             Diverged, InvalidRequest: another process has gone on to a later restore; the latter where workers are
                 asynchronous.
-        """
-        ...
-
-    def schedule(self, session: int, order: ClosureOrder) -> Future[ClosureQueue]:
-        """Schedules a closure, or a piece of one, at server 0. Key: (number, offset).
-
-        Answered once there is room for it in the queue, and at once where one has failed of which the coordinator was
-        not told: then it is not taken, as the answer's number says. With `joins`, once all closures are over.
-
-        Raises:
-            InvalidRequest: the session is not of a chief that runs the script.
-            MemoryLimit: its arguments are larger than all that server 0 holds of closures.
-            ConfigError: a worker that began the job has other functions.
-        """
-        ...
-
-    def take(
-        self, session: int, functions: Sequence[str], result: ClosureResult | None = None, offset: int = 0
-    ) -> Future[Taken]:
-        """Tells server 0 what came of a closure, and waits for the next. Key: the session, and the closure's number.
-
-        A session has one closure at a time: it is given that again until it has told what came of it.
-
-        Args:
-            session: number of the worker's session.
-            functions: the functions that it has registered.
-            result: what came of the closure that it has; None where it has none, or its arguments are still to come.
-            offset: the place of the piece of the arguments that it wants.
-
-        Raises:
-            ConfigError: the coordinator has registered other functions.
-        """
-        ...
-
-    def fetch(self, session: int, number: int, offset: int) -> Future[Fetched]:
-        """Waits until a closure is over; gives the piece of its result at an offset. Key: none, it changes nothing.
-
-        Raises:
-            InvalidRequest: there is no such closure, or its result was dropped.
         """
         ...
 

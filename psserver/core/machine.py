@@ -16,6 +16,7 @@ from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.snapshots import Snapshots
 from psserver.config import ServerConfig
 from psserver.core.admission import Admission
+from psserver.core.closures import ClosureStimuli
 from psserver.core.creation import Creation
 from psserver.core.links import Links
 from psserver.core.log import Log
@@ -51,7 +52,6 @@ from pswire.checkpoint.storage import storage_at
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, ServerLost
 from pswire.limits import WINDOW
-from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
 from pswire.model.log import LogEntry, Mode, Start
 from pswire.model.plan import PlacedVariable, Turn, VariableSpec
 from pswire.model.status import STILL, Pace, ServerStatus
@@ -71,7 +71,7 @@ NUMBERS = 20
 """Bits of a session's number that count within one incarnation of server 0; the bits above are the incarnation's."""
 
 
-class Machine:
+class Machine(ClosureStimuli):
     """All state of a server. Each stimulus takes the time first, in monotonic seconds; a `PSError` refuses it.
 
     Args:
@@ -114,18 +114,15 @@ class Machine:
         self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally)
         self._admission = Admission(self.task, self.registry, self.members, self.rounds, self.runner)
         self._links = Links(self.task, self.rounds)
-        self._token = 0
-        self._job = 0
+        self._token = self._job = 0
         self.began = self._ticked = clock()
 
     def progress(self, now: float) -> list[Effect]:
         """Returns the effects that have become possible: answers and rounds. Called after every stimulus."""
         effects: list[Effect] = []
         if self._admission.changed():  # else no session has ended, and who pushes is looked at when it does
-            waiting = (*self.rounds.sessions(), *self.first_values.sessions(), *self.closures.sessions)
-            for session in dict.fromkeys(waiting):
-                error = self._admission.ended(session)
-                if error is not None:
+            for session in {*self.rounds.sessions(), *self.first_values.sessions(), *self.closures.sessions}:
+                if (error := self._admission.ended(session)) is not None:
                     effects += self._heard(self.rounds.fail_session(session, error))
                     effects += self.first_values.fail(session, error)
                     effects += self.closures.end(session, error)
@@ -203,9 +200,7 @@ class Machine:
     def leave(self, now: float, session: int, error: str) -> Outcome[None]:
         """Ends a process's session, cleanly or with an error."""
         self.members.leave(session, error)
-        found = self.registry.find(session)
-        ends = not error and found is not None and found.task.job == "chief"
-        return None, self.closures.leave() if ends else []
+        return None, self._left(session, error)
 
     def tick(self, now: float) -> Outcome[None]:
         """Ends the sessions whose lease is over."""
@@ -371,38 +366,6 @@ class Machine:
             effects.append(Await(payload, payload.size))
         return None, effects
 
-    # ---- Closures ----
-
-    def schedule(self, now: float, session: int, order: ClosureOrder, future: Future[ClosureQueue]) -> Outcome[None]:
-        """Takes what a coordinator schedules."""
-        return None, self.closures.schedule(session, self._runs_closures(session, now), order, future)
-
-    def take(
-        self,
-        now: float,
-        session: int,
-        functions: tuple[str, ...],
-        result: ClosureResult | None,
-        offset: int,
-        future: Future[Taken],
-    ) -> Outcome[None]:
-        """Takes what came of a worker's closure, and has it wait for the next."""
-        effects = self.closures.take(session, self._runs_closures(session, now), functions, result, offset, future)
-        self.rounds.learn(*self.closures.view)
-        return None, effects
-
-    def fetch(self, now: float, session: int, number: int, offset: int, future: Future[Fetched]) -> Outcome[None]:
-        """Adds a call that waits for what came of a closure."""
-        self._runs_closures(session, now)
-        return None, self.closures.fetch(session, number, offset, future)
-
-    def _runs_closures(self, session: int, now: float) -> Task:
-        """Returns the task of a session that takes part in closures; raises `PSError` if it may not."""
-        if self.server != 0:
-            raise InvalidRequest("closures are scheduled at server 0", str(self.task))
-        self._admission.check(session, now)
-        return self.registry.task(session)
-
     # ---- Other servers ----
 
     def introduce(self, now: float, server: int, incarnation: int) -> Outcome[None]:
@@ -464,5 +427,5 @@ class Machine:
     def _abandon(self, error: PSError, watches: Callable[[int], bool]) -> list[Effect]:
         """Fails all calls that wait; a watch only if `watches` holds for its session."""
         waiting: list[Future[Any]] = [*self.waiters.drop(watches), *self.snapshots.clear(), *self.restores.clear()]
-        given_up = self.rounds.abandon(error) + self.first_values.abandon(error) + self.closures.abandon(error)
-        return [*given_up, *(Fail(future, error) for future in waiting)]
+        parts = (self.rounds, self.first_values, self.closures)
+        return [effect for part in parts for effect in part.abandon(error)] + [Fail(f, error) for f in waiting]

@@ -7,10 +7,10 @@ worker has one closure at a time. Where its session ends, the closure goes back 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from psserver.effects import Effect, Fail, Reply
 from pswire.cluster import Task
@@ -21,6 +21,7 @@ from pswire.model.closures import (
     ClosureOrder,
     ClosureQueue,
     ClosureResult,
+    ClosureState,
     Failure,
     Fetched,
     Piece,
@@ -35,7 +36,10 @@ MAX_TEXT = 20_000
 """Characters that are kept of an error's text."""
 
 State = Literal["coming", "queued", "running", "done", "failed", "cancelled"]
-OVER = frozenset(("done", "failed", "cancelled"))
+OVER: dict[str, ClosureState] = {"done": "done", "failed": "failed", "cancelled": "cancelled"}
+"""The states in which a closure is over."""
+
+Q = TypeVar("Q")
 
 
 @dataclass
@@ -122,6 +126,48 @@ class _Coordinator:
     functions: tuple[str, ...]
 
 
+class _Calls(Generic[Q]):
+    """Calls of one kind that wait: of which session, what they ask, and their futures."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, Q, Future[Any]]] = []
+
+    @property
+    def sessions(self) -> set[int]:
+        return {session for session, _, _ in self._rows}
+
+    def add(self, session: int, asked: Q, future: Future[Any], limit: int = 0) -> list[Effect]:
+        """Adds a call; fails the oldest of its session beyond a limit, 0 for none."""
+        mine = [row for row in self._rows if row[0] == session]
+        self._rows.append((session, asked, future))
+        gone = mine[: max(len(mine) - limit + 1, 0)] if limit else []
+        for row in gone:
+            self._rows.remove(row)
+        return [Fail(row[2], InvalidRequest(f"{limit} calls of this session wait since")) for row in gone]
+
+    def fail(self, error: PSError, session: int | None = None) -> list[Effect]:
+        """Fails the calls of a session, or all."""
+        failed = [row for row in self._rows if session in (None, row[0])]
+        self._rows = [row for row in self._rows if session not in (None, row[0])]
+        return [Fail(row[2], error) for row in failed]
+
+    def answer(self, answer: Callable[[Q], object]) -> list[Effect]:
+        """Answers what can be, in order; a call that gets None waits on."""
+        effects: list[Effect] = []
+        waiting, self._rows = self._rows, []
+        for row in waiting:
+            try:
+                answered = answer(row[1])
+            except PSError as error:
+                effects.append(Fail(row[2], error))
+            else:
+                if answered is None:
+                    self._rows.append(row)
+                else:
+                    effects.append(Reply(row[2], answered))
+        return effects
+
+
 class Closures:
     """All closures of a job. Guarded by the core's lock. Methods return effects."""
 
@@ -144,13 +190,13 @@ class Closures:
         self._failure: Failure | None = None
         self._refusal: ConfigError | None = None
         self._nbytes = 0
-        self._scheduling: list[tuple[int, ClosureOrder, Future[ClosureQueue]]] = []
-        self._fetching: list[tuple[int, int, int, Future[Fetched]]] = []
+        self._scheduling: _Calls[ClosureOrder] = _Calls()
+        self._fetching: _Calls[tuple[int, int]] = _Calls()
 
     @property
     def sessions(self) -> set[int]:
         """The sessions whose end matters here."""
-        found = {*self._workers, *(row[0] for row in self._scheduling), *(row[0] for row in self._fetching)}
+        found = {*self._workers, *self._scheduling.sessions, *self._fetching.sessions}
         return found if self._coordinator is None else found | {self._coordinator.session}
 
     @property
@@ -176,11 +222,11 @@ class Closures:
             raise InvalidRequest(f"{task} was told of {order.told} failures, and there were {self._failures}")
         if order.told == self._failures:
             self._failure = None
-        for number in order.dropped:
-            self._drop(number)
+        for closure in filter(None, map(self._closures.get, order.dropped)):
+            self._drop(closure)
         if order.number:
-            self._check_order(order)
-        self._scheduling.append((session, order, future))
+            _check_order(order, self._number)
+        self._scheduling.add(session, order, future)
         return self._answers()
 
     def _begin(self, coordinator: _Coordinator, future: Future[ClosureQueue]) -> list[Effect]:
@@ -196,31 +242,14 @@ class Closures:
             if worker.waits is not None and (error := self._differs(worker)) is not None:
                 effects.append(Fail(worker.waits, error))
                 del self._workers[session]
-        self._scheduling.append((coordinator.session, ClosureOrder(), future))
+        self._scheduling.add(coordinator.session, ClosureOrder(), future)
         return effects + self._answers()
 
-    def _check_order(self, order: ClosureOrder) -> None:
-        """Raises `PSError` for a closure that cannot be scheduled whatever waits."""
-        piece = order.arguments
-        if order.number > self._number + 1 and order.number not in self._closures:
-            raise InvalidRequest(f"closure {order.number} is scheduled, and the last was {self._number}")
-        if len(order.function) > MAX_NAME or len(piece.data) > PIECE_BYTES or len(order.needs) > MAX_QUEUED:
-            raise InvalidRequest("a closure with too long a name, too large a piece, or too many needs")
-        if any(not 0 < number < order.number for number in order.needs):
-            raise InvalidRequest(f"closure {order.number} needs {order.needs[:8]}, which are not before it")
-        if piece.size > CLOSURE_BYTES:
-            raise MemoryLimit(
-                f"the arguments of {order.function} have {human(piece.size)}, and at most {human(CLOSURE_BYTES)} are "
-                "held; put them into variables, or let workers load them"
-            )
-
-    def _drop(self, number: int) -> None:
+    def _drop(self, closure: _Closure) -> None:
         """Nobody will ask for the result of a closure."""
-        closure = self._closures.get(number)
-        if closure is not None:
-            closure.wanted = False
-            if closure.state in OVER:
-                self._forget(closure)
+        closure.wanted = False
+        if closure.state in OVER:
+            self._forget(closure)
 
     def _forget(self, closure: _Closure) -> None:
         self._nbytes -= closure.arguments.size + closure.result.size
@@ -327,14 +356,7 @@ class Closures:
     def _finished(self, worker: _Worker, closure: _Closure, told: ClosureResult) -> bool:
         """Takes what a worker says of the closure that it has; returns True once it has said all."""
         if closure.result.size != told.result.size and not closure.result.data:
-            held = self._nbytes - closure.arguments.size  # which nobody will need any more
-            if not told.kind and held + told.result.size > CLOSURE_BYTES:
-                told = ClosureResult(
-                    told.number,
-                    kind="MemoryLimit",
-                    text=f"its result has {human(told.result.size)}, and server 0 holds at most {human(CLOSURE_BYTES)} "
-                    "of closures; let go of RemoteValues, or keep large results in variables",
-                )
+            told = _bounded(told, self._nbytes - closure.arguments.size)  # of these nobody has any need any more
             self._nbytes += told.result.size
         closure.result.add(told.result)
         if not closure.result.whole:
@@ -383,13 +405,7 @@ class Closures:
         """
         if number not in self._closures:
             raise InvalidRequest(f"there is no result of closure {number}: it was dropped, or its coordinator is gone")
-        effects: list[Effect] = []
-        mine = [row for row in self._fetching if row[0] == session]
-        for gone in mine[: max(len(mine) - MAX_FETCHES + 1, 0)]:
-            self._fetching.remove(gone)
-            effects.append(Fail(gone[3], InvalidRequest(f"{MAX_FETCHES} calls of this session wait since")))
-        self._fetching.append((session, number, offset, future))
-        return effects + self._answers()
+        return self._fetching.add(session, (number, offset), future, MAX_FETCHES) + self._answers()
 
     # ---- Ends ----
 
@@ -402,10 +418,7 @@ class Closures:
                 effects.append(Fail(worker.waits, error))
             if (closure := self._closures.get(worker.closure)) is not None:
                 self._lose(closure, worker.task)
-        effects += [Fail(row[2], error) for row in self._scheduling if row[0] == session]
-        effects += [Fail(row[3], error) for row in self._fetching if row[0] == session]
-        self._scheduling = [row for row in self._scheduling if row[0] != session]
-        self._fetching = [row for row in self._fetching if row[0] != session]
+        effects += self._scheduling.fail(error, session) + self._fetching.fail(error, session)
         if self._coordinator is not None and self._coordinator.session == session:
             effects += self._forsake(error)
         return effects + self._answers()
@@ -431,14 +444,9 @@ class Closures:
         self._coordinator, self._refusal = None, None
         self._cancel(None)
         for closure in list(self._closures.values()):
-            closure.wanted = False
-            if closure.state in OVER:
-                self._forget(closure)
+            self._drop(closure)
         self._open.clear()
-        effects: list[Effect] = [Fail(row[3], error) for row in self._fetching]
-        effects += [Fail(row[2], error) for row in self._scheduling]
-        self._fetching, self._scheduling = [], []
-        return effects
+        return self._fetching.fail(error) + self._scheduling.fail(error)
 
     def leave(self) -> list[Effect]:
         """The chief has done its part: there will be no closures any more."""
@@ -458,48 +466,28 @@ class Closures:
         while before != len(effects):  # what one answer makes room for another takes
             before = len(effects)
             effects += self._hand_out()
-            effects += self._answer_orders()
-        waiting, self._fetching = self._fetching, []
-        for row in waiting:
-            closure = self._closures.get(row[1])
-            if closure is None:
-                effects.append(Fail(row[3], InvalidRequest(f"the result of closure {row[1]} was dropped")))
-            elif closure.state in OVER:
-                effects.append(self._fetched(closure, row[2], row[3]))
-            else:
-                self._fetching.append(row)
-        return effects
+            effects += self._scheduling.answer(self._answer_order)
+        return effects + self._fetching.answer(self._fetched)
 
-    def _fetched(self, closure: _Closure, offset: int, future: Future[Fetched]) -> Effect:
-        try:
-            state: Literal["done", "failed", "cancelled"] = (
-                "done" if closure.state == "done" else "failed" if closure.state == "failed" else "cancelled"
-            )
-            return Reply(future, Fetched(state, closure.result.piece(offset), closure.failure))
-        except PSError as error:
-            return Fail(future, error)
+    def _answer_order(self, order: ClosureOrder) -> ClosureQueue | None:
+        if self._refusal is not None:
+            raise self._refusal
+        return self._state() if self._take_in(order) else None
 
-    def _answer_orders(self) -> list[Effect]:
-        effects: list[Effect] = []
-        waiting, self._scheduling = self._scheduling, []
-        for row in waiting:
-            try:
-                if self._refusal is not None:
-                    raise self._refusal
-                if self._take_in(row[1]):
-                    effects.append(Reply(row[2], self._state()))
-                else:
-                    self._scheduling.append(row)
-            except PSError as error:
-                effects.append(Fail(row[2], error))
-        return effects
+    def _fetched(self, wanted: tuple[int, int]) -> Fetched | None:
+        number, offset = wanted
+        closure = self._closures.get(number)
+        if closure is None:
+            raise InvalidRequest(f"the result of closure {number} was dropped")
+        state = OVER.get(closure.state)
+        return None if state is None else Fetched(state, closure.result.piece(offset), closure.failure)
 
     def _hand_out(self) -> list[Effect]:
         effects: list[Effect] = []
         for session, worker in self._workers.items():
             if worker.waits is None:
                 continue
-            closure = self._next()
+            closure = _first_ready(self._queue, self._closures)
             if closure is not None:
                 self._queue.remove(closure.number)
                 self._version += 1
@@ -517,20 +505,48 @@ class Closures:
             worker.waits = None
         return effects
 
-    def _next(self) -> _Closure | None:
-        """Returns the first closure in the queue whose needs are over; a need that was dropped is over as well."""
-        for number in self._queue:
-            closure = self._closures[number]
-            needs = (self._closures.get(need) for need in closure.needs)
-            if all(need is None or need.state in OVER for need in needs):
-                return closure
-        return None
+
+def _first_ready(queue: Sequence[int], closures: Mapping[int, _Closure]) -> _Closure | None:
+    """Returns the first closure in a queue whose needs are over; a need that was dropped is over as well."""
+    for number in queue:
+        closure = closures[number]
+        needs = (closures.get(need) for need in closure.needs)
+        if all(need is None or need.state in OVER for need in needs):
+            return closure
+    return None
+
+
+def _bounded(told: ClosureResult, held: int) -> ClosureResult:
+    """Returns what a worker says; a failure where there is no room for its result beside some bytes."""
+    if told.kind or held + told.result.size <= CLOSURE_BYTES:
+        return told
+    text = (
+        f"its result has {human(told.result.size)}, and server 0 holds at most {human(CLOSURE_BYTES)} of closures; let "
+        "go of RemoteValues, or keep large results in variables"
+    )
+    return ClosureResult(told.number, kind="MemoryLimit", text=text)
 
 
 def _checked(functions: Sequence[str]) -> tuple[str, ...]:
     if len(functions) > MAX_FUNCTIONS or any(len(name) > 2 * MAX_NAME for name in functions):
         raise InvalidRequest(f"at most {MAX_FUNCTIONS} functions are registered, with names of {MAX_NAME} characters")
     return tuple(functions)
+
+
+def _check_order(order: ClosureOrder, last: int) -> None:
+    """Raises `PSError` for a closure that cannot be scheduled whatever waits; `last` is the last that was."""
+    piece = order.arguments
+    if order.number > last + 1:
+        raise InvalidRequest(f"closure {order.number} is scheduled, and the last was {last}")
+    if len(order.function) > MAX_NAME or len(piece.data) > PIECE_BYTES or len(order.needs) > MAX_QUEUED:
+        raise InvalidRequest("a closure with too long a name, too large a piece, or too many needs")
+    if any(not 0 < number < order.number for number in order.needs):
+        raise InvalidRequest(f"closure {order.number} needs {order.needs[:8]}, which are not before it")
+    if piece.size > CLOSURE_BYTES:
+        raise MemoryLimit(
+            f"the arguments of {order.function} have {human(piece.size)}, and at most {human(CLOSURE_BYTES)} are held; "
+            "put them into variables, or let workers load them"
+        )
 
 
 def _registries(worker: _Worker, coordinator: _Coordinator) -> ConfigError:

@@ -14,15 +14,15 @@ from math import isfinite
 from psserver.effects import Effect, Fail, Run
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Key, MemberShare, ReadyRound
+from psserver.state.closure_rounds import ClosuresOver, same_closure, take_over
 from psserver.state.pending_round import PendingRound, Push, Waiter
 from psserver.state.sessions import diverged, newcomer_diverged
-from psserver.state.strands import RECORDS, ClosuresOver, Given, Parked, Record, Strand, check_window
+from psserver.state.strands import RECORDS, Given, Parked, Record, Strand, check_window
 from psserver.state.votes import Votes
 from pswire.api import Contribution, RoundReply, Vote
 from pswire.cluster import Task
-from pswire.errors import Diverged, Fenced, InvalidRequest, ProgramError, PSError, PushAgain
+from pswire.errors import Diverged, Fenced, InvalidRequest, PSError
 from pswire.limits import CLOSURE_ROUNDS
-from pswire.model.closures import ClosureName
 from pswire.model.log import Epoch, Member, Position
 from pswire.model.status import OpenRound, WorkerProgress
 from pswire.transport.payload import Payload
@@ -151,13 +151,10 @@ class Rounds:
             raise Fenced(f"this session is no member of epoch {said.epoch}; restart the process")
         key = _key(member, said)
         if said.closure is not None:
-            self._check_closure(said.closure, said, member)
+            self._closures.check(said.closure, said, member, self.strands)
         strand = self.strands.setdefault(key, Strand())
-        if said.round <= strand.last:
-            if said.closure is not None:
-                raise PushAgain(f"round {said.round} of closure {said.closure.number} was made meanwhile")
-            raise InvalidRequest(f"round {said.round} is over; this server is at {strand.last}")
-        if said.closure is not None and self._follows(key, strand, said.closure, push, member):
+        strand.check_open(said)
+        if take_over(strand, push, member, self._running == (key, said.round), self._effects):
             return
         self._check_order(strand, said, member)
         members = (member,) if key else epoch.members
@@ -170,51 +167,10 @@ class Rounds:
         if pending.doubtful and not self._joins(said):
             self._settle(pending)
 
-    # ---- Closures ----
-
     def learn(self, version: int, newest: int, begun: Collection[int]) -> None:
         """Takes in which closures are over: the answers to their rounds are needed no more."""
-        if self._closures.learn(version, newest, begun):
-            for key in [key for key in self.strands if isinstance(key, int) and self._closures.over(key)]:
-                if not self.strands[key].open:
-                    del self.strands[key]
-
-    def _check_closure(self, name: ClosureName, said: Contribution, member: Member) -> None:
-        """Raises `PSError` for a push of a closure that is over, or that makes too many, or no push of a worker's own.
-
-        Who pushes for a closure that is over has lost it to another worker.
-        """
-        if member.mode != "async" or name.number <= 0:
-            raise InvalidRequest("closures are run by asynchronous workers, and numbered from 1")
-        self.learn(name.version, name.newest, name.begun)
-        if self._closures.over(name.number):
-            raise Fenced(f"closure {name.number} is over: another worker has run it; restart the process")
-        if not 0 <= said.round < CLOSURE_ROUNDS:
-            raise InvalidRequest(f"a closure makes at most {CLOSURE_ROUNDS} rounds; let a function do less")
-
-    def _follows(self, key: Key, strand: Strand, name: ClosureName, push: Push, member: Member) -> bool:
-        """Takes the place of a worker that had a closure before, and was lost: of each round one contribution counts.
-
-        Returns:
-            True if the round runs now with what the other has contributed: its answer is this one's as well.
-
-        Raises:
-            Fenced: the closure was handed to another worker since.
-        """
-        for number, pending in list(strand.open.items()):
-            if pending.members == (member,):
-                continue
-            others = [part.said.closure for part in pending.parts.values()]
-            if any(other is not None and other.version > name.version for other in others):
-                raise Fenced(f"closure {name.number} was handed to another worker; restart the process")
-            if self._running != (key, number):
-                self._effects += pending.fail(Fenced(f"closure {name.number} was handed to another worker"))
-                del strand.open[number]
-            elif number == push.said.round:
-                _check_same(pending.plan_id, push.said)
-                pending.waiters.append((push.said, push.future))
-                return True
-        return False
+        self._closures.learn(version, newest, begun)
+        self._closures.forget(self.strands)
 
     def _take(self, pending: PendingRound, push: Push, member: Member) -> None:
         """Adds a push to its round."""
@@ -330,8 +286,7 @@ class Rounds:
         record = strand.records.get(said.round) if strand else None
         if record is None or record.error is not None:
             return record
-        if said.closure is not None:
-            _check_same(record.plan_id, said)
+        if same_closure(record.plan_id, said):
             return record
         if record.plan_id != said.plan_id:
             raise InvalidRequest(f"round {said.round} had another plan")
@@ -431,18 +386,9 @@ class Rounds:
 
     def waiting(self) -> tuple[OpenRound, ...]:
         """Returns the open rounds, for people and for the chief."""
-        return (
-            tuple(
-                OpenRound(
-                    number,
-                    self._describe(w.plan_id),
-                    tuple(member.task for member in w.missing(self.fenced)),
-                    w.plan_id in self.plans,
-                )
-                for number, w in sorted(self._open(), key=lambda item: item[0])
-            )
-            + self._parked.waiting
-        )
+        own = sorted(self._open(), key=lambda item: item[0])
+        told = [w.told(number, self._describe, self.fenced, w.plan_id in self.plans) for number, w in own]
+        return (*told, *self._parked.waiting)
 
     def _open(self) -> Iterator[tuple[int, PendingRound]]:
         """Returns all open rounds, with their numbers."""
@@ -467,12 +413,3 @@ def _key(member: Member | None, said: Contribution) -> Key:
     if member is None or member.mode != "async":
         return None
     return member.task if said.closure is None else said.closure.number
-
-
-def _check_same(plan_id: bytes, said: Contribution) -> None:
-    """Raises `ProgramError` for a round of a closure that was made with another plan, by a worker that was lost."""
-    if said.closure is not None and plan_id != said.plan_id:
-        raise ProgramError(
-            f"closure {said.closure.number} was run before, by a worker that was lost, and made another section in its "
-            f"round {said.round}; a function that is scheduled makes the same sequence of sections each time"
-        )

@@ -6,15 +6,16 @@ run: whichever worker makes a closure's n-th round, it is made once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from psserver.effects import Effect, Fail
 from psserver.plans.round import ReadyRound
 from psserver.state.pending_round import PendingRound, Push, Waiter
+from pswire.api import Contribution
 from pswire.cluster import Task
-from pswire.errors import InvalidRequest, PSError
+from pswire.errors import InvalidRequest, PSError, PushAgain
 from pswire.limits import WINDOW
 from pswire.model.log import Epoch, Position
 from pswire.model.status import OpenRound
@@ -140,25 +141,6 @@ def check_window(under_way: Set[int], round: int) -> None:
         )
 
 
-class ClosuresOver:
-    """Which closures are over, as server 0 and the pushes of closures say."""
-
-    def __init__(self) -> None:
-        self._version = self._newest = 0
-        self._begun: frozenset[int] = frozenset()
-
-    def learn(self, version: int, newest: int, begun: Collection[int]) -> bool:
-        """Takes in what is newer than what is known; returns True if it is."""
-        newer = version > self._version
-        if newer:
-            self._version, self._newest, self._begun = version, newest, frozenset(begun)
-        return newer
-
-    def over(self, number: int) -> bool:
-        """Returns True for a closure that is known to be over; no worker has it any more."""
-        return number <= self._newest and number not in self._begun
-
-
 @dataclass
 class Strand:
     """A sequence of rounds, one after the other.
@@ -174,6 +156,14 @@ class Strand:
     settled: tuple[Position, ...] = ()
     records: dict[int, Record] = field(default_factory=dict)
     open: dict[int, PendingRound] = field(default_factory=dict)
+
+    def check_open(self, said: Contribution) -> None:
+        """Raises `PSError` for a push to a round that is over."""
+        if said.round > self.last:
+            return
+        if said.closure is not None:  # another worker has made it meanwhile, and its answer is this one's
+            raise PushAgain(f"round {said.round} of closure {said.closure.number} was made meanwhile")
+        raise InvalidRequest(f"round {said.round} is over; this server is at {self.last}")
 
     def under_way(self, session: int) -> set[int]:
         """Returns the open rounds to which a session has contributed."""
