@@ -13,7 +13,7 @@ from pswire.cluster import Task
 from pswire.errors import InvalidRequest
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
 
-Done = tuple[None, list[Effect]]
+Outcome = tuple[None, list[Effect]]
 """The outcome of a stimulus that answers by its future."""
 
 
@@ -27,7 +27,7 @@ class ClosureStimuli:
     registry: Registry
     _admission: Admission
 
-    def schedule(self, now: float, session: int, order: ClosureOrder, future: Future[ClosureQueue]) -> Done:
+    def schedule(self, now: float, session: int, order: ClosureOrder, future: Future[ClosureQueue]) -> Outcome:
         """Takes what a coordinator schedules."""
         return None, self.closures.schedule(session, self._who(session, now), order, future)
 
@@ -39,13 +39,13 @@ class ClosureStimuli:
         result: ClosureResult | None,
         offset: int,
         future: Future[Taken],
-    ) -> Done:
+    ) -> Outcome:
         """Takes what came of a worker's closure, and has it wait for the next."""
         effects = self.closures.take(session, self._who(session, now), functions, result, offset, future)
         self.rounds.learn(*self.closures.view)
         return None, effects
 
-    def fetch(self, now: float, session: int, number: int, offset: int, future: Future[Fetched]) -> Done:
+    def fetch(self, now: float, session: int, number: int, offset: int, future: Future[Fetched]) -> Outcome:
         """Adds a call that waits for what came of a closure."""
         self._who(session, now)
         return None, self.closures.fetch(session, number, offset, future)
