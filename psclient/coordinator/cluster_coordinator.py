@@ -135,8 +135,8 @@ class ClusterCoordinator:
         self._strategy = strategy
         self._session: Session = strategy._session
         self._session.check_closures()
-        self._lock = threading.Lock()  # guards the two below, and keeps closures in order
-        self._next = 1
+        self._lock = threading.Lock()  # guards the three below, and keeps closures in order
+        self._next, self._unsure = 1, False
         self._held: dict[int, object] = {}  # what the arguments of each closure refer to, until it is over
         self._told = 0
         self._dropped: deque[int] = deque()
@@ -182,15 +182,22 @@ class ClusterCoordinator:
         given = (tuple(args), dict(kwargs or {}), LIVING.told())
         content = encode(given, f"args of {name}", refers.refer)
         with self._lock:
-            number = self._next
+            self._settle()
+            number, self._unsure = self._next, True
             order = ClosureOrder(number, name, tuple(sorted(refers.needs)))
             for piece in pieces_of(content):
                 state = self._ask(replace(order, arguments=piece))
                 if state.number < number:
                     self._raise(state)
-            self._next += 1
+            self._next, self._unsure = number + 1, False
             self._held[number] = refers.held
         return RemoteValue(number, self._session, self._look, self._dropped)
+
+    def _settle(self) -> None:
+        """Lets go of the closure whose scheduling was cut short by an error or an interrupt, if one was."""
+        if self._unsure:
+            self._next = self._ask(ClosureOrder(dropped=(self._next,))).number + 1
+            self._unsure = False
 
     def join(self) -> None:
         """Waits until all functions that were scheduled are over. In any context.
@@ -200,6 +207,8 @@ class ClusterCoordinator:
             RoundTimeout: no worker was there for `PS_TIMEOUT_ROUND`.
             ServerLost: a server was lost.
         """
+        with self._lock:
+            self._settle()
         state = self._ask(ClosureOrder(joins=True))
         if state.failure is not None:
             self._raise(state)

@@ -186,10 +186,9 @@ class Closures:
         self._begun: set[int] = set()  # those that a worker has had, and that are not over
         self._open: set[int] = set()  # those of the coordinator that are not over
         self._number = self._newest = self._version = 0
-        self._failures = 0
+        self._failures = self._nbytes = 0
         self._failure: Failure | None = None
         self._refusal: ConfigError | None = None
-        self._nbytes = 0
         self._scheduling: _Calls[ClosureOrder] = _Calls()
         self._fetching: _Calls[tuple[int, int]] = _Calls()
 
@@ -246,9 +245,11 @@ class Closures:
         return effects + self._answers()
 
     def _drop(self, closure: _Closure) -> None:
-        """Nobody will ask for the result of a closure."""
+        """Nobody will ask for the result of a closure; one that has not come whole is given up."""
         closure.wanted = False
-        if closure.state in OVER:
+        if closure.state == "coming":
+            self._settle(closure, "cancelled", None)
+        elif closure.state in OVER:
             self._forget(closure)
 
     def _forget(self, closure: _Closure) -> None:
@@ -475,12 +476,11 @@ class Closures:
         return self._state() if self._take_in(order) else None
 
     def _fetched(self, wanted: tuple[int, int]) -> Fetched | None:
-        number, offset = wanted
-        closure = self._closures.get(number)
+        closure = self._closures.get(wanted[0])
         if closure is None:
-            raise InvalidRequest(f"the result of closure {number} was dropped")
+            raise InvalidRequest(f"the result of closure {wanted[0]} was dropped")
         state = OVER.get(closure.state)
-        return None if state is None else Fetched(state, closure.result.piece(offset), closure.failure)
+        return None if state is None else Fetched(state, closure.result.piece(wanted[1]), closure.failure)
 
     def _hand_out(self) -> list[Effect]:
         effects: list[Effect] = []

