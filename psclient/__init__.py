@@ -3,6 +3,7 @@
 from psclient import (
     cluster_resolver,
     compat,
+    coordinator,
     dynamic_embedding,
     experimental,
     initializers,
@@ -103,6 +104,7 @@ __all__ = [
     "cluster_resolver",
     "compat",
     "convert_to_tensor",
+    "coordinator",
     "dynamic_embedding",
     "errors",
     "exactly",

@@ -14,8 +14,10 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from pswire.closure_api import ClosureServer
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError
+from pswire.model.closures import ClosureName
 from pswire.model.log import Epoch, LogEntry, Mode, Position, Start
 from pswire.model.plan import PlacedVariable, Plan, ShardOf, Turn, VariableSpec
 from pswire.model.rows import Int64s
@@ -152,6 +154,8 @@ class Contribution:
         lookups: rows of variables that the worker wants back, as they are after the round.
         seconds: the worker's time, in seconds since 1970, where the plan updates a table whose rows have a time to
             live; else 0.
+        closure: the closure that makes it: `round` is then its own count, from 0, whichever worker runs it; None for no
+            closure.
     """
 
     session: int
@@ -170,6 +174,7 @@ class Contribution:
     rows: tuple[int, ...] = ()
     lookups: tuple[RowRead, ...] = ()
     seconds: int = 0
+    closure: ClosureName | None = None
 
 
 @dataclass(frozen=True)
@@ -385,7 +390,7 @@ Begun = Callable[[Payload], object]
 """Told, once, of the payload of an answer that begins to grow."""
 
 
-class ParameterServer(Protocol):
+class ParameterServer(ClosureServer, Protocol):
     """One server, as its clients see it. All methods may be called from any thread.
 
     Attributes:

@@ -22,6 +22,8 @@
     ├── CheckpointError      a checkpoint cannot be written or read
     │   ├── DamagedCheckpoint its files are not what was saved
     │   └── NoCheckpoint     there is none where one was looked for
+    ├── ClosureError         a function that was scheduled has failed on a worker
+    │   └── ClosureCancelled it was not run, since another one had failed
     └── InvalidRequest       a malformed or hostile message
 
 The message says what is wrong, where, and what to do. `task` names the process it is about, as
@@ -138,6 +140,24 @@ class NoCheckpoint(CheckpointError):
     """There is no complete checkpoint where one was looked for: a job that is to resume may start anew."""
 
 
+class ClosureError(PSError, RuntimeError):
+    """A function that a coordinator has scheduled raised an error on a worker.
+
+    Args:
+        message: the function, the error's type and its text.
+        task: the worker.
+        kind: the name of the error's type, such as "ValueError".
+    """
+
+    def __init__(self, message: str, task: str = "", kind: str = "") -> None:
+        super().__init__(message, task)
+        self.kind = kind
+
+
+class ClosureCancelled(ClosureError):
+    """A function that was scheduled was not run: another one had failed before."""
+
+
 class InvalidRequest(PSError, ValueError):
     """A malformed message, or one that asks for what its sender may not have."""
 
@@ -167,6 +187,8 @@ BY_NAME: dict[str, type[PSError]] = {
         CheckpointError,
         DamagedCheckpoint,
         NoCheckpoint,
+        ClosureError,
+        ClosureCancelled,
         InvalidRequest,
     )
 }

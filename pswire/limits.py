@@ -55,6 +55,24 @@ MAX_BESIDE = 128
 LOOKUP_BYTES = 1 << 28
 """Bytes of rows that one call may ask for, however low the memory limit is."""
 
+MAX_QUEUED = 1024
+"""Closures of a coordinator that wait for a worker at a time; the call that schedules one more waits."""
+
+CLOSURE_BYTES = 1 << 30
+"""Bytes of arguments and results of closures that server 0 holds at a time, all together."""
+
+CLOSURE_ROUNDS = 1000
+"""Rounds that one closure may make: servers keep their answers until it is over."""
+
+CLOSURE_LOSSES = 8
+"""Workers that may be lost while they run a closure, before it counts as failed: it may be what ends them."""
+
+MAX_FUNCTIONS = 1000
+"""Functions of closures that a process registers."""
+
+PIECE_BYTES = 3 << 20
+"""Bytes of a closure's arguments or result in one message, below gRPC's limit of 4 MiB together with the rest."""
+
 MAX_BATCH_VARIABLES = 4096
 """Variables that one call may create: while they are read and declared, other calls wait."""
 

@@ -84,6 +84,7 @@ class LaunchConfig:
     )
     script: str = option("", "Path of the script, relative to the working directory of psworker.")
     args: tuple[str, ...] = option((), "Arguments of the script.", LIST)
+    module: str = option("", "Module that workers import in place of the script, which the chief alone runs.")
     server: ServerOptions = field(default_factory=ServerOptions)
     timeouts: Timeouts = field(default_factory=lambda: timeouts_from())
     debug: bool = option(False, "Show tracebacks of this package's errors.", SWITCH)
@@ -124,6 +125,11 @@ class LaunchConfig:
         refuse_unknown([self.log_level] if self.log_level else [], logging_setup.LEVELS, "log_level")
         refuse_unknown([self.log_format], logging_setup.FORMATS, "log_format")
         _check_port("metrics_port", self.metrics_port)
+        if self.module and self.chief != "script":
+            raise ConfigError(
+                f"workers import {self.module}, and nobody would run the script; let the chief do it (chief: script, "
+                "or --chief-runs-script)"
+            )
         if self.script and not self.workers and self.chief != "script":
             raise ConfigError(f"nobody would run {self.script}: the cluster has no worker")
 

@@ -123,7 +123,7 @@ class Answers:
             try:
                 if error := record.error or broken:
                     raise error
-                if said.session not in record.sessions:
+                if said.session not in record.sessions and said.closure is None:
                     raise Fenced(f"round {said.round} was made without this session; restart the process")
                 rows = (looked_up or {}).get(said.session) if said.lookups else ()
                 if said.lookups or said.want not in payloads:

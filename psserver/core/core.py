@@ -44,6 +44,7 @@ from pswire.api import (
 )
 from pswire.cluster import Task
 from pswire.errors import PSError
+from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
 from pswire.model.log import Approved, LogEntry, Mode, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.status import STILL, Happened, Pace, ServerStatus
@@ -331,6 +332,25 @@ class Core:
 
     def restore(self, session: int, path: str, turn: Turn, order: RestoreOrder = ALL) -> Future[RestoreReply]:
         return self._enter(self.machine.restore, session, path, turn, order, Future())
+
+    # ---- Closures ----
+
+    def schedule(self, session: int, order: ClosureOrder) -> Future[ClosureQueue]:
+        future: Future[ClosureQueue] = Future()
+        self._enter(self.machine.schedule, session, order, future)
+        return future
+
+    def take(
+        self, session: int, functions: Sequence[str], result: ClosureResult | None = None, offset: int = 0
+    ) -> Future[Taken]:
+        future: Future[Taken] = Future()
+        self._enter(self.machine.take, session, tuple(functions), result, offset, future)
+        return future
+
+    def fetch(self, session: int, number: int, offset: int) -> Future[Fetched]:
+        future: Future[Fetched] = Future()
+        self._enter(self.machine.fetch, session, number, offset, future)
+        return future
 
     # ---- What is there, and the end ----
 

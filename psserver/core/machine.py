@@ -16,6 +16,7 @@ from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.snapshots import Snapshots
 from psserver.config import ServerConfig
 from psserver.core.admission import Admission
+from psserver.core.closures import ClosureStimuli
 from psserver.core.creation import Creation
 from psserver.core.links import Links
 from psserver.core.log import Log
@@ -26,6 +27,7 @@ from psserver.effects import Await, Effect, Fail, Reply, Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from psserver.registry import Registry
+from psserver.state.closures import Closures
 from psserver.state.counters import ServerCounters
 from psserver.state.first_values import FirstValues
 from psserver.state.rounds import Rounds
@@ -69,7 +71,7 @@ NUMBERS = 20
 """Bits of a session's number that count within one incarnation of server 0; the bits above are the incarnation's."""
 
 
-class Machine:
+class Machine(ClosureStimuli):
     """All state of a server. Each stimulus takes the time first, in monotonic seconds; a `PSError` refuses it.
 
     Args:
@@ -82,7 +84,7 @@ class Machine:
         began: the time at which it was made, in monotonic seconds.
         done: answered once the job has ended and everybody has left.
         registry: its sessions, which the rims may look up.
-        store, rounds, members, log, waiters, runner, snapshots, restores, tally: its parts.
+        store, rounds, members, closures, log, waiters, runner, snapshots, restores, tally: its parts.
     """
 
     def __init__(self, config: ServerConfig, incarnation: int, kernels: Kernels, clock: Callable[[], float]) -> None:
@@ -106,24 +108,24 @@ class Machine:
             self.store, self.rounds, self.restores, bases, root, config.snapshot_limit, self.tally
         )
         self.log = Log(self.store, self.rounds, self.snapshots, config.addresses)
+        self.closures = Closures()
         self._creation = Creation(self.store, self.log, self.restores)
         self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self._reply)
         self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally)
         self._admission = Admission(self.task, self.registry, self.members, self.rounds, self.runner)
         self._links = Links(self.task, self.rounds)
-        self._token = 0
-        self._job = 0
+        self._token = self._job = 0
         self.began = self._ticked = clock()
 
     def progress(self, now: float) -> list[Effect]:
         """Returns the effects that have become possible: answers and rounds. Called after every stimulus."""
         effects: list[Effect] = []
         if self._admission.changed():  # else no session has ended, and who pushes is looked at when it does
-            for session in dict.fromkeys((*self.rounds.sessions(), *self.first_values.sessions())):
-                error = self._admission.ended(session)
-                if error is not None:
+            for session in {*self.rounds.sessions(), *self.first_values.sessions(), *self.closures.sessions}:
+                if (error := self._admission.ended(session)) is not None:
                     effects += self._heard(self.rounds.fail_session(session, error))
                     effects += self.first_values.fail(session, error)
+                    effects += self.closures.end(session, error)
         effects += self.first_values.next()
         effects += self.runner.next()
         effects += self.waiters.answers(now, self._admission.ended)
@@ -198,7 +200,7 @@ class Machine:
     def leave(self, now: float, session: int, error: str) -> Outcome[None]:
         """Ends a process's session, cleanly or with an error."""
         self.members.leave(session, error)
-        return None, []
+        return None, self._left(session, error)
 
     def tick(self, now: float) -> Outcome[None]:
         """Ends the sessions whose lease is over."""
@@ -334,7 +336,7 @@ class Machine:
         effects = self._abandon(error, lambda session: session in ended)
         self._job += 1
         self.members.begin_anew(ended)
-        for part in (self.log, self.store, self.rounds, self.runner, self._links):
+        for part in (self.log, self.store, self.rounds, self.runner, self._links, self.closures):
             part.clear()
         return effects
 
@@ -425,5 +427,5 @@ class Machine:
     def _abandon(self, error: PSError, watches: Callable[[int], bool]) -> list[Effect]:
         """Fails all calls that wait; a watch only if `watches` holds for its session."""
         waiting: list[Future[Any]] = [*self.waiters.drop(watches), *self.snapshots.clear(), *self.restores.clear()]
-        given_up = self.rounds.abandon(error) + self.first_values.abandon(error)
-        return [*given_up, *(Fail(future, error) for future in waiting)]
+        parts = (self.rounds, self.first_values, self.closures)
+        return [effect for part in parts for effect in part.abandon(error)] + [Fail(f, error) for f in waiting]

@@ -17,6 +17,7 @@ from psserver.registry import Registry
 from pswire.api import UNTIL_ENDED, Contribution, RestoreOrder, Vote
 from pswire.cluster import Task
 from pswire.errors import PSError
+from pswire.model.closures import ClosureOrder, ClosureResult
 from pswire.model.log import Start
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.status import Happened
@@ -52,6 +53,8 @@ SHORTEN: dict[type, Callable[[Any], object]] = {
     tuple: len,
     list: _entries,
     Asked: lambda asked: (len(asked.variables) + len(asked.rows) + len(asked.tables), asked.after),
+    ClosureOrder: lambda order: (order.number, _cut(order.function), order.joins),
+    ClosureResult: lambda result: (result.number, _cut(result.kind)),
     Contribution: lambda said: (said.session, said.round, said.epoch, len(said.first_values)),
     Payload: lambda payload: payload.size,
     PlacedVariable: lambda variable: _cut(str(variable.spec)),
@@ -206,6 +209,14 @@ def _words(name: str, args: tuple[Any, ...], registry: Registry) -> str:
             return f"plan {plan}, " + ("the manifest" if manifest else "the shard")
         case "restore", (int(session), str(path), _, str(stage), *_):
             return f"{who(session)}: {stage} {path!r}"
+        case "schedule", (int(session), (int(number), str(function), bool(joins)), *_):
+            what = f"closure {number} of {function}" if number else "waits for all closures" if joins else "looks"
+            return f"{who(session)}: {what}"
+        case "take", (int(session), _, result, *_):
+            told = f"closure {result[0]} is over{result[1] and ': ' + result[1]}, " if result else ""
+            return f"{who(session)}: {told}waits for a closure"
+        case "fetch", (int(session), int(number), *_):
+            return f"{who(session)}: the result of closure {number}"
         case "worked", (str(call), *_):
             return call
         case "close", _:

@@ -26,8 +26,9 @@ BRIEF_ALONE_BYTES = 1 << 21
 BRIEF_INTERPRETED_BYTES = 1 << 18
 """The same where the interpreter runs some of its programs: of some ops a byte takes long."""
 
-Key = Task | None
-"""The key of a strand: the task of an asynchronous worker, or None for the strand of all synchronous members."""
+Key = Task | int | None
+"""The key of a strand: the task of an asynchronous worker, or the number of the closure that it runs; None for the
+strand of all synchronous members."""
 
 
 class Commit(Enum):

@@ -13,6 +13,7 @@ from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
 from pswire.errors import PSError, PushAgain
 from pswire.model.log import Member, Mode, Position
+from pswire.model.status import OpenRound
 from pswire.transport.payload import Payload
 
 Waiter = tuple[Contribution, Future[RoundReply]]
@@ -83,6 +84,11 @@ class PendingRound:
         """Returns the members, without fenced ones, whose contributions are not whole."""
         whole = {session for session, part in self.parts.items() if part.payload.whole}
         return [member for member in self._counted if member.session not in whole | fenced]
+
+    def told(self, number: int, describe: Callable[[bytes], str], fenced: Set[int], approved: bool) -> OpenRound:
+        """Returns what people are told of it, given its number, and whether its plan is approved."""
+        missing = tuple(member.task for member in self.missing(fenced))
+        return OpenRound(number, describe(self.plan_id), missing, approved)
 
     def passed(self, round: int, members: Iterable[Member], fenced: Set[int]) -> list[Task]:
         """Returns which of some members have come to this round, which has not failed, and left an earlier one out."""

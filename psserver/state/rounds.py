@@ -6,7 +6,7 @@ the result. Methods return effects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from math import isfinite
@@ -14,6 +14,7 @@ from math import isfinite
 from psserver.effects import Effect, Fail, Run
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Key, MemberShare, ReadyRound
+from psserver.state.closure_rounds import ClosuresOver, same_closure, take_over
 from psserver.state.pending_round import PendingRound, Push, Waiter
 from psserver.state.sessions import diverged, newcomer_diverged
 from psserver.state.strands import RECORDS, Given, Parked, Record, Strand, check_window
@@ -21,6 +22,7 @@ from psserver.state.votes import Votes
 from pswire.api import Contribution, RoundReply, Vote
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, PSError
+from pswire.limits import CLOSURE_ROUNDS
 from pswire.model.log import Epoch, Member, Position
 from pswire.model.status import OpenRound, WorkerProgress
 from pswire.transport.payload import Payload
@@ -62,7 +64,8 @@ class Rounds:
         self._epochs: dict[int, Epoch] = {}
         self._parked = Parked()
         self._effects: list[Effect] = []  # of the running method, which returns them
-        self._running = False
+        self._running: tuple[Key, int] | None = None
+        self._closures = ClosuresOver()
 
     @property
     def positions(self) -> tuple[Position, ...]:
@@ -72,7 +75,7 @@ class Rounds:
     @property
     def places(self) -> tuple[WorkerProgress, ...]:
         """Last round and dataset positions of each asynchronous task, in task order."""
-        own = sorted((key, strand) for key, strand in self.strands.items() if key)
+        own = sorted((key, strand) for key, strand in self.strands.items() if isinstance(key, Task))
         return tuple(WorkerProgress(task, strand.newest, strand.positions) for task, strand in own)
 
     @property
@@ -146,11 +149,15 @@ class Rounds:
         member = epoch.session(said.session)
         if member is None:
             raise Fenced(f"this session is no member of epoch {said.epoch}; restart the process")
-        strand = self.strands.setdefault(_key(member), Strand())
-        if said.round <= strand.last:
-            raise InvalidRequest(f"round {said.round} is over; this server is at {strand.last}")
+        key = _key(member, said)
+        if said.closure is not None:
+            self._closures.check(said.closure, said, member, self.strands)
+        strand = self.strands.setdefault(key, Strand())
+        strand.check_open(said)
+        if take_over(strand, push, member, self._running == (key, said.round), self._effects):
+            return
         self._check_order(strand, said, member)
-        members = (member,) if _key(member) else epoch.members
+        members = (member,) if key else epoch.members
         pending = strand.open.setdefault(said.round, PendingRound(said.plan_id, said.epoch, members, push.since))
         if pending.differs(said) and self._joins(said) and self._only_newcomers(pending):
             pending.doubtful.append(push)
@@ -159,6 +166,11 @@ class Rounds:
         self._take(pending, push, member)
         if pending.doubtful and not self._joins(said):
             self._settle(pending)
+
+    def learn(self, version: int, newest: int, begun: Collection[int]) -> None:
+        """Takes in which closures are over: the answers to their rounds are needed no more."""
+        self._closures.learn(version, newest, begun)
+        self._closures.forget(self.strands)
 
     def _take(self, pending: PendingRound, push: Push, member: Member) -> None:
         """Adds a push to its round."""
@@ -270,9 +282,11 @@ class Rounds:
         """
         epoch = self._epochs.get(said.epoch)
         member = epoch.session(said.session) if epoch else None
-        strand = self.strands.get(_key(member)) if epoch else None
+        strand = self.strands.get(_key(member, said)) if epoch else None
         record = strand.records.get(said.round) if strand else None
         if record is None or record.error is not None:
+            return record
+        if same_closure(record.plan_id, said):
             return record
         if record.plan_id != said.plan_id:
             raise InvalidRequest(f"round {said.round} had another plan")
@@ -304,7 +318,7 @@ class Rounds:
                 # All its members are gone without a contribution; it must not block later rounds.
                 del strand.open[number]
             else:
-                self._running = True
+                self._running = key, number
                 section = partial(self._describe, pending.plan_id)
                 return pending.ready(number, plan, self.fenced, section, key, strand.last)
         return None
@@ -343,11 +357,11 @@ class Rounds:
             attempt: the number of its next vote.
             agreed: the sessions that the votes so far have left; None before the first.
         """
-        self._running = False
+        self._running = None
         return self.strands[job.strand].open[job.round].again(attempt, agreed)
 
     def _close(self, key: Key, number: int, record: Record) -> list[Waiter]:
-        self._running = False
+        self._running = None
         self.last = self.last + 1 if key else number
         plan = self.plans.get(record.plan_id)
         self.closed += key is None or (plan is not None and plan.plan.snapshot is not None)
@@ -355,7 +369,7 @@ class Rounds:
         strand = self.strands[key] = self.strands.pop(key)
         if key is None:
             self.votes.close(number)
-        return strand.close(number, record, RECORDS)
+        return strand.close(number, record, CLOSURE_ROUNDS if isinstance(key, int) else RECORDS)
 
     def abandon(self, error: PSError) -> list[Effect]:
         """Fails all calls that wait."""
@@ -372,18 +386,9 @@ class Rounds:
 
     def waiting(self) -> tuple[OpenRound, ...]:
         """Returns the open rounds, for people and for the chief."""
-        return (
-            tuple(
-                OpenRound(
-                    number,
-                    self._describe(w.plan_id),
-                    tuple(member.task for member in w.missing(self.fenced)),
-                    w.plan_id in self.plans,
-                )
-                for number, w in sorted(self._open(), key=lambda item: item[0])
-            )
-            + self._parked.waiting
-        )
+        own = sorted(self._open(), key=lambda item: item[0])
+        told = [w.told(number, self._describe, self.fenced, w.plan_id in self.plans) for number, w in own]
+        return (*told, *self._parked.waiting)
 
     def _open(self) -> Iterator[tuple[int, PendingRound]]:
         """Returns all open rounds, with their numbers."""
@@ -403,5 +408,8 @@ class Rounds:
         return error
 
 
-def _key(member: Member | None) -> Key:
-    return member.task if member and member.mode == "async" else None
+def _key(member: Member | None, said: Contribution) -> Key:
+    """Returns the key of the strand of a contribution."""
+    if member is None or member.mode != "async":
+        return None
+    return member.task if said.closure is None else said.closure.number

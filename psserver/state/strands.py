@@ -1,6 +1,7 @@
 """Strands: open rounds that gather contributions, the last complete round, and the answers that are kept.
 
-In synchronous mode all members share one strand. In asynchronous mode each task has its own.
+In synchronous mode all members share one strand. In asynchronous mode each task has its own, and each closure that is
+run: whichever worker makes a closure's n-th round, it is made once.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import NamedTuple
 from psserver.effects import Effect, Fail
 from psserver.plans.round import ReadyRound
 from psserver.state.pending_round import PendingRound, Push, Waiter
+from pswire.api import Contribution
 from pswire.cluster import Task
-from pswire.errors import InvalidRequest, PSError
+from pswire.errors import InvalidRequest, PSError, PushAgain
 from pswire.limits import WINDOW
 from pswire.model.log import Epoch, Position
 from pswire.model.status import OpenRound
@@ -154,6 +156,14 @@ class Strand:
     settled: tuple[Position, ...] = ()
     records: dict[int, Record] = field(default_factory=dict)
     open: dict[int, PendingRound] = field(default_factory=dict)
+
+    def check_open(self, said: Contribution) -> None:
+        """Raises `PSError` for a push to a round that is over."""
+        if said.round > self.last:
+            return
+        if said.closure is not None:  # another worker has made it meanwhile, and its answer is this one's
+            raise PushAgain(f"round {said.round} of closure {said.closure.number} was made meanwhile")
+        raise InvalidRequest(f"round {said.round} is over; this server is at {self.last}")
 
     def under_way(self, session: int) -> set[int]:
         """Returns the open rounds to which a session has contributed."""

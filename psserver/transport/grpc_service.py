@@ -152,9 +152,29 @@ def _restore(core: ParameterServer, m: pb.RestoreRequest) -> tuple[Future[Any], 
     return core.restore(m.session, m.path, turn, order), messages.RESTORED.to_pb
 
 
+def _schedule(core: ParameterServer, m: pb.ScheduleRequest) -> tuple[Future[Any], Encode]:
+    return core.schedule(m.session, messages.ORDERED.from_pb(m.order)), messages.CLOSURES.to_pb
+
+
+def _take(core: ParameterServer, m: pb.TakeRequest) -> tuple[Future[Any], Encode]:
+    result = messages.CLOSURE_RESULT.from_pb(m.result) if m.HasField("result") else None
+    return core.take(m.session, tuple(m.functions), result, m.offset), messages.TAKEN.to_pb
+
+
+def _fetch(core: ParameterServer, m: pb.FetchRequest) -> tuple[Future[Any], Encode]:
+    return core.fetch(m.session, m.number, m.offset), messages.FETCHED.to_pb
+
+
 Ask = Callable[[ParameterServer, Any], tuple[Future[Any], Encode]]
 
-WAITING: Mapping[str, Ask] = {"Watch": _watch, "Snapshot": _snapshot, "Restore": _restore}
+WAITING: Mapping[str, Ask] = {
+    "Watch": _watch,
+    "Snapshot": _snapshot,
+    "Restore": _restore,
+    "Schedule": _schedule,
+    "Take": _take,
+    "Fetch": _fetch,
+}
 """For each verb: calls the core; gives the future, and what makes a message of its result."""
 
 

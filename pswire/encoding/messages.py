@@ -31,6 +31,17 @@ from pswire.encoding.mapper import Codec, Mapper, Words
 from pswire.encoding.verbs import refusal_from_pb, refusal_to_pb
 from pswire.errors import InvalidRequest
 from pswire.limits import MAX_PLAN_BYTES, MAX_PLAN_ITEMS, MAX_PLAN_NODES
+from pswire.model.closures import (
+    ClosureName,
+    ClosureOrder,
+    ClosureQueue,
+    ClosureResult,
+    ClosureState,
+    Failure,
+    Fetched,
+    Piece,
+    Taken,
+)
 from pswire.model.log import Epoch, LogEntry, Member, Mode, Position, Start
 from pswire.model.plan import (
     Form,
@@ -140,6 +151,7 @@ MAPPER.words(Unknown, pb.TableSpec.Unknown, "unknown value {} of keys without a 
 MAPPER.words(TableQuestion, pb.TableRead.Question, "unknown question {} to a table")
 MAPPER.words(Sparse, pb.Apply.Sparse, "unknown way {} of updates with rows")
 MAPPER.words(RestoreStage, pb.RestoreStage, "a restore has no stage {}")
+MAPPER.words(ClosureState, pb.FetchReply.State, "a closure has no state {}")
 
 TENSOR = MAPPER.pair(TensorSpec, pb.TensorSpec, check=TensorSpec.check)
 SHARD_OF = MAPPER.pair(ShardOf, pb.ShardOf)
@@ -180,6 +192,15 @@ ROW_READ = MAPPER.pair(RowRead, pb.RowRead)
 TABLE_READ = MAPPER.pair(TableRead, pb.TableRead)
 HAPPENED = MAPPER.pair(Happened, pb.Happened)
 
+MAPPER.pair(Piece, pb.Piece)
+MAPPER.pair(Failure, pb.Failure)
+CLOSURE = MAPPER.pair(ClosureName, pb.ClosureName)
+ORDERED = MAPPER.pair(ClosureOrder, pb.ClosureOrder)
+CLOSURES = MAPPER.pair(ClosureQueue, pb.ScheduleReply)
+CLOSURE_RESULT = MAPPER.pair(ClosureResult, pb.ClosureResult)
+TAKEN = MAPPER.pair(Taken, pb.TakeReply)
+FETCHED = MAPPER.pair(Fetched, pb.FetchReply)
+
 
 def batch_to_pb(reply: CreateBatchReply) -> pb.CreateBatchReply:
     """Makes the answer to the creation of several variables."""
@@ -216,6 +237,7 @@ def contribution_to_pb(contribution: Contribution, size: int) -> pb.PushHeader:
         rows=contribution.rows,
         lookups=map(ROW_READ.to_pb, contribution.lookups),
         seconds=contribution.seconds,
+        closure=None if contribution.closure is None else CLOSURE.to_pb(contribution.closure),
     )
 
 
@@ -238,6 +260,7 @@ def contribution_from_pb(message: pb.PushHeader) -> Contribution:
         tuple(message.rows),
         tuple(map(ROW_READ.from_pb, message.lookups)),
         message.seconds,
+        CLOSURE.from_pb(message.closure) if message.HasField("closure") else None,
     )
 
 

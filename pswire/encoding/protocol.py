@@ -20,6 +20,9 @@ rows as a contribution may have.
 TABLES = 3
 """The first number whose servers know dynamic tables."""
 
+CLOSURES = 3
+"""The first number whose servers know closures."""
+
 SERVED = (PROTOCOL - 1, PROTOCOL)
 
 
@@ -56,4 +59,21 @@ def check_tables(number: int, table: str, theirs: str, ours: str) -> None:
         raise ConfigError(
             f"{theirs} speaks protocol {number}, which has no dynamic tables, and {ours}, which speaks {PROTOCOL}, "
             f"creates the table {table!r}; install the same version of paramserver for both, and start the job anew"
+        )
+
+
+def check_closures(number: int, theirs: str, ours: str) -> None:
+    """Refuses to run closures with a server that would take their pushes for those of a worker.
+
+    Args:
+        number: the server's protocol number.
+        theirs, ours: as `check_protocol` has them.
+
+    Raises:
+        ConfigError: the server knows no closures.
+    """
+    if number < CLOSURES:
+        raise ConfigError(
+            f"{theirs} speaks protocol {number}, which has no closures, and {ours}, which speaks {PROTOCOL}, is of a "
+            "job with a coordinator; install the same version of paramserver for both, and start the job anew"
         )

@@ -97,6 +97,9 @@ VERBS: dict[str, Verb] = {
         Verb("Exchange", pb.ExchangeHeader, "anyone", "", streams=(True, True), waits=True, newer=True),
         Verb("Snapshot", pb.SnapshotRequest, "chief", "round", "RoundTimeout", waits=True),
         Verb("Restore", pb.RestoreRequest, "session", "round", "RoundTimeout", waits=True),
+        Verb("Schedule", pb.ScheduleRequest, "session", "", waits=True, newer=True),
+        Verb("Take", pb.TakeRequest, "session", "", waits=True, newer=True),
+        Verb("Fetch", pb.FetchRequest, "session", "", waits=True, newer=True),
         Verb("Status", pb.Empty, "anyone", "call", guarded=False),
         Verb("Recent", pb.Empty, "anyone", "call", guarded=False, newer=True),
         Verb("Introduce", pb.IntroduceRequest, "server", "call"),
@@ -128,6 +131,8 @@ STATUS: dict[str, str] = {
     "CheckpointError": "DATA_LOSS",
     "DamagedCheckpoint": "DATA_LOSS",
     "NoCheckpoint": "NOT_FOUND",
+    "ClosureError": "ABORTED",
+    "ClosureCancelled": "CANCELLED",
     "InvalidRequest": "INVALID_ARGUMENT",
 }
 """The gRPC status of each error, for clients that know no better; ours read `ERROR_KEY`."""

@@ -942,8 +942,154 @@ class ApproveReply(_message.Message):
     length: int
     def __init__(self, length: _Optional[int] = ...) -> None: ...
 
+class Piece(_message.Message):
+    __slots__ = ("size", "offset", "data")
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    size: int
+    offset: int
+    data: bytes
+    def __init__(self, size: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class ClosureOrder(_message.Message):
+    __slots__ = ("number", "function", "needs", "arguments", "functions", "told", "joins", "dropped")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    FUNCTIONS_FIELD_NUMBER: _ClassVar[int]
+    TOLD_FIELD_NUMBER: _ClassVar[int]
+    JOINS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    function: str
+    needs: _containers.RepeatedScalarFieldContainer[int]
+    arguments: Piece
+    functions: _containers.RepeatedScalarFieldContainer[str]
+    told: int
+    joins: bool
+    dropped: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, number: _Optional[int] = ..., function: _Optional[str] = ..., needs: _Optional[_Iterable[int]] = ..., arguments: _Optional[_Union[Piece, _Mapping]] = ..., functions: _Optional[_Iterable[str]] = ..., told: _Optional[int] = ..., joins: _Optional[bool] = ..., dropped: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ScheduleRequest(_message.Message):
+    __slots__ = ("session", "order")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    order: ClosureOrder
+    def __init__(self, session: _Optional[int] = ..., order: _Optional[_Union[ClosureOrder, _Mapping]] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("function", "kind", "text", "task")
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    function: str
+    kind: str
+    text: str
+    task: str
+    def __init__(self, function: _Optional[str] = ..., kind: _Optional[str] = ..., text: _Optional[str] = ..., task: _Optional[str] = ...) -> None: ...
+
+class ScheduleReply(_message.Message):
+    __slots__ = ("number", "queued", "running", "workers", "settled", "failures", "failure")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    queued: int
+    running: int
+    workers: int
+    settled: int
+    failures: int
+    failure: Failure
+    def __init__(self, number: _Optional[int] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., workers: _Optional[int] = ..., settled: _Optional[int] = ..., failures: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class ClosureResult(_message.Message):
+    __slots__ = ("number", "result", "kind", "text")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    result: Piece
+    kind: str
+    text: str
+    def __init__(self, number: _Optional[int] = ..., result: _Optional[_Union[Piece, _Mapping]] = ..., kind: _Optional[str] = ..., text: _Optional[str] = ...) -> None: ...
+
+class TakeRequest(_message.Message):
+    __slots__ = ("session", "functions", "result", "offset")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    FUNCTIONS_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    functions: _containers.RepeatedScalarFieldContainer[str]
+    result: ClosureResult
+    offset: int
+    def __init__(self, session: _Optional[int] = ..., functions: _Optional[_Iterable[str]] = ..., result: _Optional[_Union[ClosureResult, _Mapping]] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class ClosureName(_message.Message):
+    __slots__ = ("number", "version", "newest", "begun")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    version: int
+    newest: int
+    begun: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, number: _Optional[int] = ..., version: _Optional[int] = ..., newest: _Optional[int] = ..., begun: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class TakeReply(_message.Message):
+    __slots__ = ("name", "function", "coordinator", "arguments", "over")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    name: ClosureName
+    function: str
+    coordinator: int
+    arguments: Piece
+    over: bool
+    def __init__(self, name: _Optional[_Union[ClosureName, _Mapping]] = ..., function: _Optional[str] = ..., coordinator: _Optional[int] = ..., arguments: _Optional[_Union[Piece, _Mapping]] = ..., over: _Optional[bool] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("session", "number", "offset")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    number: int
+    offset: int
+    def __init__(self, session: _Optional[int] = ..., number: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class FetchReply(_message.Message):
+    __slots__ = ("state", "result", "failure")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        DONE: _ClassVar[FetchReply.State]
+        FAILED: _ClassVar[FetchReply.State]
+        CANCELLED: _ClassVar[FetchReply.State]
+    DONE: FetchReply.State
+    FAILED: FetchReply.State
+    CANCELLED: FetchReply.State
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    state: FetchReply.State
+    result: Piece
+    failure: Failure
+    def __init__(self, state: _Optional[_Union[FetchReply.State, str]] = ..., result: _Optional[_Union[Piece, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
 class PushHeader(_message.Message):
-    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite", "follows", "first_values", "rows", "lookups", "seconds")
+    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite", "follows", "first_values", "rows", "lookups", "seconds", "closure")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -961,6 +1107,7 @@ class PushHeader(_message.Message):
     ROWS_FIELD_NUMBER: _ClassVar[int]
     LOOKUPS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CLOSURE_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     round: int
@@ -978,7 +1125,8 @@ class PushHeader(_message.Message):
     rows: _containers.RepeatedScalarFieldContainer[int]
     lookups: _containers.RepeatedCompositeFieldContainer[RowRead]
     seconds: int
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ..., first_values: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., lookups: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ..., seconds: _Optional[int] = ...) -> None: ...
+    closure: ClosureName
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ..., first_values: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., lookups: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ..., seconds: _Optional[int] = ..., closure: _Optional[_Union[ClosureName, _Mapping]] = ...) -> None: ...
 
 class RoundHeader(_message.Message):
     __slots__ = ("round", "epoch", "more", "left_out", "size", "warnings", "observers", "rows")

@@ -27,6 +27,7 @@ from psclient._src.chief.driver import Chief
 from psclient._src.launch.cluster import Cluster
 from psclient._src.processes.process import await_listening
 from psclient._src.transport.remote_server import RemoteServer, connect
+from psclient.coordinator.worker import Worker
 from psserver.config import ServerConfig
 from psserver.transport.server import ServerThread
 from pstesting.script import add
@@ -328,6 +329,33 @@ def for_others_to_leave(site: Site) -> Iterator[Said]:
     gate.set()
 
 
+def for_closures(site: Site) -> Iterator[Said]:
+    """Which a worker runs, or nobody."""
+    gate = site.gate()
+    stays = ps.coordinator.function(name="stays")(lambda: gate.wait())
+
+    def runs(task: Task, script: Callable[[ps.ParameterServerStrategy], object]) -> None:
+        resolver = ps.SimpleClusterResolver(site.cluster("x:3"), task_type=task.job, task_id=task.index)
+
+        def run() -> None:
+            keys = {"consistency": ps.Async(), "cluster_resolver": resolver, "timeouts": site.timeouts}
+            with ps.ParameterServerStrategy(**keys) as strategy:
+                script(strategy)
+
+        site.start(run)
+
+    def coordinate(strategy: ps.ParameterServerStrategy) -> None:
+        coordinator = ps.coordinator.ClusterCoordinator(strategy)
+        coordinator.schedule(stays)
+        coordinator.join()
+
+    runs(CHIEF, coordinate)
+    for task in (W0, W1):
+        runs(task, lambda strategy: Worker(strategy).serve())
+    yield Said(f"{CHIEF} waits for 1 closures, of which 1 are run, by 2 workers")
+    gate.set()
+
+
 def for_a_server_that_answers(site: Site) -> Iterator[Said]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -416,6 +444,7 @@ WAITS = [
     for_a_checkpoint_to_be_written,
     for_a_shard,
     for_a_checkpoint_to_be_read,
+    for_closures,
     for_who_saves,
     for_others_that_never_came,
     for_others_to_leave,

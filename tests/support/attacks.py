@@ -95,6 +95,12 @@ RANGES = {
 }
 
 
+def piece(draw: Any) -> pb.Piece:
+    """A piece of a closure's arguments or result."""
+    size, offset = draw(st.sampled_from(NUMBERS)), draw(st.sampled_from(NUMBERS))
+    return pb.Piece(size=size, offset=offset, data=draw(st.sampled_from(BYTES)))
+
+
 def spoil(draw: Any, message: Message) -> None:
     """Gives one field of a message, or of one within it, another value of its own type."""
     fields = list(message.DESCRIPTOR.fields)
@@ -259,6 +265,7 @@ class Attacker:
                 rows=draw(st.sampled_from([[], [1], [1 << 40], [(1 << 64) - 1] * 2])),
                 lookups=draw(st.sampled_from([[], [wanted]])),
                 seconds=draw(st.sampled_from(NUMBERS)),
+                closure=draw(st.sampled_from([None, None, pb.ClosureName(number=1, version=1, newest=1, begun=[1])])),
             ),
             "Pull": lambda: pb.PullRequest(
                 session=session,
@@ -278,6 +285,26 @@ class Attacker:
                 path=draw(st.sampled_from(WORDS)),
                 turn=pb.Turn(round=site.workers[0].round, epoch=site.job.epoch.number),
                 order=pb.RestoreOrder(stage=draw(st.sampled_from([1, 2, 3]))),
+            ),
+            "Schedule": lambda: pb.ScheduleRequest(
+                session=session,
+                order=pb.ClosureOrder(
+                    number=draw(st.sampled_from(NUMBERS)),
+                    function=draw(st.sampled_from(WORDS)),
+                    needs=draw(st.sampled_from([[], [1, 1 << 63]])),
+                    arguments=piece(draw),
+                    functions=draw(st.sampled_from([[], ["f()"], [""] * 5000])),
+                    joins=draw(st.booleans()),
+                ),
+            ),
+            "Take": lambda: pb.TakeRequest(
+                session=session,
+                functions=draw(st.sampled_from([[], ["f()"]])),
+                result=draw(st.sampled_from([None, pb.ClosureResult(number=1, result=piece(draw))])),
+                offset=draw(st.sampled_from(NUMBERS)),
+            ),
+            "Fetch": lambda: pb.FetchRequest(
+                session=session, number=draw(st.sampled_from(NUMBERS)), offset=draw(st.sampled_from(NUMBERS))
             ),
             "Status": pb.Empty,
             "Recent": pb.Empty,

@@ -37,7 +37,8 @@ ROOMS = {
         _room("pswire.security", 1, "pswire"),
         _room("pswire.telemetry", 1, "pswire"),
         _room("pswire.transport", 2, "pswire wire.model wire.security"),
-        _room("pswire.api", 3, "pswire wire.model wire.transport"),
+        _room("pswire.closure_api", 2, "wire.model"),
+        _room("pswire.api", 3, "pswire wire.model wire.transport wire.closure_api"),
         _room("pswire.checkpoint", 4, "pswire wire.model wire.api"),
         _room("pswire.encoding", 4, "pswire wire.model wire.transport wire.api"),
         _room("psserver", 4, "pswire wire.model wire.security wire.transport wire.api"),
@@ -153,12 +154,18 @@ ROOMS = {
             "src.variables src.distribute src.transport src.chief src.rounds src.telemetry",
         ),
         _room(
+            "psclient.coordinator",
+            11,
+            "pswire wire.model wire.transport psclient._src src.cluster_resolver src.processes src.variables "
+            "src.transport src.strategies",
+        ),
+        _room(
             "psclient",
             15,
             "pswire psclient.ops psclient._src src.data src.tracing src.variables psclient.summary "
-            "src.distribute psclient.losses psclient.nn psclient.cluster_resolver psclient.metrics psclient.compat "
-            "psclient.dynamic_embedding psclient.initializers psclient.experimental psclient.optimizers "
-            "psclient.train src.strategies",
+            "psclient.coordinator src.distribute psclient.losses psclient.nn psclient.cluster_resolver "
+            "psclient.metrics psclient.compat psclient.dynamic_embedding psclient.initializers "
+            "psclient.experimental psclient.optimizers psclient.train src.strategies",
         ),
         _room(
             "psclient.jax",
@@ -184,7 +191,6 @@ ROOMS = {
 RESERVED = {
     "psclient._src.rows": 7,
     "psclient.compression": 7,
-    "psclient.coordinator": 11,
     "psclient.launch": 12,
     "psserver.replication": 11,
 }

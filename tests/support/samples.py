@@ -39,6 +39,16 @@ from pswire.cluster import Task
 from pswire.encoding import messages
 from pswire.encoding.mapper import Codec
 from pswire.errors import BY_NAME, PSError
+from pswire.model.closures import (
+    ClosureName,
+    ClosureOrder,
+    ClosureQueue,
+    ClosureResult,
+    Failure,
+    Fetched,
+    Piece,
+    Taken,
+)
 from pswire.model.log import (
     Approved,
     Created,
@@ -355,6 +365,13 @@ _PUSH_OF_KEYS = Sample(
     reply(small()),
 )
 
+_PIECE = Piece(70_000, 16, b"a piece")
+_FAILURE = Failure("step", "ValueError", TEXT, "/job:worker/task:300")
+_NAME = ClosureName(2001, 2002, 2003, (2001, 1 << 35))
+_ORDER = ClosureOrder(2001, "step", (1998, 1 << 35), _PIECE, ("step(x)", "batches()"), 17, True, (1990, 1 << 36))
+_QUEUE = ClosureQueue(2001, 31, 32, 33, 1999, 18, _FAILURE)
+_TOLD = ClosureResult(2001, _PIECE, "ValueError", TEXT)
+
 SAMPLES = (
     Sample("Open", "full", (WORKER, 4, SESSION, True, "async", "the-job", 8), _OPENED),
     Sample("Open", "whole", (WORKER, 4, SESSION, False, "whole", "the-job", 8), _OPENED),
@@ -430,6 +447,14 @@ SAMPLES = (
     Sample("Restore", "full", (SESSION, "run", _TURN, _PREPARE), _RESTORED),
     Sample("Restore", "opens", (SESSION, "run", _TURN, RestoreOrder("open", {}, False)), RestoreReply("run/1", ())),
     Sample("Restore", "looks", (0, "", Turn(), RestoreOrder("look", None, False)), RestoreReply("", ())),
+    Sample("Schedule", "full", (SESSION, _ORDER), _QUEUE),
+    Sample("Schedule", "least", (1, ClosureOrder()), ClosureQueue(0, settled=0)),
+    Sample("Take", "full", (SESSION, ("step(x)", "batches()"), _TOLD, 1 << 33), Taken(_NAME, "step", 99, _PIECE, True)),
+    Sample("Take", "least", (1, (), None, 0), Taken()),
+    Sample("Fetch", "full", (SESSION, 2001, 1 << 33), Fetched("failed", _PIECE, _FAILURE)),
+    Sample("Fetch", "cancelled", (SESSION, 2001, 16), Fetched("cancelled", Piece(), _FAILURE)),
+    Sample("Fetch", "least", (1, 1, 0), Fetched("done")),
+    Sample("Push", "of a closure", (contribution(closure=_NAME), small()), reply(small())),
     Sample("Status", "full", (), STATUS),
     Sample("Status", "least", (), BARE),
     Sample("Recent", "full", (), (HAPPENED, Happened(0.25, "close", ""))),
@@ -587,6 +612,18 @@ class Fixed:
         return self._later(args)
 
     def restore(self, *args: Any) -> Future[Any]:
+        """As all verbs here."""
+        return self._later(args)
+
+    def schedule(self, *args: Any) -> Future[Any]:
+        """As all verbs here."""
+        return self._later(args)
+
+    def take(self, *args: Any) -> Future[Any]:
+        """As all verbs here."""
+        return self._later(args)
+
+    def fetch(self, *args: Any) -> Future[Any]:
         """As all verbs here."""
         return self._later(args)
 

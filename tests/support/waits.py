@@ -22,6 +22,8 @@ TRIED: dict[str, tuple[str, ...]] = {
     "psclient._src.rounds.rounds.Exchange._stand_in": ("for_who_saves",),
     "psclient._src.rounds.restore.Restoring._answer": ("for_a_checkpoint_to_be_read",),
     "psclient._src.transport.retries.Attempts.until_answered": ("for_a_server_that_answers",),
+    # A coordinator, and a worker whose closure needs a result; one that is idle waits for the coordinator's script.
+    "psclient.coordinator.pieces.wait": ("for_closures",),
     "psclient._src.chief.driver.Chief.stop": ("for_others_that_never_came", "for_others_to_leave"),
     # A chief alone. It waits for its workers until PS_TIMEOUT_FIRST, or PS_TIMEOUT_ALONE.
     "psclient._src.chief.driver.Chief._watch": ("for_workers",),
@@ -47,6 +49,10 @@ BRIEF: dict[str, str] = {
     # ---- Of clients ----
     "psclient._src.rounds.rounds._answered": OVER,
     "psclient._src.rounds.backend.RemoteBackend.section_here": "for another thread's section, at most Timeouts.call; the error says so",
+    "psclient.coordinator.pieces.result_of": "in pieces.wait",
+    "psclient.coordinator.cluster_coordinator.ClusterCoordinator._ask": "in pieces.wait",
+    "psclient.coordinator.cluster_coordinator.ClusterCoordinator._look": "in pieces.wait, for an answer that comes at once",
+    "psclient.coordinator.worker.Worker._ask": "in pieces.wait",
     "psclient._src.transport.staging.host": "for the end of a copy from this process's GPU",
     "psclient._src.transport.session.Session.look": "at most Timeouts.call; the error names server 0",
     "psclient._src.transport.session.Session.pause": "between two questions; who asks again and again speaks itself",

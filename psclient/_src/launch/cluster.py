@@ -238,6 +238,7 @@ class Cluster:
         runs = task.job != "chief" or self.config.chief == "script"
         command = [sys.executable, "-P", "-m", "psclient", "--die-with-parent", str(os.getpid())]
         command += self._flags(task)
+        command += ["--module", self.config.module] if self.config.module and task.job == "worker" else []
         command += ["--", self.config.script, *self.config.args] if runs else []
         told = (
             {LANE: self.config.lane, JOB: self.job}

@@ -29,7 +29,7 @@ from psclient._src.config import (
 )
 from psclient._src.launch.chief import drive
 from psclient._src.launch.cluster import Cluster
-from psclient._src.launch.script import die_with, end_on_sigterm, run_script, say
+from psclient._src.launch.script import die_with, end_on_sigterm, run_module, run_script, say
 from psclient._src.processes.output import Printer
 from psclient._src.processes.shutdown import code_of
 from pswire.cluster import EVALUATOR, TaskConfig
@@ -44,7 +44,7 @@ from pswire.telemetry import logging_setup
 log = logging.getLogger("psworker")
 
 
-OF_A_TASK = ("debug", "lane", "log_level", "log_format", "metrics_port", "metrics_host")
+OF_A_TASK = ("debug", "lane", "log_level", "log_format", "metrics_port", "metrics_host", "module")
 """Options of a local cluster that a single task has as well."""
 
 
@@ -59,6 +59,7 @@ class Invocation:
         parent: process id of the launcher to die with; 0 for none.
         log_level, log_format: of this package's log.
         debug: True to show tracebacks of this package.
+        module: the module that a worker imports in place of the script; "" for none.
     """
 
     script: str
@@ -68,6 +69,7 @@ class Invocation:
     log_level: str
     log_format: str
     debug: bool
+    module: str = ""
 
 
 @click.command(context_settings={"allow_interspersed_args": False}, options_metavar="[OPTIONS]")
@@ -92,6 +94,8 @@ class Invocation:
 def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
     """Runs SCRIPT as the task that TF_CONFIG names. A chief without SCRIPT only drives the job.
 
+    With --module a worker imports that module instead, and runs what a chief with SCRIPT schedules.
+
     With --standalone, or --config, starts servers, workers and a chief on this machine instead. Flags
     win over the file.
     """
@@ -107,6 +111,8 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
     if given["standalone"] or given["config"]:
         if script:
             cluster |= {"script": script, "args": args}
+        if given["module"]:
+            cluster.setdefault("chief", "script")  # nobody else would run it
         launch = _launch_config(given["config"], cluster, server, given)
     else:
         set_security(security_options().under(given))
@@ -114,7 +120,8 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
         for name in (name for name in cluster | server if name not in OF_A_TASK):
             raise ConfigError(f"{flag_name(name)} describes a local cluster; add --standalone")
     level, kind = given["log_level"] or "warning", launch.log_format if launch else given["log_format"] or "text"
-    return Invocation(script, args, launch, given["parent"], level, kind, bool(given["debug"]))
+    module = given["module"] or ""
+    return Invocation(script, args, launch, given["parent"], level, kind, bool(given["debug"]), module)
 
 
 def _launch_config(
@@ -157,6 +164,10 @@ def run_task(invocation: Invocation, config: TaskConfig | None) -> int:
     task = config.task if config else None
     if task and task.job == "ps":
         raise ConfigError(f"TF_CONFIG says that this process is {task}; start it with psserver")
+    if invocation.module and task is None:
+        raise ConfigError(f"{invocation.module} is for workers of a cluster; set TF_CONFIG, or add --standalone")
+    if invocation.module and task and task.job == "worker":
+        return run_module(invocation.module, invocation.script, invocation.args, task, invocation.debug)
     if invocation.script:
         return run_script(invocation.script, invocation.args, task, invocation.debug)
     if config is None or config.task.job != "chief":

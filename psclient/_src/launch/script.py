@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
+import importlib.util
 import logging
 import os
 import runpy
@@ -11,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -46,11 +49,45 @@ def run_script(script: str, args: Sequence[str], task: Task | None, debug: bool 
         return 2
     sys.argv = [script, *args]
     sys.path.insert(0, str(path.resolve() if path.is_dir() else path.resolve().parent))
+    return _run_as(script, partial(runpy.run_path, script, run_name="__main__"), task, debug)
+
+
+def run_module(module: str, script: str, args: Sequence[str], task: Task, debug: bool = False) -> int:
+    """Imports a module, in the process of a worker, and does what is to be done at the end of its script.
+
+    It is looked for in the working directory, and beside the script.
+
+    Args:
+        module: its name, such as "package.closures".
+        script: path of the script that the chief runs, "" if it is not said.
+        args: the arguments of that, which the module may read as well.
+        task: the task that this process is, for messages.
+        debug: True to show errors of this package with their traceback.
+
+    Returns:
+        The exit code, as of `run_script`; 2 without such a module.
+    """
+    sys.argv = [script or module, *args]
+    sys.path[:0] = [str(Path.cwd()), *([str(Path(script).resolve().parent)] if script else [])]
+    try:
+        found = importlib.util.find_spec(module)  # imports the packages around it
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise
+        found = None
+    if found is None or found.origin is None:
+        say(task, f"error: there is no module {module!r} in {' or '.join(sys.path[: 1 + bool(script)])}")
+        return 2
+    return _run_as(found.origin, partial(importlib.import_module, module), task, debug)
+
+
+def _run_as(script: str, program: Callable[[], object], task: Task | None, debug: bool) -> int:
+    """Runs a program, whose text is in a file, and then what is registered for its end; returns the exit code."""
     sys.excepthook = _hook(script, task, debug)
     if logging_setup.structured():
         threading.excepthook = _log_of_thread
     try:
-        code = _run(script)
+        code = _run(program)
     finally:
         failures = shutdown.run()
     for error in failures:
@@ -58,9 +95,9 @@ def run_script(script: str, args: Sequence[str], task: Task | None, debug: bool 
     return code or shutdown.code_after(failures)
 
 
-def _run(script: str) -> int:
+def _run(program: Callable[[], object]) -> int:
     try:
-        runpy.run_path(script, run_name="__main__")
+        program()
     except SystemExit as exit:
         return _exit_code(exit)
     except BaseException as error:

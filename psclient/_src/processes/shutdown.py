@@ -30,14 +30,15 @@ itself, and another attempt goes on from a checkpoint."""
 _CODES = {KeyboardInterrupt: 130, ConfigError: 2, Forbidden: 2, ServerLost: SERVER_LOST}
 
 _endings: list[Callable[[], None]] = []
+_first: list[Callable[[], None]] = []
 
 
-def register(ending: Callable[[], None]) -> None:
+def register(ending: Callable[[], None], first: bool = False) -> None:
     """Registers a function to call before this process ends, the last one first; in a fork of the process, too.
 
-    The process fails with what it raises, if that is a `PSError`.
+    The process fails with what it raises, if that is a `PSError`. With `first` it goes before all that are not.
     """
-    _endings.append(ending)
+    (_first if first else _endings).append(ending)
 
 
 def unregister(ending: Callable[[], None]) -> None:
@@ -53,8 +54,8 @@ def run() -> list[PSError]:
         Why this process fails; other errors are ours, and logged.
     """
     failures: list[PSError] = []
-    while _endings:
-        ending = _endings.pop()
+    while _first or _endings:
+        ending = (_first or _endings).pop()
         try:
             ending()
         except PSError as error:

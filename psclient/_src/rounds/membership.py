@@ -177,6 +177,11 @@ class Group(Progress):
         return self.session.number == next(iter(began), min(here, default=self.session.number))
 
     @property
+    def has_chief(self) -> bool:
+        """True if the chief runs the script, as this process does. Waits until all that begin together are there."""
+        return any(member.task.job == "chief" for member in self._first_epoch.members)
+
+    @property
     def _first_epoch(self) -> Epoch:
         self._settle()
         return self._epochs[min(self._epochs)]

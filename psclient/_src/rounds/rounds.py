@@ -34,6 +34,7 @@ from psclient._src.transport.staging import Sent, any_pending, fill, host, keep,
 from pswire.api import Contribution, RoundReply, RowRead
 from pswire.errors import Fenced, PSError, PushAgain
 from pswire.limits import PART_BYTES
+from pswire.model.closures import ClosureName
 from pswire.model.finite import is_finite
 from pswire.model.plan import Plan, SnapshotOrder
 from pswire.model.tensor import Array, TensorSpec
@@ -108,6 +109,21 @@ class Outgoing:
         return pack_buffers(hosts, buffers)
 
 
+@dataclass
+class ClosureRounds:
+    """The rounds of the closure that this process runs; they are named by it, whichever worker makes them.
+
+    Attributes:
+        name: the closure.
+        round: its next round, from 0.
+        pushed: for each server its last round that was pushed there; -1 for none.
+    """
+
+    name: ClosureName
+    pushed: list[int]
+    round: int = 0
+
+
 class Exchange:
     """The rounds of this process. Used by the thread that runs cross-replica code.
 
@@ -137,6 +153,24 @@ class Exchange:
         self._proposed: set[bytes] = set()
         self._prepared: dict[bytes, PlanShares] = {}
         self._pushed = [-1] * len(session.servers)  # the last round that each server was sent
+        self._closure: ClosureRounds | None = None
+
+    @contextmanager
+    def closure(self, name: ClosureName) -> Iterator[None]:
+        """Makes the rounds within those of a closure: each is made once, whichever workers have run that before.
+
+        On return all of them are answered.
+        """
+        self.window.settle()
+        self.reads.begin_step()
+        self._closure = ClosureRounds(name, [-1] * len(self.session.servers))
+        try:
+            yield
+        finally:
+            try:
+                self.window.settle()
+            finally:
+                self._closure = None
 
     # ---- Rounds ----
 
@@ -231,6 +265,8 @@ class Exchange:
                 self.session.end(Fenced(f"interrupted in round {group.round}, which was on its way; restart"))
             raise
         line = "" if waits else users_line()
+        if self._closure is not None:
+            self._closure.round += 1
         round = UnderWay(group.round, plan, shares, want, lookups, futures, group.epoch, group.sent(), waits, line)
         self.reads.change(shares.written, round, everything=shares.restores)
         self.window.add(round)
@@ -317,31 +353,34 @@ class Exchange:
         timed: bool,
     ) -> Contribution:
         """Returns what this process says to a server that it contributes to."""
-        group = self.group
-        previous, self._pushed[server] = self._pushed[server], group.round
+        group, closure = self.group, self._closure
+        round, pushed = (group.round, self._pushed) if closure is None else (closure.round, closure.pushed)
+        previous, pushed[server] = pushed[server], round
         return Contribution(
             self.session.number,
             group.epoch.number if group.epoch else 0,
-            group.round,
+            round,
             outgoing.plan.id,
             (0.0,) * len(outgoing.weights) if observes else outgoing.weights,
-            group.more,
-            group.positions,
+            group.more if closure is None else False,
+            group.positions if closure is None else (),
             tuple([id for id, _ in want]),
             observes,
-            group.start,
+            group.start if closure is None else -1,
             nonfinite,
             previous=previous,
             rows=() if observes else outgoing.rows,
             lookups=tuple([RowRead.of(each.variable, each.ids) for each in lookups]),
             # The time at which rows were updated, where some live for a time: it goes no further than to their tables.
             seconds=int(time.time()) if timed else 0,
+            closure=None if closure is None else closure.name,
         )
 
     def _push(self, server: int, plan: Plan, said: Contribution, payload: Payload) -> Future[RoundReply]:
         """Pushes to a server, and once more whenever it asks for that: at once, since other servers may wait for it."""
         push = partial(self.session.servers[server].push, said, payload)
-        if self.session.consistency != "whole" or len(plan.servers) == 1 or server not in plan.streams:
+        whole = self.session.consistency == "whole" and len(plan.servers) > 1 and server in plan.streams
+        if not whole and said.closure is None:
             return push()  # it uses up nothing before all have voted
         answer: Future[RoundReply] = Future()
         push().add_done_callback(partial(_answered, push, answer))

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
@@ -35,6 +36,8 @@ from pswire.security.names import task_name
 from pswire.transport.traffic import LaneName
 
 log = logging.getLogger("psclient")
+
+_open: weakref.WeakSet[ParameterServerStrategy] = weakref.WeakSet()
 
 
 class ParameterServerStrategy(Strategy):
@@ -85,6 +88,7 @@ class ParameterServerStrategy(Strategy):
         deterministic: bool = False,
         variable_partitioner: PartitionFn | None = None,
     ) -> None:
+        self._coordinator: object = None  # the `ClusterCoordinator`, once there is one
         check_ps_strategy(ps_strategy)
         _check_deterministic(deterministic, consistency)
         self._lane = lane_from() if lane is None else check_lane(lane)
@@ -116,6 +120,7 @@ class ParameterServerStrategy(Strategy):
             self.close()
             raise
         shutdown.register(self.close)
+        _open.add(self)
 
     def _connect(self) -> None:
         cluster, task = self._config.cluster, self._config.task
@@ -188,6 +193,11 @@ class ParameterServerStrategy(Strategy):
 
     # ---- The end ----
 
+    @property
+    def _has_failed(self) -> bool:
+        # What nobody caught is remembered by the interpreter before it runs what is registered for its exit.
+        return self._failed or _last_error() is not self._last_error
+
     def close(self) -> None:
         """Leaves the job; called at the end of the process if it is not called before.
 
@@ -203,10 +213,9 @@ class ParameterServerStrategy(Strategy):
             if self._closed:
                 return
             self._closed = True
+        _open.discard(self)
         shutdown.unregister(self.close)
-        # What nobody caught is remembered by the interpreter before it runs what is registered for its exit.
-        failed = self._failed or _last_error() is not self._last_error
-        error = "the script failed" if failed else ""
+        error = "the script failed" if self._has_failed else ""
         if not error and hasattr(self, "extended"):
             error = self._flush_last()
         if hasattr(self, "extended"):
@@ -249,6 +258,11 @@ class ParameterServerStrategy(Strategy):
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._failed = self._failed or kind is not None
         super().__exit__(kind, *rest)
+
+
+def open_strategies() -> list[ParameterServerStrategy]:
+    """Returns the strategies of this process that are not closed; of a fork none."""
+    return [strategy for strategy in _open if strategy._owner == os.getpid()]
 
 
 def _fail(servers: Sequence[RemoteServer], error: PSError) -> None:

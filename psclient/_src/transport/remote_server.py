@@ -40,10 +40,11 @@ from pswire.api import (
 )
 from pswire.cluster import ClusterSpec, Task
 from pswire.encoding import messages
-from pswire.encoding.protocol import PROTOCOL, check_protocol, check_tables
+from pswire.encoding.protocol import PROTOCOL, check_closures, check_protocol, check_tables
 from pswire.encoding.verbs import VERBS, batches, parse
 from pswire.errors import ConfigError, PSError
 from pswire.limits import MAX_BATCH_VARIABLES, Refused, Timeouts
+from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
 from pswire.model.log import Done, LogEntry, Mode, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.status import STILL, Happened, Pace, ServerStatus
@@ -211,6 +212,11 @@ class RemoteServer:
         number, ours = self._spoken
         check_tables(number, table, str(self.task), ours)
 
+    def check_closures(self) -> None:
+        """Raises `ConfigError` if the server knows no closures, which are to be run; for any thread."""
+        number, ours = self._spoken
+        check_closures(number, str(self.task), ours)
+
     def _create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
         whole = CreateBatchReply(0)
         encoded = [messages.VARIABLE.to_pb(variable) for variable in variables]
@@ -325,6 +331,25 @@ class RemoteServer:
         request = pb.RestoreRequest(session=session, path=path, turn=messages.TURN.to_pb(turn), order=said)
         ask = partial(self._ask, "Restore", request)
         return self._threads.submit(lambda: messages.RESTORED.from_pb(parse(pb.RestoreReply, ask())))
+
+    def schedule(self, session: int, order: ClosureOrder) -> Future[ClosureQueue]:
+        """Implements `ParameterServer.schedule`."""
+        ask = partial(self._ask, "Schedule", pb.ScheduleRequest(session=session, order=messages.ORDERED.to_pb(order)))
+        return self._threads.submit(lambda: messages.CLOSURES.from_pb(parse(pb.ScheduleReply, ask())))
+
+    def take(
+        self, session: int, functions: Sequence[str], result: ClosureResult | None = None, offset: int = 0
+    ) -> Future[Taken]:
+        """Implements `ParameterServer.take`."""
+        told = None if result is None else messages.CLOSURE_RESULT.to_pb(result)
+        request = pb.TakeRequest(session=session, functions=functions, result=told, offset=offset)
+        ask = partial(self._ask, "Take", request)
+        return self._threads.submit(lambda: messages.TAKEN.from_pb(parse(pb.TakeReply, ask())))
+
+    def fetch(self, session: int, number: int, offset: int) -> Future[Fetched]:
+        """Implements `ParameterServer.fetch`."""
+        ask = partial(self._ask, "Fetch", pb.FetchRequest(session=session, number=number, offset=offset))
+        return self._threads.submit(lambda: messages.FETCHED.from_pb(parse(pb.FetchReply, ask())))
 
     def status(self) -> ServerStatus:
         """Implements `ParameterServer.status`."""

@@ -337,6 +337,12 @@ class Session:
             if isinstance(server, RemoteServer):
                 server.check_tables(table)
 
+    def check_closures(self) -> None:
+        """Raises `ConfigError` if one of the servers knows no closures, which are to be run."""
+        for server in self.servers:
+            if isinstance(server, RemoteServer):
+                server.check_closures()
+
     def lane(self, index: int) -> Lane | None:
         """Returns the lane to a server, by its number; None for gRPC."""
         server = self.servers[index]
@@ -351,7 +357,7 @@ class Session:
         try:
             log.warning("%s %s", self.task, word())
             if needs_chief():
-                self._check_chief()
+                self.check_chief()
         except (PSError, TimeoutError) as error:
             log.debug("%s cannot say whom it waits for: %s", self.task, error)
 
@@ -362,7 +368,8 @@ class Session:
             self.check()
         return future.result()
 
-    def _check_chief(self) -> None:
+    def check_chief(self) -> None:
+        """Ends the session if the chief has been silent for longer than `Timeouts.chief`."""
         silent = self.log_server.status().chief
         if self.timeouts.chief < silent < float("inf"):
             error = ChiefLost(

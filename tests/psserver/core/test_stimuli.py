@@ -21,6 +21,7 @@ from psserver.registry import Registry
 from pswire.api import UNTIL_ENDED, Contribution, RestoreOrder, Vote
 from pswire.cluster import Task
 from pswire.errors import CheckpointError, Fenced, InvalidRequest, PSError
+from pswire.model.closures import ClosureOrder, ClosureResult
 from pswire.model.log import Approved, Created, Epoch, EpochClosed, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.status import Happened
@@ -57,6 +58,20 @@ WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
         ((W0, 2, LOT, False, "async", "", 0, DRAWN), "/job:worker/task:0: 2 replicas, async"),
         ((CHIEF, 0, LOT, True, "sync", "", 3, DRAWN), "/job:chief/task:0: drives"),
     ],
+    "schedule": [
+        ((SESSION, ClosureOrder(3, "step"), Future()), f"{WHO}: closure 3 of step"),
+        ((SESSION, ClosureOrder(joins=True), Future()), f"{WHO}: waits for all closures"),
+        ((SESSION, ClosureOrder(), Future()), f"{WHO}: looks"),
+    ],
+    "take": [
+        ((SESSION, ("f()",), None, 0, Future()), f"{WHO}: waits for a closure"),
+        ((SESSION, (), ClosureResult(3), 0, Future()), f"{WHO}: closure 3 is over, waits for a closure"),
+        (
+            (SESSION, (), ClosureResult(3, kind="KeyError"), 0, Future()),
+            f"{WHO}: closure 3 is over: KeyError, waits for a closure",
+        ),
+    ],
+    "fetch": [((SESSION, 3, 0, Future()), f"{WHO}: the result of closure 3")],
     "beat": [((SESSION, 5, PLAN.id), f"{WHO}: waits in round 5"), ((SESSION, -1, b""), WHO)],
     "leave": [((SESSION, ""), f"{WHO}: cleanly"), ((STRANGER, "it failed"), "session 8: it failed")],
     "create": [

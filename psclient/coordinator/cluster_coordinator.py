@@ -1,0 +1,324 @@
+"""`ClusterCoordinator`: schedules functions, which the workers of a job run, and waits for them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from psclient._src import nest
+from psclient._src.cluster_resolver.base import ClusterResolver
+from psclient._src.config import task_config
+from psclient._src.nest import Nest
+from psclient._src.strategies.parameter_server import ParameterServerStrategy
+from psclient._src.transport.session import Session
+from psclient.coordinator import functions
+from psclient.coordinator.content import decode, encode
+from psclient.coordinator.pieces import error_of, pieces_of, result_of, wait
+from psclient.coordinator.values import LIVING, PerWorkerValues
+from pswire.cluster import Task
+from pswire.errors import ClosureError, ConfigError, RoundTimeout
+from pswire.model.closures import ClosureOrder, ClosureQueue
+
+log = logging.getLogger("psclient")
+
+HOW = "run the script with psworker --standalone --chief-runs-script SCRIPT, or let the cluster's chief task run it"
+
+
+def is_coordinator(cluster_resolver: ClusterResolver | None = None) -> bool:
+    """Returns True in the process that coordinates: the chief. In a worker, which runs what is scheduled, False.
+
+    Without a cluster it is True, and `ClusterCoordinator` says how to start one.
+
+    Args:
+        cluster_resolver: tells the cluster and this process's task; by default `TF_CONFIG` does.
+    """
+    if cluster_resolver is not None:
+        return cluster_resolver.task_type == "chief"
+    config = task_config()
+    return config is None or config.task.job == "chief"
+
+
+class RemoteValue:
+    """The result of a function that was scheduled, which may not be there yet.
+
+    It may be an argument of another function that is scheduled: the result then goes from server 0 to the worker.
+    Server 0 holds the result as long as this object is referred to.
+
+    Source: `tf.distribute.coordinator.RemoteValue`.
+    """
+
+    nest_leaf: ClassVar[bool] = True
+
+    def __init__(self, number: int, session: Session, look: Callable[[], object], dropped: deque[int]) -> None:
+        self._number = number
+        self._session = session
+        self._look = look
+        self._lock = threading.Lock()
+        self._content: bytearray | None = None
+        self._ending = weakref.finalize(self, dropped.append, number)
+        self._ending.atexit = False
+
+    def fetch(self) -> Any:
+        """Waits for the result, and returns it: a nest of arrays on the host, numbers and strings. In any context.
+
+        Raises:
+            ClosureError: the function has raised an error.
+            ClosureCancelled: it was not run, since another one had failed.
+            ServerLost: a server was lost.
+        """
+        with self._lock:
+            if self._content is None:
+                self._content = result_of(self._session, self._number, self._look)
+            return decode(self._content)
+
+    def get(self) -> Any:
+        """The same as `fetch`: there is one kind of arrays here."""
+        return self.fetch()
+
+    def __repr__(self) -> str:
+        return f"RemoteValue(closure {self._number})"
+
+
+class ClusterCoordinator:
+    """Schedules functions, which the workers of a job run, each on whichever worker is free. In the chief alone.
+
+    A function that is scheduled runs once, and its updates count once, whatever becomes of workers: where one is lost,
+    another runs the function again, from its beginning, and of each update the first that came to a server counts. What
+    the second reads may be newer by then. A result comes from the worker that has run it to its end.
+
+    At most 1024 functions wait for a worker; `schedule` waits for room. A function that raises an error cancels what
+    waits, and the next `schedule`, `join` or `done` raises it as `ClosureError`; then one may schedule again.
+
+    Methods may be called from any thread.
+
+    Source: `tf.distribute.coordinator.ClusterCoordinator`.
+
+    Args:
+        strategy: with `consistency=ps.Async()`, in the chief of a cluster with workers.
+
+    Raises:
+        TypeError: it is no `ParameterServerStrategy`.
+        ConfigError: this process is no chief, the job is not asynchronous, there are no workers, or they have
+            registered other functions.
+    """
+
+    _made = False
+
+    def __new__(cls, strategy: ParameterServerStrategy) -> ClusterCoordinator:
+        """Returns the coordinator of a strategy: there is one."""
+        found = strategy._coordinator if isinstance(strategy, ParameterServerStrategy) else None
+        return found if isinstance(found, cls) else super().__new__(cls)
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        if self._made:
+            return
+        if not isinstance(strategy, ParameterServerStrategy):
+            raise TypeError(f"ClusterCoordinator takes a ParameterServerStrategy, not {type(strategy).__name__}")
+        task, resolver = strategy.task, strategy.cluster_resolver
+        if resolver is None:
+            raise ConfigError(f"there is no cluster, whose workers would run what is scheduled; {HOW}")
+        if task.job != "chief":
+            raise ConfigError(
+                f"{task} is no coordinator: the chief schedules, and workers run what it schedules; make "
+                "ClusterCoordinator below `if ps.coordinator.is_coordinator():`, and " + HOW
+            )
+        check_asynchronous(strategy)
+        if not resolver.cluster_spec().tasks("worker"):
+            raise ConfigError("the cluster has no workers, which would run what is scheduled", str(task))
+        if not functions.registry():
+            raise ConfigError("no function is registered; write @ps.coordinator.function above those to be scheduled")
+        self._strategy = strategy
+        self._session: Session = strategy._session
+        self._session.check_closures()
+        self._lock = threading.Lock()  # guards the three below, and keeps closures in order
+        self._next, self._unsure = 1, False
+        self._held: dict[int, object] = {}  # what the arguments of each closure refer to, until it is over
+        self._told = 0
+        self._dropped: deque[int] = deque()
+        self._idle = 0.0
+        state = self._ask(ClosureOrder(functions=functions.registry()))
+        self._next, self._told = state.number + 1, state.failures
+        self._made, strategy._coordinator = True, self
+
+    @property
+    def strategy(self) -> ParameterServerStrategy:
+        """The strategy."""
+        return self._strategy
+
+    # ---- Functions ----
+
+    def schedule(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Schedules a function, and returns at once; waits only while the queue is full. In any context.
+
+        On a worker it runs in cross-replica context, as within `strategy.scope()`: it may call `strategy.run`, and
+        optimizers. Variables are those that every process has created.
+
+        Args:
+            fn: a function that is registered by `ps.coordinator.function`.
+            args, kwargs: nests of numbers, strings, arrays, `RemoteValue` and `PerWorkerValues`; copied. The function
+                gets the value of a `RemoteValue`, and this worker's of a `PerWorkerValues`.
+
+        Returns:
+            A `RemoteValue`: what the function returns, a nest of numbers, strings and arrays.
+
+        Raises:
+            ClosureError: a function that was scheduled before has failed; what waited is cancelled, and this is not
+                scheduled.
+            TypeError: the function is not registered, or an argument is code, or anything else that does not travel.
+            MemoryLimit: server 0 has no room for the arguments.
+            ConfigError: a worker has registered other functions.
+            ServerLost: a server was lost.
+        """
+        name, refers = functions.name_of(fn), _References(self._session)
+        if not isinstance(args, tuple | list):
+            raise TypeError(f"args must be a tuple or a list, not {type(args).__name__}; write args=(value,)")
+        given = (tuple(args), dict(kwargs or {}), LIVING.told())
+        content = encode(given, f"args of {name}", refers.refer)
+        with self._lock:
+            self._settle()
+            number, self._unsure = self._next, True
+            order = ClosureOrder(number, name, tuple(sorted(refers.needs)))
+            for piece in pieces_of(content):
+                state = self._ask(replace(order, arguments=piece))
+                if state.number < number:
+                    self._raise(state)
+            self._next, self._unsure = number + 1, False
+            self._held[number] = refers.held
+        return RemoteValue(number, self._session, self._look, self._dropped)
+
+    def _settle(self) -> None:
+        """Lets go of the closure whose scheduling was cut short by an error or an interrupt, if one was."""
+        if self._unsure:
+            self._next = self._ask(ClosureOrder(dropped=(self._next,))).number + 1
+            self._unsure = False
+
+    def join(self) -> None:
+        """Waits until all functions that were scheduled are over. In any context.
+
+        Raises:
+            ClosureError: one of them has failed; then no function runs any more.
+            RoundTimeout: no worker was there for `PS_TIMEOUT_ROUND`.
+            ServerLost: a server was lost.
+        """
+        with self._lock:
+            self._settle()
+        state = self._ask(ClosureOrder(joins=True))
+        if state.failure is not None:
+            self._raise(state)
+
+    def done(self) -> bool:
+        """Returns whether all functions that were scheduled are over; does not wait for them. In any context.
+
+        Raises:
+            ClosureError: as of `join`; it then waits for those that run.
+        """
+        state = self._ask(ClosureOrder())
+        if state.failure is not None:
+            self._raise(state)
+        return not (state.queued or state.running)
+
+    def fetch(self, val: Nest) -> Nest:
+        """Returns a nest with the results of the `RemoteValue`s in it; waits for them. In any context.
+
+        Raises:
+            ClosureError, ClosureCancelled, ServerLost: as of `RemoteValue.fetch`.
+        """
+        return nest.map_structure(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, val)
+
+    def create_per_worker_dataset(self, dataset_fn: Callable[..., Any]) -> PerWorkerValues:
+        """Makes a dataset on each worker, by a function, when the worker needs it. In any context.
+
+        Args:
+            dataset_fn: a function that is registered by `ps.coordinator.function`. It takes nothing, or an
+                `InputContext` with the worker's number among all, and returns an iterable, such as a `ps.ArrayDataset`.
+
+        Returns:
+            The dataset of each worker; `iter` of it is an iterator of each worker, an argument for `schedule`.
+
+        Raises:
+            TypeError: the function is not registered.
+        """
+        return PerWorkerValues("dataset", functions.name_of(dataset_fn))
+
+    # ---- Server 0 ----
+
+    def _ask(self, order: ClosureOrder) -> ClosureQueue:
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        order = replace(order, told=self._told, dropped=tuple(dropped))
+        self._idle = 0.0
+        session = self._session
+        state = wait(session, session.log_server.schedule(session.number, order), self._look)
+        for number in [number for number in list(self._held) if number < state.settled]:
+            self._held.pop(number, None)
+        return state
+
+    def _raise(self, state: ClosureQueue) -> None:
+        """Raises the error of a function that has failed, once no function runs any more."""
+        if state.queued or state.running:
+            state = self._ask(ClosureOrder(joins=True))
+        failure, self._told = state.failure, state.failures
+        raise error_of(failure) if failure is not None else ClosureError("a function has failed", str(self._task))
+
+    @property
+    def _task(self) -> Task:
+        return self._session.task
+
+    def _look(self) -> None:
+        """Raises if no worker has been there for too long; called while this process waits, every `Timeouts.word`."""
+        session = self._session
+        future = session.log_server.schedule(session.number, ClosureOrder(told=self._told))
+        state = wait(session, future, lambda: None)
+        self._idle = 0.0 if state.workers else self._idle + session.timeouts.word
+        if self._idle > session.timeouts.round:
+            raise RoundTimeout(
+                f"{self._task} waits for {state.queued + state.running} closures, and no worker has been there for "
+                f"{self._idle:.0f} s; start the workers again"
+            )
+        log.log(
+            logging.INFO if state.workers else logging.WARNING,
+            "%s waits for %d closures, of which %d are run, by %d workers",
+            *(self._task, state.queued + state.running, state.running, state.workers),
+        )
+
+
+class _References:
+    """The values elsewhere that the arguments of one closure refer to.
+
+    Attributes:
+        needs: numbers of the closures whose results are among them.
+        held: what must live as long as the closure is not over.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.needs: set[int] = set()
+        self.held: list[object] = []
+        self._session = session
+
+    def refer(self, value: object) -> Mapping[str, Any] | None:
+        if isinstance(value, RemoteValue):
+            if value._session is not self._session:
+                raise TypeError(f"{value!r} is of another job")
+            self.needs.add(value._number)
+            self.held.append(value)
+            return {"remote": value._number}
+        if isinstance(value, PerWorkerValues):
+            self.held.append(value)
+            return {"per worker": value.reference()}
+        return None
+
+
+def check_asynchronous(strategy: ParameterServerStrategy) -> None:
+    """Raises `ConfigError` unless the workers of a strategy make rounds of their own."""
+    if strategy.consistency.mode != "async":
+        raise ConfigError(
+            "closures are run by workers that do not wait for each other; give every process "
+            "ps.ParameterServerStrategy(consistency=ps.Async())",
+            str(strategy.task),
+        )

@@ -1,0 +1,92 @@
+"""The functions that may be scheduled: every process registers the same ones, by name, as it imports them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+from pswire.limits import MAX_FUNCTIONS, MAX_NAME
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_registered: dict[str, Callable[..., Any]] = {}
+
+
+@overload
+def function(fn: F) -> F: ...
+@overload
+def function(*, name: str) -> Callable[[F], F]: ...
+def function(fn: Any = None, *, name: str = "") -> Any:
+    """Registers a function that a coordinator may schedule, or that makes a dataset of each worker. A decorator.
+
+    The coordinator sends its name and its arguments, and a worker calls the function of that name that it has imported.
+    So every process has to register the same functions; other ones are refused when a job begins.
+
+    Args:
+        fn: the function, which stays as it is.
+        name: the name; by default the function's own.
+
+    Returns:
+        The function.
+
+    Raises:
+        TypeError: it is no function, or has no name of its own.
+        ValueError: another function has the name, which is not in the same place of the program; or there are too many.
+    """
+    if fn is None:
+        return lambda fn: _register(fn, name)
+    return _register(fn, name)
+
+
+def _register(fn: F, name: str) -> F:
+    if not callable(fn):
+        raise TypeError(f"ps.coordinator.function registers functions, not {type(fn).__name__}")
+    name = name or getattr(fn, "__name__", "")
+    if not name or "<" in name or len(name) > MAX_NAME:
+        raise TypeError(f"{fn!r} has no name that every process knows; write ps.coordinator.function(name='...')")
+    other = _registered.get(name)
+    if other is not None and _place(other) != _place(fn):
+        raise ValueError(
+            f"two functions are registered as {name!r}, {_place(other)} and {_place(fn)}; give one of them another name"
+        )
+    if other is None and len(_registered) >= MAX_FUNCTIONS:
+        raise ValueError(f"{MAX_FUNCTIONS} functions are registered; schedule one with other arguments instead")
+    _registered[name] = fn
+    return fn
+
+
+def _place(fn: Callable[..., Any]) -> str:
+    return f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', repr(fn))}"
+
+
+def name_of(fn: object) -> str:
+    """Returns the name of a registered function; raises `TypeError` if it is none."""
+    for name, registered in _registered.items():
+        if registered is fn:
+            return name
+    if not callable(fn):
+        raise TypeError(f"schedule takes a function, not {type(fn).__name__}")
+    raise TypeError(
+        f"{getattr(fn, '__qualname__', fn)!r} is not registered, and code is never sent; write "
+        "@ps.coordinator.function above it, in a module that every process imports"
+    )
+
+
+def named(name: str) -> Callable[..., Any]:
+    """Returns the function with a name; raises `KeyError` if there is none."""
+    return _registered[name]
+
+
+def registry() -> tuple[str, ...]:
+    """Returns the names and parameters of all functions, in order: what all processes must have alike."""
+    return tuple(f"{name}{_parameters(fn)}" for name, fn in sorted(_registered.items()))
+
+
+def _parameters(fn: Callable[..., Any]) -> str:
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # a builtin may have none to show
+        return "(...)"
+    stars: dict[object, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return f"({', '.join(stars.get(each.kind, '') + each.name for each in parameters)})"[:MAX_NAME]

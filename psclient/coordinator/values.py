@@ -1,0 +1,72 @@
+"""What an argument of a scheduled function may refer to, beside what it is: values that are elsewhere."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, ClassVar, Literal
+
+Kind = Literal["dataset", "iterator"]
+
+
+class Living:
+    """The values of workers that this process refers to: workers forget all others. For any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = 1
+        self._values: weakref.WeakValueDictionary[int, PerWorkerValues] = weakref.WeakValueDictionary()
+
+    def add(self, value: PerWorkerValues) -> int:
+        """Adds a value; returns its number."""
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+            self._values[number] = value
+            return number
+
+    def told(self) -> dict[str, Any]:
+        """Returns the numbers of those that are referred to, and the next number, as JSON."""
+        with self._lock:
+            return {"living": sorted(self._values), "next": self._next}
+
+
+LIVING = Living()
+
+
+class PerWorkerValues:
+    """A dataset, or an iterator over one, of which each worker has its own.
+
+    `ClusterCoordinator.create_per_worker_dataset` makes one, and `iter(...)` of that another. As an argument of a
+    scheduled function it stands for the value of the worker that runs it: made there when it is needed first, by the
+    registered function; a worker that was started again makes it anew. There is no value of it on the coordinator.
+
+    Source: `tf.distribute.coordinator.PerWorkerValues`.
+    """
+
+    nest_leaf: ClassVar[bool] = True
+
+    def __init__(self, kind: Kind, function: str, of: PerWorkerValues | None = None) -> None:
+        self.kind = kind
+        self.number = LIVING.add(self)
+        self._function = function
+        self._of = of  # keeps the dataset of an iterator
+
+    def __iter__(self) -> PerWorkerValues:
+        """Returns an iterator of each worker over its dataset, from the beginning."""
+        if self.kind == "iterator":
+            return self
+        return PerWorkerValues("iterator", self._function, self)
+
+    def __next__(self) -> Any:
+        raise TypeError(
+            "each worker has its own values, and the coordinator none; call next(iterator) in a function that is "
+            "scheduled with the iterator as an argument"
+        )
+
+    def __repr__(self) -> str:
+        return f"PerWorkerValues({self.kind} {self.number} of {self._function})"
+
+    def reference(self) -> dict[str, Any]:
+        """Returns what a worker has to know to make it, as JSON."""
+        dataset = self.number if self._of is None else self._of.number
+        return {"kind": self.kind, "number": self.number, "dataset": dataset, "function": self._function}

@@ -1,0 +1,291 @@
+"""A coordinator and its workers as real processes: each closure counts once, whoever dies, and errors reach `join`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+
+import psclient as ps
+from pstesting import faults
+from pstesting.processes import CHIEF, MARGIN, PS1, QUICK, W0, W1, W2, ProcessCluster
+from pstesting.script import DIRECTORY, TASK, gate, say
+
+KEYS = {"chief": "script", "workers": 2, "timeouts": QUICK}
+
+
+def count(closures, elements):
+    """The n-th closure adds n to two variables, on two servers, in one round, and then 1 to both in another."""
+    from pathlib import Path
+
+    import grpc
+
+    begun = []
+    once = Path(DIRECTORY, "stalled")
+
+    class Stall(grpc.UnaryStreamClientInterceptor):
+        """Server 1 does not get the update of a closure that server 0 gets."""
+
+        def intercept_unary_stream(self, continuation, details, request):
+            if begun[-1:] >= [40] and details.method.endswith("/Push") and not once.exists():
+                once.touch()
+                say("stalled")
+                gate("never")
+            return continuation(details, request)
+
+    if TASK == "/job:worker/task:1":
+        faults.use(Stall(), only=1)
+    strategy = ps.ParameterServerStrategy(consistency=ps.Async())
+    with strategy.scope():
+        v, u = (ps.Variable(np.zeros(elements), name=name) for name in ("v", "u"))
+        optimizer = ps.optimizers.SGD(1.0)
+
+    @ps.coordinator.function
+    def add_up(n):
+        begun.append(n)
+        for amount in (n, 1):
+            gradient = np.full(elements, -float(amount))
+            strategy.run(lambda gradient=gradient: optimizer.apply_gradients([(gradient, v), (gradient, u)]))
+        return {"number": n, "task": TASK}
+
+    say("open")
+    if not ps.coordinator.is_coordinator():
+        return
+    coordinator = ps.coordinator.ClusterCoordinator(strategy)
+    results = [coordinator.schedule(add_up, args=(n,)) for n in range(closures)]
+    coordinator.join()
+    found = coordinator.fetch(results)
+    assert [each["number"] for each in found] == list(range(closures))
+    say("joined", sorted({each["task"] for each in found}))
+    gate("back")
+    more = 0
+    while found[-1]["task"] != "/job:worker/task:1":
+        found.append(coordinator.schedule(add_up, kwargs={"n": 0}).fetch())
+        more += 1
+    assert coordinator.done()
+    for value in (v.numpy(), u.numpy()):
+        assert (value == value[0]).all()
+    say("sums", [float(v[0]) - more, float(u[0]) - more])
+
+
+def test_a_closure_counts_once_where_its_worker_dies(tmp_path):
+    """Also where a server had its update and another one not: it is run again, and each update counts once."""
+    closures = 200
+    keys = KEYS | {"ps": 2, "workers": 3, "gates": ["never", "back"]}
+    with ProcessCluster(count, tmp_path, (closures, 4), **keys) as job:
+        job.hear(W1, "stalled")
+        job.kill(W1)
+        assert set(job.hear(CHIEF, "joined")) == {str(W0), str(W1), str(W2)}  # it had run some before
+        job.start(W1)
+        job.hear(W1, "open")
+        job.open("back")
+        assert job.hear(CHIEF, "sums") == [sum(range(closures)) + closures] * 2
+        for task in (CHIEF, W0, W1, W2):
+            assert job.exited(task) == 0
+
+
+def use(directory):
+    """All that a coordinator does, and what it refuses."""
+    strategy = ps.ParameterServerStrategy(consistency=ps.Async())
+    with strategy.scope():
+        v = ps.Variable(np.zeros(3), name="v")
+        optimizer = ps.optimizers.SGD(1.0)
+
+    @ps.coordinator.function
+    def step(amount):
+        optimizer.apply_gradients([(np.full(3, -amount), v)])
+        return (amount, [np.arange(3), None, "text", b"bytes", {1: np.float32(2.5), "two": True}])
+
+    @ps.coordinator.function
+    def batches(context):
+        assert context.num_input_pipelines == 2
+        return ps.ArrayDataset(np.arange(8) + 100 * context.input_pipeline_id).batch(2)
+
+    @ps.coordinator.function
+    def following(iterator):
+        return TASK, next(iterator)
+
+    @ps.coordinator.function
+    def fails(text):
+        raise LookupError(text)
+
+    @ps.coordinator.function
+    def waits():
+        gate("go")
+
+    @ps.coordinator.function
+    def large(array):
+        return array * 2
+
+    if not ps.coordinator.is_coordinator():
+        try:
+            ps.coordinator.ClusterCoordinator(strategy)
+        except ps.errors.ConfigError as error:
+            say("refused", str(error))
+        return
+    coordinator = ps.coordinator.ClusterCoordinator(strategy)
+    assert coordinator is ps.coordinator.ClusterCoordinator(strategy)
+
+    # Nests.
+    amount, rest = coordinator.schedule(step, args=(2.0,)).fetch()
+    assert amount == 2.0
+    assert rest[0].tolist() == [0, 1, 2]
+    assert rest[1:4] == [None, "text", b"bytes"]
+    assert rest[4] == {1: 2.5, "two": True}
+    assert type(rest[4][1]) is np.float32
+    chain = coordinator.schedule(large, args=(coordinator.schedule(large, args=(np.ones((3, 400_000)),)),))
+    assert (coordinator.fetch({"x": [chain, 7]})["x"][0] == 4).all()  # in several pieces, there and back
+
+    # Each worker has its own values.
+    dataset = coordinator.create_per_worker_dataset(batches)
+    for _ in range(2):
+        iterator = iter(dataset)
+        found = [coordinator.schedule(following, args=(iterator,)).fetch() for _ in range(4)]
+        for task in {task for task, _ in found}:
+            own = np.concatenate([batch for who, batch in found if who == task])
+            assert own.tolist() == list(range(100 * int(task[-1]), 100 * int(task[-1]) + len(own)))
+
+    # An error cancels what waits, reaches one call, and then all is well.
+    kept = [coordinator.schedule(waits) for _ in range(2)]
+    failing = coordinator.schedule(fails, args=("no such thing",))
+    behind = [coordinator.schedule(step, args=(100.0,)) for _ in range(5)]
+    assert not coordinator.done()
+    say("scheduled")
+    try:
+        coordinator.join()
+    except ps.errors.ClosureError as error:
+        say("error", [str(error), error.kind, error.task])
+    assert coordinator.done()
+    assert coordinator.fetch(kept) == [None, None]
+    assert str(error_of(failing.fetch)) == str(error_of(failing.get))
+    states = [type(error_of(each.fetch)).__name__ for each in behind]
+    ran = states.count("NoneType")  # the other worker may have begun one
+    assert set(states) <= {"NoneType", "ClosureCancelled"}
+    assert ran <= 4
+    coordinator.schedule(step, args=(1.0,))
+    coordinator.join()
+    assert v.numpy().tolist() == [3.0 + 100 * ran] * 3
+
+    # No code, and nothing that nobody knows.
+    for args, said in (((lambda: 1,), "code never does"), ((object(),), "a object"), ((v,), "is a variable")):
+        assert said in str(error_of(lambda args=args: coordinator.schedule(step, args=args))), said
+    assert "is not registered" in str(error_of(lambda: coordinator.schedule(print)))
+    assert "args must be a tuple" in str(error_of(lambda: coordinator.schedule(step, args=1.0)))
+    say("done")
+
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def test_what_a_coordinator_does(tmp_path):
+    """Nests come back, workers have their own values, errors cancel and reach join with their text and the worker."""
+    with ProcessCluster(use, tmp_path, [str(tmp_path)], helpers=[error_of], gates=["go"], **KEYS) as job:
+        assert "task:0 is no coordinator: the chief schedules" in job.hear(W0, "refused")
+        job.hear(CHIEF, "scheduled")
+        job.open("go")
+        text, kind, task = job.hear(CHIEF, "error")
+        assert kind == "LookupError"
+        assert task in (str(W0), str(W1))
+        assert text.startswith(f"{task}: fails failed: LookupError: no such thing (program.py:")
+        assert "no such thing" in job.errors(W0) + job.errors(W1)  # with its traceback
+        job.finish()
+
+
+def differ():
+    strategy = ps.ParameterServerStrategy(consistency=ps.Async())
+
+    @ps.coordinator.function
+    def both():
+        pass
+
+    if TASK == "/job:worker/task:1":
+        ps.coordinator.function(lambda x: x, name="more")
+    if ps.coordinator.is_coordinator():
+        try:
+            coordinator = ps.coordinator.ClusterCoordinator(strategy)
+            coordinator.schedule(both)
+            while True:
+                coordinator.join()
+        except ps.errors.ConfigError as error:
+            say("refused", str(error))
+
+
+def test_other_functions_are_refused(tmp_path):
+    """A worker and the coordinator with different registries are both told so, and each is named."""
+    with ProcessCluster(differ, tmp_path, **KEYS) as job:
+        told = job.hear(CHIEF, "refused")
+        assert f"{W1} and the coordinator {CHIEF}" in told
+        assert f"{W1} has more(x), and {CHIEF} has none" in told
+        assert job.exited(W1) == 2
+        assert "registered different functions" in job.errors(W1)
+
+
+def wait(runs_long):
+    strategy = ps.ParameterServerStrategy(consistency=ps.Async())
+    with strategy.scope():
+        v = ps.Variable(0.0, name="v")
+        optimizer = ps.optimizers.SGD(1.0)
+
+    @ps.coordinator.function
+    def add_one():
+        optimizer.apply_gradients([(-1.0, v)])
+
+    @ps.coordinator.function
+    def stays():
+        time.sleep(600)
+
+    say("open")
+    if ps.coordinator.is_coordinator():
+        coordinator = ps.coordinator.ClusterCoordinator(strategy)
+        for _ in range(5):
+            coordinator.schedule(add_one)
+        coordinator.join()
+        say("value", float(v.numpy()))
+        if runs_long:
+            coordinator.schedule(stays)
+            say("stays")
+            coordinator.join()
+        gate("go")
+
+
+def test_a_lost_server_ends_every_wait(tmp_path):
+    """The coordinator's join raises ServerLost, and so does the worker that waits for a closure."""
+    with ProcessCluster(wait, tmp_path, [True], ps=2, gates=["go"], **KEYS) as job:
+        job.hear(CHIEF, "stays")
+        job.kill(PS1)
+        job.hear_error(CHIEF, "was lost", MARGIN)
+        assert job.exited(CHIEF) == 75
+
+
+def test_a_coordinator_that_is_started_again(tmp_path):
+    """What was scheduled is gone with it; workers wait, and run what the new one schedules: other closures."""
+    with ProcessCluster(wait, tmp_path, [False], gates=["go"], **KEYS) as job:
+        job.hear(CHIEF, "value", 5.0)
+        job.kill(CHIEF)
+        job.start(CHIEF)
+        job.hear(CHIEF, "value", 10.0)
+        job.open("go")
+        job.finish()
+
+
+def test_nobody_coordinates_any_more(tmp_path):
+    """A worker waits for a coordinator as for a chief, and says so then."""
+    keys = KEYS | {"timeouts": replace(QUICK, chief=2.0)}
+    with ProcessCluster(wait, tmp_path, [False], gates=["go"], **keys) as job:
+        job.hear(CHIEF, "value")
+        job.kill(CHIEF)
+        job.hear_error(W0, "the chief has been silent for", MARGIN)
+        assert {job.exited(W0, MARGIN), job.exited(W1, MARGIN)} == {1}
+
+
+def test_a_chief_without_a_script_coordinates_nothing(tmp_path):
+    """Workers that have registered functions say so, and what to do."""
+    with ProcessCluster(wait, tmp_path, [False], gates=["go"], **KEYS | {"chief": "driver"}) as job:
+        job.hear_error(W0, "nobody coordinates: the chief of this job runs no script", MARGIN)
+        assert job.exited(W0, MARGIN) == 2

@@ -1,0 +1,402 @@
+"""The state machine of closures, by itself: who runs which, what is over, and what is told to whom."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from psserver.effects import Fail, Reply
+from psserver.state import closures as module
+from psserver.state.closures import Closures
+from pswire.cluster import Task
+from pswire.errors import ConfigError, Fenced, InvalidRequest, MemoryLimit
+from pswire.limits import CLOSURE_LOSSES
+from pswire.model.closures import ClosureOrder, ClosureResult, Piece
+
+CHIEF, FUNCTIONS = Task("chief", 0), ("f(x)", "g()")
+GONE = Fenced("its lease ended")
+ARGUMENTS, RESULT = b"arguments!", b"result"
+
+
+def piece(data: bytes, first: int = 0, last: int | None = None) -> Piece:
+    return Piece(len(data), first, data[first:last])
+
+
+class Server:
+    """Closures, and what their calls were answered."""
+
+    def __init__(self) -> None:
+        self.closures = Closures()
+
+    def carry_out(self, effects):
+        for effect in effects:
+            if isinstance(effect, Reply):
+                effect.future.set_result(effect.value)
+            elif isinstance(effect, Fail):
+                effect.future.set_exception(effect.error)
+
+    def schedule(self, order, session=1, task=CHIEF):
+        future = Future()
+        self.carry_out(self.closures.schedule(session, task, order, future))
+        return future
+
+    def take(self, session, result=None, offset=0, functions=FUNCTIONS):
+        future = Future()
+        self.carry_out(self.closures.take(session, Task("worker", session - 10), functions, result, offset, future))
+        return future
+
+    def fetch(self, number, offset=0, session=1):
+        future = Future()
+        self.carry_out(self.closures.fetch(session, number, offset, future))
+        return future
+
+    def end(self, session):
+        self.carry_out(self.closures.end(session, GONE))
+
+    def begin(self, session=1, functions=FUNCTIONS):
+        return self.schedule(ClosureOrder(functions=functions), session)
+
+    def add(self, number, needs=(), told=0, data=ARGUMENTS, session=1):
+        return self.schedule(ClosureOrder(number, "f", needs, piece(data), told=told), session)
+
+    def finish(self, session, number, kind="", data=RESULT):
+        content = Piece() if kind else piece(data)
+        return self.take(session, ClosureResult(number, content, kind, f"text of {kind}" if kind else ""))
+
+
+@pytest.fixture
+def server():
+    server = Server()
+    assert server.begin().result().number == 0
+    return server
+
+
+def number_of(taken):
+    return taken.result().name.number
+
+
+def test_closures_are_run_in_order_by_who_has_waited_the_longest(server):
+    """Workers that wait get the next one each; a worker has one at a time."""
+    first, second = server.take(10), server.take(11)
+    assert not first.done()
+    assert server.add(1).result().number == 1
+    assert number_of(first) == 1
+    assert first.result().arguments.data == ARGUMENTS
+    server.add(2)
+    server.add(3)
+    assert number_of(second) == 2
+    assert number_of(server.finish(11, 2)) == 3
+    assert not server.finish(10, 1).done()
+
+
+def test_a_closure_of_a_lost_worker_is_run_first(server):
+    """It goes back to its old place, and its name says that it was begun."""
+    for number in range(1, 4):
+        server.add(number)
+    server.take(10)
+    server.end(10)
+    taken = server.take(11)
+    assert number_of(taken) == 1
+    assert taken.result().name.begun == (1,)
+    assert taken.result().name.version > 1
+
+
+def test_an_answer_that_was_lost_is_given_again(server):
+    """A worker that asks again, or tells again what came, has the same closure; nothing is run or counted twice."""
+    server.add(1)
+    server.add(2)
+    one = server.take(10).result()
+    assert server.take(10).result().name.number == one.name.number
+    two = server.finish(10, 1).result()
+    assert two.name.number == 2
+    assert server.finish(10, 1).result().name == two.name
+    assert server.add(2).result().number == 2
+    assert server.fetch(1).result().result.data == RESULT
+
+
+def test_arguments_and_results_come_in_pieces(server):
+    """Pieces may come again; what begins anew after an interruption takes the place of the other."""
+    half = ClosureOrder(1, "f", (), piece(ARGUMENTS, 0, 4))
+    assert server.schedule(half).result().queued == 1
+    assert server.schedule(half).result().queued == 1
+    worker = server.take(10)
+    assert not worker.done()
+    server.schedule(ClosureOrder(1, "f", (), piece(b"others", 0, 2)))
+    assert not worker.done()
+    server.schedule(ClosureOrder(1, "f", (), piece(b"others", 2)))
+    assert worker.result().arguments == piece(b"others")
+    assert server.take(10, offset=4).result().arguments == piece(b"others", 4)
+    told = [ClosureResult(1, piece(RESULT, 0, 2)), ClosureResult(1, piece(RESULT, 2))]
+    assert server.take(10, told[0]).result().name is None
+    assert server.take(10, told[0]).result().name is None
+    assert not server.take(10, told[1]).done()
+    assert server.fetch(1, 3).result().result == piece(RESULT, 3)
+    server.schedule(ClosureOrder(2, "f", (), piece(b"cut short", 0, 2)))
+    join = server.schedule(ClosureOrder(joins=True))
+    assert not join.done()
+    server.schedule(ClosureOrder(dropped=(2,)))  # it will not come whole
+    assert join.result().number == 2
+    with pytest.raises(InvalidRequest, match="follows"):
+        server.schedule(ClosureOrder(3, "f", (), Piece(9, 4, b"x"))).result()
+
+
+def test_a_failure_cancels_what_waits_and_is_told_once(server):
+    """What runs is run to its end; nothing is taken before the coordinator was told."""
+    for number in range(1, 5):
+        server.add(number)
+    server.take(10)
+    server.take(11)
+    join = server.schedule(ClosureOrder(joins=True))
+    server.finish(10, 1, "ValueError")
+    assert not join.done()  # one is run
+    assert server.fetch(3).result().state == "cancelled"
+    refused = server.add(5).result()
+    assert refused.number == 4
+    assert refused.failure.text == "text of ValueError"
+    assert refused.failure.task == str(Task("worker", 0))
+    server.finish(11, 2, "KeyError")  # a part of the same failure
+    assert join.result().failure.kind == "ValueError"
+    assert join.result().failures == 1
+    state = server.add(5, told=1).result()
+    assert state.number == 5
+    assert state.failure is None
+    assert server.fetch(1).result().failure.kind == "ValueError"
+    assert server.fetch(2).result().failure.kind == "KeyError"
+
+
+def test_a_closure_waits_for_the_results_that_it_needs(server):
+    """Also where the worker of one of them is lost: then that is run first."""
+    server.add(1)
+    server.add(2, needs=(1,))
+    one, two = server.take(10), server.take(11)
+    assert number_of(one) == 1
+    assert not two.done()
+    server.end(10)
+    assert number_of(two) == 1
+    assert number_of(server.finish(11, 1)) == 2
+
+
+def test_the_queue_is_bounded(server, monkeypatch):
+    """The call that schedules one too many waits; arguments that can never be held are refused."""
+    monkeypatch.setattr(module, "MAX_QUEUED", 2)
+    monkeypatch.setattr(module, "CLOSURE_BYTES", 45)
+    server.add(1)
+    server.add(2)
+    late = server.add(3)
+    assert not late.done()
+    server.take(10)
+    assert late.result().number == 3
+    with pytest.raises(MemoryLimit, match="are held"):
+        server.add(4, data=b"x" * 100).result()
+    assert not server.add(4, data=b"x" * 20).done()  # of bytes there is no room either
+
+
+def test_results_that_are_not_let_go_of_fill_the_memory(server, monkeypatch):
+    """A result without room is a failure; where nothing else would make room, so is scheduling."""
+    monkeypatch.setattr(module, "CLOSURE_BYTES", 40)
+    server.add(1)
+    server.take(10)
+    server.finish(10, 1, data=b"x" * 35)
+    with pytest.raises(MemoryLimit, match="let go of them"):
+        server.add(2).result()
+    assert server.schedule(ClosureOrder(2, "f", (), piece(ARGUMENTS), dropped=(1,))).result().number == 2
+    server.finish(10, 2, data=b"x" * 45)
+    assert server.fetch(2).result().failure.kind == "MemoryLimit"
+    assert server.closures._nbytes == 0
+
+
+def test_a_closure_that_ends_its_workers_fails(server):
+    """It is not handed out for ever."""
+    server.add(1)
+    for session in range(10, 10 + CLOSURE_LOSSES):
+        assert number_of(server.take(session)) == 1
+        server.end(session)
+    assert server.schedule(ClosureOrder()).result().failure.kind == "WorkerLost"
+    assert not server.take(50).done()
+
+
+def test_other_functions_are_refused_and_both_are_told(server):
+    """Whoever comes first; a worker that comes back with others is refused alone."""
+    waiting = server.take(10, functions=("h()",))
+    with pytest.raises(ConfigError, match=r"worker/task:0 has h\(\), and /job:chief/task:0 has f\(x\), g\(\)"):
+        waiting.result()
+    with pytest.raises(ConfigError, match="have registered different functions"):
+        server.schedule(ClosureOrder(joins=True)).result()
+    early = Server()
+    waiting = early.take(11, functions=("h()",))
+    with pytest.raises(ConfigError, match="different functions"):
+        early.begin().result()
+    with pytest.raises(ConfigError, match="different functions"):
+        waiting.result()
+    later = Server()
+    later.begin()
+    later.take(10)
+    later.end(10)
+    with pytest.raises(ConfigError, match="different functions"):
+        later.take(10, functions=("h()",)).result()
+    assert later.add(1).result().number == 1
+
+
+def test_who_may_do_what(server):
+    """Chiefs schedule, workers run, and each speaks for itself."""
+    with pytest.raises(InvalidRequest, match="is no coordinator"):
+        server.schedule(ClosureOrder(1, "f"), session=10, task=Task("worker", 0))
+    with pytest.raises(InvalidRequest, match="has not begun"):
+        server.schedule(ClosureOrder(1, "f"), session=2)
+    with pytest.raises(InvalidRequest, match="is no worker"):
+        server.closures.take(1, CHIEF, FUNCTIONS, None, 0, Future())
+    with pytest.raises(InvalidRequest, match="the last was 0"):
+        server.add(2)
+    with pytest.raises(InvalidRequest, match="no result of closure 7"):
+        server.fetch(7)
+    with pytest.raises(InvalidRequest, match="there were 0"):
+        server.schedule(ClosureOrder(told=1))
+
+
+def test_a_coordinator_that_is_gone(server):
+    """What it scheduled is dropped but for what is run; the next one has other numbers; a clean end ends all."""
+    for number in range(1, 4):
+        server.add(number)
+    server.take(10)
+    idle = server.take(11)
+    assert number_of(idle) == 2
+    server.end(1)
+    waiting = server.finish(11, 2)
+    assert not waiting.done()
+    assert server.begin(session=2).result().number == 3
+    assert server.add(4, session=2).result().number == 4
+    assert number_of(waiting) == 4
+    assert not server.finish(10, 1).done()
+    server.carry_out(server.closures.leave())
+    assert server.finish(11, 4).result().over
+    assert server.closures.view[2] == frozenset()
+
+
+class Walk(RuleBasedStateMachine):
+    """Any order of calls and ends, each call perhaps twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.server = Server()
+        self.server.begin()
+        self.number = self.told = 0
+        self.state: dict[int, str] = {}
+        self.waiting: dict[int, Future] = {}
+        self.held: dict[int, int] = {}
+        self.newest: dict[int, int] = {}
+        self.dropped: set[int] = set()
+        self.needs: dict[int, tuple[int, ...]] = {}
+        self.failed = False
+
+    def look(self) -> None:
+        for session, future in list(self.waiting.items()):
+            if future.done():
+                del self.waiting[session]
+                name = future.result().name
+                assert self.state[name.number] == "queued"
+                self.state[name.number] = "running"
+                assert name.version > self.newest.get(name.number, 0)  # of two that had it the later one is known
+                self.newest[name.number] = name.version
+                self.held[session] = name.number
+
+    @precondition(lambda self: self.number < 12)
+    @rule(twice=st.booleans(), data=st.data())
+    def schedule(self, twice, data):
+        needs = tuple(sorted(data.draw(st.sets(st.integers(1, self.number), max_size=2)))) if self.number else ()
+        for _ in range(1 + twice):
+            answer = self.server.add(self.number + 1, needs, self.told).result()
+        if self.failed:
+            assert answer.number == self.number
+            self.told, self.failed = answer.failures, False
+            return
+        self.number += 1
+        assert answer.number == self.number
+        self.state[self.number], self.needs[self.number] = "queued", needs
+        self.look()
+
+    @rule(session=st.integers(10, 13), twice=st.booleans())
+    def take(self, session, twice):
+        if session in self.waiting or session in self.held:
+            return
+        for _ in range(1 + twice):
+            future = self.server.take(session)
+            self.waiting[session] = future
+            self.look()
+            if session in self.held:
+                break
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), fails=st.integers(0, 4), twice=st.booleans())
+    def finish(self, data, fails, twice):
+        session = data.draw(st.sampled_from(sorted(self.held)))
+        number = self.held.pop(session)
+        self.state[number] = "failed" if fails == 0 else "done"
+        if fails == 0:
+            self.failed = True
+            for other, state in self.state.items():
+                if state == "queued":
+                    self.state[other] = "cancelled"
+        for _ in range(1 + twice):
+            future = self.server.finish(session, number, "E" if fails == 0 else "")
+            self.waiting[session] = future
+            self.look()
+            if session in self.held:
+                break
+
+    @rule(session=st.integers(10, 13))
+    def lose(self, session):
+        number = self.held.pop(session, None)
+        if number is not None:
+            self.state[number] = "cancelled" if self.failed else "queued"
+        self.waiting.pop(session, None)
+        self.server.end(session)
+        self.look()
+
+    @precondition(lambda self: self.number)
+    @rule(data=st.data())
+    def drop(self, data):
+        number = data.draw(st.integers(1, self.number))
+        self.dropped.add(number)
+        self.server.schedule(ClosureOrder(told=self.told, dropped=(number,)))
+
+    @invariant()
+    def nothing_stands_still(self):
+        """No worker waits while a closure could be run, and no closure is two workers'."""
+        closures, over = self.server.closures, ("done", "failed", "cancelled")
+        running = sorted(self.held.values())
+        assert running == sorted(set(running)) == sorted(n for n, s in self.state.items() if s == "running")
+        if self.waiting:
+            ready = [n for n, needs in self.needs.items() if all(self.state[need] in over for need in needs)]
+            assert all(self.state[number] != "queued" for number in ready)
+        _, newest, begun = closures.view
+        assert begun == {n for n in self.newest if self.state[n] not in over}
+        assert newest == max(self.newest, default=0)
+        here = closures._closures.values()
+        assert closures._nbytes == sum(each.arguments.size + each.result.size for each in here)
+        assert {each.number for each in here} == {
+            n for n, state in self.state.items() if not (state in over and n in self.dropped)
+        }
+
+    @invariant()
+    def results_are_what_came(self):
+        for number, state in self.state.items():
+            if number not in self.dropped and state in ("done", "failed", "cancelled"):
+                assert self.server.fetch(number).result().state == state
+
+    @invariant()
+    def a_join_knows(self):
+        done = all(state not in ("queued", "running") for state in self.state.values())
+        answer = self.server.schedule(ClosureOrder(told=self.told, joins=True))
+        assert answer.done() == done
+        if done:
+            assert (answer.result().failure is not None) == self.failed
+        else:
+            self.server.closures._scheduling.fail(GONE)
+
+
+Walk.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestWalk = Walk.TestCase
