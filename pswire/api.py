@@ -209,6 +209,8 @@ class RoundReply:
         warnings: messages about the round for people; each is told once.
         observers: members that took part without contributing.
         rows: for each returned value that is rows, how many there are.
+        over: rounds that are over on this server when it answers, counted from 0: a member that was left out is behind
+            them.
     """
 
     round: int
@@ -219,6 +221,7 @@ class RoundReply:
     warnings: tuple[str, ...] = ()
     observers: tuple[Task, ...] = ()
     rows: tuple[int, ...] = ()
+    over: int = 0
 
 
 @dataclass(frozen=True)
@@ -403,6 +406,7 @@ class ParameterServer(Protocol):
         mode: Mode = "sync",
         job: str = "",
         term: int = 0,
+        backup_workers: int = 0,
     ) -> Opened:
         """Begins a session. Key: at server 0 the number drawn by lot, `session`.
 
@@ -415,6 +419,7 @@ class ParameterServer(Protocol):
             mode: the way in which it makes its rounds; of no meaning where it drives.
             job: the identity of its job.
             term: the greatest term of a chief that it has heard of, where it drives.
+            backup_workers: members without whose contributions its rounds may be made; of no meaning where it drives.
 
         Raises:
             TaskTaken: another process is this task, and is alive.

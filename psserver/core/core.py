@@ -204,9 +204,12 @@ class Core:
         mode: Mode = "sync",
         job: str = "",
         term: int = 0,
+        backup_workers: int = 0,
     ) -> Opened:
         drawn = secrets.randbits(DRAWN)
-        return self._enter(self.machine.open, task, replicas, session, drives, mode, job, term, drawn)
+        return self._enter(
+            self.machine.open, task, replicas, session, drives, mode, job, term, drawn, backup_workers
+        )
 
     def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL) -> None:
         _raise(self._enter(self.machine.beat, session, round, plan_id, pace))

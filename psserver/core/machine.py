@@ -22,7 +22,7 @@ from psserver.core.log import Log
 from psserver.core.runner import Runner
 from psserver.core.status import status_of
 from psserver.core.waiting import Asked, Read, Resend, Waiters, Watch
-from psserver.effects import Await, Effect, Fail, Reply, Work
+from psserver.effects import Await, Effect, Fail, Reply, Run, Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from psserver.registry import Registry
@@ -168,6 +168,7 @@ class Machine:
         job: str,
         term: int,
         drawn: int,
+        backup_workers: int = 0,
     ) -> Outcome[Opened]:
         """Opens a task's session on server 0; on other servers registers one that server 0 opened.
 
@@ -175,7 +176,9 @@ class Machine:
         """
         token = 0
         if self.server == 0:
-            session, token = self.members.open(task, replicas, drives, session, now, mode, job, term, drawn)
+            session, token = self.members.open(
+                task, replicas, drives, session, now, mode, job, term, drawn, backup_workers
+            )
         else:
             self.registry.enter(session, task)
         self.tally.signs += 1
@@ -352,6 +355,8 @@ class Machine:
         record = self.rounds.recorded(contribution)
         if record is not None:
             self.waiters.add(Resend(contribution.session, future, record, contribution))
+            if contribution.session in record.late:
+                effects.append(Run(payload.discard))
         elif len(set(contribution.want)) != len(contribution.want):
             raise InvalidRequest("a variable is wanted twice")
         else:

@@ -118,7 +118,7 @@ class Runner:
 
     def replies(self, record: Record, waiters: Sequence[Waiter]) -> list[Effect]:
         """Returns answers with the wanted variables as they are now, before the next round."""
-        return self._answers.replies(record, waiters, self.broken)
+        return self._answers.replies(record, waiters, self.broken, self._rounds.last + 1)
 
     def next(self) -> list[Effect]:
         """Begins the next round that can run, or continues the running one once its data has arrived."""
@@ -177,9 +177,12 @@ class Runner:
         if verdict.error is not None:
             error = verdict.error
             return self._finish(trial, False, lambda: self._close(job, trial, *self._rounds.fail(job, error)))
+        if agreed.is_short and not (verdict.unanimous or ballot.attempt):
+            return self._gather(ballot, verdict.any)
         if not agreed.parts:
             void = partial(self._rounds.complete, agreed, Given())
-            return self._finish(trial, False, lambda: self._close(agreed, trial, *void()))
+            lets_go = self._rounds.unused(agreed)
+            return [*lets_go, *self._finish(trial, False, lambda: self._close(agreed, trial, *void()))]
         if job.prepared.revotes and not verdict.unanimous:  # somebody has to run it again, and may then fail
             if trial is not None and agreed.parts != job.parts:
                 if job.commit is Commit.PROGRESSIVE:
@@ -191,6 +194,19 @@ class Runner:
         if agreed.plan.nonfinite == "raise" and agreed.accused:
             return self._finish(trial, False, lambda: self._refused(agreed, trial) or [])
         return self._finish(trial, not agreed.skipped, lambda: self._apply(agreed, trial))
+
+    def _gather(self, ballot: _Ballot, sessions: frozenset[int]) -> list[Effect]:
+        """Waits until all are whole here whom one of the servers has: too few are whole on all of them."""
+        job, trial = ballot.job, ballot.trial
+
+        def wait() -> list[Effect]:
+            self._store.end_loan()
+            self._answers.drop()
+            self._rounds.gather(job, ballot.attempt + 1, sessions)
+            ends = [] if trial is None else [Run(trial.execution.close)]
+            return [*ends, *self.next()]
+
+        return self._finish(trial, False, wait)
 
     def _finish(self, trial: _Trial | None, applied: bool, then: Callable[[], list[Effect]]) -> list[Effect]:
         """Goes on once a trial run has ended its rounds of dynamic tables, which is array work.
@@ -399,6 +415,7 @@ class Runner:
         if error is None:
             warnings = self._nonfinite.judge(job, execution.found, self._tally)
             dropped = sorted(execution.contributions.dropped)
+            effects += self._rounds.unused(job)
             record, waiters = self._rounds.complete(job, execution.given, dropped, warnings)
             effects += self._restores.ran(job)  # first: members that are answered may look at the files
             effects += self._snapshots.freeze(job)
@@ -410,7 +427,8 @@ class Runner:
             record, waiters = self._rounds.fail(job, error)
         self._tally.over(job, record, self._rounds.last, execution.ran, now)
         self._execution = None
-        replies = self._answers.replies(record, waiters, self.broken, ready, execution.lookups.found)
+        over, looked_up = self._rounds.last + 1, execution.lookups.found
+        replies = self._answers.replies(record, waiters, self.broken, over, ready, looked_up)
         self._answers.drop()
         return [*effects, *replies, Run(self._tally.answered, (now,))]
 

@@ -16,7 +16,7 @@ from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Key, MemberShare, ReadyRound
 from psserver.state.pending_round import PendingRound, Push, Waiter
 from psserver.state.sessions import diverged, newcomer_diverged
-from psserver.state.strands import RECORDS, Given, Parked, Record, Strand, check_window
+from psserver.state.strands import BEHIND, RECORDS, Given, Parked, Record, Strand, check_window
 from psserver.state.votes import Votes
 from pswire.api import Contribution, RoundReply, Vote
 from pswire.cluster import Task
@@ -104,7 +104,10 @@ class Rounds:
     def close_epoch(self, epoch: Epoch) -> list[Effect]:
         """Enters a new epoch. Members of the previous one that are not in it are fenced."""
         if self.epoch is not None:
-            self.fenced |= {m.session for m in self.epoch.members} - {m.session for m in epoch.members}
+            gone = {m.session for m in self.epoch.members} - {m.session for m in epoch.members}
+            self.fenced |= gone
+            for strand in self.strands.values():
+                strand.pushed = {session: round for session, round in strand.pushed.items() if session not in gone}
         self.epoch = self._epochs[epoch.number] = epoch
         for push in self._parked.take():
             self._try(push)
@@ -156,6 +159,7 @@ class Rounds:
             pending.doubtful.append(push)
             return
         self._check_plan(pending, said, member)
+        strand.came(said)
         self._take(pending, push, member)
         if pending.doubtful and not self._joins(said):
             self._settle(pending)
@@ -272,12 +276,19 @@ class Rounds:
         member = epoch.session(said.session) if epoch else None
         strand = self.strands.get(_key(member)) if epoch else None
         record = strand.records.get(said.round) if strand else None
-        if record is None or record.error is not None:
+        if epoch is None or strand is None or record is None or record.error is not None:
             return record
         if record.plan_id != said.plan_id:
+            if member is not None and said.session in record.late:
+                sections = (record.plan_id, said.plan_id)
+                others = next((m.task for m in epoch.members if m.session in record.sessions), member.task)
+                raise diverged(
+                    said.round, list(zip((others, member.task), map(self._describe, sections), strict=True))
+                )
             raise InvalidRequest(f"round {said.round} had another plan")
-        if said.session not in record.sessions:
+        if not record.is_for(said.session):
             raise Fenced(f"round {said.round} was made without this session; restart the process")
+        strand.came(said)
         return record
 
     def next_job(self) -> ReadyRound | None:
@@ -298,7 +309,9 @@ class Rounds:
             if pending.error is not None and not voters:
                 # Its members have their answer already, and nothing of it may be applied.
                 self._close(key, number, Record(pending.plan_id, error=pending.error))
-            elif pending.error is None and (pending.awaits(plan, self.fenced, strand.last) or plan is None):
+            elif pending.error is None and (
+                pending.awaits(plan, self.fenced, strand.last, strand.is_near) or plan is None
+            ):
                 return None
             elif plan is None or not (voters or pending.usable(self.fenced, strand.last)):
                 # All its members are gone without a contribution; it must not block later rounds.
@@ -346,6 +359,23 @@ class Rounds:
         self._running = False
         return self.strands[job.strand].open[job.round].again(attempt, agreed)
 
+    def gather(self, job: ReadyRound, attempt: int, sessions: frozenset[int]) -> None:
+        """A round whose servers have too few contributions in common waits for more.
+
+        Args:
+            job: the round.
+            attempt: the number of its next vote.
+            sessions: those whose contributions one of its servers has: they are on their way to all.
+        """
+        self._running = False
+        pending = self.strands[job.strand].open[job.round]
+        pending.attempt, pending.agreed = attempt, sessions
+
+    def unused(self, job: ReadyRound) -> list[Effect]:
+        """Lets go of what late members have sent of a round that is over: nobody will read it, nor what still comes."""
+        parts = self.strands[job.strand].open[job.round].parts if job.late else {}
+        return [Run(part.payload.discard) for session, part in parts.items() if session not in job.sessions]
+
     def _close(self, key: Key, number: int, record: Record) -> list[Waiter]:
         self._running = False
         self.last = self.last + 1 if key else number
@@ -355,7 +385,13 @@ class Rounds:
         strand = self.strands[key] = self.strands.pop(key)
         if key is None:
             self.votes.close(number)
-        return strand.close(number, record, RECORDS)
+        return strand.close(number, record, RECORDS + (BEHIND if self._backup_workers else 0))
+
+    @property
+    def _backup_workers(self) -> int:
+        """Members without whose contributions rounds may be made."""
+        members = self.epoch.members if self.epoch else ()
+        return members[0].backup_workers if members else 0
 
     def abandon(self, error: PSError) -> list[Effect]:
         """Fails all calls that wait."""

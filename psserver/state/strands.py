@@ -12,6 +12,7 @@ from typing import NamedTuple
 from psserver.effects import Effect, Fail
 from psserver.plans.round import ReadyRound
 from psserver.state.pending_round import PendingRound, Push, Waiter
+from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError
 from pswire.limits import WINDOW
@@ -24,6 +25,9 @@ RESENDS = 8
 
 RECORDS = WINDOW + 1
 """Rounds of a strand whose answers are kept for resends."""
+
+BEHIND = 64
+"""Rounds that a member may be left out of, one after the other; their answers are kept for it as well."""
 
 
 class Given(NamedTuple):
@@ -47,7 +51,8 @@ class Record:
         given: the plan's returned values of this server; of rows, which come last, ids and rows.
         rows: of each of these, how many rows there are.
         warnings: as in `RoundReply`.
-        sessions: sessions whose contributions are in it; no other gets the answer.
+        sessions: sessions whose contributions are in it; no other gets the answer, but for those that were late.
+        late: sessions of members that were left out since they were late, and go on with this answer.
         error: the error of a failed round; None otherwise.
     """
 
@@ -61,6 +66,11 @@ class Record:
     warnings: tuple[str, ...] = ()
     observers: tuple[Task, ...] = ()
     rows: tuple[int, ...] = ()
+    late: frozenset[int] = frozenset()
+
+    def is_for(self, session: int) -> bool:
+        """Returns whether a session gets this answer."""
+        return session in self.sessions or session in self.late
 
     @classmethod
     def of(
@@ -82,6 +92,7 @@ class Record:
             warnings=tuple(warnings),
             observers=tuple([part.member.task for part in job.parts if part.said.observes]),
             rows=tuple(given.rows),
+            late=job.late,
         )
 
 
@@ -148,12 +159,23 @@ class Strand:
         settled: positions of the members' datasets after the last complete round.
         records: answers of the last rounds, by number, for resends.
         open: open rounds, by number.
+        pushed: the newest round that each session has pushed to this server.
     """
 
     last: int = -1
     settled: tuple[Position, ...] = ()
     records: dict[int, Record] = field(default_factory=dict)
     open: dict[int, PendingRound] = field(default_factory=dict)
+    pushed: dict[int, int] = field(default_factory=dict)
+
+    def came(self, said: Contribution) -> None:
+        """Notes that a session has come to a round, which may be over."""
+        self.pushed[said.session] = max(self.pushed.get(said.session, -1), said.round)
+
+    def is_near(self, session: int) -> bool:
+        """Returns whether a member may be left out of one more round: it is not too far behind, and has begun."""
+        pushed = self.pushed.get(session)
+        return pushed is not None and sum(number > pushed for number in self.records) < BEHIND
 
     def under_way(self, session: int) -> set[int]:
         """Returns the open rounds to which a session has contributed."""

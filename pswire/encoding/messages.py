@@ -31,7 +31,7 @@ from pswire.encoding.mapper import Codec, Mapper, Words
 from pswire.encoding.verbs import refusal_from_pb, refusal_to_pb
 from pswire.errors import InvalidRequest
 from pswire.limits import MAX_PLAN_BYTES, MAX_PLAN_ITEMS, MAX_PLAN_NODES
-from pswire.model.log import Epoch, LogEntry, Member, Mode, Position, Start
+from pswire.model.log import Epoch, Examples, LogEntry, Member, Mode, Position, Start
 from pswire.model.plan import (
     Form,
     Nonfinite,
@@ -153,6 +153,7 @@ SPEC = MAPPER.pair(VariableSpec, pb.VariableSpec, check=VariableSpec.check)
 VARIABLE = MAPPER.pair(PlacedVariable, pb.Variable)
 
 TASK = MAPPER.add(Task, Codec(pb.Task, _task_to_pb, _task_from_pb))
+MAPPER.pair(Examples, pb.Examples)
 POSITION = MAPPER.pair(Position, pb.Position)
 START = MAPPER.pair(Start, pb.Start)
 MEMBER = MAPPER.pair(Member, pb.Member)
@@ -258,7 +259,7 @@ class RoundEncoder:
             said = pb.RoundHeader(epoch=EPOCH.to_pb(reply.epoch)).SerializeToString()
             self._epoch = reply.epoch, said
         size = reply.payload.size
-        rest = (said, reply.round, reply.more, reply.left_out, reply.warnings, reply.observers, reply.rows, size)
+        rest = (said, reply.round, reply.more, reply.left_out, reply.warnings, reply.observers, reply.rows, size, reply.over)
         known, header = self._last
         if known != rest:
             left_out, observers = map(TASK.to_pb, reply.left_out), map(TASK.to_pb, reply.observers)
@@ -271,6 +272,7 @@ class RoundEncoder:
                 warnings=reply.warnings,
                 observers=observers,
                 rows=reply.rows,
+                over=reply.over,
             ).SerializeToString()
             self._last = rest, header
         return header
@@ -296,6 +298,7 @@ class RoundDecoder:
             tuple(message.warnings),
             tuple([TASK.from_pb(task) for task in message.observers]),
             tuple(message.rows),
+            message.over,
         )
 
 

@@ -40,7 +40,7 @@ from pswire.api import (
 )
 from pswire.cluster import ClusterSpec, Task
 from pswire.encoding import messages
-from pswire.encoding.protocol import PROTOCOL, check_protocol, check_tables
+from pswire.encoding.protocol import PROTOCOL, check_backup_workers, check_protocol, check_tables
 from pswire.encoding.verbs import VERBS, batches, parse
 from pswire.errors import ConfigError, PSError
 from pswire.limits import MAX_BATCH_VARIABLES, Refused, Timeouts
@@ -128,6 +128,7 @@ class RemoteServer:
         mode: Mode = "sync",
         job: str = "",
         term: int = 0,
+        backup_workers: int = 0,
     ) -> Opened:
         """Calls `ParameterServer.open`; binds later calls to the incarnation that answered."""
         request = pb.OpenRequest(
@@ -139,9 +140,11 @@ class RemoteServer:
             job=job,
             term=term,
             protocol=PROTOCOL,
+            backup_workers=backup_workers,
         )
         m = parse(pb.OpenReply, self._ask("Open", request))
         check_protocol(m.protocol, str(self.task), str(task))
+        check_backup_workers(m.protocol, backup_workers, str(self.task), str(task))
         self._spoken = m.protocol, str(task)
         self._calls.bind(m.incarnation)
         self._attempts.opened = True
