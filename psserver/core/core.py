@@ -207,9 +207,7 @@ class Core:
         backup_workers: int = 0,
     ) -> Opened:
         drawn = secrets.randbits(DRAWN)
-        return self._enter(
-            self.machine.open, task, replicas, session, drives, mode, job, term, drawn, backup_workers
-        )
+        return self._enter(self.machine.open, task, replicas, session, drives, mode, job, term, drawn, backup_workers)
 
     def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL) -> None:
         _raise(self._enter(self.machine.beat, session, round, plan_id, pace))

@@ -110,8 +110,7 @@ class PendingRound:
         return [
             part
             for part in parts
-            if (part.payload.whole and part.said.previous <= last)
-            or not (whole or part.member.session in fenced)
+            if (part.payload.whole and part.said.previous <= last) or not (whole or part.member.session in fenced)
         ]
 
     def needs(self, plan: PreparedPlan, members: int) -> int:
@@ -119,9 +118,7 @@ class PendingRound:
 
         Once a vote has found too few whom all servers have, it waits for all whom one of them has.
         """
-        backup = self.members[0].backup_workers if self.members else 0
-        spares = bool(backup) and self.agreed is None and plan.plan.trains
-        return max(members - backup, 1) if spares else 0
+        return max(members - self._backup, 1) if self.agreed is None and self._leaves_out(plan) else 0
 
     def voters(self, plan: PreparedPlan) -> tuple[int, ...]:
         """Returns the servers that agree on whose contributions it has; none where each decides alone."""
@@ -134,7 +131,17 @@ class PendingRound:
         return plan.streams and self._mode != "async" and not (self.restarted or self._leaves_out(plan))
 
     def _leaves_out(self, plan: PreparedPlan) -> bool:
-        return bool(self.members and self.members[0].backup_workers) and plan.plan.trains
+        """Returns True if it may be made without the last of its members.
+
+        Not where it is tried before several servers vote on it: nobody can read what it assigns until all have, and a
+        server may wait in another round for who reads.
+        """
+        return self._backup > 0 and plan.plan.trains and not (plan.may_refuse and self.voters(plan))
+
+    @property
+    def _backup(self) -> int:
+        """The number of its members that it does not wait for."""
+        return self.members[0].backup_workers if self.members else 0
 
     @property
     def _mode(self) -> Mode:
@@ -180,7 +187,9 @@ class PendingRound:
         left_out = tuple(member.task for member in self.members if member.session not in there)
         commit = Commit.PROGRESSIVE if streams else Commit.ATOMIC
         voters, error = self.voters(plan), self.error
-        late = frozenset({member.session for member in self.members} - there - fenced)
+        late = frozenset[int]()
+        if len(parts) < len(self.members) and self._leaves_out(plan):
+            late = frozenset({member.session for member in self.members} - there - fenced)
         return ReadyRound(
             number,
             plan,
@@ -195,7 +204,7 @@ class PendingRound:
             error,
             self.attempt,
             needs,
-            late if self._leaves_out(plan) else frozenset(),
+            late,
         )
 
     def again(self, attempt: int, agreed: frozenset[int] | None) -> list[Effect]:

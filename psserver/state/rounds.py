@@ -282,9 +282,7 @@ class Rounds:
             if member is not None and said.session in record.late:
                 sections = (record.plan_id, said.plan_id)
                 others = next((m.task for m in epoch.members if m.session in record.sessions), member.task)
-                raise diverged(
-                    said.round, list(zip((others, member.task), map(self._describe, sections), strict=True))
-                )
+                raise diverged(said.round, list(zip((others, member.task), map(self._describe, sections), strict=True)))
             raise InvalidRequest(f"round {said.round} had another plan")
         if not record.is_for(said.session):
             raise Fenced(f"round {said.round} was made without this session; restart the process")

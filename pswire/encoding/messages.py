@@ -259,7 +259,17 @@ class RoundEncoder:
             said = pb.RoundHeader(epoch=EPOCH.to_pb(reply.epoch)).SerializeToString()
             self._epoch = reply.epoch, said
         size = reply.payload.size
-        rest = (said, reply.round, reply.more, reply.left_out, reply.warnings, reply.observers, reply.rows, size, reply.over)
+        rest = (
+            said,
+            reply.round,
+            reply.more,
+            reply.left_out,
+            reply.warnings,
+            reply.observers,
+            reply.rows,
+            size,
+            reply.over,
+        )
         known, header = self._last
         if known != rest:
             left_out, observers = map(TASK.to_pb, reply.left_out), map(TASK.to_pb, reply.observers)

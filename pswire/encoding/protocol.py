@@ -75,7 +75,7 @@ def check_backup_workers(number: int, backup_workers: int, theirs: str, ours: st
     """
     if backup_workers and number < BACKUP_WORKERS:
         raise ConfigError(
-            f"{theirs} speaks protocol {number}, which has no backup workers, and {ours}, which speaks {PROTOCOL}, runs "
-            f"with ps.Sync(backup_workers={backup_workers}); install the same version of paramserver for both, or leave "
-            "backup_workers out"
+            f"{theirs} speaks protocol {number}, which has no backup workers, and {ours}, which speaks {PROTOCOL}, "
+            f"runs with ps.Sync(backup_workers={backup_workers}); install the same version of paramserver for both, or "
+            "leave backup_workers out"
         )

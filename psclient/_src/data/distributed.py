@@ -469,7 +469,7 @@ class DistributedDataset(_Distributed):
             else:
                 break
             wanted = {each.index for each in (*dealt, *returned)}
-            kept = {at: kept.get(at) or next(self._source.batches(epoch, at)) for at in sorted(wanted)}
+            kept = {at: kept.get(at) or self._batch(epoch, at) for at in sorted(wanted)}
             # Where the others are ahead, what this worker would compute counts no more.
             mine = () if group.is_behind(number) else dealt[first : first + local]
             parts = [kept[each.index].rows(each.first, each.stop) for each in mine]
@@ -481,6 +481,16 @@ class DistributedDataset(_Distributed):
                 group.deal(number, dealt)
             yield self._place(parts)
         self._end(epoch)
+
+    def _batch(self, epoch: int, index: int) -> Batch:
+        """Reads a batch anew of which some examples have come back."""
+        found = next(self._source.batches(epoch, index), None)
+        if found is None:
+            raise ValueError(
+                f"examples of batch {index} of pass {epoch} are to be handed out again, and dataset {self._number} has "
+                "no such batch; it is not the one that the checkpoint was saved with"
+            )
+        return found
 
     def _slices(self, batch: Batch) -> list[Nest]:
         first, replicas = self._group.share()

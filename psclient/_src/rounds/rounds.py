@@ -231,7 +231,9 @@ class Exchange:
                 self.session.end(Fenced(f"interrupted in round {group.round}, which was on its way; restart"))
             raise
         line = "" if waits else users_line()
-        round = UnderWay(group.round, plan, shares, want, lookups, futures, group.epoch, group.sent(plan.trains), waits, line)
+        round = UnderWay(
+            group.round, plan, shares, want, lookups, futures, group.epoch, group.sent(plan.trains), waits, line
+        )
         self.reads.change(shares.written, round, everything=shares.restores)
         self.window.add(round)
         return round

@@ -271,8 +271,8 @@ def _embedded_config(embedded: EmbeddedServer | None) -> TaskConfig:
 def _check_deterministic(deterministic: bool, consistency: Sync | Async | None) -> None:
     if deterministic and consistency is not None and consistency.backup_workers:
         raise ConfigError(
-            "deterministic=True needs rounds of all workers, and with backup_workers the time decides whom a round has; "
-            "leave one of them out"
+            "deterministic=True needs rounds of all workers, and with backup_workers the time decides whom a round has"
+            "; leave one of them out"
         )
     if deterministic and isinstance(consistency, Async):
         raise ConfigError(
