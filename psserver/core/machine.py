@@ -22,7 +22,7 @@ from psserver.core.log import Log
 from psserver.core.runner import Runner
 from psserver.core.status import status_of
 from psserver.core.waiting import Asked, Read, Resend, Waiters, Watch
-from psserver.effects import Await, Effect, Fail, Reply, Run, Work
+from psserver.effects import Await, Effect, Fail, Reply, Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from psserver.registry import Registry
@@ -176,9 +176,8 @@ class Machine:
         """
         token = 0
         if self.server == 0:
-            session, token = self.members.open(
-                task, replicas, drives, session, now, mode, job, term, drawn, backup_workers
-            )
+            given = task, replicas, drives, session, now, mode, job, term, drawn, backup_workers
+            session, token = self.members.open(*given)
         else:
             self.registry.enter(session, task)
         self.tally.signs += 1
@@ -351,12 +350,9 @@ class Machine:
         self._admission.check(contribution.session, now)
         if contribution.first_values:
             return None, self.first_values.push(contribution.session, contribution.first_values, payload, future)
-        effects: list[Effect] = []
-        record = self.rounds.recorded(contribution)
+        record, effects = self.rounds.recorded(contribution), list[Effect]()
         if record is not None:
             self.waiters.add(Resend(contribution.session, future, record, contribution))
-            if contribution.session in record.late:
-                effects.append(Run(payload.discard))
         elif len(set(contribution.want)) != len(contribution.want):
             raise InvalidRequest("a variable is wanted twice")
         else:
@@ -365,9 +361,7 @@ class Machine:
             refused = any(isinstance(effect, Fail) and effect.future is future for effect in effects)
             if begun is not None and not refused:
                 effects += self.runner.listen(contribution, future, begun)
-        if not whole:
-            effects.append(Await(payload, payload.size))
-        return None, effects
+        return None, effects if whole else [*effects, Await(payload, payload.size)]
 
     # ---- Other servers ----
 

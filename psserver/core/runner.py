@@ -146,7 +146,7 @@ class Runner:
         if job.commit is Commit.ATOMIC:
             return self._go_on(execution)
         begins = self._answers.begin(execution, self._rounds.waiters(job))
-        return [Work("arrays", self._tell, (begins,), then=partial(self._told, execution))]
+        return [Work("arrays", _tell, (begins,), then=partial(self._told, execution))]
 
     # ---- Rounds of several servers ----
 
@@ -178,11 +178,11 @@ class Runner:
             error = verdict.error
             return self._finish(trial, False, lambda: self._close(job, trial, *self._rounds.fail(job, error)))
         if agreed.is_short and not (verdict.unanimous or ballot.attempt):
-            return self._gather(ballot, verdict.any)
+            self._rounds.gather(job, ballot.attempt + 1, verdict.any)  # nothing was tried: what is waits for all
+            return self.next()
         if not agreed.parts:
             void = partial(self._rounds.complete, agreed, Given())
-            lets_go = self._rounds.unused(agreed)
-            return [*lets_go, *self._finish(trial, False, lambda: self._close(agreed, trial, *void()))]
+            return self._finish(trial, False, lambda: self._close(agreed, trial, *void()))
         if job.prepared.revotes and not verdict.unanimous:  # somebody has to run it again, and may then fail
             if trial is not None and agreed.parts != job.parts:
                 if job.commit is Commit.PROGRESSIVE:
@@ -194,19 +194,6 @@ class Runner:
         if agreed.plan.nonfinite == "raise" and agreed.accused:
             return self._finish(trial, False, lambda: self._refused(agreed, trial) or [])
         return self._finish(trial, not agreed.skipped, lambda: self._apply(agreed, trial))
-
-    def _gather(self, ballot: _Ballot, sessions: frozenset[int]) -> list[Effect]:
-        """Waits until all are whole here whom one of the servers has: too few are whole on all of them."""
-        job, trial = ballot.job, ballot.trial
-
-        def wait() -> list[Effect]:
-            self._store.end_loan()
-            self._answers.drop()
-            self._rounds.gather(job, ballot.attempt + 1, sessions)
-            ends = [] if trial is None else [Run(trial.execution.close)]
-            return [*ends, *self.next()]
-
-        return self._finish(trial, False, wait)
 
     def _finish(self, trial: _Trial | None, applied: bool, then: Callable[[], list[Effect]]) -> list[Effect]:
         """Goes on once a trial run has ended its rounds of dynamic tables, which is array work.
@@ -301,11 +288,6 @@ class Runner:
         return [Work("arrays", self._step, step, then=then, follows=follows, brief=brief)]
 
     # ---- Array work, without the lock ----
-
-    def _tell(self, begins: Sequence[Run]) -> None:
-        """Hands the payloads of their answers to members, before the first step."""
-        for begin in begins:
-            begin.call(*begin.args)
 
     def _step(
         self, execution: Execution, reads: Collection[int], in_place: bool
@@ -410,12 +392,11 @@ class Runner:
         self, execution: Execution, ready: Mapping[int | Ref, Array], error: PSError | None, now: float
     ) -> list[Effect]:
         """Ends the round; `ready` are values that are on the host already."""
-        job, effects = execution.job, list[Effect]()
+        job, effects = execution.job, self._rounds.unused(execution.job)
         self._store.end_loan()
         if error is None:
             warnings = self._nonfinite.judge(job, execution.found, self._tally)
             dropped = sorted(execution.contributions.dropped)
-            effects += self._rounds.unused(job)
             record, waiters = self._rounds.complete(job, execution.given, dropped, warnings)
             effects += self._restores.ran(job)  # first: members that are answered may look at the files
             effects += self._snapshots.freeze(job)
@@ -427,10 +408,16 @@ class Runner:
             record, waiters = self._rounds.fail(job, error)
         self._tally.over(job, record, self._rounds.last, execution.ran, now)
         self._execution = None
-        over, looked_up = self._rounds.last + 1, execution.lookups.found
-        replies = self._answers.replies(record, waiters, self.broken, over, ready, looked_up)
+        found = self._rounds.last + 1, ready, execution.lookups.found
+        replies = self._answers.replies(record, waiters, self.broken, *found)
         self._answers.drop()
         return [*effects, *replies, Run(self._tally.answered, (now,))]
+
+
+def _tell(begins: Sequence[Run]) -> None:
+    """Hands the payloads of their answers to members, before the first step. Array work, without the lock."""
+    for begin in begins:
+        begin.call(*begin.args)
 
 
 def _takes_tables(job: ReadyRound, store: Store) -> bool:

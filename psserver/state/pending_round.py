@@ -13,6 +13,7 @@ from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
 from pswire.errors import PSError, PushAgain
 from pswire.model.log import Member, Mode, Position
+from pswire.model.status import OpenRound
 from pswire.transport.payload import Payload
 
 Waiter = tuple[Contribution, Future[RoundReply]]
@@ -83,6 +84,10 @@ class PendingRound:
         """Returns the members, without fenced ones, whose contributions are not whole."""
         whole = {session for session, part in self.parts.items() if part.payload.whole}
         return [member for member in self._counted if member.session not in whole | fenced]
+
+    def shown(self, number: int, section: str, approved: bool, fenced: Set[int]) -> OpenRound:
+        """Returns this round for people and for the chief, given its number and its plan in words."""
+        return OpenRound(number, section, tuple([member.task for member in self.missing(fenced)]), approved)
 
     def passed(self, round: int, members: Iterable[Member], fenced: Set[int]) -> list[Task]:
         """Returns which of some members have come to this round, which has not failed, and left an earlier one out."""

@@ -16,7 +16,7 @@ from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Key, MemberShare, ReadyRound
 from psserver.state.pending_round import PendingRound, Push, Waiter
 from psserver.state.sessions import diverged, newcomer_diverged
-from psserver.state.strands import BEHIND, RECORDS, Given, Parked, Record, Strand, check_window
+from psserver.state.strands import Given, Parked, Record, Strand, check_window, kept
 from psserver.state.votes import Votes
 from pswire.api import Contribution, RoundReply, Vote
 from pswire.cluster import Task
@@ -104,10 +104,7 @@ class Rounds:
     def close_epoch(self, epoch: Epoch) -> list[Effect]:
         """Enters a new epoch. Members of the previous one that are not in it are fenced."""
         if self.epoch is not None:
-            gone = {m.session for m in self.epoch.members} - {m.session for m in epoch.members}
-            self.fenced |= gone
-            for strand in self.strands.values():
-                strand.pushed = {session: round for session, round in strand.pushed.items() if session not in gone}
+            self.fenced |= {m.session for m in self.epoch.members} - {m.session for m in epoch.members}
         self.epoch = self._epochs[epoch.number] = epoch
         for push in self._parked.take():
             self._try(push)
@@ -270,6 +267,7 @@ class Rounds:
 
         Raises:
             InvalidRequest: the round had another plan.
+            Diverged: so it had, and this session has only come late.
             Fenced: the round was completed without this session.
         """
         epoch = self._epochs.get(said.epoch)
@@ -279,10 +277,8 @@ class Rounds:
         if epoch is None or strand is None or record is None or record.error is not None:
             return record
         if record.plan_id != said.plan_id:
-            if member is not None and said.session in record.late:
-                sections = (record.plan_id, said.plan_id)
-                others = next((m.task for m in epoch.members if m.session in record.sessions), member.task)
-                raise diverged(said.round, list(zip((others, member.task), map(self._describe, sections), strict=True)))
+            if said.session in record.late:
+                raise _late_diverged(said, record, epoch, self._describe)
             raise InvalidRequest(f"round {said.round} had another plan")
         if not record.is_for(said.session):
             raise Fenced(f"round {said.round} was made without this session; restart the process")
@@ -307,9 +303,7 @@ class Rounds:
             if pending.error is not None and not voters:
                 # Its members have their answer already, and nothing of it may be applied.
                 self._close(key, number, Record(pending.plan_id, error=pending.error))
-            elif pending.error is None and (
-                pending.awaits(plan, self.fenced, strand.last, strand.is_near) or plan is None
-            ):
+            elif pending.error is None and pending.awaits(plan, self.fenced, strand.last, strand.is_near):
                 return None
             elif plan is None or not (voters or pending.usable(self.fenced, strand.last)):
                 # All its members are gone without a contribution; it must not block later rounds.
@@ -365,8 +359,7 @@ class Rounds:
             attempt: the number of its next vote.
             sessions: those whose contributions one of its servers has: they are on their way to all.
         """
-        self._running = False
-        pending = self.strands[job.strand].open[job.round]
+        self._running, pending = False, self.strands[job.strand].open[job.round]
         pending.attempt, pending.agreed = attempt, sessions
 
     def unused(self, job: ReadyRound) -> list[Effect]:
@@ -383,13 +376,7 @@ class Rounds:
         strand = self.strands[key] = self.strands.pop(key)
         if key is None:
             self.votes.close(number)
-        return strand.close(number, record, RECORDS + (BEHIND if self._backup_workers else 0))
-
-    @property
-    def _backup_workers(self) -> int:
-        """Members without whose contributions rounds may be made."""
-        members = self.epoch.members if self.epoch else ()
-        return members[0].backup_workers if members else 0
+        return strand.close(number, record, kept(self.epoch))
 
     def abandon(self, error: PSError) -> list[Effect]:
         """Fails all calls that wait."""
@@ -406,18 +393,9 @@ class Rounds:
 
     def waiting(self) -> tuple[OpenRound, ...]:
         """Returns the open rounds, for people and for the chief."""
-        return (
-            tuple(
-                OpenRound(
-                    number,
-                    self._describe(w.plan_id),
-                    tuple(member.task for member in w.missing(self.fenced)),
-                    w.plan_id in self.plans,
-                )
-                for number, w in sorted(self._open(), key=lambda item: item[0])
-            )
-            + self._parked.waiting
-        )
+        found = sorted(self._open(), key=lambda item: item[0])
+        shown = (w.shown(n, self._describe(w.plan_id), w.plan_id in self.plans, self.fenced) for n, w in found)
+        return (*shown, *self._parked.waiting)
 
     def _open(self) -> Iterator[tuple[int, PendingRound]]:
         """Returns all open rounds, with their numbers."""
@@ -435,6 +413,13 @@ class Rounds:
         """Fails a round; returns the error."""
         self._effects += pending.fail(error)
         return error
+
+
+def _late_diverged(said: Contribution, record: Record, epoch: Epoch, describe: Callable[[bytes], str]) -> Diverged:
+    """Returns the error of a member that has come to a round late, and with another section than those who made it."""
+    made = [(m.task, describe(record.plan_id)) for m in epoch.members if m.session in record.sessions]
+    late = [(m.task, describe(said.plan_id)) for m in epoch.members if m.session == said.session]
+    return diverged(said.round, [*made[:1], *late])
 
 
 def _key(member: Member | None) -> Key:

@@ -30,6 +30,11 @@ BEHIND = 64
 """Rounds that a member may be left out of, one after the other; their answers are kept for it as well."""
 
 
+def kept(epoch: Epoch | None) -> int:
+    """Returns how many rounds of a strand have their answers kept."""
+    return RECORDS + BEHIND if epoch is not None and epoch.backup_workers else RECORDS
+
+
 class Given(NamedTuple):
     """The values that a round gives back to every member.
 

@@ -104,6 +104,11 @@ class Epoch:
         """True if its rounds have the same contributions on all servers."""
         return any(member.mode == "whole" for member in self.members)
 
+    @property
+    def backup_workers(self) -> int:
+        """The members without whose contributions its rounds may be made."""
+        return max((member.backup_workers for member in self.members), default=0)
+
     def session(self, number: int) -> Member | None:
         """The member with a session, or None."""
         return next((member for member in self.members if member.session == number), None)

@@ -99,6 +99,17 @@ def test_the_others_go_on_without_a_straggler(tmp_path, servers):
             assert str(W2) in job.hear(task, "out"), "no record names it"
 
 
+def test_large_contributions_that_come_late_are_let_go_of(tmp_path):
+    """Of more than a part, which are sent from where they are: what is left of one is sent, and counts nowhere."""
+    keys = {"ps": 2, "workers": 3, "gates": ["go2", "end"], "timeouts": CALM}
+    with ProcessCluster(visit, tmp_path, (ROWS, "shared", 2, 1, 700_000), **keys) as job:
+        job.hear(W2, "at")
+        job.hear(W0, "did", 20)
+        job.open("go2")
+        check(job, 2, W0, W1, W2)
+        assert not any("is broken" in job.errors(task) for task in (W0, W1, W2)), "a lane has not survived it"
+
+
 def test_who_has_data_of_its_own_makes_them_up(tmp_path):
     """Nobody else can take them: the others go on as long as it has some, and wait for it at the end."""
     keys = {"ps": 2, "workers": 3, "gates": ["go2", "end"], "timeouts": CALM}
