@@ -81,6 +81,7 @@ bench: .venv/dev  ## times of rounds, of an update, of checkpoints, of training 
 	$(BIN)/python benchmarks/rows.py $(ARGS) $(PEERS:%=--python %)
 	$(BIN)/python benchmarks/checkpoint.py $(ARGS)
 	$(BIN)/python benchmarks/step.py $(ARGS) $(PEERS:%=--python %)
+	$(BIN)/python benchmarks/straggler.py $(ARGS)
 	$(BIN)/python benchmarks/peers/run.py $(ARGS) $(PEERS:%=--python %)
 
 soak: .venv/dev  ## the tests that `make test` leaves out, a minute of all faults at once among them; those of faults many times

@@ -19,11 +19,10 @@ from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError
 from pswire.model.closures import ClosureName
 from pswire.model.log import Epoch, LogEntry, Mode, Position, Start
-from pswire.model.plan import PlacedVariable, Plan, ShardOf, Turn, VariableSpec
+from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.rows import Int64s
+from pswire.model.saved import Shard
 from pswire.model.status import STILL, Happened, Pace, ServerStatus, SessionState
-from pswire.model.tables import SlotTensor, TableSpec
-from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
 
 
@@ -214,6 +213,8 @@ class RoundReply:
         warnings: messages about the round for people; each is told once.
         observers: members that took part without contributing.
         rows: for each returned value that is rows, how many there are.
+        over: rounds that are over on this server when it answers, counted from 0: a member that was left out is behind
+            them.
     """
 
     round: int
@@ -224,6 +225,7 @@ class RoundReply:
     warnings: tuple[str, ...] = ()
     observers: tuple[Task, ...] = ()
     rows: tuple[int, ...] = ()
+    over: int = 0
 
 
 @dataclass(frozen=True)
@@ -309,80 +311,6 @@ class Watched:
     sessions: tuple[SessionState, ...]
 
 
-@dataclass(frozen=True)
-class PartOf:
-    """The place of a tensor of a file among those that make one tensor of a dynamic table, one behind another.
-
-    Attributes:
-        whole: the name of that.
-        first: the first of the buckets that the file has.
-    """
-
-    whole: str
-    first: int
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """A tensor of a file.
-
-    Attributes:
-        name: its name there.
-        spec: dtype and shape.
-        checksum: of its bytes, as in `Manifest`.
-        shard: which rows of a partitioned variable it has; None for a whole one.
-        part: which part of a tensor of a dynamic table it is; None for none.
-    """
-
-    name: str
-    spec: TensorSpec
-    checksum: str
-    shard: ShardOf | None = None
-    part: PartOf | None = None
-
-
-@dataclass(frozen=True)
-class SavedTable:
-    """A dynamic table, or a part of one, in a file: its tensors are its rows in the order of their keys' hashes.
-
-    Attributes:
-        name: the table's name, which its rows have as a tensor.
-        spec: the table.
-        slots: the tensors beside the rows.
-        since: the round of the table since which there are changes alone; -1 for the whole.
-        round: the round of the table.
-    """
-
-    name: str
-    spec: TableSpec
-    slots: tuple[SlotTensor, ...]
-    since: int
-    round: int
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One server's file of a checkpoint.
-
-    Attributes:
-        path: the checkpoint's directory, as the server resolved it.
-        file: the file's name in it.
-        round: the round whose state it holds.
-        positions: the datasets' positions after that round.
-        tensors: its tensors.
-        nbytes: the file's size.
-        tables: the dynamic tables of which it has a part.
-    """
-
-    path: str
-    file: str
-    round: int
-    positions: tuple[Position, ...]
-    tensors: tuple[SavedTensor, ...]
-    nbytes: int = 0
-    tables: tuple[SavedTable, ...] = ()
-
-
 UNTIL_ENDED = -2
 """The version of a `watch` that waits for the end of its session."""
 
@@ -408,6 +336,7 @@ class ParameterServer(ClosureServer, Protocol):
         mode: Mode = "sync",
         job: str = "",
         term: int = 0,
+        backup_workers: int = 0,
     ) -> Opened:
         """Begins a session. Key: at server 0 the number drawn by lot, `session`.
 
@@ -420,6 +349,7 @@ class ParameterServer(ClosureServer, Protocol):
             mode: the way in which it makes its rounds; of no meaning where it drives.
             job: the identity of its job.
             term: the greatest term of a chief that it has heard of, where it drives.
+            backup_workers: members without whose contributions its rounds may be made; of no meaning where it drives.
 
         Raises:
             TaskTaken: another process is this task, and is alive.

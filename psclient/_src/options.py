@@ -200,7 +200,7 @@ class Round:
         number: its number; of an asynchronous worker its own count.
         epoch: number of the epoch whose members made it.
         contributors: the tasks whose contributions it has, such as `/job:worker/task:0`, in order.
-        left_out: members that it was completed without, since they were lost.
+        left_out: members that it was completed without, since they were lost, or late where there are backup workers.
     """
 
     nest_leaf: ClassVar[bool] = True
@@ -229,16 +229,33 @@ class Sync:
             "apply": they are applied, with a warning. "skip": none of them is applied, slots and `iterations` included,
             with a warning. "raise": none is applied, and every process raises `NonfiniteError`. For the last two each
             process tests what it sends, and large rounds do not stream.
+        backup_workers: b, the members that a round of updates does not wait for: it is made once the contributions of
+            N - b of its N members are whole, at least of one. Who comes later is left out, as `last_round` says it,
+            gets the new values, and goes on at once; its examples are handed out again. So each example of a pass over
+            a distributed dataset counts once. Rounds that update nothing, and saves, wait for all. Smaller than the
+            number of workers; large rounds do not stream.
 
     Raises:
-        ValueError: there is no such choice; or rounds that are not whole should be skipped as a whole.
+        ValueError: there is no such choice; or rounds that are not whole should be skipped as a whole, or made without
+            the last of their members; or `backup_workers` is negative.
+        TypeError: `backup_workers` is no whole number.
     """
 
     whole_rounds: bool = True
     nonfinite: Nonfinite = "apply"
+    backup_workers: int = 0
 
     def __post_init__(self) -> None:
         check_nonfinite(self.nonfinite)
+        if isinstance(self.backup_workers, bool) or not isinstance(self.backup_workers, int):
+            raise TypeError(f"backup_workers={self.backup_workers!r} is no number of workers; give a whole number")
+        if self.backup_workers < 0:
+            raise ValueError(f"backup_workers={self.backup_workers} is negative; 0 waits for every worker")
+        if self.backup_workers and not self.whole_rounds:
+            raise ValueError(
+                f"backup_workers={self.backup_workers} needs whole rounds, or each server could leave out another "
+                "worker: leave whole_rounds=False out"
+            )
         if self.nonfinite != "apply" and not self.whole_rounds:
             raise ValueError(f"nonfinite={self.nonfinite!r} needs whole rounds: leave whole_rounds=False out")
 
@@ -257,6 +274,7 @@ class Async:
 
     Attributes:
         mode: "async".
+        backup_workers: 0: nobody waits.
         nonfinite: as of `Sync`; a round has one contribution here, and `NonfiniteError` is raised in its process.
 
     Raises:
@@ -264,6 +282,7 @@ class Async:
     """
 
     mode: ClassVar[Mode] = "async"
+    backup_workers: ClassVar[int] = 0
 
     nonfinite: Nonfinite = "apply"
 

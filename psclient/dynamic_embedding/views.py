@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from psclient.dynamic_embedding.mapped import MappedLayer
-from pswire.api import SavedTable
 from pswire.checkpoint.table_layers import ALL, TableLayer
 from pswire.model.first_values import FirstValues
 from pswire.model.hashing import Hashes, buckets_of, keys_of, mixed
 from pswire.model.rows import Int64s
+from pswire.model.saved import SavedTable
 from pswire.model.tensor import DTYPES, Array
 
 GONE = -1

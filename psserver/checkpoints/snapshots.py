@@ -19,13 +19,13 @@ from psserver.state.held import HeldTable
 from psserver.state.missed import Unsettled, arrays, pieces
 from psserver.state.rounds import Rounds
 from psserver.state.variables import Store
-from pswire.api import Shard
 from pswire.checkpoint.assembly import base_of
 from pswire.checkpoint.storage import Storage
 from pswire.checkpoint.writer import Frozen, FrozenTable, remove_shard, write_manifest, write_shard
 from pswire.errors import CheckpointError, PSError
 from pswire.model.log import Snapshotted
 from pswire.model.plan import PlacedVariable, Plan, SnapshotOrder
+from pswire.model.saved import Shard
 from pswire.model.status import Saving
 from pswire.model.tensor import Array
 

@@ -11,13 +11,13 @@ import numpy as np
 from psserver.tables.native import Native
 from psserver.tables.saving import HeldState
 from psserver.tables.table import Table
-from pswire.api import PartOf, SavedTable
 from pswire.checkpoint.reader import SavedCheckpoint
 from pswire.checkpoint.table_layers import TableLayer, layers_of
 from pswire.checkpoint.table_tensors import tensors_of
 from pswire.checkpoint.writer import Column
 from pswire.errors import CheckpointError, VariableMismatch
 from pswire.model.hashing import buckets_of, hashes_of
+from pswire.model.saved import PartOf, SavedTable
 from pswire.model.table_state import offsets_of
 from pswire.model.tables import SlotTensor, TableSpec
 from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of

@@ -103,6 +103,7 @@ class Answers:
         record: Record,
         waiters: Sequence[Waiter],
         broken: PSError | None,
+        over: int,
         ready: Mapping[int | Ref, Array] | None = None,
         looked_up: Mapping[int, Sequence[Array]] | None = None,
     ) -> list[Effect]:
@@ -112,6 +113,7 @@ class Answers:
             record: the round's record.
             waiters: the contributions to answer, with their futures.
             broken: why variables are of no use any more; None if they are.
+            over: rounds that are over, counted from 0; members that were left out are told.
             ready: values of the running round, which ends, that are on the host already; None for an earlier round.
             looked_up: of the running round, for each session the rows that it has asked for.
         """
@@ -123,7 +125,7 @@ class Answers:
             try:
                 if error := record.error or broken:
                     raise error
-                if said.session not in record.sessions and said.closure is None:
+                if not (record.is_for(said.session) or said.closure):
                     raise Fenced(f"round {said.round} was made without this session; restart the process")
                 rows = (looked_up or {}).get(said.session) if said.lookups else ()
                 if said.lookups or said.want not in payloads:
@@ -133,7 +135,7 @@ class Answers:
                     if rows is None or behind or (here and self._store.device.gpu is not None):
                         wanted = [fresh[id] if id in fresh else here[id] for id in said.want]
                         tables = self._store.row_views(said.lookups)
-                        answers.append(Work("arrays", self._fetch, (said, record, wanted, tables), future=future))
+                        answers.append(Work("arrays", self._fetch, (said, record, wanted, tables, over), future=future))
                         continue
                     fresh.update((id, value) for id, value in here.items() if not isinstance(value, Unsettled))
                     payload = Payload.pack([*(fresh[id] for id in said.want), *record.given, *rows])
@@ -141,7 +143,7 @@ class Answers:
                         payloads[said.want] = payload
                 else:
                     payload = payloads[said.want]
-                answers.append(Reply(future, _reply(said, record, payload)))
+                answers.append(Reply(future, _reply(said, record, payload, over)))
             except PSError as error:
                 answers.append(Fail(future, error))
         return answers
@@ -152,6 +154,7 @@ class Answers:
         record: Record,
         wanted: Sequence[Array | Unsettled],
         tables: Sequence[Array | Unsettled | TableTensor],
+        over: int,
     ) -> RoundReply:
         """Copies what a member wants to the host, for its answer; in the thread for arrays.
 
@@ -160,17 +163,25 @@ class Answers:
             record: the round's record.
             wanted: the wanted variables.
             tables: the variables of which it wants rows.
+            over: as `replies` has it.
         """
         device = self._store.device
         rows = [take_rows(table, read.numbers(), device.xp) for table, read in zip(tables, said.lookups, strict=True)]
-        return _reply(
-            said, record, Payload.pack([*map(device.get, map(whole, wanted)), *record.given, *map(device.get, rows)])
-        )
+        payload = Payload.pack([*map(device.get, map(whole, wanted)), *record.given, *map(device.get, rows)])
+        return _reply(said, record, payload, over)
 
 
-def _reply(said: Contribution, record: Record, payload: Payload) -> RoundReply:
+def _reply(said: Contribution, record: Record, payload: Payload, over: int) -> RoundReply:
     if record.epoch is None:
         raise PSError("a round without an epoch")
     return RoundReply(
-        said.round, record.epoch, record.more, record.left_out, payload, record.warnings, record.observers, record.rows
+        said.round,
+        record.epoch,
+        record.more,
+        record.left_out,
+        payload,
+        record.warnings,
+        record.observers,
+        record.rows,
+        over if said.session in record.late else 0,
     )

@@ -37,7 +37,6 @@ from pswire.api import (
     RestoreReply,
     RoundReply,
     RowRead,
-    Shard,
     TableRead,
     Vote,
     Watched,
@@ -47,6 +46,7 @@ from pswire.errors import PSError
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
 from pswire.model.log import Approved, LogEntry, Mode, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
+from pswire.model.saved import Shard
 from pswire.model.status import STILL, Happened, Pace, ServerStatus
 from pswire.transport.payload import Payload
 
@@ -205,9 +205,10 @@ class Core:
         mode: Mode = "sync",
         job: str = "",
         term: int = 0,
+        backup_workers: int = 0,
     ) -> Opened:
         drawn = secrets.randbits(DRAWN)
-        return self._enter(self.machine.open, task, replicas, session, drives, mode, job, term, drawn)
+        return self._enter(self.machine.open, task, replicas, session, drives, mode, job, term, drawn, backup_workers)
 
     def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL) -> None:
         _raise(self._enter(self.machine.beat, session, round, plan_id, pace))

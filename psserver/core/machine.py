@@ -44,7 +44,6 @@ from pswire.api import (
     RestoreOrder,
     RestoreReply,
     RoundReply,
-    Shard,
     Vote,
     Watched,
 )
@@ -54,6 +53,7 @@ from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PS
 from pswire.limits import WINDOW
 from pswire.model.log import LogEntry, Mode, Start
 from pswire.model.plan import PlacedVariable, Turn, VariableSpec
+from pswire.model.saved import Shard
 from pswire.model.status import STILL, Pace, ServerStatus
 from pswire.transport.payload import Payload
 
@@ -170,6 +170,7 @@ class Machine(ClosureStimuli):
         job: str,
         term: int,
         drawn: int,
+        backup_workers: int = 0,
     ) -> Outcome[Opened]:
         """Opens a task's session on server 0; on other servers registers one that server 0 opened.
 
@@ -177,7 +178,8 @@ class Machine(ClosureStimuli):
         """
         token = 0
         if self.server == 0:
-            session, token = self.members.open(task, replicas, drives, session, now, mode, job, term, drawn)
+            given = task, replicas, drives, session, now, mode, job, term, drawn, backup_workers
+            session, token = self.members.open(*given)
         else:
             self.registry.enter(session, task)
         self.tally.signs += 1
@@ -350,8 +352,7 @@ class Machine(ClosureStimuli):
         self._admission.check(contribution.session, now)
         if contribution.first_values:
             return None, self.first_values.push(contribution.session, contribution.first_values, payload, future)
-        effects: list[Effect] = []
-        record = self.rounds.recorded(contribution)
+        record, effects = self.rounds.recorded(contribution), list[Effect]()
         if record is not None:
             self.waiters.add(Resend(contribution.session, future, record, contribution))
         elif len(set(contribution.want)) != len(contribution.want):
@@ -362,9 +363,7 @@ class Machine(ClosureStimuli):
             refused = any(isinstance(effect, Fail) and effect.future is future for effect in effects)
             if begun is not None and not refused:
                 effects += self.runner.listen(contribution, future, begun)
-        if not whole:
-            effects.append(Await(payload, payload.size))
-        return None, effects
+        return None, effects if whole else [*effects, Await(payload, payload.size)]
 
     # ---- Other servers ----
 

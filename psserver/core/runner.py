@@ -118,7 +118,7 @@ class Runner:
 
     def replies(self, record: Record, waiters: Sequence[Waiter]) -> list[Effect]:
         """Returns answers with the wanted variables as they are now, before the next round."""
-        return self._answers.replies(record, waiters, self.broken)
+        return self._answers.replies(record, waiters, self.broken, self._rounds.last + 1)
 
     def next(self) -> list[Effect]:
         """Begins the next round that can run, or continues the running one once its data has arrived."""
@@ -146,7 +146,7 @@ class Runner:
         if job.commit is Commit.ATOMIC:
             return self._go_on(execution)
         begins = self._answers.begin(execution, self._rounds.waiters(job))
-        return [Work("arrays", self._tell, (begins,), then=partial(self._told, execution))]
+        return [Work("arrays", _tell, (begins,), then=partial(self._told, execution))]
 
     # ---- Rounds of several servers ----
 
@@ -177,6 +177,9 @@ class Runner:
         if verdict.error is not None:
             error = verdict.error
             return self._finish(trial, False, lambda: self._close(job, trial, *self._rounds.fail(job, error)))
+        if agreed.is_short and not (verdict.unanimous or ballot.attempt):
+            self._rounds.gather(job, ballot.attempt + 1, verdict.any)  # nothing was tried: what is waits for all
+            return self.next()
         if not agreed.parts:
             void = partial(self._rounds.complete, agreed, Given())
             return self._finish(trial, False, lambda: self._close(agreed, trial, *void()))
@@ -286,11 +289,6 @@ class Runner:
 
     # ---- Array work, without the lock ----
 
-    def _tell(self, begins: Sequence[Run]) -> None:
-        """Hands the payloads of their answers to members, before the first step."""
-        for begin in begins:
-            begin.call(*begin.args)
-
     def _step(
         self, execution: Execution, reads: Collection[int], in_place: bool
     ) -> tuple[dict[int, Array], dict[int | Ref, Array]]:
@@ -394,7 +392,7 @@ class Runner:
         self, execution: Execution, ready: Mapping[int | Ref, Array], error: PSError | None, now: float
     ) -> list[Effect]:
         """Ends the round; `ready` are values that are on the host already."""
-        job, effects = execution.job, list[Effect]()
+        job, effects = execution.job, self._rounds.unused(execution.job)
         self._store.end_loan()
         if error is None:
             warnings = self._nonfinite.judge(job, execution.found, self._tally)
@@ -410,9 +408,16 @@ class Runner:
             record, waiters = self._rounds.fail(job, error)
         self._tally.over(job, record, self._rounds.last, execution.ran, now)
         self._execution = None
-        replies = self._answers.replies(record, waiters, self.broken, ready, execution.lookups.found)
+        found = self._rounds.last + 1, ready, execution.lookups.found
+        replies = self._answers.replies(record, waiters, self.broken, *found)
         self._answers.drop()
         return [*effects, *replies, Run(self._tally.answered, (now,))]
+
+
+def _tell(begins: Sequence[Run]) -> None:
+    """Hands the payloads of their answers to members, before the first step. Array work, without the lock."""
+    for begin in begins:
+        begin.call(*begin.args)
 
 
 def _takes_tables(job: ReadyRound, store: Store) -> bool:

@@ -57,6 +57,11 @@ class MemberShare:
     said: Contribution
     payload: Payload
 
+    @property
+    def has_examples(self) -> bool:
+        """True if it contributes to any reduction: a worker without data takes part with nothing."""
+        return any(self.said.weights)
+
 
 @dataclass(frozen=True)
 class ReadyRound:
@@ -75,6 +80,9 @@ class ReadyRound:
         voters: the servers that agree on its contributions, this one included; empty if this one decides alone.
         error: the reason why it cannot run; None if it can.
         attempt: how many votes of it there were before.
+        needs: contributions of examples that it has at least if it is made without the last of its members; 0 if it
+            waits for all of them.
+        late: sessions of members whose contributions have not come in time; they go on with what it has made.
     """
 
     round: int
@@ -89,6 +97,8 @@ class ReadyRound:
     voters: tuple[int, ...] = ()
     error: PSError | None = None
     attempt: int = 0
+    needs: int = 0
+    late: frozenset[int] = frozenset()
 
     @property
     def sessions(self) -> frozenset[int]:
@@ -98,8 +108,15 @@ class ReadyRound:
     def only(self, sessions: Set[int]) -> ReadyRound:
         """Returns the same round with the contributions of some sessions; the other members are left out."""
         parts = tuple(part for part in self.parts if part.said.session in sessions)
-        out = (part.member.task for part in self.parts if part.said.session not in sessions)
-        return replace(self, parts=parts, left_out=tuple(sorted((*self.left_out, *out))))
+        out = [part.member for part in self.parts if part.said.session not in sessions]
+        left_out = tuple(sorted((*self.left_out, *(member.task for member in out))))
+        late = self.late | {member.session for member in out} if self.needs else self.late
+        return replace(self, parts=parts, left_out=left_out, late=late)
+
+    @property
+    def is_short(self) -> bool:
+        """True if fewer members contribute examples to it than it needs."""
+        return sum(part.has_examples for part in self.parts) < self.needs
 
     def vote(self, chief: int, attempt: int, closed: int) -> Vote:
         """Returns this server's vote in it.

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 from psserver.plans.round import ReadyRound
 from psserver.state.strands import Record
-from pswire.api import Shard
+from pswire.model.saved import Shard
 from pswire.telemetry.metrics import Histogram
 
 ROUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128)

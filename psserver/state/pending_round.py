@@ -50,7 +50,7 @@ class PendingRound:
         error: the error of a failed round; None otherwise.
         doubtful: pushes of newcomers that differ from it, before an older member has pushed.
         attempt: how many votes of it there were before.
-        agreed: the sessions that those votes have left; None before the first.
+        agreed: the sessions that those votes have left, or that one of them has had; None before the first.
         restarted: True if contributions were used up of which nothing counts: what is pushed again is taken in whole.
     """
 
@@ -100,7 +100,7 @@ class PendingRound:
         """The members that votes have not left out."""
         return (m for m in self.members if self.agreed is None or m.session in self.agreed)
 
-    def usable(self, fenced: Set[int], last: int) -> list[MemberShare]:
+    def usable(self, fenced: Set[int], last: int, whole: bool = False) -> list[MemberShare]:
         """Returns the contributions that count, in task order.
 
         One of a fenced member does not where it is incomplete, or where the round before it is missing, which will
@@ -109,14 +109,22 @@ class PendingRound:
         Args:
             fenced: sessions that are left out.
             last: the last round that is over.
+            whole: True if so it is with everybody: the round does not wait for the rest.
         """
         found = filter(None, (self.parts.get(member.session) for member in self._counted))
         parts = sorted(found, key=lambda part: part.member.task)
         return [
             part
             for part in parts
-            if part.member.session not in fenced or (part.payload.whole and part.said.previous <= last)
+            if (part.payload.whole and part.said.previous <= last) or not (whole or part.member.session in fenced)
         ]
+
+    def needs(self, plan: PreparedPlan, members: int) -> int:
+        """Returns how many of some members have to contribute examples; 0 if it waits for all of them.
+
+        Once a vote has found too few whom all servers have, it waits for all whom one of them has.
+        """
+        return max(members - self._backup, 1) if self.agreed is None and self._leaves_out(plan) else 0
 
     def voters(self, plan: PreparedPlan) -> tuple[int, ...]:
         """Returns the servers that agree on whose contributions it has; none where each decides alone."""
@@ -125,37 +133,69 @@ class PendingRound:
 
     def streams(self, plan: PreparedPlan) -> bool:
         """Returns True if it may begin before its contributions are whole: not if it is small, or may fail."""
-        return plan.streams and self._mode != "async" and not self.restarted
+        # Who will be late is not known before the others are whole.
+        return plan.streams and self._mode != "async" and not (self.restarted or self._leaves_out(plan))
+
+    def _leaves_out(self, plan: PreparedPlan) -> bool:
+        """Returns True if it may be made without the last of its members.
+
+        Not where it is tried before several servers vote on it: nobody can read what it assigns until all have, and a
+        server may wait in another round for who reads.
+        """
+        return self._backup > 0 and plan.plan.trains and not (plan.may_refuse and self.voters(plan))
+
+    @property
+    def _backup(self) -> int:
+        """The number of its members that it does not wait for."""
+        return self.members[0].backup_workers if self.members else 0
 
     @property
     def _mode(self) -> Mode:
         """The mode of its members, which is the same for all of a job."""
         return self.members[0].mode if self.members else "sync"
 
-    def awaits(self, plan: PreparedPlan | None, fenced: Set[int], last: int) -> bool:
+    def awaits(self, plan: PreparedPlan | None, fenced: Set[int], last: int, near: Callable[[int], bool]) -> bool:
         """Returns True if it waits for its plan, or for a contribution to be whole, or, if it streams, to begin.
 
-        Also for a member's round before it, which has not arrived: `last` is the last round that is over.
+        Also for a member's round before it, which has not arrived. With backup workers it does not wait for the last
+        of its members once enough of the others contribute examples.
+
+        Args:
+            plan: its plan, if that is approved.
+            fenced: sessions that are left out.
+            last: the last round that is over.
+            near: returns whether a session is near enough to be left out: it will find the records of what it misses.
         """
-        streams = plan is not None and self.streams(plan)
-        for member in self._counted:
-            if member.session in fenced:
-                continue
-            part = self.parts.get(member.session)
+        if plan is None:
+            return True
+        streams = self.streams(plan)
+        living = [member.session for member in self._counted if member.session not in fenced]
+        for session in living:
+            part = self.parts.get(session)
             if part is None or part.said.previous > last or not (streams or part.payload.whole):
-                return True
-        return plan is None
+                break
+        else:
+            return False
+        needs = self.needs(plan, len(living))
+        whole = self.usable(fenced, last, whole=True) if needs else []
+        if not needs or sum(part.has_examples for part in whole) < needs:
+            return True
+        return not all(map(near, set(living) - {part.said.session for part in whole}))
 
     def ready(
         self, number: int, plan: PreparedPlan, fenced: Set[int], section: Callable[[], str], key: Key, last: int
     ) -> ReadyRound:
         """Returns this round ready to run, given its number, its plan and that in words, its strand and its last."""
-        parts = self.usable(fenced, last)
+        needs = self.needs(plan, len(self.members))
+        parts = self.usable(fenced, last, whole=bool(needs))
         there = {part.member.session for part in parts}
         streams = self.streams(plan) and not all(part.said.observes for part in parts)
         left_out = tuple(member.task for member in self.members if member.session not in there)
         commit = Commit.PROGRESSIVE if streams else Commit.ATOMIC
         voters, error = self.voters(plan), self.error
+        late = frozenset[int]()
+        if len(parts) < len(self.members) and self._leaves_out(plan):
+            late = frozenset({member.session for member in self.members} - there - fenced)
         return ReadyRound(
             number,
             plan,
@@ -169,6 +209,8 @@ class PendingRound:
             voters,
             error,
             self.attempt,
+            needs,
+            late,
         )
 
     def again(self, attempt: int, agreed: frozenset[int] | None) -> list[Effect]:
@@ -178,6 +220,14 @@ class PendingRound:
         waiters, self.waiters = self.waiters, []
         error = PushAgain("a member of the round was lost; the contribution has to be sent once more")
         return [Fail(future, error) for _, future in waiters]
+
+    def begin_anew(self, plan_id: bytes, epoch: int) -> list[tuple[Member, Future[RoundReply]]]:
+        """Takes another plan and epoch; returns whose contributions it had, with the answers that they wait for."""
+        dropped = [(self.parts[said.session].member, future) for said, future in self.waiters]
+        self.parts.clear()
+        self.waiters.clear()
+        self.plan_id, self.epoch = plan_id, epoch
+        return dropped
 
     def fail(self, error: PSError) -> list[Effect]:
         """Fails the round for all its waiters."""

@@ -16,12 +16,13 @@ from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Key, MemberShare, ReadyRound
 from psserver.state.closure_rounds import ClosuresOver, same_closure, take_over
 from psserver.state.pending_round import PendingRound, Push, Waiter
-from psserver.state.sessions import diverged, newcomer_diverged
-from psserver.state.strands import RECORDS, Given, Parked, Record, Strand, check_window
+from psserver.state.sections import Sections
+from psserver.state.sessions import diverged
+from psserver.state.strands import Given, Parked, Record, Strand, check_window, kept
 from psserver.state.votes import Votes
 from pswire.api import Contribution, RoundReply, Vote
 from pswire.cluster import Task
-from pswire.errors import Diverged, Fenced, InvalidRequest, PSError
+from pswire.errors import Fenced, InvalidRequest, PSError
 from pswire.limits import CLOSURE_ROUNDS
 from pswire.model.log import Epoch, Member, Position
 from pswire.model.status import OpenRound, WorkerProgress
@@ -48,6 +49,7 @@ class Rounds:
 
     def __init__(self, describe: Callable[[bytes], str], server: int = 0) -> None:
         self._describe = describe
+        self._sections = Sections(describe)
         self.votes = Votes(server)
         self.clear()
 
@@ -163,6 +165,7 @@ class Rounds:
             pending.doubtful.append(push)
             return
         self._check_plan(pending, said, member)
+        strand.came(said)
         self._take(pending, push, member)
         if pending.doubtful and not self._joins(said):
             self._settle(pending)
@@ -202,11 +205,11 @@ class Rounds:
             raise InvalidRequest(f"round {said.round} of this session has another plan, or another epoch")
         if self._joins(said) and pending.parts:
             other = next(iter(pending.parts.values()))
-            raise self._refusal(said.round, member, said.plan_id, other.member, pending.plan_id)
+            raise self._sections.refusal(said.round, member, said.plan_id, other.member, pending.plan_id)
         if self._only_newcomers(pending):
             self._evict(pending, said, member)
             return
-        raise self._fail(pending, self._diverged(said.round, pending, member, self._describe(said.plan_id)))
+        raise self._fail(pending, self._sections.diverged(said.round, pending, member, self._describe(said.plan_id)))
 
     def _joins(self, said: Contribution) -> bool:
         """Returns True for the first round of a process that joined others, rather than began together with all."""
@@ -217,19 +220,11 @@ class Rounds:
         """Returns True if no older member has pushed yet."""
         return bool(pending.parts) and all(self._joins(part.said) for part in pending.parts.values())
 
-    def _refusal(self, round: int, member: Member, plan_id: bytes, other: Member, others: bytes) -> PSError:
-        positions = [(other.task, self._describe(others)), (member.task, self._describe(plan_id))]
-        return newcomer_diverged(member.task, round, positions)
-
     def _evict(self, pending: PendingRound, said: Contribution, member: Member) -> None:
         """Fails newcomers that came first, with another plan than an older member's."""
-        for one, future in pending.waiters:
-            newcomer = pending.parts[one.session].member
-            refusal = self._refusal(said.round, newcomer, pending.plan_id, member, said.plan_id)
+        for newcomer, future in pending.begin_anew(said.plan_id, said.epoch):
+            refusal = self._sections.refusal(said.round, newcomer, pending.plan_id, member, said.plan_id)
             self._effects.append(Fail(future, refusal))
-        pending.parts.clear()
-        pending.waiters.clear()
-        pending.plan_id, pending.epoch = said.plan_id, said.epoch
 
     def _settle(self, pending: PendingRound) -> None:
         """Takes the doubtful pushes of newcomers again once an older member has pushed, which decides them."""
@@ -241,11 +236,6 @@ class Rounds:
         """Returns the members of an epoch that is known here."""
         return self._epochs[number].members
 
-    def _diverged(self, round: int, pending: PendingRound, member: Member, section: str) -> Diverged:
-        other = next(iter(pending.parts.values()), None)
-        positions = [(other.member.task, self._describe(pending.plan_id))] if other else []
-        return diverged(round, [*positions, (member.task, section)])
-
     def _check_order(self, strand: Strand, said: Contribution, member: Member) -> None:
         """Checks that a worker makes all rounds, and has not too many under way.
 
@@ -255,7 +245,7 @@ class Rounds:
         before, here = max(said.previous, said.start - 1), self._epochs[said.epoch].members
         for number, pending in strand.open.items():
             if before < number < said.round and pending.error is None and member in pending.missing(self.fenced):
-                raise self._fail(pending, self._diverged(number, pending, member, LATER))
+                raise self._fail(pending, self._sections.diverged(number, pending, member, LATER))
             ahead = pending.passed(said.round, here, self.fenced) if number > said.round else []
             if ahead:
                 section = self._describe(said.plan_id)
@@ -278,20 +268,24 @@ class Rounds:
 
         Raises:
             InvalidRequest: the round had another plan.
+            Diverged: so it had, and this session has only come late.
             Fenced: the round was completed without this session.
         """
         epoch = self._epochs.get(said.epoch)
         member = epoch.session(said.session) if epoch else None
         strand = self.strands.get(_key(member, said)) if epoch else None
         record = strand.records.get(said.round) if strand else None
-        if record is None or record.error is not None:
+        if epoch is None or strand is None or record is None or record.error is not None:
             return record
         if same_closure(record.plan_id, said):
             return record
         if record.plan_id != said.plan_id:
+            if said.session in record.late:
+                raise self._sections.late(said, record, epoch)
             raise InvalidRequest(f"round {said.round} had another plan")
-        if said.session not in record.sessions:
+        if not record.is_for(said.session):
             raise Fenced(f"round {said.round} was made without this session; restart the process")
+        strand.came(said)
         return record
 
     def next_job(self) -> ReadyRound | None:
@@ -312,7 +306,7 @@ class Rounds:
             if pending.error is not None and not voters:
                 # Its members have their answer already, and nothing of it may be applied.
                 self._close(key, number, Record(pending.plan_id, error=pending.error))
-            elif pending.error is None and (pending.awaits(plan, self.fenced, strand.last) or plan is None):
+            elif pending.error is None and pending.awaits(plan, self.fenced, strand.last, strand.is_near):
                 return None
             elif plan is None or not (voters or pending.usable(self.fenced, strand.last)):
                 # All its members are gone without a contribution; it must not block later rounds.
@@ -360,6 +354,22 @@ class Rounds:
         self._running = None
         return self.strands[job.strand].open[job.round].again(attempt, agreed)
 
+    def gather(self, job: ReadyRound, attempt: int, sessions: frozenset[int]) -> None:
+        """A round whose servers have too few contributions in common waits for more.
+
+        Args:
+            job: the round.
+            attempt: the number of its next vote.
+            sessions: those whose contributions one of its servers has: they are on their way to all.
+        """
+        self._running, pending = None, self.strands[job.strand].open[job.round]
+        pending.attempt, pending.agreed = attempt, sessions
+
+    def unused(self, job: ReadyRound) -> list[Effect]:
+        """Lets go of what late members have sent of a round that is over: nobody will read it, nor what still comes."""
+        parts = self.strands[job.strand].open[job.round].parts if job.late else {}
+        return [Run(part.payload.discard) for session, part in parts.items() if session not in job.sessions]
+
     def _close(self, key: Key, number: int, record: Record) -> list[Waiter]:
         self._running = None
         self.last = self.last + 1 if key else number
@@ -369,7 +379,7 @@ class Rounds:
         strand = self.strands[key] = self.strands.pop(key)
         if key is None:
             self.votes.close(number)
-        return strand.close(number, record, CLOSURE_ROUNDS if isinstance(key, int) else RECORDS)
+        return strand.close(number, record, CLOSURE_ROUNDS if isinstance(key, int) else kept(self.epoch))
 
     def abandon(self, error: PSError) -> list[Effect]:
         """Fails all calls that wait."""

@@ -119,6 +119,7 @@ class Membership:
         job: str = "",
         term: int = 0,
         drawn: int = 0,
+        backup_workers: int = 0,
     ) -> tuple[int, int]:
         """Opens a session, and ends the task's earlier one; a call with the same key returns the same session.
 
@@ -127,7 +128,8 @@ class Membership:
 
         Raises:
             TaskTaken: another process is this task, or chief, and is alive.
-            ConfigError: there is another job, or the other sessions have another mode, or there are too many.
+            ConfigError: there is another job, or the other sessions have another mode or other backup workers, or there
+                are too many.
             Forbidden: another task's session has the same key.
         """
         for number, session in self._sessions.items():
@@ -140,7 +142,7 @@ class Membership:
             self._hear(now)
         self._check_job(task, job)
         if not drives:
-            self._check_mode(task, mode)
+            self._check_mode(task, mode, backup_workers)
         rivals = [s for s in self._open_or_driving() if s.drives == drives and (drives or s.member.task == task)]
         for rival in rivals:
             self._check_gone(rival, task, now)
@@ -151,7 +153,8 @@ class Membership:
         self._last += 1
         token = self._next_token(term, drawn) if drives else 0
         self._registry.enter(self._last, task)
-        self._sessions[self._last] = _SessionRecord(Member(task, self._last, replicas, mode), drives, now, key, token)
+        member = Member(task, self._last, replicas, mode, backup_workers)
+        self._sessions[self._last] = _SessionRecord(member, drives, now, key, token)
         self.version += 1
         return self._last, token
 
@@ -219,11 +222,13 @@ class Membership:
             )
         self._registry.check_room()
 
-    def _check_mode(self, task: Task, mode: Mode) -> None:
+    def _check_mode(self, task: Task, mode: Mode, backup_workers: int) -> None:
         for other in (session.member for session in self._open()):
-            if other.task != task and other.mode != mode:
+            if other.task != task and (other.mode, other.backup_workers) != (mode, backup_workers):
+                mine = _consistency(mode, backup_workers)
                 raise ConfigError(
-                    f"{task} runs with {CONSISTENCY[mode]}, and {other.task} with {CONSISTENCY[other.mode]}; "
+                    f"{task} runs with {mine}, and {other.task} with "
+                    f"{_consistency(other.mode, other.backup_workers)}; "
                     "give every process of the job the same consistency"
                 )
 
@@ -400,6 +405,11 @@ class Membership:
             session.state = state
             session.waits = (-1, b"")
             self.version += 1
+
+
+def _consistency(mode: Mode, backup_workers: int) -> str:
+    """Returns what a process says to make its rounds so."""
+    return f"ps.Sync(backup_workers={backup_workers})" if backup_workers else CONSISTENCY[mode]
 
 
 def _told(positions: Iterable[tuple[Task, str]]) -> str:

@@ -27,6 +27,14 @@ RESENDS = 8
 RECORDS = WINDOW + 1
 """Rounds of a strand whose answers are kept for resends."""
 
+BEHIND = 64
+"""Rounds that a member may be left out of, one after the other; their answers are kept for it as well."""
+
+
+def kept(epoch: Epoch | None) -> int:
+    """Returns how many rounds of a strand have their answers kept."""
+    return RECORDS + BEHIND if epoch is not None and epoch.backup_workers else RECORDS
+
 
 class Given(NamedTuple):
     """The values that a round gives back to every member.
@@ -49,7 +57,8 @@ class Record:
         given: the plan's returned values of this server; of rows, which come last, ids and rows.
         rows: of each of these, how many rows there are.
         warnings: as in `RoundReply`.
-        sessions: sessions whose contributions are in it; no other gets the answer.
+        sessions: sessions whose contributions are in it; no other gets the answer, but for those that were late.
+        late: sessions of members that were left out since they were late, and go on with this answer.
         error: the error of a failed round; None otherwise.
     """
 
@@ -63,6 +72,11 @@ class Record:
     warnings: tuple[str, ...] = ()
     observers: tuple[Task, ...] = ()
     rows: tuple[int, ...] = ()
+    late: frozenset[int] = frozenset()
+
+    def is_for(self, session: int) -> bool:
+        """Returns whether a session gets this answer."""
+        return session in self.sessions or session in self.late
 
     @classmethod
     def of(
@@ -84,6 +98,7 @@ class Record:
             warnings=tuple(warnings),
             observers=tuple([part.member.task for part in job.parts if part.said.observes]),
             rows=tuple(given.rows),
+            late=job.late,
         )
 
 
@@ -150,12 +165,23 @@ class Strand:
         settled: positions of the members' datasets after the last complete round.
         records: answers of the last rounds, by number, for resends.
         open: open rounds, by number.
+        pushed: the newest round that each session has pushed to this server.
     """
 
     last: int = -1
     settled: tuple[Position, ...] = ()
     records: dict[int, Record] = field(default_factory=dict)
     open: dict[int, PendingRound] = field(default_factory=dict)
+    pushed: dict[int, int] = field(default_factory=dict)
+
+    def came(self, said: Contribution) -> None:
+        """Notes that a session has come to a round, which may be over."""
+        self.pushed[said.session] = max(self.pushed.get(said.session, -1), said.round)
+
+    def is_near(self, session: int) -> bool:
+        """Returns whether a member may be left out of one more round: it is not too far behind, and has begun."""
+        pushed = self.pushed.get(session)
+        return pushed is not None and sum(number > pushed for number in self.records) < BEHIND
 
     def check_open(self, said: Contribution) -> None:
         """Raises `PSError` for a push to a round that is over."""

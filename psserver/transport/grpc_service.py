@@ -60,7 +60,8 @@ Answer = Callable[[ParameterServer, Any], Message]
 def _open(core: ParameterServer, m: pb.OpenRequest, server: str) -> pb.OpenReply:
     mode, task = messages.MODES[m.mode], messages.TASK.from_pb(m.task)
     check_protocol(m.protocol, str(task), server)
-    return messages.OPENED.to_pb(core.open(task, m.replicas, m.session, m.drives, mode, m.job, m.term))
+    opened = core.open(task, m.replicas, m.session, m.drives, mode, m.job, m.term, m.backup_workers)
+    return messages.OPENED.to_pb(opened)
 
 
 def _beat(core: ParameterServer, m: pb.BeatRequest) -> Message:

@@ -12,12 +12,12 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from pswire import strict_json
-from pswire.api import SavedTable, SavedTensor, Shard
 from pswire.checkpoint.manifest import Base, Manifest, Saved, Slice
 from pswire.checkpoint.table_tensors import beside
 from pswire.errors import CheckpointError
 from pswire.model.hashing import BUCKETS
 from pswire.model.plan import SnapshotOrder
+from pswire.model.saved import SavedTable, SavedTensor, Shard
 from pswire.model.tensor import TensorSpec
 from pswire.strict_json import Malformed
 

@@ -11,7 +11,6 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
-from pswire.api import PartOf, Shard
 from pswire.checkpoint.assembly import tensors_in
 from pswire.checkpoint.manifest import MANIFEST, Manifest, shard_name
 from pswire.checkpoint.merged_tables import MergedTable
@@ -21,6 +20,7 @@ from pswire.checkpoint.table_layers import ALL
 from pswire.checkpoint.table_tensors import BESIDE, beside, kinds_of
 from pswire.checkpoint.writer import Column, sweep, write_file
 from pswire.model.plan import ShardOf
+from pswire.model.saved import PartOf, Shard
 from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
 
 

@@ -11,11 +11,11 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from pswire import strict_json
-from pswire.api import SavedTable
 from pswire.checkpoint.table_specs import slots_from_json, slots_to_json, spec_from_json, spec_to_json
 from pswire.checkpoint.table_tensors import BESIDE, beside
 from pswire.errors import CheckpointError, DamagedCheckpoint, InvalidRequest
-from pswire.model.log import Position
+from pswire.model.log import Examples, Position
+from pswire.model.saved import SavedTable
 from pswire.model.tensor import TensorSpec
 from pswire.strict_json import Malformed
 from pswire.versions import version
@@ -244,7 +244,7 @@ class Manifest:
             "library": self.library or f"paramserver {version('paramserver')}",
             "saved_at": self.saved_at,
             "round": self.round,
-            "positions": [vars(position) for position in self.positions],
+            "positions": [_position_entry(position) for position in self.positions],
             "files": dict(self.files),
             "objects": dict(self.objects),
             "state": dict(self.state),
@@ -343,7 +343,22 @@ def _base(data: Any) -> Base | None:
 def _position(data: Any) -> Position:
     said = strict_json.fields(data)
     dataset, epoch, index = (strict_json.integer(strict_json.field(said, key)) for key in ("dataset", "epoch", "index"))
-    return Position(strict_json.integer(dataset, _MAX_DATASET), epoch, index)
+    returned = tuple(map(_examples, strict_json.items(said.get("returned", []))))
+    return Position(strict_json.integer(dataset, _MAX_DATASET), epoch, index, returned)
+
+
+def _examples(data: Any) -> Examples:
+    numbers = [strict_json.integer(number) for number in strict_json.items(data)]
+    if len(numbers) != 3 or numbers[1] >= numbers[2]:
+        raise Malformed(f"{str(data)[:80]} is no number of a batch with the examples from one to another")
+    return Examples(*numbers)
+
+
+def _position_entry(position: Position) -> dict[str, Any]:
+    said: dict[str, Any] = {"dataset": position.dataset, "epoch": position.epoch, "index": position.index}
+    if position.returned:
+        said["returned"] = [[each.index, each.first, each.stop] for each in position.returned]
+    return said
 
 
 def _saved(data: Any) -> Saved:

@@ -9,12 +9,12 @@ from typing import NoReturn
 
 import numpy as np
 
-from pswire.api import SavedTable
 from pswire.checkpoint.reader import SavedCheckpoint
 from pswire.checkpoint.table_tensors import BESIDE, COUNTS, KEYS, Unit, beside, kinds_of
 from pswire.errors import DamagedCheckpoint
 from pswire.model.hashing import BUCKETS, Hashes, buckets_of, hashes_of
 from pswire.model.rows import Int64s
+from pswire.model.saved import SavedTable
 from pswire.model.table_state import TableState, offsets_of
 from pswire.model.tables import TableSpec
 from pswire.model.tensor import DTYPES, Array, TensorSpec

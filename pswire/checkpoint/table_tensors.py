@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from pswire.api import PartOf
+from pswire.model.saved import PartOf
 from pswire.model.table_state import TableState
 from pswire.model.tables import CBFFilter, CounterFilter, TableSpec, TimeToLive
 from pswire.model.tensor import Array

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import IO, Any, Protocol
 
-from pswire.api import PartOf, SavedTable, SavedTensor, Shard
 from pswire.checkpoint import safetensors_stream
 from pswire.checkpoint.assembly import Said
 from pswire.checkpoint.manifest import (
@@ -37,6 +36,7 @@ from pswire.checkpoint.storage import Storage, below, parted
 from pswire.errors import CheckpointError
 from pswire.model.log import Position
 from pswire.model.plan import ShardOf, SnapshotOrder
+from pswire.model.saved import PartOf, SavedTable, SavedTensor, Shard
 from pswire.model.tensor import Array, TensorSpec, portable, spec_of
 from pswire.strict_json import Malformed
 

@@ -19,8 +19,6 @@ from pswire.api import (
     RestoreStage,
     RoundReply,
     RowRead,
-    SavedTensor,
-    Shard,
     TableQuestion,
     TableRead,
     Vote,
@@ -42,7 +40,7 @@ from pswire.model.closures import (
     Piece,
     Taken,
 )
-from pswire.model.log import Epoch, LogEntry, Member, Mode, Position, Start
+from pswire.model.log import Epoch, Examples, LogEntry, Member, Mode, Position, Start
 from pswire.model.plan import (
     Form,
     Nonfinite,
@@ -56,6 +54,7 @@ from pswire.model.plan import (
     VariableSpec,
 )
 from pswire.model.program import PROGRAM_VERSION, Attr, InputKind, Program
+from pswire.model.saved import SavedTensor, Shard
 from pswire.model.status import Happened, Pace, ServerStatus, SessionState
 from pswire.model.tables import (
     Admission,
@@ -165,6 +164,7 @@ SPEC = MAPPER.pair(VariableSpec, pb.VariableSpec, check=VariableSpec.check)
 VARIABLE = MAPPER.pair(PlacedVariable, pb.Variable)
 
 TASK = MAPPER.add(Task, Codec(pb.Task, _task_to_pb, _task_from_pb))
+MAPPER.pair(Examples, pb.Examples)
 POSITION = MAPPER.pair(Position, pb.Position)
 START = MAPPER.pair(Start, pb.Start)
 MEMBER = MAPPER.pair(Member, pb.Member)
@@ -281,7 +281,17 @@ class RoundEncoder:
             said = pb.RoundHeader(epoch=EPOCH.to_pb(reply.epoch)).SerializeToString()
             self._epoch = reply.epoch, said
         size = reply.payload.size
-        rest = (said, reply.round, reply.more, reply.left_out, reply.warnings, reply.observers, reply.rows, size)
+        rest = (
+            said,
+            reply.round,
+            reply.more,
+            reply.left_out,
+            reply.warnings,
+            reply.observers,
+            reply.rows,
+            size,
+            reply.over,
+        )
         known, header = self._last
         if known != rest:
             left_out, observers = map(TASK.to_pb, reply.left_out), map(TASK.to_pb, reply.observers)
@@ -294,6 +304,7 @@ class RoundEncoder:
                 warnings=reply.warnings,
                 observers=observers,
                 rows=reply.rows,
+                over=reply.over,
             ).SerializeToString()
             self._last = rest, header
         return header
@@ -319,6 +330,7 @@ class RoundDecoder:
             tuple(message.warnings),
             tuple([TASK.from_pb(task) for task in message.observers]),
             tuple(message.rows),
+            message.over,
         )
 
 

@@ -23,6 +23,9 @@ TABLES = 3
 CLOSURES = 3
 """The first number whose servers know closures."""
 
+BACKUP_WORKERS = 3
+"""The first number whose servers make rounds without the last of their members."""
+
 SERVED = (PROTOCOL - 1, PROTOCOL)
 
 
@@ -76,4 +79,23 @@ def check_closures(number: int, theirs: str, ours: str) -> None:
         raise ConfigError(
             f"{theirs} speaks protocol {number}, which has no closures, and {ours}, which speaks {PROTOCOL}, is of a "
             "job with a coordinator; install the same version of paramserver for both, and start the job anew"
+        )
+
+
+def check_backup_workers(number: int, backup_workers: int, theirs: str, ours: str) -> None:
+    """Refuses backup workers on a server that would wait for all members of each round.
+
+    Args:
+        number: the server's protocol number.
+        backup_workers: members without whose contributions a round may be made.
+        theirs, ours: as `check_protocol` has them.
+
+    Raises:
+        ConfigError: the server knows no backup workers.
+    """
+    if backup_workers and number < BACKUP_WORKERS:
+        raise ConfigError(
+            f"{theirs} speaks protocol {number}, which has no backup workers, and {ours}, which speaks {PROTOCOL}, "
+            f"runs with ps.Sync(backup_workers={backup_workers}); install the same version of paramserver for both, or "
+            "leave backup_workers out"
         )

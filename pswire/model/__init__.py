@@ -8,5 +8,6 @@ hashing  hashes of their keys
 first_values  first values of their rows
 rows     ids of rows
 log      entries of server 0's log
+saved    what a server has saved of a checkpoint
 status   what a server says of itself
 """

@@ -13,6 +13,20 @@ Mode = Literal["sync", "async", "whole"]
 
 
 @dataclass(frozen=True)
+class Examples:
+    """Some examples of a batch.
+
+    Attributes:
+        index: number of the global batch in its pass.
+        first, stop: the examples, from one number to another.
+    """
+
+    index: int
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class Position:
     """The place at which a dataset stands.
 
@@ -20,11 +34,13 @@ class Position:
         dataset: the dataset's number, in the order in which the script distributed its datasets.
         epoch: passes over it that were begun, minus one.
         index: the next global batch of that pass.
+        returned: examples of batches before it that were left out of a round, and are to be handed out again.
     """
 
     dataset: int
     epoch: int
     index: int
+    returned: tuple[Examples, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,12 +67,14 @@ class Member:
         session: number of the process's session.
         replicas: number of local replicas.
         mode: the way in which it makes its rounds; all members of an epoch have the same.
+        backup_workers: members without whose contributions its rounds may be made; all have the same.
     """
 
     task: Task
     session: int
     replicas: int
     mode: Mode = "sync"
+    backup_workers: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,6 +103,11 @@ class Epoch:
     def whole(self) -> bool:
         """True if its rounds have the same contributions on all servers."""
         return any(member.mode == "whole" for member in self.members)
+
+    @property
+    def backup_workers(self) -> int:
+        """The members without whose contributions its rounds may be made."""
+        return max((member.backup_workers for member in self.members), default=0)
 
     def session(self, number: int) -> Member | None:
         """The member with a session, or None."""

@@ -301,6 +301,11 @@ class Plan:
         return hashlib.sha256(words.encode()).digest()
 
     @cached_property
+    def trains(self) -> bool:
+        """True if its rounds apply what members contribute: only such may be made without the last of the members."""
+        return bool(self.reductions and self.applies) and self.snapshot is None and self.restore is None
+
+    @cached_property
     def rows(self) -> tuple[int, ...]:
         """Numbers of the reductions whose contributions are rows, by ids or by keys."""
         return tuple(number for number, reduction in enumerate(self.reductions) if reduction.form != "dense")

@@ -127,7 +127,7 @@ class Task(_message.Message):
     def __init__(self, job: _Optional[str] = ..., index: _Optional[int] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("task", "replicas", "session", "drives", "mode", "job", "term", "protocol")
+    __slots__ = ("task", "replicas", "session", "drives", "mode", "job", "term", "protocol", "backup_workers")
     TASK_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -136,6 +136,7 @@ class OpenRequest(_message.Message):
     JOB_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    BACKUP_WORKERS_FIELD_NUMBER: _ClassVar[int]
     task: Task
     replicas: int
     session: int
@@ -144,7 +145,8 @@ class OpenRequest(_message.Message):
     job: str
     term: int
     protocol: int
-    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., replicas: _Optional[int] = ..., session: _Optional[int] = ..., drives: _Optional[bool] = ..., mode: _Optional[_Union[Mode, str]] = ..., job: _Optional[str] = ..., term: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
+    backup_workers: int
+    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., replicas: _Optional[int] = ..., session: _Optional[int] = ..., drives: _Optional[bool] = ..., mode: _Optional[_Union[Mode, str]] = ..., job: _Optional[str] = ..., term: _Optional[int] = ..., protocol: _Optional[int] = ..., backup_workers: _Optional[int] = ...) -> None: ...
 
 class OpenReply(_message.Message):
     __slots__ = ("session", "incarnation", "token", "server", "device", "data_port", "data_path", "lane_token", "in_flight", "term", "protocol", "window", "buffer_bytes")
@@ -779,14 +781,26 @@ class Trim(_message.Message):
     def __init__(self, variable: _Optional[int] = ..., servers: _Optional[_Iterable[int]] = ..., rows: _Optional[int] = ...) -> None: ...
 
 class Position(_message.Message):
-    __slots__ = ("dataset", "epoch", "index")
+    __slots__ = ("dataset", "epoch", "index", "returned")
     DATASET_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
+    RETURNED_FIELD_NUMBER: _ClassVar[int]
     dataset: int
     epoch: int
     index: int
-    def __init__(self, dataset: _Optional[int] = ..., epoch: _Optional[int] = ..., index: _Optional[int] = ...) -> None: ...
+    returned: _containers.RepeatedCompositeFieldContainer[Examples]
+    def __init__(self, dataset: _Optional[int] = ..., epoch: _Optional[int] = ..., index: _Optional[int] = ..., returned: _Optional[_Iterable[_Union[Examples, _Mapping]]] = ...) -> None: ...
+
+class Examples(_message.Message):
+    __slots__ = ("index", "first", "stop")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    first: int
+    stop: int
+    def __init__(self, index: _Optional[int] = ..., first: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("epoch", "round", "positions")
@@ -799,16 +813,18 @@ class Start(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("task", "session", "replicas", "mode")
+    __slots__ = ("task", "session", "replicas", "mode", "backup_workers")
     TASK_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
+    BACKUP_WORKERS_FIELD_NUMBER: _ClassVar[int]
     task: Task
     session: int
     replicas: int
     mode: Mode
-    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., session: _Optional[int] = ..., replicas: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ...) -> None: ...
+    backup_workers: int
+    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., session: _Optional[int] = ..., replicas: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., backup_workers: _Optional[int] = ...) -> None: ...
 
 class Epoch(_message.Message):
     __slots__ = ("number", "members", "entry", "start")
@@ -1129,7 +1145,7 @@ class PushHeader(_message.Message):
     def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ..., first_values: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., lookups: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ..., seconds: _Optional[int] = ..., closure: _Optional[_Union[ClosureName, _Mapping]] = ...) -> None: ...
 
 class RoundHeader(_message.Message):
-    __slots__ = ("round", "epoch", "more", "left_out", "size", "warnings", "observers", "rows")
+    __slots__ = ("round", "epoch", "more", "left_out", "size", "warnings", "observers", "rows", "over")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
@@ -1138,6 +1154,7 @@ class RoundHeader(_message.Message):
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     OBSERVERS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
     round: int
     epoch: Epoch
     more: bool
@@ -1146,7 +1163,8 @@ class RoundHeader(_message.Message):
     warnings: _containers.RepeatedScalarFieldContainer[str]
     observers: _containers.RepeatedCompositeFieldContainer[Task]
     rows: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., more: _Optional[bool] = ..., left_out: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., size: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., observers: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
+    over: int
+    def __init__(self, round: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., more: _Optional[bool] = ..., left_out: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., size: _Optional[int] = ..., warnings: _Optional[_Iterable[str]] = ..., observers: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., rows: _Optional[_Iterable[int]] = ..., over: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("session", "variables", "after", "rows", "tables")

@@ -114,3 +114,13 @@ def test_a_table_is_created_where_all_servers_have_tables(monkeypatch):
             v = ps.Variable(np.ones(3), name="v")
         assert v.numpy().tolist() == [1.0] * 3
         assert cluster.cores[0].status().variables == 1
+
+
+def test_a_server_that_waits_for_all_is_given_no_backup_workers(monkeypatch):
+    """It would wait for the last member, and say nothing; who has none trains with it."""
+    without_tables(monkeypatch, PS0)
+    with rig.remote(rig.core()) as server:
+        both = f"{PS0} speaks protocol {TABLES - 1}, which has no backup workers, and {W0}, which speaks {PROTOCOL}, "
+        with pytest.raises(ConfigError, match=re.escape(f"{both}runs with ps.Sync(backup_workers=1); install")):
+            server.open(W0, 1, 0, False, "whole", "", 0, 1)
+        assert server.open(W0, 1, 0, False, "whole").session

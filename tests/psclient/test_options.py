@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psclient._src.options import AutoShardPolicy, InputContext, InputOptions, RunOptions, ValueContext
+from psclient._src.options import Async, AutoShardPolicy, InputContext, InputOptions, RunOptions, Sync, ValueContext
 
 
 def test_an_input_context_shares_out_a_batch() -> None:
@@ -34,3 +34,19 @@ def test_options_have_the_names_and_defaults_of_tensorflow() -> None:
     assert RunOptions() == RunOptions(
         experimental_enable_dynamic_batch_size=True, experimental_bucketizing_dynamic_shape=False
     )
+
+
+@pytest.mark.parametrize("wrong", [True, 1.0, "1", None])
+def test_backup_workers_are_a_whole_number(wrong: object) -> None:
+    """Anything else is refused where it is said."""
+    with pytest.raises(TypeError, match=f"backup_workers={wrong!r} is no number of workers; give a whole number"):
+        Sync(backup_workers=wrong)  # type: ignore[arg-type]
+
+
+def test_backup_workers_that_cannot_be() -> None:
+    """Fewer than none, or where each server decides by itself; who waits for nobody has none."""
+    with pytest.raises(ValueError, match="backup_workers=-1 is negative; 0 waits for every worker"):
+        Sync(backup_workers=-1)
+    with pytest.raises(ValueError, match="backup_workers=1 needs whole rounds"):
+        Sync(whole_rounds=False, backup_workers=1)
+    assert (Sync().backup_workers, Sync(backup_workers=2).mode, Async().backup_workers) == (0, "whole", 0)

@@ -191,6 +191,11 @@ class Tables:
         """Rows that a member reads are those of the last round: there is no later one without it."""
         assert np.array_equal(rows, self._states[server][-1][self._kind(variable)][ids]), "rows of another round"
 
+    def check_read_late(self, server: int, variable: int, ids: Array, rows: Array) -> None:
+        """Rows that a member reads are those of a round: there may be later ones without it, where it was late."""
+        kind = self._kind(variable)
+        assert any(np.array_equal(rows, state[kind][ids]) for state in self._states[server]), "rows of no round"
+
     def check_read_alone(self, last: Name, variable: int, ids: Array, rows: Array) -> None:
         """Rows that an asynchronous member reads are at least those of its last round that updated the table."""
         (server, strand, round), kind = last, self._kind(variable)

@@ -18,7 +18,7 @@ from psserver.config import ServerConfig
 from psserver.core.core import Core
 from psserver.transport.server import ServerThread
 from pstesting.clock import Clock
-from pswire.api import ALL, Contribution, Opened, ParameterServer, RestoreOrder, RestoreReply, RoundReply, Shard
+from pswire.api import ALL, Contribution, Opened, ParameterServer, RestoreOrder, RestoreReply, RoundReply
 from pswire.checkpoint import assembly
 from pswire.cluster import Task
 from pswire.errors import PSError
@@ -50,6 +50,7 @@ from pswire.model.plan import (
     VariableSpec,
 )
 from pswire.model.program import Input, Node, Program
+from pswire.model.saved import Shard
 from pswire.model.tensor import Array, TensorSpec, portable, spec_of
 from pswire.transport.payload import Payload
 from pswire.transport.traffic import LANES, LaneName
@@ -192,12 +193,14 @@ class Job:
             assert server.approve(self.token, 0, [entry]) == 1
         return entry
 
-    def open(self, task: Task, replicas: int = 1, drives: bool = False, mode: Mode = "sync") -> Opened:
+    def open(
+        self, task: Task, replicas: int = 1, drives: bool = False, mode: Mode = "sync", backup_workers: int = 0
+    ) -> Opened:
         """Opens a session on every server; the process that was this task, or chief, before it has ended."""
         self.end(task, drives)
-        opened = self.verbs[0].open(task, replicas, 0, drives, mode)
+        opened = self.verbs[0].open(task, replicas, 0, drives, mode, "", 0, backup_workers)
         for server in self.verbs[1:]:
-            server.open(task, replicas, opened.session, drives, mode)
+            server.open(task, replicas, opened.session, drives, mode, "", 0, backup_workers)
         return opened
 
     def end(self, task: Task, drives: bool = False) -> None:
@@ -226,10 +229,18 @@ class Job:
         for server in self.verbs[1:]:
             assert server.approve(self.token, 0, whole) == len(whole)
 
-    def join(self, *tasks: Task, replicas: int = 1, mode: Mode = "sync") -> list[Worker]:
+    def join(self, *tasks: Task, replicas: int = 1, mode: Mode = "sync", backup_workers: int = 0) -> list[Worker]:
         """Opens a session for each task, and closes an epoch of them and of those who are there."""
         workers = [
-            Worker(self, task, self.open(task, replicas, mode=mode).session, replicas, mode=mode) for task in tasks
+            Worker(
+                self,
+                task,
+                self.open(task, replicas, mode=mode, backup_workers=backup_workers).session,
+                replicas,
+                mode=mode,
+                backup_workers=backup_workers,
+            )
+            for task in tasks
         ]
         members = [*self.epoch.members, *(worker.member for worker in workers)]
         self.close(sorted(members, key=lambda member: member.task))
@@ -342,6 +353,7 @@ class Worker:
         round: its next round.
         mode: how it makes them.
         restores: how many it has begun.
+        backup_workers: whom its rounds do not wait for.
     """
 
     job: Job
@@ -352,6 +364,7 @@ class Worker:
     round: int = 0
     mode: Mode = "sync"
     restores: int = 0
+    backup_workers: int = 0
 
     def turn(self) -> Turn:
         """Its next restore."""
@@ -361,7 +374,7 @@ class Worker:
     @property
     def member(self) -> Member:
         """This process as epochs name it."""
-        return Member(self.task, self.session, self.replicas, self.mode)
+        return Member(self.task, self.session, self.replicas, self.mode, self.backup_workers)
 
     def push(
         self,

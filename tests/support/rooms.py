@@ -83,7 +83,7 @@ ROOMS = {
         _room("psclient.ops", 2, "wire.model"),
         _room("psclient._src", 3, "pswire wire.model wire.security wire.telemetry wire.transport"),
         _room("src.cluster_resolver", 4, "pswire psclient._src"),
-        _room("src.data", 4, "wire.model psclient._src"),
+        _room("src.data", 4, "pswire wire.model psclient._src"),
         _room("src.processes", 4, "pswire wire.security wire.telemetry psclient._src"),
         _room("src.tracing", 4, "pswire wire.model psclient._src"),
         _room("src.variables", 4, "wire.model psclient._src"),
@@ -121,7 +121,7 @@ ROOMS = {
         _room(
             "psclient.dynamic_embedding",
             7,
-            "pswire wire.model psclient._src wire.api src.variables wire.checkpoint src.distribute "
+            "pswire wire.model psclient._src src.variables wire.checkpoint src.distribute "
             "psclient.initializers",
         ),
         _room("psclient.compat", 9, "psclient._src src.data src.variables src.distribute psclient.compat.v1"),

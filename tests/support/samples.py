@@ -22,15 +22,11 @@ from pswire.api import (
     CreateBatchReply,
     CreateReply,
     Opened,
-    PartOf,
     PullReply,
     RestoreOrder,
     RestoreReply,
     RoundReply,
     RowRead,
-    SavedTable,
-    SavedTensor,
-    Shard,
     TableRead,
     Vote,
     Watched,
@@ -55,6 +51,7 @@ from pswire.model.log import (
     Done,
     Epoch,
     EpochClosed,
+    Examples,
     JobStarted,
     LogEntry,
     Lost,
@@ -79,6 +76,7 @@ from pswire.model.plan import (
     VariableSpec,
 )
 from pswire.model.program import Input, Node, Program
+from pswire.model.saved import PartOf, SavedTable, SavedTensor, Shard
 from pswire.model.status import (
     STILL,
     Happened,
@@ -128,9 +126,9 @@ SESSION = 0x1234_5678_9ABC
 
 CHIEF, WORKER, EVALUATOR = Task("chief", 0), Task("worker", 300), Task("evaluator", 2)
 VECTOR, MATRIX, SCALAR = TensorSpec("float32", (3,)), TensorSpec("bfloat16", (2, 0, 70_000)), TensorSpec("int64", ())
-POSITIONS = (Position(1, 2, 3), Position(70_000, 1 << 40, 1 << 41))
+POSITIONS = (Position(1, 2, 3), Position(70_000, 1 << 40, 1 << 41, (Examples(1 << 40, 1, 3), Examples(4, 200, 300))))
 START = Start(5, 1 << 33, POSITIONS)
-MEMBERS = (Member(WORKER, SESSION, 4, "sync"), Member(EVALUATOR, 9, 1, "async"))
+MEMBERS = (Member(WORKER, SESSION, 4, "sync", 2), Member(EVALUATOR, 9, 1, "async"))
 EPOCH = Epoch(6, MEMBERS, "dataset:1", START)
 PLAN_ID = bytes(range(32))
 VARIABLE = PlacedVariable(150, VariableSpec("dense/kernel:0", VECTOR, True, "kernel"), (0, 3))
@@ -296,7 +294,7 @@ def contribution(**said: Any) -> Contribution:
 def reply(payload: Payload = EMPTY) -> RoundReply:
     """What a server says of a round."""
     warnings = "a value is not finite", "another warning"
-    return RoundReply(41, EPOCH, True, (WORKER, CHIEF), payload, warnings, (EVALUATOR,), (0, 4))
+    return RoundReply(41, EPOCH, True, (WORKER, CHIEF), payload, warnings, (EVALUATOR,), (0, 4), 45)
 
 
 def small() -> Payload:
@@ -373,9 +371,9 @@ _QUEUE = ClosureQueue(2001, 31, 32, 33, 1999, 18, _FAILURE)
 _TOLD = ClosureResult(2001, _PIECE, "ValueError", TEXT)
 
 SAMPLES = (
-    Sample("Open", "full", (WORKER, 4, SESSION, True, "async", "the-job", 8), _OPENED),
-    Sample("Open", "whole", (WORKER, 4, SESSION, False, "whole", "the-job", 8), _OPENED),
-    Sample("Open", "least", (CHIEF, 0, 0, False, "sync", "", 0), Opened(1, INCARNATION, 0, 0, "cpu")),
+    Sample("Open", "full", (WORKER, 4, SESSION, True, "async", "the-job", 8, 0), _OPENED),
+    Sample("Open", "whole", (WORKER, 4, SESSION, False, "whole", "the-job", 8, 2), _OPENED),
+    Sample("Open", "least", (CHIEF, 0, 0, False, "sync", "", 0, 0), Opened(1, INCARNATION, 0, 0, "cpu")),
     Sample("Beat", "full", (SESSION, 41, PLAN_ID, _PACE)),
     Sample("Beat", "least", (SESSION, -1, b"", STILL)),
     Sample("Leave", "full", (SESSION, "it failed")),

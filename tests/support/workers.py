@@ -8,7 +8,7 @@ from typing import Any
 from psclient._src import values
 from psclient._src.data.distributed import DistributedDataset
 from psclient._src.devices import Device
-from pswire.model.log import Position
+from pswire.model.log import Examples, Position
 
 
 class Worker:
@@ -24,6 +24,9 @@ class Worker:
         self.fraction: float | None = None
         self.next: dict[int, Position] = {}
         self.events: list[str] = []
+        self.backup_workers = 0
+        self.late = self.behind = False
+        self.dealt: tuple[Examples, ...] = ()
 
     def join(self, dataset: int) -> None:
         self.events.append(f"join {dataset}")
@@ -48,9 +51,10 @@ class Worker:
         more: bool,
         empty: frozenset[int],
         fraction: float | None = None,
+        returned: tuple[Examples, ...] = (),
     ) -> None:
         self.fraction = fraction
-        self.next[dataset] = Position(dataset, epoch, index)
+        self.next[dataset] = Position(dataset, epoch, index, returned)
         self.more, self.empty, self.others_more = more, empty, None
 
     def finish(self, dataset: int) -> None:
@@ -61,6 +65,19 @@ class Worker:
 
     def any_more(self, dataset: int) -> bool | None:
         return self.others_more
+
+    def returned(self, dataset: int) -> tuple[Examples, ...]:
+        at = self.next.get(dataset) or self.position(dataset)
+        return at.returned if at else ()
+
+    def left_out(self, dataset: int) -> bool:
+        return self.late
+
+    def is_behind(self, dataset: int) -> bool:
+        return self.behind
+
+    def deal(self, dataset: int, examples: Sequence[Examples]) -> None:
+        self.dealt = tuple(examples)
 
 
 def do_round(*workers: Worker) -> None:

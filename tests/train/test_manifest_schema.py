@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from pswire.checkpoint.manifest import FORMAT, MANIFEST
+from pswire.checkpoint.manifest import FORMAT, MANIFEST, Manifest
+from pswire.model.log import Examples, Position
 from pswire.model.tensor import DTYPES
 
 de = ps.dynamic_embedding
@@ -109,3 +110,13 @@ def test_the_schema_is_that_of_this_format():
     assert properties["format"]["enum"] == [*range(2, FORMAT + 1)]
     assert set(properties["tensors"]["additionalProperties"]["properties"]["dtype"]["enum"]) == set(DTYPES)
     assert set(schema()["required"]) == set(properties) - {"tables", "id", "base"}
+
+
+def test_examples_that_have_come_back_are_as_documented():
+    """Where there are none, nothing is said of them, as by versions that know none."""
+    for returned in ((), (Examples(1, 0, 3), Examples(2, 3, 6))):
+        found = Manifest(3, (Position(0, 1, 2, returned),), {})
+        said = strict(found.text())
+        jsonschema.validate(said, schema())
+        assert ("returned" in said["positions"][0]) == bool(returned)
+        assert Manifest.parse(found.text(), "here").positions == found.positions

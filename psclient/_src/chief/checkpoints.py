@@ -10,7 +10,7 @@ from functools import partial
 
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.session import Session
-from pswire.api import ParameterServer, Shard
+from pswire.api import ParameterServer
 from pswire.checkpoint.assembly import manifest_of
 from pswire.checkpoint.manifest import Manifest
 from pswire.cluster import Task
@@ -18,6 +18,7 @@ from pswire.errors import CheckpointError, Fenced, PSError, RoundTimeout, Server
 from pswire.limits import PART_BYTES
 from pswire.model.log import Snapshotted
 from pswire.model.plan import Plan
+from pswire.model.saved import Shard
 from pswire.telemetry.metrics import Histogram
 from pswire.telemetry.reminder import Reminder
 

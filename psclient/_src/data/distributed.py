@@ -6,9 +6,11 @@ reads its own slice of it, so that nothing has to be sent. A pass over a dataset
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Protocol
@@ -21,7 +23,7 @@ from psclient._src.devices import CPU, Device, to_device
 from psclient._src.nest import Nest
 from psclient._src.options import ArraySpec, AutoShardPolicy, InputContext, InputOptions, PerReplicaSpec
 from psclient._src.values import PerReplica
-from pswire.model.log import Position
+from pswire.model.log import Examples, Position
 from pswire.model.tensor import Array
 
 log = logging.getLogger("psclient")
@@ -63,10 +65,12 @@ class DatasetGroup(Protocol):
         more: bool,
         empty: frozenset[int],
         fraction: float | None = None,
+        returned: tuple[Examples, ...] = (),
     ) -> None:
         """Told what was taken: which batch is next, whether this worker has it, whose batch is empty.
 
-        Also which fraction of the batch's examples this worker has; None where it does not know those of the others.
+        Also which fraction of the batch's examples this worker has, None where it does not know those of the others;
+        and which examples of earlier batches are to be handed out later.
         """
         ...
 
@@ -82,6 +86,36 @@ class DatasetGroup(Protocol):
         """Returns whether any worker had a further batch in the last round since `advance`; None without a round.
 
         Waits for the answers of this worker's rounds.
+        """
+        ...
+
+    @property
+    def backup_workers(self) -> int:
+        """The workers that a round of updates does not wait for. Without any nobody is late."""
+        ...
+
+    def returned(self, dataset: int) -> tuple[Examples, ...]:
+        """Returns the examples of the pass that were left out of a round, and are to be handed out again, in order.
+
+        The same on every worker. Waits for the answers of this worker's rounds.
+        """
+        ...
+
+    def left_out(self, dataset: int) -> bool:
+        """Returns whether this worker was left out of a round of updates since `advance`, though it lives.
+
+        Waits for the answers of its rounds.
+        """
+        ...
+
+    def is_behind(self, dataset: int) -> bool:
+        """Returns whether the others have made the next round of updates without this worker, and without its batch."""
+        ...
+
+    def deal(self, dataset: int, examples: Sequence[Examples]) -> None:
+        """Told, after `advance`, which examples each replica of all workers has in this batch.
+
+        Those of a worker that is left out of its round of updates are in `returned` afterwards.
         """
         ...
 
@@ -257,18 +291,27 @@ class _Distributed:
         if at.epoch > epoch:
             return None
         index = at.index if at.epoch == epoch else 0
-        if (self._told or at) != Position(self._number, epoch, index):
+        if replace(self._told or at, returned=()) != Position(self._number, epoch, index):
             # The pass before was broken off. Who joins at this batch must not be sent there.
             self._tell(epoch, index, True)
         return index
 
-    def _tell(self, epoch: int, index: int, more: bool, parts: Sequence[Nest] = (), examples: int = 0) -> None:
+    def _tell(
+        self,
+        epoch: int,
+        index: int,
+        more: bool,
+        parts: Sequence[Nest] = (),
+        examples: int = 0,
+        returned: tuple[Examples, ...] = (),
+    ) -> None:
         """Tells the group what was taken; `examples` are those of all workers' parts, 0 where they are not known."""
         self._told = Position(self._number, epoch, index)
         # Where no batch is taken yet, nobody has examples.
         sizes = [len(nest.flatten(part)[0]) for part in parts] or [0] * len(self._group.devices)
         empty = frozenset(i for i, size in enumerate(sizes) if not size)
-        self._group.advance(self._number, epoch, index, more, empty, sum(sizes) / examples if examples else None)
+        fraction = sum(sizes) / examples if examples else None
+        self._group.advance(self._number, epoch, index, more, empty, fraction, returned)
 
     def _end(self, epoch: int) -> None:
         self._tell(epoch + 1, 0, False)
@@ -277,6 +320,8 @@ class _Distributed:
     def _uneven(self, epoch: int, index: int, steps: Iterator[Sequence[Nest]]) -> Iterator[Nest]:
         """A pass of steps that the workers have different numbers of: all go on as long as any of them has one.
 
+        Where this worker was left out of a step, it takes that step's batches once more.
+
         Args:
             epoch: the data epoch.
             index: the number of the first step.
@@ -284,24 +329,29 @@ class _Distributed:
         """
         last: Nest | None = None
         # One step is read ahead, since each tells whether another follows.
-        ahead = next(steps, ())
-        while ahead or self._group.any_more(self._number):
-            following = next(steps, ())  # before the boundary, which waits for the rounds of the step before
+        waiting, taken = deque(islice(steps, 1)), list[Nest]()
+        while True:
+            if taken and self._group.left_out(self._number):
+                waiting.appendleft(taken)
+            if not (waiting or self._group.any_more(self._number)):
+                break
+            # Before the boundary, which waits for the rounds of the step before.
+            waiting.extend(islice(steps, max(2 - len(waiting), 0)))
             self._group.boundary(self._number)
-            if ahead:
-                last = ahead[-1]
+            taken = [] if not waiting or self._group.is_behind(self._number) else list(waiting.popleft())
+            if taken:
+                last = taken[-1]
             elif last is None:
                 last = self._blank()
             spare = nest.map_structure(lambda array: array[:0], last)
-            parts = [*ahead, *[spare] * (len(self._group.devices) - len(ahead))]
-            ahead = following
-            self._look_ahead(ahead)
+            parts = [*taken, *[spare] * (len(self._group.devices) - len(taken))]
+            self._look_ahead(waiting[0] if waiting else ())
             index += 1
-            self._tell(epoch, index, bool(ahead), parts)
+            self._tell(epoch, index, bool(waiting), parts)
             yield self._place(parts)
             if self._passes.make_round and self._untold():
                 # A pass that was broken off within this step would take the answer for its own.
-                self._tell(epoch, index, bool(ahead), parts)
+                self._tell(epoch, index, bool(waiting), parts)
                 self._passes.make_round()
         self._end(epoch)
 
@@ -376,6 +426,8 @@ class DistributedDataset(_Distributed):
         self._warn()
         if self._options.auto_shard_policy is AutoShardPolicy.OFF:
             return self._uneven(epoch, index, islice(self._pieces(epoch), index, None))
+        if self._group.backup_workers or self._group.returned(self._number):
+            return self._shared(epoch, index)
         return self._even(epoch, index)
 
     def _even(self, epoch: int, index: int) -> Iterator[Nest]:
@@ -393,6 +445,52 @@ class DistributedDataset(_Distributed):
             self._tell(*((epoch, index, True) if ahead else (epoch + 1, 0, False)), parts, examples)
             yield self._place(parts)
         self._end(epoch)
+
+    def _shared(self, epoch: int, index: int) -> Iterator[Nest]:
+        """A pass in which the examples of workers that were left out of a round are handed out again, to all workers.
+
+        All of them know the same rounds, and so the same examples. A step takes those that have come back once there
+        are some for each replica, and at the end those that are left.
+        """
+        group, number, local = self._group, self._number, len(self._group.devices)
+        batches, kept = self._source.batches(epoch, index), dict[int, Batch]()
+        ahead, following = next(batches, None), None
+        while True:
+            if following is None:
+                following = next(batches, None)  # before the rounds of the step before are waited for
+            returned = group.returned(number)
+            group.boundary(number)
+            first, replicas = group.share()
+            if returned and (ahead is None or len(returned) >= replicas):
+                dealt, returned = returned[:replicas], returned[replicas:]
+            elif ahead is not None:
+                dealt, kept[index] = _cut_up(index, ahead.examples, replicas), ahead
+                index, ahead, following = index + 1, following, None
+            else:
+                break
+            wanted = {each.index for each in (*dealt, *returned)}
+            kept = {at: kept.get(at) or self._batch(epoch, at) for at in sorted(wanted)}
+            # Where the others are ahead, what this worker would compute counts no more.
+            mine = () if group.is_behind(number) else dealt[first : first + local]
+            parts = [kept[each.index].rows(each.first, each.stop) for each in mine]
+            parts += [kept[dealt[0].index].rows(0, 0)] * (local - len(parts))
+            if ahead is not None and self._options.lookups:
+                self._look_ahead(self._slices(ahead))
+            self._tell(epoch, index, True, parts, sum(each.stop - each.first for each in dealt), returned)
+            if group.backup_workers:
+                group.deal(number, dealt)
+            yield self._place(parts)
+        self._end(epoch)
+
+    def _batch(self, epoch: int, index: int) -> Batch:
+        """Reads a batch anew of which some examples have come back."""
+        found = next(self._source.batches(epoch, index), None)
+        if found is None:
+            raise ValueError(
+                f"examples of batch {index} of pass {epoch} are to be handed out again, and dataset {self._number} has "
+                "no such batch; it is not the one that the checkpoint was saved with"
+            )
+        return found
 
     def _slices(self, batch: Batch) -> list[Nest]:
         first, replicas = self._group.share()
@@ -465,6 +563,13 @@ class DistributedDatasetFromFunction(_Distributed):
             f"the dataset of {worker} gives no batch in pass {epoch}; every worker needs at least one, and "
             "what dataset_fn returns must give its batches anew each time it is iterated"
         )
+
+
+def _cut_up(index: int, examples: int, replicas: int) -> tuple[Examples, ...]:
+    """Returns the slices of a batch for all replicas; the last may be empty."""
+    size = -(-examples // replicas)
+    ends = [min(number * size, examples) for number in range(replicas + 1)]
+    return tuple(Examples(index, first, stop) for first, stop in itertools.pairwise(ends))
 
 
 def _cut(batch: Batch, first: int, count: int, size: int) -> list[Nest]:

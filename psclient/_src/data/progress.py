@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 
-from pswire.model.log import Position
+from pswire.cluster import Task
+from pswire.model.log import Examples, Position
 
 NOBODY: frozenset[int] = frozenset()
 
@@ -24,6 +25,8 @@ class Pass:
         any_more: True if any process had a further batch in the last of these rounds; None until one was answered.
         given: True once a round took what replicas had held back.
         fraction: of the examples of the batch in use those that this process has; None where that is not known.
+        dealt: which examples of the batch in use each task has; empty where they are not handed out again.
+        out: tasks that were left out of a round of updates with the batch in use, though they may live.
     """
 
     dataset: int
@@ -34,6 +37,8 @@ class Pass:
     made_round: bool = False
     any_more: bool | None = None
     given: bool = False
+    dealt: Mapping[Task, tuple[Examples, ...]] = field(default_factory=dict)
+    out: frozenset[Task] = frozenset()
 
 
 class Progress:
@@ -47,6 +52,7 @@ class Progress:
         self._everybody = frozenset(range(replicas))
         self._passes: list[Pass] = []
         self._holding = False
+        self._trained: set[int] = set()  # datasets whose steps make rounds of updates
         self._begins: dict[int, Position] = {}
         self._positions: dict[int, Position] = {}
 
@@ -72,9 +78,10 @@ class Progress:
         more: bool,
         empty: frozenset[int],
         fraction: float | None = None,
+        returned: tuple[Examples, ...] = (),
     ) -> None:
         """Notes what an iterator took: see `DatasetGroup.advance`."""
-        self._positions[dataset] = Position(dataset, epoch, index)
+        self._positions[dataset] = Position(dataset, epoch, index, returned)
         before = next((item for item in self._passes if item.dataset == dataset), None)
         worked = NOBODY if before is None or before.given else before.worked | (self._everybody - before.empty)
         self.finish(dataset)
@@ -91,15 +98,38 @@ class Progress:
         return any(item.made_round for item in self._passes if item.dataset == dataset)
 
     def any_more(self, dataset: int) -> bool | None:
-        """Returns whether any process had a further batch in the last round since `advance`; None without a round."""
-        return next((item.any_more for item in self._passes if item.dataset == dataset), None)
+        """Returns whether any process had a further batch in the last round since `advance`; None without a round.
 
-    def sent(self) -> Pass | None:
-        """A round was sent, and what was held back is in it; returns the pass that it belongs to."""
+        Who was left out has its batch once more.
+        """
+        found = next((item for item in self._passes if item.dataset == dataset), None)
+        return None if found is None or found.any_more is None else found.any_more or bool(found.out)
+
+    def returned(self, dataset: int) -> tuple[Examples, ...]:
+        """Returns the examples of a pass that were left out of a round, and are to be handed out again, in order."""
+        at = self._positions.get(dataset)
+        return () if at is None else at.returned
+
+    def come_back(self, passed: Pass, tasks: Set[Task]) -> None:
+        """Some tasks were left out of a round of updates, which belongs to a pass: what they had comes back."""
+        new = sorted(tasks - passed.out)
+        passed.out |= tasks
+        at = self._positions[passed.dataset]
+        back = (each for task in new for each in passed.dealt.get(task, ()))
+        self._positions[passed.dataset] = replace(at, returned=(*at.returned, *back))
+
+    def sent(self, trains: bool = False) -> Pass | None:
+        """A round was sent, and what was held back is in it; returns the pass that it belongs to.
+
+        Args:
+            trains: True if it applies what the processes contribute.
+        """
         if not self._passes:
             return None
         now = self._passes[-1]
         now.made_round = True
+        if trains:
+            self._trained.add(now.dataset)
         if not self._holding:
             now.given, now.worked = True, NOBODY
         return now

@@ -21,6 +21,7 @@ from psclient._src.variables.kinds import CopiedVariable, LocalVariable, Mirrore
 from psclient._src.variables.sparse_updates import SparseUpdate
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from pswire.cluster import Task
+from pswire.model.log import Examples
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import Array
 
@@ -42,6 +43,7 @@ class LocalGroup(Progress):
     """
 
     alone = False
+    backup_workers = 0
     leads = True
     pipeline = (0, 1)
 
@@ -67,6 +69,17 @@ class LocalGroup(Progress):
 
     def boundary(self, dataset: int) -> None:
         """Does nothing: members never change."""
+
+    def left_out(self, dataset: int) -> bool:
+        """Returns False: there is nobody who could make a round before."""
+        return False
+
+    def is_behind(self, dataset: int) -> bool:
+        """Returns False, as `left_out` does."""
+        return False
+
+    def deal(self, dataset: int, examples: Sequence[Examples]) -> None:
+        """Does nothing: what was dealt counts."""
 
 
 class LocalBackend:

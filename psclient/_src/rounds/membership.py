@@ -9,7 +9,7 @@ its pushes bear the epoch in which it began.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from psclient._src.data.progress import Pass, Progress
 from psclient._src.devices import Device
@@ -18,7 +18,7 @@ from psclient._src.transport.session import Session
 from pswire.api import Watched
 from pswire.cluster import Task
 from pswire.errors import ConfigError, RoundTimeout, ServerLost
-from pswire.model.log import Approved, Epoch, EpochClosed, Member, Snapshotted, Start, Started
+from pswire.model.log import Approved, Epoch, EpochClosed, Examples, Member, Snapshotted, Start, Started
 from pswire.telemetry import logging_setup
 
 log = logging.getLogger("psclient")
@@ -39,6 +39,8 @@ class Group(Progress):
         self.devices = devices
         self.alone = session.consistency == "async"
         """True if each worker makes rounds of its own."""
+        self.backup_workers = session.backup_workers
+        """Members that a round of updates does not wait for."""
         self.round = 0
         """The next round of this process."""
         self.start = 0
@@ -52,6 +54,7 @@ class Group(Progress):
         self._expected = tuple(expected)
         logging_setup.follow(lambda: (self.round, session.number))
         self._entered = False
+        self._over = 0  # rounds that are over, from 0 on, as answers have told it that came late
         self._taken_in = ""
         self._announced: Epoch | None = None
         self._followed = 0
@@ -115,6 +118,35 @@ class Group(Progress):
             return True  # a process that is taken in before a batch knows that there is one
         self.settle()
         return super().any_more(dataset)
+
+    def returned(self, dataset: int) -> tuple[Examples, ...]:
+        """Returns what `Progress.returned` does, once all rounds of this process are answered."""
+        self.settle()
+        return super().returned(dataset)
+
+    def left_out(self, dataset: int) -> bool:
+        """Returns whether this process was left out of a round of updates with the batch in use.
+
+        Waits for the answers of its rounds.
+        """
+        if not self.backup_workers:
+            return False
+        self.settle()
+        return any(self.session.task in item.out for item in self._passes if item.dataset == dataset)
+
+    def is_behind(self, dataset: int) -> bool:
+        """Returns whether the round of updates that the next batch is for is over already, without this process."""
+        return self.round < self._over and dataset in self._trained
+
+    def deal(self, dataset: int, examples: Sequence[Examples]) -> None:
+        """Told which examples each replica of all processes has in the batch that was taken; empty ones included."""
+        dealt, first = dict[Task, tuple[Examples, ...]](), 0
+        for member in self._newest.members:
+            stop = first + member.replicas
+            dealt[member.task] = tuple(each for each in examples[first:stop] if each.first < each.stop)
+            first = stop
+        now = next(item for item in self._passes if item.dataset == dataset)
+        now.dealt = dealt
 
     @property
     def replicas(self) -> int:
@@ -193,13 +225,15 @@ class Group(Progress):
 
     # ---- For rounds ----
 
-    def sent(self) -> Pass | None:
+    def sent(self, trains: bool = False) -> Pass | None:
         """A round was sent: the next one is the next number. Returns the pass that it belongs to."""
         self.round += 1
         self._taken_in = ""
-        return super().sent()
+        return super().sent(trains)
 
-    def answered(self, passed: Pass | None, epoch: Epoch | None, more: bool) -> None:
+    def answered(
+        self, passed: Pass | None, epoch: Epoch | None, more: bool, out: Set[Task] = frozenset(), over: int = 0
+    ) -> None:
         """Takes in what a round's answers said, the oldest round first.
 
         Called where all members take in the same rounds: what it changes, they all see from the same place on.
@@ -208,9 +242,14 @@ class Group(Progress):
             passed: as `sent` returned it.
             epoch: the newest epoch that the answers name; None where there are none.
             more: True if any member had a further batch.
+            out: who was left out of it, if it is a round of updates, and there are backup workers.
+            over: rounds that are over, from 0 on; 0 where this process was not left out.
         """
+        self._over = max(self._over, over)
         if passed is not None:
             passed.any_more = more
+            if out:
+                self.come_back(passed, out)
         if self.alone:
             return
         if epoch is not None and (self._announced is None or epoch.number > self._announced.number):

@@ -267,7 +267,9 @@ class Exchange:
         line = "" if waits else users_line()
         if self._closure is not None:
             self._closure.round += 1
-        round = UnderWay(group.round, plan, shares, want, lookups, futures, group.epoch, group.sent(), waits, line)
+        round = UnderWay(
+            group.round, plan, shares, want, lookups, futures, group.epoch, group.sent(plan.trains), waits, line
+        )
         self.reads.change(shares.written, round, everything=shares.restores)
         self.window.add(round)
         return round

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from psclient._src.data.progress import Pass
 from psclient._src.rounds.prepared import PlanShares
 from pswire.api import RoundReply
+from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.model.log import Epoch
 from pswire.model.plan import Plan, Ref
@@ -72,9 +73,13 @@ class Answered(NamedTuple):
         passed: as in `UnderWay`.
         epoch: the newest epoch that they name; None where the round failed.
         more: True if any member had a further batch.
+        out: with backup workers, who was left out of a round of updates.
+        over: as in `RoundReply`, the most that any server told.
     """
 
     number: int
     passed: Pass | None
     epoch: Epoch | None
     more: bool
+    out: frozenset[Task] = frozenset()
+    over: int = 0

@@ -138,7 +138,7 @@ class Window:
             self.take(due[-1])
         while self._answered and self._answered[0].number < before:
             said = self._answered.popleft()
-            self._group.answered(said.passed, said.epoch, said.more)
+            self._group.answered(said.passed, said.epoch, said.more, said.out, said.over)
 
     def settle(self) -> None:
         """Takes in the answers to all rounds."""
@@ -191,7 +191,9 @@ class Window:
             self._reads.targets.written(ids)
             self._measures.left_out += len(reply.left_out)
             for task in set(reply.left_out) - self._missing[server]:
-                log.warning("round %d of server %d is complete without %s", reply.round, server, task)
+                # Who is late is so again and again; of who is lost the chief says it.
+                level = logging.DEBUG if self._session.backup_workers else logging.WARNING
+                log.log(level, "round %d of server %d is complete without %s", reply.round, server, task)
             self._missing[server] = set(reply.left_out)
         # Of a variable that several servers hold each of them says the same.
         for words in dict.fromkeys(words for reply in replies.values() for words in reply.warnings):
@@ -202,7 +204,11 @@ class Window:
         self._measures.rounds["completed" if failure is None else "failed"] += 1
         newest = max((reply.epoch for reply in replies.values()), key=lambda epoch: epoch.number, default=None)
         more = any(reply.more for reply in replies.values())
-        self._answered.append(Answered(round.number, round.passed, newest, more))
+        out = frozenset[Task]()
+        if self._session.backup_workers and round.plan.trains:
+            out = frozenset({task for reply in replies.values() for task in reply.left_out})
+        over = max((reply.over for reply in replies.values()), default=0)
+        self._answered.append(Answered(round.number, round.passed, newest, more, out, over))
         round.failure, round.futures = failure, {}
         round.values = values  # last: who sees it looks at no lock
 

@@ -65,14 +65,16 @@ class ParameterServerStrategy(Strategy):
             the next one is. By default what `PS_LANE` says, else the fastest that works.
         deterministic: insists that the same job computes the same bits again, on any number of servers: contributions
             are summed in task order, whenever they come, and batches are those of the checkpoint. So it is with every
-            `Sync()` job whose workers stay; asynchronous updates come as they come, and are refused.
+            `Sync()` job whose workers stay; asynchronous updates come as they come, and are refused, as backup workers
+            are.
         variable_partitioner: cuts variables into shards, which lie on the servers in turn: a function of a shape and a
             dtype that returns the number of parts for each axis, such as one of `ps.experimental.partitioners`; the
             same in all processes. Variables of more than one shard are `ps.ShardedVariable`. None cuts none.
 
     Raises:
         ConfigError: `TF_CONFIG`, a device, `ps_strategy`, `lane`, a certificate or the token is wrong; another process
-            has another consistency; `deterministic` and `Async()`.
+            has another consistency; `deterministic` and `Async()` or `backup_workers`; not more workers than
+            `backup_workers`.
         Unreachable: a server does not answer.
         ChiefLost: no chief began the job in time.
     """
@@ -99,6 +101,7 @@ class ParameterServerStrategy(Strategy):
         self._timeouts.check()
         resolver = cluster_resolver or TFConfigClusterResolver()
         config = task_of(resolver)
+        _check_backup_workers(self.consistency.backup_workers, config)
         self._devices = local_devices(devices)  # after the resolver, which may say which GPUs are this task's
         self._resolver = resolver if config else None
         self._embedded = EmbeddedServer(timeouts=self._timeouts) if config is None else None
@@ -137,6 +140,7 @@ class ParameterServerStrategy(Strategy):
             job=job,
             # Server 0 hears a farewell; no call waits any longer for the others, one of which may be lost.
             broken=partial(_fail, self._servers[1:]),
+            backup_workers=self.consistency.backup_workers,
         )
         runs_script = task.job == "chief"
         if runs_script or (not cluster.tasks("chief") and task == Task("worker", 0)):
@@ -279,10 +283,27 @@ def _embedded_config(embedded: EmbeddedServer | None) -> TaskConfig:
 
 
 def _check_deterministic(deterministic: bool, consistency: Sync | Async | None) -> None:
+    if deterministic and consistency is not None and consistency.backup_workers:
+        raise ConfigError(
+            "deterministic=True needs rounds of all workers, and with backup_workers the time decides whom a round has"
+            "; leave one of them out"
+        )
     if deterministic and isinstance(consistency, Async):
         raise ConfigError(
             "deterministic=True needs rounds that all workers make together, and Async() lets each update come when it "
             "comes; take consistency=Sync(), or leave deterministic out"
+        )
+
+
+def _check_backup_workers(backup_workers: int, config: TaskConfig | None) -> None:
+    """Raises `ConfigError` where rounds would wait for nobody."""
+    workers = 1
+    if config is not None:
+        workers = len(config.cluster.tasks("worker")) + (config.task.job == "chief")
+    if backup_workers and backup_workers >= workers:
+        raise ConfigError(
+            f"backup_workers={backup_workers} needs more than {backup_workers} workers, and the cluster has {workers}; "
+            "give a smaller number, or leave backup_workers out"
         )
 
 

@@ -34,19 +34,19 @@ from pswire.api import (
     RestoreReply,
     RoundReply,
     RowRead,
-    Shard,
     TableRead,
     Watched,
 )
 from pswire.cluster import ClusterSpec, Task
 from pswire.encoding import messages
-from pswire.encoding.protocol import PROTOCOL, check_closures, check_protocol, check_tables
+from pswire.encoding.protocol import PROTOCOL, check_backup_workers, check_closures, check_protocol, check_tables
 from pswire.encoding.verbs import VERBS, batches, parse
 from pswire.errors import ConfigError, PSError
 from pswire.limits import MAX_BATCH_VARIABLES, Refused, Timeouts
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
 from pswire.model.log import Done, LogEntry, Mode, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
+from pswire.model.saved import Shard
 from pswire.model.status import STILL, Happened, Pace, ServerStatus
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
@@ -129,6 +129,7 @@ class RemoteServer:
         mode: Mode = "sync",
         job: str = "",
         term: int = 0,
+        backup_workers: int = 0,
     ) -> Opened:
         """Calls `ParameterServer.open`; binds later calls to the incarnation that answered."""
         request = pb.OpenRequest(
@@ -140,9 +141,11 @@ class RemoteServer:
             job=job,
             term=term,
             protocol=PROTOCOL,
+            backup_workers=backup_workers,
         )
         m = parse(pb.OpenReply, self._ask("Open", request))
         check_protocol(m.protocol, str(self.task), str(task))
+        check_backup_workers(m.protocol, backup_workers, str(self.task), str(task))
         self._spoken = m.protocol, str(task)
         self._calls.bind(m.incarnation)
         self._attempts.opened = True

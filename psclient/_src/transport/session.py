@@ -49,6 +49,7 @@ class Session:
         consistency: the mode of this process's rounds; of no meaning where it drives.
         job: the identity of its job.
         broken: called once with the error that ends the session.
+        backup_workers: members without whose contributions its rounds may be made.
     """
 
     def __init__(
@@ -61,12 +62,14 @@ class Session:
         consistency: Mode = "sync",
         job: str = "",
         broken: Callable[[PSError], object] = lambda error: None,
+        backup_workers: int = 0,
     ) -> None:
         self.task = task
         self.servers = tuple(servers)
         self.replicas = replicas
         self.timeouts = timeouts or Timeouts()
         self.consistency = consistency
+        self.backup_workers = backup_workers
         self.job = job
         self.number = 0
         self.token = 0
@@ -133,7 +136,8 @@ class Session:
         self.devices = tuple(Device.parse(answer.device).full_name(Task("ps", answer.server)) for answer in opened)
 
     def _open_at(self, server: ParameterServer, session: int, term: int = 0) -> Opened:
-        return server.open(self.task, self.replicas, session, self._drives, self.consistency, self.job, term)
+        backup = self.backup_workers
+        return server.open(self.task, self.replicas, session, self._drives, self.consistency, self.job, term, backup)
 
     def _open_first(self, key: int) -> Opened:
         """Opens the session at server 0; where another process has the task, waits until its lease is over."""

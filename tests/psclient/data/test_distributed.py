@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from psclient._src.data.distributed import DistributedDataset, DistributedDatase
 from psclient._src.devices import Device
 from psclient._src.options import AutoShardPolicy, InputContext, InputOptions
 from psclient._src.values import PerReplica
-from pswire.model.log import Position
+from pswire.model.log import Examples, Position
 from tests.support.workers import Worker, distributed, do_round, rows, team
 
 # ---- Global batches over workers and replicas ----
@@ -442,3 +444,84 @@ def test_a_process_joins_at_its_first_batch() -> None:
     assert worker.events == []
     iterator.get_next()
     assert worker.events == ["join 0", "boundary 0"]
+
+
+# ---- Workers that are left out of rounds ----
+
+
+def out(workers: list[Worker], late: set[int]) -> None:
+    """A round of updates was made without some of the workers: all know what has come back."""
+    for worker in workers:
+        at = worker.next[0]
+        came = [e for i in sorted(late) for e in workers[0].dealt[slice(*_places(workers[i]))] if e.first < e.stop]
+        worker.next[0] = replace(at, returned=(*at.returned, *came))
+
+
+def _places(worker: Worker) -> tuple[int, int]:
+    return worker.where[0], worker.where[0] + len(worker.devices)
+
+
+@pytest.mark.parametrize("split", [(1, 1, 1), (2, 1), (1, 2, 3)])
+@pytest.mark.parametrize("seed", range(4))
+def test_examples_of_who_was_left_out_are_handed_out_again(split: tuple[int, ...], seed: int) -> None:
+    """Each counts once in a pass, whoever is late and however often; all workers have the same number of steps."""
+    workers, luck = team(split), Random(seed)
+    dataset = ArrayDataset(np.arange(29)).shuffle(5).batch(7)
+    for worker in workers:
+        worker.backup_workers = 1
+    sources = [distributed(dataset, worker) for worker in workers]
+    for epoch in range(2):
+        counted: list[int] = []
+        for batches in zip(*sources, strict=True):
+            some = [sum(map(len, rows(batch))) for batch in batches]
+            assert sum(worker.fraction or 0.0 for worker in workers) == pytest.approx(1.0)
+            # As servers do it: who suffices has examples.
+            late = {luck.randrange(len(split))} if luck.randrange(3) and all(some) else set()
+            out(workers, late)
+            counted += [x for i, batch in enumerate(batches) if i not in late for part in rows(batch) for x in part]
+        assert sorted(counted) == list(range(29))
+        assert {worker.next[0] for worker in workers} == {Position(0, epoch + 1, 0)}
+
+
+def test_who_is_behind_gets_nothing_until_it_has_caught_up() -> None:
+    """What it would have had in those steps comes back to all."""
+    workers = team((1, 1))
+    for worker in workers:
+        worker.backup_workers = 1
+    first, second = (iter(distributed(ArrayDataset(np.arange(8)).batch(4), worker)) for worker in workers)
+    workers[1].behind = True
+    assert [rows(next(first)), rows(next(second))] == [[[0, 1]], [[]]]
+    out(workers, {1})
+    assert [rows(next(first)), rows(next(second))] == [[[4, 5]], [[]]]
+    out(workers, {1})
+    workers[1].behind = False
+    assert [rows(next(first)), rows(next(second))] == [[[2, 3]], [[6, 7]]]
+    assert [next(first, None), next(second, None)] == [None, None]
+
+
+def test_a_pass_goes_on_with_what_had_come_back() -> None:
+    """Of a restored position: the batches are read anew; one that is not there is refused."""
+    at = Position(0, 0, 2, (Examples(0, 1, 3), Examples(1, 0, 1)))
+    source = distributed(ArrayDataset(np.arange(12)).batch(4), Worker(at=at))
+    assert [rows(batch) for batch in source] == [[[1, 2]], [[4]], [[8, 9, 10, 11]]]
+    lost = Worker(at=Position(0, 0, 0, (Examples(9, 0, 1),)))
+    with pytest.raises(ValueError, match="examples of batch 9 of pass 0 are to be handed out again, and dataset 0 has"):
+        list(distributed(ArrayDataset(np.arange(12)).batch(4), lost))
+
+
+def test_who_was_left_out_takes_its_own_batch_once_more() -> None:
+    """Data that are a worker's own nobody else can take; while it is behind, it takes none."""
+    worker = Worker()
+    worker.backup_workers = 1
+    own = DistributedDatasetFromFunction(lambda _: ArrayDataset(np.arange(4)).batch(2), InputContext(), worker, 0)
+    batches = iter(own)
+    assert rows(next(batches)) == [[0, 1]]
+    worker.late = worker.behind = True
+    assert rows(next(batches)) == [[]]
+    worker.late = worker.behind = False
+    assert (rows(next(batches)), worker.more) == ([[0, 1]], True)
+    assert (rows(next(batches)), worker.more) == ([[2, 3]], False)
+    worker.late = True
+    assert rows(next(batches)) == [[2, 3]]
+    worker.late = False
+    assert next(batches, None) is None

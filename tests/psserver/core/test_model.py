@@ -140,8 +140,8 @@ class Line:
         def call(*args: Any) -> Any:
             self._process.strand.pause()
             while self._server in self._model.dead:
-                if self._server == 0 or isinstance(self._process, Driver):
-                    raise self._model.lost()
+                if self._server == 0 or isinstance(self._process, Driver) or verb == "open":
+                    raise self._model.lost()  # who starts sees it itself, after PS_TIMEOUT_START
                 self._process.session.check()  # that a server is lost the chief says, and until then it is silent
                 self._process.strand.pause()
             return getattr(self._model.cores[self._server], verb)(*args)
@@ -168,10 +168,13 @@ class Worker:
         self.task = task
         self.state = "runs"
         lines: list[Any] = [Line(model, self, server) for server in range(len(model.cores))]
-        self.session = Stepped(task, lines, 1, False, TIMEOUTS, model.mode)
+        self.session = Stepped(
+            task, lines, 1, False, TIMEOUTS, model.mode, "", lambda error: None, model.backup_workers
+        )
         self.group = Group(self.session, (None,), ())  # type: ignore[arg-type]
         self.exchange = Exchange(self.session, self.group)
         self.sent: list[UnderWay] = []
+        self.seen = [0] * len(model.cores)
         self.strand = Thread(self._run)
         self.session.pause = self.strand.pause
 
@@ -232,7 +235,11 @@ class Worker:
         before = totals[variable.id]
         value = int(self.exchange.reads.read(variable, now=True))
         self.model.take_in()
-        if self.model.is_open(self.session.number):
+        if self.model.is_open(self.session.number) and self.model.backup_workers:
+            assert value in self.model.past[variable.id], f"{self.task} reads what no round has left"
+            assert value >= self.seen[variable.id], f"{self.task} reads of a round before the one that it has seen"
+            self.seen[variable.id] = value
+        elif self.model.is_open(self.session.number):
             least = before if alone else totals[variable.id]
             assert least <= value <= totals[variable.id], f"{self.task} reads what no round wrote"
 
@@ -253,7 +260,9 @@ class Worker:
         if self.model.is_open(self.session.number):
             (server,) = table.servers
             last = self.model._name(server, self.task, self.exchange.reads._touched[server])
-            if self.group.alone:
+            if self.model.backup_workers:
+                self.model.tables.check_read_late(server, table.id, ids, rows)
+            elif self.group.alone:
                 self.model.tables.check_read_alone(last, table.id, ids, rows)
             else:
                 self.model.tables.check_read(server, table.id, ids, rows)
@@ -372,6 +381,7 @@ class Model(RuleBasedStateMachine):
     """A cluster, and the laws that it keeps."""
 
     mode: Mode = "sync"
+    backup_workers = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -398,6 +408,8 @@ class Model(RuleBasedStateMachine):
         self.sums: dict[Name, list[int]] = {}
         self.replies: dict[Name, Any] = {}
         self.totals: list[int] = []
+        self.past: list[list[int]] = []
+        self.late: dict[Name, frozenset[int]] = {}
         self.seconds: list[int] = []
         self.counts: list[int] = []
         self.lasts: dict[tuple[int, Strand], int] = {}
@@ -439,6 +451,7 @@ class Model(RuleBasedStateMachine):
         self.recordings = [Recording(one) for one in self.cores]
         self.cluster = ClusterSpec({"ps": ("x:1",) * servers, "worker": ("x:2",) * workers})
         self.totals, self.seconds, self.counts = [0] * servers, [0] * servers, [0] * servers
+        self.past = [[0] for _ in range(servers)]
         self.datasets, self.rounds, self.refuses = datasets, rounds, refuses
         every = tuple(range(servers))
         # On each server a sum, after those on each a count of its rounds, then on each a second sum, and tables.
@@ -823,14 +836,15 @@ class Model(RuleBasedStateMachine):
             first, count, second = self._values(server)
             sums, made = [first - self.totals[server], second - self.seconds[server]], count - self.counts[server]
             assert made in (0, 1)
-        for member in members:
-            assert member.session in counted or not self.is_open(member.session), (
-                f"{member} lives and is left out\n{self._describe()}"
-            )
+        out = [member for member in members if member.session not in counted and self.is_open(member.session)]
+        assert len(out) <= self.backup_workers, f"{out} live and are left out\n{self._describe()}"
+        assert record.error is not None or {member.session for member in out} <= record.late
+        self.late[name] = record.late
         for index, total in enumerate(sums):
             assert total in self._possible(name, index, counted), "a contribution was not counted once"
         self.records[name], self.sums[name] = counted, sums
         self.totals[server] += sums[0]
+        self.past[server].append(self.totals[server])
         self.seconds[server] += sums[1]
         self.counts[server] += made
 
@@ -910,7 +924,8 @@ class Model(RuleBasedStateMachine):
         reductions = [reduction for reduction in sent.plan.reductions if reduction.form == "dense"]
         for index, reduction in enumerate(reductions):
             name = self._name(reduction.servers[0], worker.task, sent.number)
-            assert worker.session.number in self.records[name], f"{worker.task} is answered, and was not counted"
+            session = worker.session.number
+            assert session in self.records[name] | self.late[name], f"{worker.task} is answered, and was not counted"
             assert int(values[Ref("reduction", index)]) == self.sums[name][index // (len(reductions) // 2)]
 
     def teardown(self) -> None:
@@ -1005,6 +1020,12 @@ class Whole(Model):
             self.attempts = [attempt for attempt in self.attempts if attempt.message.server != server]
 
 
+class Late(Whole):
+    """The same with rounds that do not wait for the last of their members: servers have others, and agree."""
+
+    backup_workers = 1
+
+
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chief looks, and does not wait for something to see; for no hung member, as the model has none."""
@@ -1024,7 +1045,12 @@ class TestWhole(Whole.TestCase):
     """Runs the model of whole rounds."""
 
 
+class TestLate(Late.TestCase):
+    """Runs the model of backup workers."""
+
+
 if settings.get_current_profile_name() != "soak":
     TestModel.settings = settings(max_examples=20, stateful_step_count=40)
     TestWhole.settings = settings(max_examples=25, stateful_step_count=40)
+    TestLate.settings = settings(max_examples=25, stateful_step_count=40)
     TestAlone.settings = settings(max_examples=10, stateful_step_count=40)

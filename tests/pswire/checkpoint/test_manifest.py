@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pswire.api import RestoreReply, SavedTable
+from pswire.api import RestoreReply
 from pswire.checkpoint.manifest import (
     Base,
     Manifest,
@@ -23,7 +23,8 @@ from pswire.checkpoint.manifest import (
 )
 from pswire.encoding import messages
 from pswire.errors import CheckpointError, DamagedCheckpoint
-from pswire.model.log import Position
+from pswire.model.log import Examples, Position
+from pswire.model.saved import SavedTable
 from pswire.model.tables import CounterFilter, SlotTensor, TableSpec
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.strict_json import Malformed
@@ -111,9 +112,8 @@ def test_every_cut_is_told():
 def whole():
     """What a manifest says, as JSON."""
     tensors = {"w": Saved("shard-0", TensorSpec("int8", (2, 3)), "xxh3:" + "0f" * 16)}
-    return json.loads(
-        Manifest(3, (Position(0, 1, 2),), tensors, {"shard-0": 80}, {"model/w": "w"}, {"s": [1, {"t": None}]}).text()
-    )
+    at = Position(0, 1, 2, (Examples(1, 0, 3),))
+    return json.loads(Manifest(3, (at,), tensors, {"shard-0": 80}, {"model/w": "w"}, {"s": [1, {"t": None}]}).text())
 
 
 def of_a_delta():

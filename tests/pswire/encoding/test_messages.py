@@ -15,16 +15,12 @@ from hypothesis import strategies as st
 
 from pswire.api import (
     Contribution,
-    PartOf,
     PullReply,
     RestoreOrder,
     RestoreReply,
     RestoreStage,
     RoundReply,
     RowRead,
-    SavedTable,
-    SavedTensor,
-    Shard,
     TableQuestion,
     TableRead,
     Watched,
@@ -67,6 +63,7 @@ from pswire.model.plan import (
     VariableSpec,
 )
 from pswire.model.program import INPUT_KINDS, PROGRAM_VERSION, Input, Node, Program
+from pswire.model.saved import PartOf, SavedTable, SavedTensor, Shard
 from pswire.model.status import Happened, OpenRound, ProcessStatus, Saving, ServerStatus, SessionState, WorkerProgress
 from pswire.model.tables import (
     KEY_DTYPES,

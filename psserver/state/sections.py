@@ -1,0 +1,40 @@
+"""The errors of members that make different sections in one round, with both in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from psserver.state.pending_round import PendingRound
+from psserver.state.sessions import diverged, newcomer_diverged
+from psserver.state.strands import Record
+from pswire.api import Contribution
+from pswire.errors import Diverged, PSError
+from pswire.model.log import Epoch, Member
+
+
+class Sections:
+    """Makes these errors.
+
+    Args:
+        describe: returns a plan in words, approved or not.
+    """
+
+    def __init__(self, describe: Callable[[bytes], str]) -> None:
+        self._describe = describe
+
+    def diverged(self, round: int, pending: PendingRound, member: Member, section: str) -> Diverged:
+        """Returns the error of a member whose section, in words, is not that of its round."""
+        other = next(iter(pending.parts.values()), None)
+        positions = [(other.member.task, self._describe(pending.plan_id))] if other else []
+        return diverged(round, [*positions, (member.task, section)])
+
+    def refusal(self, round: int, member: Member, plan_id: bytes, other: Member, others: bytes) -> PSError:
+        """Returns the error of a newcomer whose plan is not that of another member: it alone is wrong."""
+        positions = [(other.task, self._describe(others)), (member.task, self._describe(plan_id))]
+        return newcomer_diverged(member.task, round, positions)
+
+    def late(self, said: Contribution, record: Record, epoch: Epoch) -> Diverged:
+        """Returns the error of a member that has come late to a round, with another section than those who made it."""
+        made = [(m.task, self._describe(record.plan_id)) for m in epoch.members if m.session in record.sessions]
+        late = [(m.task, self._describe(said.plan_id)) for m in epoch.members if m.session == said.session]
+        return diverged(said.round, [*made[:1], *late])
