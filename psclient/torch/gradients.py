@@ -16,6 +16,7 @@ from psclient._src.distribute.reduction import Absent
 from psclient._src.rounds.buffers import Buffer
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.variable import Variable
+from psclient.torch.embeddings import TableRows
 from psclient.torch.parameters import Trained, as_array, as_tensor
 from pswire.model.tensor import Array
 
@@ -56,6 +57,7 @@ class Gradients:
         self.factor = self.half_factor = 1.0
         self._versions: dict[int, int] = {}  # of each gradient that has come, by its parameter's id
         self._came: set[int] = set()  # those of the last backward of this step
+        self._tasks: dict[int, int] = {}  # of each table the backward that has come to its rows, by numbers of torch
         self._promised: dict[int, Coming] | None = None
         self._sent: dict[int, tuple[torch.Tensor, int]] = {}
         self._views: WeakKeyDictionary[Buffer, torch.Tensor] = WeakKeyDictionary()
@@ -65,6 +67,11 @@ class Gradients:
         """Sees the gradients of a parameter from now on."""
         hook = partial(_arrived, weakref.ref(self), each)
         self._hooks.append(each.tensor.register_post_accumulate_grad_hook(hook))
+
+    def watch_rows(self, rows: TableRows) -> None:
+        """Sees the gradients of a table's rows from now on, as long as the optimizer is there."""
+        rows.forget()  # an optimizer of before has them no more
+        rows.watch = partial(_arrived_at_rows, weakref.ref(self))
 
     def close(self) -> None:
         """Sees no gradients any more."""
@@ -89,6 +96,14 @@ class Gradients:
             ((array, view),) = self._fill([each], [gradient])
             self._sent[key] = view, view._version
             self._promised[key].give(array)
+
+    def arrived_at_rows(self, rows: TableRows) -> None:
+        """A gradient was added to that of rows of a table, of which one backward may come to several."""
+        if self.accumulating:
+            return
+        task = torch._C._current_graph_task_id()
+        if self._tasks.setdefault(id(rows), task) != task:
+            self.refuse(SECOND.format(f"rows of {rows.table.name!r}"))
 
     def keep(self, promised: Mapping[int, Coming], trained: Sequence[Trained]) -> None:
         """Gives gradients that were promised, one after the other; all are there.
@@ -138,6 +153,7 @@ class Gradients:
         """The step is over."""
         self._versions.clear()
         self._came.clear()
+        self._tasks.clear()
         self._sent.clear()
         self._promised = None
 
@@ -146,6 +162,7 @@ class Gradients:
         if self._promised is None:
             self._versions.clear()
             self._came.clear()
+            self._tasks.clear()
 
     def _other(self, each: Trained, gradient: torch.Tensor) -> Any:
         """Returns a gradient that is of rows, or on a GPU."""
@@ -190,6 +207,14 @@ def _arrived(owner: weakref.ref[Gradients], each: Trained, tensor: torch.Tensor)
     gradients = owner()
     if gradients is not None:
         gradients.arrived(each)
+
+
+def _arrived_at_rows(owner: weakref.ref[Gradients], rows: TableRows) -> bool:
+    gradients = owner()
+    if gradients is None:
+        return False
+    gradients.arrived_at_rows(rows)
+    return True
 
 
 def absent(each: Trained) -> Absent:

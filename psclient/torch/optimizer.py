@@ -175,6 +175,7 @@ class Optimizer(torch.optim.Optimizer):
                 _claim(rows.claim, self, f"what is looked up in {rows.table.name!r}")
                 self._groups.enter(table_of(rows.table), group, by_rows=True)
                 self._steps.tables.append(rows)
+                self._steps.gradients.watch_rows(rows)
 
     @property
     def variables(self) -> Mapping[str, Variable]:
@@ -231,7 +232,13 @@ class Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients; see `torch.optim.Optimizer.zero_grad`. What was sent of them counts."""
         super().zero_grad(set_to_none)
-        self._steps.gradients.forget()
+        self._steps.forget()
+
+    @property
+    def gradient_holders(self) -> list[torch.Tensor]:
+        """The tensors whose `grad` a step sends: the parameters, and rows that were looked up."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return [*parameters, *(leaf for rows in self._steps.tables for leaf in rows.leaves)]
 
     @property
     def overflown(self) -> bool:

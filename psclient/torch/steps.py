@@ -109,6 +109,12 @@ class Steps:
         self.gradients.close()
         self._backend.reader.into([(each.variable, None) for each in self.trained])
 
+    def forget(self) -> None:
+        """Forgets which gradients have come, and those of rows."""
+        self.gradients.forget()
+        for rows in self.tables:
+            rows.forget()
+
     def refresh(self) -> None:
         """Gives parameters the values of now, where they have others: this process came late, or was restored."""
         self._backend.reader.refresh()
@@ -213,7 +219,7 @@ class Steps:
             each.version = each.tensor._version
         self.gradients.end()
         for rows in self.tables:
-            rows.end_step()
+            rows.forget()
         self.strategy.begin_step()
         self._backend.reader.begin_step()
 
