@@ -21,14 +21,14 @@ from psclient.torch.parameters import Trained, as_array, as_tensor
 from pswire.model.tensor import Array
 
 CHANGED = (
-    "the gradient of {} was changed between backward() and step(), as torch.nn.utils.clip_grad_norm_ does, when it may "
-    "have left for the servers; to clip by the norm of all workers' gradients give the optimizer global_clipnorm=..., "
-    "and change a gradient of your own in a hook: parameter.register_hook(...)"
+    "the gradient of {} was changed between backward() and step(), as torch.nn.utils.clip_grad_norm_ does; it is this "
+    "worker's alone, and a step takes it as backward() has left it; to clip by the norm of all workers' gradients give "
+    "the optimizer global_clipnorm=..., and change a gradient of your own in a hook: parameter.register_hook(...)"
 )
 
 SECOND = (
-    "the gradient of {} was computed by a second backward() before step(), when that of the first may have left for "
-    "the servers; put all but the last backward() of a step in `with optimizer.accumulate():`"
+    "the gradient of {} was computed by a second backward() before step(), which sends what one backward() has "
+    "computed; put all but the last backward() of a step in `with optimizer.accumulate():`"
 )
 
 

@@ -180,23 +180,24 @@ def test_a_second_backward_is_told():
         job(work)
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_clipping_here_is_refused(wide):
-    """The sentence names `global_clipnorm`, and what a change of one's own takes."""
+@pytest.mark.parametrize(("wide", "early"), [(False, True), (True, True), (True, False)])
+def test_clipping_here_is_refused(wide, early):
+    """The sentence names `global_clipnorm`, and what a change of one's own takes; also where nothing leaves early."""
 
     def work(strategy, worker):
         module = Wide(3) if wide else torch.nn.Linear(SIDE, 1)
-        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-4, strategy=strategy)
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-4, early=early, strategy=strategy)
         trained(module, optimizer, 2)
         optimizer.zero_grad()
         module(torch.ones(1, SIDE)).sum().backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         with pytest.raises(
-            RuntimeError, match=r"clip_grad_norm_ does.*give the optimizer global_clipnorm.*register_hook"
+            RuntimeError,
+            match=r"clip_grad_norm_ does; it is this worker's alone.*give the optimizer global_clipnorm.*register_hook",
         ):
             optimizer.step()
 
-    if not wide:
+    if not (wide and early):
         job(work)
         return
     with pytest.raises(PSError, match="clip_grad_norm_"):
