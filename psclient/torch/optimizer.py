@@ -102,9 +102,14 @@ class Optimizer(torch.optim.Optimizer):
         self._trained: dict[int, Trained] = {}
         self._rules: list[dict[str, Any]] = []  # of each group the hyperparameters that its rule has
         self._under_scaler = False
-        super().__init__(self._given(params), defaults)
-        with self.strategy.scope():
-            self._steps.buffers = ModuleBuffers(module, mode, prefix)
+        try:
+            super().__init__(self._given(params), defaults)
+            with self.strategy.scope():
+                self._steps.buffers = ModuleBuffers(module, mode, prefix)
+        except BaseException:
+            self._steps.release()
+            _give_back(self, [*(p for _, p in self._names.values()), *_claims(self._lookups.values())])
+            raise
         _share_threads(self.strategy)
         weakref.finalize(self, self._steps.release)
 
@@ -129,12 +134,18 @@ class Optimizer(torch.optim.Optimizer):
         rest = [each for each in given if not isinstance(each, LookupModule)]
         with torch.no_grad():
             super().add_param_group({**param_group, "params": rest})
-        group = self.param_groups[-1]
-        self._check(group["params"], tables)
-        if number:
-            self._groups.add()
+        parameters = self.param_groups[-1]["params"]
+        try:
+            self._check(parameters, tables)
+            if number:
+                self._groups.add()
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        for tensor in (*parameters, *_claims(tables)):
+            _OWNERS[tensor] = weakref.ref(self)
         self._rules.append({name: self._groups.get(number, name) for name in self.defaults})
-        made = self._create(group["params"], number)
+        made = self._create(parameters, number)
         for module in tables:
             self._enter_rows(module, number)
         self._steps.bind(made)
@@ -148,10 +159,12 @@ class Optimizer(torch.optim.Optimizer):
                     "parameters of the module, or the module that has it"
                 )
             check_parameter(name, p)
-            _claim(p, self, f"parameter {name!r}")
+            _check_free(p, self, f"parameter {name!r}")
         for module in tables:
             if id(module) not in self._lookups:
                 raise ValueError(f"a {type(module).__name__} is no part of the module whose rows are trained")
+            for rows in module.rows:
+                _check_free(rows.claim, self, f"what is looked up in {rows.table.name!r}")
 
     def _create(self, parameters: Iterable[torch.Tensor], group: int) -> list[Trained]:
         made = []
@@ -172,7 +185,6 @@ class Optimizer(torch.optim.Optimizer):
     def _enter_rows(self, module: LookupModule, group: int) -> None:
         for rows in module.rows:
             if rows not in self._steps.tables:
-                _claim(rows.claim, self, f"what is looked up in {rows.table.name!r}")
                 self._groups.enter(table_of(rows.table), group, by_rows=True)
                 self._steps.tables.append(rows)
                 self._steps.gradients.watch_rows(rows)
@@ -356,8 +368,13 @@ def _share_threads(strategy: Strategy) -> None:
     torch.set_num_threads(min(torch.get_num_threads(), threads_of(others)))
 
 
-def _claim(tensor: torch.Tensor, optimizer: Optimizer, what: str) -> None:
-    """Notes that an optimizer trains a parameter; raises `ValueError` if another one does."""
+def _claims(modules: Iterable[LookupModule]) -> list[torch.Tensor]:
+    """Returns what an optimizer owns that trains the rows of modules."""
+    return [rows.claim for module in modules for rows in module.rows]
+
+
+def _check_free(tensor: torch.Tensor, optimizer: Optimizer, what: str) -> None:
+    """Raises `ValueError` if another optimizer trains a parameter."""
     owner = _owner(tensor)
     if owner not in (None, optimizer):
         gc.collect()  # one that nobody uses may be in a circle
@@ -367,7 +384,13 @@ def _claim(tensor: torch.Tensor, optimizer: Optimizer, what: str) -> None:
             f"{what} is trained by another optimizer of psclient.torch; one optimizer trains a parameter, so leave it "
             "out here with params=[...], or add it there as a group"
         )
-    _OWNERS[tensor] = weakref.ref(optimizer)
+
+
+def _give_back(optimizer: Optimizer, tensors: Iterable[torch.Tensor]) -> None:
+    """Notes that an optimizer, of which there is nothing but an error, trains no parameters."""
+    for tensor in tensors:
+        if _owner(tensor) is optimizer:
+            del _OWNERS[tensor]
 
 
 def _owner(tensor: torch.Tensor) -> Optimizer | None:

@@ -119,6 +119,51 @@ def test_a_second_optimizer_over_a_parameter():
     assert apart(job(work)[0], module) < 1e-12
 
 
+def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was():
+    """It makes steps as before, and takes another group."""
+
+    def work(strategy, worker):
+        module, others = mlp(), mlp()
+        optimizer = sgd(module, strategy, module[0].parameters())
+        rest = [*module[2].parameters()]
+        for wrong in ([rest[0], *others.parameters()], rest[:1] + [torch.nn.Parameter(torch.ones(2))], [rest, 3]):
+            with pytest.raises((ValueError, TypeError)):
+                optimizer.add_param_group({"params": wrong})
+        steps(module, optimizer, batches(1))
+        optimizer.add_param_group({"params": rest, "lr": 0.2})
+        steps(module, optimizer, batches(2)[1:])
+        return values(module)
+
+    module = mlp()
+    theirs = torch.optim.SGD(module[0].parameters(), lr=0.1)
+    steps(module, theirs, batches(1))
+    theirs.add_param_group({"params": [*module[2].parameters()], "lr": 0.2})
+    module.zero_grad()
+    steps(module, theirs, batches(2)[1:])
+    assert apart(job(work)[0], module) < 1e-12
+
+
+def test_an_optimizer_that_could_not_be_created_trains_nothing():
+    """Its parameters, and rows, are free for the next one, even while its error is looked at."""
+
+    def work(strategy, worker):
+        with strategy.scope():
+            module = torch.nn.ModuleList([mlp(), pst.Embedding(ps.Variable([[1.0], [2.0]], name="rows"))])
+        groups = [{"params": [*module[0][0].parameters(), module[1]]}, {"params": mlp().parameters()}]
+        errors = []
+        for given in ([*module[0].parameters(), module[1], torch.nn.Parameter(torch.ones(2))], groups):
+            with pytest.raises(ValueError, match="is none of the module's") as raised:
+                sgd(module, strategy, given)
+            errors.append(raised)
+        steps(module[0], sgd(module, strategy), batches(2))
+        return values(module[0]), len(errors)
+
+    module = mlp()
+    steps(module, torch.optim.SGD(module.parameters(), lr=0.1), batches(2))
+    ((found, _),) = job(work)
+    assert apart(found, module) < 1e-12
+
+
 def test_parameters_of_another_module():
     """They have no names here."""
 
