@@ -11,7 +11,7 @@ import torch
 from psclient._src.devices import CPU
 from psclient._src.variables.kinds import Cell, SyncOnReadVariable
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
-from psclient.torch.parameters import COMPILED, as_array, as_tensor
+from psclient.torch.parameters import as_array, as_tensor, name_of
 from pswire.model.tensor import Array
 
 Mode = Literal["own", "mean"]
@@ -65,8 +65,8 @@ class ModuleBuffers:
     """
 
     def __init__(self, module: torch.nn.Module, mode: Mode, prefix: str) -> None:
-        kept = {name.replace(COMPILED, "") for name in module.state_dict(keep_vars=True)}
-        found = [(name.replace(COMPILED, ""), buffer) for name, buffer in module.named_buffers()]
+        kept = {name_of(name) for name in module.state_dict(keep_vars=True)}
+        found = [(name_of(name), buffer) for name, buffer in module.named_buffers()]
         self._tensors = [buffer for name, buffer in found if name in kept]
         self._mode = mode
         self.variables: dict[str, Variable] = {}

@@ -123,13 +123,17 @@ class Gradients:
         """True if some of this step have left."""
         return self._promised is not None
 
-    def check(self, trained: Sequence[Trained]) -> None:
-        """Raises `RuntimeError` if gradients are not as backward has left them, or some that were promised are not."""
+    def check(self, trained: Sequence[Trained]) -> list[Trained]:
+        """Raises `RuntimeError` if gradients are not as backward has left them; returns parameters without one."""
+        without = []
         for each in trained:
             key, gradient = id(each.tensor), each.tensor.grad
+            if gradient is None:
+                without.append(each)
             known = self._sent.get(key, (gradient, self._versions.get(key)))
             if known[1] is not None and (gradient is not known[0] or known[0] is None or known[0]._version != known[1]):
                 self.refuse(CHANGED.format(repr(each.name)))
+        return without
 
     def missing(self, trained: Sequence[Trained]) -> list[Trained]:
         """Returns the parameters whose gradients were promised, and have not come."""

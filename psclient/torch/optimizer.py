@@ -21,7 +21,7 @@ from psclient.optimizers import Optimizer as Rule
 from psclient.torch.buffers import Mode, ModuleBuffers, check_mode
 from psclient.torch.embeddings import LookupModule, lookups_of
 from psclient.torch.groups import Groups, rule_of
-from psclient.torch.parameters import Trained, as_array, check_parameter, named, sparse_of
+from psclient.torch.parameters import Trained, as_array, check_parameter, name_of, paths_of, sparse_of
 from psclient.torch.state import ITERATIONS, GroupState, SlotState
 from psclient.torch.steps import Steps, weakly
 
@@ -95,9 +95,11 @@ class Optimizer(torch.optim.Optimizer):
         mode, self._prefix = check_mode(buffers), prefix
         self.rule, defaults = rule_of(optimizer, options, None)
         self._groups = Groups(self.rule)
-        self._steps = Steps(self.strategy, self._groups, reduction == "mean", early, weakly(self._refresh_rules))
+        self._steps = Steps(
+            self.strategy, self._groups, reduction == "mean", early, weakly(self._refresh_rules), module
+        )
         self._slots = SlotState(self.strategy, self._groups)
-        self._names, self._sparse = named(module), sparse_of(module)
+        self._paths, self._sparse = paths_of(module), sparse_of(module)
         self._lookups = lookups_of(module)
         self._trained: dict[int, Trained] = {}
         self._rules: list[dict[str, Any]] = []  # of each group the hyperparameters that its rule has
@@ -108,7 +110,7 @@ class Optimizer(torch.optim.Optimizer):
                 self._steps.buffers = ModuleBuffers(module, mode, prefix)
         except BaseException:
             self._steps.release()
-            _give_back(self, [*(p for _, p in self._names.values()), *_claims(self._lookups.values())])
+            _give_back(self, [*(p for _, p in self._paths.values()), *_claims(self._lookups.values())])
             raise
         _share_threads(self.strategy)
         weakref.finalize(self, self._steps.release)
@@ -117,7 +119,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _given(self, params: Iterable[Any] | None) -> list[dict[str, Any]]:
         if params is None:
-            return [{"params": [*(p for _, p in self._names.values()), *self._lookups.values()]}]
+            return [{"params": [*(p for _, p in self._paths.values()), *self._lookups.values()]}]
         given = list(params)
         return given if given and all(isinstance(group, dict) for group in given) else [{"params": given}]
 
@@ -152,7 +154,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _check(self, parameters: Iterable[torch.Tensor], tables: Iterable[LookupModule]) -> None:
         for p in parameters:
-            name, _ = self._names.get(id(p), ("", p))
+            name = name_of(self._paths.get(id(p), ("", p))[0])
             if not name:
                 raise ValueError(
                     f"a parameter of shape {tuple(p.shape)} is none of the module's, so that it has no name; give "
@@ -170,10 +172,10 @@ class Optimizer(torch.optim.Optimizer):
         made = []
         with self.strategy.scope():
             for p in parameters:
-                name, _ = self._names[id(p)]
+                path, _ = self._paths[id(p)]
                 first = as_array(p.detach().cpu().contiguous())
-                v = Variable(first, name=f"{self._prefix}{name}")
-                each = Trained(name, p, v, id(p) in self._sparse)
+                v = Variable(first, name=f"{self._prefix}{name_of(path)}")
+                each = Trained(path, p, v, id(p) in self._sparse)
                 self._groups.enter(v, group, each.by_rows)
                 self._trained[id(p)] = each
                 made.append(each)

@@ -82,6 +82,7 @@ def test_modules_differ(other, words):
             "'odd' is torch.complex64.*view_as_complex",
         ),
         (lambda: torch.nn.LazyLinear(3), "'weight' has no shape yet"),
+        (lambda: torch.nn.Linear(2, 3, device="meta"), r"'weight' is on the meta device.*to_empty"),
     ],
 )
 def test_parameters_that_cannot_be_trained(make, word):
@@ -193,6 +194,39 @@ def test_a_parameter_that_becomes_another(change, word):
         steps(module, optimizer, batches(1))
         optimizer.zero_grad()
         change(module)
+        with pytest.raises(RuntimeError, match=word):
+            optimizer.step()
+
+    job(work)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (
+            lambda module: module.__setitem__(2, torch.nn.Linear(7, 3).double()),
+            r"'2\.weight' of the module is another one than its optimizer trains; a layer was replaced",
+        ),
+        (lambda module: module.__setitem__(2, torch.nn.Linear(7, 3)), r"'2\.weight' has dtype torch\.float32, and had"),
+        (lambda module: module.to("meta"), r"'0\.weight' has device meta, and had cpu when its optimizer was created"),
+        (lambda module: module.to_empty(device="meta"), r"'0\.weight' has device meta, and had cpu"),
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_parameter_that_is_replaced(change, word, compiled):
+    """By another object, which nobody would train: the step names it; one that is only not used is no error."""
+
+    def work(strategy, worker):
+        module = mlp()
+        optimizer = sgd(torch.compile(module, backend="eager") if compiled else module, strategy)
+        optimizer.zero_grad()
+        module[0](batches(1)[0][0]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        change(module)
+        x = batches(1)[0][0]
+        if module[2].weight.dtype == x.dtype:
+            module(x.to(module[0].weight.device)).sum().backward()
         with pytest.raises(RuntimeError, match=word):
             optimizer.step()
 
