@@ -62,6 +62,9 @@ class ModuleBuffers:
         module: has the buffers.
         mode: how those of the workers belong together.
         prefix: of the variables' names.
+
+    Raises:
+        ValueError: a buffer has a dtype that servers do not have, such as float8.
     """
 
     def __init__(self, module: torch.nn.Module, mode: Mode, prefix: str) -> None:
@@ -105,7 +108,13 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def _created(name: str, buffer: torch.Tensor) -> Variable:
     """Creates the variable of a buffer, which gets the first worker's value. In the strategy's scope."""
-    first = as_array(buffer.detach().cpu().contiguous()).copy()
+    try:
+        first = as_array(buffer.detach().cpu().contiguous()).copy()
+    except TypeError:
+        raise ValueError(
+            f"buffer {name!r} is {buffer.dtype}, which servers do not have; register it with persistent=False, or keep "
+            "it in another dtype"
+        ) from None
     made: Any = Variable(
         first,
         trainable=False,

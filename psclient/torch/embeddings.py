@@ -62,7 +62,13 @@ class TableRows:
 
         Returns:
             The rows, each once, (U, *row shape), on the device of the ids; and the place of each id among them.
+
+        Raises:
+            TypeError: the ids are no tensor, or no integers.
+            ValueError: an id is no row of the table.
         """
+        if not isinstance(ids, torch.Tensor):
+            raise TypeError(f"ids of {self.table.name!r} are a {type(ids).__name__}; give a tensor: torch.tensor(ids)")
         found = self.table.lookup(to_numpy(as_array(ids.detach().cpu())))
         rows = as_tensor(np.array(to_numpy(found.values)), _dtype_of(self.table)).to(ids.device)
         if torch.is_grad_enabled():

@@ -405,6 +405,25 @@ def test_a_collection_takes_what_looks_like_torchrecs():
     assert job(work) == [[[3.0, 3.0], [5.0, 5.0]]]
 
 
+def test_a_collection_makes_tables_as_their_configurations_say():
+    """In their dtype, with first values of a function that fills a tensor, or returns one."""
+
+    def work(strategy, worker):
+        half = SimpleNamespace(value="FP16")
+        configs = [
+            pst.EmbeddingBagConfig("filled", 2, ["a"], 4, init_fn=torch.nn.init.ones_),
+            pst.EmbeddingBagConfig("made", 2, ["b"], 4, data_type=half, init_fn=lambda t: t * 0 + 3),
+            pst.EmbeddingBagConfig("dynamic", 2, ["c"], data_type="BF16"),
+        ]
+        with strategy.scope():
+            module = pst.EmbeddingBagCollection(configs)
+        features = pst.KeyedJaggedTensor(["a", "b", "c"], torch.tensor([1, 2, 3]), torch.tensor([1, 1, 1]))
+        bags = module(features).to_dict()
+        return [(str(bag.dtype), bag[0, 0].item()) for bag in bags.values()][:2], str(bags["c"].dtype)
+
+    assert job(work) == [([("torch.float32", 1.0), ("torch.float16", 3.0)], "torch.bfloat16")]
+
+
 def test_what_is_wrong_is_told(tmp_path):
     """In a sentence: what is no table, a mode that is none, features that are not there, an id that is no row."""
 
@@ -420,6 +439,20 @@ def test_what_is_wrong_is_told(tmp_path):
                 "table 'numbers' is of int64; rows that are trained are floating",
             ),
             (lambda: pst.EmbeddingBag(table, mode="least"), ValueError, "mode is 'least'"),
+            (lambda: pst.Embedding(table)([1, 2]), TypeError, r"ids of 'table' are a list; give a tensor"),
+            (lambda: pst.EmbeddingBag(table)([[1, 2]]), TypeError, r"ids of 'table' are a list; give a tensor"),
+            (
+                lambda: pst.EmbeddingBagCollection([pst.EmbeddingBagConfig("t", 2, ["f"], data_type="INT8")]),
+                ValueError,
+                "table 't' has data_type INT8; it is one of FP16, BF16, FP32, FP64",
+            ),
+            (
+                lambda: pst.EmbeddingBagCollection(
+                    [pst.EmbeddingBagConfig("t", 2, ["f"], init_fn=torch.nn.init.ones_)]
+                ),
+                ValueError,
+                "table 't' has an init_fn and no size",
+            ),
             (
                 lambda: module(pst.KeyedJaggedTensor(["f"], torch.tensor([1]), torch.tensor([1]))),
                 KeyError,
