@@ -31,6 +31,11 @@ SECOND = (
     "computed; put all but the last backward() of a step in `with optimizer.accumulate():`"
 )
 
+LEFT = (
+    "gradients had left for the servers while backward() went on, {}, and nobody can take them back; make a step after "
+    "each backward(), or create the optimizer with early=False: then all leave in step()"
+)
+
 
 class Gradients:
     """The gradients of an optimizer's parameters. Used by the thread that runs backward, then by that of the step.
@@ -85,6 +90,7 @@ class Gradients:
         if gradient is None:
             return  # another hook has taken it
         if key in self._came:
+            self._check_whole()
             self.refuse(SECOND.format(repr(each.name)))
         self._versions[key] = gradient._version
         if self.accumulating:
@@ -140,6 +146,11 @@ class Gradients:
         promised = self._promised or {}
         return [each for each in trained if (own := promised.get(id(each.tensor))) is not None and own.here is None]
 
+    def _check_whole(self) -> None:
+        """Raises `RuntimeError` if gradients have left of a backward that has failed."""
+        if any(coming.here is None for coming in (self._promised or {}).values()):
+            self.refuse(LEFT.format("which has failed"))
+
     def take(self, trained: Sequence[Trained]) -> list[Any]:
         """Returns the gradients as a round takes them; of a parameter without one, or for a factor of 0, `Absent`."""
         grads = [each.tensor.grad if self.factor else None for each in trained]
@@ -162,11 +173,17 @@ class Gradients:
         self._promised = None
 
     def forget(self) -> None:
-        """Forgets which gradients have come: they are not wanted, unless they have left."""
-        if self._promised is None:
-            self._versions.clear()
-            self._came.clear()
-            self._tasks.clear()
+        """Forgets which gradients have come: they are not wanted.
+
+        Raises:
+            RuntimeError: they have left for the servers.
+        """
+        self._check_whole()
+        if self._promised is not None:
+            self.refuse(LEFT.format("and zero_grad() came before step()"))
+        self._versions.clear()
+        self._came.clear()
+        self._tasks.clear()
 
     def _other(self, each: Trained, gradient: torch.Tensor) -> Any:
         """Returns a gradient that is of rows, or on a GPU."""

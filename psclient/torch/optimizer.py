@@ -235,7 +235,8 @@ class Optimizer(torch.optim.Optimizer):
     def accumulate(self) -> Iterator[None]:
         """Gradients of backward passes within are added up here, and nothing is sent: as `no_sync` of DDP.
 
-        The last backward of a step is outside; or `step` follows, and sends what was added up.
+        The last backward of a step is outside; or `step` follows, and sends what was added up. A block that is used
+        twice, under `torch.utils.checkpoint`, has two such passes with `use_reentrant=True`: take False.
         """
         before, self._steps.gradients.accumulating = self._steps.gradients.accumulating, True
         try:
@@ -244,7 +245,11 @@ class Optimizer(torch.optim.Optimizer):
             self._steps.gradients.accumulating = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients; see `torch.optim.Optimizer.zero_grad`. What was sent of them counts."""
+        """Forgets the gradients; see `torch.optim.Optimizer.zero_grad`.
+
+        Raises:
+            RuntimeError: they have left for the servers while backward went on, and no step has followed.
+        """
         super().zero_grad(set_to_none)
         self._steps.forget()
 

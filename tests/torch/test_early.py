@@ -153,6 +153,58 @@ def test_a_backward_that_fails_is_told():
         job(work)
 
 
+@pytest.mark.parametrize(
+    ("left", "word"),
+    [
+        ("a failed closure", r"and zero_grad\(\) came before step\(\)"),
+        ("a failed backward", "which has failed"),
+        ("a skipped step", r"and zero_grad\(\) came before step\(\)"),
+        ("a second backward after a failed one", "which has failed"),
+    ],
+)
+def test_a_step_that_is_left_out_is_told(left, word):
+    """What has happened, and that early=False is for that: there gradients are forgotten, and the next step is made."""
+
+    def fail():
+        raise KeyError(left)
+
+    def leave(module, optimizer, early):
+        def backward():
+            optimizer.zero_grad()
+            module(torch.ones(1, SIDE)).sum().backward()
+
+        def closure():
+            backward()
+            fail()
+
+        trained(module, optimizer, 1)
+        module.last = fail if "backward" in left else lambda: None
+        if "skipped" in left:
+            backward()
+        else:
+            with pytest.raises(KeyError, match=left):
+                optimizer.step(closure)
+        module.last = lambda: None
+        if early and "second" in left:
+            module(torch.ones(1, SIDE)).sum().backward()
+        trained(module, optimizer, 1)
+
+    def work(strategy, worker):
+        module, early = Wide(3), Wide(3)
+        leave(module, pst.Optimizer(module, torch.optim.SGD, lr=1e-4, early=False, strategy=strategy), early=False)
+        alone = Wide(3)
+        theirs = torch.optim.SGD(alone.parameters(), lr=1e-4)
+        trained(alone, theirs, 1)
+        trained(alone, theirs, 1)
+        assert apart(module, alone) < 1e-5
+        optimizer = pst.Optimizer(early, torch.optim.SGD, lr=1e-4, strategy=strategy)
+        with pytest.raises(RuntimeError, match=rf"left for the servers while .*{word}.*create .* with early=False"):
+            leave(early, optimizer, early=True)
+
+    with pytest.raises(PSError, match=word):
+        job(work)
+
+
 def test_a_second_backward_is_told():
     """Whether gradients have left or not; if not, they may be forgotten, and computed again."""
 
