@@ -332,11 +332,24 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: it is of other parameters or groups, or of another optimizer.
         """
-        super().load_state_dict({**state_dict, "state": {}})
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        trained = [self._trained[id(p)] for group in self.param_groups for p in group["params"]]
-        saved = [(each, state_dict["state"].get(key, {})) for key, each in zip(keys, trained, strict=True)]
-        self._slots.assign(saved, state_dict.get(ITERATIONS))
+        groups, before = state_dict["param_groups"], self.param_groups
+        numbers = {name for name, value in self.defaults.items() if not isinstance(value, bool)}
+        for group in groups:
+            if lacks := sorted(numbers - group.keys()):
+                raise ValueError(
+                    f"the state has a group of parameters without {', '.join(lacks)}; load it into an optimizer of the "
+                    "kind that has saved it"
+                )
+        words = {name: value for name, value in self.defaults.items() if name not in numbers}
+        super().load_state_dict({"state": {}, "param_groups": [words | group for group in groups]})
+        try:
+            keys = [key for group in groups for key in group["params"]]
+            trained = [self._trained[id(p)] for group in self.param_groups for p in group["params"]]
+            saved = [(each, state_dict["state"].get(key, {})) for key, each in zip(keys, trained, strict=True)]
+            self._slots.assign(saved, state_dict.get(ITERATIONS))
+        except BaseException:
+            self.param_groups = before
+            raise
 
 
 def _checked_strategy(strategy: Strategy | None) -> Strategy:

@@ -127,7 +127,7 @@ def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was():
         module, others = mlp(), mlp()
         optimizer = sgd(module, strategy, module[0].parameters())
         rest = [*module[2].parameters()]
-        for wrong in ([rest[0], *others.parameters()], rest[:1] + [torch.nn.Parameter(torch.ones(2))], [rest, 3]):
+        for wrong in ([rest[0], *others.parameters()], [*rest[:1], torch.nn.Parameter(torch.ones(2))], [rest, 3]):
             with pytest.raises((ValueError, TypeError)):
                 optimizer.add_param_group({"params": wrong})
         steps(module, optimizer, batches(1))
@@ -163,6 +163,34 @@ def test_an_optimizer_that_could_not_be_created_trains_nothing():
     steps(module, torch.optim.SGD(module.parameters(), lr=0.1), batches(2))
     ((found, _),) = job(work)
     assert apart(found, module) < 1e-12
+
+
+def test_a_state_of_another_optimizer_changes_nothing():
+    """Whether its groups lack a number or its parameters have other slots; a group of an older one may lack a word."""
+
+    def work(strategy, worker):
+        module, other = mlp(), mlp()
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.1, momentum=0.5, strategy=strategy)
+        steps(module, optimizer, batches(1))
+        adam = torch.optim.Adam(other.parameters(), lr=0.5)
+        steps(other, adam, batches(1))
+        state = adam.state_dict()
+        with pytest.raises(ValueError, match="a group of parameters without dampening, momentum;"):
+            optimizer.load_state_dict(state)
+        mixed = {**state, "param_groups": [{**optimizer.param_groups[0], **state["param_groups"][0]}]}
+        with pytest.raises(ValueError, match=r"'0\.weight' has exp_avg, exp_avg_sq, and servers keep momentum_buffer"):
+            optimizer.load_state_dict(mixed)
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        steps(module, optimizer, batches(2)[1:])
+        saved = optimizer.state_dict()
+        del saved["param_groups"][0]["maximize"]
+        optimizer.load_state_dict(saved)
+        steps(module, optimizer, batches(3)[2:])
+        return values(module)
+
+    module = mlp()
+    steps(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5), batches(3))
+    assert apart(job(work)[0], module) < 1e-12
 
 
 def test_parameters_of_another_module():
