@@ -304,8 +304,14 @@ def test_too_large_a_whole_array_is_refused(shared, monkeypatch):
 BAD = {
     "too large": (lambda: ps.IndexedSlices(np.ones((2, 3), "float32"), [0, 7]), "id 7 at place 1 is no row of 7"),
     "negative": (lambda: ps.IndexedSlices(np.ones((2, 3), "float32"), [-1, 0]), "id -1 at place 0 is no row of 7"),
-    "another shape": (lambda: ps.IndexedSlices(np.ones((2, 3), "float32"), [0, 1], (8, 3)), r"dense_shape is \(8, 3\), and must be \(7, 3\)"),
-    "other rows": (lambda: ps.IndexedSlices(np.ones((2, 2), "float32"), [0, 1]), r"each row has shape \(2,\), and must have \(3,\)"),
+    "another shape": (
+        lambda: ps.IndexedSlices(np.ones((2, 3), "float32"), [0, 1], (8, 3)),
+        r"dense_shape is \(8, 3\), and must be \(7, 3\)",
+    ),
+    "other rows": (
+        lambda: ps.IndexedSlices(np.ones((2, 2), "float32"), [0, 1]),
+        r"each row has shape \(2,\), and must have \(3,\)",
+    ),
 }
 
 

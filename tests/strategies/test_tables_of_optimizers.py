@@ -171,7 +171,10 @@ def test_a_table_is_never_dense(strategy):
 BAD = {
     "an array": (lambda rows: np.ones((3, 3), "float32"), "is a ndarray; give rows.gradient"),
     "None": (lambda rows: None, "is None"),
-    "another width": (lambda rows: ps.IndexedSlices(np.ones((1, 2), "float32"), [1]), r"each row has shape \(2,\), and must have \(3,\)"),
+    "another width": (
+        lambda rows: ps.IndexedSlices(np.ones((1, 2), "float32"), [1]),
+        r"each row has shape \(2,\), and must have \(3,\)",
+    ),
     "complex": (lambda rows: ps.IndexedSlices(np.ones((1, 3), "complex64"), [1]), "complex"),
 }
 
