@@ -60,6 +60,11 @@ class Parameters:
     ) -> None:
         if reduction not in get_args(Reduction):
             raise ValueError(f"reduction is {reduction!r}; known are {', '.join(map(repr, get_args(Reduction)))}")
+        if tx.variables:
+            raise ValueError(
+                f"tx is the {type(tx).__name__} {tx.name!r} of another TrainState, or has made steps itself, and it "
+                "counts them; create one for each state"
+            )
         self.strategy, self.tx, self.tables, self.reduction = strategy, tx, tuple(tables), reduction
         self.version = 0
         self._name = name

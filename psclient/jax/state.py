@@ -78,8 +78,8 @@ class TrainState:
         Raises:
             RuntimeError: there is no strategy.
             TypeError: `tx` is no optimizer of these, such as one of optax; a parameter is no array.
-            ValueError: a parameter is of integers, complex, or of float64 which JAX does not have switched on; the
-                strategy has several replicas here.
+            ValueError: `tx` is another state's; a parameter is of integers, complex, or of float64 which JAX does not
+                have switched on; the strategy has several replicas here.
             VariableMismatch: another process has parameters of other names or shapes.
         """
         home = Parameters(strategy_of(strategy), check_optimizer(tx), params, tables, name, reduction)

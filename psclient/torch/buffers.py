@@ -11,7 +11,7 @@ import torch
 from psclient._src.devices import CPU
 from psclient._src.variables.kinds import Cell, SyncOnReadVariable
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
-from psclient.torch.parameters import COMPILED, as_array, as_tensor
+from psclient.torch.parameters import as_array, as_tensor, name_of
 from pswire.model.tensor import Array
 
 Mode = Literal["own", "mean"]
@@ -62,11 +62,14 @@ class ModuleBuffers:
         module: has the buffers.
         mode: how those of the workers belong together.
         prefix: of the variables' names.
+
+    Raises:
+        ValueError: a buffer has a dtype that servers do not have, such as float8.
     """
 
     def __init__(self, module: torch.nn.Module, mode: Mode, prefix: str) -> None:
-        kept = {name.replace(COMPILED, "") for name in module.state_dict(keep_vars=True)}
-        found = [(name.replace(COMPILED, ""), buffer) for name, buffer in module.named_buffers()]
+        kept = {name_of(name) for name in module.state_dict(keep_vars=True)}
+        found = [(name_of(name), buffer) for name, buffer in module.named_buffers()]
         self._tensors = [buffer for name, buffer in found if name in kept]
         self._mode = mode
         self.variables: dict[str, Variable] = {}
@@ -105,7 +108,13 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def _created(name: str, buffer: torch.Tensor) -> Variable:
     """Creates the variable of a buffer, which gets the first worker's value. In the strategy's scope."""
-    first = as_array(buffer.detach().cpu().contiguous()).copy()
+    try:
+        first = as_array(buffer.detach().cpu().contiguous()).copy()
+    except TypeError:
+        raise ValueError(
+            f"buffer {name!r} is {buffer.dtype}, which servers do not have; register it with persistent=False, or keep "
+            "it in another dtype"
+        ) from None
     made: Any = Variable(
         first,
         trainable=False,

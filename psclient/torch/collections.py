@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch.nn import functional
 from psclient._src.variables.variable import Variable
 from psclient.dynamic_embedding import get_variable
 from psclient.torch.embeddings import LookupModule, TableRows
+from psclient.torch.parameters import DTYPES, as_array
+from pswire.model.tensor import Array
 
 
 @dataclass
@@ -26,6 +28,8 @@ class EmbeddingBagConfig:
         feature_names: the features whose ids are of this table.
         num_embeddings: number of rows; 0 for a dynamic table, of which any 64-bit number is an id.
         pooling: "SUM" or "MEAN" of the rows of a bag.
+        data_type: "FP32", "FP16", "BF16" or "FP64": the dtype of the table.
+        init_fn: of a table of a size, gives first values: changes the tensor that it is given, or returns another.
         weight_init_min, weight_init_max: first values are uniform between them; of None `±1 / sqrt(num_embeddings)`.
         table: a table that is there already; None to create it.
     """
@@ -35,6 +39,8 @@ class EmbeddingBagConfig:
     feature_names: list[str] = field(default_factory=list)
     num_embeddings: int = 0
     pooling: Any = "SUM"
+    data_type: Any = "FP32"
+    init_fn: Callable[[torch.Tensor], torch.Tensor | None] | None = None
     weight_init_min: float | None = None
     weight_init_max: float | None = None
     table: Any = None
@@ -118,7 +124,8 @@ class EmbeddingBagCollection(LookupModule):
         is_weighted: True if ids have weights, by which rows are multiplied.
 
     Raises:
-        ValueError: a name stands there twice, or there is no such pooling.
+        ValueError: a name stands there twice, or there is no such pooling or data type; a table without a size has an
+            `init_fn`.
     """
 
     def __init__(self, tables: Sequence[Any], is_weighted: bool = False) -> None:
@@ -214,10 +221,24 @@ class _Bags:
 
 
 def _pooling(config: Any) -> str:
-    word = str(getattr(config.pooling, "value", config.pooling)).lower()
+    word = _word(config.pooling).lower()
     if word not in ("sum", "mean"):
         raise ValueError(f"table {config.name!r} has pooling {config.pooling!r}; it is SUM or MEAN")
     return word
+
+
+DATA_TYPES: Mapping[str, torch.dtype] = {
+    "FP16": torch.float16,
+    "BF16": torch.bfloat16,
+    "FP32": torch.float32,
+    "FP64": torch.float64,
+}
+"""Dtypes of tables, by TorchRec's names."""
+
+
+def _word(value: Any) -> str:
+    """Returns a word, or that of an enumeration's member."""
+    return str(getattr(value, "value", value))
 
 
 def _table(config: Any) -> Any:
@@ -225,10 +246,27 @@ def _table(config: Any) -> Any:
     found = getattr(config, "table", None)
     if found is not None:
         return found
+    word, init = _word(getattr(config, "data_type", "FP32")), getattr(config, "init_fn", None)
+    dtype = DATA_TYPES.get(word)
+    if dtype is None:
+        raise ValueError(f"table {config.name!r} has data_type {word}; it is one of {', '.join(DATA_TYPES)}")
     if not config.num_embeddings:
-        return get_variable(config.name, config.embedding_dim)
+        if init is not None:
+            raise ValueError(
+                f"table {config.name!r} has an init_fn and no size, so that servers make its rows; give it a table=... "
+                "of ps.dynamic_embedding.get_variable with one of ps.initializers"
+            )
+        return get_variable(config.name, config.embedding_dim, value_dtype=DTYPES[dtype])
     most = 1 / math.sqrt(config.num_embeddings)
     low = -most if config.weight_init_min is None else config.weight_init_min
     high = most if config.weight_init_max is None else config.weight_init_max
     shape = config.num_embeddings, config.embedding_dim
-    return Variable(lambda: np.random.default_rng().uniform(low, high, shape).astype(np.float32), name=config.name)
+
+    def first() -> Array:
+        values = torch.from_numpy(np.random.default_rng().uniform(low, high, shape)).to(dtype)
+        if init is not None:
+            made = init(values)
+            values = values if made is None else made
+        return as_array(values.to(dtype).contiguous())
+
+    return Variable(first, name=config.name)

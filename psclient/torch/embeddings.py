@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -17,10 +18,13 @@ from psclient.torch.parameters import DTYPES, as_array, as_tensor
 
 
 class TableRows:
-    """The rows of one table that were looked up since the last step, for all modules that have the table.
+    """The gradients of one table's rows since the last step, for all modules that have the table.
 
     Args:
         table: a variable of rows on servers: static, in shards, or dynamic; or one of a group of tables.
+
+    Attributes:
+        watch: called with these rows when a gradient of some has come; returns whether somebody trains them.
     """
 
     _known: weakref.WeakValueDictionary[int, TableRows] = weakref.WeakValueDictionary()
@@ -28,7 +32,8 @@ class TableRows:
     def __init__(self, table: RowReadable) -> None:
         self.table = table
         self.claim = torch.empty(0)  # who trains the rows has claimed it, as optimizers do with parameters
-        self._looked_up: list[tuple[LookedUpRows, torch.Tensor]] = []
+        self.watch: Callable[[TableRows], Any] = lambda rows: False
+        self._came: dict[int, tuple[LookedUpRows, torch.Tensor]] = {}  # leaves with gradients, by their ids
 
     @classmethod
     def of(cls, table: Any) -> TableRows:
@@ -57,25 +62,49 @@ class TableRows:
 
         Returns:
             The rows, each once, (U, *row shape), on the device of the ids; and the place of each id among them.
+
+        Raises:
+            TypeError: the ids are no tensor, or no integers.
+            ValueError: an id is no row of the table.
         """
+        if not isinstance(ids, torch.Tensor):
+            raise TypeError(f"ids of {self.table.name!r} are a {type(ids).__name__}; give a tensor: torch.tensor(ids)")
         found = self.table.lookup(to_numpy(as_array(ids.detach().cpu())))
         rows = as_tensor(np.array(to_numpy(found.values)), _dtype_of(self.table)).to(ids.device)
         if torch.is_grad_enabled():
             rows.requires_grad_()
-            self._looked_up.append((found, rows))
+            rows.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self), found))
         return rows, torch.from_numpy(found.places).to(ids.device)
+
+    def arrived(self, found: LookedUpRows, leaf: torch.Tensor) -> None:
+        """A gradient was added to that of rows; kept as long as the step is to come, if somebody trains them."""
+        if self.watch(self):
+            self._came[id(leaf)] = found, leaf
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """What was looked up and has a gradient."""
+        return [leaf for _, leaf in self._came.values() if leaf.grad is not None]
 
     def take_gradient(self, factor: float) -> IndexedSlices | None:
         """Returns the gradient of what was looked up, times a factor; None where there is none, or the factor is 0."""
-        found = [(rows, leaf.grad) for rows, leaf in self._looked_up if leaf.grad is not None and factor]
+        found = [(rows, leaf.grad) for rows, leaf in self._came.values() if leaf.grad is not None and factor]
         if not found:
             return None
         grads = [gradient if factor == 1 else gradient * factor for _, gradient in found]
         return gradient_of_all([rows for rows, _ in found], [as_array(each.cpu().contiguous()) for each in grads])
 
-    def end_step(self) -> None:
-        """What was looked up is out of date."""
-        self._looked_up.clear()
+    def forget(self) -> None:
+        """Forgets gradients: a step has taken them, or they are not wanted. What was looked ahead stays."""
+        for _, leaf in self._came.values():
+            leaf.grad = None
+        self._came.clear()
+
+
+def _arrived(owner: weakref.ref[TableRows], found: LookedUpRows, leaf: torch.Tensor) -> None:
+    rows = owner()
+    if rows is not None:
+        rows.arrived(found, leaf)
 
 
 class LookupModule(torch.nn.Module):

@@ -16,18 +16,24 @@ from psclient._src.distribute.reduction import Absent
 from psclient._src.rounds.buffers import Buffer
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.variable import Variable
+from psclient.torch.embeddings import TableRows
 from psclient.torch.parameters import Trained, as_array, as_tensor
 from pswire.model.tensor import Array
 
 CHANGED = (
-    "the gradient of {} was changed between backward() and step(), as torch.nn.utils.clip_grad_norm_ does, when it may "
-    "have left for the servers; to clip by the norm of all workers' gradients give the optimizer global_clipnorm=..., "
-    "and change a gradient of your own in a hook: parameter.register_hook(...)"
+    "the gradient of {} was changed between backward() and step(), as torch.nn.utils.clip_grad_norm_ does; it is this "
+    "worker's alone, and a step takes it as backward() has left it; to clip by the norm of all workers' gradients give "
+    "the optimizer global_clipnorm=..., and change a gradient of your own in a hook: parameter.register_hook(...)"
 )
 
 SECOND = (
-    "the gradient of {} was computed by a second backward() before step(), when that of the first may have left for "
-    "the servers; put all but the last backward() of a step in `with optimizer.accumulate():`"
+    "the gradient of {} was computed by a second backward() before step(), which sends what one backward() has "
+    "computed; put all but the last backward() of a step in `with optimizer.accumulate():`"
+)
+
+LEFT = (
+    "gradients had left for the servers while backward() went on, {}, and nobody can take them back; make a step after "
+    "each backward(), or create the optimizer with early=False: then all leave in step()"
 )
 
 
@@ -56,6 +62,7 @@ class Gradients:
         self.factor = self.half_factor = 1.0
         self._versions: dict[int, int] = {}  # of each gradient that has come, by its parameter's id
         self._came: set[int] = set()  # those of the last backward of this step
+        self._tasks: dict[int, int] = {}  # of each table the backward that has come to its rows, by numbers of torch
         self._promised: dict[int, Coming] | None = None
         self._sent: dict[int, tuple[torch.Tensor, int]] = {}
         self._views: WeakKeyDictionary[Buffer, torch.Tensor] = WeakKeyDictionary()
@@ -65,6 +72,11 @@ class Gradients:
         """Sees the gradients of a parameter from now on."""
         hook = partial(_arrived, weakref.ref(self), each)
         self._hooks.append(each.tensor.register_post_accumulate_grad_hook(hook))
+
+    def watch_rows(self, rows: TableRows) -> None:
+        """Sees the gradients of a table's rows from now on, as long as the optimizer is there."""
+        rows.forget()  # an optimizer of before has them no more
+        rows.watch = partial(_arrived_at_rows, weakref.ref(self))
 
     def close(self) -> None:
         """Sees no gradients any more."""
@@ -78,6 +90,7 @@ class Gradients:
         if gradient is None:
             return  # another hook has taken it
         if key in self._came:
+            self._check_whole()
             self.refuse(SECOND.format(repr(each.name)))
         self._versions[key] = gradient._version
         if self.accumulating:
@@ -89,6 +102,14 @@ class Gradients:
             ((array, view),) = self._fill([each], [gradient])
             self._sent[key] = view, view._version
             self._promised[key].give(array)
+
+    def arrived_at_rows(self, rows: TableRows) -> None:
+        """A gradient was added to that of rows of a table, of which one backward may come to several."""
+        if self.accumulating:
+            return
+        task = torch._C._current_graph_task_id()
+        if self._tasks.setdefault(id(rows), task) != task:
+            self.refuse(SECOND.format(f"rows of {rows.table.name!r}"))
 
     def keep(self, promised: Mapping[int, Coming], trained: Sequence[Trained]) -> None:
         """Gives gradients that were promised, one after the other; all are there.
@@ -108,18 +129,27 @@ class Gradients:
         """True if some of this step have left."""
         return self._promised is not None
 
-    def check(self, trained: Sequence[Trained]) -> None:
-        """Raises `RuntimeError` if gradients are not as backward has left them, or some that were promised are not."""
+    def check(self, trained: Sequence[Trained]) -> list[Trained]:
+        """Raises `RuntimeError` if gradients are not as backward has left them; returns parameters without one."""
+        without = []
         for each in trained:
             key, gradient = id(each.tensor), each.tensor.grad
+            if gradient is None:
+                without.append(each)
             known = self._sent.get(key, (gradient, self._versions.get(key)))
             if known[1] is not None and (gradient is not known[0] or known[0] is None or known[0]._version != known[1]):
                 self.refuse(CHANGED.format(repr(each.name)))
+        return without
 
     def missing(self, trained: Sequence[Trained]) -> list[Trained]:
         """Returns the parameters whose gradients were promised, and have not come."""
         promised = self._promised or {}
         return [each for each in trained if (own := promised.get(id(each.tensor))) is not None and own.here is None]
+
+    def _check_whole(self) -> None:
+        """Raises `RuntimeError` if gradients have left of a backward that has failed."""
+        if any(coming.here is None for coming in (self._promised or {}).values()):
+            self.refuse(LEFT.format("which has failed"))
 
     def take(self, trained: Sequence[Trained]) -> list[Any]:
         """Returns the gradients as a round takes them; of a parameter without one, or for a factor of 0, `Absent`."""
@@ -138,14 +168,22 @@ class Gradients:
         """The step is over."""
         self._versions.clear()
         self._came.clear()
+        self._tasks.clear()
         self._sent.clear()
         self._promised = None
 
     def forget(self) -> None:
-        """Forgets which gradients have come: they are not wanted, unless they have left."""
-        if self._promised is None:
-            self._versions.clear()
-            self._came.clear()
+        """Forgets which gradients have come: they are not wanted.
+
+        Raises:
+            RuntimeError: they have left for the servers.
+        """
+        self._check_whole()
+        if self._promised is not None:
+            self.refuse(LEFT.format("and zero_grad() came before step()"))
+        self._versions.clear()
+        self._came.clear()
+        self._tasks.clear()
 
     def _other(self, each: Trained, gradient: torch.Tensor) -> Any:
         """Returns a gradient that is of rows, or on a GPU."""
@@ -190,6 +228,14 @@ def _arrived(owner: weakref.ref[Gradients], each: Trained, tensor: torch.Tensor)
     gradients = owner()
     if gradients is not None:
         gradients.arrived(each)
+
+
+def _arrived_at_rows(owner: weakref.ref[Gradients], rows: TableRows) -> bool:
+    gradients = owner()
+    if gradients is None:
+        return False
+    gradients.arrived_at_rows(rows)
+    return True
 
 
 def absent(each: Trained) -> Absent:

@@ -22,6 +22,7 @@ from psclient.optimizers.step_driver import StepDriver, StepFunctions
 from psclient.torch.rules import STEP, TorchRule, plain, rule_class
 
 LR = "lr"
+BETAS = "betas"
 
 
 class Groups(Configured):
@@ -163,13 +164,14 @@ class Groups(Configured):
         rule, value = self._made[group], plain(value)
         if name == LR:
             rule.learning_rate = value
+        elif name == BETAS and not isinstance(rule, TorchRule):
+            rule.beta_1, rule.beta_2 = value  # type: ignore[attr-defined]
         else:
             setattr(rule, keys_of(rule)[name], value)
 
     def get(self, group: int, name: str) -> Any:
         """Returns a hyperparameter of a group as of now."""
-        rule = self._made[group]
-        return rule.learning_rate if name == LR else getattr(rule, keys_of(rule)[name])
+        return value_of(self._made[group], name)
 
     # ---- For the driver ----
 
@@ -187,12 +189,24 @@ class Groups(Configured):
         return self.of(v)._decays(v)
 
 
+def value_of(rule: Optimizer, name: str) -> Any:
+    """Returns a hyperparameter of a rule by its name in `param_groups`."""
+    if name == LR:
+        return rule.learning_rate
+    if name == BETAS and not isinstance(rule, TorchRule):
+        return rule.beta_1, rule.beta_2  # type: ignore[attr-defined]
+    return getattr(rule, keys_of(rule)[name])
+
+
 def keys_of(rule: Optimizer) -> Mapping[str, str]:
     """Returns the names of a rule's hyperparameters in `param_groups`, but for `lr`, with the attributes they are."""
     if isinstance(rule, TorchRule):
         return rule.hyperparameters
     config = rule.get_config()
     numbers = {name for name, value in config.items() if isinstance(value, bool | int | float)}
+    betas = {"beta_1", "beta_2"}
+    if betas <= numbers:  # by torch's name, so that torch's schedulers find them
+        numbers = numbers - betas | {BETAS}
     return {name: name for name in sorted((numbers | {"weight_decay"}) - _OF_A_STEP)}
 
 
@@ -228,8 +242,7 @@ def rule_of(optimizer: Any, options: Mapping[str, Any], name: str | None) -> tup
                 f"{', '.join(sorted(options))} given beside a {type(optimizer).__name__}, which has its arguments; "
                 "give them to it, or a class of torch.optim in its place"
             )
-        keys = keys_of(optimizer)
-        return optimizer, {LR: optimizer.learning_rate, **{key: getattr(optimizer, key) for key in keys}}
+        return optimizer, {name: value_of(optimizer, name) for name in (LR, *keys_of(optimizer))}
     if isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"a {type(optimizer).__name__} of torch would update parameters here; give its class and its arguments: "

@@ -40,7 +40,7 @@ class Loader:
 
     Raises:
         TypeError: the loader can be gone through only once; there is no optimizer of this package; or a key of
-            `lookups` is no module whose rows are looked up.
+            `lookups` is no module whose rows are looked up, or a value no function.
         ValueError: optimizers are of different strategies.
     """
 
@@ -54,11 +54,16 @@ class Loader:
         for each in self._optimizers:
             if not isinstance(each, Optimizer):
                 raise TypeError(f"a {type(each).__name__} makes no rounds; give a psclient.torch.Optimizer")
-        for module in lookups or ():
+        for module, ids in (lookups or {}).items():
             if not isinstance(module, LookupModule):
                 raise TypeError(
                     f"lookups has a {type(module).__name__}; its keys are modules whose rows are looked up, such as "
                     "psclient.torch.Embedding"
+                )
+            if not callable(ids):
+                raise TypeError(
+                    f"lookups has {ids!r} for a {type(module).__name__}; give a function that returns the ids of a "
+                    'batch: lookups={module: lambda batch: batch["user"]}'
                 )
         strategies = {id(each.strategy): each.strategy for each in self._optimizers}
         if len(strategies) != 1:

@@ -21,7 +21,7 @@ from psclient.optimizers import Optimizer as Rule
 from psclient.torch.buffers import Mode, ModuleBuffers, check_mode
 from psclient.torch.embeddings import LookupModule, lookups_of
 from psclient.torch.groups import Groups, rule_of
-from psclient.torch.parameters import Trained, as_array, check_parameter, named, sparse_of
+from psclient.torch.parameters import Trained, as_array, check_parameter, name_of, paths_of, sparse_of
 from psclient.torch.state import ITERATIONS, GroupState, SlotState
 from psclient.torch.steps import Steps, weakly
 
@@ -95,16 +95,23 @@ class Optimizer(torch.optim.Optimizer):
         mode, self._prefix = check_mode(buffers), prefix
         self.rule, defaults = rule_of(optimizer, options, None)
         self._groups = Groups(self.rule)
-        self._steps = Steps(self.strategy, self._groups, reduction == "mean", early, weakly(self._refresh_rules))
+        self._steps = Steps(
+            self.strategy, self._groups, reduction == "mean", early, weakly(self._refresh_rules), module
+        )
         self._slots = SlotState(self.strategy, self._groups)
-        self._names, self._sparse = named(module), sparse_of(module)
+        self._paths, self._sparse = paths_of(module), sparse_of(module)
         self._lookups = lookups_of(module)
         self._trained: dict[int, Trained] = {}
         self._rules: list[dict[str, Any]] = []  # of each group the hyperparameters that its rule has
         self._under_scaler = False
-        super().__init__(self._given(params), defaults)
-        with self.strategy.scope():
-            self._steps.buffers = ModuleBuffers(module, mode, prefix)
+        try:
+            super().__init__(self._given(params), defaults)
+            with self.strategy.scope():
+                self._steps.buffers = ModuleBuffers(module, mode, prefix)
+        except BaseException:
+            self._steps.release()
+            _give_back(self, [*(p for _, p in self._paths.values()), *_claims(self._lookups.values())])
+            raise
         _share_threads(self.strategy)
         weakref.finalize(self, self._steps.release)
 
@@ -112,7 +119,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _given(self, params: Iterable[Any] | None) -> list[dict[str, Any]]:
         if params is None:
-            return [{"params": [*(p for _, p in self._names.values()), *self._lookups.values()]}]
+            return [{"params": [*(p for _, p in self._paths.values()), *self._lookups.values()]}]
         given = list(params)
         return given if given and all(isinstance(group, dict) for group in given) else [{"params": given}]
 
@@ -129,38 +136,46 @@ class Optimizer(torch.optim.Optimizer):
         rest = [each for each in given if not isinstance(each, LookupModule)]
         with torch.no_grad():
             super().add_param_group({**param_group, "params": rest})
-        group = self.param_groups[-1]
-        self._check(group["params"], tables)
-        if number:
-            self._groups.add()
+        parameters = self.param_groups[-1]["params"]
+        try:
+            self._check(parameters, tables)
+            if number:
+                self._groups.add()
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        for tensor in (*parameters, *_claims(tables)):
+            _OWNERS[tensor] = weakref.ref(self)
         self._rules.append({name: self._groups.get(number, name) for name in self.defaults})
-        made = self._create(group["params"], number)
+        made = self._create(parameters, number)
         for module in tables:
             self._enter_rows(module, number)
         self._steps.bind(made)
 
     def _check(self, parameters: Iterable[torch.Tensor], tables: Iterable[LookupModule]) -> None:
         for p in parameters:
-            name, _ = self._names.get(id(p), ("", p))
+            name = name_of(self._paths.get(id(p), ("", p))[0])
             if not name:
                 raise ValueError(
                     f"a parameter of shape {tuple(p.shape)} is none of the module's, so that it has no name; give "
                     "parameters of the module, or the module that has it"
                 )
             check_parameter(name, p)
-            _claim(p, self, f"parameter {name!r}")
+            _check_free(p, self, f"parameter {name!r}")
         for module in tables:
             if id(module) not in self._lookups:
                 raise ValueError(f"a {type(module).__name__} is no part of the module whose rows are trained")
+            for rows in module.rows:
+                _check_free(rows.claim, self, f"what is looked up in {rows.table.name!r}")
 
     def _create(self, parameters: Iterable[torch.Tensor], group: int) -> list[Trained]:
         made = []
         with self.strategy.scope():
             for p in parameters:
-                name, _ = self._names[id(p)]
+                path, _ = self._paths[id(p)]
                 first = as_array(p.detach().cpu().contiguous())
-                v = Variable(first, name=f"{self._prefix}{name}")
-                each = Trained(name, p, v, id(p) in self._sparse)
+                v = Variable(first, name=f"{self._prefix}{name_of(path)}")
+                each = Trained(path, p, v, id(p) in self._sparse)
                 self._groups.enter(v, group, each.by_rows)
                 self._trained[id(p)] = each
                 made.append(each)
@@ -172,9 +187,9 @@ class Optimizer(torch.optim.Optimizer):
     def _enter_rows(self, module: LookupModule, group: int) -> None:
         for rows in module.rows:
             if rows not in self._steps.tables:
-                _claim(rows.claim, self, f"what is looked up in {rows.table.name!r}")
                 self._groups.enter(table_of(rows.table), group, by_rows=True)
                 self._steps.tables.append(rows)
+                self._steps.gradients.watch_rows(rows)
 
     @property
     def variables(self) -> Mapping[str, Variable]:
@@ -220,7 +235,8 @@ class Optimizer(torch.optim.Optimizer):
     def accumulate(self) -> Iterator[None]:
         """Gradients of backward passes within are added up here, and nothing is sent: as `no_sync` of DDP.
 
-        The last backward of a step is outside; or `step` follows, and sends what was added up.
+        The last backward of a step is outside; or `step` follows, and sends what was added up. A block that is used
+        twice, under `torch.utils.checkpoint`, has two such passes with `use_reentrant=True`: take False.
         """
         before, self._steps.gradients.accumulating = self._steps.gradients.accumulating, True
         try:
@@ -229,9 +245,19 @@ class Optimizer(torch.optim.Optimizer):
             self._steps.gradients.accumulating = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients; see `torch.optim.Optimizer.zero_grad`. What was sent of them counts."""
+        """Forgets the gradients; see `torch.optim.Optimizer.zero_grad`.
+
+        Raises:
+            RuntimeError: they have left for the servers while backward went on, and no step has followed.
+        """
         super().zero_grad(set_to_none)
-        self._steps.gradients.forget()
+        self._steps.forget()
+
+    @property
+    def gradient_holders(self) -> list[torch.Tensor]:
+        """The tensors whose `grad` a step sends: the parameters, and rows that were looked up."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return [*parameters, *(leaf for rows in self._steps.tables for leaf in rows.leaves)]
 
     @property
     def overflown(self) -> bool:
@@ -306,11 +332,24 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: it is of other parameters or groups, or of another optimizer.
         """
-        super().load_state_dict({**state_dict, "state": {}})
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        trained = [self._trained[id(p)] for group in self.param_groups for p in group["params"]]
-        saved = [(each, state_dict["state"].get(key, {})) for key, each in zip(keys, trained, strict=True)]
-        self._slots.assign(saved, state_dict.get(ITERATIONS))
+        groups, before = state_dict["param_groups"], self.param_groups
+        numbers = {name for name, value in self.defaults.items() if not isinstance(value, bool)}
+        for group in groups:
+            if lacks := sorted(numbers - group.keys()):
+                raise ValueError(
+                    f"the state has a group of parameters without {', '.join(lacks)}; load it into an optimizer of the "
+                    "kind that has saved it"
+                )
+        words = {name: value for name, value in self.defaults.items() if name not in numbers}
+        super().load_state_dict({"state": {}, "param_groups": [words | group for group in groups]})
+        try:
+            keys = [key for group in groups for key in group["params"]]
+            trained = [self._trained[id(p)] for group in self.param_groups for p in group["params"]]
+            saved = [(each, state_dict["state"].get(key, {})) for key, each in zip(keys, trained, strict=True)]
+            self._slots.assign(saved, state_dict.get(ITERATIONS))
+        except BaseException:
+            self.param_groups = before
+            raise
 
 
 def _checked_strategy(strategy: Strategy | None) -> Strategy:
@@ -349,8 +388,13 @@ def _share_threads(strategy: Strategy) -> None:
     torch.set_num_threads(min(torch.get_num_threads(), threads_of(others)))
 
 
-def _claim(tensor: torch.Tensor, optimizer: Optimizer, what: str) -> None:
-    """Notes that an optimizer trains a parameter; raises `ValueError` if another one does."""
+def _claims(modules: Iterable[LookupModule]) -> list[torch.Tensor]:
+    """Returns what an optimizer owns that trains the rows of modules."""
+    return [rows.claim for module in modules for rows in module.rows]
+
+
+def _check_free(tensor: torch.Tensor, optimizer: Optimizer, what: str) -> None:
+    """Raises `ValueError` if another optimizer trains a parameter."""
     owner = _owner(tensor)
     if owner not in (None, optimizer):
         gc.collect()  # one that nobody uses may be in a circle
@@ -360,7 +404,13 @@ def _claim(tensor: torch.Tensor, optimizer: Optimizer, what: str) -> None:
             f"{what} is trained by another optimizer of psclient.torch; one optimizer trains a parameter, so leave it "
             "out here with params=[...], or add it there as a group"
         )
-    _OWNERS[tensor] = weakref.ref(optimizer)
+
+
+def _give_back(optimizer: Optimizer, tensors: Iterable[torch.Tensor]) -> None:
+    """Notes that an optimizer, of which there is nothing but an error, trains no parameters."""
+    for tensor in tensors:
+        if _owner(tensor) is optimizer:
+            del _OWNERS[tensor]
 
 
 def _owner(tensor: torch.Tensor) -> Optimizer | None:

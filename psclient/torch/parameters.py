@@ -28,20 +28,22 @@ class Trained:
     """A parameter of a module, which servers train.
 
     Args:
-        name: its name in the module.
+        path: where it is in the module, by torch's name.
         tensor: the parameter.
         variable: its variable on servers.
         by_rows: True if its gradient is sparse: of some of its rows.
 
     Attributes:
+        name: its name for variables and messages.
         version: torch's count of changes in place, as of the last one that came from the servers.
         device, shape, dtype: what it had when it was bound to its variable.
         on_host: True if its memory is the host's, contiguous: rounds can write there.
         is_plain: True if its gradient is one of the host, of all its elements.
     """
 
-    def __init__(self, name: str, tensor: torch.Tensor, variable: Variable, by_rows: bool) -> None:
-        self.name, self.tensor, self.variable, self.by_rows = name, tensor, variable, by_rows
+    def __init__(self, path: str, tensor: torch.Tensor, variable: Variable, by_rows: bool) -> None:
+        self.path, self.tensor, self.variable, self.by_rows = path, tensor, variable, by_rows
+        self.name = name_of(path)
         self.device, self.shape, self.dtype = tensor.device, tuple(tensor.shape), tensor.dtype
         self.is_plain = self.device.type == "cpu" and not by_rows
         self.bind()
@@ -56,9 +58,8 @@ class Trained:
         """True if the script has changed it, or given it other memory."""
         return self.tensor._version != self.version or self.tensor.data_ptr() != self._address
 
-    def check(self) -> None:
-        """Raises `RuntimeError` if it is not what its variable is any more."""
-        tensor = self.tensor
+    def check(self, tensor: torch.Tensor) -> None:
+        """Raises `RuntimeError` if the parameter is not what its variable is any more, or what is in its place."""
         for what, now, before in (
             ("shape", tuple(tensor.shape), self.shape),
             ("dtype", tensor.dtype, self.dtype),
@@ -70,10 +71,28 @@ class Trained:
                     "change a module before, or create another optimizer after it"
                 )
 
+    def check_in(self, module: torch.nn.Module) -> None:
+        """Raises `RuntimeError` if the module has another parameter in its place, which nobody trains."""
+        try:
+            now = module.get_parameter(self.path)
+        except AttributeError:
+            return  # it has none there, and does not use this one
+        if now is not self.tensor:
+            self.check(now)
+            raise RuntimeError(
+                f"parameter {self.name!r} of the module is another one than its optimizer trains; a layer was replaced "
+                "after the optimizer was created; create another optimizer after it"
+            )
 
-def named(module: torch.nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
-    """Returns the parameters of a module with their names, by `id`; a parameter of several names has the first."""
-    return {id(p): (name.replace(COMPILED, ""), p) for name, p in module.named_parameters()}
+
+def name_of(path: str) -> str:
+    """Returns the name of a parameter or buffer, without what `torch.compile` puts before it."""
+    return path.replace(COMPILED, "")
+
+
+def paths_of(module: torch.nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
+    """Returns the parameters of a module by `id`, and by what path: of several the first."""
+    return {id(p): (path, p) for path, p in module.named_parameters()}
 
 
 def check_parameter(name: str, tensor: torch.Tensor) -> None:
@@ -84,6 +103,8 @@ def check_parameter(name: str, tensor: torch.Tensor) -> None:
         tensor: the parameter.
     """
     what = f"parameter {name!r}"
+    if tensor.is_meta:
+        raise ValueError(f"{what} is on the meta device, and has no values; give it some before: module.to_empty(...)")
     if torch.nn.parameter.is_lazy(tensor):
         raise ValueError(f"{what} has no shape yet; call the lazy module once before its optimizer is created")
     if tensor.is_complex():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +17,13 @@ class GradScaler(torch.amp.GradScaler):
 
     Source: `torch.amp.GradScaler`, whose arguments these are.
     """
+
+    def _unscale_grads_(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Divides gradients, and looks for overflows among them: those of rows as well, which are of no group."""
+        of: Any = optimizer
+        if isinstance(optimizer, Optimizer):
+            of = SimpleNamespace(param_groups=[{"params": optimizer.gradient_holders}])
+        return super()._unscale_grads_(of, *args, **kwargs)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Makes a step, unless gradients of some worker have NaN or infinity."""

@@ -49,7 +49,7 @@ class SlotState:
         if isinstance(rule, SGD):
             found.pop(STEP, None)  # of which torch's keeps none
         elif isinstance(rule, TorchRule):
-            count = found.get(STEP, torch.tensor(self.iterations))
+            count = found.pop(STEP, torch.tensor(self.iterations))
             found = {STEP: count.to(torch.float32), **found}
         return found
 

@@ -38,6 +38,7 @@ class Steps:
         averages: True if gradients are averaged over workers; False if they are summed.
         early: True if gradients may leave while backward goes on.
         refresh: gives the rules the hyperparameters of now.
+        module: has the parameters.
 
     Attributes:
         trained: the parameters, in the order in which they were registered.
@@ -50,13 +51,19 @@ class Steps:
     """
 
     def __init__(
-        self, strategy: Strategy, groups: Groups, averages: bool, early: bool, refresh: Callable[[], object]
+        self,
+        strategy: Strategy,
+        groups: Groups,
+        averages: bool,
+        early: bool,
+        refresh: Callable[[], object],
+        module: torch.nn.Module,
     ) -> None:
         self.strategy = strategy
         self._backend = cast(RemoteBackend, strategy.backend)
         self._groups = groups
         self._rounds = StepRounds(strategy, groups)
-        self._averages, self._early, self._refresh = averages, early, refresh
+        self._averages, self._early, self._refresh, self._module = averages, early, refresh, module
         self.trained: list[Trained] = []
         self.tables: list[TableRows] = []
         self.buffers: ModuleBuffers | None = None
@@ -84,7 +91,7 @@ class Steps:
         with context.within(self.strategy):
             context.require_cross_replica(self.strategy, "step")
         trained = self._active()
-        self.gradients.check(trained)
+        self._check_there(self.gradients.check(trained))
         if self._under_way is not None:
             section = self._check_sent(trained, scale)
         else:
@@ -108,6 +115,12 @@ class Steps:
         """Sees no gradients any more, and lets go of the parameters."""
         self.gradients.close()
         self._backend.reader.into([(each.variable, None) for each in self.trained])
+
+    def forget(self) -> None:
+        """Forgets which gradients have come, and those of rows."""
+        self.gradients.forget()
+        for rows in self.tables:
+            rows.forget()
 
     def refresh(self) -> None:
         """Gives parameters the values of now, where they have others: this process came late, or was restored."""
@@ -133,11 +146,16 @@ class Steps:
         """The parameters that are trained now, in the order in which backward mostly comes to them."""
         return [each for each in reversed(self.trained) if each.tensor.requires_grad]
 
+    def _check_there(self, without: Sequence[Trained]) -> None:
+        """Raises `RuntimeError` if the module has other parameters in place of those without a gradient."""
+        for each in reversed(without):
+            each.check_in(self._module)
+
     def _prepare(self, scale: float | None) -> None:
         self._refresh()
         changed = [each for each in self.trained if each.changed]
         for each in changed:
-            each.check()
+            each.check(each.tensor)
         if changed:
             self._assign(changed)
         workers = self.strategy.num_replicas_in_sync if self._averages else 1
@@ -213,7 +231,7 @@ class Steps:
             each.version = each.tensor._version
         self.gradients.end()
         for rows in self.tables:
-            rows.end_step()
+            rows.forget()
         self.strategy.begin_step()
         self._backend.reader.begin_step()
 

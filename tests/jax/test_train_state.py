@@ -57,6 +57,16 @@ def test_variables_have_the_names_of_their_paths(strategy):
     assert create(strategy, np.zeros(2, "f4"), name="one").variables.name == "one"
 
 
+def test_each_state_has_an_optimizer_of_its_own(strategy):
+    """One that another state has is refused by name: they would share its count."""
+    tx = psj.optax.adam(0.1)
+    state = create(strategy, tx=tx, name="own")
+    with pytest.raises(ValueError, match=r"tx is the Adam 'adam.*' of another TrainState.*create one for each"):
+        create(strategy, tx=tx, name="other")
+    state = state.apply_gradients(grads=ones(state))
+    assert state.step == 1
+
+
 def test_a_step_gives_a_new_state(strategy):
     """Its parameters are one step further; those of the old one, which somebody has seen, are what they were."""
     state = create(strategy)

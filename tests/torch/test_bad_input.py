@@ -82,6 +82,7 @@ def test_modules_differ(other, words):
             "'odd' is torch.complex64.*view_as_complex",
         ),
         (lambda: torch.nn.LazyLinear(3), "'weight' has no shape yet"),
+        (lambda: torch.nn.Linear(2, 3, device="meta"), r"'weight' is on the meta device.*to_empty"),
     ],
 )
 def test_parameters_that_cannot_be_trained(make, word):
@@ -119,6 +120,79 @@ def test_a_second_optimizer_over_a_parameter():
     assert apart(job(work)[0], module) < 1e-12
 
 
+def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was():
+    """It makes steps as before, and takes another group."""
+
+    def work(strategy, worker):
+        module, others = mlp(), mlp()
+        optimizer = sgd(module, strategy, module[0].parameters())
+        rest = [*module[2].parameters()]
+        for wrong in ([rest[0], *others.parameters()], [*rest[:1], torch.nn.Parameter(torch.ones(2))], [rest, 3]):
+            with pytest.raises((ValueError, TypeError)):
+                optimizer.add_param_group({"params": wrong})
+        steps(module, optimizer, batches(1))
+        optimizer.add_param_group({"params": rest, "lr": 0.2})
+        steps(module, optimizer, batches(2)[1:])
+        return values(module)
+
+    module = mlp()
+    theirs = torch.optim.SGD(module[0].parameters(), lr=0.1)
+    steps(module, theirs, batches(1))
+    theirs.add_param_group({"params": [*module[2].parameters()], "lr": 0.2})
+    module.zero_grad()
+    steps(module, theirs, batches(2)[1:])
+    assert apart(job(work)[0], module) < 1e-12
+
+
+def test_an_optimizer_that_could_not_be_created_trains_nothing():
+    """Its parameters, and rows, are free for the next one, even while its error is looked at."""
+
+    def work(strategy, worker):
+        with strategy.scope():
+            module = torch.nn.ModuleList([mlp(), pst.Embedding(ps.Variable([[1.0], [2.0]], name="rows"))])
+        groups = [{"params": [*module[0][0].parameters(), module[1]]}, {"params": mlp().parameters()}]
+        errors = []
+        for given in ([*module[0].parameters(), module[1], torch.nn.Parameter(torch.ones(2))], groups):
+            with pytest.raises(ValueError, match="is none of the module's") as raised:
+                sgd(module, strategy, given)
+            errors.append(raised)
+        steps(module[0], sgd(module, strategy), batches(2))
+        return values(module[0]), len(errors)
+
+    module = mlp()
+    steps(module, torch.optim.SGD(module.parameters(), lr=0.1), batches(2))
+    ((found, _),) = job(work)
+    assert apart(found, module) < 1e-12
+
+
+def test_a_state_of_another_optimizer_changes_nothing():
+    """Whether its groups lack a number or its parameters have other slots; a group of an older one may lack a word."""
+
+    def work(strategy, worker):
+        module, other = mlp(), mlp()
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.1, momentum=0.5, strategy=strategy)
+        steps(module, optimizer, batches(1))
+        adam = torch.optim.Adam(other.parameters(), lr=0.5)
+        steps(other, adam, batches(1))
+        state = adam.state_dict()
+        with pytest.raises(ValueError, match="a group of parameters without dampening, momentum;"):
+            optimizer.load_state_dict(state)
+        mixed = {**state, "param_groups": [{**optimizer.param_groups[0], **state["param_groups"][0]}]}
+        with pytest.raises(ValueError, match=r"'0\.weight' has exp_avg, exp_avg_sq, and servers keep momentum_buffer"):
+            optimizer.load_state_dict(mixed)
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        steps(module, optimizer, batches(2)[1:])
+        saved = optimizer.state_dict()
+        del saved["param_groups"][0]["maximize"]
+        optimizer.load_state_dict(saved)
+        steps(module, optimizer, batches(3)[2:])
+        return values(module)
+
+    module = mlp()
+    steps(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5), batches(3))
+    assert apart(job(work)[0], module) < 1e-12
+
+
 def test_parameters_of_another_module():
     """They have no names here."""
 
@@ -148,6 +222,39 @@ def test_a_parameter_that_becomes_another(change, word):
         steps(module, optimizer, batches(1))
         optimizer.zero_grad()
         change(module)
+        with pytest.raises(RuntimeError, match=word):
+            optimizer.step()
+
+    job(work)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (
+            lambda module: module.__setitem__(2, torch.nn.Linear(7, 3).double()),
+            r"'2\.weight' of the module is another one than its optimizer trains; a layer was replaced",
+        ),
+        (lambda module: module.__setitem__(2, torch.nn.Linear(7, 3)), r"'2\.weight' has dtype torch\.float32, and had"),
+        (lambda module: module.to("meta"), r"'0\.weight' has device meta, and had cpu when its optimizer was created"),
+        (lambda module: module.to_empty(device="meta"), r"'0\.weight' has device meta, and had cpu"),
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_parameter_that_is_replaced(change, word, compiled):
+    """By another object, which nobody would train: the step names it; one that is only not used is no error."""
+
+    def work(strategy, worker):
+        module = mlp()
+        optimizer = sgd(torch.compile(module, backend="eager") if compiled else module, strategy)
+        optimizer.zero_grad()
+        module[0](batches(1)[0][0]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        change(module)
+        x = batches(1)[0][0]
+        if module[2].weight.dtype == x.dtype:
+            module(x.to(module[0].weight.device)).sum().backward()
         with pytest.raises(RuntimeError, match=word):
             optimizer.step()
 

@@ -101,3 +101,19 @@ def test_another_word_is_refused():
             pst.Optimizer(net(), torch.optim.SGD, lr=0.01, buffers="sum", strategy=strategy)
 
     job(work)
+
+
+def test_a_buffer_that_servers_do_not_have():
+    """Is named, with its dtype; one that is not persistent stays this worker's own."""
+
+    def work(strategy, worker):
+        for persistent in (True, False):
+            module = torch.nn.Linear(2, 2)
+            module.register_buffer("scales", torch.ones(2).to(torch.float8_e4m3fn), persistent)
+            if persistent:
+                with pytest.raises(ValueError, match=r"buffer 'scales' is torch\.float8_e4m3fn, which servers do not"):
+                    pst.Optimizer(module, torch.optim.SGD, lr=0.01, strategy=strategy)
+            else:
+                pst.Optimizer(module, torch.optim.SGD, lr=0.01, strategy=strategy)
+
+    job(work)

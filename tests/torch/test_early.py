@@ -153,6 +153,58 @@ def test_a_backward_that_fails_is_told():
         job(work)
 
 
+@pytest.mark.parametrize(
+    ("left", "word"),
+    [
+        ("a failed closure", r"and zero_grad\(\) came before step\(\)"),
+        ("a failed backward", "which has failed"),
+        ("a skipped step", r"and zero_grad\(\) came before step\(\)"),
+        ("a second backward after a failed one", "which has failed"),
+    ],
+)
+def test_a_step_that_is_left_out_is_told(left, word):
+    """What has happened, and that early=False is for that: there gradients are forgotten, and the next step is made."""
+
+    def fail():
+        raise KeyError(left)
+
+    def leave(module, optimizer, early):
+        def backward():
+            optimizer.zero_grad()
+            module(torch.ones(1, SIDE)).sum().backward()
+
+        def closure():
+            backward()
+            fail()
+
+        trained(module, optimizer, 1)
+        module.last = fail if "backward" in left else lambda: None
+        if "skipped" in left:
+            backward()
+        else:
+            with pytest.raises(KeyError, match=left):
+                optimizer.step(closure)
+        module.last = lambda: None
+        if early and "second" in left:
+            module(torch.ones(1, SIDE)).sum().backward()
+        trained(module, optimizer, 1)
+
+    def work(strategy, worker):
+        module, early = Wide(3), Wide(3)
+        leave(module, pst.Optimizer(module, torch.optim.SGD, lr=1e-4, early=False, strategy=strategy), early=False)
+        alone = Wide(3)
+        theirs = torch.optim.SGD(alone.parameters(), lr=1e-4)
+        trained(alone, theirs, 1)
+        trained(alone, theirs, 1)
+        assert apart(module, alone) < 1e-5
+        optimizer = pst.Optimizer(early, torch.optim.SGD, lr=1e-4, strategy=strategy)
+        with pytest.raises(RuntimeError, match=rf"left for the servers while .*{word}.*create .* with early=False"):
+            leave(early, optimizer, early=True)
+
+    with pytest.raises(PSError, match=word):
+        job(work)
+
+
 def test_a_second_backward_is_told():
     """Whether gradients have left or not; if not, they may be forgotten, and computed again."""
 
@@ -180,23 +232,24 @@ def test_a_second_backward_is_told():
         job(work)
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_clipping_here_is_refused(wide):
-    """The sentence names `global_clipnorm`, and what a change of one's own takes."""
+@pytest.mark.parametrize(("wide", "early"), [(False, True), (True, True), (True, False)])
+def test_clipping_here_is_refused(wide, early):
+    """The sentence names `global_clipnorm`, and what a change of one's own takes; also where nothing leaves early."""
 
     def work(strategy, worker):
         module = Wide(3) if wide else torch.nn.Linear(SIDE, 1)
-        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-4, strategy=strategy)
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-4, early=early, strategy=strategy)
         trained(module, optimizer, 2)
         optimizer.zero_grad()
         module(torch.ones(1, SIDE)).sum().backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         with pytest.raises(
-            RuntimeError, match=r"clip_grad_norm_ does.*give the optimizer global_clipnorm.*register_hook"
+            RuntimeError,
+            match=r"clip_grad_norm_ does; it is this worker's alone.*give the optimizer global_clipnorm.*register_hook",
         ):
             optimizer.step()
 
-    if not wide:
+    if not (wide and early):
         job(work)
         return
     with pytest.raises(PSError, match="clip_grad_norm_"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -222,6 +223,79 @@ def test_nothing_is_trained_without_gradients():
     assert job(work) == [[1]]
 
 
+def changed_rows(table):
+    """The rows that are not what they were first."""
+    return np.flatnonzero((table.numpy() != FIRST.numpy()).any(axis=1)).tolist()
+
+
+def test_zero_grad_forgets_rows():
+    """Of a backward that came before: alone the rows of the one after it move. What was looked ahead stays here."""
+
+    def work(strategy, worker):
+        module = pst.Embedding(static(strategy))
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.05, strategy=strategy)
+        train(module, optimizer, [torch.tensor([0])], lambda module, batch: 0 * module(batch))
+        module.look_ahead(torch.tensor([2, 3]))
+        train(module, optimizer, [torch.tensor([0])], lambda module, batch: 0 * module(batch))
+        kept = module(torch.tensor([0]))
+        (module(torch.tensor([1])).sum() + kept.sum()).backward(retain_graph=True)
+        optimizer.zero_grad()
+        before = strategy.waits
+        (module(torch.tensor([2, 3])).sum() + kept.sum()).backward()
+        assert strategy.waits == before
+        optimizer.step()
+        return changed_rows(module.table)
+
+    assert job(work) == [[0, 2, 3]]
+
+
+def test_a_second_backward_to_rows_is_told():
+    """As of parameters: in `accumulate` it is right, and adds up; lookups of one backward are no second one."""
+
+    def work(strategy, worker):
+        module = pst.Embedding(static(strategy))
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1.0, strategy=strategy)
+        for ids in ([1], [0]):
+            (module(torch.tensor([0])).sum() + module(torch.tensor(ids)).sum()).backward()
+            with pytest.raises(RuntimeError, match=r"rows of 'table' was computed by a second backward.*accumulate"):
+                module(torch.tensor(ids)).sum().backward()
+            optimizer.zero_grad()
+        with optimizer.accumulate():
+            loss = module(torch.tensor([0])).sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        module(torch.tensor([1])).sum().backward()
+        optimizer.step()
+        return (FIRST - torch.tensor(module.table.numpy()))[:3, 0].round(decimals=9).tolist()
+
+    assert job(work) == [[2.0, 1.0, 0.0]]
+
+
+def test_rows_that_nobody_trains_are_let_go():
+    """Neither those of an evaluation with gradients are kept, nor those of a module that no optimizer has."""
+
+    def work(strategy, worker):
+        module = torch.nn.ModuleDict({"users": pst.Embedding(static(strategy)), "dense": torch.nn.Linear(DIM, 1)})
+        module.double()
+        optimizer = pst.Optimizer(module, torch.optim.SGD, module["dense"].parameters(), lr=0.05, strategy=strategy)
+        other = pst.Embedding(static(strategy, "other"))
+        kept = pst.Optimizer(other, torch.optim.SGD, lr=0.05, strategy=strategy)
+        seen = []
+        for _ in range(3):
+            rows = module["users"](torch.tensor([1]))
+            module["dense"](rows).sum().backward(retain_graph=True)
+            optimizer.step()
+            of_both = rows, other(torch.tensor([1]))
+            seen += [weakref.ref(each.grad_fn.next_functions[0][0].variable) for each in of_both]
+        assert all(each() is not None for each in seen[-2:])
+        del rows, of_both
+        assert kept.gradient_holders == []
+        assert optimizer.gradient_holders == [*module["dense"].parameters()]
+        return sum(each() is not None for each in seen), changed_rows(module["users"].table)
+
+    assert job(work) == [(0, [])]
+
+
 def test_sparse_gradients_of_torch_are_rows():
     """`nn.Embedding(sparse=True)` sends the rows of a batch alone, and computes what `torch.optim` computes."""
 
@@ -331,6 +405,25 @@ def test_a_collection_takes_what_looks_like_torchrecs():
     assert job(work) == [[[3.0, 3.0], [5.0, 5.0]]]
 
 
+def test_a_collection_makes_tables_as_their_configurations_say():
+    """In their dtype, with first values of a function that fills a tensor, or returns one."""
+
+    def work(strategy, worker):
+        half = SimpleNamespace(value="FP16")
+        configs = [
+            pst.EmbeddingBagConfig("filled", 2, ["a"], 4, init_fn=torch.nn.init.ones_),
+            pst.EmbeddingBagConfig("made", 2, ["b"], 4, data_type=half, init_fn=lambda t: t * 0 + 3),
+            pst.EmbeddingBagConfig("dynamic", 2, ["c"], data_type="BF16"),
+        ]
+        with strategy.scope():
+            module = pst.EmbeddingBagCollection(configs)
+        features = pst.KeyedJaggedTensor(["a", "b", "c"], torch.tensor([1, 2, 3]), torch.tensor([1, 1, 1]))
+        bags = module(features).to_dict()
+        return [(str(bag.dtype), bag[0, 0].item()) for bag in bags.values()][:2], str(bags["c"].dtype)
+
+    assert job(work) == [([("torch.float32", 1.0), ("torch.float16", 3.0)], "torch.bfloat16")]
+
+
 def test_what_is_wrong_is_told(tmp_path):
     """In a sentence: what is no table, a mode that is none, features that are not there, an id that is no row."""
 
@@ -346,6 +439,20 @@ def test_what_is_wrong_is_told(tmp_path):
                 "table 'numbers' is of int64; rows that are trained are floating",
             ),
             (lambda: pst.EmbeddingBag(table, mode="least"), ValueError, "mode is 'least'"),
+            (lambda: pst.Embedding(table)([1, 2]), TypeError, r"ids of 'table' are a list; give a tensor"),
+            (lambda: pst.EmbeddingBag(table)([[1, 2]]), TypeError, r"ids of 'table' are a list; give a tensor"),
+            (
+                lambda: pst.EmbeddingBagCollection([pst.EmbeddingBagConfig("t", 2, ["f"], data_type="INT8")]),
+                ValueError,
+                "table 't' has data_type INT8; it is one of FP16, BF16, FP32, FP64",
+            ),
+            (
+                lambda: pst.EmbeddingBagCollection(
+                    [pst.EmbeddingBagConfig("t", 2, ["f"], init_fn=torch.nn.init.ones_)]
+                ),
+                ValueError,
+                "table 't' has an init_fn and no size",
+            ),
             (
                 lambda: module(pst.KeyedJaggedTensor(["f"], torch.tensor([1]), torch.tensor([1]))),
                 KeyError,

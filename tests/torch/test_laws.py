@@ -294,6 +294,27 @@ def test_the_state_goes_both_ways():
     assert job(work, 1, 2) == [True]
 
 
+@pytest.mark.parametrize("way", [{"foreach": True}, {"fused": True}])
+def test_the_state_is_for_each_way_of_torch(way):
+    """Counts are float32 as torch's are, so that its optimizers of many tensors at once go on from them as well."""
+
+    def work(strategy, worker):
+        module, data = mlp(), batches(10)
+        optimizer = pst.Optimizer(module, torch.optim.AdamW, lr=0.01, strategy=strategy)
+        steps(module, optimizer, data[:5])
+        saved = optimizer.state_dict()
+        assert {own["step"].dtype for own in saved["state"].values()} == {torch.float32}
+        alone = twin(module)
+        theirs = torch.optim.AdamW(alone.parameters(), lr=0.3, **way)
+        theirs.load_state_dict(saved)
+        theirs.param_groups[0].update(way)
+        steps(module, optimizer, data[5:])
+        steps(alone, theirs, data[5:])
+        return apart(module, alone)
+
+    assert job(work)[0] < 1e-12
+
+
 def test_our_state_goes_on_as_well():
     """An optimizer of `ps.optimizers` has its slots and its count in the state, by its own names."""
 

@@ -167,16 +167,19 @@ def test_several_optimizers_have_one_loader():
 
 
 def test_what_is_wrong_is_told():
-    """In a sentence: an iterator, an optimizer of torch's own, a key that looks nothing up."""
+    """In a sentence: an iterator, an optimizer of torch's own, a key that looks nothing up, or what gives no ids."""
 
     def work(strategy, worker):
         module = mlp()
         optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.1, strategy=strategy)
         theirs = torch.optim.SGD(mlp().parameters(), lr=0.1)
+        with strategy.scope():
+            rows = pst.Embedding(ps.Variable([[1.0]], name="rows"))
         for make, error, word in (
             (lambda: pst.Loader(iter(loader()), optimizer), TypeError, "can be gone through only once"),
             (lambda: pst.Loader(loader(), theirs), TypeError, "a SGD makes no rounds"),
             (lambda: pst.Loader(loader(), optimizer, {module: lambda b: b}), TypeError, "lookups has a Sequential"),
+            (lambda: pst.Loader(loader(), optimizer, {rows: 3}), TypeError, "lookups has 3 for a Embedding"),
         ):
             with pytest.raises(error, match=word):
                 make()

@@ -81,7 +81,7 @@ def test_groups_of_our_optimizers(strategy):
     """A group of another learning rate makes the steps that an optimizer of that rate makes."""
     module, data = mlp(), batches(20)
     alone = twin(module)
-    groups = [{"params": module[0].parameters()}, {"params": module[2].parameters(), "lr": 0.05, "beta_1": 0.5}]
+    groups = [{"params": module[0].parameters()}, {"params": module[2].parameters(), "lr": 0.05, "betas": (0.5, 0.999)}]
     steps(module, pst.Optimizer(module, ps.optimizers.Adam(0.01), groups, strategy=strategy), data)
     both = [
         pst.Optimizer(alone, ps.optimizers.Adam(0.01), alone[0].parameters(), strategy=strategy),
@@ -110,6 +110,24 @@ def test_a_scheduler_of_torch_sets_the_rate(strategy):
             scheduler.step()
             plans.append(len(strategy.backend.exchange._prepared))
     assert apart(module, alone) < 1e-12
+    assert len(set(plans[1:])) == 1
+
+
+def test_a_scheduler_cycles_the_momentum_of_our_optimizers(strategy):
+    """By `betas`, as torch's schedulers do by default: numbers of the round as rates are, which make no new plan."""
+    module, data = mlp(), batches(30)
+    alone = twin(module)
+    ours = pst.Optimizer(module, ps.optimizers.Adam(0.01, epsilon=1e-14), strategy=strategy)
+    theirs = torch.optim.Adam(alone.parameters(), lr=0.01, eps=1e-14)
+    plans = []
+    for optimizer, of in ((ours, module), (theirs, alone)):
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=31)
+        for batch in data:
+            steps(of, optimizer, [batch])
+            scheduler.step()
+            plans.append(len(strategy.backend.exchange._prepared))
+    assert apart(module, alone) < 1e-9
+    assert ours.param_groups[0]["betas"] == theirs.param_groups[0]["betas"]
     assert len(set(plans[1:])) == 1
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed; it comes with paramserver[torch]")
 
+import psclient as ps
 import psclient.torch as pst
 from tests.support.modules import apart, batches, job, mlp, share, values
 
@@ -106,3 +108,43 @@ def test_a_scaler_in_half_precision():
         return scaler.get_scale(), module.weight.tolist()
 
     assert job(work, 2) == [(2.0**15, [[0.5] * 4])] * 2
+
+
+def rows_after(strategy, scaler, count, overflows=(), unscales=False):
+    """Trains two rows of a table and nothing else, by 1 in each step; returns them, and the scale after each step."""
+    with strategy.scope():
+        module = pst.Embedding(ps.Variable(np.zeros((2, 3), "f4"), name="rows"))
+    optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1.0, strategy=strategy)
+    scales = []
+    for number in range(count):
+        optimizer.zero_grad()
+        loss = module(torch.tensor([0, 1])).sum()
+        scaler.scale(loss * (float("inf") if number in overflows else 1.0)).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return module.table.numpy(), scales
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_rows_are_unscaled_as_parameters_are(unscales):
+    """Whether the script unscales or the step does: a row moves by its gradient, whatever the scale."""
+
+    def work(strategy, worker):
+        return rows_after(strategy, pst.GradScaler("cpu", **SCALES), 3, unscales=unscales)[0].tolist()
+
+    assert job(work, 2) == [[[-3.0] * 3] * 2] * 2
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_an_overflow_of_rows_alone_is_read_back(unscales):
+    """Gradients of rows that overflow on one worker halve the scale of all, and change nothing."""
+
+    def work(strategy, worker):
+        overflows = (0, 2) if worker else ()
+        found, scales = rows_after(strategy, pst.GradScaler("cpu", **SCALES), 4, overflows, unscales)
+        return found.tolist(), scales
+
+    assert job(work, 2) == [([[-2.0] * 3] * 2, [512.0, 512.0, 256.0, 256.0])] * 2
