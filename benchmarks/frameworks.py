@@ -11,8 +11,11 @@ Needs torch in the Python that runs it (`make test-frameworks` installs it). All
   are there before either.
 - **large**: the same with 50 parameters of 2 MB. Also a step with its backward: `early` sends gradients while that goes
   on.
+- **trace**: of a step of `large` that sends early, when its first gradient leaves, backward ends, and the step ends,
+  each from the beginning of backward.
 - **cnn**: the network of examples/digits_torch.py, batches of 64 over two workers, AdamW on two servers, a look at the
-  loss in each step; torch RPC makes the same steps, with the answer of the slower worker's call, in lock step.
+  loss in each step; torch RPC makes the same steps, with the answer of the slower worker's call, in lock step. Both
+  take their examples out of arrays by index, and are measured after 600 steps, when updates have their kernels.
 
 `--json FILE` writes `{"format", "machine", "rows", "left_out"}`; docs/performance.md says what is in it.
 """
@@ -57,12 +60,37 @@ MEASURED = "measured"
 SHAPES = {"step": (20, (64, 64)), "large": (50, (512, 1024))}
 """Of each work the number of parameters, and the shape of one, float32."""
 
+WORKS = [*SHAPES, "trace", "cnn"]
+
 TURNS = 10
 """Of each work's ways, in a run."""
+
+WARM = 600
+"""Steps before those of the network that are measured: small variables have kernels after 256 rounds."""
+
+LEAVES, BACKWARD, STEP = "first gradient leaves", "backward ends", "step ends"
+"""What a trace has, in this order."""
 
 CNN, RPC = "cnn, psclient.torch", "cnn, torch RPC"
 
 # ---- In a worker of ours ----
+
+
+def make_model(work: str) -> Any:
+    """A module of the parameters of a work, whose loss has a gradient to each."""
+    import torch
+
+    count, shape = SHAPES[work]
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.ParameterList(torch.ones(shape) for _ in range(count))
+
+        def forward(self) -> Any:
+            return sum((w * w).mean() for w in self.w)
+
+    return Model()
 
 
 def train_module(work: str, steps: int) -> None:
@@ -73,16 +101,7 @@ def train_module(work: str, steps: int) -> None:
 
     count, shape = SHAPES[work]
     strategy = ps.ParameterServerStrategy(["cpu:0"])
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = torch.nn.ParameterList(torch.ones(shape) for _ in range(count))
-
-        def forward(self) -> Any:
-            return sum((w * w).mean() for w in self.w)
-
-    models = {early: Model() for early in (False, True)}
+    models = {early: make_model(work) for early in (False, True)}
     optimizers = {e: pst.Optimizer(m, torch.optim.SGD, lr=0.1, strategy=strategy, early=e) for e, m in models.items()}
     with strategy.scope():
         variables = [ps.Variable(np.ones(shape, "float32"), name=f"plain{n}") for n in range(count)]
@@ -123,12 +142,40 @@ def train_module(work: str, steps: int) -> None:
     print(MEASURED, json.dumps(found), flush=True)
 
 
-def train_cnn(steps: int) -> None:
+def trace(steps: int) -> None:
+    """Tells when what happens in a step, in seconds from the beginning of its backward."""
+    import torch
+
+    import psclient.torch as pst
+
+    strategy = ps.ParameterServerStrategy(["cpu:0"])
+    model = make_model("large")
+    optimizer = pst.Optimizer(model, torch.optim.SGD, lr=0.1, strategy=strategy)
+    sent: list[tuple[float, int]] = []
+    for p in model.parameters():  # called after the optimizer's own hook, which hands the gradient to the lane
+        p.register_post_accumulate_grad_hook(lambda _: sent.append((time.perf_counter(), strategy.round)))
+    found: dict[str, list[float]] = {event: [] for event in (LEAVES, BACKWARD, STEP)}
+    for number in range(TURNS + steps):
+        optimizer.zero_grad()
+        loss, before = model(), strategy.round
+        sent.clear()
+        start = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
+        optimizer.step()
+        end = time.perf_counter()
+        if number >= TURNS:
+            first = next((at for at, now in sent if now > before), end)  # in a round that is under way, if any was
+            for event, at in ((LEAVES, first), (BACKWARD, backward), (STEP, end)):
+                found[event].append(at - start)
+    print(MEASURED, json.dumps(found), flush=True)
+
+
+def train_cnn(steps: int, warm: int) -> None:
     """Trains the network of the example; worker 0 tells how long a step took."""
     import torch
     from digits import load_data
     from torch import nn
-    from torch.utils.data import DataLoader, TensorDataset
 
     import psclient.torch as pst
 
@@ -140,28 +187,36 @@ def train_cnn(steps: int) -> None:
     net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 10))
     optimizer = pst.Optimizer(net, torch.optim.AdamW, lr=RATE, weight_decay=0.01, strategy=strategy)
     (images, targets), _ = load_data()
-    data = TensorDataset(torch.from_numpy(images), torch.from_numpy(targets.argmax(axis=1)))
-    order = torch.Generator().manual_seed(0)
-    loader = DataLoader(data, batch_size=BATCH, shuffle=True, generator=order, drop_last=True)
-    batches, losses, began = pst.Loader(loader, optimizer), list[float](), 0.0
-    for _ in batches.epochs(-(-2 * steps // len(loader))):
+    data = ps.ArrayDataset((images, targets.argmax(axis=1))).shuffle(0).batch(BATCH, drop_remainder=True)
+    batches, losses, began = pst.Loader(data, optimizer), list[float](), 0.0
+    for _ in batches.epochs(-(-(warm + steps) // data.batches(0))):
         for x, y in batches:
-            if len(losses) == steps:
+            if len(losses) == warm:
                 began = time.perf_counter()
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(net(x), y)
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-            if len(losses) == 2 * steps and strategy.task == FIRST:
+            if len(losses) == warm + steps and strategy.task == FIRST:
                 took = (time.perf_counter() - began) / steps
                 print(MEASURED, json.dumps({CNN: [took], "loss": float(np.mean(losses[-20:]))}), flush=True)
+
+
+def work_on(work: str, steps: int, warm: int) -> None:
+    """Measures one work, in a worker."""
+    if work == "cnn":
+        train_cnn(steps, warm)
+    elif work == "trace":
+        trace(steps)
+    else:
+        train_module(work, steps)
 
 
 # ---- In the launcher ----
 
 
-def run_ours(work: str, lane: str, steps: int) -> dict[str, list[float]]:
+def run_ours(work: str, lane: str, steps: int, warm: int) -> dict[str, list[float]]:
     """Starts a cluster on one lane; returns what its first worker tells."""
     found: dict[str, Any] = {}
 
@@ -177,7 +232,7 @@ def run_ours(work: str, lane: str, steps: int) -> dict[str, list[float]]:
         chief="none",
         lane=lane,
         script=__file__,
-        args=("--as-worker", work, "--steps", str(steps)),
+        args=("--as-worker", work, "--steps", str(steps), "--warm", str(warm)),
     ) as cluster:
         outcome = cluster.wait(SECONDS)
     if outcome.code or not found:
@@ -193,7 +248,7 @@ def check_loss(found: dict[str, Any]) -> None:
         raise Failed(f"the network has learned nothing: its loss is {loss:.2f}")
 
 
-def run_rpc(python: str, steps: int) -> dict[str, list[float]]:
+def run_rpc(python: str, steps: int, warm: int) -> dict[str, list[float]]:
     """Has torch RPC train the network."""
     from digits import load_data
 
@@ -201,7 +256,7 @@ def run_rpc(python: str, steps: int) -> dict[str, list[float]]:
         (images, targets), _ = load_data()
         data = Path(directory) / "digits.npz"
         np.savez(data, images=images, labels=targets.argmax(axis=1))
-        numbers = ("--rate", RATE, "--batch", BATCH, "--warm", steps, "--steps", steps)
+        numbers = ("--rate", RATE, "--batch", BATCH, "--warm", warm, "--steps", steps)
         command = [python, str(HERE / "peers" / "torch_cnn.py"), str(data), *map(str, numbers)]
         process = spawn(command, child_environ(4, None), subprocess.PIPE, errors.fileno())
         try:
@@ -222,13 +277,14 @@ def has_torch(python: str) -> bool:
 
 
 @click.command(help=(__doc__ or "").partition("\n\n")[0])
-@click.option("--work", "works", multiple=True, type=click.Choice([*SHAPES, "cnn"]), default=[*SHAPES, "cnn"])
+@click.option("--work", "works", multiple=True, type=click.Choice(WORKS), default=WORKS)
 @click.option("--lane", type=click.Choice(LANES), default="shm", show_default=True)
 @click.option("--python", "pythons", multiple=True, help="A Python that has torch, for torch RPC [default: this one].")
 @click.option("--repeats", type=click.IntRange(1), help="How many times over [default: 3, with --quick 1].")
 @click.option("--quick", is_flag=True, help="A few steps only.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Also write the figures here.")
-@click.option("--steps", type=click.IntRange(1), hidden=True)
+@click.option("--steps", type=click.IntRange(1), default=1, hidden=True)
+@click.option("--warm", type=click.IntRange(0), default=0, hidden=True)
 @click.option("--as-worker", "said", hidden=True)
 def main(
     works: Sequence[str],
@@ -237,25 +293,26 @@ def main(
     repeats: int | None,
     quick: bool,
     json_file: Path | None,
-    steps: int | None,
+    steps: int,
+    warm: int,
     said: str | None,
 ) -> None:
     """Measures, or is a worker of a cluster that is measured."""
     if said:
-        (train_cnn if said == "cnn" else lambda count: train_module(said, count))(steps or 1)
+        work_on(said, steps, warm)
         return
     if find_spec("torch") is None:
         raise click.ClickException("this Python has no torch; `make test-frameworks` installs it into .venv")
     python = next(filter(has_torch, (*pythons, sys.executable)))
-    counts = {"step": 500, "large": 30, "cnn": 300}
+    counts, warm = {"step": 500, "large": 30, "trace": 30, "cnn": 300}, 30 if quick else WARM
     laps: dict[tuple[str, str], list[list[float]]] = {}
     left_out = []
     for _ in range(repeats or (1 if quick else 3)):
         for work in works:
             count = max(counts[work] // (10 if quick else 1), TURNS)
-            runs: list[Callable[[], dict[str, list[float]]]] = [partial(run_ours, work, lane, count)]
+            runs: list[Callable[[], dict[str, list[float]]]] = [partial(run_ours, work, lane, count, warm)]
             if work == "cnn":
-                runs.append(partial(run_rpc, python, count))
+                runs.append(partial(run_rpc, python, count, warm))
             for run in runs:
                 try:
                     found = run()

@@ -70,8 +70,10 @@ class Gradients:
 
     def watch(self, each: Trained) -> None:
         """Sees the gradients of a parameter from now on."""
-        hook = partial(_arrived, weakref.ref(self), each)
+        hook, frozen = partial(_arrived, weakref.ref(self), each), not each.tensor.requires_grad
+        each.tensor.requires_grad_(True)  # else torch takes no hook; a frozen parameter keeps it for later
         self._hooks.append(each.tensor.register_post_accumulate_grad_hook(hook))
+        each.tensor.requires_grad_(not frozen)
 
     def watch_rows(self, rows: TableRows) -> None:
         """Sees the gradients of a table's rows from now on, as long as the optimizer is there."""

@@ -105,12 +105,13 @@ def test_sums_are_of_shares_of_a_loss(workers):
         assert_near(sums, means)
 
 
-@pytest.mark.parametrize("servers", [2, 3])
-def test_the_number_of_servers_changes_no_bit(servers):
-    """Of two workers' training."""
-    expected = on_cluster(train, 2, 1, deterministic=True)[0]
-    for found in on_cluster(train, 2, servers, deterministic=True):
-        assert_equal(found, expected)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_number_of_servers_changes_no_bit(workers):
+    """Of several workers' training, on one, two and three servers."""
+    expected = on_cluster(train, workers, 1, deterministic=True)[0]
+    for servers in (2, 3):
+        for found in on_cluster(train, workers, servers, deterministic=True):
+            assert_equal(found, expected)
 
 
 def test_batches_of_ones_own_count_alike():

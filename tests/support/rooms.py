@@ -121,8 +121,7 @@ ROOMS = {
         _room(
             "psclient.dynamic_embedding",
             7,
-            "pswire wire.model psclient._src src.variables wire.checkpoint src.distribute "
-            "psclient.initializers",
+            "pswire wire.model psclient._src src.variables wire.checkpoint src.distribute psclient.initializers",
         ),
         _room("psclient.compat", 9, "psclient._src src.data src.variables src.distribute psclient.compat.v1"),
         _room(

@@ -62,6 +62,40 @@ def test_torch_loads_what_the_servers_saved(tmp_path):
     assert int(saved["adamw/iterations"]) == 3
 
 
+class Tied(torch.nn.Module):
+    """Two layers that have one weight."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        self.a, self.b = seeded(seed, lambda: [torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)])
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))[:, :3]
+
+
+def test_torch_loads_a_tied_module(tmp_path):
+    """A shared weight is saved once, by its first name; the plain module takes what is there, and all its layers."""
+
+    def work(strategy, worker):
+        module = Tied(worker)
+        optimizer = pst.Optimizer(module, torch.optim.Adam, lr=0.01, prefix="net/", strategy=strategy)
+        steps(module, optimizer, share(batches(3, dtype=torch.float32), worker, 2))
+        checkpoint = ps.train.Checkpoint(optimizer=optimizer)
+        path = checkpoint.save("run/ckpt")
+        checkpoint.sync()
+        return path, module.state_dict()
+
+    path, expected = job(work, 2, 2, tmp_path)[0]
+    saved, plain = shards(tmp_path, path), Tied(5)
+    own = {name: saved[f"net/{name}"] for name in plain.state_dict() if f"net/{name}" in saved}
+    found = plain.load_state_dict(own, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == (["b.weight"], [])
+    assert plain.b.weight is plain.a.weight
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
 def test_weights_of_torch_start_a_job(tmp_path):
     """Those that `torch.save`, or safetensors, have written: loaded before the optimizer is created, or after."""
     plain = net(7)

@@ -12,8 +12,8 @@ pytest.importorskip("torch", reason="PyTorch is not installed; it comes with par
 from tests.support.shell import shell
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SMALL = ("--ratings", "20000")
-STEPS = {"digits_torch": 23, "recommender_torch": 9}
+SMALL = ("--ratings", "60000")
+STEPS = {"digits_torch": 23, "recommender_torch": 27}
 """Steps of one epoch."""
 
 
@@ -28,18 +28,26 @@ def run(cwd, name, epochs, *args, cluster=False, resume=False):
     return done.out, int(steps)
 
 
-@pytest.mark.parametrize(("name", "args", "least"), [("digits_torch", (), 0.9), ("recommender_torch", SMALL, 0.55)])
-def test_an_example(tmp_path, name, args, least):
-    """One epoch in one process; the next one on two servers and two workers, from its checkpoint."""
+@pytest.mark.parametrize(
+    ("name", "args", "epochs", "least"), [("digits_torch", (), 2, 0.9), ("recommender_torch", SMALL, 4, 0.65)]
+)
+def test_an_example(tmp_path, name, args, epochs, least):
+    """One epoch in one process; the others on two servers and two workers, from its checkpoint."""
     out, steps = run(tmp_path, name, 1, *args)
     assert steps == STEPS[name]
     assert "epoch  1/1" in out
     assert f"saved checkpoint {name}/ckpt-1" in out
-    out, steps = run(tmp_path, name, 2, *args, cluster=True, resume=True)
-    assert steps == 2 * STEPS[name]
-    assert re.findall(r"epoch +(\d)/2", out) == ["2"]
+    out, steps = run(tmp_path, name, epochs, *args, cluster=True, resume=True)
+    assert steps == epochs * STEPS[name]
+    assert {int(epoch) for epoch in re.findall(rf"epoch +(\d)/{epochs}", out)} == {*range(2, epochs + 1)}
     (figure,) = re.findall(r"test accuracy (\S+)|test RMSE \S+  AUC (\S+)", out)
     assert float("".join(figure)) > least
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_an_example_is_short(name):
+    """Sixty lines, so that it is read."""
+    assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= 60
 
 
 @pytest.mark.soak  # the other way round

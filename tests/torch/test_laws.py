@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed; it comes with paramserver[torch]")
@@ -11,34 +13,50 @@ import psclient.torch as pst
 from tests.support.modules import apart, batches, job, mlp, share, steps, twin, values
 
 
-def trained(workers, servers, kind, dtype=torch.float64, count=100, **options):
-    """The parameters of each worker after some steps, each of which all examples take part in."""
+def trained(workers, servers, kind, dtype=torch.float64, count=100, apart_by=0.0, deterministic=False, **options):
+    """The parameters of each worker after some steps, each of which all examples take part in.
+
+    With `apart_by` seconds gradients come in another order in each step, and on each number of servers.
+    """
 
     def work(strategy, worker):
         module = mlp(dtype, seed=worker)  # all begin with the first worker's
         optimizer = pst.Optimizer(module, kind(), strategy=strategy, **options)
-        steps(module, optimizer, share(batches(count, dtype=dtype), worker, workers))
+        for number, batch in enumerate(share(batches(count, dtype=dtype), worker, workers)):
+            time.sleep(apart_by * ((number * servers + worker) % workers))
+            steps(module, optimizer, [batch])
         return values(module)
 
-    return job(work, workers, servers)
+    return job(work, workers, servers, deterministic=deterministic)
 
 
-def test_workers_compute_what_one_computes():
+@pytest.mark.parametrize(
+    ("kind", "options", "dtype"),
+    [
+        (torch.optim.AdamW, {}, torch.float64),
+        (torch.optim.Adam, {}, torch.float64),
+        (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.01}, torch.float32),
+        (torch.optim.Adam, {"eps": 1e-2}, torch.float32),  # a smaller one makes much of how sums are rounded
+    ],
+)
+def test_workers_compute_what_one_computes(kind, options, dtype):
     """To 1e-6 after 100 steps; and all of them have the same bits."""
-    alone = mlp()
-    steps(alone, torch.optim.AdamW(alone.parameters(), lr=0.01), batches(100))
+    alone = mlp(dtype)
+    steps(alone, kind(alone.parameters(), lr=0.01, **options), batches(100, dtype=dtype))
     for workers in (1, 2, 3):
-        found = trained(workers, 2, lambda: torch.optim.AdamW, lr=0.01)
+        found = trained(workers, 2, lambda: kind, dtype, lr=0.01, **options)
         assert apart(found[0], alone) < 1e-6
         for other in found[1:]:
             assert all(map(torch.equal, found[0], other))
 
 
+@pytest.mark.parametrize(("workers", "count"), [(2, 30), (3, 100)])
 @pytest.mark.parametrize("kind", [lambda: torch.optim.Adam, lambda: ps.optimizers.Adam(0.01, global_clipnorm=0.5)])
-def test_servers_change_no_bit(kind):
-    """Two workers compute the same parameters on one, two and three servers."""
+def test_servers_change_no_bit(kind, workers, count):
+    """With `deterministic=True` workers compute the same parameters on one, two and three servers, in any run."""
     options = {"lr": 0.01} if isinstance(kind(), type) else {}
-    found = [trained(2, servers, kind, torch.float32, 30, **options)[0] for servers in (1, 2, 3)]
+    options |= {"apart_by": 0.001, "deterministic": True}
+    found = [trained(workers, n, kind, torch.float32, count, **options)[0] for n in (1, 2, 3)]
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
 
@@ -146,6 +164,25 @@ def test_parameters_keep_their_memory():
         return True
 
     assert job(work, 1, 2) == [True]
+
+
+def test_a_compiled_module_is_trained():
+    """It is compiled once, since parameters stay where they are, and its variables have the plain module's names."""
+
+    def work(strategy, worker):
+        module, alone, data = mlp(), mlp(), batches(10)
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+        torch._dynamo.utils.counters.clear()
+        optimizer = pst.Optimizer(compiled, torch.optim.Adam, lr=0.01, strategy=strategy)
+        steps(compiled, optimizer, data)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        steps(alone, torch.optim.Adam(alone.parameters(), lr=0.01), data)
+        return [*optimizer.variables], graphs, apart(module, alone)
+
+    ((names, graphs, difference),) = job(work)
+    assert names == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert graphs == 1
+    assert difference < 1e-12
 
 
 def test_gradients_are_two_buffers():

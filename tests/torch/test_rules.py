@@ -96,6 +96,30 @@ def test_groups_of_our_optimizers(strategy):
     assert apart(module, alone) == 0
 
 
+def test_two_optimizers_of_one_module_are_torchs_two(strategy):
+    """Of different kinds, each with parameters of its own: each makes the steps that torch's makes."""
+    module, data = mlp(), batches(50)
+    alone = twin(module)
+
+    def both(of, make):
+        return [
+            make(torch.optim.Adam, of[0].parameters(), lr=0.01),
+            make(torch.optim.SGD, of[2].parameters(), lr=0.05, momentum=0.9),
+        ]
+
+    ours = both(module, lambda kind, some, **options: pst.Optimizer(module, kind, some, strategy=strategy, **options))
+    theirs = both(alone, lambda kind, some, **options: kind(some, **options))
+    for x, y in data:
+        for of, optimizers in ((module, ours), (alone, theirs)):
+            for each in optimizers:
+                each.zero_grad()
+            (of(x) - y).square().mean().backward()
+            for each in optimizers:
+                each.step()
+    assert [[*each.variables] for each in ours] == [["0.weight", "0.bias"], ["2.weight", "2.bias"]]
+    assert apart(module, alone) < 1e-12
+
+
 def test_a_scheduler_of_torch_sets_the_rate(strategy):
     """Each step is made with the rate that the scheduler has set, and no rate makes a new plan."""
     module, data = mlp(), batches(60)
@@ -148,9 +172,11 @@ def test_a_parameter_counts_its_own_steps(strategy):
     assert [int(own["step"]) for own in ours.state_dict()["state"].values()] == [30, 30, 20, 20]
 
 
-def test_a_frozen_parameter_stays(strategy):
-    """And is trained from the step on in which it is not frozen any more."""
+@pytest.mark.parametrize("already", [True, False], ids=["before", "after"])
+def test_a_frozen_parameter_stays(strategy, already):
+    """Frozen before or after the optimizer is created, it is trained from the step on in which it is so no more."""
     module, data = mlp(), batches(30)
+    module[0].requires_grad_(not already)
     alone = twin(module)
     ours = pst.Optimizer(module, torch.optim.Adam, lr=0.01, strategy=strategy)
     theirs = torch.optim.Adam(alone.parameters(), lr=0.01)
