@@ -73,6 +73,7 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
+    param_groups: list[dict[str, Any]]  # torch has it so; without torch nobody else says it
 
     def __init__(
         self,
