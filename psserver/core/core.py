@@ -204,12 +204,13 @@ class Core:
         mode: Mode = "sync",
         job: str = "",
         term: int = 0,
+        staleness: int = 0,
     ) -> Opened:
         drawn = secrets.randbits(DRAWN)
-        return self._enter(self.machine.open, task, replicas, session, drives, mode, job, term, drawn)
+        return self._enter(self.machine.open, task, replicas, session, drives, mode, job, term, drawn, staleness)
 
-    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL) -> None:
-        _raise(self._enter(self.machine.beat, session, round, plan_id, pace))
+    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> None:
+        _raise(self._enter(self.machine.beat, session, round, plan_id, pace, clock))
 
     def leave(self, session: int, error: str) -> None:
         self._enter(self.machine.leave, session, error)

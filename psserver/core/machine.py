@@ -21,7 +21,7 @@ from psserver.core.links import Links
 from psserver.core.log import Log
 from psserver.core.runner import Runner
 from psserver.core.status import status_of
-from psserver.core.waiting import Asked, Read, Resend, Waiters, Watch
+from psserver.core.waiting import Asked, Owed, Read, Waiters, Watch
 from psserver.effects import Await, Effect, Fail, Reply, Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
@@ -108,7 +108,9 @@ class Machine:
         self.log = Log(self.store, self.rounds, self.snapshots, config.addresses)
         self._creation = Creation(self.store, self.log, self.restores)
         self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self._reply)
-        self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally)
+        self.runner = Runner(
+            self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally, self.waiters.hold
+        )
         self._admission = Admission(self.task, self.registry, self.members, self.rounds, self.runner)
         self._links = Links(self.task, self.rounds)
         self._token = 0
@@ -124,7 +126,11 @@ class Machine:
                 if error is not None:
                     effects += self._heard(self.rounds.fail_session(session, error))
                     effects += self.first_values.fail(session, error)
+            for session in self.rounds.clocks.sessions:
+                if self._admission.ended(session) is not None:
+                    self.rounds.clocks.leave(session)
         effects += self.first_values.next()
+        effects += self.waiters.due(self._admission.ended)  # before the next round lends what they hold
         effects += self.runner.next()
         effects += self.waiters.answers(now, self._admission.ended)
         effects += self.snapshots.hopeless()
@@ -168,6 +174,7 @@ class Machine:
         job: str,
         term: int,
         drawn: int,
+        staleness: int = 0,
     ) -> Outcome[Opened]:
         """Opens a task's session on server 0; on other servers registers one that server 0 opened.
 
@@ -175,7 +182,7 @@ class Machine:
         """
         token = 0
         if self.server == 0:
-            session, token = self.members.open(task, replicas, drives, session, now, mode, job, term, drawn)
+            session, token = self.members.open(task, replicas, drives, session, now, mode, job, term, drawn, staleness)
         else:
             self.registry.enter(session, task)
         self.tally.signs += 1
@@ -186,12 +193,16 @@ class Machine:
         """Returns True if there is a job with variables that is not over."""
         return bool(self.log.entries and self.store.variables) and not self.log.over
 
-    def beat(self, now: float, session: int, round: int, plan_id: bytes, pace: Pace = STILL) -> Outcome[PSError | None]:
+    def beat(
+        self, now: float, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0
+    ) -> Outcome[PSError | None]:
         """Renews a session's lease and notes what it says of itself; answers with the error that ended the session."""
         error = self._admission.ended(session)
         if error is None and self.server == 0:
             self.members.beat(session, (round, plan_id), now, self.log.describe, pace)
             error = self._admission.ended(session)
+        if error is None:
+            self.rounds.clocks.tell(session, clock)
         self.tally.signs += error is None
         return error, []
 
@@ -351,7 +362,7 @@ class Machine:
         effects: list[Effect] = []
         record = self.rounds.recorded(contribution)
         if record is not None:
-            self.waiters.add(Resend(contribution.session, future, record, contribution))
+            self.waiters.add(Owed(contribution.session, future, record, contribution))
         elif len(set(contribution.want)) != len(contribution.want):
             raise InvalidRequest("a variable is wanted twice")
         else:
@@ -390,8 +401,8 @@ class Machine:
         self._links.miss(server, reason, now)
         return None, []
 
-    def _reply(self, again: Resend) -> list[Effect]:
-        return self.runner.replies(again.record, [(again.said, again.future)])
+    def _reply(self, owed: Owed) -> list[Effect]:
+        return self.runner.replies(owed.record, [(owed.said, owed.future)])
 
     # ---- Checkpoints ----
 
@@ -415,7 +426,16 @@ class Machine:
         """Returns the server's status: its state, and the open rounds with the members they wait for."""
         missed = self._links.missed(now)
         return status_of(
-            self.incarnation, self.store, self.rounds, self.members, self.log, self.snapshots, self.runner, now, missed
+            self.incarnation,
+            self.store,
+            self.rounds,
+            self.members,
+            self.log,
+            self.snapshots,
+            self.runner,
+            self.waiters,
+            now,
+            missed,
         )
 
     def close(self, now: float) -> Outcome[None]:

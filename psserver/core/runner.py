@@ -72,6 +72,7 @@ class Runner:
         store, rounds, snapshots, restores: the state that a round reads and changes.
         kernels: run its programs.
         tally: counts rounds.
+        hold: holds back answers of a round that is over which have to wait; returns the members to answer now.
 
     Attributes:
         broken: the error of a round that failed halfway and left variables unusable; None until then, and in a new job.
@@ -85,6 +86,7 @@ class Runner:
         restores: Restores,
         kernels: Kernels,
         tally: ServerCounters,
+        hold: Callable[[Record, Sequence[Waiter]], Sequence[Waiter]] = lambda _, waiters: waiters,
     ) -> None:
         self._store = store
         self._rounds = rounds
@@ -92,6 +94,7 @@ class Runner:
         self._restores = restores
         self._kernels = kernels
         self._tally = tally
+        self._hold = hold
         self._nonfinite = NonfiniteVariables(store)
         self._execution: Execution | None = None
         self._awaits: Await | None = None  # the payload that the running round waits for
@@ -238,7 +241,7 @@ class Runner:
         self._answers.drop()
         self._tally.over(job, record, self._rounds.last, 0.0, self._tally.clock())
         ends = [] if trial is None else [Run(trial.execution.close)]
-        return [*ends, *self.replies(record, waiters)]
+        return [*ends, *self.replies(record, self._hold(record, waiters))]
 
     def _again(self, ballot: _Ballot, execution: Execution, agreed: frozenset[int] | None = None) -> list[Effect]:
         """Drops a streamed run, whose contributions are used up: others count than it has.
@@ -410,7 +413,8 @@ class Runner:
             record, waiters = self._rounds.fail(job, error)
         self._tally.over(job, record, self._rounds.last, execution.ran, now)
         self._execution = None
-        replies = self._answers.replies(record, waiters, self.broken, ready, execution.lookups.found)
+        now_due = self._hold(record, waiters)
+        replies = self._answers.replies(record, now_due, self.broken, ready, execution.lookups.found)
         self._answers.drop()
         return [*effects, *replies, Run(self._tally.answered, (now,))]
 

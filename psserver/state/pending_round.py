@@ -12,7 +12,7 @@ from psserver.plans.round import Commit, Key, MemberShare, ReadyRound
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
 from pswire.errors import PSError, PushAgain
-from pswire.model.log import Member, Mode, Position
+from pswire.model.log import ALONE, Member, Mode, Position
 from pswire.transport.payload import Payload
 
 Waiter = tuple[Contribution, Future[RoundReply]]
@@ -119,7 +119,7 @@ class PendingRound:
 
     def streams(self, plan: PreparedPlan) -> bool:
         """Returns True if it may begin before its contributions are whole: not if it is small, or may fail."""
-        return plan.streams and self._mode != "async" and not self.restarted
+        return plan.streams and self._mode not in ALONE and not self.restarted
 
     @property
     def _mode(self) -> Mode:

@@ -14,6 +14,7 @@ from math import isfinite
 from psserver.effects import Effect, Fail, Run
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Key, MemberShare, ReadyRound
+from psserver.state.clocks import Clocks
 from psserver.state.pending_round import PendingRound, Push, Waiter
 from psserver.state.sessions import diverged, newcomer_diverged
 from psserver.state.strands import RECORDS, Given, Parked, Record, Strand, check_window
@@ -42,6 +43,7 @@ class Rounds:
             one.
         closed: number of rounds that are over, in asynchronous mode only of those that order a checkpoint.
         strands: all strands, with their rounds; the next to run comes first.
+        clocks: how far the workers with bounded staleness are.
     """
 
     def __init__(self, describe: Callable[[bytes], str], server: int = 0) -> None:
@@ -56,6 +58,7 @@ class Rounds:
         self.last = -1
         self.closed = 0
         self.strands: dict[Key, Strand] = {None: Strand()}
+        self.clocks = Clocks()
         self.fenced: set[int] = set()
         self.refused: dict[bytes, PSError] = {}
         self._declined: dict[bytes, PreparedPlan] = {}
@@ -71,9 +74,13 @@ class Rounds:
 
     @property
     def places(self) -> tuple[WorkerProgress, ...]:
-        """Last round and dataset positions of each asynchronous task, in task order."""
-        own = sorted((key, strand) for key, strand in self.strands.items() if key)
-        return tuple(WorkerProgress(task, strand.newest, strand.positions) for task, strand in own)
+        """Last round, dataset positions and clock of each task that makes rounds of its own, in task order."""
+        clocks = {member.task: at for member, at in self.clocks.all}
+        own = {key: strand for key, strand in self.strands.items() if key}
+        found = [(task, own.get(task, Strand())) for task in sorted({*own, *clocks})]
+        return tuple(
+            WorkerProgress(task, strand.newest, strand.positions, clocks.get(task, -1)) for task, strand in found
+        )
 
     @property
     def in_flight(self) -> int:
@@ -105,6 +112,7 @@ class Rounds:
         """Enters a new epoch. Members of the previous one that are not in it are fenced."""
         if self.epoch is not None:
             self.fenced |= {m.session for m in self.epoch.members} - {m.session for m in epoch.members}
+        self.clocks.close_epoch(self.epoch, epoch)
         self.epoch = self._epochs[epoch.number] = epoch
         for push in self._parked.take():
             self._try(push)
@@ -300,6 +308,8 @@ class Rounds:
                 self._close(key, number, Record(pending.plan_id, error=pending.error))
             elif pending.error is None and (pending.awaits(plan, self.fenced, strand.last) or plan is None):
                 return None
+            elif key is not None and not self.clocks.begins(pending.members[0].session, number):
+                return None  # its worker goes on without the answers that are held
             elif plan is None or not (voters or pending.usable(self.fenced, strand.last)):
                 # All its members are gone without a contribution; it must not block later rounds.
                 del strand.open[number]
@@ -355,6 +365,9 @@ class Rounds:
         strand = self.strands[key] = self.strands.pop(key)
         if key is None:
             self.votes.close(number)
+        else:
+            saves = plan is not None and plan.plan.snapshot is not None
+            self.clocks.over(strand.open[number].members[0].session, number, saves)
         return strand.close(number, record, RECORDS)
 
     def abandon(self, error: PSError) -> list[Effect]:
@@ -404,4 +417,4 @@ class Rounds:
 
 
 def _key(member: Member | None) -> Key:
-    return member.task if member and member.mode == "async" else None
+    return member.task if member and member.alone else None

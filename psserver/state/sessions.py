@@ -38,6 +38,7 @@ CONSISTENCY: dict[Mode, str] = {
     "whole": "ps.Sync()",
     "sync": "ps.Sync(whole_rounds=False), or a version of paramserver that knows no whole rounds",
     "async": "ps.Async()",
+    "bounded": "ps.BoundedStaleness({k})",
 }
 """What a process says to make its rounds in each way."""
 
@@ -119,6 +120,7 @@ class Membership:
         job: str = "",
         term: int = 0,
         drawn: int = 0,
+        staleness: int = 0,
     ) -> tuple[int, int]:
         """Opens a session, and ends the task's earlier one; a call with the same key returns the same session.
 
@@ -127,7 +129,8 @@ class Membership:
 
         Raises:
             TaskTaken: another process is this task, or chief, and is alive.
-            ConfigError: there is another job, or the other sessions have another mode, or there are too many.
+            ConfigError: there is another job, or the other sessions have another mode or staleness, or there are too
+                many.
             Forbidden: another task's session has the same key.
         """
         for number, session in self._sessions.items():
@@ -139,8 +142,9 @@ class Membership:
         if not drives:
             self._hear(now)
         self._check_job(task, job)
+        opens = Member(task, self._last + 1, replicas, mode, staleness)
         if not drives:
-            self._check_mode(task, mode)
+            self._check_mode(opens)
         rivals = [s for s in self._open_or_driving() if s.drives == drives and (drives or s.member.task == task)]
         for rival in rivals:
             self._check_gone(rival, task, now)
@@ -151,7 +155,7 @@ class Membership:
         self._last += 1
         token = self._next_token(term, drawn) if drives else 0
         self._registry.enter(self._last, task)
-        self._sessions[self._last] = _SessionRecord(Member(task, self._last, replicas, mode), drives, now, key, token)
+        self._sessions[self._last] = _SessionRecord(opens, drives, now, key, token)
         self.version += 1
         return self._last, token
 
@@ -219,11 +223,11 @@ class Membership:
             )
         self._registry.check_room()
 
-    def _check_mode(self, task: Task, mode: Mode) -> None:
+    def _check_mode(self, opens: Member) -> None:
         for other in (session.member for session in self._open()):
-            if other.task != task and other.mode != mode:
+            if other.task != opens.task and (other.mode, other.staleness) != (opens.mode, opens.staleness):
                 raise ConfigError(
-                    f"{task} runs with {CONSISTENCY[mode]}, and {other.task} with {CONSISTENCY[other.mode]}; "
+                    f"{opens.task} runs with {_consistency(opens)}, and {other.task} with {_consistency(other)}; "
                     "give every process of the job the same consistency"
                 )
 
@@ -400,6 +404,10 @@ class Membership:
             session.state = state
             session.waits = (-1, b"")
             self.version += 1
+
+
+def _consistency(member: Member) -> str:
+    return CONSISTENCY[member.mode].format(k=member.staleness)
 
 
 def _told(positions: Iterable[tuple[Task, str]]) -> str:

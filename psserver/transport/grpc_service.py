@@ -60,11 +60,11 @@ Answer = Callable[[ParameterServer, Any], Message]
 def _open(core: ParameterServer, m: pb.OpenRequest, server: str) -> pb.OpenReply:
     mode, task = messages.MODES[m.mode], messages.TASK.from_pb(m.task)
     check_protocol(m.protocol, str(task), server)
-    return messages.OPENED.to_pb(core.open(task, m.replicas, m.session, m.drives, mode, m.job, m.term))
+    return messages.OPENED.to_pb(core.open(task, m.replicas, m.session, m.drives, mode, m.job, m.term, m.staleness))
 
 
 def _beat(core: ParameterServer, m: pb.BeatRequest) -> Message:
-    core.beat(m.session, m.round, m.plan_id, messages.PACE.from_pb(m.pace))
+    core.beat(m.session, m.round, m.plan_id, messages.PACE.from_pb(m.pace), m.clock)
     return pb.Empty()
 
 

@@ -14,11 +14,14 @@ PROTOCOL = 3
 
 0 is spoken by versions that say none; 1 by those whose servers know nothing of one another, so that each decides alone
 whose contributions a round has; 2 by those that know no dynamic tables, and take a part of one for an array of as many
-rows as a contribution may have.
+rows as a contribution may have, and no bounded staleness.
 """
 
 TABLES = 3
 """The first number whose servers know dynamic tables."""
+
+STALENESS = 3
+"""The first number whose servers bound the staleness of workers."""
 
 SERVED = (PROTOCOL - 1, PROTOCOL)
 
@@ -56,4 +59,22 @@ def check_tables(number: int, table: str, theirs: str, ours: str) -> None:
         raise ConfigError(
             f"{theirs} speaks protocol {number}, which has no dynamic tables, and {ours}, which speaks {PROTOCOL}, "
             f"creates the table {table!r}; install the same version of paramserver for both, and start the job anew"
+        )
+
+
+def check_staleness(number: int, k: int, theirs: str, ours: str) -> None:
+    """Refuses to work with bounded staleness on a server that would not bound it.
+
+    Args:
+        number: the server's protocol number.
+        k: the bound.
+        theirs, ours: as `check_protocol` has them.
+
+    Raises:
+        ConfigError: the server bounds nothing.
+    """
+    if number < STALENESS:
+        raise ConfigError(
+            f"{theirs} speaks protocol {number}, which has no bounded staleness, and {ours}, which speaks {PROTOCOL}, "
+            f"runs with ps.BoundedStaleness({k}); install the same version of paramserver for both"
         )

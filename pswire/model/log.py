@@ -8,8 +8,11 @@ from typing import Literal
 from pswire.cluster import Task
 from pswire.model.plan import PlacedVariable, Plan
 
-Mode = Literal["sync", "async", "whole"]
+Mode = Literal["sync", "async", "whole", "bounded"]
 """The relation between updates of different workers: rounds that all make together, or rounds of each worker alone."""
+
+ALONE: frozenset[Mode] = frozenset(("async", "bounded"))
+"""The modes in which each worker makes rounds of its own."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,19 @@ class Member:
         session: number of the process's session.
         replicas: number of local replicas.
         mode: the way in which it makes its rounds; all members of an epoch have the same.
+        staleness: in the mode "bounded" the most rounds that it may be ahead of another member; so have all.
     """
 
     task: Task
     session: int
     replicas: int
     mode: Mode = "sync"
+    staleness: int = 0
+
+    @property
+    def alone(self) -> bool:
+        """True if it makes rounds of its own."""
+        return self.mode in ALONE
 
 
 @dataclass(frozen=True)

@@ -192,12 +192,12 @@ class Job:
             assert server.approve(self.token, 0, [entry]) == 1
         return entry
 
-    def open(self, task: Task, replicas: int = 1, drives: bool = False, mode: Mode = "sync") -> Opened:
+    def open(self, task: Task, replicas: int = 1, drives: bool = False, mode: Mode = "sync", k: int = 0) -> Opened:
         """Opens a session on every server; the process that was this task, or chief, before it has ended."""
         self.end(task, drives)
-        opened = self.verbs[0].open(task, replicas, 0, drives, mode)
+        opened = self.verbs[0].open(task, replicas, 0, drives, mode, staleness=k)
         for server in self.verbs[1:]:
-            server.open(task, replicas, opened.session, drives, mode)
+            server.open(task, replicas, opened.session, drives, mode, staleness=k)
         return opened
 
     def end(self, task: Task, drives: bool = False) -> None:
@@ -226,10 +226,11 @@ class Job:
         for server in self.verbs[1:]:
             assert server.approve(self.token, 0, whole) == len(whole)
 
-    def join(self, *tasks: Task, replicas: int = 1, mode: Mode = "sync") -> list[Worker]:
+    def join(self, *tasks: Task, replicas: int = 1, mode: Mode = "sync", k: int = 0) -> list[Worker]:
         """Opens a session for each task, and closes an epoch of them and of those who are there."""
         workers = [
-            Worker(self, task, self.open(task, replicas, mode=mode).session, replicas, mode=mode) for task in tasks
+            Worker(self, task, self.open(task, replicas, mode=mode, k=k).session, replicas, mode=mode, k=k)
+            for task in tasks
         ]
         members = [*self.epoch.members, *(worker.member for worker in workers)]
         self.close(sorted(members, key=lambda member: member.task))
@@ -342,6 +343,7 @@ class Worker:
         round: its next round.
         mode: how it makes them.
         restores: how many it has begun.
+        k: how far it may be ahead of others, with bounded staleness.
     """
 
     job: Job
@@ -352,6 +354,7 @@ class Worker:
     round: int = 0
     mode: Mode = "sync"
     restores: int = 0
+    k: int = 0
 
     def turn(self) -> Turn:
         """Its next restore."""
@@ -361,7 +364,7 @@ class Worker:
     @property
     def member(self) -> Member:
         """This process as epochs name it."""
-        return Member(self.task, self.session, self.replicas, self.mode)
+        return Member(self.task, self.session, self.replicas, self.mode, self.k)
 
     def push(
         self,

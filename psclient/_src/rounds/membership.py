@@ -18,7 +18,7 @@ from psclient._src.transport.session import Session
 from pswire.api import Watched
 from pswire.cluster import Task
 from pswire.errors import ConfigError, RoundTimeout, ServerLost
-from pswire.model.log import Approved, Epoch, EpochClosed, Member, Snapshotted, Start, Started
+from pswire.model.log import ALONE, Approved, Epoch, EpochClosed, Member, Snapshotted, Start, Started
 from pswire.telemetry import logging_setup
 
 log = logging.getLogger("psclient")
@@ -37,7 +37,7 @@ class Group(Progress):
         super().__init__(len(devices))
         self.session = session
         self.devices = devices
-        self.alone = session.consistency == "async"
+        self.alone = session.consistency in ALONE
         """True if each worker makes rounds of its own."""
         self.round = 0
         """The next round of this process."""
@@ -45,6 +45,8 @@ class Group(Progress):
         """The round from which it takes part, as the log says it."""
         self.epoch: Epoch | None = None
         """The newest epoch that this process has taken in; None before it takes part."""
+        self.saved = 0
+        """Rounds of this process that only saved, which are no ticks of its clock."""
         self.given: tuple[int, int] | None = None
         """The last result of `slice`; None before its first call."""
         self.settle: Callable[[], object] = lambda: None
@@ -213,6 +215,26 @@ class Group(Progress):
         if self._announced is not None and not self._announced.join_point:
             self._take_in(self._announced)
 
+    def advance(
+        self,
+        dataset: int,
+        epoch: int,
+        index: int,
+        more: bool,
+        empty: frozenset[int],
+        fraction: float | None = None,
+    ) -> None:
+        """Notes what an iterator took: see `DatasetGroup.advance`."""
+        super().advance(dataset, epoch, index, more, empty, fraction)
+        if self.session.clock is not None:
+            self.session.clock.begin()
+
+    def finish(self, dataset: int) -> None:
+        """A pass has ended, or was broken off: with no other one around it this process may be at rest."""
+        super().finish(dataset)
+        if self.session.clock is not None and not self._passes:
+            self.session.clock.end()
+
     def skip_round(self) -> None:
         """This process did not make a section that the others make: their round is over without it."""
         self.round += 1
@@ -234,6 +256,10 @@ class Group(Progress):
         self.session.check()
         if self.epoch is None:
             self._join(join_point)
+            if self.late and self.session.clock is not None:
+                self.session.clock.come_late()
+        if self.session.clock is not None:
+            self.round = self.session.goes_on(self.round - self.saved) + self.saved
         if (epoch := self.due(join_point)) is not None:
             self._take_in(epoch)
         self._entered = True

@@ -232,6 +232,10 @@ class Exchange:
             raise
         line = "" if waits else users_line()
         round = UnderWay(group.round, plan, shares, want, lookups, futures, group.epoch, group.sent(), waits, line)
+        if self.session.clock is not None:
+            group.saved += plan.snapshot is not None
+            here = range(len(self.session.servers))
+            self.session.passes([server for server in here if server not in shares.shares], group.round - group.saved)
         self.reads.change(shares.written, round, everything=shares.restores)
         self.window.add(round)
         return round

@@ -40,9 +40,9 @@ from pswire.api import (
 )
 from pswire.cluster import ClusterSpec, Task
 from pswire.encoding import messages
-from pswire.encoding.protocol import PROTOCOL, check_protocol, check_tables
+from pswire.encoding.protocol import PROTOCOL, STALENESS, check_protocol, check_staleness, check_tables
 from pswire.encoding.verbs import VERBS, batches, parse
-from pswire.errors import ConfigError, PSError
+from pswire.errors import ConfigError, InvalidRequest, PSError
 from pswire.limits import MAX_BATCH_VARIABLES, Refused, Timeouts
 from pswire.model.log import Done, LogEntry, Mode, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
@@ -128,6 +128,7 @@ class RemoteServer:
         mode: Mode = "sync",
         job: str = "",
         term: int = 0,
+        staleness: int = 0,
     ) -> Opened:
         """Calls `ParameterServer.open`; binds later calls to the incarnation that answered."""
         request = pb.OpenRequest(
@@ -139,9 +140,17 @@ class RemoteServer:
             job=job,
             term=term,
             protocol=PROTOCOL,
+            staleness=staleness,
         )
-        m = parse(pb.OpenReply, self._ask("Open", request))
+        try:
+            m = parse(pb.OpenReply, self._ask("Open", request))
+        except InvalidRequest as error:
+            if mode == "bounded" and "unknown mode" in error.message:  # so say servers that are older than the mode
+                check_staleness(STALENESS - 1, staleness, str(self.task), str(task))
+            raise
         check_protocol(m.protocol, str(self.task), str(task))
+        if mode == "bounded":
+            check_staleness(m.protocol, staleness, str(self.task), str(task))
         self._spoken = m.protocol, str(task)
         self._calls.bind(m.incarnation)
         self._attempts.opened = True
@@ -158,9 +167,11 @@ class RemoteServer:
                 old.close("the session was opened again")
         return messages.OPENED.from_pb(m)
 
-    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL) -> None:
+    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> None:
         """Implements `ParameterServer.beat`."""
-        said = pb.BeatRequest(session=session, round=round, plan_id=plan_id, pace=messages.PACE.to_pb(pace))
+        said = pb.BeatRequest(
+            session=session, round=round, plan_id=plan_id, pace=messages.PACE.to_pb(pace), clock=clock
+        )
         self._ask("Beat", said)
         if lanes := self._lanes.get(session):
             lanes.beat_answered()

@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from psclient._src.transport.lane import Lane
 from psclient._src.transport.lane_reader import LaneReader
 from psclient._src.transport.patience import Deadline, Patience
 from psclient._src.transport.remote_server import RemoteServer
+from psclient._src.transport.worker_clock import WorkerClock
 from pswire.api import UNTIL_ENDED, Opened, ParameterServer, Watched
 from pswire.cluster import Task
 from pswire.errors import ChiefLost, Diverged, Fenced, PSError, ServerLost, TaskTaken, Unreachable
@@ -49,6 +50,7 @@ class Session:
         consistency: the mode of this process's rounds; of no meaning where it drives.
         job: the identity of its job.
         broken: called once with the error that ends the session.
+        staleness: with the mode "bounded" the most rounds that it may be ahead of another process.
     """
 
     def __init__(
@@ -61,12 +63,14 @@ class Session:
         consistency: Mode = "sync",
         job: str = "",
         broken: Callable[[PSError], object] = lambda error: None,
+        staleness: int = 0,
     ) -> None:
         self.task = task
         self.servers = tuple(servers)
         self.replicas = replicas
         self.timeouts = timeouts or Timeouts()
         self.consistency = consistency
+        self.staleness = staleness
         self.job = job
         self.number = 0
         self.token = 0
@@ -79,6 +83,8 @@ class Session:
         """The oldest round that is not answered, and its plan, for the beats."""
         self.pace: Callable[[], Pace] = Pace
         """Returns what this process has done, for the beats."""
+        self.clock = WorkerClock(len(self.servers)) if consistency == "bounded" else None
+        """What the beats say of this process's rounds, where its staleness is bounded."""
         self.window = 1
         """The most rounds that may be under way at a time; the same for all processes of the job."""
         self._drives = drives
@@ -87,6 +93,8 @@ class Session:
         self._broken: Future[None] = Future()
         self._ended = threading.Event()
         self._beats: list[threading.Thread] = []
+        self._wakes = [threading.Event() for _ in self.servers]  # a beat is due at once
+        self._beating = [threading.Lock() for _ in self.servers]  # so that beats arrive in the order of what they say
         self._lock = threading.Lock()
         self._threads = Threads("word")
         self._reader = LaneReader(self._broken)
@@ -133,7 +141,8 @@ class Session:
         self.devices = tuple(Device.parse(answer.device).full_name(Task("ps", answer.server)) for answer in opened)
 
     def _open_at(self, server: ParameterServer, session: int, term: int = 0) -> Opened:
-        return server.open(self.task, self.replicas, session, self._drives, self.consistency, self.job, term)
+        mode, staleness = self.consistency, self.staleness
+        return server.open(self.task, self.replicas, session, self._drives, mode, self.job, term, staleness)
 
     def _open_first(self, key: int) -> Opened:
         """Opens the session at server 0; where another process has the task, waits until its lease is over."""
@@ -229,6 +238,8 @@ class Session:
         if self._ended.is_set():
             return error or str(self._error() or "")
         self._ended.set()
+        for wake in self._wakes:
+            wake.set()
         self._threads.close()
         if self.number and not self._log_server_lost():
             try:
@@ -251,14 +262,60 @@ class Session:
         return isinstance(error, ServerLost) and error.task == str(Task("ps", 0))
 
     def _beat(self, index: int) -> None:
-        while not self._ended.wait(self.timeouts.beat):
+        while True:
+            woken = self._wakes[index].wait(self.timeouts.beat)
+            if self._ended.is_set():
+                return
+            self._wakes[index].clear()
             try:
-                self.servers[index].beat(self.number, *self.waits, self.pace())
+                self._beat_once(index, not woken)
                 self._patience.heard(index)
             except PSError as error:
                 if not self._ended.is_set():
                     self.end(error)
                 return
+
+    def _beat_once(self, index: int, by_itself: bool) -> None:
+        with self._beating[index]:
+            clock = 0 if self.clock is None else self.clock.say(index, by_itself)
+            self.servers[index].beat(self.number, *self.waits, self.pace(), clock)
+
+    # ---- Bounded staleness ----
+
+    def passes(self, servers: Iterable[int], next: int) -> None:
+        """Tells servers at once, without a wait, the next round of which something may come to them."""
+        if self.clock is not None:
+            for index in servers:
+                self.clock.passed(index, next)
+                self._wakes[index].set()
+
+    def goes_on(self, next: int) -> int:
+        """Tells the servers that this process makes rounds, if they take it to be at rest; returns its next round.
+
+        From then on they count it, and the others with which they compare it are no further ahead than they may be.
+
+        Args:
+            next: the round with which it would go on.
+        """
+        if self.clock is None or not self.clock.begin():
+            return next
+        self.clock.come_back(next)
+        deadline = self.deadline(self.timeouts.call)
+        for index, server in enumerate(self.servers):
+            self._await_epoch(server, deadline)
+            self._beat_once(index, False)
+        places = [place for server in self.servers for place in server.status().places if place.task == self.task]
+        return max([next, *(place.clock + 1 for place in places)])
+
+    def _await_epoch(self, server: ParameterServer, deadline: Deadline) -> None:
+        """Waits until a server knows that this process takes part: the chief copies the log to all but the first."""
+
+        def word() -> str:
+            return "waits for the chief to tell all servers that it takes part"
+
+        while (status := server.status()).epoch is None or status.epoch.session(self.number) is None:
+            news = server.watch(self.number, status.log, -1)
+            self.wait(news, deadline, lambda: Unreachable(f"{self.task} {word()}", str(self.task)), word)
 
     def end(self, error: PSError) -> None:
         """Ends the session with an error for all calls that wait and all later ones."""
