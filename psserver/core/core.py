@@ -44,7 +44,7 @@ from pswire.api import (
 )
 from pswire.cluster import Task
 from pswire.errors import PSError
-from pswire.model.log import Approved, LogEntry, Mode, Start
+from pswire.model.log import Approved, LogEntry, Member, Mode, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.status import STILL, Happened, Pace, ServerStatus
 from pswire.transport.payload import Payload
@@ -206,8 +206,8 @@ class Core:
         term: int = 0,
         staleness: int = 0,
     ) -> Opened:
-        drawn = secrets.randbits(DRAWN)
-        return self._enter(self.machine.open, task, replicas, session, drives, mode, job, term, drawn, staleness)
+        drawn, opens = secrets.randbits(DRAWN), Member(task, 0, replicas, mode, staleness)
+        return self._enter(self.machine.open, opens, session, drives, job, term, drawn)
 
     def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> None:
         _raise(self._enter(self.machine.beat, session, round, plan_id, pace, clock))

@@ -50,7 +50,7 @@ from pswire.checkpoint.storage import storage_at
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, ServerLost
 from pswire.limits import WINDOW
-from pswire.model.log import LogEntry, Mode, Start
+from pswire.model.log import LogEntry, Member, Start
 from pswire.model.plan import PlacedVariable, Turn, VariableSpec
 from pswire.model.status import STILL, Pace, ServerStatus
 from pswire.transport.payload import Payload
@@ -108,9 +108,7 @@ class Machine:
         self.log = Log(self.store, self.rounds, self.snapshots, config.addresses)
         self._creation = Creation(self.store, self.log, self.restores)
         self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self._reply)
-        self.runner = Runner(
-            self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally, self.waiters.hold
-        )
+        self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally, self.waiters)
         self._admission = Admission(self.task, self.registry, self.members, self.rounds, self.runner)
         self._links = Links(self.task, self.rounds)
         self._token = 0
@@ -126,9 +124,7 @@ class Machine:
                 if error is not None:
                     effects += self._heard(self.rounds.fail_session(session, error))
                     effects += self.first_values.fail(session, error)
-            for session in self.rounds.clocks.sessions:
-                if self._admission.ended(session) is not None:
-                    self.rounds.clocks.leave(session)
+            self._admission.stop_clocks()
         effects += self.first_values.next()
         effects += self.waiters.due(self._admission.ended)  # before the next round lends what they hold
         effects += self.runner.next()
@@ -164,27 +160,19 @@ class Machine:
     # ---- Sessions ----
 
     def open(
-        self,
-        now: float,
-        task: Task,
-        replicas: int,
-        session: int,
-        drives: bool,
-        mode: Mode,
-        job: str,
-        term: int,
-        drawn: int,
-        staleness: int = 0,
+        self, now: float, opens: Member, session: int, drives: bool, job: str, term: int, drawn: int
     ) -> Outcome[Opened]:
         """Opens a task's session on server 0; on other servers registers one that server 0 opened.
 
-        `drawn` is a random number of `DRAWN` bits, for the token.
+        `opens` is who asks, whose session has no number yet; `drawn` a random number of `DRAWN` bits, for the token.
         """
         token = 0
         if self.server == 0:
-            session, token = self.members.open(task, replicas, drives, session, now, mode, job, term, drawn, staleness)
+            session, token = self.members.open(
+                opens.task, opens.replicas, drives, session, now, opens.mode, job, term, drawn, opens.staleness
+            )
         else:
-            self.registry.enter(session, task)
+            self.registry.enter(session, opens.task)
         self.tally.signs += 1
         seen = max(self.members.term, self._token >> DRAWN)
         return Opened(session, self.incarnation, token, self.server, str(self.store.device), seen, WINDOW), []
@@ -426,16 +414,7 @@ class Machine:
         """Returns the server's status: its state, and the open rounds with the members they wait for."""
         missed = self._links.missed(now)
         return status_of(
-            self.incarnation,
-            self.store,
-            self.rounds,
-            self.members,
-            self.log,
-            self.snapshots,
-            self.runner,
-            self.waiters,
-            now,
-            missed,
+            self.incarnation, self.store, self.rounds, self.members, self.log, self.snapshots, self.runner, now, missed
         )
 
     def close(self, now: float) -> Outcome[None]:

@@ -16,6 +16,7 @@ from functools import partial
 from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.snapshots import Snapshots
 from psserver.core.answers import Answers
+from psserver.core.waiting import Waiters
 from psserver.effects import Await, Effect, Run, Work
 from psserver.execution.execution import NO_TABLES, Execution, StepTables
 from psserver.execution.nonfinite import NonfiniteVariables
@@ -72,7 +73,7 @@ class Runner:
         store, rounds, snapshots, restores: the state that a round reads and changes.
         kernels: run its programs.
         tally: counts rounds.
-        hold: holds back answers of a round that is over which have to wait; returns the members to answer now.
+        waiters: holds back the answers of a round that is over which have to wait.
 
     Attributes:
         broken: the error of a round that failed halfway and left variables unusable; None until then, and in a new job.
@@ -86,7 +87,7 @@ class Runner:
         restores: Restores,
         kernels: Kernels,
         tally: ServerCounters,
-        hold: Callable[[Record, Sequence[Waiter]], Sequence[Waiter]] = lambda _, waiters: waiters,
+        waiters: Waiters,
     ) -> None:
         self._store = store
         self._rounds = rounds
@@ -94,7 +95,7 @@ class Runner:
         self._restores = restores
         self._kernels = kernels
         self._tally = tally
-        self._hold = hold
+        self._waiters = waiters
         self._nonfinite = NonfiniteVariables(store)
         self._execution: Execution | None = None
         self._awaits: Await | None = None  # the payload that the running round waits for
@@ -149,7 +150,7 @@ class Runner:
         if job.commit is Commit.ATOMIC:
             return self._go_on(execution)
         begins = self._answers.begin(execution, self._rounds.waiters(job))
-        return [Work("arrays", self._tell, (begins,), then=partial(self._told, execution))]
+        return [Work("arrays", _tell, (begins,), then=partial(self._told, execution))]
 
     # ---- Rounds of several servers ----
 
@@ -235,13 +236,13 @@ class Runner:
         )
         return self._close(job, trial, *self._rounds.fail(job, error))
 
-    def _close(self, job: ReadyRound, trial: _Trial | None, record: Record, waiters: Sequence[Waiter]) -> list[Effect]:
+    def _close(self, job: ReadyRound, trial: _Trial | None, record: Record, waiters: list[Waiter]) -> list[Effect]:
         """A round is over that has changed nothing."""
         self._store.end_loan()
         self._answers.drop()
         self._tally.over(job, record, self._rounds.last, 0.0, self._tally.clock())
         ends = [] if trial is None else [Run(trial.execution.close)]
-        return [*ends, *self.replies(record, self._hold(record, waiters))]
+        return [*ends, *self.replies(record, self._waiters.hold(record, waiters))]
 
     def _again(self, ballot: _Ballot, execution: Execution, agreed: frozenset[int] | None = None) -> list[Effect]:
         """Drops a streamed run, whose contributions are used up: others count than it has.
@@ -261,9 +262,10 @@ class Runner:
         return [*asks, Run(execution.close), *self.next()]
 
     def explain(self, waiting: Sequence[OpenRound]) -> tuple[OpenRound, ...]:
-        """Adds to the round that waits for a checkpoint, if there is one, that it does."""
+        """Adds to the round that waits for a checkpoint, if there is one, that it does; and answers that are held."""
         held, why = self._held.round if self._held else None, "waits until more of a checkpoint is written"
-        return tuple(replace(w, section=f"{w.section}; {why}") if w.round == held else w for w in waiting)
+        explained = (replace(w, section=f"{w.section}; {why}") if w.round == held else w for w in waiting)
+        return (*explained, *self._waiters.held)
 
     def _holds(self, job: ReadyRound) -> bool:
         """Returns True if a round must wait: it would leave too many old values to a checkpoint."""
@@ -288,11 +290,6 @@ class Runner:
         return [Work("arrays", self._step, step, then=then, follows=follows, brief=brief)]
 
     # ---- Array work, without the lock ----
-
-    def _tell(self, begins: Sequence[Run]) -> None:
-        """Hands the payloads of their answers to members, before the first step."""
-        for begin in begins:
-            begin.call(*begin.args)
 
     def _step(
         self, execution: Execution, reads: Collection[int], in_place: bool
@@ -413,10 +410,16 @@ class Runner:
             record, waiters = self._rounds.fail(job, error)
         self._tally.over(job, record, self._rounds.last, execution.ran, now)
         self._execution = None
-        now_due = self._hold(record, waiters)
-        replies = self._answers.replies(record, now_due, self.broken, ready, execution.lookups.found)
+        waiters = self._waiters.hold(record, waiters)
+        replies = self._answers.replies(record, waiters, self.broken, ready, execution.lookups.found)
         self._answers.drop()
         return [*effects, *replies, Run(self._tally.answered, (now,))]
+
+
+def _tell(begins: Sequence[Run]) -> None:
+    """Hands the payloads of their answers to members, before the first step."""
+    for begin in begins:
+        begin.call(*begin.args)
 
 
 def _takes_tables(job: ReadyRound, store: Store) -> bool:

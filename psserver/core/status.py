@@ -5,7 +5,6 @@ from __future__ import annotations
 from psserver.checkpoints.snapshots import Snapshots
 from psserver.core.log import Log
 from psserver.core.runner import Runner
-from psserver.core.waiting import Waiters
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import Membership
 from psserver.state.variables import Store
@@ -20,7 +19,6 @@ def status_of(
     log: Log,
     snapshots: Snapshots,
     runner: Runner,
-    waiters: Waiters,
     now: float,
     missed: tuple[MissedPeer, ...],
 ) -> ServerStatus:
@@ -32,7 +30,7 @@ def status_of(
         epoch=rounds.epoch,
         round=rounds.last,
         positions=rounds.positions,
-        waiting=(*runner.explain(rounds.waiting()), *waiters.held),
+        waiting=runner.explain(rounds.waiting()),
         variables=len(store.variables),
         nbytes=store.nbytes,
         memory_limit=store.memory_limit,

@@ -132,7 +132,7 @@ class Waiters:
         self.rows = {Owed: [], Read: [], Watch: [row for row in self.rows[Watch] if not watches(row.session)]}
         return [row.future for row in dropped]
 
-    def hold(self, record: Record, waiters: Sequence[Answering]) -> Sequence[Answering]:
+    def hold(self, record: Record, waiters: list[Answering]) -> list[Answering]:
         """Holds back the answers of a round that have to wait for other workers; returns those that may go."""
         clocks = self._rounds.clocks
         late = [waiter for waiter in waiters if not clocks.answers(waiter[0].session, waiter[0].round)]

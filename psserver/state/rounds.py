@@ -17,7 +17,7 @@ from psserver.plans.round import Key, MemberShare, ReadyRound
 from psserver.state.clocks import Clocks
 from psserver.state.pending_round import PendingRound, Push, Waiter
 from psserver.state.sessions import diverged, newcomer_diverged
-from psserver.state.strands import RECORDS, Given, Parked, Record, Strand, check_window
+from psserver.state.strands import RECORDS, Given, Parked, Record, Strand, check_window, places_of
 from psserver.state.votes import Votes
 from pswire.api import Contribution, RoundReply, Vote
 from pswire.cluster import Task
@@ -75,12 +75,7 @@ class Rounds:
     @property
     def places(self) -> tuple[WorkerProgress, ...]:
         """Last round, dataset positions and clock of each task that makes rounds of its own, in task order."""
-        clocks = {member.task: at for member, at in self.clocks.all}
-        own = {key: strand for key, strand in self.strands.items() if key}
-        found = [(task, own.get(task, Strand())) for task in sorted({*own, *clocks})]
-        return tuple(
-            WorkerProgress(task, strand.newest, strand.positions, clocks.get(task, -1)) for task, strand in found
-        )
+        return places_of(self.strands, self.clocks.all)
 
     @property
     def in_flight(self) -> int:
@@ -360,13 +355,13 @@ class Rounds:
         self._running = False
         self.last = self.last + 1 if key else number
         plan = self.plans.get(record.plan_id)
-        self.closed += key is None or (plan is not None and plan.plan.snapshot is not None)
+        saves = plan is not None and plan.plan.snapshot is not None
+        self.closed += key is None or saves
         # To the end of the line: a fast worker must not keep the others from their turn.
         strand = self.strands[key] = self.strands.pop(key)
         if key is None:
             self.votes.close(number)
         else:
-            saves = plan is not None and plan.plan.snapshot is not None
             self.clocks.over(strand.open[number].members[0].session, number, saves)
         return strand.close(number, record, RECORDS)
 
@@ -385,18 +380,13 @@ class Rounds:
 
     def waiting(self) -> tuple[OpenRound, ...]:
         """Returns the open rounds, for people and for the chief."""
-        return (
-            tuple(
-                OpenRound(
-                    number,
-                    self._describe(w.plan_id),
-                    tuple(member.task for member in w.missing(self.fenced)),
-                    w.plan_id in self.plans,
-                )
-                for number, w in sorted(self._open(), key=lambda item: item[0])
-            )
-            + self._parked.waiting
-        )
+
+        def told(number: int, w: PendingRound) -> OpenRound:
+            missing = tuple(member.task for member in w.missing(self.fenced))
+            return OpenRound(number, self._describe(w.plan_id), missing, w.plan_id in self.plans)
+
+        rounds = sorted(self._open(), key=lambda item: item[0])
+        return (*(told(*item) for item in rounds), *self._parked.waiting)
 
     def _open(self) -> Iterator[tuple[int, PendingRound]]:
         """Returns all open rounds, with their numbers."""

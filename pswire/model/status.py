@@ -92,14 +92,14 @@ class WorkerProgress:
         task: the task.
         round: its last round that this server has heard of, complete or not; -1 for none.
         positions: the datasets' positions that it told with it.
-        clock: with bounded staleness its last round of which this server has all, without those that only save; -1
-            for none.
+        clock: with bounded staleness the next round of which something may come to this server, those that only save
+            not counted.
     """
 
     task: Task
     round: int
     positions: tuple[Position, ...]
-    clock: int = -1
+    clock: int = 0
 
 
 @dataclass(frozen=True)

@@ -66,10 +66,10 @@ def check_history(tmp_path, rounds, k, seconds):
         job.finish()
 
 
-@pytest.mark.parametrize("k", [0, 2])
-def test_the_history_never_shows_a_greater_gap(tmp_path, k):
-    """In 1,000 rounds with a straggler."""
-    check_history(tmp_path, 334, k, 0.004)
+@pytest.mark.parametrize(("k", "rounds"), [(2, 334), (0, 50)])
+def test_the_history_never_shows_a_greater_gap(tmp_path, k, rounds):
+    """In 1,000 rounds with a straggler; with k = 0 all keep step."""
+    check_history(tmp_path, rounds, k, 0.004)
 
 
 @pytest.mark.soak
@@ -200,7 +200,7 @@ def hang(k):
 
 def test_who_hangs_is_left_out(tmp_path):
     """It holds the others up for as long as a round may take, and no longer."""
-    timeouts = replace(QUICK, round=3.0)
+    timeouts = replace(QUICK, lease=1.0, round=3.0)
     keys = {"workers": 2, "chief": "driver", "gates": ["go1"], "timeouts": timeouts}
     with ProcessCluster(hang, tmp_path, (1,), **keys) as job:
         job.hear(W0, "done", 10)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from psclient._src.data.progress import Pass, Progress
 from psclient._src.devices import Device
+from psclient._src.transport.pacing import goes_on
 from psclient._src.transport.patience import Deadline
 from psclient._src.transport.session import Session
 from pswire.api import Watched
@@ -259,7 +260,7 @@ class Group(Progress):
             if self.late and self.session.clock is not None:
                 self.session.clock.come_late()
         if self.session.clock is not None:
-            self.round = self.session.goes_on(self.round - self.saved) + self.saved
+            self.round = goes_on(self.session, self.round - self.saved) + self.saved
         if (epoch := self.due(join_point)) is not None:
             self._take_in(epoch)
         self._entered = True

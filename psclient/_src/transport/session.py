@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import Any, TypeVar
@@ -93,7 +93,8 @@ class Session:
         self._broken: Future[None] = Future()
         self._ended = threading.Event()
         self._beats: list[threading.Thread] = []
-        self._wakes = [threading.Event() for _ in self.servers]  # a beat is due at once
+        self.wakes = [threading.Event() for _ in self.servers]
+        """Set for a server to beat there at once."""
         self._beating = [threading.Lock() for _ in self.servers]  # so that beats arrive in the order of what they say
         self._lock = threading.Lock()
         self._threads = Threads("word")
@@ -238,7 +239,7 @@ class Session:
         if self._ended.is_set():
             return error or str(self._error() or "")
         self._ended.set()
-        for wake in self._wakes:
+        for wake in self.wakes:
             wake.set()
         self._threads.close()
         if self.number and not self._log_server_lost():
@@ -263,59 +264,23 @@ class Session:
 
     def _beat(self, index: int) -> None:
         while True:
-            woken = self._wakes[index].wait(self.timeouts.beat)
+            woken = self.wakes[index].wait(self.timeouts.beat)
             if self._ended.is_set():
                 return
-            self._wakes[index].clear()
+            self.wakes[index].clear()
             try:
-                self._beat_once(index, not woken)
+                self.beat_now(index, not woken)
                 self._patience.heard(index)
             except PSError as error:
                 if not self._ended.is_set():
                     self.end(error)
                 return
 
-    def _beat_once(self, index: int, by_itself: bool) -> None:
+    def beat_now(self, index: int, by_itself: bool = False) -> None:
+        """Beats at a server; `by_itself` where the time has come, and nothing has happened."""
         with self._beating[index]:
             clock = 0 if self.clock is None else self.clock.say(index, by_itself)
             self.servers[index].beat(self.number, *self.waits, self.pace(), clock)
-
-    # ---- Bounded staleness ----
-
-    def passes(self, servers: Iterable[int], next: int) -> None:
-        """Tells servers at once, without a wait, the next round of which something may come to them."""
-        if self.clock is not None:
-            for index in servers:
-                self.clock.passed(index, next)
-                self._wakes[index].set()
-
-    def goes_on(self, next: int) -> int:
-        """Tells the servers that this process makes rounds, if they take it to be at rest; returns its next round.
-
-        From then on they count it, and the others with which they compare it are no further ahead than they may be.
-
-        Args:
-            next: the round with which it would go on.
-        """
-        if self.clock is None or not self.clock.begin():
-            return next
-        self.clock.come_back(next)
-        deadline = self.deadline(self.timeouts.call)
-        for index, server in enumerate(self.servers):
-            self._await_epoch(server, deadline)
-            self._beat_once(index, False)
-        places = [place for server in self.servers for place in server.status().places if place.task == self.task]
-        return max([next, *(place.clock + 1 for place in places)])
-
-    def _await_epoch(self, server: ParameterServer, deadline: Deadline) -> None:
-        """Waits until a server knows that this process takes part: the chief copies the log to all but the first."""
-
-        def word() -> str:
-            return "waits for the chief to tell all servers that it takes part"
-
-        while (status := server.status()).epoch is None or status.epoch.session(self.number) is None:
-            news = server.watch(self.number, status.log, -1)
-            self.wait(news, deadline, lambda: Unreachable(f"{self.task} {word()}", str(self.task)), word)
 
     def end(self, error: PSError) -> None:
         """Ends the session with an error for all calls that wait and all later ones."""
