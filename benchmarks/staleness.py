@@ -74,7 +74,9 @@ def be_worker(word: str, scenario: str, seconds: float) -> None:
 
     def step() -> Any:
         seen = v.numpy()[:WORKERS].copy()
-        ps.get_replica_context().merge_call(add, (mine,))
+        context = ps.get_replica_context()
+        assert context is not None
+        context.merge_call(add, (mine,))
         return seen
 
     steps, gap, began = 0, 0, 0.0
