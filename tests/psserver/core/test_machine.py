@@ -111,7 +111,7 @@ def test_a_push_that_is_on_its_way_is_looked_at_again(told):
 
 def test_a_push_of_a_stranger_is_answered_with_the_reason(told):
     """And nothing else is done."""
-    session = told.tell("open", WORKERS[2], 1, 0, False, "sync", "", 0, 0)[0].session
+    session = told.tell("open", Member(WORKERS[2], 0, 1, "sync"), 0, False, "", 0, 0)[0].session
     future, (fail,) = told.push(session)
     assert fail == Fail(future, fail.error)
     assert isinstance(fail.error, Fenced)
