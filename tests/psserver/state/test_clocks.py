@@ -9,7 +9,7 @@ from pswire.api import RESTS
 from pswire.cluster import Task
 from pswire.model.log import Epoch, Member, Start
 
-A, B, C = (Member(Task("worker", index), index + 1, 1, "bounded", 2) for index in range(3))
+A, B, C = (Member(Task("worker", index), index + 1, 1, "bounded", staleness=2) for index in range(3))
 
 
 def clocks(*members, before=None, start=0, found=None):
