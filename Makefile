@@ -77,6 +77,7 @@ bench: .venv/dev  ## times of rounds, of an update, of checkpoints, of training 
 	$(BIN)/python benchmarks/round.py $(ARGS)
 	$(BIN)/python benchmarks/fanin.py $(ARGS)
 	$(BIN)/python benchmarks/growth.py $(ARGS)
+	$(BIN)/python benchmarks/staleness.py $(ARGS)
 	$(BIN)/python benchmarks/update.py $(ARGS)
 	$(BIN)/python benchmarks/rows.py $(ARGS) $(PEERS:%=--python %)
 	$(BIN)/python benchmarks/checkpoint.py $(ARGS)

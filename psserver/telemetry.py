@@ -141,6 +141,12 @@ ROWS: tuple[Row[Seen], ...] = (
         lambda s: {ALL: s.tally.staleness},
     ),
     Row(
+        SERVER + "clock_gap_rounds",
+        "gauge",
+        "With bounded staleness: rounds between the foremost and the hindmost worker that is waited for.",
+        lambda s: {ALL: s.status.gap},
+    ),
+    Row(
         SERVER + "in_flight_bytes",
         "gauge",
         "Bytes of contributions that are held and not used yet.",

@@ -314,6 +314,9 @@ class Watched:
 UNTIL_ENDED = -2
 """The version of a `watch` that waits for the end of its session."""
 
+RESTS = -1
+"""What a worker with bounded staleness says in place of its clock while it has no data: nobody waits for it."""
+
 Begun = Callable[[Payload], object]
 """Told, once, of the payload of an answer that begins to grow."""
 
@@ -337,6 +340,7 @@ class ParameterServer(ClosureServer, Protocol):
         job: str = "",
         term: int = 0,
         backup_workers: int = 0,
+        staleness: int = 0,
     ) -> Opened:
         """Begins a session. Key: at server 0 the number drawn by lot, `session`.
 
@@ -350,6 +354,7 @@ class ParameterServer(ClosureServer, Protocol):
             job: the identity of its job.
             term: the greatest term of a chief that it has heard of, where it drives.
             backup_workers: members without whose contributions its rounds may be made; of no meaning where it drives.
+            staleness: in the mode "bounded" the most rounds that it may be ahead of another one, when it is answered.
 
         Raises:
             TaskTaken: another process is this task, and is alive.
@@ -357,7 +362,7 @@ class ParameterServer(ClosureServer, Protocol):
         """
         ...
 
-    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL) -> None:
+    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> None:
         """Renews a lease. Key: the session.
 
         Args:
@@ -365,6 +370,8 @@ class ParameterServer(ClosureServer, Protocol):
             round: the oldest round of the process that is not answered, -1 for none.
             plan_id: that round's plan; tells the servers of two processes that wait for each other.
             pace: what the process has done.
+            clock: with bounded staleness the next round of which something may come to this server, rounds that only
+                save not counted; `RESTS` while the process has no data, so that nobody waits for it.
 
         Raises:
             Fenced: the session was ended.

@@ -265,6 +265,52 @@ class Sync:
         return "whole" if self.whole_rounds else "sync"
 
 
+MAX_STALENESS = 2**31 - 1
+"""The greatest bound of staleness: `Async()` has none."""
+
+
+@dataclass(frozen=True)
+class BoundedStaleness:
+    """Each worker makes updates of its own, as with `Async()`, and gets at most `k` rounds ahead of the slowest.
+
+    A push is applied once, whole and at once. The answer of a worker's round c waits until every other worker has
+    pushed its round c - k, and has the values of when it comes: so what a worker computes its next round from has all
+    updates of the others up to round c - k, and most often newer ones. `k = 0` is lockstep: nobody begins a round
+    before all have pushed the one before. Who has left, was lost, or has ended a pass over its data and begun nothing
+    else is not waited for. All else is as with `Async()`.
+
+    Source: stale synchronous parallel, Ho et al., NIPS 2013; held answers bring fresh values as in ESSP, Dai et al.,
+    AAAI 2015.
+
+    Attributes:
+        mode: "bounded".
+        backup_workers: 0: nobody waits for a round.
+        k: the most rounds that an answered worker is ahead of another one; the same in all processes.
+        nonfinite: as of `Async`.
+
+    Raises:
+        TypeError: `k` is no integer.
+        ValueError: `k` is negative, or too large; there is no such choice.
+    """
+
+    mode: ClassVar[Mode] = "bounded"
+    backup_workers: ClassVar[int] = 0
+
+    k: int
+    nonfinite: Nonfinite = "apply"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.k, bool | np.bool_) or not isinstance(self.k, int | np.integer):
+            raise TypeError(f"BoundedStaleness has k={self.k!r}; give a number of rounds, an integer from 0 on")
+        object.__setattr__(self, "k", int(self.k))
+        if not 0 <= self.k <= MAX_STALENESS:
+            raise ValueError(
+                f"BoundedStaleness has k={self.k}; give a number of rounds from 0, which is lockstep, to "
+                f"{MAX_STALENESS}, or take Async(), which has no bound"
+            )
+        check_nonfinite(self.nonfinite)
+
+
 @dataclass(frozen=True)
 class Async:
     """Each worker makes updates of its own: a push is applied once, whole and at once, and nobody waits for others.
@@ -288,3 +334,7 @@ class Async:
 
     def __post_init__(self) -> None:
         check_nonfinite(self.nonfinite)
+
+
+Consistency = Sync | BoundedStaleness | Async
+"""How updates of different workers relate."""

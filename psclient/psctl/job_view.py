@@ -126,10 +126,13 @@ class JobView:
         state: "none" (no chief has begun a job), "starting" (nobody takes part yet), "running", "over", "broken", or
             "unknown" (no server answers).
         mode: "whole" (synchronous rounds, which have the same contributions on all servers), "sync" (the same without
-            that) or "async"; "" while nobody takes part.
+            that), "async" or "bounded"; "" while nobody takes part.
         epoch: number of the newest epoch, 0 for none.
         round: the newest round of any server, complete or not; -1 for none.
         replicas: R, of the newest epoch.
+        staleness: in the mode "bounded" the most rounds that an answered task may be ahead of another; else 0.
+        gap: in the mode "bounded" the rounds between the foremost and the hindmost task that is waited for, on any
+            server; one more than `staleness` where the foremost has pushed, and waits for its answer.
         servers, tasks: the view of each.
         problems: all problems that were found.
     """
@@ -139,6 +142,8 @@ class JobView:
     epoch: int
     round: int
     replicas: int
+    staleness: int
+    gap: int
     servers: tuple[ServerView, ...]
     tasks: tuple[TaskView, ...]
     problems: tuple[Problem, ...]
@@ -162,6 +167,8 @@ def view_of(looked: Sequence[Looked], expected: Sequence[Task] = ()) -> JobView:
         epoch=newest.number if newest else 0,
         round=max(map(_newest_round, statuses), default=-1),
         replicas=newest.replicas if newest else 0,
+        staleness=newest.members[0].staleness if newest and newest.members else 0,
+        gap=max((status.gap for status in statuses), default=0),
         servers=servers,
         tasks=tasks,
         problems=(*_problems_of_servers(looked, log_server), *_problems_of_tasks(tasks, log_server)),
@@ -306,7 +313,7 @@ def _task(session: SessionState, statuses: Sequence[ServerStatus], newest: Epoch
 def _round_of(session: SessionState, statuses: Sequence[ServerStatus]) -> int:
     """The last round to which a task has contributed."""
     task = session.member.task
-    if session.member.mode == "async":
+    if session.member.alone:
         return max((place.round for s in statuses for place in s.places if place.task == task), default=-1)
     begun = [w.round for s in statuses for w in s.waiting if task not in w.missing]
     return max([*begun, *(status.round for status in statuses)], default=-1)
@@ -316,7 +323,7 @@ def _waits_for(session: SessionState, statuses: Sequence[ServerStatus], takes_pa
     """Returns whom a task waits for that has contributed to an open round, or that nobody has taken in yet."""
     if not takes_part:
         return (CHIEF,)
-    own, alone = _round_of(session, statuses), session.member.mode == "async"
+    own, alone = _round_of(session, statuses), session.member.alone
     waiting = (w for s in statuses for w in s.waiting if session.member.task not in w.missing)
     return _awaited(w for w in waiting if not alone or w.round == own)
 

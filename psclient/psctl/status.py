@@ -26,7 +26,13 @@ STATES = {
     "unknown": "no server answers",
 }
 
-MODES = {"": "nobody takes part", "whole": "sync", "sync": "sync without whole rounds", "async": "async"}
+MODES = {
+    "": "nobody takes part",
+    "whole": "sync",
+    "sync": "sync without whole rounds",
+    "async": "async",
+    "bounded": "bounded",
+}
 
 COLOURS = {"up": "green", "open": "green", "left": "dim", "over": "dim"}
 """Of states; those that are not here are red."""
@@ -78,6 +84,8 @@ def heading(view: JobView) -> Text:
     if view.epoch:
         rounds = f"round {view.round}" if view.round >= 0 else "no round yet"
         said += f": epoch {view.epoch}, {rounds}, {view.replicas} replicas, {MODES[view.mode]}"
+        if view.mode == "bounded":
+            said += f", {view.gap} of at most {view.staleness} rounds apart"
     return Text(said, style="bold")
 
 

@@ -70,6 +70,12 @@ class Admission:
             return error
         return None
 
+    def stop_clocks(self) -> None:
+        """Nobody waits for the clock of a session that has ended."""
+        for session in self._rounds.clocks.sessions:
+            if self.ended(session) is not None:
+                self._rounds.clocks.leave(session)
+
     def check_unbroken(self) -> None:
         """Raises `ServerLost` if a round has failed halfway: nobody may compute on a mixture."""
         if self._runner.broken:

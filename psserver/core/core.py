@@ -44,7 +44,7 @@ from pswire.api import (
 from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
-from pswire.model.log import Approved, LogEntry, Mode, Start
+from pswire.model.log import Approved, LogEntry, Member, Mode, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.saved import Shard
 from pswire.model.status import STILL, Happened, Pace, ServerStatus
@@ -206,12 +206,13 @@ class Core:
         job: str = "",
         term: int = 0,
         backup_workers: int = 0,
+        staleness: int = 0,
     ) -> Opened:
-        drawn = secrets.randbits(DRAWN)
-        return self._enter(self.machine.open, task, replicas, session, drives, mode, job, term, drawn, backup_workers)
+        drawn, opens = secrets.randbits(DRAWN), Member(task, 0, replicas, mode, backup_workers, staleness)
+        return self._enter(self.machine.open, opens, session, drives, job, term, drawn)
 
-    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL) -> None:
-        _raise(self._enter(self.machine.beat, session, round, plan_id, pace))
+    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> None:
+        _raise(self._enter(self.machine.beat, session, round, plan_id, pace, clock))
 
     def leave(self, session: int, error: str) -> None:
         self._enter(self.machine.leave, session, error)

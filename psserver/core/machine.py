@@ -22,7 +22,7 @@ from psserver.core.links import Links
 from psserver.core.log import Log
 from psserver.core.runner import Runner
 from psserver.core.status import status_of
-from psserver.core.waiting import Asked, Read, Resend, Waiters, Watch
+from psserver.core.waiting import Asked, Owed, Read, Waiters, Watch
 from psserver.effects import Await, Effect, Fail, Reply, Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
@@ -51,7 +51,7 @@ from pswire.checkpoint.storage import storage_at
 from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, ServerLost
 from pswire.limits import WINDOW
-from pswire.model.log import LogEntry, Mode, Start
+from pswire.model.log import LogEntry, Member, Start
 from pswire.model.plan import PlacedVariable, Turn, VariableSpec
 from pswire.model.saved import Shard
 from pswire.model.status import STILL, Pace, ServerStatus
@@ -111,7 +111,7 @@ class Machine(ClosureStimuli):
         self.closures = Closures()
         self._creation = Creation(self.store, self.log, self.restores)
         self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self._reply)
-        self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally)
+        self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally, self.waiters)
         self._admission = Admission(self.task, self.registry, self.members, self.rounds, self.runner)
         self._links = Links(self.task, self.rounds)
         self._token = self._job = 0
@@ -126,7 +126,9 @@ class Machine(ClosureStimuli):
                     effects += self._heard(self.rounds.fail_session(session, error))
                     effects += self.first_values.fail(session, error)
                     effects += self.closures.end(session, error)
+            self._admission.stop_clocks()
         effects += self.first_values.next()
+        effects += self.waiters.due(self._admission.ended)  # before the next round lends what they hold
         effects += self.runner.next()
         effects += self.waiters.answers(now, self._admission.ended)
         effects += self.snapshots.hopeless()
@@ -160,28 +162,18 @@ class Machine(ClosureStimuli):
     # ---- Sessions ----
 
     def open(
-        self,
-        now: float,
-        task: Task,
-        replicas: int,
-        session: int,
-        drives: bool,
-        mode: Mode,
-        job: str,
-        term: int,
-        drawn: int,
-        backup_workers: int = 0,
+        self, now: float, opens: Member, session: int, drives: bool, job: str, term: int, drawn: int
     ) -> Outcome[Opened]:
         """Opens a task's session on server 0; on other servers registers one that server 0 opened.
 
-        `drawn` is a random number of `DRAWN` bits, for the token.
+        `opens` is who asks, whose session has no number yet; `drawn` a random number of `DRAWN` bits, for the token.
         """
         token = 0
         if self.server == 0:
-            given = task, replicas, drives, session, now, mode, job, term, drawn, backup_workers
-            session, token = self.members.open(*given)
+            how = opens.mode, job, term, drawn, opens.backup_workers, opens.staleness
+            session, token = self.members.open(opens.task, opens.replicas, drives, session, now, *how)
         else:
-            self.registry.enter(session, task)
+            self.registry.enter(session, opens.task)
         self.tally.signs += 1
         seen = max(self.members.term, self._token >> DRAWN)
         return Opened(session, self.incarnation, token, self.server, str(self.store.device), seen, WINDOW), []
@@ -190,12 +182,16 @@ class Machine(ClosureStimuli):
         """Returns True if there is a job with variables that is not over."""
         return bool(self.log.entries and self.store.variables) and not self.log.over
 
-    def beat(self, now: float, session: int, round: int, plan_id: bytes, pace: Pace = STILL) -> Outcome[PSError | None]:
+    def beat(
+        self, now: float, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0
+    ) -> Outcome[PSError | None]:
         """Renews a session's lease and notes what it says of itself; answers with the error that ended the session."""
         error = self._admission.ended(session)
         if error is None and self.server == 0:
             self.members.beat(session, (round, plan_id), now, self.log.describe, pace)
             error = self._admission.ended(session)
+        if error is None:
+            self.rounds.clocks.tell(session, clock)
         self.tally.signs += error is None
         return error, []
 
@@ -354,7 +350,7 @@ class Machine(ClosureStimuli):
             return None, self.first_values.push(contribution.session, contribution.first_values, payload, future)
         record, effects = self.rounds.recorded(contribution), list[Effect]()
         if record is not None:
-            self.waiters.add(Resend(contribution.session, future, record, contribution))
+            self.waiters.add(Owed(contribution.session, future, record, contribution))
         elif len(set(contribution.want)) != len(contribution.want):
             raise InvalidRequest("a variable is wanted twice")
         else:
@@ -391,8 +387,8 @@ class Machine(ClosureStimuli):
         self._links.miss(server, reason, now)
         return None, []
 
-    def _reply(self, again: Resend) -> list[Effect]:
-        return self.runner.replies(again.record, [(again.said, again.future)])
+    def _reply(self, owed: Owed) -> list[Effect]:
+        return self.runner.replies(owed.record, [(owed.said, owed.future)])
 
     # ---- Checkpoints ----
 
@@ -415,9 +411,8 @@ class Machine(ClosureStimuli):
     def status(self, now: float) -> ServerStatus:
         """Returns the server's status: its state, and the open rounds with the members they wait for."""
         missed = self._links.missed(now)
-        return status_of(
-            self.incarnation, self.store, self.rounds, self.members, self.log, self.snapshots, self.runner, now, missed
-        )
+        parts = self.store, self.rounds, self.members, self.log, self.snapshots, self.runner, self.waiters
+        return status_of(self.incarnation, *parts, now, missed)
 
     def close(self, now: float) -> Outcome[None]:
         """Fails all calls that wait. Answered calls lose nothing."""

@@ -16,6 +16,7 @@ from functools import partial
 from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.snapshots import Snapshots
 from psserver.core.answers import Answers
+from psserver.core.waiting import Waiters
 from psserver.effects import Await, Effect, Run, Work
 from psserver.execution.execution import NO_TABLES, Execution, StepTables
 from psserver.execution.nonfinite import NonfiniteVariables
@@ -29,7 +30,6 @@ from psserver.state.variables import Store
 from pswire.api import Begun, Contribution, RoundReply
 from pswire.errors import NonfiniteError, PSError, ServerLost
 from pswire.model.plan import Ref
-from pswire.model.status import OpenRound
 from pswire.model.tensor import Array
 
 log = logging.getLogger("psserver")
@@ -72,9 +72,11 @@ class Runner:
         store, rounds, snapshots, restores: the state that a round reads and changes.
         kernels: run its programs.
         tally: counts rounds.
+        waiters: holds back the answers of a round that is over which have to wait.
 
     Attributes:
         broken: the error of a round that failed halfway and left variables unusable; None until then, and in a new job.
+        held: the round that waits until more of a checkpoint is written; None if none does.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Runner:
         restores: Restores,
         kernels: Kernels,
         tally: ServerCounters,
+        waiters: Waiters,
     ) -> None:
         self._store = store
         self._rounds = rounds
@@ -92,10 +95,11 @@ class Runner:
         self._restores = restores
         self._kernels = kernels
         self._tally = tally
+        self._waiters = waiters
         self._nonfinite = NonfiniteVariables(store)
         self._execution: Execution | None = None
         self._awaits: Await | None = None  # the payload that the running round waits for
-        self._held: ReadyRound | None = None
+        self.held: ReadyRound | None = None
         self._ballot: _Ballot | None = None  # of the round that is not decided
         self._voted = 0.0  # when this server voted in it
         self._assigned: dict[int, Array] = {}  # the values of a trial run so far
@@ -107,7 +111,7 @@ class Runner:
         self._tally.forget()
         self._nonfinite.clear()
         self.broken = None
-        self._execution = self._held = self._awaits = self._ballot = None
+        self._execution = self.held = self._awaits = self._ballot = None
         self._assigned = {}
         self._answers.drop()
 
@@ -131,7 +135,7 @@ class Runner:
             return self._go_on(self._execution)
         if self._ballot is not None:
             return self._count(self._ballot)
-        job = self._held or self._rounds.next_job()
+        job = self.held or self._rounds.next_job()
         if job is None or self._holds(job):
             return []
         self._tally.round = job.round
@@ -235,13 +239,13 @@ class Runner:
         )
         return self._close(job, trial, *self._rounds.fail(job, error))
 
-    def _close(self, job: ReadyRound, trial: _Trial | None, record: Record, waiters: Sequence[Waiter]) -> list[Effect]:
+    def _close(self, job: ReadyRound, trial: _Trial | None, record: Record, waiters: list[Waiter]) -> list[Effect]:
         """A round is over that has changed nothing."""
         self._store.end_loan()
         self._answers.drop()
         self._tally.over(job, record, self._rounds.last, 0.0, self._tally.clock())
         ends = [] if trial is None else [Run(trial.execution.close)]
-        return [*ends, *self.replies(record, waiters)]
+        return [*ends, *self.replies(record, self._waiters.hold(record, waiters))]
 
     def _again(self, ballot: _Ballot, execution: Execution, agreed: frozenset[int] | None = None) -> list[Effect]:
         """Drops a streamed run, whose contributions are used up: others count than it has.
@@ -260,17 +264,12 @@ class Runner:
         log.info("round %d is made once more: a member was lost while it streamed", job.round)
         return [*asks, Run(execution.close), *self.next()]
 
-    def explain(self, waiting: Sequence[OpenRound]) -> tuple[OpenRound, ...]:
-        """Adds to the round that waits for a checkpoint, if there is one, that it does."""
-        held, why = self._held.round if self._held else None, "waits until more of a checkpoint is written"
-        return tuple(replace(w, section=f"{w.section}; {why}") if w.round == held else w for w in waiting)
-
     def _holds(self, job: ReadyRound) -> bool:
         """Returns True if a round must wait: it would leave too many old values to a checkpoint."""
-        waited, self._held = self._held, job if self._snapshots.blocks(job.prepared.replaces) else None
-        if self._held and not waited:
+        waited, self.held = self.held, job if self._snapshots.blocks(job.prepared.replaces) else None
+        if self.held and not waited:
             log.info("round %d waits until more of a checkpoint is written (--snapshot-limit)", job.round)
-        return self._held is not None
+        return self.held is not None
 
     def _go_on(self, execution: Execution, follows: bool = False) -> list[Effect]:
         """Returns the next step of the running round, or the payload it has to wait for."""
@@ -408,6 +407,7 @@ class Runner:
             record, waiters = self._rounds.fail(job, error)
         self._tally.over(job, record, self._rounds.last, execution.ran, now)
         self._execution = None
+        waiters = self._waiters.hold(record, waiters)
         found = self._rounds.last + 1, ready, execution.lookups.found
         replies = self._answers.replies(record, waiters, self.broken, *found)
         self._answers.drop()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from psserver.checkpoints.snapshots import Snapshots
 from psserver.core.log import Log
 from psserver.core.runner import Runner
+from psserver.core.waiting import Waiters
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import Membership
 from psserver.state.variables import Store
-from pswire.model.status import MissedPeer, ServerStatus
+from pswire.model.status import MissedPeer, OpenRound, ServerStatus
 
 
 def status_of(
@@ -19,6 +22,7 @@ def status_of(
     log: Log,
     snapshots: Snapshots,
     runner: Runner,
+    waiters: Waiters,
     now: float,
     missed: tuple[MissedPeer, ...],
 ) -> ServerStatus:
@@ -30,7 +34,7 @@ def status_of(
         epoch=rounds.epoch,
         round=rounds.last,
         positions=rounds.positions,
-        waiting=runner.explain(rounds.waiting()),
+        waiting=_explained(rounds, runner, waiters),
         variables=len(store.variables),
         nbytes=store.nbytes,
         memory_limit=store.memory_limit,
@@ -46,4 +50,12 @@ def status_of(
         device=str(store.device),
         job=members.job,
         missed=missed,
+        gap=rounds.clocks.gap,
     )
+
+
+def _explained(rounds: Rounds, runner: Runner, waiters: Waiters) -> tuple[OpenRound, ...]:
+    """Returns the open rounds, that one of them waits for a checkpoint, and the answers that are held."""
+    held, why = runner.held.round if runner.held else None, "waits until more of a checkpoint is written"
+    waiting = [replace(w, section=f"{w.section}; {why}") if w.round == held else w for w in rounds.waiting()]
+    return (*waiting, *waiters.held)

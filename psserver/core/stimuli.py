@@ -18,7 +18,7 @@ from pswire.api import UNTIL_ENDED, Contribution, RestoreOrder, Vote
 from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.model.closures import ClosureOrder, ClosureResult
-from pswire.model.log import Start
+from pswire.model.log import Member, Start
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.status import Happened
 from pswire.sizes import human
@@ -56,6 +56,7 @@ SHORTEN: dict[type, Callable[[Any], object]] = {
     ClosureOrder: lambda order: (order.number, _cut(order.function), order.joins),
     ClosureResult: lambda result: (result.number, _cut(result.kind)),
     Contribution: lambda said: (said.session, said.round, said.epoch, len(said.first_values)),
+    Member: lambda member: (member.task, member.replicas, member.mode),
     Payload: lambda payload: payload.size,
     PlacedVariable: lambda variable: _cut(str(variable.spec)),
     PreparedPlan: lambda prepared: prepared.plan.id[:4].hex(),
@@ -164,7 +165,7 @@ def _words(name: str, args: tuple[Any, ...], registry: Registry) -> str:
         return f"session {number}" if found is None else f"{found.task}, session {number}"
 
     match name, args:
-        case "open", (Task() as task, int(replicas), _, bool(drives), str(mode), *_):
+        case "open", ((Task() as task, int(replicas), str(mode)), _, bool(drives), *_):
             return f"{task}: " + ("drives" if drives else f"{_counted(replicas, 'replica')}, {mode}")
         case "leave", (int(session), str(error)):
             return f"{who(session)}: {error or 'cleanly'}"

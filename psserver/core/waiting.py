@@ -1,4 +1,4 @@
-"""Calls that wait: for news of the log, for a round before a read, for the answer to a resent contribution."""
+"""Calls that wait: for news of the log, for a round before a read, for the answer of a round that is over."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from psserver.core.log import Log
 from psserver.effects import Effect, Fail, Reply, Work
 from psserver.state.key_tables import StoredTable, TableTensor
 from psserver.state.missed import Unsettled, whole
+from psserver.state.pending_round import Waiter as Answering
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import Membership
 from psserver.state.strands import Record
 from psserver.state.variables import Store, take_rows
 from pswire.api import UNTIL_ENDED, Contribution, PullReply, RowRead, TableRead, Watched
 from pswire.errors import InvalidRequest, PSError
+from pswire.model.status import OpenRound
 from pswire.model.tensor import Array
 from pswire.transport.payload import Payload
 
@@ -62,8 +64,11 @@ class Read(Waiter):
 
 
 @dataclass(frozen=True, eq=False)
-class Resend(Waiter):
-    """A contribution to a round that is over. Its answer waits until no round writes; it holds the values as of now."""
+class Owed(Waiter):
+    """A contribution to a round that is over, resent or held back. Its answer has the values of when it goes.
+
+    It waits until no round writes; with bounded staleness also until no other worker is too far behind.
+    """
 
     record: Record
     said: Contribution
@@ -74,8 +79,8 @@ class Waiters:
 
     Args:
         log, members: the state that watches wait for.
-        store, rounds: the state that reads wait for, and read.
-        reply: makes the answers to a resend.
+        store, rounds: the state that reads and owed answers wait for, and read.
+        reply: makes an answer that is owed.
 
     Attributes:
         rows: the calls by kind, the oldest first.
@@ -87,9 +92,9 @@ class Waiters:
         members: Membership,
         store: Store,
         rounds: Rounds,
-        reply: Callable[[Resend], Sequence[Effect]],
+        reply: Callable[[Owed], Sequence[Effect]],
     ) -> None:
-        self.rows: dict[type[Waiter], list[Any]] = {Resend: [], Read: [], Watch: []}
+        self.rows: dict[type[Waiter], list[Any]] = {Owed: [], Read: [], Watch: []}
         self._log = log
         self._members = members
         self._store = store
@@ -123,9 +128,40 @@ class Waiters:
 
     def drop(self, watches: Callable[[int], bool]) -> list[Future[Any]]:
         """Drops all calls, but of the watches only those for whose session `watches` holds; returns their futures."""
-        dropped = [row for row in self.rows[Watch] if watches(row.session)] + self.rows[Read] + self.rows[Resend]
-        self.rows = {Resend: [], Read: [], Watch: [row for row in self.rows[Watch] if not watches(row.session)]}
+        dropped = [row for row in self.rows[Watch] if watches(row.session)] + self.rows[Read] + self.rows[Owed]
+        self.rows = {Owed: [], Read: [], Watch: [row for row in self.rows[Watch] if not watches(row.session)]}
         return [row.future for row in dropped]
+
+    def hold(self, record: Record, waiters: list[Answering]) -> list[Answering]:
+        """Holds back the answers of a round that have to wait for other workers; returns those that may go."""
+        clocks = self._rounds.clocks
+        late = [waiter for waiter in waiters if not clocks.answers(waiter[0].session, waiter[0].round)]
+        for said, future in late:
+            self.add(Owed(said.session, future, record, said))
+        return [waiter for waiter in waiters if waiter not in late] if late else waiters
+
+    @property
+    def held(self) -> tuple[OpenRound, ...]:
+        """The rounds whose answers wait for other workers, each once, with those workers."""
+        found: dict[tuple[int, int], OpenRound] = {}
+        for row in self.rows[Owed]:
+            said = row.said
+            behind = self._rounds.clocks.behind(said.session, said.round)
+            if behind:
+                section = f"{self._log.describe(said.plan_id)}; applied, and ahead of others"
+                missing = tuple(sorted(member.task for member in behind))
+                found[said.session, said.round] = OpenRound(said.round, section, missing, True)
+        return tuple(found.values())
+
+    def due(self, ended: Callable[[int], PSError | None]) -> list[Effect]:
+        """Answers the contributions to rounds that are over, as far as they need not wait any longer."""
+        answers: list[Effect] = []
+        for owed in self._take(Owed, self._can_go, ended, answers):
+            answers += self._reply(owed)
+        return answers
+
+    def _can_go(self, row: Owed) -> bool:
+        return not self._store.lent and self._rounds.clocks.answers(row.said.session, row.said.round)
 
     def answers(self, now: float, ended: Callable[[int], PSError | None]) -> list[Effect]:
         """Answers the calls that need not wait any longer; `ended` returns the error of a session that has ended."""
@@ -134,8 +170,7 @@ class Waiters:
             error = InvalidRequest(f"{MAX_CALLS} later calls of this session wait as well; make fewer at a time")
             answers += [Fail(future, error) for future in self._superseded]
             self._superseded = []
-        for again in self._take(Resend, lambda _: not self._store.lent, ended, answers):
-            answers += self._reply(again)
+        answers += self.due(ended)
         answers += map(self._read, self._take(Read, self._can_read, ended, answers))
         look = self._members.version, len(self._log.entries)
         if look != self._looked:  # else no session has ended either; every process has a watch

@@ -12,7 +12,7 @@ from psserver.plans.round import Commit, Key, MemberShare, ReadyRound
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
 from pswire.errors import PSError, PushAgain
-from pswire.model.log import Member, Mode, Position
+from pswire.model.log import ALONE, Member, Mode, Position
 from pswire.model.status import OpenRound
 from pswire.transport.payload import Payload
 
@@ -134,7 +134,7 @@ class PendingRound:
     def streams(self, plan: PreparedPlan) -> bool:
         """Returns True if it may begin before its contributions are whole: not if it is small, or may fail."""
         # Who will be late is not known before the others are whole.
-        return plan.streams and self._mode != "async" and not (self.restarted or self._leaves_out(plan))
+        return plan.streams and self._mode not in ALONE and not (self.restarted or self._leaves_out(plan))
 
     def _leaves_out(self, plan: PreparedPlan) -> bool:
         """Returns True if it may be made without the last of its members.

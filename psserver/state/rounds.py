@@ -14,11 +14,12 @@ from math import isfinite
 from psserver.effects import Effect, Fail, Run
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Key, MemberShare, ReadyRound
+from psserver.state.clocks import Clocks
 from psserver.state.closure_rounds import ClosuresOver, same_closure, take_over
 from psserver.state.pending_round import PendingRound, Push, Waiter
-from psserver.state.sections import Sections
+from psserver.state.sections import Sections, joins, only_newcomers
 from psserver.state.sessions import diverged
-from psserver.state.strands import Given, Parked, Record, Strand, check_window, kept
+from psserver.state.strands import Given, Parked, Record, Strand, check_window, kept, places_of
 from psserver.state.votes import Votes
 from pswire.api import Contribution, RoundReply, Vote
 from pswire.cluster import Task
@@ -45,6 +46,7 @@ class Rounds:
             one.
         closed: number of rounds that are over, in asynchronous mode only of those that order a checkpoint.
         strands: all strands, with their rounds; the next to run comes first.
+        clocks: how far the workers with bounded staleness are.
     """
 
     def __init__(self, describe: Callable[[bytes], str], server: int = 0) -> None:
@@ -60,6 +62,7 @@ class Rounds:
         self.last = -1
         self.closed = 0
         self.strands: dict[Key, Strand] = {None: Strand()}
+        self.clocks = Clocks()
         self.fenced: set[int] = set()
         self.refused: dict[bytes, PSError] = {}
         self._declined: dict[bytes, PreparedPlan] = {}
@@ -76,9 +79,8 @@ class Rounds:
 
     @property
     def places(self) -> tuple[WorkerProgress, ...]:
-        """Last round and dataset positions of each asynchronous task, in task order."""
-        own = sorted((key, strand) for key, strand in self.strands.items() if isinstance(key, Task))
-        return tuple(WorkerProgress(task, strand.newest, strand.positions) for task, strand in own)
+        """Last round, dataset positions and clock of each task that makes rounds of its own, in task order."""
+        return places_of(self.strands, self.clocks.all)
 
     @property
     def in_flight(self) -> int:
@@ -110,6 +112,7 @@ class Rounds:
         """Enters a new epoch. Members of the previous one that are not in it are fenced."""
         if self.epoch is not None:
             self.fenced |= {m.session for m in self.epoch.members} - {m.session for m in epoch.members}
+        self.clocks.close_epoch(self.epoch, epoch)
         self.epoch = self._epochs[epoch.number] = epoch
         for push in self._parked.take():
             self._try(push)
@@ -161,13 +164,13 @@ class Rounds:
         self._check_order(strand, said, member)
         members = (member,) if key else epoch.members
         pending = strand.open.setdefault(said.round, PendingRound(said.plan_id, said.epoch, members, push.since))
-        if pending.differs(said) and self._joins(said) and self._only_newcomers(pending):
+        if pending.differs(said) and joins(said, self._epochs) and only_newcomers(pending, self._epochs):
             pending.doubtful.append(push)
             return
         self._check_plan(pending, said, member)
         strand.came(said)
         self._take(pending, push, member)
-        if pending.doubtful and not self._joins(said):
+        if pending.doubtful and not joins(said, self._epochs):
             self._settle(pending)
 
     def learn(self, version: int, newest: int, begun: Collection[int]) -> None:
@@ -203,22 +206,13 @@ class Rounds:
             return
         if pending.members == (member,):
             raise InvalidRequest(f"round {said.round} of this session has another plan, or another epoch")
-        if self._joins(said) and pending.parts:
+        if joins(said, self._epochs) and pending.parts:
             other = next(iter(pending.parts.values()))
             raise self._sections.refusal(said.round, member, said.plan_id, other.member, pending.plan_id)
-        if self._only_newcomers(pending):
+        if only_newcomers(pending, self._epochs):
             self._evict(pending, said, member)
             return
         raise self._fail(pending, self._sections.diverged(said.round, pending, member, self._describe(said.plan_id)))
-
-    def _joins(self, said: Contribution) -> bool:
-        """Returns True for the first round of a process that joined others, rather than began together with all."""
-        start = self._epochs[said.epoch].start
-        return said.start == said.round and (start is None or start.round != said.round)
-
-    def _only_newcomers(self, pending: PendingRound) -> bool:
-        """Returns True if no older member has pushed yet."""
-        return bool(pending.parts) and all(self._joins(part.said) for part in pending.parts.values())
 
     def _evict(self, pending: PendingRound, said: Contribution, member: Member) -> None:
         """Fails newcomers that came first, with another plan than an older member's."""
@@ -308,6 +302,8 @@ class Rounds:
                 self._close(key, number, Record(pending.plan_id, error=pending.error))
             elif pending.error is None and pending.awaits(plan, self.fenced, strand.last, strand.is_near):
                 return None
+            elif key is not None and not self.clocks.begins(pending.members[0].session, number):
+                return None  # its worker goes on without the answers that are held
             elif plan is None or not (voters or pending.usable(self.fenced, strand.last)):
                 # All its members are gone without a contribution; it must not block later rounds.
                 del strand.open[number]
@@ -374,11 +370,14 @@ class Rounds:
         self._running = None
         self.last = self.last + 1 if key else number
         plan = self.plans.get(record.plan_id)
-        self.closed += key is None or (plan is not None and plan.plan.snapshot is not None)
+        saves = plan is not None and plan.plan.snapshot is not None
+        self.closed += key is None or saves
         # To the end of the line: a fast worker must not keep the others from their turn.
         strand = self.strands[key] = self.strands.pop(key)
         if key is None:
             self.votes.close(number)
+        else:
+            self.clocks.over(strand.open[number].members[0].session, number, saves)
         return strand.close(number, record, CLOSURE_ROUNDS if isinstance(key, int) else kept(self.epoch))
 
     def abandon(self, error: PSError) -> list[Effect]:
@@ -420,6 +419,6 @@ class Rounds:
 
 def _key(member: Member | None, said: Contribution) -> Key:
     """Returns the key of the strand of a contribution."""
-    if member is None or member.mode != "async":
+    if member is None or not member.alone:
         return None
     return member.task if said.closure is None else said.closure.number

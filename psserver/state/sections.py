@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from psserver.state.pending_round import PendingRound
 from psserver.state.sessions import diverged, newcomer_diverged
@@ -38,3 +38,14 @@ class Sections:
         made = [(m.task, self._describe(record.plan_id)) for m in epoch.members if m.session in record.sessions]
         late = [(m.task, self._describe(said.plan_id)) for m in epoch.members if m.session == said.session]
         return diverged(said.round, [*made[:1], *late])
+
+
+def joins(said: Contribution, epochs: Mapping[int, Epoch]) -> bool:
+    """Returns True for the first round of a process that joined others, rather than began together with all."""
+    start = epochs[said.epoch].start
+    return said.start == said.round and (start is None or start.round != said.round)
+
+
+def only_newcomers(pending: PendingRound, epochs: Mapping[int, Epoch]) -> bool:
+    """Returns True if no older member has pushed to a round yet."""
+    return bool(pending.parts) and all(joins(part.said, epochs) for part in pending.parts.values())

@@ -38,6 +38,7 @@ CONSISTENCY: dict[Mode, str] = {
     "whole": "ps.Sync()",
     "sync": "ps.Sync(whole_rounds=False), or a version of paramserver that knows no whole rounds",
     "async": "ps.Async()",
+    "bounded": "ps.BoundedStaleness({k})",
 }
 """What a process says to make its rounds in each way."""
 
@@ -120,6 +121,7 @@ class Membership:
         term: int = 0,
         drawn: int = 0,
         backup_workers: int = 0,
+        staleness: int = 0,
     ) -> tuple[int, int]:
         """Opens a session, and ends the task's earlier one; a call with the same key returns the same session.
 
@@ -128,8 +130,8 @@ class Membership:
 
         Raises:
             TaskTaken: another process is this task, or chief, and is alive.
-            ConfigError: there is another job, or the other sessions have another mode or other backup workers, or there
-                are too many.
+            ConfigError: there is another job, or the other sessions have another mode, staleness, or backup workers, or
+                there are too many.
             Forbidden: another task's session has the same key.
         """
         for number, session in self._sessions.items():
@@ -141,8 +143,9 @@ class Membership:
         if not drives:
             self._hear(now)
         self._check_job(task, job)
+        opens = Member(task, self._last + 1, replicas, mode, backup_workers, staleness)
         if not drives:
-            self._check_mode(task, mode, backup_workers)
+            self._check_mode(opens)
         rivals = [s for s in self._open_or_driving() if s.drives == drives and (drives or s.member.task == task)]
         for rival in rivals:
             self._check_gone(rival, task, now)
@@ -153,8 +156,7 @@ class Membership:
         self._last += 1
         token = self._next_token(term, drawn) if drives else 0
         self._registry.enter(self._last, task)
-        member = Member(task, self._last, replicas, mode, backup_workers)
-        self._sessions[self._last] = _SessionRecord(member, drives, now, key, token)
+        self._sessions[self._last] = _SessionRecord(opens, drives, now, key, token)
         self.version += 1
         return self._last, token
 
@@ -222,13 +224,12 @@ class Membership:
             )
         self._registry.check_room()
 
-    def _check_mode(self, task: Task, mode: Mode, backup_workers: int) -> None:
+    def _check_mode(self, opens: Member) -> None:
+        mine = opens.mode, opens.backup_workers, opens.staleness
         for other in (session.member for session in self._open()):
-            if other.task != task and (other.mode, other.backup_workers) != (mode, backup_workers):
-                mine = _consistency(mode, backup_workers)
+            if other.task != opens.task and (other.mode, other.backup_workers, other.staleness) != mine:
                 raise ConfigError(
-                    f"{task} runs with {mine}, and {other.task} with "
-                    f"{_consistency(other.mode, other.backup_workers)}; "
+                    f"{opens.task} runs with {_consistency(opens)}, and {other.task} with {_consistency(other)}; "
                     "give every process of the job the same consistency"
                 )
 
@@ -407,9 +408,11 @@ class Membership:
             self.version += 1
 
 
-def _consistency(mode: Mode, backup_workers: int) -> str:
+def _consistency(member: Member) -> str:
     """Returns what a process says to make its rounds so."""
-    return f"ps.Sync(backup_workers={backup_workers})" if backup_workers else CONSISTENCY[mode]
+    if member.backup_workers:
+        return f"ps.Sync(backup_workers={member.backup_workers})"
+    return CONSISTENCY[member.mode].format(k=member.staleness)
 
 
 def _told(positions: Iterable[tuple[Task, str]]) -> str:

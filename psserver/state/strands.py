@@ -6,19 +6,19 @@ run: whichever worker makes a closure's n-th round, it is made once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from psserver.effects import Effect, Fail
-from psserver.plans.round import ReadyRound
+from psserver.plans.round import Key, ReadyRound
 from psserver.state.pending_round import PendingRound, Push, Waiter
 from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError, PushAgain
 from pswire.limits import WINDOW
-from pswire.model.log import Epoch, Position
-from pswire.model.status import OpenRound
+from pswire.model.log import Epoch, Member, Position
+from pswire.model.status import OpenRound, WorkerProgress
 from pswire.model.tensor import Array
 
 RESENDS = 8
@@ -221,3 +221,13 @@ class Strand:
         pending = self.open.pop(number)
         self.settled = pending.positions or self.settled
         return pending.waiters
+
+
+def places_of(strands: Mapping[Key, Strand], clocks: Iterable[tuple[Member, int]]) -> tuple[WorkerProgress, ...]:
+    """Returns the progress of each task that makes rounds of its own, or has a clock, in task order."""
+    own, at = (
+        {key: strand for key, strand in strands.items() if isinstance(key, Task)},
+        {member.task: at for member, at in clocks},
+    )
+    found = [(task, own.get(task, Strand())) for task in sorted({*own, *at})]
+    return tuple(WorkerProgress(task, one.newest, one.positions, at.get(task, -1) + 1) for task, one in found)

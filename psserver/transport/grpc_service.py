@@ -60,12 +60,12 @@ Answer = Callable[[ParameterServer, Any], Message]
 def _open(core: ParameterServer, m: pb.OpenRequest, server: str) -> pb.OpenReply:
     mode, task = messages.MODES[m.mode], messages.TASK.from_pb(m.task)
     check_protocol(m.protocol, str(task), server)
-    opened = core.open(task, m.replicas, m.session, m.drives, mode, m.job, m.term, m.backup_workers)
+    opened = core.open(task, m.replicas, m.session, m.drives, mode, m.job, m.term, m.backup_workers, m.staleness)
     return messages.OPENED.to_pb(opened)
 
 
 def _beat(core: ParameterServer, m: pb.BeatRequest) -> Message:
-    core.beat(m.session, m.round, m.plan_id, messages.PACE.from_pb(m.pace))
+    core.beat(m.session, m.round, m.plan_id, messages.PACE.from_pb(m.pace), m.clock)
     return pb.Empty()
 
 

@@ -8,13 +8,14 @@ to know, or of what they mean, is a new number.
 from __future__ import annotations
 
 from pswire.errors import ConfigError
+from pswire.model.log import Mode
 
 PROTOCOL = 3
 """The number of this version.
 
 0 is spoken by versions that say none; 1 by those whose servers know nothing of one another, so that each decides alone
 whose contributions a round has; 2 by those that know no dynamic tables, and take a part of one for an array of as many
-rows as a contribution may have.
+rows as a contribution may have, and no bounded staleness.
 """
 
 TABLES = 3
@@ -25,6 +26,9 @@ CLOSURES = 3
 
 BACKUP_WORKERS = 3
 """The first number whose servers make rounds without the last of their members."""
+
+STALENESS = 3
+"""The first number whose servers bound the staleness of workers."""
 
 SERVED = (PROTOCOL - 1, PROTOCOL)
 
@@ -82,20 +86,26 @@ def check_closures(number: int, theirs: str, ours: str) -> None:
         )
 
 
-def check_backup_workers(number: int, backup_workers: int, theirs: str, ours: str) -> None:
-    """Refuses backup workers on a server that would wait for all members of each round.
+def check_consistency(number: int, mode: Mode, backup_workers: int, staleness: int, theirs: str, ours: str) -> None:
+    """Refuses a consistency that a server does not know, and would take for another one.
 
     Args:
         number: the server's protocol number.
+        mode: the way in which a process makes its rounds.
         backup_workers: members without whose contributions a round may be made.
+        staleness: in the mode "bounded" the most rounds that a worker may be ahead.
         theirs, ours: as `check_protocol` has them.
 
     Raises:
-        ConfigError: the server knows no backup workers.
+        ConfigError: the server knows no backup workers, or bounds nothing.
     """
     if backup_workers and number < BACKUP_WORKERS:
-        raise ConfigError(
-            f"{theirs} speaks protocol {number}, which has no backup workers, and {ours}, which speaks {PROTOCOL}, "
-            f"runs with ps.Sync(backup_workers={backup_workers}); install the same version of paramserver for both, or "
-            "leave backup_workers out"
-        )
+        what, said = "no backup workers", f"ps.Sync(backup_workers={backup_workers})"
+    elif mode == "bounded" and number < STALENESS:
+        what, said = "no bounded staleness", f"ps.BoundedStaleness({staleness})"
+    else:
+        return
+    raise ConfigError(
+        f"{theirs} speaks protocol {number}, which has {what}, and {ours}, which speaks {PROTOCOL}, runs with {said}; "
+        "install the same version of paramserver for both, or take another consistency"
+    )

@@ -8,8 +8,11 @@ from typing import Literal
 from pswire.cluster import Task
 from pswire.model.plan import PlacedVariable, Plan
 
-Mode = Literal["sync", "async", "whole"]
+Mode = Literal["sync", "async", "whole", "bounded"]
 """The relation between updates of different workers: rounds that all make together, or rounds of each worker alone."""
+
+ALONE: frozenset[Mode] = frozenset(("async", "bounded"))
+"""The modes in which each worker makes rounds of its own."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Member:
         replicas: number of local replicas.
         mode: the way in which it makes its rounds; all members of an epoch have the same.
         backup_workers: members without whose contributions its rounds may be made; all have the same.
+        staleness: in the mode "bounded" the most rounds that it may be ahead of another member; so have all.
     """
 
     task: Task
@@ -75,6 +79,12 @@ class Member:
     replicas: int
     mode: Mode = "sync"
     backup_workers: int = 0
+    staleness: int = 0
+
+    @property
+    def alone(self) -> bool:
+        """True if it makes rounds of its own."""
+        return self.mode in ALONE
 
 
 @dataclass(frozen=True)

@@ -90,13 +90,16 @@ class WorkerProgress:
 
     Attributes:
         task: the task.
-        round: its last round that this server has heard of, complete or not.
+        round: its last round that this server has heard of, complete or not; -1 for none.
         positions: the datasets' positions that it told with it.
+        clock: with bounded staleness the next round of which something may come to this server, those that only save
+            not counted.
     """
 
     task: Task
     round: int
     positions: tuple[Position, ...]
+    clock: int = 0
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,7 @@ class ServerStatus:
         process: status of its process; None where there is no network in between.
         job: the identity of the job that server 0 holds, "" for the one without a name.
         missed: servers that it has votes for and no connection to.
+        gap: with bounded staleness the rounds between the foremost and the hindmost worker that counts.
     """
 
     server: int
@@ -221,3 +225,4 @@ class ServerStatus:
     process: ProcessStatus | None = None
     job: str = ""
     missed: tuple[MissedPeer, ...] = ()
+    gap: int = 0

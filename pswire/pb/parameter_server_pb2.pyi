@@ -13,6 +13,7 @@ class Mode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SYNC: _ClassVar[Mode]
     ASYNC: _ClassVar[Mode]
     WHOLE: _ClassVar[Mode]
+    BOUNDED: _ClassVar[Mode]
 
 class Nonfinite(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -30,6 +31,7 @@ MODE_UNSPECIFIED: Mode
 SYNC: Mode
 ASYNC: Mode
 WHOLE: Mode
+BOUNDED: Mode
 APPLY: Nonfinite
 SKIP: Nonfinite
 RAISE: Nonfinite
@@ -127,7 +129,7 @@ class Task(_message.Message):
     def __init__(self, job: _Optional[str] = ..., index: _Optional[int] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("task", "replicas", "session", "drives", "mode", "job", "term", "protocol", "backup_workers")
+    __slots__ = ("task", "replicas", "session", "drives", "mode", "job", "term", "protocol", "backup_workers", "staleness")
     TASK_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +139,7 @@ class OpenRequest(_message.Message):
     TERM_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     BACKUP_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
     task: Task
     replicas: int
     session: int
@@ -146,7 +149,8 @@ class OpenRequest(_message.Message):
     term: int
     protocol: int
     backup_workers: int
-    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., replicas: _Optional[int] = ..., session: _Optional[int] = ..., drives: _Optional[bool] = ..., mode: _Optional[_Union[Mode, str]] = ..., job: _Optional[str] = ..., term: _Optional[int] = ..., protocol: _Optional[int] = ..., backup_workers: _Optional[int] = ...) -> None: ...
+    staleness: int
+    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., replicas: _Optional[int] = ..., session: _Optional[int] = ..., drives: _Optional[bool] = ..., mode: _Optional[_Union[Mode, str]] = ..., job: _Optional[str] = ..., term: _Optional[int] = ..., protocol: _Optional[int] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ...) -> None: ...
 
 class OpenReply(_message.Message):
     __slots__ = ("session", "incarnation", "token", "server", "device", "data_port", "data_path", "lane_token", "in_flight", "term", "protocol", "window", "buffer_bytes")
@@ -211,16 +215,18 @@ class Refusal(_message.Message):
     def __init__(self, error: _Optional[str] = ..., message: _Optional[str] = ..., task: _Optional[str] = ...) -> None: ...
 
 class BeatRequest(_message.Message):
-    __slots__ = ("session", "round", "plan_id", "pace")
+    __slots__ = ("session", "round", "plan_id", "pace", "clock")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     PLAN_ID_FIELD_NUMBER: _ClassVar[int]
     PACE_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
     session: int
     round: int
     plan_id: bytes
     pace: Pace
-    def __init__(self, session: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ...) -> None: ...
+    clock: int
+    def __init__(self, session: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., clock: _Optional[int] = ...) -> None: ...
 
 class Pace(_message.Message):
     __slots__ = ("steps", "rounds", "waits")
@@ -813,18 +819,20 @@ class Start(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("task", "session", "replicas", "mode", "backup_workers")
+    __slots__ = ("task", "session", "replicas", "mode", "backup_workers", "staleness")
     TASK_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     BACKUP_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
     task: Task
     session: int
     replicas: int
     mode: Mode
     backup_workers: int
-    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., session: _Optional[int] = ..., replicas: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., backup_workers: _Optional[int] = ...) -> None: ...
+    staleness: int
+    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., session: _Optional[int] = ..., replicas: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ...) -> None: ...
 
 class Epoch(_message.Message):
     __slots__ = ("number", "members", "entry", "start")
@@ -1360,14 +1368,16 @@ class OpenRound(_message.Message):
     def __init__(self, round: _Optional[int] = ..., section: _Optional[str] = ..., missing: _Optional[_Iterable[_Union[Task, _Mapping]]] = ..., approved: _Optional[bool] = ...) -> None: ...
 
 class Place(_message.Message):
-    __slots__ = ("task", "round", "positions")
+    __slots__ = ("task", "round", "positions", "clock")
     TASK_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
     task: Task
     round: int
     positions: _containers.RepeatedCompositeFieldContainer[Position]
-    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ...) -> None: ...
+    clock: int
+    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., clock: _Optional[int] = ...) -> None: ...
 
 class Saving(_message.Message):
     __slots__ = ("path", "round", "nbytes")
@@ -1421,7 +1431,7 @@ class ProcessStatus(_message.Message):
     def __init__(self, clock: _Optional[float] = ..., resident: _Optional[int] = ..., versions: _Optional[_Mapping[str, str]] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., lanes: _Optional[_Mapping[int, str]] = ..., traffic: _Optional[_Mapping[str, int]] = ..., uptime: _Optional[float] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("server", "incarnation", "log", "epoch", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "program_version", "held", "snapshot_limit", "saving", "sessions", "incarnations", "over", "broken", "device", "process", "job", "missed")
+    __slots__ = ("server", "incarnation", "log", "epoch", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "program_version", "held", "snapshot_limit", "saving", "sessions", "incarnations", "over", "broken", "device", "process", "job", "missed", "gap")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LOG_FIELD_NUMBER: _ClassVar[int]
@@ -1446,6 +1456,7 @@ class StatusReply(_message.Message):
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     MISSED_FIELD_NUMBER: _ClassVar[int]
+    GAP_FIELD_NUMBER: _ClassVar[int]
     server: int
     incarnation: int
     log: int
@@ -1470,7 +1481,8 @@ class StatusReply(_message.Message):
     process: ProcessStatus
     job: str
     missed: _containers.RepeatedCompositeFieldContainer[MissedPeer]
-    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., program_version: _Optional[int] = ..., held: _Optional[int] = ..., snapshot_limit: _Optional[int] = ..., saving: _Optional[_Iterable[_Union[Saving, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., incarnations: _Optional[_Iterable[int]] = ..., over: _Optional[bool] = ..., broken: _Optional[str] = ..., device: _Optional[str] = ..., process: _Optional[_Union[ProcessStatus, _Mapping]] = ..., job: _Optional[str] = ..., missed: _Optional[_Iterable[_Union[MissedPeer, _Mapping]]] = ...) -> None: ...
+    gap: int
+    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., program_version: _Optional[int] = ..., held: _Optional[int] = ..., snapshot_limit: _Optional[int] = ..., saving: _Optional[_Iterable[_Union[Saving, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., incarnations: _Optional[_Iterable[int]] = ..., over: _Optional[bool] = ..., broken: _Optional[str] = ..., device: _Optional[str] = ..., process: _Optional[_Union[ProcessStatus, _Mapping]] = ..., job: _Optional[str] = ..., missed: _Optional[_Iterable[_Union[MissedPeer, _Mapping]]] = ..., gap: _Optional[int] = ...) -> None: ...
 
 class MissedPeer(_message.Message):
     __slots__ = ("server", "round", "seconds", "reason")

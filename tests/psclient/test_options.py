@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any, cast
+
+import numpy as np
 import pytest
 
+import psclient as ps
 from psclient._src.options import Async, AutoShardPolicy, InputContext, InputOptions, RunOptions, Sync, ValueContext
 
 
@@ -50,3 +55,28 @@ def test_backup_workers_that_cannot_be() -> None:
     with pytest.raises(ValueError, match="backup_workers=1 needs whole rounds"):
         Sync(whole_rounds=False, backup_workers=1)
     assert (Sync().backup_workers, Sync(backup_workers=2).mode, Async().backup_workers) == (0, "whole", 0)
+
+
+@pytest.mark.parametrize(
+    ("k", "error"),
+    [
+        (-1, ValueError),
+        (2**31, ValueError),
+        (True, TypeError),
+        (np.True_, TypeError),
+        (3.0, TypeError),
+        ("3", TypeError),
+    ],
+)
+def test_a_bound_of_staleness_is_a_number_of_rounds(k: Any, error: type[Exception]) -> None:
+    """Anything else is refused, and the message has it, with the name of the argument."""
+    with pytest.raises(error, match=f"BoundedStaleness has k={re.escape(repr(k))}; give a number of rounds"):
+        ps.BoundedStaleness(k)
+
+
+def test_a_bound_of_staleness_may_be_numpys() -> None:
+    """It is kept as a Python integer, and travels as one."""
+    assert type(ps.BoundedStaleness(cast(Any, np.int64(3))).k) is int
+    assert ps.BoundedStaleness(0) == ps.BoundedStaleness(k=0, nonfinite="apply")
+    with pytest.raises(ValueError, match="unknown nonfinite 'never'"):
+        ps.BoundedStaleness(1, nonfinite=cast(Any, "never"))

@@ -194,13 +194,19 @@ class Job:
         return entry
 
     def open(
-        self, task: Task, replicas: int = 1, drives: bool = False, mode: Mode = "sync", backup_workers: int = 0
+        self,
+        task: Task,
+        replicas: int = 1,
+        drives: bool = False,
+        mode: Mode = "sync",
+        backup_workers: int = 0,
+        k: int = 0,
     ) -> Opened:
         """Opens a session on every server; the process that was this task, or chief, before it has ended."""
         self.end(task, drives)
-        opened = self.verbs[0].open(task, replicas, 0, drives, mode, "", 0, backup_workers)
+        opened = self.verbs[0].open(task, replicas, 0, drives, mode, "", 0, backup_workers, k)
         for server in self.verbs[1:]:
-            server.open(task, replicas, opened.session, drives, mode, "", 0, backup_workers)
+            server.open(task, replicas, opened.session, drives, mode, "", 0, backup_workers, k)
         return opened
 
     def end(self, task: Task, drives: bool = False) -> None:
@@ -229,16 +235,19 @@ class Job:
         for server in self.verbs[1:]:
             assert server.approve(self.token, 0, whole) == len(whole)
 
-    def join(self, *tasks: Task, replicas: int = 1, mode: Mode = "sync", backup_workers: int = 0) -> list[Worker]:
+    def join(
+        self, *tasks: Task, replicas: int = 1, mode: Mode = "sync", backup_workers: int = 0, k: int = 0
+    ) -> list[Worker]:
         """Opens a session for each task, and closes an epoch of them and of those who are there."""
         workers = [
             Worker(
                 self,
                 task,
-                self.open(task, replicas, mode=mode, backup_workers=backup_workers).session,
+                self.open(task, replicas, mode=mode, backup_workers=backup_workers, k=k).session,
                 replicas,
                 mode=mode,
                 backup_workers=backup_workers,
+                k=k,
             )
             for task in tasks
         ]
@@ -354,6 +363,7 @@ class Worker:
         mode: how it makes them.
         restores: how many it has begun.
         backup_workers: whom its rounds do not wait for.
+        k: how far it may be ahead of others, with bounded staleness.
     """
 
     job: Job
@@ -365,6 +375,7 @@ class Worker:
     mode: Mode = "sync"
     restores: int = 0
     backup_workers: int = 0
+    k: int = 0
 
     def turn(self) -> Turn:
         """Its next restore."""
@@ -374,7 +385,7 @@ class Worker:
     @property
     def member(self) -> Member:
         """This process as epochs name it."""
-        return Member(self.task, self.session, self.replicas, self.mode, self.backup_workers)
+        return Member(self.task, self.session, self.replicas, self.mode, self.backup_workers, self.k)
 
     def push(
         self,

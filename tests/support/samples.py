@@ -16,6 +16,7 @@ import numpy as np
 from psserver.effects import Others
 from psserver.registry import Registry
 from pswire.api import (
+    RESTS,
     UNTIL_ENDED,
     Begun,
     Contribution,
@@ -128,7 +129,11 @@ CHIEF, WORKER, EVALUATOR = Task("chief", 0), Task("worker", 300), Task("evaluato
 VECTOR, MATRIX, SCALAR = TensorSpec("float32", (3,)), TensorSpec("bfloat16", (2, 0, 70_000)), TensorSpec("int64", ())
 POSITIONS = (Position(1, 2, 3), Position(70_000, 1 << 40, 1 << 41, (Examples(1 << 40, 1, 3), Examples(4, 200, 300))))
 START = Start(5, 1 << 33, POSITIONS)
-MEMBERS = (Member(WORKER, SESSION, 4, "sync", 2), Member(EVALUATOR, 9, 1, "async"))
+MEMBERS = (
+    Member(WORKER, SESSION, 4, "sync", 2),
+    Member(EVALUATOR, 9, 1, "async"),
+    Member(Task("worker", 2), 12, 1, "bounded", 0, 3),
+)
 EPOCH = Epoch(6, MEMBERS, "dataset:1", START)
 PLAN_ID = bytes(range(32))
 VARIABLE = PlacedVariable(150, VariableSpec("dense/kernel:0", VECTOR, True, "kernel"), (0, 3))
@@ -248,7 +253,7 @@ STATUS = ServerStatus(
     nbytes=20,
     memory_limit=21,
     chief=2.5,
-    places=(WorkerProgress(WORKER, 22, POSITIONS[:1]),),
+    places=(WorkerProgress(WORKER, 22, POSITIONS[:1], 21),),
     program_version=23,
     held=24,
     snapshot_limit=25,
@@ -261,6 +266,7 @@ STATUS = ServerStatus(
     process=PROCESS,
     job="the-job",
     missed=(MissedPeer(1, 40, 6.5, "nothing listens there"),),
+    gap=4,
 )
 HAPPENED = Happened(2.5, "push", "worker 300, session 7", "Fenced: it ended")
 BARE = ServerStatus(0, INCARNATION, 0, None, 0, (), (), 0, 0, 0, float("inf"), program_version=0, process=PROCESS)
@@ -371,11 +377,13 @@ _QUEUE = ClosureQueue(2001, 31, 32, 33, 1999, 18, _FAILURE)
 _TOLD = ClosureResult(2001, _PIECE, "ValueError", TEXT)
 
 SAMPLES = (
-    Sample("Open", "full", (WORKER, 4, SESSION, True, "async", "the-job", 8, 0), _OPENED),
-    Sample("Open", "whole", (WORKER, 4, SESSION, False, "whole", "the-job", 8, 2), _OPENED),
-    Sample("Open", "least", (CHIEF, 0, 0, False, "sync", "", 0, 0), Opened(1, INCARNATION, 0, 0, "cpu")),
-    Sample("Beat", "full", (SESSION, 41, PLAN_ID, _PACE)),
-    Sample("Beat", "least", (SESSION, -1, b"", STILL)),
+    Sample("Open", "full", (WORKER, 4, SESSION, True, "async", "the-job", 8, 0, 0), _OPENED),
+    Sample("Open", "bounded", (WORKER, 4, SESSION, False, "bounded", "the-job", 8, 0, 3), _OPENED),
+    Sample("Open", "whole", (WORKER, 4, SESSION, False, "whole", "the-job", 8, 2, 0), _OPENED),
+    Sample("Open", "least", (CHIEF, 0, 0, False, "sync", "", 0, 0, 0), Opened(1, INCARNATION, 0, 0, "cpu")),
+    Sample("Beat", "full", (SESSION, 41, PLAN_ID, _PACE, 40)),
+    Sample("Beat", "at rest", (SESSION, -1, b"", _PACE, RESTS)),
+    Sample("Beat", "least", (SESSION, -1, b"", STILL, 0)),
     Sample("Leave", "full", (SESSION, "it failed")),
     Sample("Leave", "least", (SESSION, "")),
     Sample("Create", "to name it", (*_CREATE, None), CreateReply(150, (0, 3), False, False)),
@@ -457,7 +465,7 @@ SAMPLES = (
     Sample("Status", "least", (), BARE),
     Sample("Recent", "full", (), (HAPPENED, Happened(0.25, "close", ""))),
     Sample("Recent", "least", (), ()),
-    *(Sample("Beat", f"refused {name}", (SESSION, 41, PLAN_ID, STILL), error(name)) for name in BY_NAME),
+    *(Sample("Beat", f"refused {name}", (SESSION, 41, PLAN_ID, STILL, 0), error(name)) for name in BY_NAME),
 )
 
 

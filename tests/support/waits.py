@@ -55,6 +55,7 @@ BRIEF: dict[str, str] = {
     "psclient.coordinator.worker.Worker._ask": "in pieces.wait",
     "psclient._src.transport.staging.host": "for the end of a copy from this process's GPU",
     "psclient._src.transport.session.Session.look": "at most Timeouts.call; the error names server 0",
+    "psclient._src.transport.pacing._await_epoch": "for the chief's next call, at most Timeouts.call; it says so in Session.wait",
     "psclient._src.transport.session.Session.pause": "between two questions; who asks again and again speaks itself",
     "psclient._src.transport.session.Session._beat": "the pause between two beats",
     "psclient._src.transport.session.Session._open_first": "at most a lease and two beats; it says at once for whom (test_verdicts)",

@@ -62,7 +62,7 @@ def next_epochs(
     current = state.epoch
     if current is None:
         return [Beginning(1, _ordered(members))] if here and expected <= came(sessions) else []
-    if any(member.mode == "async" for member in members):
+    if any(member.alone for member in members):
         return _alone(current, members)
     return _together(current, here, state.started)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from pswire.cluster import Task
@@ -46,9 +46,13 @@ class Progress:
 
     Args:
         replicas: number of local replicas.
+
+    Attributes:
+        passing: told whether a pass is under way, each time that one goes on, or has ended.
     """
 
     def __init__(self, replicas: int) -> None:
+        self.passing: Callable[[bool], object] = lambda under_way: None
         self._everybody = frozenset(range(replicas))
         self._passes: list[Pass] = []
         self._holding = False
@@ -86,12 +90,15 @@ class Progress:
         worked = NOBODY if before is None or before.given else before.worked | (self._everybody - before.empty)
         self.finish(dataset)
         self._passes.append(Pass(dataset, more, empty, worked, fraction))
+        self.passing(True)
 
     def finish(self, dataset: int) -> None:
         """A pass has ended, or was broken off; the one around it is in use again."""
         numbers = [item.dataset for item in self._passes]
         if dataset in numbers:
             del self._passes[numbers.index(dataset) :]
+        if not self._passes:
+            self.passing(False)
 
     def made_round(self, dataset: int) -> bool:
         """Returns whether this process has made a round since `advance`, answered or not."""

@@ -24,8 +24,10 @@ class Awaited:
         """Returns whom a round waits for: members, or the chief to approve it or to drop members that are gone."""
         open_rounds = self._session.servers[server].status().waiting
         if self._group.alone:
-            open_rounds = tuple(item for item in open_rounds if item.round == self._group.round)
-        missing = [task for item in open_rounds for task in item.missing]
+            # The one that is sent, or is to be sent next.
+            mine = (self._group.round - 1, self._group.round)
+            open_rounds = tuple(item for item in open_rounds if item.round in mine)
+        missing = dict.fromkeys(task for item in open_rounds for task in item.missing if task != self._session.task)
         gone = [member.task for member in self._session.ended()]
         chief = any(not item.approved for item in open_rounds) or bool(set(missing) & set(gone))
         return [*map(str, missing), *(["the chief"] if chief else [])] or [str(Task("ps", server))]

@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence, Set
 
 from psclient._src.data.progress import Pass, Progress
 from psclient._src.devices import Device
+from psclient._src.transport.pacing import goes_on
 from psclient._src.transport.patience import Deadline
 from psclient._src.transport.session import Session
 from pswire.api import Watched
 from pswire.cluster import Task
 from pswire.errors import ConfigError, RoundTimeout, ServerLost
-from pswire.model.log import Approved, Epoch, EpochClosed, Examples, Member, Snapshotted, Start, Started
+from pswire.model.log import ALONE, Approved, Epoch, EpochClosed, Examples, Member, Snapshotted, Start, Started
 from pswire.telemetry import logging_setup
 
 log = logging.getLogger("psclient")
@@ -37,8 +38,10 @@ class Group(Progress):
         super().__init__(len(devices))
         self.session = session
         self.devices = devices
-        self.alone = session.consistency == "async"
+        self.alone = session.consistency in ALONE
         """True if each worker makes rounds of its own."""
+        if session.clock is not None:
+            self.passing = session.clock.note_pass
         self.backup_workers = session.backup_workers
         """Members that a round of updates does not wait for."""
         self.round = 0
@@ -47,6 +50,8 @@ class Group(Progress):
         """The round from which it takes part, as the log says it."""
         self.epoch: Epoch | None = None
         """The newest epoch that this process has taken in; None before it takes part."""
+        self.saved = 0
+        """Rounds of this process that only saved, which are no ticks of its clock."""
         self.given: tuple[int, int] | None = None
         """The last result of `slice`; None before its first call."""
         self.settle: Callable[[], object] = lambda: None
@@ -278,6 +283,10 @@ class Group(Progress):
         self.session.check()
         if self.epoch is None:
             self._join(join_point)
+            if self.late and self.session.clock is not None:
+                self.session.clock.come_late()
+        if self.session.clock is not None:
+            self.round = goes_on(self.session, self.round - self.saved) + self.saved
         if (epoch := self.due(join_point)) is not None:
             self._take_in(epoch)
         self._entered = True
@@ -296,7 +305,7 @@ class Group(Progress):
         self._settle()
         # Who comes late waits until the others come to the place where they take it in: as long as for a round.
         deadline = self.session.deadline(self.session.timeouts.round)
-        late, word = (self._late, self._word) if self.alone else self._behind(join_point)
+        late, word = (self._late, self._word) if self.alone else _behind(join_point, self.session.task, self._others)
         while self.epoch is None and not self._begin():
             self._follow(deadline, late, word)
 
@@ -385,21 +394,6 @@ class Group(Progress):
         writing = [str(Task("ps", i)) for i, one in servers if any(each.nbytes for each in one.status().saving)]
         return f"waits for {', '.join(writing) or 'the chief'} to complete a checkpoint"
 
-    def _behind(self, join_point: str) -> tuple[Callable[[], RoundTimeout], Callable[[], str]]:
-        """Returns the error of a late process whose join point the others do not reach, and the text while it waits."""
-        kind, _, which = join_point.partition(":")
-        places = {"dataset": f"a batch of its dataset {which}", "save": "a save"}
-        place = places.get(kind, "the section that it begins with")
-
-        def late() -> RoundTimeout:
-            return RoundTimeout(
-                f"{self.session.task} came late and waited too long: the others did not come to {place} again. Who "
-                "comes late is taken in where its script begins: make no section before the loop, and distribute each "
-                "dataset once, not anew for every pass"
-            )
-
-        return late, lambda: f"waits to be taken in when {self._others()} come to {place}"
-
     def _others(self) -> str:
         members = self._epochs[max(self._epochs)].members
         return ", ".join(str(member.task) for member in members if member.task != self.session.task) or "the others"
@@ -407,3 +401,21 @@ class Group(Progress):
 
 def _incomplete() -> RoundTimeout:
     return RoundTimeout("the checkpoint was not complete in time; is the chief running?")
+
+
+def _behind(
+    join_point: str, task: Task, others: Callable[[], str]
+) -> tuple[Callable[[], RoundTimeout], Callable[[], str]]:
+    """Returns the error of a late process whose join point the others do not reach, and the text while it waits."""
+    kind, _, which = join_point.partition(":")
+    places = {"dataset": f"a batch of its dataset {which}", "save": "a save"}
+    place = places.get(kind, "the section that it begins with")
+
+    def late() -> RoundTimeout:
+        return RoundTimeout(
+            f"{task} came late and waited too long: the others did not come to {place} again. Who comes late is taken "
+            "in where its script begins: make no section before the loop, and distribute each dataset once, not anew "
+            "for every pass"
+        )
+
+    return late, lambda: f"waits to be taken in when {others()} come to {place}"

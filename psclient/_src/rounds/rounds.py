@@ -29,6 +29,7 @@ from psclient._src.rounds.read_cache import ReadCache
 from psclient._src.rounds.under_way import Lookup, UnderWay
 from psclient._src.rounds.window import Window
 from psclient._src.tracing.diagnostics import users_line
+from psclient._src.transport.pacing import passes
 from psclient._src.transport.session import Session
 from psclient._src.transport.staging import Sent, any_pending, fill, host, keep, pack
 from pswire.api import Contribution, RoundReply, RowRead
@@ -270,6 +271,10 @@ class Exchange:
         round = UnderWay(
             group.round, plan, shares, want, lookups, futures, group.epoch, group.sent(plan.trains), waits, line
         )
+        if self.session.clock is not None:
+            group.saved += plan.snapshot is not None
+            here = range(len(self.session.servers))
+            passes(self.session, [server for server in here if server not in shares.shares], group.round - group.saved)
         self.reads.change(shares.written, round, everything=shares.restores)
         self.window.add(round)
         return round

@@ -74,9 +74,15 @@ class Window:
 
     @property
     def size(self) -> int:
-        """The most rounds under way. One for an asynchronous worker with several servers, which could mix them."""
+        """The most rounds under way.
+
+        One for an asynchronous worker with several servers, which could mix them, and one with bounded staleness: the
+        answer to a round is what lets it begin the next.
+        """
         session = self._session
-        return 1 if self._group.alone and len(session.servers) > 1 else session.window
+        if session.clock is not None or (self._group.alone and len(session.servers) > 1):
+            return 1
+        return session.window
 
     @property
     def mine(self) -> bool:

@@ -17,7 +17,7 @@ from psclient._src.config import check_lane, job_from, lane_from, refused_from, 
 from psclient._src.devices import local_devices
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.distribute.tables import TableExtended
-from psclient._src.options import Async, Round, Sync
+from psclient._src.options import BoundedStaleness, Consistency, Round, Sync
 from psclient._src.processes import shutdown
 from psclient._src.processes.blas import share_cores
 from psclient._src.processes.embedded_server import EmbeddedServer
@@ -55,7 +55,7 @@ class ParameterServerStrategy(Strategy):
     Args:
         devices: the local replicas' devices, such as `["cpu:0", "cpu:1"]` or `["gpu:0"]`; by default all GPUs,
             or one CPU.
-        consistency: `Sync()`, the default, or `Async()`; the same in all processes.
+        consistency: `Sync()`, the default, `BoundedStaleness(k)` or `Async()`; the same in all processes.
         cluster_resolver: tells the cluster and this process's task; by default `TFConfigClusterResolver()`.
         timeouts: by default what `PS_TIMEOUT_*` say.
         ps_strategy: choice of the server for a variable that is not created beside another; the same in all processes.
@@ -65,16 +65,16 @@ class ParameterServerStrategy(Strategy):
             the next one is. By default what `PS_LANE` says, else the fastest that works.
         deterministic: insists that the same job computes the same bits again, on any number of servers: contributions
             are summed in task order, whenever they come, and batches are those of the checkpoint. So it is with every
-            `Sync()` job whose workers stay; asynchronous updates come as they come, and are refused, as backup workers
-            are.
+            `Sync()` job whose workers stay; updates that come as they come, `BoundedStaleness(k)` and `Async()`, are
+            refused, as backup workers are.
         variable_partitioner: cuts variables into shards, which lie on the servers in turn: a function of a shape and a
             dtype that returns the number of parts for each axis, such as one of `ps.experimental.partitioners`; the
             same in all processes. Variables of more than one shard are `ps.ShardedVariable`. None cuts none.
 
     Raises:
         ConfigError: `TF_CONFIG`, a device, `ps_strategy`, `lane`, a certificate or the token is wrong; another process
-            has another consistency; `deterministic` and `Async()` or `backup_workers`; not more workers than
-            `backup_workers`.
+            has another consistency, or another `k`; `deterministic` and another consistency than `Sync()`, or
+            `backup_workers`; not more workers than `backup_workers`.
         Unreachable: a server does not answer.
         ChiefLost: no chief began the job in time.
     """
@@ -82,7 +82,7 @@ class ParameterServerStrategy(Strategy):
     def __init__(
         self,
         devices: Sequence[str] | None = None,
-        consistency: Sync | Async | None = None,
+        consistency: Consistency | None = None,
         cluster_resolver: ClusterResolver | None = None,
         timeouts: Timeouts | None = None,
         ps_strategy: PsStrategy = "greedy",
@@ -137,6 +137,7 @@ class ParameterServerStrategy(Strategy):
             len(self._devices),
             timeouts=self._timeouts,
             consistency=self.consistency.mode,
+            staleness=self.consistency.k if isinstance(self.consistency, BoundedStaleness) else 0,
             job=job,
             # Server 0 hears a farewell; no call waits any longer for the others, one of which may be lost.
             broken=partial(_fail, self._servers[1:]),
@@ -282,16 +283,16 @@ def _embedded_config(embedded: EmbeddedServer | None) -> TaskConfig:
     return TaskConfig(cluster, Task("worker", 0))
 
 
-def _check_deterministic(deterministic: bool, consistency: Sync | Async | None) -> None:
+def _check_deterministic(deterministic: bool, consistency: Consistency | None) -> None:
     if deterministic and consistency is not None and consistency.backup_workers:
         raise ConfigError(
             "deterministic=True needs rounds of all workers, and with backup_workers the time decides whom a round has"
             "; leave one of them out"
         )
-    if deterministic and isinstance(consistency, Async):
+    if deterministic and not isinstance(consistency, Sync | None):
         raise ConfigError(
-            "deterministic=True needs rounds that all workers make together, and Async() lets each update come when it "
-            "comes; take consistency=Sync(), or leave deterministic out"
+            f"deterministic=True needs rounds that all workers make together, and {type(consistency).__name__} lets "
+            "each update come when it comes; take consistency=Sync(), or leave deterministic out"
         )
 
 

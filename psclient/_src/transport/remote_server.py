@@ -39,9 +39,16 @@ from pswire.api import (
 )
 from pswire.cluster import ClusterSpec, Task
 from pswire.encoding import messages
-from pswire.encoding.protocol import PROTOCOL, check_backup_workers, check_closures, check_protocol, check_tables
+from pswire.encoding.protocol import (
+    PROTOCOL,
+    STALENESS,
+    check_closures,
+    check_consistency,
+    check_protocol,
+    check_tables,
+)
 from pswire.encoding.verbs import VERBS, batches, parse
-from pswire.errors import ConfigError, PSError
+from pswire.errors import ConfigError, InvalidRequest, PSError
 from pswire.limits import MAX_BATCH_VARIABLES, Refused, Timeouts
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
 from pswire.model.log import Done, LogEntry, Mode, Start
@@ -130,6 +137,7 @@ class RemoteServer:
         job: str = "",
         term: int = 0,
         backup_workers: int = 0,
+        staleness: int = 0,
     ) -> Opened:
         """Calls `ParameterServer.open`; binds later calls to the incarnation that answered."""
         request = pb.OpenRequest(
@@ -142,10 +150,16 @@ class RemoteServer:
             term=term,
             protocol=PROTOCOL,
             backup_workers=backup_workers,
+            staleness=staleness,
         )
-        m = parse(pb.OpenReply, self._ask("Open", request))
+        try:
+            m = parse(pb.OpenReply, self._ask("Open", request))
+        except InvalidRequest as error:
+            if mode == "bounded" and "unknown mode" in error.message:  # so say servers that are older than the mode
+                check_consistency(STALENESS - 1, mode, backup_workers, staleness, str(self.task), str(task))
+            raise
         check_protocol(m.protocol, str(self.task), str(task))
-        check_backup_workers(m.protocol, backup_workers, str(self.task), str(task))
+        check_consistency(m.protocol, mode, backup_workers, staleness, str(self.task), str(task))
         self._spoken = m.protocol, str(task)
         self._calls.bind(m.incarnation)
         self._attempts.opened = True
@@ -162,9 +176,11 @@ class RemoteServer:
                 old.close("the session was opened again")
         return messages.OPENED.from_pb(m)
 
-    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL) -> None:
+    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> None:
         """Implements `ParameterServer.beat`."""
-        said = pb.BeatRequest(session=session, round=round, plan_id=plan_id, pace=messages.PACE.to_pb(pace))
+        said = pb.BeatRequest(
+            session=session, round=round, plan_id=plan_id, pace=messages.PACE.to_pb(pace), clock=clock
+        )
         self._ask("Beat", said)
         if lanes := self._lanes.get(session):
             lanes.beat_answered()

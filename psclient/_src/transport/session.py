@@ -21,6 +21,7 @@ from psclient._src.transport.lane import Lane
 from psclient._src.transport.lane_reader import LaneReader
 from psclient._src.transport.patience import Deadline, Patience
 from psclient._src.transport.remote_server import RemoteServer
+from psclient._src.transport.worker_clock import WorkerClock
 from pswire.api import UNTIL_ENDED, Opened, ParameterServer, Watched
 from pswire.cluster import Task
 from pswire.errors import ChiefLost, Diverged, Fenced, PSError, ServerLost, TaskTaken, Unreachable
@@ -50,6 +51,7 @@ class Session:
         job: the identity of its job.
         broken: called once with the error that ends the session.
         backup_workers: members without whose contributions its rounds may be made.
+        staleness: with the mode "bounded" the most rounds that it may be ahead of another process.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Session:
         job: str = "",
         broken: Callable[[PSError], object] = lambda error: None,
         backup_workers: int = 0,
+        staleness: int = 0,
     ) -> None:
         self.task = task
         self.servers = tuple(servers)
@@ -70,6 +73,7 @@ class Session:
         self.timeouts = timeouts or Timeouts()
         self.consistency = consistency
         self.backup_workers = backup_workers
+        self.staleness = staleness
         self.job = job
         self.number = 0
         self.token = 0
@@ -82,6 +86,8 @@ class Session:
         """The oldest round that is not answered, and its plan, for the beats."""
         self.pace: Callable[[], Pace] = Pace
         """Returns what this process has done, for the beats."""
+        self.clock = WorkerClock(len(self.servers)) if consistency == "bounded" else None
+        """What the beats say of this process's rounds, where its staleness is bounded."""
         self.window = 1
         """The most rounds that may be under way at a time; the same for all processes of the job."""
         self._drives = drives
@@ -90,6 +96,9 @@ class Session:
         self._broken: Future[None] = Future()
         self._ended = threading.Event()
         self._beats: list[threading.Thread] = []
+        self.wakes = [threading.Event() for _ in self.servers]
+        """Set for a server to beat there at once."""
+        self._beating = [threading.Lock() for _ in self.servers]  # so that beats arrive in the order of what they say
         self._lock = threading.Lock()
         self._threads = Threads("word")
         self._reader = LaneReader(self._broken)
@@ -136,8 +145,8 @@ class Session:
         self.devices = tuple(Device.parse(answer.device).full_name(Task("ps", answer.server)) for answer in opened)
 
     def _open_at(self, server: ParameterServer, session: int, term: int = 0) -> Opened:
-        backup = self.backup_workers
-        return server.open(self.task, self.replicas, session, self._drives, self.consistency, self.job, term, backup)
+        mode, backup, staleness = self.consistency, self.backup_workers, self.staleness
+        return server.open(self.task, self.replicas, session, self._drives, mode, self.job, term, backup, staleness)
 
     def _open_first(self, key: int) -> Opened:
         """Opens the session at server 0; where another process has the task, waits until its lease is over."""
@@ -233,6 +242,8 @@ class Session:
         if self._ended.is_set():
             return error or str(self._error() or "")
         self._ended.set()
+        for wake in self.wakes:
+            wake.set()
         self._threads.close()
         if self.number and not self._log_server_lost():
             try:
@@ -255,14 +266,24 @@ class Session:
         return isinstance(error, ServerLost) and error.task == str(Task("ps", 0))
 
     def _beat(self, index: int) -> None:
-        while not self._ended.wait(self.timeouts.beat):
+        while True:
+            woken = self.wakes[index].wait(self.timeouts.beat)
+            if self._ended.is_set():
+                return
+            self.wakes[index].clear()
             try:
-                self.servers[index].beat(self.number, *self.waits, self.pace())
+                self.beat_now(index, not woken)
                 self._patience.heard(index)
             except PSError as error:
                 if not self._ended.is_set():
                     self.end(error)
                 return
+
+    def beat_now(self, index: int, by_itself: bool = False) -> None:
+        """Beats at a server; `by_itself` where the time has come, and nothing has happened."""
+        with self._beating[index]:
+            clock = 0 if self.clock is None else self.clock.say(index, by_itself)
+            self.servers[index].beat(self.number, *self.waits, self.pace(), clock)
 
     def end(self, error: PSError) -> None:
         """Ends the session with an error for all calls that wait and all later ones."""

@@ -34,9 +34,11 @@ class Told:
         self.now = 0.0
         self.kernels = Kernels(Device.parse("cpu"), 1)
         self.machine = Machine(ServerConfig(Task("ps", 0)), 100, self.kernels, lambda: self.now)
-        self.token = self.tell("open", CHIEF, 0, 1, True, "sync", "", 0, 7)[0].token
+        self.token = self.tell("open", Member(CHIEF, 0, 0, "sync"), 1, True, "", 0, 7)[0].token
         self.append(JobStarted(self.token, (100,)))
-        self.a, self.b = (self.tell("open", task, 1, 0, False, "sync", "", 0, 0)[0].session for task in (A, B))
+        self.a, self.b = (
+            self.tell("open", Member(task, 0, 1, "sync"), 0, False, "", 0, 0)[0].session for task in (A, B)
+        )
         self.close(Member(A, self.a, 1), Member(B, self.b, 1))
         (self.variable, job), _ = self.tell("create", self.a, 0, -1, VariableSpec("v", VALUE), (0,))
         self.tell("initialize", self.variable, job, np.zeros(2, "float32"), False)
@@ -109,7 +111,7 @@ def test_a_push_that_is_on_its_way_is_looked_at_again(told):
 
 def test_a_push_of_a_stranger_is_answered_with_the_reason(told):
     """And nothing else is done."""
-    session = told.tell("open", WORKERS[2], 1, 0, False, "sync", "", 0, 0)[0].session
+    session = told.tell("open", Member(WORKERS[2], 0, 1, "sync"), 0, False, "", 0, 0)[0].session
     future, (fail,) = told.push(session)
     assert fail == Fail(future, fail.error)
     assert isinstance(fail.error, Fenced)

@@ -22,7 +22,7 @@ from pswire.api import UNTIL_ENDED, Contribution, RestoreOrder, Vote
 from pswire.cluster import Task
 from pswire.errors import CheckpointError, Fenced, InvalidRequest, PSError
 from pswire.model.closures import ClosureOrder, ClosureResult
-from pswire.model.log import Approved, Created, Epoch, EpochClosed, Start
+from pswire.model.log import Approved, Created, Epoch, EpochClosed, Member, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.status import Happened
 from pswire.model.tensor import TensorSpec
@@ -54,9 +54,9 @@ FUTURE: Future[Any] = Future()
 WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
     "worked": [((WORK, None, None), "write shard (files)")],
     "open": [
-        ((W0, 1, LOT, False, "sync", "the-job", 3, DRAWN), "/job:worker/task:0: 1 replica, sync"),
-        ((W0, 2, LOT, False, "async", "", 0, DRAWN), "/job:worker/task:0: 2 replicas, async"),
-        ((CHIEF, 0, LOT, True, "sync", "", 3, DRAWN), "/job:chief/task:0: drives"),
+        ((Member(W0, 0, 1, "sync"), LOT, False, "the-job", 3, DRAWN), "/job:worker/task:0: 1 replica, sync"),
+        ((Member(W0, 0, 2, "async"), LOT, False, "", 0, DRAWN), "/job:worker/task:0: 2 replicas, async"),
+        ((Member(CHIEF, 0, 0, "sync"), LOT, True, "", 3, DRAWN), "/job:chief/task:0: drives"),
     ],
     "schedule": [
         ((SESSION, ClosureOrder(3, "step"), Future()), f"{WHO}: closure 3 of step"),

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from psserver.core.waiting import MAX_CALLS, Asked, Read, Resend, Waiters, Watch
+from psserver.core.waiting import MAX_CALLS, Asked, Owed, Read, Waiters, Watch
 from psserver.devices import Device
 from psserver.effects import Fail, Reply, Work, attempt, settle
+from psserver.state.clocks import Clocks
 from pswire.api import UNTIL_ENDED
 from pswire.errors import Fenced, InvalidRequest
 
@@ -34,7 +35,7 @@ class Table:
             ask=lambda reads: [],
             device=Device.parse("cpu"),
         )
-        self.rounds = SimpleNamespace(last=-1)
+        self.rounds = SimpleNamespace(last=-1, clocks=Clocks())
         self.ended = {}
         self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self.reply)
 
@@ -44,7 +45,8 @@ class Table:
     def add(self, kind, session=ONE, after=0):
         """The future of a call that waits."""
         future = Future()
-        more = {Watch: (after, -1), Read: (Asked((0,), after),), Resend: ("record", "said")}[kind]
+        said = SimpleNamespace(session=session, round=0)
+        more = {Watch: (after, -1), Read: (Asked((0,), after),), Owed: ("record", said)}[kind]
         self.waiters.add(kind(session, future, *more))
         return future
 
@@ -70,7 +72,7 @@ class Table:
         return tuple(len(self.waiters.rows[kind]) for kind in KINDS)
 
 
-KINDS = (Watch, Read, Resend)
+KINDS = (Watch, Read, Owed)
 
 
 @pytest.fixture

@@ -184,7 +184,7 @@ PLANS = st.builds(
 TASKS = st.builds(Task, st.sampled_from(JOBS), U32)
 POSITIONS = tuples(st.builds(Position, U32, U64, U64))
 STARTS = st.builds(Start, U64, U64, POSITIONS)
-MEMBERS = st.builds(Member, TASKS, U64, U32, st.sampled_from(get_args(Mode)))
+MEMBERS = st.builds(Member, TASKS, U64, U32, st.sampled_from(get_args(Mode)), U32)
 EPOCHS = st.builds(Epoch, U64, tuples(MEMBERS), TEXT, st.none() | STARTS)
 ENTRIES = st.one_of(
     st.builds(JobStarted, U64, tuples(U64)),
@@ -221,7 +221,7 @@ STATUSES = st.builds(
     nbytes=U64,
     memory_limit=U64,
     chief=st.floats(0, allow_nan=False),
-    places=tuples(st.builds(WorkerProgress, TASKS, U64, POSITIONS)),
+    places=tuples(st.builds(WorkerProgress, TASKS, S64, POSITIONS, U64)),
     program_version=U32,
     held=U64,
     snapshot_limit=U64,
