@@ -10,6 +10,7 @@ What cannot be done, such as the last checkpoint, fails the process, though its 
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import sys
 import threading
@@ -54,6 +55,7 @@ def run() -> list[PSError]:
         Why this process fails; other errors are ours, and logged.
     """
     failures: list[PSError] = []
+    any_run = bool(_first or _endings)
     while _first or _endings:
         ending = (_first or _endings).pop()
         try:
@@ -62,6 +64,10 @@ def run() -> list[PSError]:
             failures.append(error)
         except Exception:
             log.exception("an error at the end of the process")
+    if any_run:
+        # A call of gRPC's in a cycle of garbage would be deleted at the end of the interpreter, where it may wait for
+        # good for a lock that a thread held when it was stopped.
+        gc.collect()
     return failures
 
 

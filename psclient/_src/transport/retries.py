@@ -93,12 +93,15 @@ class Attempts:
             try:
                 result = once(seconds)
             except (grpc.RpcError, grpc.FutureCancelledError) as error:
-                self._check()
                 # An attempt that took longer than it may was stopped with this process, and heard nothing meanwhile.
                 why = self._unanswered(verb, error, max(now, time.monotonic() - seconds))
             else:
                 self._silent_since = None
                 return result
+            # Out here, since what is raised there would keep gRPC's error, which is its call: see `GrpcCalls.close`.
+            self._check()
+            if isinstance(why, PSError):
+                raise why
             gone = ends and why == NOBODY
             self._give_up(verb, limit, time.monotonic() - started, why, gone)
             # A server that answers late on purpose is not named here: who waits says for whom.
@@ -113,15 +116,15 @@ class Attempts:
         longest = WAIT_SECONDS if verb.waits else self._timeouts.lease / 2 + extra
         return max(min(left, longest), 0.001)
 
-    def _unanswered(self, verb: Verb, error: Exception, began: float) -> str:
-        """Returns why an attempt has no answer; raises the error that the server answered with, if it did."""
+    def _unanswered(self, verb: Verb, error: Exception, began: float) -> str | PSError:
+        """Returns why an attempt has no answer, or the error that the server answered with, if it did."""
         if not isinstance(error, grpc.Call):
             return "cancelled"
         code, details = error.code().name, error.details() or ""
         answer = refused(details, error.trailing_metadata() or ())
         if answer is not None or code not in UNANSWERED:
             self._silent_since = None
-            raise (answer or self._foreign(verb, code, details)) from None
+            return answer or self._foreign(verb, code, details)
         if code == "DEADLINE_EXCEEDED" and verb.waits:
             return NOT_YET
         if self._silent_since is None:
