@@ -63,10 +63,7 @@ def check_tables(number: int, table: str, theirs: str, ours: str) -> None:
         ConfigError: the server knows no tables.
     """
     if number < TABLES:
-        raise ConfigError(
-            f"{theirs} speaks protocol {number}, which has no dynamic tables, and {ours}, which speaks {PROTOCOL}, "
-            f"creates the table {table!r}; install the same version of paramserver for both, and start the job anew"
-        )
+        raise _lacks(number, "dynamic tables", theirs, ours, f"creates the table {table!r}", "start the job anew")
 
 
 def check_closures(number: int, theirs: str, ours: str) -> None:
@@ -80,10 +77,7 @@ def check_closures(number: int, theirs: str, ours: str) -> None:
         ConfigError: the server knows no closures.
     """
     if number < CLOSURES:
-        raise ConfigError(
-            f"{theirs} speaks protocol {number}, which has no closures, and {ours}, which speaks {PROTOCOL}, is of a "
-            "job with a coordinator; install the same version of paramserver for both, and start the job anew"
-        )
+        raise _lacks(number, "closures", theirs, ours, "is of a job with a coordinator", "start the job anew")
 
 
 def check_consistency(number: int, mode: Mode, backup_workers: int, staleness: int, theirs: str, ours: str) -> None:
@@ -100,12 +94,17 @@ def check_consistency(number: int, mode: Mode, backup_workers: int, staleness: i
         ConfigError: the server knows no backup workers, or bounds nothing.
     """
     if backup_workers and number < BACKUP_WORKERS:
-        what, said = "no backup workers", f"ps.Sync(backup_workers={backup_workers})"
+        what, said = "backup workers", f"ps.Sync(backup_workers={backup_workers})"
     elif mode == "bounded" and number < STALENESS:
-        what, said = "no bounded staleness", f"ps.BoundedStaleness({staleness})"
+        what, said = "bounded staleness", f"ps.BoundedStaleness({staleness})"
     else:
         return
-    raise ConfigError(
-        f"{theirs} speaks protocol {number}, which has {what}, and {ours}, which speaks {PROTOCOL}, runs with {said}; "
-        "install the same version of paramserver for both, or take another consistency"
+    raise _lacks(number, what, theirs, ours, f"runs with {said}", "take another consistency", "or")
+
+
+def _lacks(number: int, what: str, theirs: str, ours: str, does: str, remedy: str, joined: str = "and") -> ConfigError:
+    """Returns the error of a server whose protocol does not have what this end needs."""
+    return ConfigError(
+        f"{theirs} speaks protocol {number}, which has no {what}, and {ours}, which speaks {PROTOCOL}, {does}; install "
+        f"the same version of paramserver for both, {joined} {remedy}"
     )

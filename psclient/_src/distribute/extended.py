@@ -331,7 +331,7 @@ class StrategyExtended:
             if whole and (sent := as_it_travels(value, reduction)) is not None:
                 found.append(sent)
                 continue
-            local = self._local(ReduceOp.SUM, value, None, *_rows_of(variable))
+            local = self._local(ReduceOp.SUM, value, None, _fit_of(variable))
             if (local.spec, local.form) == (reduction.tensor, reduction.form):
                 found.append(local)
         return found
@@ -350,7 +350,7 @@ class StrategyExtended:
             op, pairs = ReduceOp.parse(reduce_op), list(pairs)
             # A look at a value ends the section: all are looked at before the first reduction is recorded.
             places = [self._destination(place, value) for value, place in pairs]
-            local = [self._local(op, value, None, *_rows_of(place)) for value, place in pairs]
+            local = [self._local(op, value, None, _fit_of(place)) for value, place in pairs]
             return self._reduced(list(zip(local, places, strict=True)))
 
     def _reduced(self, pairs: Sequence[tuple[LocalValue, Destination]]) -> list[Value]:
@@ -367,13 +367,12 @@ class StrategyExtended:
         value: object,
         axis: int | Sequence[int] | None,
         fit: Fit | None = None,
-        target: str = "",
     ) -> LocalValue:
         """Returns this process's contribution; see `of_replicas`."""
         replicas = of_replicas(op, value, len(self.worker_devices), fit)
         # A variable's copies count, whatever their replicas' batches are.
         empty = frozenset() if isinstance(value, Variable) else self._backend.group.empty
-        return combine(op.wire, replicas, empty, axis, target)
+        return combine(op.wire, replicas, empty, axis)
 
     def _first(self, value: object) -> LocalValue:
         """Returns the value of this process's first replica; of all processes' values the first one there counts."""
@@ -511,9 +510,9 @@ class StrategyExtended:
             yield
 
 
-def _rows_of(destination: object) -> tuple[Fit | None, str]:
-    """Returns what makes rows fit a variable for which they are reduced, and its name."""
-    return (destination.fit_slices, repr(destination.name)) if isinstance(destination, Variable) else (None, "")
+def _fit_of(destination: object) -> Fit | None:
+    """Returns what makes rows fit a variable for which they are reduced, and checks them; None for no variable."""
+    return destination.fit_slices if isinstance(destination, Variable) else None
 
 
 def _reduced_here(value: Value) -> Value:

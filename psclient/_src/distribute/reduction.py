@@ -207,7 +207,6 @@ def combine(
     values: Sequence[object],
     empty: frozenset[int],
     axis: int | Sequence[int] | None,
-    target: str = "",
 ) -> LocalValue:
     """Combines the local replicas' values into what this process contributes.
 
@@ -216,7 +215,6 @@ def combine(
         values: an array or a Python number from each local replica, in order.
         empty: replicas without examples, whose value does not count.
         axis: reduced within each replica's array, one or several; or None.
-        target: the variable that it is for, in words, for messages.
 
     Raises:
         ValueError: the shapes differ; where batches may be ragged, reduce over their axis. Or there is no such axis.
@@ -224,11 +222,11 @@ def combine(
     """
     axes = _checked_axes(axis)
     if isinstance(values[0], Absent):
-        return replace(combine(op, [values[0].like], empty, axis, target), weight=0.0)
+        return replace(combine(op, [values[0].like], empty, axis), weight=0.0)
     if any(isinstance(value, KeyedSlices) for value in values):
         return combine_keys(op, values, empty, bool(axes))
     if all(isinstance(value, IndexedSlices) for value in values) and not axes:
-        return combine_rows(op, cast(Sequence[IndexedSlices], values), empty, target)
+        return combine_rows(op, cast(Sequence[IndexedSlices], values), empty)
     values = [value.numpy() if isinstance(value, IndexedSlices) else value for value in values]
     taken = [_over(axes, check_value(value)) for value in values]
     common = taken[0].dtype if len(taken) == 1 else np.result_type(*(array.dtype for array in taken))
@@ -257,14 +255,13 @@ def combine(
     return LocalValue(op, weight, _spec(dtype, tuple(total.shape)), total)
 
 
-def combine_rows(op: ReduceOp, values: Sequence[IndexedSlices], empty: frozenset[int], target: str = "") -> LocalRows:
+def combine_rows(op: ReduceOp, values: Sequence[IndexedSlices], empty: frozenset[int]) -> LocalRows:
     """Combines the local replicas' rows into what this process contributes, each place once.
 
     Args:
         op: as in `combine`, or "first".
         values: of each local replica, in order; their shape is known.
         empty: replicas without examples, whose rows do not count.
-        target: as of `combine`.
 
     Raises:
         ValueError: the shapes differ, or an index is no row of the whole.
@@ -272,11 +269,7 @@ def combine_rows(op: ReduceOp, values: Sequence[IndexedSlices], empty: frozenset
     shapes = {value.shape for value in values}
     if len(shapes) > 1:
         raise ValueError(f"replicas reduce IndexedSlices of shapes {' and '.join(map(str, sorted(shapes)))}")
-    counted = [
-        value.rows(f"IndexedSlices for variable {target}" if target else "IndexedSlices")
-        for replica, value in enumerate(values)
-        if replica not in empty
-    ]
+    counted = [value.rows() for replica, value in enumerate(values) if replica not in empty]
     ids, rows = counted[0] if counted else values[0].none()
     common = np.result_type(*(value.dtype for value in values))
     sum_dtype, dtype = _sum_dtypes(op, common, False)
