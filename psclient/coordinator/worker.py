@@ -82,6 +82,7 @@ class Worker:
             ChiefLost: there was no chief for `PS_TIMEOUT_CHIEF`.
             ServerLost: a server was lost.
         """
+        self._exchange.creation.send()  # others may wait for the first values of what the script has created
         taken = self._ask(None)
         while not taken.over:
             taken = self._tell(taken, *self._run(taken))

@@ -197,6 +197,43 @@ def test_what_a_coordinator_does(tmp_path):
         job.finish()
 
 
+def create_late():
+    """Adam's slots and counts are made in the first closure, by the worker that runs it; the other one has not come."""
+    strategy = ps.ParameterServerStrategy(consistency=ps.Async())
+    with strategy.scope():
+        v = ps.Variable(np.zeros(3), name="v")
+        optimizer = ps.optimizers.Adam(1.0)
+
+    @ps.coordinator.function
+    def step():
+        optimizer.apply_gradients([(np.ones(3), v)])
+        return TASK
+
+    @ps.coordinator.function
+    def count():
+        optimizer.build([v])
+        return int(optimizer.iterations)
+
+    if TASK == "/job:worker/task:0":
+        gate("go")
+    if ps.coordinator.is_coordinator():
+        coordinator = ps.coordinator.ClusterCoordinator(strategy)
+        say("ran", coordinator.schedule(step).fetch())
+        gate("go")
+        for _ in range(20):
+            coordinator.schedule(step)
+        coordinator.join()
+        assert coordinator.schedule(count).fetch() == 21
+
+
+def test_what_a_closure_creates_waits_for_nobody(tmp_path):
+    """Whoever runs the closure gives the first values: a task before it in order may never run it."""
+    with ProcessCluster(create_late, tmp_path, (), gates=["go"], **KEYS) as job:
+        assert job.hear(CHIEF, "ran") == str(W1)
+        job.open("go")
+        job.finish()
+
+
 def differ():
     strategy = ps.ParameterServerStrategy(consistency=ps.Async())
 

@@ -50,6 +50,8 @@ class Group(Progress):
         """The round from which it takes part, as the log says it."""
         self.epoch: Epoch | None = None
         """The newest epoch that this process has taken in; None before it takes part."""
+        self.apart = False
+        """True while this process runs a closure, which no other does: nobody else creates the same variables."""
         self.saved = 0
         """Rounds of this process that only saved, which are no ticks of its clock."""
         self.given: tuple[int, int] | None = None
@@ -192,11 +194,11 @@ class Group(Progress):
     def ahead(self) -> Sequence[Member]:
         """Returns those before this process, in task order, of the members that began the job with it.
 
-        Empty once this process has made a round, and for one that came late. Waits until all that begin together are
-        there.
+        Empty once this process has made a round, for one that came late, and in a closure. Waits until all that begin
+        together are there.
         """
         me = self.session.task
-        if self.round > self.start or me == min(self._expected, default=me) or self.late:
+        if self.apart or self.round > self.start or me == min(self._expected, default=me) or self.late:
             return ()
         return [member for member in self._first_epoch.members if member.task < me]
 

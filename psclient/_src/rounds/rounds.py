@@ -164,14 +164,14 @@ class Exchange:
         """
         self.window.settle()
         self.reads.begin_step()
-        self._closure = ClosureRounds(name, [-1] * len(self.session.servers))
+        self._closure, self.group.apart = ClosureRounds(name, [-1] * len(self.session.servers)), True
         try:
             yield
         finally:
             try:
                 self.window.settle()
             finally:
-                self._closure = None
+                self._closure, self.group.apart = None, False
 
     # ---- Rounds ----
 
