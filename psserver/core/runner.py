@@ -181,8 +181,8 @@ class Runner:
         if verdict.error is not None:
             error = verdict.error
             return self._finish(trial, False, lambda: self._close(job, trial, *self._rounds.fail(job, error)))
-        if agreed.is_short and not (verdict.unanimous or ballot.attempt):
-            self._rounds.gather(job, ballot.attempt + 1, verdict.any)  # nothing was tried: what is waits for all
+        if agreed.is_short and not (verdict.unanimous or verdict.repeated):
+            self._rounds.gather(job, ballot.attempt + 1)  # nothing was tried: what is waits for all
             return self.next()
         if not agreed.parts:
             void = partial(self._rounds.complete, agreed, Given())

@@ -50,7 +50,9 @@ class PendingRound:
         error: the error of a failed round; None otherwise.
         doubtful: pushes of newcomers that differ from it, before an older member has pushed.
         attempt: how many votes of it there were before.
-        agreed: the sessions that those votes have left, or that one of them has had; None before the first.
+        agreed: the sessions that those votes have left; None before the first.
+        voted: with too few contributions that all servers have, what this server has voted for, and who was fenced
+            then; it votes again once that has changed, or once another server does. None before.
         restarted: True if contributions were used up of which nothing counts: what is pushed again is taken in whole.
     """
 
@@ -64,6 +66,7 @@ class PendingRound:
     doubtful: list[Push] = field(default_factory=list)
     attempt: int = 0
     agreed: frozenset[int] | None = None
+    voted: tuple[frozenset[int], frozenset[int]] | None = None
     restarted: bool = False
 
     @property
@@ -120,11 +123,13 @@ class PendingRound:
         ]
 
     def needs(self, plan: PreparedPlan, members: int) -> int:
-        """Returns how many of some members have to contribute examples; 0 if it waits for all of them.
+        """Returns how many of some members have to contribute examples; 0 if it waits for all of them."""
+        return max(members - self._backup, 1) if self._leaves_out(plan) else 0
 
-        Once a vote has found too few whom all servers have, it waits for all whom one of them has.
-        """
-        return max(members - self._backup, 1) if self.agreed is None and self._leaves_out(plan) else 0
+    def _has_changed(self, fenced: Set[int], last: int) -> bool:
+        """Returns True if other contributions are whole, or other members fenced, than when this server last voted."""
+        whole = frozenset(part.said.session for part in self.usable(fenced, last, whole=True))
+        return (whole, frozenset(fenced)) != self.voted
 
     def voters(self, plan: PreparedPlan) -> tuple[int, ...]:
         """Returns the servers that agree on whose contributions it has; none where each decides alone."""
@@ -154,7 +159,9 @@ class PendingRound:
         """The mode of its members, which is the same for all of a job."""
         return self.members[0].mode if self.members else "sync"
 
-    def awaits(self, plan: PreparedPlan | None, fenced: Set[int], last: int, near: Callable[[int], bool]) -> bool:
+    def awaits(
+        self, plan: PreparedPlan | None, fenced: Set[int], last: int, near: Callable[[int], bool], called: bool
+    ) -> bool:
         """Returns True if it waits for its plan, or for a contribution to be whole, or, if it streams, to begin.
 
         Also for a member's round before it, which has not arrived. With backup workers it does not wait for the last
@@ -165,9 +172,12 @@ class PendingRound:
             fenced: sessions that are left out.
             last: the last round that is over.
             near: returns whether a session is near enough to be left out: it will find the records of what it misses.
+            called: True if another server has voted in this attempt.
         """
         if plan is None:
             return True
+        if self.voted is not None:
+            return not (called or self._has_changed(fenced, last))
         streams = self.streams(plan)
         living = [member.session for member in self._counted if member.session not in fenced]
         for session in living:

@@ -296,11 +296,11 @@ class Rounds:
             pending = strand.open[number]
             plan = self.plans.get(pending.plan_id) or self._declined.get(pending.plan_id)
             pending.error = pending.error or self.refused.get(pending.plan_id)
-            voters = pending.voters(plan) if plan else ()
+            voters, called = pending.voters(plan) if plan else (), self.votes.called(number, pending.attempt)
             if pending.error is not None and not voters:
                 # Its members have their answer already, and nothing of it may be applied.
                 self._close(key, number, Record(pending.plan_id, error=pending.error))
-            elif pending.error is None and pending.awaits(plan, self.fenced, strand.last, strand.is_near):
+            elif pending.error is None and pending.awaits(plan, self.fenced, strand.last, strand.is_near, called):
                 return None
             elif key is not None and not self.clocks.begins(pending.members[0].session, number):
                 return None  # its worker goes on without the answers that are held
@@ -350,16 +350,15 @@ class Rounds:
         self._running = None
         return self.strands[job.strand].open[job.round].again(attempt, agreed)
 
-    def gather(self, job: ReadyRound, attempt: int, sessions: frozenset[int]) -> None:
+    def gather(self, job: ReadyRound, attempt: int) -> None:
         """A round whose servers have too few contributions in common waits for more.
 
         Args:
-            job: the round.
+            job: the round, with what this server has voted for.
             attempt: the number of its next vote.
-            sessions: those whose contributions one of its servers has: they are on their way to all.
         """
         self._running, pending = None, self.strands[job.strand].open[job.round]
-        pending.attempt, pending.agreed = attempt, sessions
+        pending.attempt, pending.voted = attempt, (job.sessions, frozenset(self.fenced))
 
     def unused(self, job: ReadyRound) -> list[Effect]:
         """Lets go of what late members have sent of a round that is over: nobody will read it, nor what still comes."""

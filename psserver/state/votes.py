@@ -4,8 +4,8 @@ There is no coordinator. Each server says to each other, once for a round and an
 on it, or why the round cannot run. The outcome is a function of these votes alone: an error fails the round everywhere;
 else those count who are whole on all servers. Until all votes are there, nothing of the round is visible.
 
-With backup workers each server may have others of its members. Where too few are whole on all servers, these wait for
-all who are whole on one, and vote once more.
+With backup workers each server may have others of its members. Where too few are whole on all servers, one votes again
+once it has more, and the others with it, until enough are, or nothing has changed.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Verdict:
         whole: the sessions whose contributions count; empty where a round is void.
         error: why the round fails on all servers.
         unanimous: whether all servers had these, and no others.
-        any: the sessions whose contributions one of the servers had.
+        repeated: whether each server has said the same in the attempt before: to vote once more changes nothing.
     """
 
     whole: frozenset[int]
     error: PSError | None = None
     unanimous: bool = True
-    any: frozenset[int] = frozenset()
+    repeated: bool = False
 
 
 class Votes:
@@ -110,8 +110,13 @@ class Votes:
         whole = frozenset.intersection(*(vote.whole for vote in ordered))
         if error is not None:
             return Verdict(frozenset(), error)
-        any_server = frozenset[int]().union(*(vote.whole for vote in ordered))
-        return Verdict(whole, unanimous=whole == any_server, any=any_server)
+        before = self._heard.get((self.job, round, attempt - 1), {})
+        repeated = bool(before) and all(before[server].whole == votes[server].whole for server in servers)
+        return Verdict(whole, unanimous=all(vote.whole == whole for vote in ordered), repeated=repeated)
+
+    def called(self, round: int, attempt: int) -> bool:
+        """Returns True if another server has voted in an attempt."""
+        return bool(self._heard.get((self.job, round, attempt)))
 
     def unopened(self, last: int) -> Iterator[Vote]:
         """The votes of rounds of this job that are not over here; this server may know nothing of such a round."""
