@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -248,6 +249,38 @@ def test_rows_come_with_the_round_before(strategy, table, monkeypatch):
     assert pulls == []
     assert numbers_of(table.lookup([45])) == [0.5]
     assert len(pulls) == 1
+
+
+def test_replicas_name_rows_at_the_same_time(monkeypatch):
+    """While one cuts its keys by parts, the other hands its own to each part; both go on."""
+    cutting, handed = threading.Event(), threading.Event()
+    with (
+        InProcessCluster(2) as cluster,
+        ps.ParameterServerStrategy(["cpu:0", "cpu:1"], cluster_resolver=cluster.resolver()) as strategy,
+    ):
+        table = made(strategy)
+        sharding = type(table.sharding)
+        split, name = sharding.split_ids, type(table.parts[0]).look_ahead_by
+
+        def split_ids(self, ids):
+            if ps.get_replica_context().replica_id_in_sync_group:
+                cutting.set()
+                assert handed.wait(60)
+            return split(self, ids)
+
+        def look_ahead_by(part, pieces):
+            assert cutting.wait(60)
+            assert len(pieces) == 1
+            name(part, pieces)
+
+        def names():
+            table.look_ahead([NEW, OLD, BIG])
+            handed.set()
+            return ps.get_replica_context().replica_id_in_sync_group
+
+        monkeypatch.setattr(sharding, "split_ids", split_ids)
+        monkeypatch.setattr(type(table.parts[0]), "look_ahead_by", look_ahead_by)
+        assert [*strategy.experimental_local_results(strategy.run(names))] == [0, 1]
 
 
 def count_pulls(strategy, monkeypatch):

@@ -248,13 +248,16 @@ class TableVariable(CutVariable):
             number: its own; all keys that it names are less than those of any with a greater one.
             ids: int64[U], in canonical order.
         """
-        self._ahead = {**self._ahead, number: [own for _, own in self.sharding.split_ids(ids)]}
-        for number_of_part, part in enumerate(self.parts):
-            part.look_ahead_by([self._ahead[each][number_of_part] for each in sorted(self._ahead)])
+        self._name_ahead({**self._ahead, number: [own for _, own in self.sharding.split_ids(ids)]})
 
     def _look_ahead(self, ids: Int64s) -> None:
-        self._ahead = {}
-        self.look_ahead_as(0, ids)
+        self._name_ahead({0: [own for _, own in self.sharding.split_ids(ids)]})
+
+    def _name_ahead(self, ahead: dict[int, list[Int64s]]) -> None:
+        # Replicas in threads may name rows at the same time: each goes on with its own dict, and the last one holds.
+        self._ahead = ahead
+        for number_of_part, part in enumerate(self.parts):
+            part.look_ahead_by([ahead[each][number_of_part] for each in sorted(ahead)])
 
     def _scatter_here(self, how: str, slices: IndexedSlices) -> Value:
         replica = None if context.in_cross_replica_context() else context.get_replica_context()
