@@ -10,6 +10,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections import deque
 from contextlib import suppress
 from math import prod
 from typing import Any
@@ -31,8 +32,42 @@ ROOM_OF_ALL = 32 << 40
 """Most bytes of address space that all arrays of a process reserve: a quarter of what it has. Hundreds of tables would
 take all of it, and nothing else could be allocated."""
 
-_reserved: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-_reserving = threading.Lock()
+
+class _AddressSpace:
+    """What all arrays of a process reserve. May be used by any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken = 0  # guarded by the lock
+        self._returned: deque[int] = deque()  # added to wherever an array ends, perhaps by a thread that has the lock
+
+    def reserve(self, nbytes: int) -> mmap.mmap:
+        """Reserves address space; raises `OSError` if the system refuses, or if so much is reserved already.
+
+        For tables no huge pages are asked for. With them rows of a gigabyte are read a third faster, but the round that
+        first writes to one waits for all of it: 8 ms in a virtual machine whose host has no huge pages.
+        """
+        with self._lock:
+            if self._now() + nbytes > ROOM_OF_ALL:
+                raise OSError(f"{ROOM_OF_ALL} bytes of address space are reserved")
+            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+            self._taken += nbytes
+        weakref.finalize(memory, self._returned.append, nbytes).atexit = False
+        return memory
+
+    @property
+    def taken(self) -> int:
+        """Bytes that are reserved."""
+        with self._lock:
+            return self._now()
+
+    def _now(self) -> int:
+        while self._returned:
+            self._taken -= self._returned.popleft()
+        return self._taken
+
+
+_space = _AddressSpace()
 
 
 class ReservedArray:
@@ -62,7 +97,7 @@ class ReservedArray:
         room = min(rows * self._row, room) // self._row * self._row
         if room:
             try:
-                self._memory = _mapped(room)
+                self._memory = _space.reserve(room)
             except (OSError, ValueError, OverflowError):
                 room = 0
         if huge and self._memory is not None:
@@ -99,7 +134,7 @@ class ReservedArray:
         """Copies the rows into memory for twice as many."""
         count = max(rows, 2 * len(self.array))
         try:
-            memory: mmap.mmap | None = _mapped(count * self._row)
+            memory: mmap.mmap | None = _space.reserve(count * self._row)
         except (OSError, ValueError, OverflowError):
             memory = None
         new = np.zeros(count * prod(self._shape), self._dtype) if memory is None else np.frombuffer(memory, self._dtype)
@@ -114,16 +149,3 @@ class ReservedArray:
         if self._memory is not None and end > start:
             self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)
 
-
-def _mapped(nbytes: int) -> mmap.mmap:
-    """Reserves address space; raises `OSError` if the system refuses, or if so much is reserved already.
-
-    For tables no huge pages are asked for. With them rows of a gigabyte are read a third faster, but the round that
-    first writes to one waits for all of it: 8 ms in a virtual machine whose host has no huge pages.
-    """
-    with _reserving:
-        if sum(map(len, _reserved)) + nbytes > ROOM_OF_ALL:
-            raise OSError(f"{ROOM_OF_ALL} bytes of address space are reserved")
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
-        _reserved.add(memory)
-    return memory

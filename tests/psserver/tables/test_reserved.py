@@ -69,7 +69,7 @@ def test_it_is_released_with_its_last_view():
 def test_hundreds_of_arrays_leave_address_space_for_others(monkeypatch):
     """What they reserve together has a bound; those beyond it reserve nothing until some are gone."""
     room = 1 << 30
-    monkeypatch.setattr(reserved, "ROOM_OF_ALL", sum(map(len, reserved._reserved)) + 3 * room + CHUNK)
+    monkeypatch.setattr(reserved, "ROOM_OF_ALL", reserved._space.taken + 3 * room + CHUNK)
     before = status("VmSize")
     arrays = [ReservedArray((2,), np.dtype(np.float32), 1 << 40, room) for _ in range(300)]
     assert status("VmSize") - before < 4 * room
@@ -95,7 +95,7 @@ def test_without_room_it_is_copied_into_twice_as_much(monkeypatch, refuses):
         raise OSError
 
     if refuses:
-        monkeypatch.setattr(reserved, "_mapped", refused)
+        monkeypatch.setattr(reserved._space, "reserve", refused)
     array = ReservedArray((2,), np.dtype(np.int16), 8)
     expected = np.zeros((0, 2), np.int16)
     for size in (3, 9, 20, 21, 500, 400, 900):
