@@ -10,6 +10,9 @@ from pswire.cluster import Task
 from pswire.errors import InvalidRequest
 from pswire.model.chunks import ChunkAsk, Chunks
 
+Outcome = tuple[Chunks, list[Effect]]
+"""A stimulus's answer to its caller, and its effects."""
+
 
 class ChunkStimuli:
     """The part of a server's state machine that hands out batches."""
@@ -20,7 +23,7 @@ class ChunkStimuli:
     registry: Registry
     _admission: Admission
 
-    def hand_out(self, now: float, session: int, ask: ChunkAsk) -> tuple[Chunks, list[Effect]]:
+    def hand_out(self, now: float, session: int, ask: ChunkAsk) -> Outcome:
         """Answers a worker that asks for batches of a dataset."""
         if self.server != 0:
             raise InvalidRequest("batches are handed out by server 0", str(self.task))

@@ -22,6 +22,9 @@ from pswire.model.log import Examples, Position
 
 log = logging.getLogger("psserver")
 
+MAX_NUMBER = 1 << 62
+"""The last batch of a pass, and the last pass: far from where numbers on the wire end."""
+
 
 def _place(examples: Examples) -> tuple[int, int]:
     return examples.index, examples.first
@@ -196,6 +199,8 @@ class ChunkQueue:
                 f"{task} asks for {ask.want} chunks and has {len(worker.held)}; at most {MAX_CHUNKS} are handed out at "
                 f"a time, and {MAX_HELD} held"
             )
+        if max(ask.epoch, ask.count, *(max(each.epoch, each.index) for each in ask.begins), 0) > MAX_NUMBER:
+            raise InvalidRequest(f"{task} names a batch or a pass above {MAX_NUMBER}")
         dataset = self._dataset(task, ask)
         for ticket in ask.done:
             self._do(session, worker, ticket)

@@ -1,8 +1,8 @@
 """The number of the protocol: the meaning and the bytes of the verbs, of gRPC's frames, and of the lanes.
 
-Both ends say theirs when a session opens, a client again on each lane. Each end serves its own number and the one
-before, so that servers and workers may be replaced one after the other. A change of the bytes that the other end has
-to know, or of what they mean, is a new number.
+Both ends say theirs when a session opens, a client again on each lane. Each end serves its own number and that of the
+version before, so that servers and workers may be replaced one after the other. A change of the bytes that the other
+end has to know, or of what they mean, is a new number.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ STALENESS = 3
 CHUNKS = 4
 """The first number whose server 0 hands out batches."""
 
-SERVED = (PROTOCOL - 1, PROTOCOL)
+OLDEST = 2
+"""That of the version before this one; the numbers after it are of this one's making, and of no other version."""
+
+SERVED = tuple(range(OLDEST, PROTOCOL + 1))
 
 
 def check_protocol(number: int, theirs: str, ours: str) -> None:
@@ -48,9 +51,9 @@ def check_protocol(number: int, theirs: str, ours: str) -> None:
         ConfigError: this end does not serve the number.
     """
     if number not in SERVED:
-        served = " and ".join(map(str, SERVED))
         raise ConfigError(
-            f"{theirs} speaks protocol {number}, and {ours} {served}; install the same version of paramserver for both"
+            f"{theirs} speaks protocol {number}, and {ours} {OLDEST} to {PROTOCOL}; install the same version of "
+            "paramserver for both"
         )
 
 

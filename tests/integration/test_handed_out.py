@@ -1,4 +1,4 @@
-"""Batches that are handed out, to real processes: each example once in each pass, whoever is slow, dies or comes late."""
+"""Batches that are handed out to real processes: each example once in a pass, whoever is slow, dies or comes late."""
 
 from __future__ import annotations
 

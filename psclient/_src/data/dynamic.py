@@ -132,7 +132,7 @@ class HandedOut:
         now = time.monotonic()
         self._step = now - self._last if self._last < now else math.inf
         self._settle()
-        if not self._ahead:
+        if not self._ahead or (self._asked is not None and self._asked.done()):
             self._collect()
         if not self._ahead:
             self._asked = self._ask(self._least + 1, needs=True)
