@@ -255,7 +255,7 @@ class ChunkQueue:
 
     def applied(self, job: ReadyRound) -> None:
         """A round was applied: the chunks that its contributions are made of are done."""
-        if not job.plan.trains:
+        if not (self._workers or self._ended) or not job.plan.trains:
             return
         for part in job.parts:
             session = part.member.session

@@ -24,6 +24,11 @@ HELD_BACK = 64
 accumulate their gradients. More are no accumulation, but an evaluation."""
 
 
+APART = 0.02
+"""Seconds between two questions that a worker asks ahead, where its steps are shorter: a question costs as much as a
+small round."""
+
+
 class ChunkCalls(Protocol):
     """Server 0, as a process asks it for batches."""
 
@@ -146,7 +151,8 @@ class HandedOut:
 
     def look_ahead(self) -> Chunk | None:
         """Asks for what comes after the batch in use; returns the next batch if it is here already."""
-        deep = max(self._least, min(math.ceil(2 * self._latency / max(self._step, 1e-6)), MAX_CHUNKS))
+        steps = math.ceil(max(2 * self._latency, APART) / max(self._step, 1e-6))
+        deep = max(self._least, min(steps, MAX_CHUNKS))
         if self._asked is None and len(self._ahead) <= deep // 2:
             self._asked = self._ask(deep - len(self._ahead))
         return self._ahead[0] if self._ahead else None
@@ -171,14 +177,12 @@ class HandedOut:
         return tuple(map(self._sized, self._calls.wait(self._ask(0, looks=True)).positions))
 
     def _sized(self, position: Position) -> Position:
-        """Says of whole batches how many examples they have, which servers do not know."""
-        return replace(
-            position,
-            returned=tuple(
-                each if each.stop else Examples(each.index, 0, self.read(position.epoch, each).examples)
-                for each in position.returned
-            ),
+        """Says of whole batches how many examples they have, which servers do not know; leaves out empty ones."""
+        sizes = (
+            each if each.stop else Examples(each.index, 0, self.read(position.epoch, each).examples)
+            for each in position.returned
         )
+        return replace(position, returned=tuple(each for each in sizes if each.stop))
 
     def read(self, epoch: int, examples: Examples) -> Batch:
         """Returns a batch, or the part of one that was handed out."""
