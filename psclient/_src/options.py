@@ -320,7 +320,8 @@ class Async:
     """Each worker makes updates of its own: a push is applied once, whole and at once, and nobody waits for others.
 
     `num_replicas_in_sync` is then this worker's number of replicas, and what a step reads may have been changed by
-    others since. The examples of a dataset are shared by all workers all the same.
+    others since. The examples of a dataset are shared by all workers all the same, or with `AutoShardPolicy.DYNAMIC`
+    handed out to whichever asks next.
 
     Attributes:
         mode: "async".

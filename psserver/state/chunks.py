@@ -81,8 +81,8 @@ class _Dataset:
     Attributes:
         count: batches of a pass.
         restores: as in `ChunkAsk`, the most that a worker has told.
-        passes: those of which something is not done, or may be asked for again.
-        floor: what is before this pass, and not among them, is over.
+        passes: those of which something is not done.
+        newest: the last pass that was begun; those up to it that are not among `passes` are over.
         at: the pass in which each session is.
         handed: chunks that were handed out so far.
         paces: how fast each session is.
@@ -91,29 +91,22 @@ class _Dataset:
     count: int
     restores: int
     passes: dict[int, _Pass]
-    floor: int
+    newest: int
     at: dict[int, int] = field(default_factory=dict)
     handed: int = 0
     paces: dict[int, _Pace] = field(default_factory=dict)
 
     def enter(self, session: int, epoch: int) -> None:
-        """A session is in a pass; what all have left behind is over, but for what has to be handed out again."""
+        """A session is in a pass; nothing is owed of one that all have broken off, and left behind."""
         self.at[session] = epoch
         lowest = min(self.at.values())
-        for number in [number for number in self.passes if number < lowest]:
+        for number in list(self.passes):
             each = self.passes[number]
-            # Of a pass that all have broken off nothing is owed.
-            if each.next < self.count or not (each.back or each.out):
+            if (number < lowest) if each.next < self.count else not (each.back or each.out):
                 del self.passes[number]
-        self.floor = max(self.floor, lowest)
-        while self.floor in self.passes and self._complete(self.passes[self.floor]):
-            del self.passes[self.floor]
-            self.floor += 1
-        if epoch >= self.floor:
-            self.passes.setdefault(epoch, _Pass())
-
-    def _complete(self, each: _Pass) -> bool:
-        return each.next >= self.count and not (each.back or each.out)
+        if epoch > self.newest:
+            self.newest = epoch
+            self.passes[epoch] = _Pass()
 
     def _near(self, epoch: int) -> Iterator[tuple[int, _Pass]]:
         """The passes of which somebody gets something who is in one: that one, and what came back of earlier ones."""
@@ -231,8 +224,8 @@ class ChunkQueue:
                 epoch: _Pass(min(each.index, ask.count), sorted(each.returned, key=_place))
                 for epoch, each in begins.items()
             }
-            floor = min(passes, default=0)
-            found = self._datasets[ask.dataset] = _Dataset(ask.count, max(ask.restores, 1), passes, floor)
+            newest = max(passes, default=-1)
+            found = self._datasets[ask.dataset] = _Dataset(ask.count, max(ask.restores, 1), passes, newest)
         if ask.count != found.count:
             raise ConfigError(
                 f"dataset {ask.dataset} has {ask.count} batches in a pass for {task}, and {found.count} for others; "
@@ -313,7 +306,6 @@ class ChunkQueue:
             for epoch, each in sorted(dataset.passes.items())
             if each.next < dataset.count or missing[epoch]
         ]
-        newest = max(dataset.passes, default=dataset.floor - 1)
-        if not found or found[-1].epoch < newest:
-            found.append(Position(number, newest + 1, 0))
+        if not found or found[-1].epoch < dataset.newest:
+            found.append(Position(number, dataset.newest + 1, 0))
         return tuple(found)

@@ -155,6 +155,47 @@ def test_who_comes_late_gets_work_at_once(tmp_path):
         job.finish()
 
 
+def test_who_dies_after_the_end_of_the_others_does_its_batch_when_it_comes_back(tmp_path):
+    """They have nothing left, and wait for nobody; what it had done counts once."""
+    stops = {2: [(3, "never", True)]}
+    keys = {"ps": 1, "workers": 3, "chief": "driver", "gates": ["go", "never", "end"], "timeouts": QUICK}
+    with ProcessCluster(train, tmp_path, (-1, 2, [0, 0, 0], stops, 0, ""), **keys) as job:
+        for task in (W0, W1, W2):
+            job.hear(task, "ready")
+        job.open("go")
+        job.hear(W2, "at")
+        for task in (W0, W1):
+            job.hear(task, "done")
+        before = job.said(W2, "took")
+        job.kill(W2)
+        job.start(W2)
+        job.hear(W2, "done")
+        after = job.said(W2, "took")[len(before) :]
+        assert before[3][1] in [rows for _, rows, _ in after]
+        assert not {tuple(rows) for _, rows, _ in before[:3]} & {tuple(rows) for _, rows, _ in after}
+        job.open("end")
+        assert job.hear(W2, "visits") == [2] * EXAMPLES
+        job.finish()
+
+
+def test_a_worker_that_dies_again_and_again_does_nothing_twice(tmp_path):
+    """Whatever it was doing: a batch is done in the instant in which its update is."""
+    keys = {"ps": 1, "workers": 2, "chief": "driver", "gates": ["go", "end"], "timeouts": QUICK}
+    with ProcessCluster(train, tmp_path, (-1, 12, [0.01, 0], {}, 0, ""), **keys) as job:
+        job.open("go")
+        for _ in range(3):
+            for _ in range(7):
+                job.hear(W1, "took")
+            job.kill(W1)
+            job.start(W1)
+        for task in (W0, W1):
+            job.hear(task, "done")
+        job.open("end")
+        for task in (W0, W1):
+            assert job.hear(task, "visits") == [12] * EXAMPLES
+        job.finish()
+
+
 def test_a_checkpoint_of_one_worker_goes_on_with_the_next_batch(tmp_path):
     """In the middle of a pass, with the batches and the order of a job that was not interrupted."""
     keys = {"ps": 1, "workers": 1, "gates": ["go", "end"], "timeouts": CALM}

@@ -290,7 +290,9 @@ class DynamicDataset(DistributedDataset):
         if begun != self._begun:
             self._begun = begun
             self._chunks.handed[self._number] = self._handed
-            self._at = self._handed.look()[-1]
+            *before, last = self._handed.look()
+            # Where the newest pass is done, and something is missing of one before it, that is to be done first.
+            self._at = before[-1] if before and not (last.index or last.returned) else last
         return self._at
 
     def _batches(self, epoch: int, index: int) -> Iterator[Nest]:

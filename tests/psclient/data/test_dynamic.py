@@ -219,6 +219,39 @@ def test_rows_that_are_looked_up_come_with_the_round_before(job):
     assert len(pulls) < 20
 
 
+def test_a_restore_goes_back_to_what_was_done_then(tmp_path):
+    """What was handed out since is nothing to it, whatever the worker has ahead."""
+    with InProcessCluster(checkpoint_root=tmp_path) as cluster:
+        resolver = cluster.resolver()
+        with ps.ParameterServerStrategy(cluster_resolver=resolver, consistency=ps.Async()) as strategy:
+            job = Job(cluster, strategy)
+            checkpoint = ps.train.Checkpoint(sum=job.sum)
+            batches, seen, path = job.data(arrays(40, 4)), list[list[list[int]]](), ""
+            for go in range(2):
+                if go:
+                    checkpoint.restore(path)
+                for _ in batches.epochs(2):
+                    seen.append([])
+                    for rows in batches:
+                        seen[-1].append(rows.tolist())
+                        job.update()
+                        if not go and len(seen) == 1 and len(seen[0]) == 4:
+                            path = checkpoint.save("run/ckpt")
+                            checkpoint.sync()
+            first, second, *again = seen
+            assert again == [first[4:], second]
+            assert job.sum.numpy() == 20
+
+
+def test_synchronous_workers_go_on_with_what_was_not_done():
+    """A checkpoint is the same as one of backup workers."""
+    with ps.ParameterServerStrategy() as strategy:
+        strategy.backend.group.restore((Position(0, 0, 3, (Examples(1, 0, 4),)),))
+        batches = strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(20)).batch(4))
+        seen = sorted(row for rows in batches for row in rows.tolist())
+    assert seen == [*range(4, 8), *range(12, 20)]
+
+
 def test_a_checkpoint_of_another_dataset_is_refused(job):
     """A batch that it says was not done is none of this one."""
     job.group.restore((Position(0, 0, 3, (Examples(9, 0, 4),)),))

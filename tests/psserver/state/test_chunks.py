@@ -181,6 +181,15 @@ def test_a_dataset_begins_where_the_first_worker_says(server):
     assert server.look()[0].returned == (part,)
 
 
+def test_a_pass_between_two_that_are_not_done_is_not_done_again(server):
+    """It began, and nothing is said of it."""
+    begins = Position(0, 2, COUNT, (whole(1),)), Position(0, 4, 0)
+    assert places(server.ask(1, 2, begins=begins)) == [(2, 1)]
+    assert server.ask(1, 2).over
+    assert server.ask(1, 3) == Chunks((), True)
+    assert places(server.ask(1, 4)) == [(4, 0)]
+
+
 def test_a_restore_begins_it_anew_once(server):
     """With the first worker that has restored. Who has not yet gets nothing until it has; who came late does."""
     ahead = server.ask(1)
@@ -243,7 +252,8 @@ class Model(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: len(self.epoch) < 4)
     def come(self) -> None:
-        at = self.server.look()[-1].epoch
+        *before, last = self.server.look()
+        at = before[-1].epoch if before and not (last.index or last.returned) else last.epoch
         self.epoch[self.next], self.has[self.next], self.told[self.next] = at, [], []
         self.next += 1
 
