@@ -87,7 +87,7 @@ def test_who_is_fast_does_more_and_the_end_waits_for_one_batch(tmp_path, servers
     With two servers the counts are on the second, whose rounds server 0 does not see.
     """
     keys = {"ps": servers, "workers": 3, "chief": "driver", "gates": ["go", "end"], "timeouts": CALM}
-    with ProcessCluster(train, tmp_path, (bound, 2, [0.05, 0.05, 0.2], {}, 0, ""), **keys) as job:
+    with ProcessCluster(train, tmp_path, (bound, 2, [0.1, 0.1, 0.4], {}, 0, ""), **keys) as job:
         for task in (W0, W1, W2):
             job.hear(task, "ready")
         job.open("go")
@@ -102,7 +102,7 @@ def test_who_is_fast_does_more_and_the_end_waits_for_one_batch(tmp_path, servers
         for epoch in range(2):
             took = [at for task in (W0, W1, W2) for of, _, at in job.said(task, "took") if of == epoch]
             ended = [at for task in (W0, W1, W2) for of, at in job.said(task, "ended") if of == epoch]
-            assert max(took) < min(ended) + 0.15
+            assert max(took) < min(ended) + 0.3  # it would be 0.4, were one ahead of the slow worker
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before its round", "after its round"])

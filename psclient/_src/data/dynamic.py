@@ -23,7 +23,6 @@ HELD_BACK = 64
 """Batches of a dataset that trains, without a round of updates since, that do not count as done yet: the script may
 accumulate their gradients. More are no accumulation, but an evaluation."""
 
-
 APART = 0.02
 """Seconds between two questions that a worker asks ahead, where its steps are shorter: a question costs as much as a
 small round."""
@@ -103,6 +102,7 @@ class HandedOut:
         self._sent: list[int] = []  # rounds that are under way have
         self._done: list[int] = []  # of which server 0 is to be told
         self._back: list[int] = []
+        self._read: dict[int, Batch] = {}  # of what is ahead, by tickets
         self._latency = 0.0  # seconds from a question to its answer
         self._step = math.inf  # seconds from batch to batch
         self._last = math.nan
@@ -126,6 +126,7 @@ class HandedOut:
         self._collect()
         self._back += [chunk.ticket for chunk in self._ahead]
         self._ahead.clear()
+        self._read.clear()
         self._settle(everything=True)
         self._epoch, self._last = epoch, math.nan
 
@@ -137,7 +138,7 @@ class HandedOut:
         now = time.monotonic()
         self._step = now - self._last if self._last < now else math.inf
         self._settle()
-        if not self._ahead or (self._asked is not None and self._asked.done()):
+        if not self._ahead:
             self._collect()
         if not self._ahead:
             self._asked = self._ask(self._least + 1, needs=True)
@@ -149,13 +150,28 @@ class HandedOut:
         self._last = time.monotonic()
         return chunk
 
-    def look_ahead(self) -> Chunk | None:
-        """Asks for what comes after the batch in use; returns the next batch if it is here already."""
+    def coming(self) -> Batch | None:
+        """Reads the batch that comes next, if it is here already."""
+        if self._asked is not None and self._asked.done():
+            self._collect()
+        if not self._ahead:
+            return None
+        chunk = self._ahead[0]
+        if chunk.ticket not in self._read:
+            self._read[chunk.ticket] = self.read(chunk.epoch, chunk.examples)
+        return self._read[chunk.ticket]
+
+    def batch(self, chunk: Chunk) -> Batch:
+        """Returns a batch that `next` has given."""
+        found = self._read.pop(chunk.ticket, None)
+        return self.read(chunk.epoch, chunk.examples) if found is None else found
+
+    def ask_ahead(self) -> None:
+        """Asks for what comes after the batch in use."""
         steps = math.ceil(max(2 * self._latency, APART) / max(self._step, 1e-6))
         deep = max(self._least, min(steps, MAX_CHUNKS))
         if self._asked is None and len(self._ahead) <= deep // 2:
             self._asked = self._ask(deep - len(self._ahead))
-        return self._ahead[0] if self._ahead else None
 
     def end(self) -> None:
         """A pass has ended: gradients of its batches that were accumulated, and not pushed, will not be."""
@@ -299,14 +315,16 @@ class DynamicDataset(DistributedDataset):
         handed, group = self._handed, self._group
         handed.begin(epoch)
         while True:
+            handed.coming()  # before the boundary, which waits for the rounds of the step before
             group.boundary(self._number)
             chunk = handed.next()
             if chunk is None:
                 break
-            batch, following = handed.read(chunk.epoch, chunk.examples), handed.look_ahead()
+            batch = handed.batch(chunk)
             parts = self._slices(batch)
-            if following is not None and self._options.lookups:
-                self._look_ahead(self._slices(handed.read(following.epoch, following.examples)))
+            handed.ask_ahead()
+            if self._options.lookups and (following := handed.coming()) is not None:
+                self._look_ahead(self._slices(following))
             index = chunk.examples.index + 1 if chunk.epoch == epoch else index
             self._tell(epoch, index, True, parts, batch.examples)
             yield self._place(parts)

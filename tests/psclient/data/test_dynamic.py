@@ -243,6 +243,24 @@ def test_a_restore_goes_back_to_what_was_done_then(tmp_path):
             assert job.sum.numpy() == 20
 
 
+def test_each_batch_is_read_once(job):
+    """Ahead, while the rounds of the step before are answered; also where its rows are looked up."""
+    read = []
+
+    class Reading(list):
+        def __getitem__(self, index):
+            read.append(index)
+            return super().__getitem__(index)
+
+    with job.strategy.scope():
+        table = ps.Variable(np.ones((40, 2), "float32"), name="table")
+    data = Reading(np.arange(index, index + 2) for index in range(0, 40, 2))
+    options = ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC, lookups={table: lambda rows: rows})
+    for _ in job.data(data, options):
+        job.update()
+    assert sorted(read) == list(range(20))
+
+
 def test_synchronous_workers_go_on_with_what_was_not_done():
     """A checkpoint is the same as one of backup workers."""
     with ps.ParameterServerStrategy() as strategy:
