@@ -65,13 +65,14 @@ class _Pace:
             between = max(handed - self.mark, 1)
             self.share, self.mark, self.done = (min(self.done, between), between), handed, 0
 
-    def ahead(self, left: int) -> int:
+    def ahead(self, left: int, workers: int) -> int:
         """Returns how many of those that are left the worker may have ahead: half of what it will come to do of them.
 
-        Else the last ones would wait in the hands of a slow worker while the others have nothing left.
+        Else the last ones would wait in the hands of a slow worker while the others have nothing left. Two for each of
+        the workers are left out of account: so many may be taken at once when several end a step together.
         """
         own, all = self.share
-        return left * own // (2 * all)
+        return max(left - 2 * workers, 0) * own // (2 * all)
 
 
 @dataclass
@@ -237,7 +238,7 @@ class ChunkQueue:
     def _chunks(self, session: int, worker: _Worker, dataset: _Dataset, ask: ChunkAsk) -> Iterator[Chunk]:
         pace = dataset.paces.setdefault(session, _Pace(dataset.handed))
         pace.look(dataset.handed)
-        for _ in range(min(ask.want, max(pace.ahead(dataset.left(ask.epoch)), ask.needs))):
+        for _ in range(min(ask.want, max(pace.ahead(dataset.left(ask.epoch), len(dataset.at)), ask.needs))):
             if (taken := dataset.take(ask.epoch)) is None:
                 return
             self._ticket += 1

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from heapq import heappop, heappush
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -129,7 +130,7 @@ def test_what_a_worker_has_ahead_goes_back(server):
 
 
 def test_nobody_has_more_ahead_than_it_will_come_to_do(server):
-    """Half of its share of what is left, by how many all have been handed out since it asked last."""
+    """Half of its share of what is left, less two for each worker, by how many were handed out since it asked last."""
     count = 40
     assert len(server.ask(1, count=count, needs=False).chunks) == 0  # nothing is known of it
     slow, fast = server.ask(1, count=count), server.ask(2, count=count)
@@ -146,9 +147,37 @@ def test_nobody_has_more_ahead_than_it_will_come_to_do(server):
 
 
 def test_one_worker_alone_has_half_of_what_is_left_ahead(server):
-    """Nobody else could do it earlier."""
-    first = server.ask(1)
-    assert len(server.ask(1, needs=False, want=16, done=(ticket(first),)).chunks) == 2
+    """Of 20 that are left, less two: nobody else could do it earlier."""
+    first = server.ask(1, count=21)
+    assert len(server.ask(1, count=21, needs=False, want=16, done=(ticket(first),)).chunks) == 9
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.integers(1, 80), st.integers(1, 3))
+@settings(max_examples=300, deadline=None)
+def test_the_end_waits_for_one_batch_of_the_slowest(speeds, count, passes):
+    """Whatever they are: whoever begins a batch does so before anybody has found that nothing is left."""
+    server, clock = Server(), [(0, session) for session in range(len(speeds))]
+    ahead, using = [[] for _ in speeds], [[] for _ in speeds]
+    at, ends = [0] * len(speeds), {}
+    while clock:
+        now, session = heappop(clock)
+        done, using[session] = tuple(chunk.ticket for chunk in using[session]), []
+        said = {"epoch": at[session], "count": count}
+        if not ahead[session]:
+            answer = server.ask(session, want=2, done=done, **said)
+            ahead[session] += answer.chunks
+            done = ()
+        if not ahead[session]:
+            ends.setdefault(at[session], now)
+            at[session] += 1
+            if at[session] < passes:
+                heappush(clock, (now, session))
+            continue
+        chunk = ahead[session].pop(0)
+        assert now <= ends.get(chunk.epoch, now)
+        using[session] = [chunk]
+        ahead[session] += server.ask(session, needs=False, done=done, **said).chunks
+        heappush(clock, (now + speeds[session], session))
 
 
 # ---- Where a dataset stands ----
