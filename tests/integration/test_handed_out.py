@@ -233,6 +233,8 @@ def test_a_checkpoint_has_what_was_not_done(tmp_path, at):
     keys["workers"] = 2
     with ProcessCluster(train, tmp_path / "again", (-1, 3, [0, 0], {}, 0, "run"), **keys) as job:
         job.open("go")
+        for task in (W0, W1):
+            job.hear(task, "done")  # who has nothing left does not wait for the other's last batch
         job.open("end")
         assert job.hear(W1, "visits") == [3] * EXAMPLES
         job.finish()
