@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from pswire.chunk_api import ChunkServer
 from pswire.closure_api import ClosureServer
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError
@@ -155,6 +156,7 @@ class Contribution:
             live; else 0.
         closure: the closure that makes it: `round` is then its own count, from 0, whichever worker runs it; None for no
             closure.
+        chunks: tickets of the batches that were handed out and that it is made of: once it is applied, they are done.
     """
 
     session: int
@@ -174,6 +176,7 @@ class Contribution:
     lookups: tuple[RowRead, ...] = ()
     seconds: int = 0
     closure: ClosureName | None = None
+    chunks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -321,7 +324,7 @@ Begun = Callable[[Payload], object]
 """Told, once, of the payload of an answer that begins to grow."""
 
 
-class ParameterServer(ClosureServer, Protocol):
+class ParameterServer(ClosureServer, ChunkServer, Protocol):
     """One server, as its clients see it. All methods may be called from any thread.
 
     Attributes:

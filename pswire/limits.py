@@ -67,6 +67,15 @@ CLOSURE_ROUNDS = 1000
 CLOSURE_LOSSES = 8
 """Workers that may be lost while they run a closure, before it counts as failed: it may be what ends them."""
 
+MAX_CHUNKS = 16
+"""Batches that a worker may ask for at a time."""
+
+MAX_DATASETS = 1024
+"""Datasets of a job whose batches are handed out."""
+
+MAX_HELD = 100_000
+"""Batches that a worker may have been handed out and not done; it has done a step with all but the last few."""
+
 MAX_FUNCTIONS = 1000
 """Functions of closures that a process registers."""
 

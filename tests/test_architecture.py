@@ -42,6 +42,7 @@ ONLY_IN = {
     "google": {
         "psserver.transport.grpc_service",
         "psclient._src.transport.remote_server",
+        "psclient._src.transport.queue_calls",
         "pswire.encoding.mapper",
         "pswire.encoding.verbs",
     },

@@ -24,6 +24,9 @@ class AutoShardPolicy(IntEnum):
         FILE: by files; refused, since a dataset knows none here.
         DATA: each global batch is cut into slices, one for each replica of all workers.
         HINT: by a placeholder in the pipeline; refused, since pipelines have none here.
+        DYNAMIC: server 0 hands out global batches, whole, to whichever worker asks next; not of `tf.data`. For workers
+            that make updates of their own, with `Async()` or `BoundedStaleness(k)`, and for datasets of which any batch
+            can be read by its number: a batched `ArrayDataset`, a list of batches, a `MapDataset` of grain.
     """
 
     OFF = -1
@@ -31,6 +34,7 @@ class AutoShardPolicy(IntEnum):
     FILE = 1
     DATA = 2
     HINT = 3
+    DYNAMIC = 4
 
 
 @dataclass(frozen=True)
@@ -316,7 +320,8 @@ class Async:
     """Each worker makes updates of its own: a push is applied once, whole and at once, and nobody waits for others.
 
     `num_replicas_in_sync` is then this worker's number of replicas, and what a step reads may have been changed by
-    others since. The examples of a dataset are shared by all workers all the same.
+    others since. The examples of a dataset are shared by all workers all the same, or with `AutoShardPolicy.DYNAMIC`
+    handed out to whichever asks next.
 
     Attributes:
         mode: "async".

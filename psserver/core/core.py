@@ -43,6 +43,7 @@ from pswire.api import (
 )
 from pswire.cluster import Task
 from pswire.errors import PSError
+from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
 from pswire.model.log import Approved, LogEntry, Member, Mode, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
@@ -353,6 +354,13 @@ class Core:
         future: Future[Fetched] = Future()
         self._enter(self.machine.fetch, session, number, offset, future)
         return future
+
+    # ---- Batches that are handed out ----
+
+    def hand_out(self, session: int, ask: ChunkAsk) -> Future[Chunks]:
+        answer: Future[Chunks] = Future()
+        answer.set_result(self._enter(self.machine.hand_out, session, ask))
+        return answer
 
     # ---- What is there, and the end ----
 

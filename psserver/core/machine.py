@@ -16,6 +16,7 @@ from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.snapshots import Snapshots
 from psserver.config import ServerConfig
 from psserver.core.admission import Admission
+from psserver.core.chunks import ChunkStimuli
 from psserver.core.closures import ClosureStimuli
 from psserver.core.creation import Creation
 from psserver.core.links import Links
@@ -71,7 +72,7 @@ NUMBERS = 20
 """Bits of a session's number that count within one incarnation of server 0; the bits above are the incarnation's."""
 
 
-class Machine(ClosureStimuli):
+class Machine(ClosureStimuli, ChunkStimuli):
     """All state of a server. Each stimulus takes the time first, in monotonic seconds; a `PSError` refuses it.
 
     Args:

@@ -17,6 +17,7 @@ from psserver.registry import Registry
 from pswire.api import UNTIL_ENDED, Contribution, RestoreOrder, Vote
 from pswire.cluster import Task
 from pswire.errors import PSError
+from pswire.model.chunks import ChunkAsk
 from pswire.model.closures import ClosureOrder, ClosureResult
 from pswire.model.log import Member, Start
 from pswire.model.plan import PlacedVariable, VariableSpec
@@ -53,6 +54,7 @@ SHORTEN: dict[type, Callable[[Any], object]] = {
     tuple: len,
     list: _entries,
     Asked: lambda asked: (len(asked.variables) + len(asked.rows) + len(asked.tables), asked.after),
+    ChunkAsk: lambda ask: (ask.dataset, ask.epoch, len(ask.done), ask.want, ask.needs),
     ClosureOrder: lambda order: (order.number, _cut(order.function), order.joins),
     ClosureResult: lambda result: (result.number, _cut(result.kind)),
     Contribution: lambda said: (said.session, said.round, said.epoch, len(said.first_values)),
@@ -218,6 +220,10 @@ def _words(name: str, args: tuple[Any, ...], registry: Registry) -> str:
             return f"{who(session)}: {told}waits for a closure"
         case "fetch", (int(session), int(number), *_):
             return f"{who(session)}: the result of closure {number}"
+        case "hand_out", (int(session), (int(dataset), int(epoch), int(done), int(want), bool(needs))):
+            what = _counted(want, "chunk") + ("" if needs else " ahead")
+            asks = f"asks for {what} of dataset {dataset}, pass {epoch}" if want else f"looks at dataset {dataset}"
+            return f"{who(session)}: {asks}" + (f", {done} done" if done else "")
         case "worked", (str(call), *_):
             return call
         case "close", _:

@@ -3,6 +3,7 @@
 sessions      leases, members, and the token of the newest chief
 rounds        contributions of rounds; pending_round knows when a round is complete, strands the answers that are kept
 closures      closures of a coordinator, and who runs them; closure_rounds makes each of their rounds once
+chunks        batches of datasets that are handed out to whoever asks
 votes         agreement of the servers of a plan on whose contributions count
 variables     the values of variables
 first_values  the first ones, on their way here

@@ -14,6 +14,7 @@ from math import isfinite
 from psserver.effects import Effect, Fail, Run
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Key, MemberShare, ReadyRound
+from psserver.state.chunks import ChunkQueue
 from psserver.state.clocks import Clocks
 from psserver.state.closure_rounds import ClosuresOver, same_closure, take_over
 from psserver.state.pending_round import PendingRound, Push, Waiter
@@ -47,6 +48,7 @@ class Rounds:
         closed: number of rounds that are over, in asynchronous mode only of those that order a checkpoint.
         strands: all strands, with their rounds; the next to run comes first.
         clocks: how far the workers with bounded staleness are.
+        chunks: the batches that are handed out, and done by rounds.
     """
 
     def __init__(self, describe: Callable[[bytes], str], server: int = 0) -> None:
@@ -71,6 +73,7 @@ class Rounds:
         self._effects: list[Effect] = []  # of the running method, which returns them
         self._running: tuple[Key, int] | None = None
         self._closures = ClosuresOver()
+        self.chunks = ChunkQueue(lambda session: any(session in each.parts for _, each in self._open()))
 
     @property
     def positions(self) -> tuple[Position, ...]:
@@ -331,6 +334,7 @@ class Rounds:
             warnings: warnings for people.
         """
         record = Record.of(job, self.epoch, given, dropped, warnings)
+        self.chunks.applied(job)
         return record, self._close(job.strand, job.round, record)
 
     def fail(self, job: ReadyRound, error: PSError) -> tuple[Record, list[Waiter]]:
@@ -386,11 +390,11 @@ class Rounds:
     def fail_session(self, session: int, error: PSError) -> list[Effect]:
         """Fails the calls of a session that wait."""
         effects = [effect for _, pending in self._open() for effect in pending.fail_session(session, error)]
-        return effects + self._parked.fail_session(session, error)
+        return effects + self._parked.fail_session(session, error) + self.chunks.end(session)
 
     def sessions(self) -> set[int]:
-        """Returns the sessions whose calls wait."""
-        return self._parked.sessions.union(*(pending.sessions for _, pending in self._open()))
+        """Returns the sessions whose calls wait, or which have batches that were handed out."""
+        return self._parked.sessions.union(self.chunks.sessions, *(pending.sessions for _, pending in self._open()))
 
     def waiting(self) -> tuple[OpenRound, ...]:
         """Returns the open rounds, for people and for the chief."""

@@ -166,6 +166,10 @@ def _fetch(core: ParameterServer, m: pb.FetchRequest) -> tuple[Future[Any], Enco
     return core.fetch(m.session, m.number, m.offset), messages.FETCHED.to_pb
 
 
+def _hand_out(core: ParameterServer, m: pb.HandOutRequest) -> tuple[Future[Any], Encode]:
+    return core.hand_out(m.session, messages.CHUNK_ASK.from_pb(m.ask)), messages.CHUNKS.to_pb
+
+
 Ask = Callable[[ParameterServer, Any], tuple[Future[Any], Encode]]
 
 WAITING: Mapping[str, Ask] = {
@@ -175,6 +179,7 @@ WAITING: Mapping[str, Ask] = {
     "Schedule": _schedule,
     "Take": _take,
     "Fetch": _fetch,
+    "HandOut": _hand_out,
 }
 """For each verb: calls the core; gives the future, and what makes a message of its result."""
 

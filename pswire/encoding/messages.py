@@ -29,6 +29,7 @@ from pswire.encoding.mapper import Codec, Mapper, Words
 from pswire.encoding.verbs import refusal_from_pb, refusal_to_pb
 from pswire.errors import InvalidRequest
 from pswire.limits import MAX_PLAN_BYTES, MAX_PLAN_ITEMS, MAX_PLAN_NODES
+from pswire.model.chunks import Chunk, ChunkAsk, Chunks
 from pswire.model.closures import (
     ClosureName,
     ClosureOrder,
@@ -201,6 +202,10 @@ CLOSURE_RESULT = MAPPER.pair(ClosureResult, pb.ClosureResult)
 TAKEN = MAPPER.pair(Taken, pb.TakeReply)
 FETCHED = MAPPER.pair(Fetched, pb.FetchReply)
 
+MAPPER.pair(Chunk, pb.Chunk)
+CHUNK_ASK = MAPPER.pair(ChunkAsk, pb.ChunkAsk)
+CHUNKS = MAPPER.pair(Chunks, pb.HandOutReply)
+
 
 def batch_to_pb(reply: CreateBatchReply) -> pb.CreateBatchReply:
     """Makes the answer to the creation of several variables."""
@@ -238,6 +243,7 @@ def contribution_to_pb(contribution: Contribution, size: int) -> pb.PushHeader:
         lookups=map(ROW_READ.to_pb, contribution.lookups),
         seconds=contribution.seconds,
         closure=None if contribution.closure is None else CLOSURE.to_pb(contribution.closure),
+        chunks=contribution.chunks,
     )
 
 
@@ -261,6 +267,7 @@ def contribution_from_pb(message: pb.PushHeader) -> Contribution:
         tuple(map(ROW_READ.from_pb, message.lookups)),
         message.seconds,
         CLOSURE.from_pb(message.closure) if message.HasField("closure") else None,
+        tuple(message.chunks),
     )
 
 

@@ -1,8 +1,8 @@
 """The number of the protocol: the meaning and the bytes of the verbs, of gRPC's frames, and of the lanes.
 
-Both ends say theirs when a session opens, a client again on each lane. Each end serves its own number and the one
-before, so that servers and workers may be replaced one after the other. A change of the bytes that the other end has
-to know, or of what they mean, is a new number.
+Both ends say theirs when a session opens, a client again on each lane. Each end serves its own number and that of the
+version before, so that servers and workers may be replaced one after the other. A change of the bytes that the other
+end has to know, or of what they mean, is a new number.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from pswire.errors import ConfigError
 from pswire.model.log import Mode
 
-PROTOCOL = 3
+PROTOCOL = 4
 """The number of this version.
 
 0 is spoken by versions that say none; 1 by those whose servers know nothing of one another, so that each decides alone
 whose contributions a round has; 2 by those that know no dynamic tables, and take a part of one for an array of as many
-rows as a contribution may have, and no bounded staleness.
+rows as a contribution may have, and no bounded staleness; 3 by those whose server 0 hands out no batches.
 """
 
 TABLES = 3
@@ -30,7 +30,13 @@ BACKUP_WORKERS = 3
 STALENESS = 3
 """The first number whose servers bound the staleness of workers."""
 
-SERVED = (PROTOCOL - 1, PROTOCOL)
+CHUNKS = 4
+"""The first number whose server 0 hands out batches."""
+
+OLDEST = 2
+"""That of the version before this one; the numbers after it are of this one's making, and of no other version."""
+
+SERVED = tuple(range(OLDEST, PROTOCOL + 1))
 
 
 def check_protocol(number: int, theirs: str, ours: str) -> None:
@@ -45,9 +51,9 @@ def check_protocol(number: int, theirs: str, ours: str) -> None:
         ConfigError: this end does not serve the number.
     """
     if number not in SERVED:
-        served = " and ".join(map(str, SERVED))
         raise ConfigError(
-            f"{theirs} speaks protocol {number}, and {ours} {served}; install the same version of paramserver for both"
+            f"{theirs} speaks protocol {number}, and {ours} {OLDEST} to {PROTOCOL}; install the same version of "
+            "paramserver for both"
         )
 
 
@@ -78,6 +84,21 @@ def check_closures(number: int, theirs: str, ours: str) -> None:
     """
     if number < CLOSURES:
         raise _lacks(number, "closures", theirs, ours, "is of a job with a coordinator", "start the job anew")
+
+
+def check_chunks(number: int, theirs: str, ours: str) -> None:
+    """Refuses to ask a server for batches that hands out none.
+
+    Args:
+        number: the server's protocol number.
+        theirs, ours: as `check_protocol` has them.
+
+    Raises:
+        ConfigError: the server hands out no batches.
+    """
+    if number < CHUNKS:
+        what = "batches that are handed out"
+        raise _lacks(number, what, theirs, ours, "has a dataset with AutoShardPolicy.DYNAMIC", "take AUTO", "or")
 
 
 def check_consistency(number: int, mode: Mode, backup_workers: int, staleness: int, theirs: str, ours: str) -> None:

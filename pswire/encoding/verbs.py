@@ -100,6 +100,7 @@ VERBS: dict[str, Verb] = {
         Verb("Schedule", pb.ScheduleRequest, "session", "", waits=True, newer=True),
         Verb("Take", pb.TakeRequest, "session", "", waits=True, newer=True),
         Verb("Fetch", pb.FetchRequest, "session", "", waits=True, newer=True),
+        Verb("HandOut", pb.HandOutRequest, "session", "call", newer=True),
         Verb("Status", pb.Empty, "anyone", "call", guarded=False),
         Verb("Recent", pb.Empty, "anyone", "call", guarded=False, newer=True),
         Verb("Introduce", pb.IntroduceRequest, "server", "call"),

@@ -7,6 +7,7 @@ tables   dynamic tables: specs, filters, policies
 hashing  hashes of their keys
 first_values  first values of their rows
 rows     ids of rows
+chunks   batches that server 0 hands out
 log      entries of server 0's log
 saved    what a server has saved of a checkpoint
 status   what a server says of itself

@@ -1112,8 +1112,62 @@ class FetchReply(_message.Message):
     failure: Failure
     def __init__(self, state: _Optional[_Union[FetchReply.State, str]] = ..., result: _Optional[_Union[Piece, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
 
+class Chunk(_message.Message):
+    __slots__ = ("ticket", "epoch", "examples")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    EXAMPLES_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    epoch: int
+    examples: Examples
+    def __init__(self, ticket: _Optional[int] = ..., epoch: _Optional[int] = ..., examples: _Optional[_Union[Examples, _Mapping]] = ...) -> None: ...
+
+class ChunkAsk(_message.Message):
+    __slots__ = ("dataset", "number", "epoch", "count", "restores", "begins", "want", "needs", "done", "back", "looks")
+    DATASET_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    RESTORES_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_FIELD_NUMBER: _ClassVar[int]
+    WANT_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    BACK_FIELD_NUMBER: _ClassVar[int]
+    LOOKS_FIELD_NUMBER: _ClassVar[int]
+    dataset: int
+    number: int
+    epoch: int
+    count: int
+    restores: int
+    begins: _containers.RepeatedCompositeFieldContainer[Position]
+    want: int
+    needs: bool
+    done: _containers.RepeatedScalarFieldContainer[int]
+    back: _containers.RepeatedScalarFieldContainer[int]
+    looks: bool
+    def __init__(self, dataset: _Optional[int] = ..., number: _Optional[int] = ..., epoch: _Optional[int] = ..., count: _Optional[int] = ..., restores: _Optional[int] = ..., begins: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[int] = ..., needs: _Optional[bool] = ..., done: _Optional[_Iterable[int]] = ..., back: _Optional[_Iterable[int]] = ..., looks: _Optional[bool] = ...) -> None: ...
+
+class HandOutRequest(_message.Message):
+    __slots__ = ("session", "ask")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ASK_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    ask: ChunkAsk
+    def __init__(self, session: _Optional[int] = ..., ask: _Optional[_Union[ChunkAsk, _Mapping]] = ...) -> None: ...
+
+class HandOutReply(_message.Message):
+    __slots__ = ("chunks", "over", "positions")
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    chunks: _containers.RepeatedCompositeFieldContainer[Chunk]
+    over: bool
+    positions: _containers.RepeatedCompositeFieldContainer[Position]
+    def __init__(self, chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., over: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ...) -> None: ...
+
 class PushHeader(_message.Message):
-    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite", "follows", "first_values", "rows", "lookups", "seconds", "closure")
+    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite", "follows", "first_values", "rows", "lookups", "seconds", "closure", "chunks")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -1132,6 +1186,7 @@ class PushHeader(_message.Message):
     LOOKUPS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     CLOSURE_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     round: int
@@ -1150,7 +1205,8 @@ class PushHeader(_message.Message):
     lookups: _containers.RepeatedCompositeFieldContainer[RowRead]
     seconds: int
     closure: ClosureName
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ..., first_values: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., lookups: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ..., seconds: _Optional[int] = ..., closure: _Optional[_Union[ClosureName, _Mapping]] = ...) -> None: ...
+    chunks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ..., first_values: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., lookups: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ..., seconds: _Optional[int] = ..., closure: _Optional[_Union[ClosureName, _Mapping]] = ..., chunks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RoundHeader(_message.Message):
     __slots__ = ("round", "epoch", "more", "left_out", "size", "warnings", "observers", "rows", "over")

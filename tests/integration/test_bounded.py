@@ -16,6 +16,7 @@ from psserver.transport.server import ServerThread
 from pstesting.processes import CALM, PS0, QUICK, W0, W1, W2, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
 from pswire.encoding import messages
+from pswire.encoding.protocol import PROTOCOL
 from pswire.errors import ConfigError
 from tests.support.rig import core
 
@@ -246,7 +247,7 @@ def test_an_older_server_is_refused(monkeypatch, how):
         finally:
             server.close()
     assert refused.value.message.startswith(
-        f"{PS0} speaks protocol 2, which has no bounded staleness, and {W0}, which speaks 3, runs with "
+        f"{PS0} speaks protocol 2, which has no bounded staleness, and {W0}, which speaks {PROTOCOL}, runs with "
         "ps.BoundedStaleness(3); install the same version"
     )
 

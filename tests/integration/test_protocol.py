@@ -13,7 +13,7 @@ from psserver.transport import grpc_service
 from pstesting.in_process import InProcessCluster
 from pstesting.processes import PS0, PS1, W0, W1, ProcessCluster
 from pstesting.script import ME, add_all, say
-from pswire.encoding.protocol import PROTOCOL, TABLES
+from pswire.encoding.protocol import CHUNKS, OLDEST, PROTOCOL, TABLES
 from pswire.errors import ConfigError
 from pswire.model.hashing import BUCKETS
 from pswire.model.plan import PlacedVariable, VariableSpec
@@ -41,7 +41,7 @@ def speak(number):
 
 def test_the_protocol_before_is_served(tmp_path):
     """A worker of it trains together with one of this protocol, on the lanes as well."""
-    with ProcessCluster(speak, tmp_path, (PROTOCOL - 1,), ps=1, workers=2, lane="tcp") as job:
+    with ProcessCluster(speak, tmp_path, (OLDEST,), ps=1, workers=2, lane="tcp") as job:
         for task in (W0, W1):
             assert job.hear(task, "sums") == [6.0] * 4
         job.finish()
@@ -50,12 +50,12 @@ def test_the_protocol_before_is_served(tmp_path):
 def test_an_unknown_protocol_is_refused_with_both_ends_named(tmp_path):
     """At once, and with the exit code of what has to be corrected."""
     with ProcessCluster(speak, tmp_path, (PROTOCOL + 1,), ps=1, workers=2) as job:
-        line = job.hear_error(W1, f"{W1} speaks protocol {PROTOCOL + 1}, and {PS0} {PROTOCOL - 1} and {PROTOCOL}")
+        line = job.hear_error(W1, f"{W1} speaks protocol {PROTOCOL + 1}, and {PS0} {OLDEST} to {PROTOCOL}")
         assert "install the same version" in line
         assert job.exited(W1) == 2
 
 
-@pytest.mark.parametrize("number", [PROTOCOL - 1, PROTOCOL + 1], ids=["the one before", "an unknown one"])
+@pytest.mark.parametrize("number", [OLDEST, PROTOCOL + 1], ids=["the one before", "an unknown one"])
 def test_a_client_serves_the_same_protocols(monkeypatch, number):
     """A server of the one before answers it; one that lets in anybody, with an unknown one, is refused."""
     monkeypatch.setattr(grpc_service, "PROTOCOL", number)
@@ -125,3 +125,27 @@ def test_a_server_that_waits_for_all_is_given_no_backup_workers(monkeypatch):
             server.open(W0, 1, 0, False, "whole", "", 0, 1)
     with rig.remote(rig.core()) as server:  # another one: this one's number alone is older
         assert server.open(W0, 1, 0, False, "whole").session
+
+
+# ---- Batches that are handed out ----
+
+
+def test_a_server_that_hands_out_nothing_is_not_asked(monkeypatch):
+    """A dataset whose batches it should hand out is refused where it is made; another policy is not."""
+    plainly = grpc_service.Service._open
+
+    async def opened(self, *asked):
+        reply = pb.OpenReply.FromString(await plainly(self, *asked))
+        reply.protocol = CHUNKS - 1
+        return reply.SerializeToString()
+
+    monkeypatch.setattr(grpc_service.Service, "_open", opened)
+    data = ps.ArrayDataset(np.arange(4)).batch(2)
+    dynamic = ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC)
+    with InProcessCluster() as cluster:
+        resolver = cluster.resolver()
+        with ps.ParameterServerStrategy(cluster_resolver=resolver, consistency=ps.Async()) as strategy:
+            both = f"{PS0} speaks protocol {CHUNKS - 1}, which has no batches that are handed out, and .*{W0}"
+            with pytest.raises(ConfigError, match=f"{both}, which speaks {PROTOCOL}, has a dataset with .*DYNAMIC"):
+                strategy.experimental_distribute_dataset(data, dynamic)
+            assert len(list(strategy.experimental_distribute_dataset(data))) == 2

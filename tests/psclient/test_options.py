@@ -29,11 +29,11 @@ def test_contexts_say_what_they_are() -> None:
 
 
 def test_options_have_the_names_and_defaults_of_tensorflow() -> None:
-    """A policy may be its number, too; another one is refused."""
+    """A policy may be its number, too; another one is refused. DYNAMIC is none of TensorFlow's."""
     assert InputOptions() == InputOptions(True, AutoShardPolicy.AUTO)
     assert InputOptions(auto_shard_policy=-1).auto_shard_policy is AutoShardPolicy.OFF  # type: ignore[arg-type]
-    assert [policy.value for policy in AutoShardPolicy] == [-1, 0, 1, 2, 3]
-    assert [policy.name for policy in AutoShardPolicy] == ["OFF", "AUTO", "FILE", "DATA", "HINT"]
+    assert [policy.value for policy in AutoShardPolicy] == [-1, 0, 1, 2, 3, 4]
+    assert [policy.name for policy in AutoShardPolicy] == ["OFF", "AUTO", "FILE", "DATA", "HINT", "DYNAMIC"]
     with pytest.raises(ValueError, match="AutoShardPolicy"):
         InputOptions(auto_shard_policy=7)  # type: ignore[arg-type]
     assert RunOptions() == RunOptions(

@@ -49,6 +49,7 @@ VERBS_OF: dict[str, Caller] = {
     "Schedule": "session",
     "Take": "session",
     "Fetch": "session",
+    "HandOut": "session",
     "Status": "anyone",
     "Recent": "anyone",
     "Exchange": "anyone",

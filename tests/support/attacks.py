@@ -306,6 +306,22 @@ class Attacker:
             "Fetch": lambda: pb.FetchRequest(
                 session=session, number=draw(st.sampled_from(NUMBERS)), offset=draw(st.sampled_from(NUMBERS))
             ),
+            "HandOut": lambda: pb.HandOutRequest(
+                session=session,
+                ask=pb.ChunkAsk(
+                    dataset=draw(st.sampled_from([0, 1, 1 << 31])),
+                    number=draw(st.sampled_from(NUMBERS)),
+                    epoch=draw(st.sampled_from(NUMBERS)),
+                    count=draw(st.sampled_from(NUMBERS)),
+                    restores=draw(st.sampled_from(NUMBERS)),
+                    begins=draw(st.sampled_from([[], [pb.Position(dataset=0, epoch=1 << 63, index=1 << 63)] * 1000])),
+                    want=draw(st.sampled_from([0, 1, 16, (1 << 32) - 1])),
+                    needs=draw(st.booleans()),
+                    done=draw(st.sampled_from([[], [1, 1 << 63]])),
+                    back=draw(st.sampled_from([[], [1, 1 << 63]])),
+                    looks=draw(st.booleans()),
+                ),
+            ),
             "Status": pb.Empty,
             "Recent": pb.Empty,
         }

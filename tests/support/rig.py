@@ -399,11 +399,21 @@ class Worker:
         positions: tuple[Position, ...] = (),
         server: int = 0,
         previous: int = -1,
+        chunks: tuple[int, ...] = (),
     ) -> Future[RoundReply]:
         """Contributes to its next round, on one server; the test turns the round."""
         given = tuple(weights) if weights is not None else (float(self.replicas),) * len(plan.reductions)
         said = Contribution(
-            self.session, self.epoch, self.round, plan.id, given, more, positions, want, previous=previous
+            self.session,
+            self.epoch,
+            self.round,
+            plan.id,
+            given,
+            more,
+            positions,
+            want,
+            previous=previous,
+            chunks=chunks,
         )
         return self.job.verbs[server].push(said, payload(plan, server, values, given, operands))
 

@@ -36,6 +36,7 @@ from pswire.cluster import Task
 from pswire.encoding import messages
 from pswire.encoding.mapper import Codec
 from pswire.errors import BY_NAME, PSError
+from pswire.model.chunks import Chunk, ChunkAsk, Chunks
 from pswire.model.closures import (
     ClosureName,
     ClosureOrder,
@@ -375,6 +376,20 @@ _NAME = ClosureName(2001, 2002, 2003, (2001, 1 << 35))
 _ORDER = ClosureOrder(2001, "step", (1998, 1 << 35), _PIECE, ("step(x)", "batches()"), 17, True, (1990, 1 << 36))
 _QUEUE = ClosureQueue(2001, 31, 32, 33, 1999, 18, _FAILURE)
 _TOLD = ClosureResult(2001, _PIECE, "ValueError", TEXT)
+_ASKED = ChunkAsk(
+    2001,
+    2002,
+    1 << 33,
+    1 << 34,
+    2003,
+    (Position(2001, 2004, 2005, (Examples(2006, 2007, 2008),)),),
+    2009,
+    True,
+    (2010, 1 << 35),
+    (2011, 1 << 36),
+    True,
+)
+_HANDED = Chunks((Chunk(1 << 37, 2012, Examples(2013, 2014, 2015)),), True, (Position(2016, 2017, 2018),))
 
 SAMPLES = (
     Sample("Open", "full", (WORKER, 4, SESSION, True, "async", "the-job", 8, 0, 0), _OPENED),
@@ -460,6 +475,9 @@ SAMPLES = (
     Sample("Fetch", "full", (SESSION, 2001, 1 << 33), Fetched("failed", _PIECE, _FAILURE)),
     Sample("Fetch", "cancelled", (SESSION, 2001, 16), Fetched("cancelled", Piece(), _FAILURE)),
     Sample("Fetch", "least", (1, 1, 0), Fetched("done")),
+    Sample("HandOut", "full", (SESSION, _ASKED), _HANDED),
+    Sample("HandOut", "least", (1, ChunkAsk(0, 0, 0, 0)), Chunks()),
+    Sample("Push", "of chunks", (contribution(chunks=(_HANDED.chunks[0].ticket, 3)), small()), reply(small())),
     Sample("Push", "of a closure", (contribution(closure=_NAME), small()), reply(small())),
     Sample("Status", "full", (), STATUS),
     Sample("Status", "least", (), BARE),
@@ -630,6 +648,10 @@ class Fixed:
         return self._later(args)
 
     def fetch(self, *args: Any) -> Future[Any]:
+        """As all verbs here."""
+        return self._later(args)
+
+    def hand_out(self, *args: Any) -> Future[Any]:
         """As all verbs here."""
         return self._later(args)
 

@@ -1,6 +1,7 @@
 """Datasets: per-replica batches from arrays, PyTorch data loaders, Grain and iterables.
 
 distributed    distributed datasets and their iterators
+dynamic        datasets whose batches server 0 hands out
 array_dataset  `ArrayDataset`, batches of arrays in memory
 stages         what its methods make: examples and batches that can be begun anywhere
 adapters       one interface for all sources of batches

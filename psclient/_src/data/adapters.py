@@ -56,6 +56,23 @@ class Source(Protocol):
         ...
 
 
+class Indexable(Source, Protocol):
+    """A source of which any batch can be read by its number, without those before it."""
+
+    def count(self) -> int:
+        """Returns how many batches a data epoch has, all alike."""
+        ...
+
+    def batch(self, epoch: int, index: int) -> Batch:
+        """Returns one batch of a data epoch; `index` is below `count()`."""
+        ...
+
+
+def indexable(source: Source) -> Indexable | None:
+    """Returns a source as one whose batches have numbers; None if those before a batch have to be read first."""
+    return source if isinstance(source, Arrays | Listed) else None
+
+
 class Arrays:
     """The batches of an `ArrayDataset`, of which only the rows that are asked for are read.
 
@@ -76,7 +93,15 @@ class Arrays:
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """The batches of a data epoch; they share its order, and nothing is read before `rows` is called."""
         for index in range(start, self._dataset.batches(epoch)):
-            yield Batch(self._dataset.examples(index), partial(self._dataset.rows, epoch, index))
+            yield self.batch(epoch, index)
+
+    def count(self) -> int:
+        """Returns how many batches a data epoch has."""
+        return self._dataset.batches(0)
+
+    def batch(self, epoch: int, index: int) -> Batch:
+        """Returns one batch; nothing is read before its `rows` is called."""
+        return Batch(self._dataset.examples(index), partial(self._dataset.rows, epoch, index))
 
     def spec(self) -> Nest:
         """From the arrays; nothing is read, but for one example or batch where a function makes others of them."""
@@ -123,18 +148,36 @@ class Iterated:
         return batch
 
 
-class Indexed(Iterated):
-    """The batches of a `MapDataset` of grain, which shuffles anew where the numbers go on beyond its length."""
+class Listed(Iterated):
+    """The batches of a list, the same in each data epoch."""
+
+    def count(self) -> int:
+        """Returns how many batches a data epoch has."""
+        return len(self._dataset)
+
+    def batch(self, epoch: int, index: int) -> Batch:
+        """Reads one batch."""
+        batch = self._described(self._item(epoch, index))
+        return Batch(len(nest.flatten(batch)[0]), partial(_rows, batch))
 
     def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Nest]]:
-        count = len(self._dataset)
-        for index in range(start, count):
-            item = self._dataset[epoch * count + index]
-            if item is None:
-                raise ValueError(
-                    "a MapDataset has None where its filter leaves out a batch; distribute dataset.to_iter_dataset()"
-                )
-            yield index, item
+        for index in range(start, self.count()):
+            yield index, self._item(epoch, index)
+
+    def _item(self, epoch: int, index: int) -> Nest:
+        return self._dataset[index]
+
+
+class Indexed(Listed):
+    """The batches of a `MapDataset` of grain, which shuffles anew where the numbers go on beyond its length."""
+
+    def _item(self, epoch: int, index: int) -> Nest:
+        item = self._dataset[epoch * len(self._dataset) + index]
+        if item is None:
+            raise ValueError(
+                "a MapDataset has None where its filter leaves out a batch; distribute dataset.to_iter_dataset()"
+            )
+        return item
 
 
 class Loader(Iterated):
@@ -193,6 +236,7 @@ _SHUFFLING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
 _KINDS: dict[tuple[str, str], Callable[[Any], Source]] = {
     ("grain", "MapDataset"): Indexed,
     ("torch", "DataLoader"): Loader,
+    ("builtins", "list"): Listed,
 }
 """Datasets that are more than iterable, by the package and the name of their class."""
 

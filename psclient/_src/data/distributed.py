@@ -278,12 +278,16 @@ class _Distributed:
 
     def _position(self) -> Position:
         self._group.join(self._number)
-        at = self._group.position(self._number) or Position(self._number, 0, 0)
+        at = self._standing()
         if at != self._seen:  # this process has just joined, or restored a checkpoint
             self._seen, self._told = at, None
             if self._passes.from_group:
                 self._next = at.epoch
         return at
+
+    def _standing(self) -> Position:
+        """Where the group stood when this process joined, or where a checkpoint was restored to."""
+        return self._group.position(self._number) or Position(self._number, 0, 0)
 
     def _enter(self, epoch: int) -> int | None:
         """The index at which a pass begins; None for a pass that the group has behind it."""
@@ -494,14 +498,14 @@ class DistributedDataset(_Distributed):
 
     def _slices(self, batch: Batch) -> list[Nest]:
         first, replicas = self._group.share()
-        return _cut(batch, first, len(self._group.devices), -(-batch.examples // replicas))
+        return cut(batch, first, len(self._group.devices), -(-batch.examples // replicas))
 
     def _pieces(self, epoch: int) -> Iterator[list[Nest]]:
         local = len(self._group.devices)
         for batch in self._source.batches(epoch, 0):
             size = max(1, -(-batch.examples // self._group.share()[1]))
             for first in range(0, -(-batch.examples // size), local):
-                yield _cut(batch, first, local, size)
+                yield cut(batch, first, local, size)
 
     def _warn(self) -> None:
         if self._source.order_is_own and not self._warned and self._group.share()[1] > len(self._group.devices):
@@ -572,6 +576,6 @@ def _cut_up(index: int, examples: int, replicas: int) -> tuple[Examples, ...]:
     return tuple(Examples(index, first, stop) for first, stop in itertools.pairwise(ends))
 
 
-def _cut(batch: Batch, first: int, count: int, size: int) -> list[Nest]:
+def cut(batch: Batch, first: int, count: int, size: int) -> list[Nest]:
     """Slices of a batch, `count` of them from number `first` on, each of `size` examples, or what is left."""
     return [batch.rows(number * size, (number + 1) * size) for number in range(first, first + count)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from pswire.cluster import Task
 from pswire.model.log import Examples, Position
@@ -41,6 +42,23 @@ class Pass:
     out: frozenset[Task] = frozenset()
 
 
+class Handed(Protocol):
+    """The batches of one dataset that this process was handed out."""
+
+    @property
+    def tickets(self) -> tuple[int, ...]:
+        """Those in use, which no round of updates has taken in."""
+        ...
+
+    def sent(self) -> None:
+        """A round of updates was sent that takes them in."""
+        ...
+
+    def stands(self) -> tuple[Position, ...]:
+        """Asks where the dataset stands, pass by pass; nothing before its first batch was asked for."""
+        ...
+
+
 class Progress:
     """The passes that are under way, the innermost last: one over another dataset may stand inside of one.
 
@@ -49,6 +67,8 @@ class Progress:
 
     Attributes:
         passing: told whether a pass is under way, each time that one goes on, or has ended.
+        restores: checkpoints whose positions were restored.
+        handed: of each dataset whose batches are handed out, which this process has.
     """
 
     def __init__(self, replicas: int) -> None:
@@ -57,22 +77,44 @@ class Progress:
         self._passes: list[Pass] = []
         self._holding = False
         self._trained: set[int] = set()  # datasets whose steps make rounds of updates
-        self._begins: dict[int, Position] = {}
-        self._positions: dict[int, Position] = {}
+        self.restores = 0
+        self.handed: dict[int, Handed] = {}
+        self._begins: dict[int, tuple[Position, ...]] = {}
+        self._positions: dict[int, tuple[Position, ...]] = {}
 
     @property
     def positions(self) -> tuple[Position, ...]:
-        """The batch that each dataset gives next."""
-        return tuple(self._positions[dataset] for dataset in sorted(self._positions))
+        """The batch that each dataset gives next; of one whose batches are handed out it may be in several passes."""
+        return tuple(each for dataset in sorted(self._positions) for each in self._positions[dataset])
 
     def position(self, dataset: int) -> Position | None:
-        """Returns where a dataset stood when this process joined, or in the checkpoint that was restored."""
-        return self._begins.get(dataset)
+        """Returns where a dataset stood when this process joined, or in the checkpoint that was restored.
+
+        Where something was missing of several passes, it is the last one.
+        """
+        found = self.begins(dataset)
+        return found[-1] if found else None
+
+    def begins(self, dataset: int) -> tuple[Position, ...]:
+        """Returns what `position` does, pass by pass."""
+        return self._begins.get(dataset, ())
 
     def begin_at(self, positions: Sequence[Position]) -> None:
         """Datasets go on from these positions."""
-        self._begins = {position.dataset: position for position in positions}
+        self._begins = {}
+        for position in sorted(positions, key=lambda each: (each.dataset, each.epoch)):
+            self._begins[position.dataset] = (*self.begins(position.dataset), position)
         self._positions.update(self._begins)
+
+    def restore(self, positions: Sequence[Position]) -> None:
+        """Datasets go on from the positions of a checkpoint."""
+        self.restores += 1
+        self.begin_at(positions)
+
+    def stand(self) -> None:
+        """Asks where the datasets stand of which batches are handed out; called before a checkpoint."""
+        for dataset, handed in self.handed.items():
+            self._positions[dataset] = handed.stands() or self._positions.get(dataset, ())
 
     def advance(
         self,
@@ -85,7 +127,7 @@ class Progress:
         returned: tuple[Examples, ...] = (),
     ) -> None:
         """Notes what an iterator took: see `DatasetGroup.advance`."""
-        self._positions[dataset] = Position(dataset, epoch, index, returned)
+        self._positions[dataset] = (Position(dataset, epoch, index, returned),)
         before = next((item for item in self._passes if item.dataset == dataset), None)
         worked = NOBODY if before is None or before.given else before.worked | (self._everybody - before.empty)
         self.finish(dataset)
@@ -99,6 +141,10 @@ class Progress:
             del self._passes[numbers.index(dataset) :]
         if not self._passes:
             self.passing(False)
+
+    def trains(self, dataset: int) -> bool:
+        """Returns whether rounds of updates were made in passes over a dataset."""
+        return dataset in self._trained
 
     def made_round(self, dataset: int) -> bool:
         """Returns whether this process has made a round since `advance`, answered or not."""
@@ -115,15 +161,15 @@ class Progress:
     def returned(self, dataset: int) -> tuple[Examples, ...]:
         """Returns the examples of a pass that were left out of a round, and are to be handed out again, in order."""
         at = self._positions.get(dataset)
-        return () if at is None else at.returned
+        return at[-1].returned if at else ()
 
     def come_back(self, passed: Pass, tasks: Set[Task]) -> None:
         """Some tasks were left out of a round of updates, which belongs to a pass: what they had comes back."""
         new = sorted(tasks - passed.out)
         passed.out |= tasks
-        at = self._positions[passed.dataset]
+        at = self._positions[passed.dataset][-1]
         back = (each for task in new for each in passed.dealt.get(task, ()))
-        self._positions[passed.dataset] = replace(at, returned=(*at.returned, *back))
+        self._positions[passed.dataset] = (replace(at, returned=(*at.returned, *back)),)
 
     def sent(self, trains: bool = False) -> Pass | None:
         """A round was sent, and what was held back is in it; returns the pass that it belongs to.
@@ -137,9 +183,17 @@ class Progress:
         now.made_round = True
         if trains:
             self._trained.add(now.dataset)
+            if now.dataset in self.handed:
+                self.handed[now.dataset].sent()
         if not self._holding:
             now.given, now.worked = True, NOBODY
         return now
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The tickets of the batches that the next round of updates is made of; empty where none are handed out."""
+        found = self.handed.get(self._passes[-1].dataset) if self._passes else None
+        return () if found is None else found.tickets
 
     @contextlib.contextmanager
     def holding_back(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from psclient._src.context import StrategyFace
-from psclient._src.data import distributed
+from psclient._src.data import dynamic
 from psclient._src.devices import Device, Value
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.nest import Nest
@@ -43,7 +43,7 @@ class Beside:
     label: str = ""
 
 
-class ReplicaGroup(distributed.DatasetGroup, Protocol):
+class ReplicaGroup(dynamic.ChunkGroup, Protocol):
     """The processes that train together, as one of them sees it."""
 
     @property

@@ -46,6 +46,7 @@ class LocalGroup(Progress):
     backup_workers = 0
     leads = True
     pipeline = (0, 1)
+    chunk_calls = None
 
     def __init__(self, devices: tuple[Device, ...]) -> None:
         super().__init__(len(devices))

@@ -17,11 +17,20 @@ from psclient._src.arraylike import HostArray
 from psclient._src.cluster_resolver.base import ClusterResolver
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.data.distributed import DistributedDataset, DistributedDatasetFromFunction, Passes
+from psclient._src.data.dynamic import DynamicDataset
 from psclient._src.devices import Value
 from psclient._src.distribute import extended_v1
 from psclient._src.distribute.backend import Backend
 from psclient._src.nest import Nest
-from psclient._src.options import InputContext, InputOptions, ReduceOp, ReduceOpName, RunOptions, ValueContext
+from psclient._src.options import (
+    AutoShardPolicy,
+    InputContext,
+    InputOptions,
+    ReduceOp,
+    ReduceOpName,
+    RunOptions,
+    ValueContext,
+)
 from psclient._src.processes import shutdown
 from psclient._src.variables.variable import Variable
 
@@ -273,6 +282,8 @@ class Strategy:
     ) -> DistributedDataset:
         """Splits each global batch evenly over all replicas of all workers. In any context.
 
+        With `AutoShardPolicy.DYNAMIC` a batch goes to one worker, whichever asks next.
+
         Args:
             dataset: gives global batches, nests of arrays, anew each time it is iterated: an `ArrayDataset`, grain's
                 `MapDataset` or `IterDataset`, a PyTorch `DataLoader`, a list of batches.
@@ -282,11 +293,15 @@ class Strategy:
             An iterable of per-replica values, on the replicas' devices.
 
         Raises:
-            ValueError: the dataset is not batched.
-            TypeError: the dataset is of no known kind.
+            ValueError: the dataset is not batched; the policy is one of files, or DYNAMIC for synchronous workers.
+            TypeError: the dataset is of no known kind, or one whose batches cannot be handed out by their numbers.
+            ConfigError: the policy is DYNAMIC, and server 0 is of a version that hands out no batches.
         """
-        container = self._container
-        return DistributedDataset(dataset, self.backend.group, container._number_dataset(), container._passes, options)
+        group, container = self.backend.group, self._container
+        given = dataset, group, container._number_dataset(), container._passes, options
+        if options is not None and options.auto_shard_policy is AutoShardPolicy.DYNAMIC:
+            return DynamicDataset(*given)
+        return DistributedDataset(*given)
 
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], object], options: InputOptions | None = None

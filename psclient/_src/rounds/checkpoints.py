@@ -37,6 +37,7 @@ class ServerCheckpoints:
             path: the checkpoint's path, below the servers' checkpoint root.
             state: see `SnapshotOrder`.
         """
+        self._group.stand()
         self._saving = (self._order(path, state), path)
         self._failed.discard(path)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence, Set
 
 from psclient._src.data.progress import Pass, Progress
 from psclient._src.devices import Device
+from psclient._src.transport.chunk_calls import ChunkCalls
 from psclient._src.transport.pacing import goes_on
 from psclient._src.transport.patience import Deadline
 from psclient._src.transport.session import Session
@@ -40,6 +41,8 @@ class Group(Progress):
         self.devices = devices
         self.alone = session.consistency in ALONE
         """True if each worker makes rounds of its own."""
+        self.chunk_calls = ChunkCalls(session, lambda: 0 if self.late else self.restores + 1) if self.alone else None
+        """Asks for batches that are handed out to workers that do."""
         if session.clock is not None:
             self.passing = session.clock.note_pass
         self.backup_workers = session.backup_workers

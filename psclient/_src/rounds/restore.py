@@ -79,7 +79,7 @@ class Restoring:
             raise CheckpointError(f"the servers do not read the same checkpoint {found.path!r}; is it on all hosts?")
         commit = RestoreCommit(path, tuple(range(len(self._session.servers))), turn, _digest(orders[0]))
         plan = Plan(restore=commit)
-        self._group.begin_at(found.positions)  # first: they are the positions after the round
+        self._group.restore(found.positions)  # first: they are the positions after the round
         with self._group.holding_back():
             self._exchange.enter(plan)
             self._exchange.send(Outgoing(plan, (), (), ()))

@@ -381,6 +381,7 @@ class Exchange:
             # The time at which rows were updated, where some live for a time: it goes no further than to their tables.
             seconds=int(time.time()) if timed else 0,
             closure=None if closure is None else closure.name,
+            chunks=() if observes or closure is not None else group.chunks,
         )
 
     def _push(self, server: int, plan: Plan, said: Contribution, payload: Payload) -> Future[RoundReply]:

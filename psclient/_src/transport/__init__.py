@@ -3,6 +3,7 @@
 session         opens, beats, waits and leaves; patience says which time counts against deadlines
 worker_clock    what a worker with bounded staleness says of its rounds in its beats; pacing has it said
 remote_server   the verbs of `ParameterServer` over gRPC and lanes; retries repeats an unanswered call
+queue_calls     the verbs of server 0's queues; chunk_calls asks one of them for the batches of this process
 older_server    what servers do in one call, and did in several in the version before
 grpc_calls      single attempts of calls over gRPC, which can be ended at once; grpc_stream has many on one stream
 tls_diagnosis   says why a TLS handshake fails

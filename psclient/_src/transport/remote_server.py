@@ -21,6 +21,7 @@ from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.grpc_calls import GrpcCalls
 from psclient._src.transport.lane import Answered, Lane, Offer
 from psclient._src.transport.lane_selector import LaneSelector
+from psclient._src.transport.queue_calls import QueueCalls
 from psclient._src.transport.retries import Attempts
 from pswire.api import (
     ALL,
@@ -42,7 +43,6 @@ from pswire.encoding import messages
 from pswire.encoding.protocol import (
     PROTOCOL,
     STALENESS,
-    check_closures,
     check_consistency,
     check_protocol,
     check_tables,
@@ -50,7 +50,6 @@ from pswire.encoding.protocol import (
 from pswire.encoding.verbs import VERBS, batches, parse
 from pswire.errors import ConfigError, InvalidRequest, PSError
 from pswire.limits import MAX_BATCH_VARIABLES, Refused, Timeouts
-from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
 from pswire.model.log import Done, LogEntry, Mode, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.saved import Shard
@@ -68,7 +67,7 @@ SLOWEST = 10e6
 T = TypeVar("T")
 
 
-class RemoteServer:
+class RemoteServer(QueueCalls):
     """A server at an address. All methods may be called from any thread.
 
     Arrays of a payload are read until its call is over; they must not change before that.
@@ -231,11 +230,6 @@ class RemoteServer:
         number, ours = self._spoken
         check_tables(number, table, str(self.task), ours)
 
-    def check_closures(self) -> None:
-        """Raises `ConfigError` if the server knows no closures, which are to be run; for any thread."""
-        number, ours = self._spoken
-        check_closures(number, str(self.task), ours)
-
     def _create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
         whole = CreateBatchReply(0)
         encoded = [messages.VARIABLE.to_pb(variable) for variable in variables]
@@ -350,25 +344,6 @@ class RemoteServer:
         request = pb.RestoreRequest(session=session, path=path, turn=messages.TURN.to_pb(turn), order=said)
         ask = partial(self._ask, "Restore", request)
         return self._threads.submit(lambda: messages.RESTORED.from_pb(parse(pb.RestoreReply, ask())))
-
-    def schedule(self, session: int, order: ClosureOrder) -> Future[ClosureQueue]:
-        """Implements `ParameterServer.schedule`."""
-        ask = partial(self._ask, "Schedule", pb.ScheduleRequest(session=session, order=messages.ORDERED.to_pb(order)))
-        return self._threads.submit(lambda: messages.CLOSURES.from_pb(parse(pb.ScheduleReply, ask())))
-
-    def take(
-        self, session: int, functions: Sequence[str], result: ClosureResult | None = None, offset: int = 0
-    ) -> Future[Taken]:
-        """Implements `ParameterServer.take`."""
-        told = None if result is None else messages.CLOSURE_RESULT.to_pb(result)
-        request = pb.TakeRequest(session=session, functions=functions, result=told, offset=offset)
-        ask = partial(self._ask, "Take", request)
-        return self._threads.submit(lambda: messages.TAKEN.from_pb(parse(pb.TakeReply, ask())))
-
-    def fetch(self, session: int, number: int, offset: int) -> Future[Fetched]:
-        """Implements `ParameterServer.fetch`."""
-        ask = partial(self._ask, "Fetch", pb.FetchRequest(session=session, number=number, offset=offset))
-        return self._threads.submit(lambda: messages.FETCHED.from_pb(parse(pb.FetchReply, ask())))
 
     def status(self) -> ServerStatus:
         """Implements `ParameterServer.status`."""

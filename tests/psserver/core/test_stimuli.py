@@ -21,6 +21,7 @@ from psserver.registry import Registry
 from pswire.api import UNTIL_ENDED, Contribution, RestoreOrder, Vote
 from pswire.cluster import Task
 from pswire.errors import CheckpointError, Fenced, InvalidRequest, PSError
+from pswire.model.chunks import ChunkAsk
 from pswire.model.closures import ClosureOrder, ClosureResult
 from pswire.model.log import Approved, Created, Epoch, EpochClosed, Member, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
@@ -72,6 +73,14 @@ WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
         ),
     ],
     "fetch": [((SESSION, 3, 0, Future()), f"{WHO}: the result of closure 3")],
+    "hand_out": [
+        ((SESSION, ChunkAsk(1, 1, 2, 9, want=1, needs=True)), f"{WHO}: asks for 1 chunk of dataset 1, pass 2"),
+        (
+            (SESSION, ChunkAsk(1, 1, 2, 9, want=3, done=(7, 8))),
+            f"{WHO}: asks for 3 chunks ahead of dataset 1, pass 2, 2 done",
+        ),
+        ((SESSION, ChunkAsk(1, 1, 2, 9, looks=True)), f"{WHO}: looks at dataset 1"),
+    ],
     "beat": [((SESSION, 5, PLAN.id), f"{WHO}: waits in round 5"), ((SESSION, -1, b""), WHO)],
     "leave": [((SESSION, ""), f"{WHO}: cleanly"), ((STRANGER, "it failed"), "session 8: it failed")],
     "create": [

@@ -49,7 +49,7 @@ REQUESTS: list[type[Message]] = [
     *(pb.ApproveRequest, pb.ApproveReply, pb.PullRequest, pb.SnapshotRequest, pb.RestoreRequest, pb.RecentReply),
     *(pb.Part, pb.CreateFrame, pb.PushFrame, pb.RoundFrame, pb.PullFrame, pb.LaneHello, pb.LaneAlive),
     *(pb.IntroduceRequest, pb.IntroduceReply, pb.ExchangeHeader, pb.AskFrame, pb.AnswerFrame),
-    *(pb.CreateBatchRequest, pb.ScheduleRequest, pb.TakeRequest, pb.FetchRequest),
+    *(pb.CreateBatchRequest, pb.ScheduleRequest, pb.TakeRequest, pb.FetchRequest, pb.HandOutRequest),
 ]
 """What the rims write themselves: the arguments of a verb, and the envelopes of payloads."""
 

@@ -1,0 +1,286 @@
+"""Datasets whose batches server 0 hands out, in one process with a server beside it."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from psclient._src.data import dynamic as module
+from pstesting.in_process import InProcessCluster
+from pstesting.script import add
+from pswire.model.chunks import ChunkAsk
+from pswire.model.log import Examples, Position
+
+logging.getLogger("absl").setLevel(logging.ERROR)  # grain warns at its import where JAX is not installed
+import grain  # noqa: E402
+
+DYNAMIC = ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC)
+
+
+class Job:
+    """One asynchronous worker, and its server."""
+
+    def __init__(self, cluster: InProcessCluster, strategy: ps.ParameterServerStrategy) -> None:
+        self.cluster, self.strategy = cluster, strategy
+        self.group = strategy.backend.group
+        with strategy.scope():
+            self.sum = ps.Variable(np.zeros(1), name="sum")
+
+    def data(self, dataset, options=DYNAMIC):
+        return self.strategy.experimental_distribute_dataset(dataset, options)
+
+    def update(self, amount: float = 1.0) -> None:
+        self.strategy.run(lambda: add(self.sum, np.full(1, amount)))
+
+    def stands(self) -> tuple[Position, ...]:
+        """What a checkpoint of now would have."""
+        self.strategy.backend.settle()
+        self.group.stand()
+        return self.group.positions
+
+    def asked(self) -> list[ChunkAsk]:
+        """Records from now on what is asked."""
+        asked: list[ChunkAsk] = []
+
+        def record(stimulus) -> None:
+            if stimulus.name == "hand_out":
+                asked.append(stimulus.args[1])
+
+        self.cluster.cores[0].stimuli.record = record
+        return asked
+
+
+@pytest.fixture
+def job():
+    with InProcessCluster() as cluster:
+        resolver = cluster.resolver()
+        with ps.ParameterServerStrategy(cluster_resolver=resolver, consistency=ps.Async()) as strategy:
+            yield Job(cluster, strategy)
+
+
+def arrays(examples: int, size: int) -> ps.ArrayDataset:
+    return ps.ArrayDataset(np.arange(examples)).shuffle(3).batch(size)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "sizes"),
+    [
+        (arrays(11, 4), [4, 4, 3]),
+        ([np.arange(i, i + 3) for i in range(0, 9, 3)], [3, 3, 3]),
+        (grain.MapDataset.range(10).shuffle(seed=1).batch(4), [4, 4, 2]),
+        (ps.ArrayDataset(np.arange(0)).batch(4), []),
+    ],
+    ids=["arrays", "a list", "a MapDataset", "nothing"],
+)
+def test_each_example_comes_once_in_each_pass(job, dataset, sizes):
+    """In whole batches, and from every kind of dataset of which any batch can be read."""
+    batches = job.data(dataset)
+    for _ in range(2):
+        seen = list(batches)
+        assert [len(rows) for rows in seen] == sizes
+        assert sorted(row for rows in seen for row in rows.tolist()) == list(range(sum(sizes)))
+
+
+def test_local_replicas_share_a_batch():
+    """Of one that is smaller than their number some get nothing."""
+    with ps.ParameterServerStrategy(["cpu:0", "cpu:1"], consistency=ps.Async()) as strategy:
+        data = ps.ArrayDataset(np.arange(6)).batch(5)
+        seen = [batch.values for batch in strategy.experimental_distribute_dataset(data, DYNAMIC)]
+    assert [[part.tolist() for part in parts] for parts in seen] == [[[0, 1, 2], [3, 4]], [[5], []]]
+
+
+@pytest.mark.parametrize("strategy", [ps.ParameterServerStrategy, lambda: ps.MirroredStrategy(["cpu:0"])])
+def test_synchronous_workers_are_refused(strategy):
+    """Each has its part of every batch in every round anyway; the sentence says what to do."""
+    with strategy() as sync, pytest.raises(ValueError, match=r"DYNAMIC hands out .* use AUTO, or consistency=ps.Async"):
+        sync.experimental_distribute_dataset(arrays(4, 2), DYNAMIC)
+
+
+def test_what_has_to_be_read_in_order_is_refused(job):
+    """No worker could take a batch without those before it; an unbatched dataset is none at all."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: its DataLoader is not tested")
+    for dataset in (
+        torch.utils.data.DataLoader(list(range(4)), batch_size=2),
+        grain.MapDataset.range(4).to_iter_dataset(),
+    ):
+        with pytest.raises(TypeError, match=r"those of a \w+ have to be read one after the other.*or use AUTO"):
+            job.data(dataset)
+    with pytest.raises(ValueError, match="global_batch_size"):
+        job.data(ps.ArrayDataset(np.arange(4)))
+
+
+# ---- What is done ----
+
+
+def test_a_step_waits_for_no_answer(job):
+    """But for the first batches, and the last ones, of which nobody has more ahead than it will do."""
+    asked = job.asked()
+    for _ in job.data(arrays(60, 1)):
+        time.sleep(2 * module.APART)
+        job.update()
+    assert sum(ask.needs for ask in asked) < 12
+    assert len(asked) > 40
+
+
+def test_quick_steps_ask_for_several_batches_at_a_time(job, monkeypatch):
+    """As many as they need until the next answer; where each answer takes long, that is many."""
+    plainly = module.HandedOut._note
+    monkeypatch.setattr(module.HandedOut, "_note", lambda self, latency: plainly(self, latency + 1.0))
+    asked = job.asked()
+    for _ in job.data(arrays(600, 1)):
+        job.update()
+    assert job.sum.numpy() == 600
+    assert max(ask.want for ask in asked) > 8
+    assert len(asked) < 200
+
+
+def test_a_batch_is_done_with_its_round_of_updates(job):
+    """The one in use is not, and is in a checkpoint; what is ahead is, too."""
+    batches = iter(job.data(arrays(40, 4)))
+    next(batches)
+    job.update()
+    (position,) = job.stands()
+    assert all(each.index > 0 for each in position.returned)
+    next(batches)
+    (position,) = job.stands()
+    assert position.returned[0] == Examples(1, 0, 4)
+    assert position.index == 1 + len(position.returned)
+    job.update()
+    assert Examples(1, 0, 4) not in job.stands()[0].returned
+
+
+def test_batches_whose_gradients_are_accumulated_are_done_with_their_round(job):
+    """Three of them before each; where none comes any more, at the end of the pass."""
+    batches = iter(job.data(arrays(44, 4)))
+    next(batches)
+    job.update()
+    for _ in range(3):
+        next(batches)
+    assert {1, 2, 3} <= {each.index for each in job.stands()[0].returned}
+    job.update()
+    assert not {1, 2, 3} & {each.index for each in job.stands()[0].returned}
+    assert len(list(batches)) == 7
+    assert job.stands() == (Position(0, 1, 0),)
+
+
+def test_an_evaluation_needs_no_rounds(job):
+    """A batch of a dataset that never trains is done when the next one is asked for."""
+    batches = iter(job.data(arrays(40, 4)))
+    for _ in range(5):
+        next(batches)
+    assert {each.index for each in job.stands()[0].returned} <= {4, 5, 6}
+    list(batches)
+    assert job.stands() == (Position(0, 1, 0),)
+
+
+def test_a_pass_that_is_broken_off_leaves_nothing_behind(job):
+    """The next one has all batches, once each; what was ahead is given back, for workers that are still in it."""
+    batches, asked = job.data(arrays(40, 4)), job.asked()
+    for number, _ in enumerate(batches):
+        job.update()
+        if number == 3:
+            break
+    seen = sorted(row for rows in batches for row in rows.tolist())
+    assert seen == list(range(40))
+    assert job.stands() == (Position(0, 2, 0),)
+    given = {chunk for ask in asked for chunk in ask.back}
+    assert given
+    assert not given & {chunk for ask in asked for chunk in ask.done}
+
+
+def test_a_dataset_that_is_repeated_for_ever_has_no_end(job):
+    """Its batches come in order to one worker."""
+    batches = iter(job.data(ps.ArrayDataset(np.arange(4)).batch(2).repeat()))
+    assert [next(batches).tolist() for _ in range(5)] == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
+
+
+def test_rows_that_are_looked_up_come_with_the_round_before(job):
+    """The next batch is known while one is in use, so that a step reads no rows by itself."""
+    with job.strategy.scope():
+        table = ps.Variable(np.ones((40, 2), "float32"), name="table")
+    options = ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC, lookups={table: lambda rows: rows})
+    optimizer = ps.optimizers.SGD(1.0)
+
+    def step(rows):
+        found = table.lookup(rows)
+        optimizer.apply_gradients([(ps.IndexedSlices(found.numpy(), rows), table)])
+
+    pulls = []
+    server = job.cluster.cores[0]
+    server.stimuli.record = lambda stimulus: pulls.append(stimulus) if stimulus.name == "pull" else None
+    for rows in job.data(ps.ArrayDataset(np.arange(40)).batch(1), options):
+        time.sleep(0.002)
+        job.strategy.run(step, args=(rows,))
+    assert not table.numpy().any()
+    assert len(pulls) < 20
+
+
+def test_a_restore_goes_back_to_what_was_done_then(tmp_path):
+    """What was handed out since is nothing to it, whatever the worker has ahead."""
+    with InProcessCluster(checkpoint_root=tmp_path) as cluster:
+        resolver = cluster.resolver()
+        with ps.ParameterServerStrategy(cluster_resolver=resolver, consistency=ps.Async()) as strategy:
+            job = Job(cluster, strategy)
+            checkpoint = ps.train.Checkpoint(sum=job.sum)
+            batches, seen, path = job.data(arrays(40, 4)), list[list[list[int]]](), ""
+            for go in range(2):
+                if go:
+                    checkpoint.restore(path)
+                for _ in batches.epochs(2):
+                    seen.append([])
+                    for rows in batches:
+                        seen[-1].append(rows.tolist())
+                        job.update()
+                        if not go and len(seen) == 1 and len(seen[0]) == 4:
+                            path = checkpoint.save("run/ckpt")
+                            checkpoint.sync()
+            first, second, *again = seen
+            assert again == [first[4:], second]
+            assert job.sum.numpy() == 20
+
+
+def test_each_batch_is_read_once(job):
+    """Ahead, while the rounds of the step before are answered; also where its rows are looked up."""
+    read = []
+
+    class Reading(list):
+        def __getitem__(self, index):
+            read.append(index)
+            return super().__getitem__(index)
+
+    with job.strategy.scope():
+        table = ps.Variable(np.ones((40, 2), "float32"), name="table")
+    data = Reading(np.arange(index, index + 2) for index in range(0, 40, 2))
+    options = ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC, lookups={table: lambda rows: rows})
+    for _ in job.data(data, options):
+        job.update()
+    assert sorted(read) == list(range(20))
+
+
+def test_synchronous_workers_go_on_with_what_was_not_done():
+    """A checkpoint is the same as one of backup workers."""
+    with ps.ParameterServerStrategy() as strategy:
+        strategy.backend.group.restore((Position(0, 0, 3, (Examples(1, 0, 4),)),))
+        batches = strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(20)).batch(4))
+        seen = sorted(row for rows in batches for row in rows.tolist())
+    assert seen == [*range(4, 8), *range(12, 20)]
+
+
+def test_a_checkpoint_of_another_dataset_is_refused(job):
+    """A batch that it says was not done is none of this one."""
+    job.group.restore((Position(0, 0, 3, (Examples(9, 0, 4),)),))
+    with pytest.raises(ValueError, match="batch 9 of pass 0 was not done, and dataset 0 has 5 batches"):
+        list(job.data(arrays(20, 4)))
+
+
+def test_parts_of_batches_are_handed_out_as_they_came_back(job):
+    """As a job with backup workers has saved them."""
+    job.group.restore((Position(0, 1, 4, (Examples(0, 1, 3), Examples(2, 3, 9))),))
+    data = ps.ArrayDataset(np.arange(20)).batch(4)
+    batches = job.data(data)
+    assert [rows.tolist() for rows in batches] == []
+    assert [rows.tolist() for rows in batches] == [[1, 2], [11], [16, 17, 18, 19]]
