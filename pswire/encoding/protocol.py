@@ -10,12 +10,12 @@ from __future__ import annotations
 from pswire.errors import ConfigError
 from pswire.model.log import Mode
 
-PROTOCOL = 3
+PROTOCOL = 4
 """The number of this version.
 
 0 is spoken by versions that say none; 1 by those whose servers know nothing of one another, so that each decides alone
 whose contributions a round has; 2 by those that know no dynamic tables, and take a part of one for an array of as many
-rows as a contribution may have, and no bounded staleness.
+rows as a contribution may have, and no bounded staleness; 3 by those that take what is compressed for what is not.
 """
 
 TABLES = 3
@@ -29,6 +29,9 @@ BACKUP_WORKERS = 3
 
 STALENESS = 3
 """The first number whose servers bound the staleness of workers."""
+
+COMPRESSION = 4
+"""The first number whose servers know compressed contributions."""
 
 SERVED = (PROTOCOL - 1, PROTOCOL)
 
@@ -78,6 +81,22 @@ def check_closures(number: int, theirs: str, ours: str) -> None:
     """
     if number < CLOSURES:
         raise _lacks(number, "closures", theirs, ours, "is of a job with a coordinator", "start the job anew")
+
+
+def check_compression(number: int, variable: str, theirs: str, ours: str) -> None:
+    """Refuses to compress contributions to a server that would take them for what they are not.
+
+    Args:
+        number: the server's protocol number.
+        variable: name of the variable whose contributions are to be compressed.
+        theirs, ours: as `check_protocol` has them.
+
+    Raises:
+        ConfigError: the server knows no compression.
+    """
+    if number < COMPRESSION:
+        does = f"compresses contributions to variable {variable!r}"
+        raise _lacks(number, "compression", theirs, ours, does, "leave compression out", "or")
 
 
 def check_consistency(number: int, mode: Mode, backup_workers: int, staleness: int, theirs: str, ours: str) -> None:

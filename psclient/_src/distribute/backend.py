@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from psclient._src.context import StrategyFace
@@ -12,6 +12,8 @@ from psclient._src.data import distributed
 from psclient._src.devices import Device, Value
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.nest import Nest
+from psclient._src.variables.compression import Compressed
+from psclient._src.variables.feedback import Feedback
 from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.model.plan import Reduction, VariableSpec
 from pswire.model.tensor import Array
@@ -37,10 +39,27 @@ class Beside:
     Attributes:
         place: the parameter devices.
         label: name of the variable that it is beside, for messages, or "".
+        feedback: what compression leaves over of contributions to that variable; None where they travel as they are.
     """
 
     place: ServerIds
     label: str = ""
+    feedback: Feedback | None = None
+
+    def plain(self) -> Beside:
+        """Returns the same, to which contributions travel as they are."""
+        return replace(self, feedback=None)
+
+
+@dataclass(frozen=True)
+class Uncompressed:
+    """A destination like a variable, to which contributions travel as they are.
+
+    Attributes:
+        variable: the variable.
+    """
+
+    variable: Variable
 
 
 class ReplicaGroup(distributed.DatasetGroup, Protocol):
@@ -134,6 +153,19 @@ class Backend(Protocol):
             place: the servers that hold it; empty lets the backend choose.
             on_read: True if each replica has a copy of its own.
             how: the variable's aggregation.
+        """
+        ...
+
+    def compress(self, variable: Variable, given: Compressed, name: str) -> bool:
+        """Compresses the contributions to a new variable, if they travel.
+
+        Args:
+            variable: the variable.
+            given: how; None for what the strategy says.
+            name: of what is kept for it.
+
+        Returns:
+            Whether it does, so that the name is taken.
         """
         ...
 

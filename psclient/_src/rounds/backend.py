@@ -26,10 +26,12 @@ from psclient._src.rounds.creation import NO_VALUE
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.placement import Placement
 from psclient._src.rounds.reader import VariableReader
+from psclient._src.rounds.residuals import Residuals
 from psclient._src.rounds.rounds import Exchange, Outgoing
 from psclient._src.rounds.section import Section, ServerValue
 from psclient._src.rounds.under_way import UnderWay
 from psclient._src.tracing.symbolic_numbers import Number
+from psclient._src.variables.compression import Compressed, Compression
 from psclient._src.variables.kinds import Cell, ServerVariable, SyncOnReadVariable
 from psclient._src.variables.tables import PartOfTable, TableVariable, refuse_whole
 from psclient._src.variables.variable import Variable, VariableAggregation
@@ -55,6 +57,7 @@ class RemoteBackend:
         exchange: the rounds of this process.
         placement: chooses the servers of new variables.
         nonfinite: what becomes of updates if a contribution has NaN or infinity.
+        compression: how contributions are compressed to trained variables that do not say it; None for not at all.
 
     Attributes:
         between_graph: True: every worker runs the script.
@@ -65,7 +68,13 @@ class RemoteBackend:
 
     between_graph = True
 
-    def __init__(self, exchange: Exchange, placement: Placement, nonfinite: Nonfinite = "apply") -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        placement: Placement,
+        nonfinite: Nonfinite = "apply",
+        compression: Compression | None = None,
+    ) -> None:
         self._nonfinite = nonfinite
         self._task = exchange.session.task
         self.parameter_devices = exchange.session.devices
@@ -75,7 +84,8 @@ class RemoteBackend:
         self._reads = exchange.reads
         self._creation = exchange.creation
         self.reader = VariableReader(exchange, self)
-        self.checkpoints = ServerCheckpoints(exchange, self._order_snapshot)
+        self._residuals = Residuals(exchange.group, exchange.creation, self.create_shard, self.reader, compression)
+        self.checkpoints = ServerCheckpoints(exchange, self._order_snapshot, self._residuals)
         self._placement = placement
         self._host_buffers = HostBuffers()
         self._opening = threading.Condition()  # guards that one section is open, and no other is opened beside it
@@ -153,6 +163,15 @@ class RemoteBackend:
         self._placement.created(handle, chosen)
         return handle
 
+    def compress(self, variable: Variable, given: Compressed, name: str) -> bool:
+        """Compresses the contributions to a new variable: see `Backend.compress`."""
+        codec = self._residuals.codec_for(variable, given)
+        if codec is None:
+            return False
+        self._exchange.session.check_compression(variable.name)
+        self._residuals.add(variable, codec, name)
+        return True
+
     @property
     def idle(self) -> bool:
         """True if no section is open, and the strategy is not closed."""
@@ -190,7 +209,7 @@ class RemoteBackend:
             hand_in = self._exchange.buffers.hand_in
             contributions = [(local if hand_in(local.total) else local.kept(), to) for local, to in contributions]
         reduced = [
-            section.reduce(local, None) if to is None else section.reduce(local, to.place, to.label)
+            section.reduce(local, None) if to is None else section.reduce(local, to.place, to.label, to.feedback)
             for local, to in contributions
         ]
         if comes_here:
@@ -359,6 +378,7 @@ class RemoteBackend:
         for variable in self._copies:
             if variable.aggregation is not VariableAggregation.NONE:
                 variable.saved.assign_aggregate(variable.strategy, "assign", variable)
+        self._residuals.save(lambda local, to: self.reduce([(local, to)])[0])
         self._exchange.window.settle()  # It is of the values that all rounds before it have left.
         section = self.section_here
         section.order_snapshot(path, self.group.round, state)
@@ -391,6 +411,7 @@ class RemoteBackend:
             section.give_back_unused()
         try:
             self._creation.send()
+            self._residuals.settle()
             outgoing = section.outgoing()
             if outgoing.plan.servers:
                 section.sent(partial(self._exchange.window.values, self._make_round(outgoing)))

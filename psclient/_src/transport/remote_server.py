@@ -43,6 +43,7 @@ from pswire.encoding.protocol import (
     PROTOCOL,
     STALENESS,
     check_closures,
+    check_compression,
     check_consistency,
     check_protocol,
     check_tables,
@@ -230,6 +231,11 @@ class RemoteServer:
         """Raises `ConfigError` if the server knows no dynamic tables, of which one is to be created; for any thread."""
         number, ours = self._spoken
         check_tables(number, table, str(self.task), ours)
+
+    def check_compression(self, variable: str) -> None:
+        """Raises `ConfigError` if the server knows no compression, which a variable is to have; for any thread."""
+        number, ours = self._spoken
+        check_compression(number, variable, str(self.task), ours)
 
     def check_closures(self) -> None:
         """Raises `ConfigError` if the server knows no closures, which are to be run; for any thread."""

@@ -362,6 +362,12 @@ class Session:
             if isinstance(server, RemoteServer):
                 server.check_tables(table)
 
+    def check_compression(self, variable: str) -> None:
+        """Raises `ConfigError` if one of the servers takes what is compressed for a variable for what is not."""
+        for server in self.servers:
+            if isinstance(server, RemoteServer):
+                server.check_compression(variable)
+
     def check_closures(self) -> None:
         """Raises `ConfigError` if one of the servers knows no closures, which are to be run."""
         for server in self.servers:
