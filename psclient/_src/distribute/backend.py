@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from psclient._src.tracing.symbolic_numbers import Number
 
 T = TypeVar("T")
+P = TypeVar("P")
 
 ServerIds = tuple[int, ...]
 """Parameter devices, by number."""
@@ -60,6 +61,11 @@ class Uncompressed:
     """
 
     variable: Variable
+
+
+def uncompressed(place: P) -> P:
+    """Returns a destination to which contributions travel as they are."""
+    return place.plain() if isinstance(place, Beside) else place  # type: ignore[return-value]
 
 
 class ReplicaGroup(distributed.DatasetGroup, Protocol):
@@ -156,16 +162,13 @@ class Backend(Protocol):
         """
         ...
 
-    def compress(self, variable: Variable, given: Compressed, name: str) -> bool:
+    def compress(self, variable: Variable, given: Compressed, names: dict[str, int]) -> None:
         """Compresses the contributions to a new variable, if they travel.
 
         Args:
             variable: the variable.
             given: how; None for what the strategy says.
-            name: of what is kept for it.
-
-        Returns:
-            Whether it does, so that the name is taken.
+            names: how many variables were created by each name; one for what is kept is added.
         """
         ...
 

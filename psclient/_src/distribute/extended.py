@@ -12,7 +12,7 @@ from psclient._src import context, nest
 from psclient._src.arraylike import HostArray, LazyArray, LazyCopy, Mirrored, Readable, read, reduced_array
 from psclient._src.context import StrategyFace
 from psclient._src.devices import Device, Value, is_array, local_devices, to_numpy
-from psclient._src.distribute.backend import Backend, Beside, ServerIds, Uncompressed
+from psclient._src.distribute.backend import Backend, Beside, ServerIds, Uncompressed, uncompressed
 from psclient._src.distribute.gathering import Place, check_axis, host_array, of_each
 from psclient._src.distribute.local import LocalBackend, apply_to_copies
 from psclient._src.distribute.reduction import EVERYONE, LocalValue, check_arrays, combine
@@ -161,13 +161,8 @@ class StrategyExtended:
         made = self._backend.create(self._strategy, unique, value, place, on_read, aggregation)
         for taken in {spec.name, unique.name}:
             self._names[taken] = self._names.get(taken, 0) + 1
-        self._compress(made, compression)
+        self._backend.compress(made, compression, self._names)
         return made
-
-    def _compress(self, made: Variable, compression: Compressed) -> None:
-        name = self._unique(f"{made.name}/residual")
-        if self._backend.compress(made, compression, name):
-            self._names[name] = self._names.get(name, 0) + 1
 
     def _unique(self, name: str) -> str:
         count = self._names.get(name, 0)
@@ -328,7 +323,7 @@ class StrategyExtended:
     def all_gather(self, value: Nest, axis: SupportsIndex) -> Any:
         """As `gather`, and gives each local replica the result on its device."""
         found = self.gather(value, axis)
-        return nest.map_structure(lambda array: self._bring(array, self._backend.group.devices), found)
+        return nest.map_structure(lambda array: bring(array, self._backend.group.devices), found)
 
     def contributions(
         self, values: Sequence[Value], variables: Sequence[Variable], reductions: Sequence[Reduction]
@@ -374,7 +369,7 @@ class StrategyExtended:
         beside = [place if isinstance(place, Beside) else None for _, place in pairs]
         reduced = self._backend.reduce([(local, to) for (local, _), to in zip(pairs, beside, strict=True)])
         return [
-            value if isinstance(place, Beside) else self._bring(value, place)
+            value if isinstance(place, Beside) else bring(value, place)
             for value, (_, place) in zip(reduced, pairs, strict=True)
         ]
 
@@ -399,8 +394,7 @@ class StrategyExtended:
         """Returns where a reduced value shall be: beside a variable on servers, or on devices of this process."""
         devices = self._backend.group.devices
         if isinstance(destinations, Uncompressed):
-            found = self._destination(destinations.variable, value)
-            return found.plain() if isinstance(found, Beside) else found
+            return uncompressed(self._destination(destinations.variable, value))
         if isinstance(destinations, Variable):
             destinations.check_strategy(self._strategy)
             if isinstance(destinations, CopiedVariable | LocalVariable):
@@ -423,24 +417,6 @@ class StrategyExtended:
         if full not in self.worker_devices:
             raise ValueError(f"{name!r} is no device of this process; it has {', '.join(self.worker_devices)}")
         return self._backend.group.devices[self.worker_devices.index(full)]
-
-    @staticmethod
-    def _bring(value: object, devices: Sequence[Device]) -> Value:
-        """Copies a value to worker devices: returns an array for one device, else a mirrored value.
-
-        One that comes to CPUs is there when it is looked at.
-        """
-        if isinstance(value, IndexedSlices):
-            if len(devices) == 1:
-                return value
-            # On CPUs all may share it: nobody can change it.
-            on_host = all(device.kind == "cpu" for device in devices)
-            return Mirrored([value if on_host else value.on(device) for device in devices])
-        if isinstance(value, LazyArray) and all(device.kind == "cpu" for device in devices):
-            return value if len(devices) == 1 else Mirrored([LazyCopy(value) for _ in devices])
-        array = read(value)
-        copies = [reduced_array(array, device) for device in devices]
-        return copies[0] if len(copies) == 1 else Mirrored(copies)
 
     # ---- Updates ----
 
@@ -528,6 +504,24 @@ class StrategyExtended:
             context.require_cross_replica(self._strategy, what)
             self._backend.check_open()
             yield
+
+
+def bring(value: object, devices: Sequence[Device]) -> Value:
+    """Copies a value to worker devices: returns an array for one device, else a mirrored value.
+
+    One that comes to CPUs is there when it is looked at.
+    """
+    if isinstance(value, IndexedSlices):
+        if len(devices) == 1:
+            return value
+        # On CPUs all may share it: nobody can change it.
+        on_host = all(device.kind == "cpu" for device in devices)
+        return Mirrored([value if on_host else value.on(device) for device in devices])
+    if isinstance(value, LazyArray) and all(device.kind == "cpu" for device in devices):
+        return value if len(devices) == 1 else Mirrored([LazyCopy(value) for _ in devices])
+    array = read(value)
+    copies = [reduced_array(array, device) for device in devices]
+    return copies[0] if len(copies) == 1 else Mirrored(copies)
 
 
 def _fit_of(destination: object) -> Fit | None:

@@ -105,9 +105,8 @@ class LocalBackend:
         self._buffers = HostBuffers()
         self.worker_devices = self.parameter_devices = tuple(map(self.full_name, devices))
 
-    def compress(self, variable: Variable, given: Compressed, name: str) -> bool:
-        """Returns False: nothing travels."""
-        return False
+    def compress(self, variable: Variable, given: Compressed, names: dict[str, int]) -> None:
+        """Does nothing: nothing travels."""
 
     def buffer(self, variable: Variable, replica: int) -> Array:
         """Returns an array of memory of its own."""

@@ -103,7 +103,7 @@ class ShardedExtended(extended_v1.StrategyExtended):
             places = self._sharding_backend.places_for(Sharding(starts, ((),) * count).specs(unique))
             made = self._create_cut(unique, value, Sharding(starts, tuple(places)), aggregation, chosen=True)
         self._take_names(spec.name, unique.name)
-        self._compress(made, compression)
+        self._backend.compress(made, compression, self._names)
         return made
 
     def _create_beside(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import cast
 
-from psclient._src.rounds.residuals import Residuals
+from psclient._src.distribute.residuals import Residuals
 from psclient._src.rounds.restore import Restoring
 from psclient._src.rounds.rounds import Exchange
 from psclient._src.variables.kinds import ServerVariable, SyncOnReadVariable

@@ -17,11 +17,11 @@ from functools import partial
 from typing import cast
 
 from psclient._src.devices import Coming
+from psclient._src.distribute.compressed import compress
 from psclient._src.distribute.reduction import SentRows
 from psclient._src.rounds.awaited import Awaited
 from psclient._src.rounds.buffers import Buffer, Buffers
 from psclient._src.rounds.buffers import pack as pack_buffers
-from psclient._src.rounds.compressed import compress
 from psclient._src.rounds.counters import RoundCounters
 from psclient._src.rounds.creation import Creation
 from psclient._src.rounds.membership import Group
@@ -74,7 +74,7 @@ class Outgoing:
         """Returns what is sent of it, which is compressed here, once; see `compress`."""
         if not self.plan.compressed:
             return self
-        found = compress(self.plan, self.contributions, self.feedback)
+        found = compress(self.plan, self.contributions, self.feedback, host)
         return replace(
             self,
             contributions=tuple(found.contributions),

@@ -162,7 +162,8 @@ class ParameterServerStrategy(Strategy):
         self._exporter.add_worker(self._exchange, self._servers)
         limits = [server.status().memory_limit for server in self._servers]
         placement, nonfinite = Placement(self._ps_strategy, limits), self.consistency.nonfinite
-        self._remote = RemoteBackend(self._exchange, placement, nonfinite, self._compression)
+        self._remote = RemoteBackend(self._exchange, placement, nonfinite)
+        self._remote.residuals.default = self._compression
         super().__init__(TableExtended(self, self._remote, self._partitioner))
 
     # ---- What it is ----

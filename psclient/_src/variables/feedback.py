@@ -22,10 +22,10 @@ class Feedback:
     Args:
         codec: how they are compressed.
         saved: the variable on servers that has the sum of all processes' residuals as of the last checkpoint.
-        first: returns the residual to begin with; None for zeros.
+        first: returns the residual to begin with, when it is first needed; None for zeros.
     """
 
-    def __init__(self, codec: Codec, saved: Any, first: Callable[[], Array | None]) -> None:
+    def __init__(self, codec: Codec, saved: Any, first: Callable[[Feedback], Array | None]) -> None:
         self.codec = codec
         self.saved = saved
         self._first = first
@@ -45,13 +45,13 @@ class Feedback:
     def residual(self) -> Array:
         """What is left over, float32, or float64; of the variable's shape."""
         if self._residual is None:
-            first, spec = self._first(), self.saved.spec
+            first, spec = self._first(self), self.saved.spec
             self._residual = np.zeros(spec.shape, DTYPES[spec.dtype]) if first is None else first
         return self._residual
 
     def begin(self, residual: Array | None) -> None:
         """Goes on from a residual, whose memory becomes its own; from zeros for None."""
-        self._first = lambda: residual
+        self._first = lambda _: residual
         self._residual = None
 
     def encode(self, array: Array, spec: TensorSpec) -> Encoded:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from psclient._src.devices import Coming
+from psclient._src.devices import Coming, Pending
 from psclient._src.distribute.reduction import SentRows
-from psclient._src.transport.staging import Sent, host
 from psclient._src.variables.feedback import Feedback
 from pswire.model.plan import Plan, Reduction
 from pswire.model.tensor import Array
+
+Sent = Array | Pending
+"""As a contribution travels: a host array, or one that is on its way."""
 
 
 @dataclass
@@ -30,7 +32,10 @@ class Compressed:
 
 
 def compress(
-    plan: Plan, contributions: Sequence[Sent | SentRows | None], feedback: Sequence[Feedback | None]
+    plan: Plan,
+    contributions: Sequence[Sent | SentRows | None],
+    feedback: Sequence[Feedback | None],
+    host: Callable[[Sent], Array],
 ) -> Compressed:
     """Compresses the contributions to a round, which is to be sent: what is left over counts as kept for the next.
 
@@ -40,17 +45,23 @@ def compress(
         plan: the round's plan.
         contributions: for each reduction, as `Outgoing.contributions`.
         feedback: for each reduction what is left over of earlier contributions; None where it is not compressed.
+        host: returns an array on the host; waits for its copy from a GPU.
     """
     found = Compressed(list(contributions))
     for number in plan.compressed:
         sent, own = contributions[number], feedback[number]
         if sent is not None and own is not None:
-            found.contributions[number] = _compressed(found, number, plan.reductions[number], sent, own)
+            found.contributions[number] = _compressed(found, number, plan.reductions[number], sent, own, host)
     return found
 
 
 def _compressed(
-    found: Compressed, number: int, reduction: Reduction, sent: Sent | SentRows, own: Feedback
+    found: Compressed,
+    number: int,
+    reduction: Reduction,
+    sent: Sent | SentRows,
+    own: Feedback,
+    host: Callable[[Sent], Array],
 ) -> Sent | SentRows:
     if isinstance(sent, Coming):
         later = Coming(reduction.nbytes)

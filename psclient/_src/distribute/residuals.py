@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Protocol
 
 import numpy as np
 
-from psclient._src.context import StrategyFace
-from psclient._src.distribute.backend import Beside
+from psclient._src.distribute.backend import Beside, ReplicaGroup
 from psclient._src.distribute.reduction import LocalValue
-from psclient._src.rounds.creation import Creation
-from psclient._src.rounds.membership import Group
-from psclient._src.rounds.reader import VariableReader
+from psclient._src.distribute.sharded import ShardingBackend
 from psclient._src.variables.compression import Compressed, Compression, is_compressible
 from psclient._src.variables.feedback import Feedback
 from psclient._src.variables.kinds import ServerVariable
@@ -21,8 +19,14 @@ from pswire.model.compression import Codec
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import DTYPES, Array
 
-Create = Callable[[StrategyFace, VariableSpec, Array, tuple[int, ...], bool], ServerVariable]
-"""Creates a variable on servers, as `RemoteBackend.create_shard`."""
+
+class Members(ReplicaGroup, Protocol):
+    """The processes that train together, as this one sees them."""
+
+    @property
+    def late(self) -> bool:
+        """True if this process came to a running job."""
+        ...
 
 
 class Residuals:
@@ -32,64 +36,69 @@ class Residuals:
     residuals as of the last checkpoint, or of the one that was restored.
 
     Args:
-        group: this process's place among the members.
-        creation: creates variables.
-        create: creates a variable on given servers.
-        reader: reads variables.
-        default: how contributions are compressed to variables that do not say it; None for not at all.
+        group: the processes that train together.
+        servers: creates and reads variables.
+        was_restored: tells of a variable, by its number, whether its first value was a restored checkpoint's.
+        check: raises where a server takes what is compressed for what is not; given the variable's name.
+
+    Attributes:
+        default: how contributions are compressed to trained variables that do not say it; None for not at all.
     """
 
+    default: Compression | None = None
+
     def __init__(
-        self, group: Group, creation: Creation, create: Create, reader: VariableReader, default: Compression | None
+        self,
+        group: Members,
+        servers: ShardingBackend,
+        was_restored: Callable[[int], bool],
+        check: Callable[[str], object],
     ) -> None:
         self._group = group
-        self._creation = creation
-        self._create = create
-        self._reader = reader
-        self._default = default
+        self._was_restored = was_restored
+        self._servers = servers
+        self._check = check
         self._all: list[Feedback] = []
-        self._new: list[Feedback] = []
 
-    def codec_for(self, variable: Variable, given: Compressed) -> Codec | None:
+    def compress(self, variable: Variable, given: Compressed, names: dict[str, int]) -> None:
+        """Compresses the contributions to a new variable; see `Backend.compress`."""
+        codec = self._codec_for(variable, given)
+        if codec is None:
+            return
+        self._check(variable.name)
+        first = name = f"{variable.name}/residual"
+        while name in names:
+            name = f"{first}_{names[first]}"
+            names[first] += 1
+        names[name] = 1
+        self._add(variable, codec, name)
+
+    def _codec_for(self, variable: Variable, given: Compressed) -> Codec | None:
         """Returns how contributions to a new variable are compressed; None for not at all."""
         if given is False or not isinstance(variable, ServerVariable | ShardedVariable):
             return None
         chosen = given
         if given is None and variable.trainable and is_compressible(variable.spec.dtype):
-            chosen = self._default
+            chosen = self.default
         return chosen.codec if chosen else None
 
-    def add(self, variable: Variable, codec: Codec, name: str) -> None:
-        """Compresses the contributions to a variable from now on.
-
-        Args:
-            variable: a new variable on servers, whole or cut.
-            codec: how.
-            name: of the variable that keeps the sum of the residuals.
-        """
+    def _add(self, variable: Variable, codec: Codec, name: str) -> None:
+        """Creates the variable of a name that keeps the sum of the residuals."""
         strategy, spec = variable.strategy, VariableSpec(name, Feedback.spec_of(variable.spec), trainable=False)
         cut = variable if isinstance(variable, ShardedVariable) else None
         specs = [spec] if cut is None else cut.sharding.specs(spec)
         made = []
         for part, own in zip(shards_of(variable), specs, strict=True):
             zeros = np.zeros(own.tensor.shape, DTYPES[own.tensor.dtype])
-            made.append(self._create(strategy, own, zeros, part.place, False))
-            part.feedback = Feedback(codec, made[-1], lambda: None)
-            self._new.append(part.feedback)
+            made.append(self._servers.create_shard(strategy, own, zeros, part.place, False))
+            part.feedback = Feedback(codec, made[-1], self._first)
+            self._all.append(part.feedback)
         none = VariableAggregation.NONE
         variable.residual = (
-            made[0] if cut is None else ShardedVariable.stored(strategy, spec, none, cut.sharding, made, self._reader)
+            made[0]
+            if cut is None
+            else ShardedVariable.stored(strategy, spec, none, cut.sharding, made, self._servers.reader)
         )
-
-    def settle(self) -> None:
-        """Gives new residuals their share of what was restored before their variables were created."""
-        if not self._new:
-            return
-        new, self._new = self._new, []
-        for feedback in new:
-            self._all.append(feedback)
-            if self._creation.was_restored(feedback.saved.handle.id):
-                self._share_out(feedback)
 
     def restored(self, chosen: Collection[Variable]) -> None:
         """Shares out what a checkpoint had for some variables; of those that got a value without it, there is none.
@@ -97,31 +106,34 @@ class Residuals:
         Args:
             chosen: the variables that got a value.
         """
-        self.settle()
         ids = {id(each) for each in chosen}
         for variable in chosen:
             for part in shards_of(variable):
                 if part.feedback is None:
                     continue
-                if id(variable.residual) in ids:
-                    self._share_out(part.feedback)
-                else:
-                    part.feedback.begin(None)
+                part.feedback.begin(self._share(part.feedback) if id(variable.residual) in ids else None)
 
-    def _share_out(self, feedback: Feedback) -> None:
-        """Begins with this process's share of a sum: by its replicas; where updates are one process's, with all of it.
+    def _first(self, feedback: Feedback) -> Array | None:
+        """Returns the residual to begin with of a variable that is new here; None for nothing.
 
-        Who comes to a running job begins with nothing: what the servers have is the others'.
+        Who comes to a running job has none: what the servers have is the others'.
+        """
+        restored = not self._group.late and self._was_restored(feedback.saved.handle.id)
+        return self._share(feedback) if restored else None
+
+    def _share(self, feedback: Feedback) -> Array | None:
+        """Returns this process's share of a restored sum, by its replicas.
+
+        Where each process updates alone the first one has all of it.
         """
         group = self._group
-        if group.late or (group.alone and not group.leads):
-            feedback.begin(None)
-            return
-        whole = np.array(self._reader.read(feedback.saved.handle))
+        if group.alone and not group.leads:
+            return None
+        whole = np.array(self._servers.reader.read_all([feedback.saved.handle])[0])
         if not group.alone:
             whole /= whole.dtype.type(group.replicas)
             whole *= whole.dtype.type(len(group.devices))
-        feedback.begin(whole)
+        return whole
 
     def save(self, reduce: Callable[[LocalValue, Beside], object]) -> None:
         """Records that servers keep the sums of the residuals of now, which a checkpoint is to have.
@@ -129,7 +141,6 @@ class Residuals:
         Args:
             reduce: records a reduction; returns its value.
         """
-        self.settle()
         for feedback in self._all:
             saved: ServerVariable = feedback.saved
             local = LocalValue("sum", 1.0, saved.spec, feedback.residual.copy())
