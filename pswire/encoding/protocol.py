@@ -96,7 +96,7 @@ def check_compression(number: int, variable: str, theirs: str, ours: str) -> Non
     """
     if number < COMPRESSION:
         does = f"compresses contributions to variable {variable!r}"
-        raise _lacks(number, "compression", theirs, ours, does, "leave compression out", "or")
+        raise _lacks(number, "compression", theirs, ours, does, "leave it out", "or")
 
 
 def check_consistency(number: int, mode: Mode, backup_workers: int, staleness: int, theirs: str, ours: str) -> None:

@@ -102,7 +102,7 @@ def check_compression(given: object, where: str) -> Compressed:
     """
     if given is None or given is False or isinstance(given, Compression):
         return given
-    made = f"ps.compression.{given.__name__}()" if isinstance(given, type) else "ps.compression.Int8()"
+    made = "ps.compression.TopK(0.01)" if given is TopK else "ps.compression.Int8()"
     raise TypeError(f"{where}: compression is {given!r}; give an object such as {made}, or False for none")
 
 

@@ -165,7 +165,10 @@ def _create(strategy: StrategyFace, request: _Request) -> Any:
         )
     # Strategies of others need not know of compression.
     more = {} if request.compression is None else {"compression": request.compression}
-    return strategy.extended.create_variable(spec, value, request.place, request.on_read, request.aggregation, **more)
+    made = strategy.extended.create_variable(spec, value, request.place, request.on_read, request.aggregation, **more)
+    if more:
+        made.compression = request.compression
+    return made
 
 
 def _first_value(initial_value: InitialValue, dtype: npt.DTypeLike | None) -> Array:
@@ -202,6 +205,7 @@ class Variable(RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]
         trainable: True if optimizers train it.
         synchronization: ON_WRITE or ON_READ.
         aggregation: the constructor's aggregation.
+        compression: the constructor's compression.
         feedback: what compression has left over of this process's contributions; None where they are not compressed.
         residual: where they are, the variable that has the sum of all processes' residuals as of the last checkpoint.
 
@@ -219,6 +223,7 @@ class Variable(RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]
     synchronization = VariableSynchronization.ON_WRITE
     place: tuple[int, ...]
     """The parameter devices that hold it, by number."""
+    compression: Compressed = None
     feedback: Feedback | None = None
     residual: Variable | None = None
 
@@ -281,7 +286,8 @@ class Variable(RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """A new variable beside this one, of the same value, whose name gets a number. In any context but update's."""
         with context.within(self.strategy), self.strategy.extended.colocate_vars_with(self):
-            made = Variable(self._first(), self.trainable, self.name, None, self.synchronization, self.aggregation)
+            how = self.synchronization, self.aggregation, self.compression
+            made = Variable(self._first(), self.trainable, self.name, None, *how)
         memo[id(self)] = made
         return made
 
