@@ -102,8 +102,9 @@ def check_compression(given: object, where: str) -> Compressed:
     """
     if given is None or given is False or isinstance(given, Compression):
         return given
-    made = "ps.compression.TopK(0.01)" if given is TopK else "ps.compression.Int8()"
-    raise TypeError(f"{where}: compression is {given!r}; give an object such as {made}, or False for none")
+    named = given.__name__ if isinstance(given, type) and issubclass(given, Compression) else "Int8"
+    made = f"{named}({0.01 if given is TopK else ''})"
+    raise TypeError(f"{where}: compression is {given!r}; give an object such as ps.compression.{made}, or False")
 
 
 def is_compressible(dtype: str) -> bool:
