@@ -169,9 +169,14 @@ class PreparedPlan:
 
     @cached_property
     def computed(self) -> int:
-        """Bytes of all that the programs of a round read and compute here, one op at a time; without those of rows."""
+        """Bytes of all that the programs of a round read and compute here, one op at a time; without those of rows.
+
+        And of what is decoded for them.
+        """
         whole = (each for each in self.outline.applications if each.rows is None and each.measured is None)
-        return sum(spec.nbytes for each in whole for spec in each.program.specs)
+        reduced = (self.plan.reductions[number] for number in self.plan.compressed)
+        decoded = sum(each.tensor.nbytes for each in reduced if self.server in each.servers and each.form == "dense")
+        return decoded + sum(spec.nbytes for each in whole for spec in each.program.specs)
 
     def settled(self, kernels: Kernels, count: int) -> PlanKernels | None:
         """Returns how kernels run it, as of `batches`; None while kernels may still come."""

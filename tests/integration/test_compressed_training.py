@@ -32,11 +32,14 @@ def learn(kind, ratio, rounds, saves, resume, stops):
     """Regression by SGD; the bits of the variable after each round."""
     how = getattr(ps.compression, kind)(*ratio)
     strategy = ps.ParameterServerStrategy(compression=how)
+    if resume == "first":
+        with strategy.scope():
+            ps.train.Checkpoint().restore("run")
     with strategy.scope():
         w = ps.Variable(np.zeros(40, "float32"), name="w")
         optimizer = ps.optimizers.SGD(0.1)
     checkpoint = ps.train.Checkpoint(w=w, optimizer=optimizer)
-    if resume:
+    if resume == "then":
         optimizer.build([w])
         checkpoint.restore("run").assert_consumed()
     x, y = data(ME)
@@ -70,7 +73,7 @@ class Job:
         return self.w.tobytes().hex()
 
 
-def args_of(how, rounds, saves=False, resume=False, stops=()):
+def args_of(how, rounds, saves=False, resume="", stops=()):
     return type(how).__name__, [how.ratio] if hasattr(how, "ratio") else [], rounds, saves, resume, list(stops)
 
 
@@ -96,8 +99,12 @@ def test_two_workers_train_as_the_reference_does(tmp_path, name):
     assert np.abs(expected.w - np.arange(40)).max() < 1e-3, "of numbers up to 39"
 
 
-def test_a_job_goes_on_with_the_sum_of_its_residuals(tmp_path):
-    """Each worker has its share of them: what one has left over, another may send."""
+@pytest.mark.parametrize("resume", ["first", "then"])
+def test_a_job_goes_on_with_the_sum_of_its_residuals(tmp_path, resume):
+    """Each worker has its share of them: what one has left over, another may send.
+
+    Whether the variables are there when it is restored, or are created then.
+    """
     how, expected = CODECS["topk"], Job(CODECS["topk"])
     keys = {"helpers": HELPERS, "workers": 2, "server": ServerOptions(checkpoint_root=str(tmp_path / "saved"))}
     for directory in ("before", "after"):
@@ -108,7 +115,7 @@ def test_a_job_goes_on_with_the_sum_of_its_residuals(tmp_path):
     one, two = expected.workers
     assert one.residual.any()
     one.residual = two.residual = (one.residual + two.residual) / np.float32(2)
-    with ProcessCluster(learn, tmp_path / "after", args_of(how, 7, resume=True), ps=2, **keys) as job:
+    with ProcessCluster(learn, tmp_path / "after", args_of(how, 7, resume=resume), ps=2, **keys) as job:
         job.finish()
         assert job.said(W1, "bits") == [expected.round() for _ in range(7)]
         assert left(job, W1).tobytes() == two.residual.tobytes()
