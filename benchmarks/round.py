@@ -200,8 +200,8 @@ class Options:
         """The arguments of the worker script, which is this file."""
         sizes = [arg for size in self.sizes for arg in ("--sizes", size)]
         cluster = ("--optimizer", setting.optimizer, "--consistency", setting.consistency)
-        chosen = (*cluster, "--gradients", setting.gradients, "--ps-strategy", self.ps_strategy)
-        chosen += ("--compression", setting.compression)
+        travel = ("--gradients", setting.gradients, "--compression", setting.compression)
+        chosen = (*cluster, *travel, "--ps-strategy", self.ps_strategy)
         rounds = [] if self.rounds is None else ["--rounds", str(self.rounds)]
         return ("--as-worker", str(gate), *sizes, *chosen, *rounds, *["--quick"] * self.quick)
 
@@ -497,8 +497,8 @@ def main(
     """Measures, or is a worker of a cluster that is measured."""
     options = Options(sizes, quick, rounds, ps_strategy)
     if gate:
-        asked = (chosen[name][0] for name in ("optimizer", "consistency", "gradients", "compression"))
-        Worker(options, *asked, gate).run()
+        asked = {name: chosen[name][0] for name in ("optimizer", "consistency", "gradients", "compression")}
+        Worker(options, gate=gate, **asked).run()
         return
     console = Console()
     settings = [Setting(*each) for each in product(*(chosen[each.name] for each in fields(Setting)))]

@@ -97,6 +97,10 @@ def _settle(left: Array) -> bool:
 
 def _write(codec: Codec, whole: Array, spec: TensorSpec, block: int, first: int, data: Array) -> Array:
     """Writes the bytes of some elements; returns what they stand for, in the contribution's dtype."""
+    if codec.kind == "float16" and whole.dtype == np.float32 and is_finite(whole):
+        bits, rounded = half(whole)
+        data.view(np.uint16)[first : first + whole.size] = bits
+        return rounded.astype(DTYPES[spec.dtype], copy=False)
     if codec.kind != "int8":
         halves = narrow(whole, DTYPES[codec.kind])
         data.view(halves.dtype)[first : first + whole.size] = halves
@@ -115,6 +119,35 @@ def _write(codec: Codec, whole: Array, spec: TensorSpec, block: int, first: int,
     found[np.isnan(scales)] = 0
     numbers[:] = found.reshape(-1)[: whole.size].astype(np.int8)
     return scaled(numbers, scales, block, spec.dtype)
+
+
+def half(whole: Array) -> tuple[Array, Array]:
+    """Returns finite float32 numbers in half precision, and what they have become.
+
+    As `narrow`, bit for bit; NumPy's own conversion takes three times as long where the processor has none for vectors.
+
+    Returns:
+        bits: uint16, of float16.
+        rounded: float32.
+    """
+    size = np.minimum(np.abs(whole), np.float32(LARGEST[DTYPES["float16"]]))
+    exponents = size.view(np.uint32) & _EXPONENT
+    np.maximum(exponents, _LEAST_NORMAL, out=exponents)  # below it all steps are as large as there
+    # A number 2**13 times as large as that with the exponent alone: added, the processor rounds to the steps of halves.
+    magic = exponents + _THIRTEEN
+    size += magic.view(np.float32)
+    bits = size.view(np.uint32) - magic
+    size -= magic.view(np.float32)
+    bits += exponents >> _SHIFT
+    bits -= _BIAS
+    bits |= whole.view(np.uint32) >> np.uint32(16) & np.uint32(0x8000)
+    return bits.astype(np.uint16), np.copysign(size, whole, out=size)
+
+
+_EXPONENT, _SHIFT = np.uint32(0x7F800000), np.uint32(13)
+_LEAST_NORMAL, _THIRTEEN = np.uint32(113 << 23), np.uint32(13 << 23)
+_BIAS = np.uint32(113 << 10)
+"""The exponents of 1 in float32, less those of float16, and the step that the exponent's own bit is."""
 
 
 def narrow(whole: Array, dtype: np.dtype[Any]) -> Array:

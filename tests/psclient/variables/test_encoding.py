@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from psclient._src.variables.encoding import encode, encode_rows
+from psclient._src.variables.encoding import encode, encode_rows, half
 from psserver.execution import decoding
 from pswire.model.compression import BLOCK, PIECE, Codec
 from pswire.model.tensor import TensorSpec
@@ -87,6 +87,23 @@ def test_what_is_too_large_for_half_precision_is_its_largest_number(kind, larges
         assert finite
         total += decoding.decode(Codec(kind), data, spec)
     assert total.tolist() == array.tolist()
+
+
+def test_half_precision_is_that_of_numpy():
+    """Of every half, of its neighbours in single precision, of what lies in the middle of two, and of chance."""
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    halves = np.sort(halves[np.isfinite(halves)])
+    chance = np.random.default_rng(0).integers(0, 1 << 32, 1 << 16, dtype=np.uint32).view(np.float32)
+    next_to = [np.nextafter(halves, np.float32(end)) for end in (-np.inf, np.inf)]
+    given = np.concatenate([halves, *next_to, (halves[:-1] + halves[1:]) / 2, chance[np.isfinite(chance)]])
+    bits, rounded = half(given)
+    expected = np.clip(given, -65504, 65504).astype(np.float16)
+    assert bits.tobytes() == expected.tobytes()
+    assert rounded.tobytes() == expected.astype(np.float32).tobytes()
+    every = np.arange(1 << 16, dtype=np.uint16)
+    found = decoding.decode(Codec("float16"), every.view(np.uint8), TensorSpec("float32", (1 << 16,)))
+    with np.errstate(invalid="ignore"):
+        assert found.tobytes() == every.view(np.float16).astype(np.float32).tobytes()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf], ids=str)
