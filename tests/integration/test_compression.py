@@ -261,6 +261,51 @@ def test_workers_of_their_own_pace_have_residuals_as_well(consistency):
         assert w.numpy().tobytes() == value.tobytes()
 
 
+@pytest.mark.parametrize("consistency", [ps.Sync(), ps.Async()], ids=repr)
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_checkpoint_gives_its_residuals_back(tmp_path, monkeypatch, servers, consistency):
+    """Also of a variable in shards; one without them leaves none, and who compresses no more may restore one with."""
+    monkeypatch.chdir(tmp_path)
+    gradient, partitioner = gradients((20, 3))[0], HALVES if servers == 2 else None
+
+    def train(how):
+        return opened(servers, compression=how, consistency=consistency, variable_partitioner=partitioner)
+
+    def made():
+        w = ps.Variable(np.zeros((20, 3), "float32"), name="w")
+        return w, ps.train.Checkpoint(w=w)
+
+    def left(w):
+        return np.concatenate([shard.feedback.residual for shard in getattr(w, "variables", [w])])
+
+    with train(ps.compression.Int8()) as strategy:
+        w, checkpoint = made()
+        plain = checkpoint.save("run/before")
+        step(strategy, ps.optimizers.SGD(1.0), (gradient, w))
+        path, kept = checkpoint.save("run/ckpt"), left(w).copy()
+        step(strategy, ps.optimizers.SGD(1.0), (gradient, w))
+        assert kept.any()
+        assert left(w).tobytes() != kept.tobytes()
+        checkpoint.restore(path).assert_consumed()
+        assert left(w).tobytes() == kept.tobytes()
+        checkpoint.restore(plain).assert_consumed()
+        assert not left(w).any()
+        checkpoint.restore(path).assert_consumed()
+        checkpoint.sync()
+    with train(None):
+        w, checkpoint = made()
+        checkpoint.restore(path).assert_consumed()
+        assert w.numpy().any()
+        path = checkpoint.save("run/without")
+        checkpoint.sync()
+    with train(ps.compression.Int8()) as strategy:
+        w, checkpoint = made()
+        step(strategy, ps.optimizers.SGD(1.0), (gradient, w))
+        assert left(w).any()
+        checkpoint.restore(path).assert_consumed()
+        assert not left(w).any()
+
+
 @pytest.mark.parametrize("kind", [ps.MirroredStrategy, ps.get_strategy])
 def test_where_nothing_travels_nothing_is_compressed(kind):
     """A script that compresses runs on every strategy."""

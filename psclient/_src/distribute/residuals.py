@@ -143,6 +143,6 @@ class Residuals:
         """
         for feedback in self._all:
             saved: ServerVariable = feedback.saved
-            local = LocalValue("sum", 1.0, saved.spec, feedback.residual.copy())
+            local = LocalValue("sum", 1.0, saved.spec, feedback.residual)
             total = reduce(local, Beside(saved.place, repr(saved.name)))
             saved.strategy.extended.update(saved, lambda v, x: v.assign(x), (total,))
