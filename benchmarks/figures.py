@@ -30,6 +30,7 @@ SETTINGS = {
     "security": "{}",
     "consistency": "rounds: {}",
     "gradients": "gradients in {}",
+    "compression": "compression: {}",
     "ps_strategy": "{}",
 }
 """What clusters differ by beside lane and chief: the key in the report, and words. What all have is in the title."""
@@ -99,6 +100,9 @@ def _cells(row: dict[str, Any], differing: Sequence[str]) -> dict[str, str]:
         cells["/ token"] = f"{row['to_token']:.2f}" if row["to_token"] else "-"
     if "consistency" in differing:
         cells["/ each"] = f"{row['to_each']:.2f}" if row["to_each"] else "-"
+    if "compression" in differing:
+        cells["/ none"] = f"{row['to_whole']:.2f}" if row["to_whole"] else "-"
+        cells["sent MB"] = f"{row['sent_mb']:.3g}"
     cells |= {"GB/s": f"{row['gb_per_s']:.2g}", "/ limit": f"{row[key]:.2g} {limit}"}
     cells |= {"server CPU": f"{row['server_cpu_ms']:.3g}", "worker CPU": f"{row['worker_cpu_ms']:.3g}"}
     return cells | {"server MB": f"{row['server_rss_mb']:.0f} ({round(row['server_growth_mb']):+d})"}

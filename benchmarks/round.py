@@ -18,6 +18,7 @@ Not measured unless asked for, since they are long or large:
     --security token --security tls        with a token alone, and with mutual TLS as well
     --gradients arrays --gradients buffers without and with `strategy.buffer`
     --servers 2 --consistency each --consistency whole    without and with votes on whose contributions a round has
+    --compression none --compression int8  as they are, and compressed
 
 `--json FILE` writes `{"format", "machine", "limits", "rounds"}`; docs/performance.md says what is in it.
 """
@@ -87,6 +88,15 @@ OPTIMIZERS: Mapping[str, Callable[[], ps.optimizers.Optimizer]] = {
 CONSISTENCY = {"whole": ps.Sync(), "each": ps.Sync(whole_rounds=False)}
 """Whether servers vote on whose contributions a round has, or each decides by itself."""
 
+COMPRESSION: Mapping[str, ps.compression.Compression | None] = {
+    "none": None,
+    "float16": ps.compression.Float16(),
+    "bfloat16": ps.compression.BFloat16(),
+    "int8": ps.compression.Int8(),
+    "topk": ps.compression.TopK(0.01),
+}
+"""How contributions travel; `topk` sends one in a hundred."""
+
 LOOK = "look"
 """What worker 0 prints while all workers wait; they go on when a byte has come through the gate."""
 
@@ -107,6 +117,7 @@ class Setting:
         security: one of `SECURITY`.
         consistency: a key of `CONSISTENCY`.
         gradients: one of `GRADIENTS`.
+        compression: a key of `COMPRESSION`.
     """
 
     lane: str
@@ -118,12 +129,13 @@ class Setting:
     security: str
     consistency: str
     gradients: str
+    compression: str
 
     def __str__(self) -> str:
         return (
             f"{self.lane} lane, {self.workers} workers, {self.servers} servers, chief: {self.chief}, "
             f"{self.optimizer}, {self.allocator} allocator, {self.security}, rounds: {self.consistency}, "
-            f"gradients in {self.gradients}"
+            f"gradients in {self.gradients}, compression: {self.compression}"
         )
 
 
@@ -136,6 +148,7 @@ class Measured:
         server_cpu, worker_cpu: seconds of processor time for a round, of the busiest server and of worker 0.
         server_rss: resident bytes of the largest server after the last round.
         server_growth, worker_growth: by how much they have become more since the warm-up.
+        sent: bytes that worker 0 sent in a round.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -144,6 +157,7 @@ class Measured:
     server_rss: list[int] = field(default_factory=list)
     server_growth: list[int] = field(default_factory=list)
     worker_growth: list[int] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
 
     @classmethod
     def of(cls, said: dict[str, Any], before: Sequence[Cost], after: Sequence[Cost]) -> Measured:
@@ -157,6 +171,7 @@ class Measured:
             [max(each.rss for each in after)],
             [max(each.rss for each in used)],
             [said["growth"]],
+            [said["sent"] / rounds],
         )
 
     def add(self, other: Measured) -> None:
@@ -185,7 +200,8 @@ class Options:
         """The arguments of the worker script, which is this file."""
         sizes = [arg for size in self.sizes for arg in ("--sizes", size)]
         cluster = ("--optimizer", setting.optimizer, "--consistency", setting.consistency)
-        chosen = (*cluster, "--gradients", setting.gradients, "--ps-strategy", self.ps_strategy)
+        travel = ("--gradients", setting.gradients, "--compression", setting.compression)
+        chosen = (*cluster, *travel, "--ps-strategy", self.ps_strategy)
         rounds = [] if self.rounds is None else ["--rounds", str(self.rounds)]
         return ("--as-worker", str(gate), *sizes, *chosen, *rounds, *["--quick"] * self.quick)
 
@@ -205,18 +221,25 @@ class Worker:
         optimizer: a key of `OPTIMIZERS`.
         consistency: a key of `CONSISTENCY`.
         gradients: one of `GRADIENTS`.
+        compression: a key of `COMPRESSION`.
         gate: a pipe through which the launcher lets worker 0 go on.
     """
 
-    def __init__(self, options: Options, optimizer: str, consistency: str, gradients: str, gate: Path) -> None:
+    def __init__(
+        self, options: Options, optimizer: str, consistency: str, gradients: str, compression: str, gate: Path
+    ) -> None:
         self._options = options
         self._buffers = gradients == "buffers"
         self._optimizer = optimizer
         self._gate = gate
         self._lanes = _Lanes()
         self._strategy = ps.ParameterServerStrategy(
-            devices=["cpu:0"], ps_strategy=options.ps_strategy, consistency=CONSISTENCY[consistency]
+            devices=["cpu:0"],
+            ps_strategy=options.ps_strategy,
+            consistency=CONSISTENCY[consistency],
+            compression=COMPRESSION[compression],
         )
+        self._compressed = COMPRESSION[compression] is not None
 
     def run(self) -> None:
         """Everything, to its end."""
@@ -233,6 +256,9 @@ class Worker:
         shapes = MODELS[size].shapes()
         variables = [ps.Variable(np.zeros(shape, "float32"), name=f"{size}/{i}") for i, shape in enumerate(shapes)]
         gradients = [np.full(shape, 1e-3, "float32") for shape in shapes]
+        if self._compressed:  # of which some are larger than others
+            rng = np.random.default_rng(0)
+            gradients = [rng.standard_normal(shape, "float32") * np.float32(1e-3) for shape in shapes]
         optimizer = OPTIMIZERS[self._optimizer]()
 
         def make_round() -> float:
@@ -252,11 +278,12 @@ class Worker:
             for _ in range(MODELS[size].warm):
                 make_round()
             self._wait()
-        before = Cost.of(os.getpid())
+        before, sent = Cost.of(os.getpid()), self._strategy.traffic[0]
         seconds = [make_round() for _ in range(self._options.count(size))]
         used = Cost.of(os.getpid()).since(before)
+        sent = self._strategy.traffic[0] - sent
         self._wait()
-        return {"seconds": seconds, "cpu": used.seconds, "growth": used.rss}
+        return {"seconds": seconds, "cpu": used.seconds, "growth": used.rss, "sent": sent}
 
     def _wait(self) -> None:
         """All workers wait while the launcher looks at the servers."""
@@ -397,6 +424,7 @@ def report(limits: Limits, total: dict[tuple[str, Setting], Measured], options: 
         each["to_sgd"] = _ratio(each, rows, "optimizer", "sgd")
         each["to_token"] = _ratio(each, rows, "security", "token")
         each["to_each"] = _ratio(each, rows, "consistency", "each")
+        each["to_whole"] = _ratio(each, rows, "compression", "none")
     return {"format": FORMAT, "machine": machine(), "limits": limits.report(), "rounds": rows}
 
 
@@ -420,6 +448,7 @@ def row(size: str, setting: Setting, measured: Measured, options: Options, limit
         "server_rss_mb": max(measured.server_rss) / 1e6,
         "server_growth_mb": max(measured.server_growth) / 1e6,
         "worker_growth_mb": max(measured.worker_growth) / 1e6,
+        "sent_mb": statistics.median(measured.sent) / 1e6,
     }
 
 
@@ -446,6 +475,7 @@ def _choices(name: str, known: Sequence[str], default: Sequence[str], text: str)
 @_choices("--security", SECURITY, SECURITY[:1], "With token and tls, the table has their ratio.")
 @_choices("--consistency", list(CONSISTENCY), ("whole",), "With whole and each, the table has their ratio.")
 @_choices("--gradients", GRADIENTS, GRADIENTS[:1], "In arrays of its own, or in those of strategy.buffer.")
+@_choices("--compression", list(COMPRESSION), ("none",), "With none and others, the table has their ratio.")
 @click.option("--ps-strategy", type=click.Choice(get_args(PsStrategy)), default="greedy", show_default=True)
 @click.option("--rounds", type=click.IntRange(1), help="How many to measure at a time [default: the model's].")
 @click.option("--repeats", type=click.IntRange(1), help="How many times over [default: 3, with --quick 1].")
@@ -467,7 +497,8 @@ def main(
     """Measures, or is a worker of a cluster that is measured."""
     options = Options(sizes, quick, rounds, ps_strategy)
     if gate:
-        Worker(options, chosen["optimizer"][0], chosen["consistency"][0], chosen["gradients"][0], gate).run()
+        asked = {name: chosen[name][0] for name in ("optimizer", "consistency", "gradients", "compression")}
+        Worker(options, gate=gate, **asked).run()
         return
     console = Console()
     settings = [Setting(*each) for each in product(*(chosen[each.name] for each in fields(Setting)))]

@@ -3,6 +3,7 @@
 from psclient import (
     cluster_resolver,
     compat,
+    compression,
     coordinator,
     dynamic_embedding,
     experimental,
@@ -105,6 +106,7 @@ __all__ = [
     "clip_by_value",
     "cluster_resolver",
     "compat",
+    "compression",
     "convert_to_tensor",
     "coordinator",
     "dynamic_embedding",

@@ -13,6 +13,7 @@ import numpy as np
 
 from psclient._src import context
 from psclient._src.devices import Value
+from psclient._src.distribute.backend import Uncompressed
 from psclient._src.distribute.reduction import Absent
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.distribute.template import TemplateCache
@@ -195,7 +196,9 @@ class StepDriver:
         extended, state = strategy.extended, self._state
         rows, stages = list(map(has_rows, grads)), self.in_stages(strategy, variables)
         pairs = list(zip(grads, variables, strict=True))
-        sums = list(extended.batch_reduce_to("sum", pairs))
+        # Rows are sent twice, first to be measured: what compression leaves over is that of what is applied.
+        first = [(g, Uncompressed(v) if stages and some else v) for (g, v), some in zip(pairs, rows, strict=True)]
+        sums = list(extended.batch_reduce_to("sum", first))
         given: list[Value] = []
         if stages:
             if self._functions.optional:

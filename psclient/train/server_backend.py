@@ -94,7 +94,7 @@ class ServerBackend:
         if self._remote.group.late:
             # The others have waited for what they saved before this process came.
             self._remote.group.settle_saves()
-        return _opened(self._checkpoints.restore(path, lambda reply: choose(_opened(reply).manifest), cast))
+        return _opened(self._checkpoints.restore(path, lambda reply: _with_residuals(reply, choose), cast))
 
     def was_restored(self, variable: Variable) -> bool:
         """Implements `CheckpointBackend.was_restored`."""
@@ -103,6 +103,14 @@ class ServerBackend:
     def restored_names(self) -> frozenset[str]:
         """Implements `CheckpointBackend.restored_names`."""
         return self._checkpoints.restored_names()
+
+
+def _with_residuals(reply: RestoreReply, choose: Choose) -> dict[str, Variable]:
+    """Returns what is chosen of a checkpoint, and what it has beside that of compression's residuals."""
+    manifest = _opened(reply).manifest
+    chosen = dict(choose(manifest))
+    beside = {f"{name}/residual": v.residual for name, v in chosen.items() if v.residual is not None}
+    return chosen | {name: v for name, v in beside.items() if name in manifest.variables}
 
 
 def _opened(reply: RestoreReply) -> OpenedCheckpoint:

@@ -2,6 +2,7 @@
 
 execution      a running round: all at once, or step by step while contributions arrive
 contributions  the members' contributions, and sums of them
+decoding       compressed contributions, and sums of what they stand for
 calls          the calls of kernels in a round, one for an application or for many small ones
 nonfinite      finds NaN and infinity in contributions and variables
 """

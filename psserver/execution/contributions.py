@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from psserver.execution import decoding
 from psserver.plans.batches import MAX_PARTS
 from psserver.plans.layout import Numbers
 from psserver.plans.prepared import PreparedPlan
@@ -22,6 +23,7 @@ from psserver.programs.kernels.codegen import SumTerm
 from psserver.programs.kernels.launch import Pieces
 from pswire.cluster import Task
 from pswire.errors import Diverged, ProgramError
+from pswire.model.compression import Codec
 from pswire.model.plan import ReduceOp, Reduction, Ref
 from pswire.model.rows import Rows, group, row_specs, sum_groups
 from pswire.model.tables import MAX_COUNT
@@ -102,21 +104,33 @@ class Sender:
         weight, spec = self.part.said.weights[index], reduction.tensor
         if not self.contributes(index):
             return 0.0, []
-        rows = self.rows(index, spec, reduction.form == "keys")
-        return weight, self.take(Ref("reduction", index), spec) if rows is None else [rows.values]
+        rows = self.rows(index, reduction)
+        if rows is not None:
+            return weight, [rows.values]
+        if reduction.codec is not None:
+            return weight, [decoding.decode(reduction.codec, self.encoded(index, reduction), spec).reshape(-1)]
+        return weight, self.take(Ref("reduction", index), spec)
 
-    def rows(self, index: int, whole: TensorSpec, keyed: bool) -> Rows | None:
+    def encoded(self, index: int, reduction: Reduction) -> Array:
+        """Returns the bytes of a compressed contribution of a whole array, uint8."""
+        spec = TensorSpec("uint8", (reduction.nbytes,))
+        return join(self.take(Ref("reduction", index), spec), spec)
+
+    def rows(self, index: int, reduction: Reduction) -> Rows | None:
         """Returns the ids and rows of a contribution that is rows of an array; None if it is no such.
 
         Args:
-            index: number of the reduction.
-            whole: dtype and shape of its value.
-            keyed: True if rows are given by keys.
+            index, reduction: number of the reduction, and the reduction.
         """
+        keyed = reduction.form == "keys"
         ids, place = self.ids(index, keyed), self.places.rows.get(index)
         if ids is None or place is None:
             return None
-        spec = row_specs(whole, place[2])[1]
+        if reduction.codec is not None:
+            size = reduction.codec.row_bytes(reduction.tensor) * place[2]
+            data = join(self.part.payload.pieces(place[1], TensorSpec("uint8", (size,))), TensorSpec("uint8", (size,)))
+            return Rows(ids, decoding.decode_rows(reduction.codec, data, reduction.tensor, place[2]))
+        spec = row_specs(reduction.tensor, place[2])[1]
         return Rows(ids[0] if keyed else ids, join(self.part.payload.pieces(place[1], spec), spec))
 
     def ids(self, index: int, keyed: bool) -> Array | None:
@@ -226,11 +240,16 @@ class Contributions:
         return min(sender.reached(column) for sender in self.senders for column in reductions.T)
 
     def of(self, index: int) -> list[Weighed]:
-        """Returns weight and pieces of each sender's contribution to a reduction; the same at every call."""
+        """Returns weight and pieces of each sender's contribution to a reduction; the same at every call.
+
+        Compressed ones are decoded, and not kept.
+        """
         found = self._known.get(index)
         if found is None:
             reduction = self._prepared.plan.reductions[index]
-            found = self._known[index] = [sender.contribution(index, reduction) for sender in self.senders]
+            found = [sender.contribution(index, reduction) for sender in self.senders]
+            if reduction.codec is None:
+                self._known[index] = found
         return found
 
     def is_given(self, index: int) -> bool:
@@ -256,17 +275,20 @@ class Contributions:
 
     def parts(self, index: int) -> ContributionParts | None:
         """Returns the contributions to a reduction, if a kernel may sum them."""
-        present = [weighed for weighed in self.of(index) if weighed[0]]
-        if self._prepared.plan.reductions[index].form != "dense":
+        reduction = self._prepared.plan.reductions[index]
+        if reduction.form != "dense" or reduction.codec is not None:
             return None
+        present = [weighed for weighed in self.of(index) if weighed[0]]
         if not 0 < len(present) <= MAX_PARTS:
             return None
-        combined = SumTerm(self._prepared.plan.reductions[index].op, len(present))
+        combined = SumTerm(reduction.op, len(present))
         return ContributionParts(combined, [pieces for _, pieces in present], sum(weight for weight, _ in present))
 
     def value(self, index: int) -> Array:
         """Returns the value of a reduction; of rows the whole, with zeros where no row is."""
         reduction = self._prepared.plan.reductions[index]
+        if reduction.form == "dense" and reduction.codec is not None:
+            return self._decoded(index, reduction, reduction.codec)
         if reduction.form == "dense":
             return reduce(reduction.op, reduction.tensor, self.of(index))
         whole = np.zeros(reduction.tensor.shape, DTYPES[reduction.tensor.dtype])
@@ -274,13 +296,27 @@ class Contributions:
         whole[ids] = values
         return whole
 
+    def _decoded(self, index: int, reduction: Reduction, codec: Codec) -> Array:
+        """As `reduce`, of compressed contributions: each is decoded to the reduction's dtype, then all are summed."""
+        senders = [sender for sender in self.senders if sender.contributes(index)]
+        with np.errstate(all="ignore"):
+            value = decoding.total(codec, [sender.encoded(index, reduction) for sender in senders], reduction.tensor)
+            if reduction.op == "mean":
+                _divide(value, sum(sender.part.said.weights[index] for sender in senders), value)
+        return value
+
     def check_rows(self) -> None:
-        """Checks the ids of all rows, which must be here; before anything is written.
+        """Checks the ids of all rows, which must be here, and the places of elements; before anything is written.
 
         Raises:
-            ProgramError: somebody's ids are no rows of the whole, or not in increasing order; or a key came no time.
+            ProgramError: somebody's ids are no rows of the whole, or not in increasing order; or a key came no time;
+                or places are those of no elements, or not in increasing order.
         """
         plan = self._prepared.plan
+        for sender, index in product(self.senders, plan.chosen):
+            reduction = plan.reductions[index]
+            if Ref("reduction", index) in sender.places.of and sender.contributes(index):
+                _check_places(sender.encoded(index, reduction), sender.task, reduction)
         for sender, index in product(self.senders, plan.rows):
             keyed = index in plan.keys
             ids = sender.ids(index, keyed)
@@ -295,8 +331,7 @@ class Contributions:
     def rows(self, index: int) -> list[Rows]:
         """Returns the rows of each contribution to a reduction that counts, in task order; `check_rows` was called."""
         reduction = self._prepared.plan.reductions[index]
-        counted = self._counted(index)
-        found = (sender.rows(index, reduction.tensor, reduction.form == "keys") for sender in counted)
+        found = (sender.rows(index, reduction) for sender in self._counted(index))
         return [rows for rows in found if rows is not None]
 
     def _counted(self, index: int) -> list[Sender]:
@@ -347,6 +382,15 @@ def _check_ids(ids: Array, task: Task, reduction: Reduction) -> None:
         raise ProgramError(f"the ids that {task} sent for {target} are not rows of {size} in increasing order")
 
 
+def _check_places(data: Array, task: Task, reduction: Reduction) -> None:
+    if reduction.codec is not None and not decoding.are_places(reduction.codec, data, reduction.tensor):
+        target = reduction.target or "a reduction"
+        raise ProgramError(
+            f"the places that {task} sent for {target} are not those of {reduction.tensor.size} elements in increasing "
+            "order"
+        )
+
+
 def _check_times(ids: Array, task: Task, reduction: Reduction) -> None:
     times = ids[1]
     if times.size and not (times.min() >= 1 and times.max() <= MAX_COUNT):
@@ -385,11 +429,15 @@ def reduce(op: ReduceOp, spec: TensorSpec, contributions: Sequence[tuple[float, 
         if op == "mean":
             # A single contribution is received memory, which is only read; a sum is a new array.
             out = value if len(present) > 1 else np.empty_like(value)
-            # Half precision cannot represent large sums of weights.
-            total = np.asarray(sum(weight for weight, _ in contributions), np.result_type(value.dtype, np.float32))
-            np.divide(value, total, out=out, casting="same_kind")
+            _divide(value, sum(weight for weight, _ in contributions), out)
             value = out
     return value
+
+
+def _divide(value: Array, weights: float, out: Array) -> None:
+    # Half precision cannot represent large sums of weights.
+    total = np.asarray(weights, np.result_type(value.dtype, np.float32))
+    np.divide(value, total, out=out, casting="same_kind")
 
 
 def _sum(spec: TensorSpec, contributions: Sequence[Sequence[Array]]) -> Array:

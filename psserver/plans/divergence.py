@@ -55,7 +55,8 @@ def _places(servers: Sequence[int]) -> str:
 
 def _reduction(index: int, reduction: Reduction) -> str:
     about = f" for {reduction.target}" if reduction.target else ""
-    return f"reduction {index} is {reduction.op} {reduction.tensor}{about}{_places(reduction.servers)}"
+    how = "" if reduction.codec is None else f", compressed as {reduction.codec}"
+    return f"reduction {index} is {reduction.op} {reduction.tensor}{about}{_places(reduction.servers)}{how}"
 
 
 def _update(index: int, apply: Apply, program: Program, variables: Mapping[int, PlacedVariable]) -> Iterator[str]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from pswire.api import Contribution
 from pswire.model.plan import Plan, Ref
-from pswire.model.tensor import align, layout
+from pswire.model.tensor import TensorSpec, align, layout
 
 Numbers = npt.NDArray[np.int64]
 
@@ -82,7 +82,7 @@ def lay_out(plan: Plan, server: int, needs: Sequence[Sequence[int]], said: Contr
     tensors = {Ref("operand", index): item.tensor for index, item in operands if server in item.servers}
     last = len(tensors)
     tensors |= {
-        Ref("reduction", index): item.tensor
+        Ref("reduction", index): item.tensor if item.codec is None else TensorSpec("uint8", (item.nbytes,))
         for index, item in reductions
         if said.weights[index] and server in item.servers and item.form == "dense"
     }

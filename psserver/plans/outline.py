@@ -156,5 +156,5 @@ def _rows_use(reduction: Reduction, number: int, program: Program, apply: Apply)
 
 
 def _is_summed(reduction: Reduction) -> bool:
-    """Returns True if a kernel may sum contributions to it, element by element."""
-    return reduction.op != "first" and reduction.form == "dense"
+    """Returns True if a kernel may sum contributions to it, element by element, as they travel."""
+    return reduction.op != "first" and reduction.form == "dense" and reduction.codec is None

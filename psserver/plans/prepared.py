@@ -12,7 +12,7 @@ from psserver.plans.outline import Outline, outline
 from psserver.programs.kernels.kernels import Kernels
 from pswire.api import Contribution
 from pswire.errors import InvalidRequest
-from pswire.model.plan import Operand, Plan, Ref, Trim
+from pswire.model.plan import Operand, Plan, Reduction, Ref, Trim
 from pswire.model.rows import ID_BYTES, KEY_BYTES, MAX_ROWS, row_bytes
 from pswire.model.tables import ROWS
 from pswire.model.tensor import TensorSpec
@@ -141,10 +141,14 @@ class PreparedPlan:
             RowBytes(
                 number,
                 KEY_BYTES if each.form == "keys" else ID_BYTES,
-                row_bytes(each.tensor) if self.server in each.servers else -1,
+                self._row_bytes(each) if self.server in each.servers else -1,
             )
             for number, each in found
         ]
+
+    @staticmethod
+    def _row_bytes(reduction: Reduction) -> int:
+        return row_bytes(reduction.tensor) if reduction.codec is None else reduction.codec.row_bytes(reduction.tensor)
 
     def check(self, said: Contribution, size: int) -> None:
         """Raises `InvalidRequest` if a contribution with a payload of this size does not fit the plan."""
@@ -165,9 +169,14 @@ class PreparedPlan:
 
     @cached_property
     def computed(self) -> int:
-        """Bytes of all that the programs of a round read and compute here, one op at a time; without those of rows."""
+        """Bytes of all that the programs of a round read and compute here, one op at a time; without those of rows.
+
+        And of what is decoded for them.
+        """
         whole = (each for each in self.outline.applications if each.rows is None and each.measured is None)
-        return sum(spec.nbytes for each in whole for spec in each.program.specs)
+        reduced = (self.plan.reductions[number] for number in self.plan.compressed)
+        decoded = sum(each.tensor.nbytes for each in reduced if self.server in each.servers and each.form == "dense")
+        return decoded + sum(spec.nbytes for each in whole for spec in each.program.specs)
 
     def settled(self, kernels: Kernels, count: int) -> PlanKernels | None:
         """Returns how kernels run it, as of `batches`; None while kernels may still come."""

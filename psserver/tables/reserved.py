@@ -148,4 +148,3 @@ class ReservedArray:
         end = min(self.touched, self._all.nbytes)
         if self._memory is not None and end > start:
             self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)
-

@@ -41,6 +41,7 @@ from pswire.model.closures import (
     Piece,
     Taken,
 )
+from pswire.model.compression import CodecKind
 from pswire.model.log import Epoch, Examples, LogEntry, Member, Mode, Position, Start
 from pswire.model.plan import (
     Form,
@@ -146,6 +147,7 @@ MAPPER.words(RefKind, pb.Ref.Kind, "unknown kind of value {}")
 MAPPER.words(Nonfinite, pb.Nonfinite, "unknown choice {} for NaN and infinity")
 MAPPER.words(ReduceOp, pb.Reduction.Op, "unknown reduction {}")
 MAPPER.words(Form, pb.Reduction.Form, "unknown form {} of contributions")
+MAPPER.words(CodecKind, pb.Codec.Kind, "unknown codec {} of contributions")
 MAPPER.words(KeyDtype, pb.TableSpec.KeyDtype, "unknown dtype {} of keys")
 MAPPER.words(Unknown, pb.TableSpec.Unknown, "unknown value {} of keys without a row")
 MAPPER.words(TableQuestion, pb.TableRead.Question, "unknown question {} to a table")

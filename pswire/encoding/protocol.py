@@ -15,7 +15,8 @@ PROTOCOL = 4
 
 0 is spoken by versions that say none; 1 by those whose servers know nothing of one another, so that each decides alone
 whose contributions a round has; 2 by those that know no dynamic tables, and take a part of one for an array of as many
-rows as a contribution may have, and no bounded staleness; 3 by those whose server 0 hands out no batches.
+rows as a contribution may have, and no bounded staleness; 3 by those that take what is compressed for what is not,
+and whose server 0 hands out no batches.
 """
 
 TABLES = 3
@@ -29,6 +30,9 @@ BACKUP_WORKERS = 3
 
 STALENESS = 3
 """The first number whose servers bound the staleness of workers."""
+
+COMPRESSION = 4
+"""The first number whose servers know compressed contributions."""
 
 CHUNKS = 4
 """The first number whose server 0 hands out batches."""
@@ -99,6 +103,22 @@ def check_chunks(number: int, theirs: str, ours: str) -> None:
     if number < CHUNKS:
         what = "batches that are handed out"
         raise _lacks(number, what, theirs, ours, "has a dataset with AutoShardPolicy.DYNAMIC", "take AUTO", "or")
+
+
+def check_compression(number: int, variable: str, theirs: str, ours: str) -> None:
+    """Refuses to compress contributions to a server that would take them for what they are not.
+
+    Args:
+        number: the server's protocol number.
+        variable: name of the variable whose contributions are to be compressed.
+        theirs, ours: as `check_protocol` has them.
+
+    Raises:
+        ConfigError: the server knows no compression.
+    """
+    if number < COMPRESSION:
+        does = f"compresses contributions to variable {variable!r}"
+        raise _lacks(number, "compression", theirs, ours, does, "leave it out", "or")
 
 
 def check_consistency(number: int, mode: Mode, backup_workers: int, staleness: int, theirs: str, ours: str) -> None:

@@ -2,6 +2,7 @@
 
 plan     variables, and plans of sections
 program  update programs and their verifier
+compression  the bytes of compressed contributions, and what they stand for
 tensor   dtypes and shapes
 tables   dynamic tables: specs, filters, policies
 hashing  hashes of their keys

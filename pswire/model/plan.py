@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 from pswire.errors import InvalidRequest, LocalityError, ProgramError
 from pswire.limits import MAX_NAME, PART_BYTES
 from pswire.model import row_updates
+from pswire.model.compression import FLOATS, Codec
 from pswire.model.program import Program
 from pswire.model.tables import MAX_COUNT, MIN_CAPACITY, ROWS, TablePart
 from pswire.model.tensor import DTYPES, TensorSpec
@@ -154,6 +155,7 @@ class Reduction:
         servers: servers on which the value is made; every worker sends its contribution to each.
         target: purpose of the value, in words, for messages.
         form: the form of contributions; the value is the same.
+        codec: how contributions are compressed; None for not at all. They are summed as what they stand for.
     """
 
     op: ReduceOp
@@ -161,11 +163,14 @@ class Reduction:
     servers: tuple[int, ...]
     target: str = ""
     form: Form = field(default="dense", repr=False)
+    codec: Codec | None = field(default=None, repr=False)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a contribution; 0 where it is as many rows as its sender has."""
-        return self.tensor.nbytes if self.form == "dense" else 0
+        """Bytes of a contribution as it travels; 0 where it is as many rows as its sender has."""
+        if self.form != "dense":
+            return 0
+        return self.tensor.nbytes if self.codec is None else self.codec.nbytes(self.tensor)
 
 
 @dataclass(frozen=True)
@@ -296,7 +301,9 @@ class Plan:
         rows = (self.rows, f"rows {self.rows}"), (sparse, f"sparse {sparse}")
         tables = (self.keys, f"keys {self.keys}"), (self.trims, f"trims {self.trims}")
         optional = [number for number, apply in enumerate(self.applies) if apply.optional]
-        choices = (self.nonfinite != "apply", self.nonfinite), *rows, *tables, (optional, f"optional {optional}")
+        codecs = [(number, self.reductions[number].codec) for number in self.compressed]
+        own = (optional, f"optional {optional}"), (codecs, f"codecs {codecs}")
+        choices = (self.nonfinite != "apply", self.nonfinite), *rows, *tables, *own
         words = " ".join([repr(self), *(word for chosen, word in choices if chosen)])
         return hashlib.sha256(words.encode()).digest()
 
@@ -314,6 +321,17 @@ class Plan:
     def keys(self) -> tuple[int, ...]:
         """Numbers of the reductions whose contributions are rows by the keys of a dynamic table."""
         return tuple(number for number, reduction in enumerate(self.reductions) if reduction.form == "keys")
+
+    @cached_property
+    def compressed(self) -> tuple[int, ...]:
+        """Numbers of the reductions whose contributions are compressed."""
+        return tuple(number for number, reduction in enumerate(self.reductions) if reduction.codec is not None)
+
+    @cached_property
+    def chosen(self) -> tuple[int, ...]:
+        """Numbers of the reductions whose contributions are elements by their places, which may be refused."""
+        each = ((number, self.reductions[number]) for number in self.compressed)
+        return tuple(n for n, r in each if r.codec is not None and r.codec.kind == "topk" and r.form == "dense")
 
     @cached_property
     def by_rows(self) -> tuple[int | None, ...]:
@@ -384,8 +402,8 @@ class Plan:
             return frozenset()
         sent = Counter[int]()
         for reduction in self.reductions:
-            sent.update(dict.fromkeys(reduction.servers, reduction.tensor.nbytes))
-        waits = {server for number in self.rows for server in self.reductions[number].servers}
+            sent.update(dict.fromkeys(reduction.servers, reduction.nbytes))
+        waits = {server for number in (*self.rows, *self.chosen) for server in self.reductions[number].servers}
         return frozenset(server for server, nbytes in sent.items() if nbytes > PART_BYTES) - waits
 
     def given(self, server: int) -> list[tuple[Ref, TensorSpec]]:
@@ -427,6 +445,7 @@ class Plan:
         """
         words = [
             f"reduce {r.op} {'rows of ' * (r.form != 'dense')}{r.tensor}{' for ' + r.target if r.target else ''}"
+            f"{f' as {r.codec}' if r.codec else ''}"
             for r in self.reductions
         ]
         for apply in self.applies:
@@ -470,6 +489,10 @@ class Plan:
                 raise InvalidRequest("a number has no rows")
             if reduction.form == "keys" and spec.shape[0] != ROWS:
                 raise InvalidRequest(f"rows by keys are of a table's shape, and not of {spec.shape}")
+            if reduction.codec is not None:
+                codec = reduction.codec.check()
+                if reduction.op == "first" or reduction.form == "keys" or spec.dtype not in FLOATS:
+                    raise InvalidRequest(f"{reduction.op} of {spec.dtype} by {reduction.form} has no codec {codec}")
         if self.snapshot and self.snapshot.servers != tuple(range(servers)):
             raise InvalidRequest("a checkpoint is of all servers")
         if self.restore and (self.restore.servers != tuple(range(servers)) or self._placed or self.snapshot):

@@ -657,7 +657,7 @@ class Ref(_message.Message):
     def __init__(self, kind: _Optional[_Union[Ref.Kind, str]] = ..., index: _Optional[int] = ...) -> None: ...
 
 class Reduction(_message.Message):
-    __slots__ = ("op", "tensor", "servers", "target", "form")
+    __slots__ = ("op", "tensor", "servers", "target", "form", "codec")
     class Op(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         OP_UNSPECIFIED: _ClassVar[Reduction.Op]
@@ -681,12 +681,34 @@ class Reduction(_message.Message):
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     FORM_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     op: Reduction.Op
     tensor: TensorSpec
     servers: _containers.RepeatedScalarFieldContainer[int]
     target: str
     form: Reduction.Form
-    def __init__(self, op: _Optional[_Union[Reduction.Op, str]] = ..., tensor: _Optional[_Union[TensorSpec, _Mapping]] = ..., servers: _Optional[_Iterable[int]] = ..., target: _Optional[str] = ..., form: _Optional[_Union[Reduction.Form, str]] = ...) -> None: ...
+    codec: Codec
+    def __init__(self, op: _Optional[_Union[Reduction.Op, str]] = ..., tensor: _Optional[_Union[TensorSpec, _Mapping]] = ..., servers: _Optional[_Iterable[int]] = ..., target: _Optional[str] = ..., form: _Optional[_Union[Reduction.Form, str]] = ..., codec: _Optional[_Union[Codec, _Mapping]] = ...) -> None: ...
+
+class Codec(_message.Message):
+    __slots__ = ("kind", "ratio")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[Codec.Kind]
+        FLOAT16: _ClassVar[Codec.Kind]
+        BFLOAT16: _ClassVar[Codec.Kind]
+        INT8: _ClassVar[Codec.Kind]
+        TOPK: _ClassVar[Codec.Kind]
+    KIND_UNSPECIFIED: Codec.Kind
+    FLOAT16: Codec.Kind
+    BFLOAT16: Codec.Kind
+    INT8: Codec.Kind
+    TOPK: Codec.Kind
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    RATIO_FIELD_NUMBER: _ClassVar[int]
+    kind: Codec.Kind
+    ratio: float
+    def __init__(self, kind: _Optional[_Union[Codec.Kind, str]] = ..., ratio: _Optional[float] = ...) -> None: ...
 
 class Operand(_message.Message):
     __slots__ = ("tensor", "servers")

@@ -13,7 +13,8 @@ from psserver.transport import grpc_service
 from pstesting.in_process import InProcessCluster
 from pstesting.processes import PS0, PS1, W0, W1, ProcessCluster
 from pstesting.script import ME, add_all, say
-from pswire.encoding.protocol import CHUNKS, OLDEST, PROTOCOL, TABLES
+from pswire.encoding import protocol
+from pswire.encoding.protocol import CHUNKS, COMPRESSION, OLDEST, PROTOCOL, TABLES
 from pswire.errors import ConfigError
 from pswire.model.hashing import BUCKETS
 from pswire.model.plan import PlacedVariable, VariableSpec
@@ -76,20 +77,40 @@ def test_a_lane_refuses_an_unknown_protocol(monkeypatch, caplog):
     assert f"session {session} speaks protocol {PROTOCOL + 1}, and {PS0} " in caplog.text
 
 
-# ---- Dynamic tables ----
+# ---- What an older server lacks ----
 
 
-def without_tables(monkeypatch, task):
-    """A server says that it speaks the last protocol that had none."""
+def older(monkeypatch, task, number):
+    """A server says that it speaks an older protocol, which is served whatever is served now."""
     plainly = grpc_service.Service._open
 
     async def opened(self, *asked):
         reply = pb.OpenReply.FromString(await plainly(self, *asked))
         if self._task == str(task):
-            reply.protocol = TABLES - 1
+            reply.protocol = number
         return reply.SerializeToString()
 
     monkeypatch.setattr(grpc_service.Service, "_open", opened)
+    monkeypatch.setattr(protocol, "SERVED", (number, *protocol.SERVED))
+
+
+def without_tables(monkeypatch, task):
+    """A server says that it speaks the last protocol that had none."""
+    older(monkeypatch, task, TABLES - 1)
+
+
+def test_a_server_without_compression_is_sent_nothing_compressed(monkeypatch):
+    """It would take the bytes for the numbers; what is not compressed goes on, and the script may ask for no more."""
+    older(monkeypatch, PS1, COMPRESSION - 1)
+    with InProcessCluster(2) as cluster, ps.ParameterServerStrategy(cluster_resolver=cluster.resolver()) as strategy:
+        with strategy.scope():
+            said = (
+                f"{PS1} speaks protocol {COMPRESSION - 1}, which has no compression, and {W0}, which speaks {PROTOCOL}"
+            )
+            with pytest.raises(ConfigError, match=f"{said}, compresses contributions to variable 'w'; .* leave it out"):
+                ps.Variable(np.ones(3), name="w", compression=ps.compression.Int8())
+            v = ps.Variable(np.ones(3), name="v")
+        assert v.numpy().tolist() == [1.0] * 3
 
 
 def test_a_server_without_tables_is_given_none(monkeypatch):

@@ -119,6 +119,7 @@ ROOMS = {
         ),
         _room("psclient.compat.v1", 8, "src.variables src.distribute psclient.compat.v1.train"),
         _room("psclient.experimental", 14, "src.variables"),
+        _room("psclient.compression", 14, "src.variables"),
         _room(
             "psclient.dynamic_embedding",
             7,
@@ -165,7 +166,7 @@ ROOMS = {
             "pswire psclient.ops psclient._src src.data src.tracing src.variables psclient.summary "
             "psclient.coordinator src.distribute psclient.losses psclient.nn psclient.cluster_resolver "
             "psclient.metrics psclient.compat psclient.dynamic_embedding psclient.initializers "
-            "psclient.experimental psclient.optimizers psclient.train src.strategies",
+            "psclient.compression psclient.experimental psclient.optimizers psclient.train src.strategies",
         ),
         _room(
             "psclient.jax",
@@ -190,7 +191,6 @@ ROOMS = {
 
 RESERVED = {
     "psclient._src.rows": 7,
-    "psclient.compression": 7,
     "psclient.launch": 12,
     "psserver.replication": 11,
 }

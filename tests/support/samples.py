@@ -36,6 +36,7 @@ from pswire.cluster import Task
 from pswire.encoding import messages
 from pswire.encoding.mapper import Codec
 from pswire.errors import BY_NAME, PSError
+from pswire.model import compression
 from pswire.model.chunks import Chunk, ChunkAsk, Chunks
 from pswire.model.closures import (
     ClosureName,
@@ -203,6 +204,10 @@ PLAN = Plan(
         Reduction("mean", SCALAR, (2,), "loss"),
         Reduction("first", MATRIX, (3,), "statistics"),
         Reduction("sum", MATRIX, (0,), "gradient of 'table'", "rows"),
+        Reduction("mean", VECTOR, (1,), "gradient of 'v'", codec=compression.Codec("topk", 0.25)),
+        Reduction("sum", MATRIX, (0,), "gradient of 'table'", "rows", compression.Codec("int8")),
+        Reduction("sum", VECTOR, (1,), "gradient of 'u'", codec=compression.Codec("float16")),
+        Reduction("sum", VECTOR, (1,), "gradient of 'x'", codec=compression.Codec("bfloat16")),
     ),
     operands=(Operand(SCALAR, (1, 2)),),
     programs=(PROGRAM,),

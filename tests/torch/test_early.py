@@ -88,6 +88,30 @@ def test_early_gradients_change_no_bit(servers):
         assert (waits, more) == (5, 5)
 
 
+def test_compressed_gradients_that_leave_early_have_the_same_bits():
+    """Each is compressed when it is made, with what is left over of it; what is kept of that is the same, too."""
+    found = []
+    for early in (True, False):
+        with (
+            InProcessCluster() as cluster,
+            ps.ParameterServerStrategy(
+                cluster_resolver=cluster.resolver(), compression=ps.compression.Float16()
+            ) as strategy,
+        ):
+            module = Wide(3)
+            optimizer = pst.Optimizer(module, torch.optim.AdamW, lr=1e-4, early=early, strategy=strategy)
+            trained(module, optimizer, 1)
+            before = strategy.traffic[0]
+            trained(module, optimizer, 3)
+            sent = strategy.traffic[0] - before
+            left = [optimizer.variables[f"layers.{n}.weight"].feedback.residual.copy() for n in range(3)]
+            found.append((values(module), left))
+            assert 3 * 3 * SIDE * SIDE * 2 <= sent < 3 * 3 * SIDE * SIDE * 3
+    (one, kept), (other, same) = found
+    assert all(map(torch.equal, one, other))
+    assert all(each.any() and each.tobytes() == more.tobytes() for each, more in zip(kept, same, strict=True))
+
+
 def test_a_layer_that_is_not_used_is_seen_before():
     """Nothing leaves early in such a step: what is not used has no gradient, and stays as it is."""
 

@@ -4,6 +4,7 @@ strategy     `Strategy`, the base class
 extended     `StrategyExtended`; extended_v1 adds the methods of `tf.compat.v1`, sharded and tables what is cut
 replicas     runs a function once per local replica, and joins replicas in merge calls
 reduction    the sums and means of per-replica values
+compressed   contributions, compressed as they are sent; residuals, what that leaves over, and checkpoints keep
 gathering    the arrays of all replicas, one behind the other
 backend      the interface between the model and what carries it out
 local        the backend without servers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from psclient._src.context import StrategyFace
@@ -12,6 +12,8 @@ from psclient._src.data import dynamic
 from psclient._src.devices import Device, Value
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.nest import Nest
+from psclient._src.variables.compression import Compressed
+from psclient._src.variables.feedback import Feedback
 from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.model.plan import Reduction, VariableSpec
 from pswire.model.tensor import Array
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from psclient._src.tracing.symbolic_numbers import Number
 
 T = TypeVar("T")
+P = TypeVar("P")
 
 ServerIds = tuple[int, ...]
 """Parameter devices, by number."""
@@ -37,10 +40,32 @@ class Beside:
     Attributes:
         place: the parameter devices.
         label: name of the variable that it is beside, for messages, or "".
+        feedback: what compression leaves over of contributions to that variable; None where they travel as they are.
     """
 
     place: ServerIds
     label: str = ""
+    feedback: Feedback | None = None
+
+    def plain(self) -> Beside:
+        """Returns the same, to which contributions travel as they are."""
+        return replace(self, feedback=None)
+
+
+@dataclass(frozen=True)
+class Uncompressed:
+    """A destination like a variable, to which contributions travel as they are.
+
+    Attributes:
+        variable: the variable.
+    """
+
+    variable: Variable
+
+
+def uncompressed(place: P) -> P:
+    """Returns a destination to which contributions travel as they are."""
+    return place.plain() if isinstance(place, Beside) else place  # type: ignore[return-value]
 
 
 class ReplicaGroup(dynamic.ChunkGroup, Protocol):
@@ -134,6 +159,16 @@ class Backend(Protocol):
             place: the servers that hold it; empty lets the backend choose.
             on_read: True if each replica has a copy of its own.
             how: the variable's aggregation.
+        """
+        ...
+
+    def compress(self, variable: Variable, given: Compressed, names: dict[str, int]) -> None:
+        """Compresses the contributions to a new variable, if they travel.
+
+        Args:
+            variable: the variable.
+            given: how; None for what the strategy says.
+            names: how many variables were created by each name; one for what is kept is added.
         """
         ...
 

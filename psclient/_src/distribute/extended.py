@@ -12,7 +12,7 @@ from psclient._src import context, nest
 from psclient._src.arraylike import HostArray, LazyArray, LazyCopy, Mirrored, Readable, read, reduced_array
 from psclient._src.context import StrategyFace
 from psclient._src.devices import Device, Value, is_array, local_devices, to_numpy
-from psclient._src.distribute.backend import Backend, Beside, ServerIds
+from psclient._src.distribute.backend import Backend, Beside, ServerIds, Uncompressed, uncompressed
 from psclient._src.distribute.gathering import Place, check_axis, host_array, of_each
 from psclient._src.distribute.local import LocalBackend, apply_to_copies
 from psclient._src.distribute.reduction import EVERYONE, LocalValue, check_arrays, combine
@@ -22,6 +22,7 @@ from psclient._src.distribute.template import HostValue, as_it_travels
 from psclient._src.nest import Nest
 from psclient._src.options import ReduceOp, ReduceOpName
 from psclient._src.values import DistributedValues, container, local_results, merge_copies
+from psclient._src.variables.compression import Compressed
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import CopiedVariable, LocalVariable, SyncOnReadVariable
 from psclient._src.variables.sharded import Sharding
@@ -142,15 +143,25 @@ class StrategyExtended:
     # ---- Variables ----
 
     def create_variable(
-        self, spec: VariableSpec, value: Array, place: ServerIds, on_read: bool, aggregation: VariableAggregation
+        self,
+        spec: VariableSpec,
+        value: Array,
+        place: ServerIds,
+        on_read: bool,
+        aggregation: VariableAggregation,
+        compression: Compressed = None,
     ) -> Variable:
-        """Gets or creates a variable; called by `Variable`, and for what checkpoints have by another name."""
+        """Gets or creates a variable; called by `Variable`, and for what checkpoints have by another name.
+
+        `Variable` gives a `compression` only where its caller has given one.
+        """
         if context.is_default(self._strategy):
             return self._backend.create(self._strategy, spec, value, place, on_read, aggregation)
         unique = replace(spec, name=self._unique(spec.name))
         made = self._backend.create(self._strategy, unique, value, place, on_read, aggregation)
         for taken in {spec.name, unique.name}:
             self._names[taken] = self._names.get(taken, 0) + 1
+        self._backend.compress(made, compression, self._names)
         return made
 
     def _unique(self, name: str) -> str:
@@ -285,7 +296,8 @@ class StrategyExtended:
             local = self._first(value) if first else self._local(ReduceOp.parse(aggregation.name), value, None)
             if destination is None:
                 return self._brought(local)
-            return self._reduced([(local, self._destination(destination, None))])[0]
+            # A value that is assigned is no contribution, to which what was left over of others could be added.
+            return self._reduced([(local, self._destination(Uncompressed(destination), None))])[0]
 
     def reduce(self, op: ReduceOp, value: Any, axis: int | Sequence[int] | None) -> Any:
         """Reduces a value and returns it to every process at once; see `StrategyFace.reduce`."""
@@ -311,7 +323,7 @@ class StrategyExtended:
     def all_gather(self, value: Nest, axis: SupportsIndex) -> Any:
         """As `gather`, and gives each local replica the result on its device."""
         found = self.gather(value, axis)
-        return nest.map_structure(lambda array: self._bring(array, self._backend.group.devices), found)
+        return nest.map_structure(lambda array: bring(array, self._backend.group.devices), found)
 
     def contributions(
         self, values: Sequence[Value], variables: Sequence[Variable], reductions: Sequence[Reduction]
@@ -357,7 +369,7 @@ class StrategyExtended:
         beside = [place if isinstance(place, Beside) else None for _, place in pairs]
         reduced = self._backend.reduce([(local, to) for (local, _), to in zip(pairs, beside, strict=True)])
         return [
-            value if isinstance(place, Beside) else self._bring(value, place)
+            value if isinstance(place, Beside) else bring(value, place)
             for value, (_, place) in zip(reduced, pairs, strict=True)
         ]
 
@@ -381,11 +393,13 @@ class StrategyExtended:
     def _destination(self, destinations: object, value: object) -> Destination:
         """Returns where a reduced value shall be: beside a variable on servers, or on devices of this process."""
         devices = self._backend.group.devices
+        if isinstance(destinations, Uncompressed):
+            return uncompressed(self._destination(destinations.variable, value))
         if isinstance(destinations, Variable):
             destinations.check_strategy(self._strategy)
             if isinstance(destinations, CopiedVariable | LocalVariable):
                 return devices
-            return Beside(destinations.place, repr(destinations.name))
+            return Beside(destinations.place, repr(destinations.name), destinations.feedback)
         if destinations is value or isinstance(destinations, DistributedValues | Readable) or is_array(destinations):
             return devices
         names = [destinations] if isinstance(destinations, str) else destinations
@@ -403,24 +417,6 @@ class StrategyExtended:
         if full not in self.worker_devices:
             raise ValueError(f"{name!r} is no device of this process; it has {', '.join(self.worker_devices)}")
         return self._backend.group.devices[self.worker_devices.index(full)]
-
-    @staticmethod
-    def _bring(value: object, devices: Sequence[Device]) -> Value:
-        """Copies a value to worker devices: returns an array for one device, else a mirrored value.
-
-        One that comes to CPUs is there when it is looked at.
-        """
-        if isinstance(value, IndexedSlices):
-            if len(devices) == 1:
-                return value
-            # On CPUs all may share it: nobody can change it.
-            on_host = all(device.kind == "cpu" for device in devices)
-            return Mirrored([value if on_host else value.on(device) for device in devices])
-        if isinstance(value, LazyArray) and all(device.kind == "cpu" for device in devices):
-            return value if len(devices) == 1 else Mirrored([LazyCopy(value) for _ in devices])
-        array = read(value)
-        copies = [reduced_array(array, device) for device in devices]
-        return copies[0] if len(copies) == 1 else Mirrored(copies)
 
     # ---- Updates ----
 
@@ -510,9 +506,28 @@ class StrategyExtended:
             yield
 
 
+def bring(value: object, devices: Sequence[Device]) -> Value:
+    """Copies a value to worker devices: returns an array for one device, else a mirrored value.
+
+    One that comes to CPUs is there when it is looked at.
+    """
+    if isinstance(value, IndexedSlices):
+        if len(devices) == 1:
+            return value
+        # On CPUs all may share it: nobody can change it.
+        on_host = all(device.kind == "cpu" for device in devices)
+        return Mirrored([value if on_host else value.on(device) for device in devices])
+    if isinstance(value, LazyArray) and all(device.kind == "cpu" for device in devices):
+        return value if len(devices) == 1 else Mirrored([LazyCopy(value) for _ in devices])
+    array = read(value)
+    copies = [reduced_array(array, device) for device in devices]
+    return copies[0] if len(copies) == 1 else Mirrored(copies)
+
+
 def _fit_of(destination: object) -> Fit | None:
     """Returns what makes rows fit a variable for which they are reduced, and checks them; None for no variable."""
-    return destination.fit_slices if isinstance(destination, Variable) else None
+    whole = destination.variable if isinstance(destination, Uncompressed) else destination
+    return whole.fit_slices if isinstance(whole, Variable) else None
 
 
 def _reduced_here(value: Value) -> Value:

@@ -12,6 +12,7 @@ from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.devices import Value
 from psclient._src.distribute import extended
 from psclient._src.distribute.backend import Beside
+from psclient._src.distribute.extended import bring
 from psclient._src.nest import Leaf, Nest
 from psclient._src.options import ReduceOp, ReduceOpName
 from psclient._src.variables.variable import Variable
@@ -43,7 +44,7 @@ class StrategyExtended(extended.StrategyExtended):
             if isinstance(tensor, values.DistributedValues) and not isinstance(tensor, Mirrored | Variable):
                 raise ValueError("broadcast_to takes one value, and not a per-replica one; reduce it with reduce_to")
             place = self._destination(destinations, tensor)
-            return self._bring(tensor, self._backend.group.devices[:1] if isinstance(place, Beside) else place)
+            return bring(tensor, self._backend.group.devices[:1] if isinstance(place, Beside) else place)
 
     def read_var(self, v: Variable) -> Any:
         """A variable's value; of an ON_READ variable in cross-replica context the aggregate. In any context.

@@ -16,6 +16,7 @@ from psclient._src.distribute.reduction import LocalValue
 from psclient._src.distribute.row_updates import update_rows
 from psclient._src.nest import Leaf, Nest
 from psclient._src.tracing.diagnostics import refuse_result
+from psclient._src.variables.compression import Compressed
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import CopiedVariable, LocalVariable, MirroredVariable, SyncOnReadVariable
 from psclient._src.variables.sparse_updates import SparseUpdate
@@ -104,6 +105,9 @@ class LocalBackend:
         self._restored = list[Variable]()
         self._buffers = HostBuffers()
         self.worker_devices = self.parameter_devices = tuple(map(self.full_name, devices))
+
+    def compress(self, variable: Variable, given: Compressed, names: dict[str, int]) -> None:
+        """Does nothing: nothing travels."""
 
     def buffer(self, variable: Variable, replica: int) -> Array:
         """Returns an array of memory of its own."""

@@ -17,6 +17,8 @@ from psclient._src.distribute.reduction import LocalKeys, LocalRows, LocalValue,
 from psclient._src.distribute.template import HostValue
 from psclient._src.nest import Nest
 from psclient._src.values import container
+from psclient._src.variables.compression import Compressed
+from psclient._src.variables.feedback import Feedback
 from psclient._src.variables.kinds import ServerVariable
 from psclient._src.variables.partitioners import PartitionFn, shards_for
 from psclient._src.variables.sharded import (
@@ -77,12 +79,18 @@ class ShardedExtended(extended_v1.StrategyExtended):
     # ---- Variables ----
 
     def create_variable(
-        self, spec: VariableSpec, value: Array, place: Colocation, on_read: bool, aggregation: VariableAggregation
+        self,
+        spec: VariableSpec,
+        value: Array,
+        place: Colocation,
+        on_read: bool,
+        aggregation: VariableAggregation,
+        compression: Compressed = None,
     ) -> Variable:
         """Gets or creates a variable, in shards where the partitioner says so, or that beside which it is created."""
         if on_read or not (isinstance(place, Sharding) or (self._partitioner and not place)):
             servers = place.place if isinstance(place, Sharding) else place
-            return super().create_variable(spec, value, servers, on_read, aggregation)
+            return super().create_variable(spec, value, servers, on_read, aggregation, compression)
         unique = replace(spec, name=self._unique(spec.name))
         if isinstance(place, Sharding):
             made = self._create_beside(unique, value, place, aggregation)
@@ -90,11 +98,12 @@ class ShardedExtended(extended_v1.StrategyExtended):
             partitioner = cast(PartitionFn, self._partitioner)
             count = shards_for(partitioner, unique.name, spec.tensor, DTYPES[spec.tensor.dtype])
             if count == 1:
-                return super().create_variable(spec, value, place, on_read, aggregation)
+                return super().create_variable(spec, value, place, on_read, aggregation, compression)
             starts = Sharding.starts_of(value.shape[0], count)
             places = self._sharding_backend.places_for(Sharding(starts, ((),) * count).specs(unique))
             made = self._create_cut(unique, value, Sharding(starts, tuple(places)), aggregation, chosen=True)
         self._take_names(spec.name, unique.name)
+        self._backend.compress(made, compression, self._names)
         return made
 
     def _create_beside(
@@ -169,7 +178,14 @@ class ShardedExtended(extended_v1.StrategyExtended):
     def _destination(self, destinations: object, value: object) -> Destination:
         found = super()._destination(destinations, value)
         if isinstance(destinations, VariableOfShards) and isinstance(found, Beside):
-            return BesideShards(found.place, found.label, sharding=destinations.sharding, shape=destinations.shape)
+            feedbacks = tuple(shard.feedback for shard in destinations.variables)
+            return BesideShards(
+                found.place,
+                found.label,
+                sharding=destinations.sharding,
+                shape=destinations.shape,
+                feedbacks=feedbacks,
+            )
         return found
 
     def contributions(
@@ -244,10 +260,16 @@ class BesideShards(Beside):
     Attributes:
         sharding: how the variable is cut.
         shape: the variable's.
+        feedbacks: of each shard, as `feedback`.
     """
 
     sharding: Sharding
     shape: tuple[int, ...]
+    feedbacks: tuple[Feedback | None, ...]
+
+    def plain(self) -> BesideShards:
+        """Returns the same, to which contributions travel as they are."""
+        return replace(self, feedbacks=(None,) * len(self.feedbacks))
 
 
 def _cut_to(local: LocalValue, place: Destination) -> list[tuple[LocalValue, Destination]]:
@@ -258,8 +280,8 @@ def _cut_to(local: LocalValue, place: Destination) -> list[tuple[LocalValue, Des
     """
     keyed = isinstance(local, LocalKeys)
     if isinstance(place, BesideShards) and (keyed or place.sharding.cuts(local.spec.shape, place.shape)):
-        each = zip(_cut(local, place.sharding), place.sharding.places, strict=True)
-        return [(part, Beside(servers, place.label)) for part, servers in each]
+        each = zip(_cut(local, place.sharding), place.sharding.places, place.feedbacks, strict=True)
+        return [(part, Beside(servers, place.label, feedback)) for part, servers, feedback in each]
     if isinstance(local, LocalKeys):
         refuse_keys(local.space.table)
     return [(local, place)]

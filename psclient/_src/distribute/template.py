@@ -13,6 +13,7 @@ from psclient._src.devices import Coming, Pending
 from psclient._src.distribute.reduction import Absent
 from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.tracing.update_function import Trace
+from psclient._src.variables.feedback import Feedback
 from pswire.model.plan import Plan, Reduction
 from pswire.model.tensor import DTYPES, Array
 
@@ -26,12 +27,14 @@ class SectionTemplate:
         written: ids of the variables that it assigns.
         traces: of its update functions, each with whether there were numbers among its arguments.
         sources: for each operand of the plan, of which trace it is which input.
+        feedback: for each reduction what compresses contributions to it; None where they travel as they are.
     """
 
     plan: Plan
     written: frozenset[int]
     traces: Mapping[Trace, bool]
     sources: tuple[tuple[Trace, int], ...]
+    feedback: tuple[Feedback | None, ...]
 
     def operands(self, numbers: list[Number]) -> tuple[Array, ...] | None:
         """Returns the operands for other numbers; None where an update function would record something else."""

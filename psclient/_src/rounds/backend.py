@@ -19,6 +19,7 @@ from psclient._src.distribute.backend import Beside, LocalContributions, ServerI
 from psclient._src.distribute.host_buffers import HostBuffers
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.distribute.replicas import RunAgain
+from psclient._src.distribute.residuals import Residuals
 from psclient._src.distribute.template import TemplateCache
 from psclient._src.nest import Nest
 from psclient._src.rounds.checkpoints import ServerCheckpoints
@@ -61,6 +62,8 @@ class RemoteBackend:
         checkpoints: those that this process saves and restores.
         exchange: the rounds of this process.
         reader: reads variables.
+        residuals: what compression leaves over of this process's contributions.
+        compress: see `Backend.compress`.
     """
 
     between_graph = True
@@ -75,7 +78,10 @@ class RemoteBackend:
         self._reads = exchange.reads
         self._creation = exchange.creation
         self.reader = VariableReader(exchange, self)
-        self.checkpoints = ServerCheckpoints(exchange, self._order_snapshot)
+        was_restored, check = exchange.creation.was_restored, exchange.session.check_compression
+        self.residuals = Residuals(exchange.group, self, was_restored, check)
+        self.compress = self.residuals.compress
+        self.checkpoints = ServerCheckpoints(exchange, self._order_snapshot, self.residuals)
         self._placement = placement
         self._host_buffers = HostBuffers()
         self._opening = threading.Condition()  # guards that one section is open, and no other is opened beside it
@@ -189,10 +195,7 @@ class RemoteBackend:
             # The section stays open after this call, and what is reduced may be the caller's buffer.
             hand_in = self._exchange.buffers.hand_in
             contributions = [(local if hand_in(local.total) else local.kept(), to) for local, to in contributions]
-        reduced = [
-            section.reduce(local, None) if to is None else section.reduce(local, to.place, to.label)
-            for local, to in contributions
-        ]
+        reduced = [_reduced(section, local, to) for local, to in contributions]
         if comes_here:
             section.give_back(reduced)
             if not context.in_merge_call():
@@ -356,9 +359,8 @@ class RemoteBackend:
 
     def _order_snapshot(self, path: str, state: str) -> bytes:
         """Ends the open section with a checkpoint; servers are writing it when this returns its plan's id."""
-        for variable in self._copies:
-            if variable.aggregation is not VariableAggregation.NONE:
-                variable.saved.assign_aggregate(variable.strategy, "assign", variable)
+        _save_copies(self._copies)
+        self.residuals.save(lambda local, to: self.reduce([(local, to)])[0])
         self._exchange.window.settle()  # It is of the values that all rounds before it have left.
         section = self.section_here
         section.order_snapshot(path, self.group.round, state)
@@ -413,6 +415,17 @@ class RemoteBackend:
         if outdated and outgoing.plan.reductions:
             _warn_of_loss(self._task, outgoing.plan, self.group.round)
         return self._exchange.send(outgoing, observes=outdated)
+
+
+def _reduced(section: Section, local: LocalValue, to: Beside | None) -> ServerValue:
+    return section.reduce(local, None) if to is None else section.reduce(local, to.place, to.label, to.feedback)
+
+
+def _save_copies(copies: Sequence[SyncOnReadVariable]) -> None:
+    """Records that servers keep the aggregates of now, which a checkpoint is to have."""
+    for variable in copies:
+        if variable.aggregation is not VariableAggregation.NONE:
+            variable.saved.assign_aggregate(variable.strategy, "assign", variable)
 
 
 def _warn_of_loss(task: Task, plan: Plan, round: int) -> None:

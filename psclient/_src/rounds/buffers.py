@@ -148,7 +148,7 @@ def _make(spec: TensorSpec, device: Device, lane: Lane | None, shared: bool) -> 
     return Buffer(array, lane, memory, place)
 
 
-def pack(arrays: Sequence[Array], buffers: Mapping[int, Buffer]) -> Payload:
+def pack(arrays: Sequence[Array], buffers: Mapping[int, Buffer | None]) -> Payload:
     """Makes a payload over arrays; buffers that lie one after another as they travel are one chunk of it.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import cast
 
+from psclient._src.distribute.residuals import Residuals
 from psclient._src.rounds.restore import Restoring
 from psclient._src.rounds.rounds import Exchange
 from psclient._src.variables.kinds import ServerVariable, SyncOnReadVariable
@@ -20,12 +21,14 @@ class ServerCheckpoints:
     Args:
         exchange: makes the rounds.
         order: ends the open section with a checkpoint at a path, with a state; returns the id of its plan.
+        residuals: those of compressed contributions.
     """
 
-    def __init__(self, exchange: Exchange, order: Callable[[str, str], bytes]) -> None:
+    def __init__(self, exchange: Exchange, order: Callable[[str, str], bytes], residuals: Residuals) -> None:
         self._exchange = exchange
         self._group = exchange.group
         self._order = order
+        self._residuals = residuals
         self._restoring = Restoring(exchange)
         self._saving: tuple[bytes, str] | None = None
         self._failed: set[str] = set()
@@ -98,6 +101,7 @@ class ServerCheckpoints:
         for variable in chosen.values():
             if isinstance(variable, SyncOnReadVariable):
                 variable.share_out(variable.saved.numpy())
+        self._residuals.restored(list(chosen.values()))
         self._exchange.reads.refresh()
         return reply
 

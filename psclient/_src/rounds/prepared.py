@@ -65,7 +65,7 @@ class PlanShares:
         self.refuses = plan.nonfinite == "raise" or any(program.may_refuse for program in plan.programs)
         sent = [
             sum(plan.operands[place].tensor.nbytes for place in each.operands)
-            + sum(plan.reductions[place].tensor.nbytes for place in each.reductions)
+            + sum(plan.reductions[place].nbytes for place in each.reductions)
             for each in self.shares.values()
         ]
         self.large = max(sent, default=0) > PART_BYTES

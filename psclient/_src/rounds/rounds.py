@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
 from psclient._src.devices import Coming
+from psclient._src.distribute.compressed import compress
 from psclient._src.distribute.reduction import SentRows
 from psclient._src.rounds.awaited import Awaited
 from psclient._src.rounds.buffers import Buffer, Buffers
@@ -32,6 +33,7 @@ from psclient._src.tracing.diagnostics import users_line
 from psclient._src.transport.pacing import passes
 from psclient._src.transport.session import Session
 from psclient._src.transport.staging import Sent, any_pending, fill, host, keep, pack
+from psclient._src.variables.feedback import Feedback
 from pswire.api import Contribution, RoundReply, RowRead
 from pswire.errors import Fenced, PSError, PushAgain
 from pswire.limits import PART_BYTES
@@ -55,12 +57,30 @@ class Outgoing:
         contributions: for each reduction, a host array, or one on its way from a GPU, or rows; None where the weight is
             0.
         operands: for each operand, a host array.
+        feedback: for each reduction what compresses the contribution; None where it travels as it is.
+        flawed: numbers of the reductions to which NaN or infinity is contributed, of those that were compressed.
+        own: the `id` of each array that was made of what is sent; nobody changes them.
     """
 
     plan: Plan
     weights: tuple[float, ...]
     contributions: tuple[Sent | SentRows | None, ...]
     operands: tuple[Array, ...]
+    feedback: tuple[Feedback | None, ...] = ()
+    flawed: frozenset[int] = frozenset()
+    own: frozenset[int] = frozenset()
+
+    def compressed(self) -> Outgoing:
+        """Returns what is sent of it, which is compressed here, once; see `compress`."""
+        if not self.plan.compressed:
+            return self
+        found = compress(self.plan, self.contributions, self.feedback, host)
+        return replace(
+            self,
+            contributions=tuple(found.contributions),
+            flawed=frozenset(found.flawed),
+            own=frozenset(map(id, found.own)),
+        )
 
     def nonfinite(self) -> tuple[int, ...]:
         """Returns the numbers of the applied reductions to which it contributes NaN or infinity, if the plan asks.
@@ -70,7 +90,8 @@ class Outgoing:
         if self.plan.nonfinite == "apply":
             return ()
         sent = ((number, self.contributions[number]) for number in self.plan.applied)
-        return tuple([number for number, array in sent if array is not None and not is_finite(host(_numbers(array)))])
+        found = (number for number, array in sent if array is not None and not is_finite(host(_numbers(array))))
+        return tuple(sorted({*found, *self.flawed.intersection(self.plan.applied)}))
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -93,13 +114,13 @@ class Outgoing:
             *(array for each in rows if each is not None for array in each),
         ]
 
-    def payload(self, share: ServerShare, kept: bool, buffers: Mapping[int, Buffer]) -> Payload:
+    def payload(self, share: ServerShare, kept: bool, buffers: Mapping[int, Buffer | None]) -> Payload:
         """Returns what goes to one server.
 
         Args:
             share: the server's share of the plan.
             kept: True for memory of its own: the arrays may change before it is sent, or has to be sent again.
-            buffers: those of the arrays that are buffers, which do not change, by their `id`.
+            buffers: those of the arrays that do not change, by their `id`, and the buffers that they are.
         """
         arrays = self.sent(share)
         if not buffers or any_pending(arrays):
@@ -213,10 +234,14 @@ class Exchange:
         shares = self._prepare(plan)
         buffers = self.buffers.among(outgoing.arrays)
         coming = [array for array in outgoing.arrays if isinstance(array, Coming)]
+        if not observes:
+            with self._copied():
+                outgoing = outgoing.compressed()
+        unchanged = {**buffers, **dict.fromkeys(outgoing.own)} if outgoing.own else buffers
         waits = not coming and (first or shares.refuses or self.window.size == 1)
         if shares.large and not (waits or coming):
-            waits = any(_nbytes(outgoing.sent(share), buffers) > PART_BYTES for share in shares.shares.values())
-        round = self._push_all(outgoing, shares, observes, waits, buffers)
+            waits = any(_nbytes(outgoing.sent(share), unchanged) > PART_BYTES for share in shares.shares.values())
+        round = self._push_all(outgoing, shares, observes, waits, unchanged)
         for buffer in buffers.values():
             buffer.round = round
         for each in coming:
@@ -232,7 +257,7 @@ class Exchange:
             buffer.round = round
 
     def _push_all(
-        self, outgoing: Outgoing, shares: PlanShares, observes: bool, waits: bool, buffers: Mapping[int, Buffer]
+        self, outgoing: Outgoing, shares: PlanShares, observes: bool, waits: bool, buffers: Mapping[int, Buffer | None]
     ) -> UnderWay:
         """Pushes a contribution to all servers of its plan, and goes on to the next round."""
         plan, group = outgoing.plan, self.group
@@ -400,7 +425,7 @@ def _numbers(sent: Sent | SentRows) -> Sent:
     return sent.values if isinstance(sent, SentRows) else sent
 
 
-def _nbytes(arrays: Iterable[Sent], buffers: Mapping[int, Buffer]) -> int:
+def _nbytes(arrays: Iterable[Sent], buffers: Mapping[int, Buffer | None]) -> int:
     """Returns the size of arrays that may change after their call."""
     return sum(array.nbytes for array in arrays if id(array) not in buffers)
 

@@ -29,6 +29,7 @@ from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.tracing.tracer import Tracer
 from psclient._src.tracing.update_function import Given, Trace, TracedCall, UpdateFunction
 from psclient._src.values import DistributedValues, PerReplica
+from psclient._src.variables.feedback import Feedback
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import ServerVariable, SyncOnReadVariable
 from psclient._src.variables.sharded import ShardedValue, VariableOfShards
@@ -129,6 +130,7 @@ class Section:
         self._reductions: list[Reduction] = []
         self._floating: set[int] = set()  # reductions that get their place where they are used
         self._local: list[LocalValue | HostValue] = []
+        self._feedback: list[Feedback | None] = []  # of each reduction whose contributions are compressed
         self._operands: list[tuple[Array, tuple[int, ...]]] = []
         self._programs: dict[Program, int] = {}
         self._numbers: dict[int, int] = {}
@@ -188,21 +190,33 @@ class Section:
 
     # ---- Recording ----
 
-    def reduce(self, local: LocalValue, servers: tuple[int, ...] | None, target: str = "") -> ServerValue:
+    def reduce(
+        self,
+        local: LocalValue,
+        servers: tuple[int, ...] | None,
+        target: str = "",
+        feedback: Feedback | None = None,
+    ) -> ServerValue:
         """Records a reduction.
 
         Args:
             local: this process's contribution.
             servers: the servers where the value shall be; None where it only has to come back here.
             target: purpose of the value, in words, for messages.
+            feedback: compresses the contribution, if it can; the first one of the section alone.
         """
         self._check_more()
         kind = ReducedValue if servers is None else ServerValue
         if local.form != "dense":
             kind = ReducedSlices if local.form == "rows" else ReducedKeys
         located = kind(self, Ref("reduction", len(self._reductions)), local.spec, servers)
-        self._reductions.append(Reduction(local.op, local.spec, tuple(sorted(set(servers or ()))), target, local.form))
+        codec = None
+        if feedback is not None and feedback not in self._feedback:
+            codec = feedback.codec_for(local.op, local.spec, local.form)
+        place = tuple(sorted(set(servers or ())))
+        self._reductions.append(Reduction(local.op, local.spec, place, target, local.form, codec))
         self._local.append(local)
+        self._feedback.append(feedback if codec else None)
         if servers is None:
             self._floating.add(located.ref.index)
             self.give_back(located)
@@ -373,7 +387,9 @@ class Section:
             return None
         self._whole = self._plan()
         traces = {call.trace: bool(call.numbers) for call in self._calls}
-        return SectionTemplate(self._whole, frozenset(self._written), traces, tuple(self._sources))
+        return SectionTemplate(
+            self._whole, frozenset(self._written), traces, tuple(self._sources), tuple(self._feedback)
+        )
 
     def repeat(
         self, kept: SectionTemplate, numbers: list[Number], local: Sequence[LocalValue | HostValue] = ()
@@ -400,6 +416,7 @@ class Section:
         self._operands = list(zip(operands, places, strict=True))
         if local:
             self._reductions, self._local = list(kept.plan.reductions), list(local)
+            self._feedback = list(kept.feedback)
         self._written.update(kept.written)
         self._whole = kept.plan
         return True
@@ -415,7 +432,7 @@ class Section:
         weights = tuple([local.weight for local in self._local])
         contributions = tuple([local.array for local in self._local])
         operands = tuple([array for array, _ in self._operands])
-        return Outgoing(self._whole or self._plan(), weights, contributions, operands)
+        return Outgoing(self._whole or self._plan(), weights, contributions, operands, tuple(self._feedback))
 
     def _plan(self) -> Plan:
         return Plan(

@@ -28,6 +28,7 @@ from psclient._src.rounds.rounds import Exchange
 from psclient._src.telemetry import Exporter
 from psclient._src.transport.remote_server import RemoteServer, connect
 from psclient._src.transport.session import Session
+from psclient._src.variables.compression import Compression, check_compression
 from psclient._src.variables.partitioners import PartitionFn, check_partitioner
 from pswire.cluster import ClusterSpec, Task, TaskConfig
 from pswire.errors import CheckpointError, ConfigError, PSError
@@ -70,11 +71,14 @@ class ParameterServerStrategy(Strategy):
         variable_partitioner: cuts variables into shards, which lie on the servers in turn: a function of a shape and a
             dtype that returns the number of parts for each axis, such as one of `ps.experimental.partitioners`; the
             same in all processes. Variables of more than one shard are `ps.ShardedVariable`. None cuts none.
+        compression: how contributions travel to trained variables of floating dtypes that do not say it themselves:
+            one of `ps.compression`, the same in all processes. None for as they are. See `docs/compression.md`.
 
     Raises:
         ConfigError: `TF_CONFIG`, a device, `ps_strategy`, `lane`, a certificate or the token is wrong; another process
             has another consistency, or another `k`; `deterministic` and another consistency than `Sync()`, or
             `backup_workers`; not more workers than `backup_workers`.
+        TypeError: `compression` is no way to compress.
         Unreachable: a server does not answer.
         ChiefLost: no chief began the job in time.
     """
@@ -89,6 +93,7 @@ class ParameterServerStrategy(Strategy):
         lane: LaneName | None = None,
         deterministic: bool = False,
         variable_partitioner: PartitionFn | None = None,
+        compression: Compression | None = None,
     ) -> None:
         self._coordinator: object = None  # the `ClusterCoordinator`, once there is one
         check_ps_strategy(ps_strategy)
@@ -96,6 +101,7 @@ class ParameterServerStrategy(Strategy):
         self._lane = lane_from() if lane is None else check_lane(lane)
         self._ps_strategy = ps_strategy
         self._partitioner = check_partitioner(variable_partitioner)
+        self._compression = check_compression(compression, "ParameterServerStrategy") or None
         self.consistency = consistency or Sync()
         self._timeouts = timeouts or timeouts_from()
         self._timeouts.check()
@@ -155,7 +161,9 @@ class ParameterServerStrategy(Strategy):
         self._exchange = Exchange(self._session, Group(self._session, self._devices, expected))
         self._exporter.add_worker(self._exchange, self._servers)
         limits = [server.status().memory_limit for server in self._servers]
-        self._remote = RemoteBackend(self._exchange, Placement(self._ps_strategy, limits), self.consistency.nonfinite)
+        placement, nonfinite = Placement(self._ps_strategy, limits), self.consistency.nonfinite
+        self._remote = RemoteBackend(self._exchange, placement, nonfinite)
+        self._remote.residuals.default = self._compression
         super().__init__(TableExtended(self, self._remote, self._partitioner))
 
     # ---- What it is ----

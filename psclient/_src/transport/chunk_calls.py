@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from psclient._src.transport.queue_calls import QueueCalls
+from psclient._src.transport.remote_server import RemoteServer
 from psclient._src.transport.session import Session
+from pswire.encoding.protocol import check_chunks
 from pswire.errors import Unreachable
 from pswire.model.chunks import ChunkAsk, Chunks
 
@@ -26,8 +27,8 @@ class ChunkCalls:
     def check(self) -> None:
         """Raises `ConfigError` if server 0 hands out no batches."""
         server = self._session.log_server
-        if isinstance(server, QueueCalls):
-            server.check_chunks()
+        if isinstance(server, RemoteServer):
+            server.check(check_chunks)
 
     def ask(self, ask: ChunkAsk) -> Future[Chunks]:
         """Asks, and waits for nothing."""

@@ -11,7 +11,6 @@ from google.protobuf.message import Message
 from psclient._src.transport.daemon_threads import Threads
 from pswire.cluster import Task
 from pswire.encoding import messages
-from pswire.encoding.protocol import check_chunks, check_closures
 from pswire.encoding.verbs import parse
 from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
@@ -23,20 +22,9 @@ class QueueCalls:
 
     task: Task
     _threads: Threads
-    _spoken: tuple[int, str]
 
     def _ask(self, name: str, request: Message, ends: bool = False) -> bytes:
         raise NotImplementedError
-
-    def check_closures(self) -> None:
-        """Raises `ConfigError` if the server knows no closures, which are to be run; for any thread."""
-        number, ours = self._spoken
-        check_closures(number, str(self.task), ours)
-
-    def check_chunks(self) -> None:
-        """Raises `ConfigError` if the server hands out no batches, which are to be asked for; for any thread."""
-        number, ours = self._spoken
-        check_chunks(number, str(self.task), ours)
 
     def schedule(self, session: int, order: ClosureOrder) -> Future[ClosureQueue]:
         """Implements `ParameterServer.schedule`."""

@@ -216,7 +216,7 @@ class RemoteServer(QueueCalls):
         """Calls `ParameterServer.create_batch`; sends a large batch in several calls, to an older server one by one."""
         for variable in variables:
             if variable.spec.part is not None:
-                self.check_tables(variable.spec.part.table)
+                self.check(check_tables, variable.spec.part.table)
         try:
             if self._singly is None:
                 return self._create_batch(session, variables)
@@ -225,10 +225,15 @@ class RemoteServer(QueueCalls):
         self._singly |= {variable.id: variable for variable in variables}
         return older_server.create_each(self.create, self.task.index, session, variables)
 
-    def check_tables(self, table: str) -> None:
-        """Raises `ConfigError` if the server knows no dynamic tables, of which one is to be created; for any thread."""
+    def check(self, refuse: Callable[..., None], *what: str) -> None:
+        """Raises `ConfigError` if the server does not know something that is needed; for any thread.
+
+        Args:
+            refuse: one of `pswire.encoding.protocol`, such as `check_tables`.
+            what: its arguments between the server's number and the names of both ends.
+        """
         number, ours = self._spoken
-        check_tables(number, table, str(self.task), ours)
+        refuse(number, *what, str(self.task), ours)
 
     def _create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
         whole = CreateBatchReply(0)

@@ -24,6 +24,7 @@ from psclient._src.transport.remote_server import RemoteServer
 from psclient._src.transport.worker_clock import WorkerClock
 from pswire.api import UNTIL_ENDED, Opened, ParameterServer, Watched
 from pswire.cluster import Task
+from pswire.encoding import protocol
 from pswire.errors import ChiefLost, Diverged, Fenced, PSError, ServerLost, TaskTaken, Unreachable
 from pswire.limits import Timeouts
 from pswire.model.log import Done, JobStarted, LogEntry, Lost, Member, Mode
@@ -360,13 +361,19 @@ class Session:
         """Raises `ConfigError` if one of the servers knows no dynamic tables, of which one is to be created."""
         for server in self.servers:
             if isinstance(server, RemoteServer):
-                server.check_tables(table)
+                server.check(protocol.check_tables, table)
+
+    def check_compression(self, variable: str) -> None:
+        """Raises `ConfigError` if one of the servers takes what is compressed for a variable for what is not."""
+        for server in self.servers:
+            if isinstance(server, RemoteServer):
+                server.check(protocol.check_compression, variable)
 
     def check_closures(self) -> None:
         """Raises `ConfigError` if one of the servers knows no closures, which are to be run."""
         for server in self.servers:
             if isinstance(server, RemoteServer):
-                server.check_closures()
+                server.check(protocol.check_closures)
 
     def lane(self, index: int) -> Lane | None:
         """Returns the lane to a server, by its number; None for gRPC."""

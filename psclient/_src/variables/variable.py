@@ -16,8 +16,11 @@ from psclient._src import context, values
 from psclient._src.context import StrategyFace
 from psclient._src.devices import Value, to_numpy
 from psclient._src.nest import Nest
+from psclient._src.variables.compression import Compressed, check_compression, is_compressible
+from psclient._src.variables.feedback import Feedback
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.scatter import SCATTERS, RowWritable
+from pswire.model.compression import FLOATS
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import Array, portable, spec_of
 
@@ -84,6 +87,7 @@ class _Request:
     on_read: bool
     aggregation: VariableAggregation
     place: Any
+    compression: Compressed
 
 
 class _VariableType(type):
@@ -97,6 +101,7 @@ class _VariableType(type):
         dtype: npt.DTypeLike | None = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
+        compression: Compressed = None,
     ) -> Any:
         if context.in_update():
             raise RuntimeError("an update function cannot create variables; create them before, in strategy.scope()")
@@ -109,10 +114,15 @@ class _VariableType(type):
             )
         if not isinstance(name, str | None):
             raise TypeError(f"name is {name!r}; the name of a variable is a text, such as {str(name)!r}")
+        if check_compression(compression, "ps.Variable") and on_read:
+            raise ValueError(
+                "a variable with synchronization ON_READ gets no contributions that could be compressed; leave "
+                "compression out, or take ON_WRITE"
+            )
         strategy = context.get_strategy()
         trained = not on_read if trainable is None else bool(trainable)
         place = strategy.extended.colocation
-        request = _Request(initial_value, dtype, name or "Variable", trained, on_read, aggregation, place)
+        request = _Request(initial_value, dtype, name or "Variable", trained, on_read, aggregation, place, compression)
         replica = context.get_replica_context()
         if replica is None or not context.has_strategy():
             return _create(strategy, request)
@@ -148,7 +158,17 @@ def _create(strategy: StrategyFace, request: _Request) -> Any:
             "a variable of bool cannot hold a sum; take an integer dtype, or aggregate by ONLY_FIRST_REPLICA"
         )
     spec = VariableSpec(request.name, spec_of(value), request.trainable)
-    return strategy.extended.create_variable(spec, value, request.place, request.on_read, request.aggregation)
+    if request.compression and not is_compressible(spec.tensor.dtype):
+        raise ValueError(
+            f"contributions to variable {request.name!r} of {spec.tensor.dtype} cannot be compressed; leave "
+            f"compression out, or take a floating dtype: {', '.join(FLOATS)}"
+        )
+    # Strategies of others need not know of compression.
+    more = {} if request.compression is None else {"compression": request.compression}
+    made = strategy.extended.create_variable(spec, value, request.place, request.on_read, request.aggregation, **more)
+    if more:
+        made.compression = request.compression
+    return made
 
 
 def _first_value(initial_value: InitialValue, dtype: npt.DTypeLike | None) -> Array:
@@ -175,6 +195,8 @@ class Variable(RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]
             where Python floats are float32.
         synchronization: ON_READ for a copy per replica, combined when it is read in cross-replica context.
         aggregation: combines the replicas' values in `assign*` in replica context, or when ON_READ copies are read.
+        compression: how contributions to it travel to servers, one of `ps.compression`, the same in all processes;
+            False for as they are, None for what the strategy says. See `docs/compression.md`.
 
     Attributes:
         strategy: the strategy that owns it.
@@ -183,11 +205,16 @@ class Variable(RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]
         trainable: True if optimizers train it.
         synchronization: ON_WRITE or ON_READ.
         aggregation: the constructor's aggregation.
+        compression: the constructor's compression.
+        feedback: what compression has left over of this process's contributions; None where they are not compressed.
+        residual: where they are, the variable that has the sum of all processes' residuals as of the last checkpoint.
 
     Raises:
         RuntimeError: it is created in an update function.
-        TypeError: the name is no text.
-        ValueError: synchronization is NONE; ON_READ and trainable; MEAN of an integer dtype; SUM of bool.
+        TypeError: the name is no text; compression is none.
+        ValueError: synchronization is NONE; ON_READ and trainable; MEAN of an integer dtype; SUM of bool; compression
+            of an integer dtype, or with ON_READ.
+        ConfigError: contributions are to be compressed, and a server is of a version that knows no compression.
         InvalidRequest: its dtype cannot travel.
         VariableMismatch: another process created something else in its place.
         MemoryLimit: its server has no room for it.
@@ -196,6 +223,9 @@ class Variable(RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]
     synchronization = VariableSynchronization.ON_WRITE
     place: tuple[int, ...]
     """The parameter devices that hold it, by number."""
+    compression: Compressed = None
+    feedback: Feedback | None = None
+    residual: Variable | None = None
 
     if TYPE_CHECKING:  # The metaclass takes these, and makes the kind of variable that the strategy has.
 
@@ -207,6 +237,7 @@ class Variable(RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]
             dtype: npt.DTypeLike | None = None,
             synchronization: VariableSynchronization = VariableSynchronization.AUTO,
             aggregation: VariableAggregation = VariableAggregation.NONE,
+            compression: Compressed = None,
         ) -> None: ...
 
     def _describe(self, strategy: StrategyFace, spec: VariableSpec, aggregation: VariableAggregation) -> None:
@@ -255,7 +286,8 @@ class Variable(RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """A new variable beside this one, of the same value, whose name gets a number. In any context but update's."""
         with context.within(self.strategy), self.strategy.extended.colocate_vars_with(self):
-            made = Variable(self._first(), self.trainable, self.name, None, self.synchronization, self.aggregation)
+            how = self.synchronization, self.aggregation, self.compression
+            made = Variable(self._first(), self.trainable, self.name, None, *how)
         memo[id(self)] = made
         return made
 

@@ -1,0 +1,112 @@
+"""How contributions are compressed, as a user says it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from pswire.model.compression import FLOATS, Codec
+
+
+class Compression(ABC):
+    """Base of the ways to compress contributions; each process of a job says the same."""
+
+    @property
+    @abstractmethod
+    def codec(self) -> Codec:
+        """As it travels."""
+
+
+@dataclass(frozen=True)
+class Float16(Compression):
+    """Each element is sent as IEEE half precision, in 2 bytes.
+
+    Finite elements beyond 65504 are sent as that, and the rest of them with the next contribution.
+    """
+
+    @property
+    def codec(self) -> Codec:
+        """As it travels."""
+        return Codec("float16")
+
+
+@dataclass(frozen=True)
+class BFloat16(Compression):
+    """Each element is sent as bfloat16, in 2 bytes: the range of float32, and three decimal digits."""
+
+    @property
+    def codec(self) -> Codec:
+        """As it travels."""
+        return Codec("bfloat16")
+
+
+@dataclass(frozen=True)
+class Int8(Compression):
+    """Each element is sent as one of 255 steps, in 1 byte.
+
+    The steps go from the largest magnitude below zero to the same above it: of 256 elements of an array, one after
+    another in C order, or of one row, where contributions are rows. NaN or infinity makes all of these NaN.
+    """
+
+    @property
+    def codec(self) -> Codec:
+        """As it travels."""
+        return Codec("int8")
+
+
+@dataclass(frozen=True)
+class TopK(Compression):
+    """The elements of the largest magnitude are sent, as they are, each with its place; of equal ones the first.
+
+    Where contributions are rows, the rows are sent that have the elements of the largest magnitude. What is not sent
+    waits, and is added to what comes.
+
+    Source: Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", 2017.
+
+    Args:
+        ratio: the part of all elements, or of a contribution's rows, that is sent, above 0 and at most 1. The number
+            is rounded up. An element takes 4 bytes more than it does by itself.
+
+    Raises:
+        TypeError: the ratio is no number.
+        ValueError: it is not above 0, or above 1.
+    """
+
+    ratio: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, int | float | np.floating):
+            raise TypeError(f"TopK(ratio={self.ratio!r}): give a number above 0 and at most 1, such as 0.01")
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"TopK(ratio={self.ratio}): give a number above 0 and at most 1, such as 0.01 for 1 %")
+
+    @property
+    def codec(self) -> Codec:
+        """As it travels."""
+        return Codec("topk", float(self.ratio))
+
+
+Compressed = Compression | Literal[False] | None
+"""How contributions to a variable are compressed: False for not at all, None for what the strategy says."""
+
+
+def check_compression(given: object, where: str) -> Compressed:
+    """Returns it; raises `TypeError` for what is no way to compress.
+
+    Args:
+        given: what the user gave.
+        where: the call, for the message.
+    """
+    if given is None or given is False or isinstance(given, Compression):
+        return given
+    named = given.__name__ if isinstance(given, type) and issubclass(given, Compression) else "Int8"
+    made = f"{named}({0.01 if given is TopK else ''})"
+    raise TypeError(f"{where}: compression is {given!r}; give an object such as ps.compression.{made}, or False")
+
+
+def is_compressible(dtype: str) -> bool:
+    """Returns whether contributions to a variable of a dtype can be compressed."""
+    return dtype in FLOATS
