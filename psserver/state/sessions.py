@@ -246,7 +246,7 @@ class Membership:
 
     def _takes_part(self, number: int) -> bool:
         epoch = self._epoch()
-        return epoch is None or epoch.session(number) is not None
+        return epoch is None or epoch.takes_part(number)
 
     def check_part(self, number: int) -> None:
         """Raises `InvalidRequest` for a session that is no member of the epoch: it decides nothing for members."""
@@ -267,6 +267,9 @@ class Membership:
         """
         self.touch(number, now)
         session = self._sessions[number]
+        # What it asks for the chief is told at once.
+        asked = session.pace.leaving, session.pace.saving, session.pace.knows_leaving
+        self.version += asked != (pace.leaving, pace.saving, pace.knows_leaving)
         session.pace = pace
         if waits[0] < 0 or not self._takes_part(number):
             session.waits = (-1, b"")

@@ -10,5 +10,6 @@ hung_members  finds members that hold a round up for too long
 stalls        for how long the oldest round has waited, and for whom
 abandonment   when a job without live workers is given up
 discard       ends a job that nobody drives any more
+leave_saves   checkpoints that members ask for before they leave
 counters      counts of a chief, for the metrics
 """

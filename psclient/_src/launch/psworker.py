@@ -22,6 +22,7 @@ from psclient._src.config import (
     security_options,
     set_lane,
     set_metrics,
+    set_save_on_sigterm,
     set_security,
     task_config,
     timeouts_from,
@@ -44,7 +45,7 @@ from pswire.telemetry import logging_setup
 log = logging.getLogger("psworker")
 
 
-OF_A_TASK = ("debug", "lane", "log_level", "log_format", "metrics_port", "metrics_host", "module")
+OF_A_TASK = ("debug", "lane", "log_level", "log_format", "metrics_port", "metrics_host", "module", "save_on_sigterm")
 """Options of a local cluster that a single task has as well."""
 
 
@@ -117,6 +118,8 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
     else:
         set_security(security_options().under(given))
         set_metrics(given["metrics_host"], given["metrics_port"])
+        if given["save_on_sigterm"]:
+            set_save_on_sigterm()
         for name in (name for name in cluster | server if name not in OF_A_TASK):
             raise ConfigError(f"{flag_name(name)} describes a local cluster; add --standalone")
     level, kind = given["log_level"] or "warning", launch.log_format if launch else given["log_format"] or "text"
@@ -158,7 +161,7 @@ def run_task(invocation: Invocation, config: TaskConfig | None) -> int:
         ConfigError: the task is one that this command cannot be.
         PSError: a chief that only drives could not go on.
     """
-    end_on_sigterm()
+    end_on_sigterm(bool(invocation.parent))
     if invocation.parent:
         die_with(invocation.parent)
     task = config.task if config else None

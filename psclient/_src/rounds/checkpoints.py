@@ -20,6 +20,9 @@ class ServerCheckpoints:
     Args:
         exchange: makes the rounds.
         order: ends the open section with a checkpoint at a path, with a state; returns the id of its plan.
+
+    Attributes:
+        saver: saves a checkpoint as the script does; None where the script has not said how.
     """
 
     def __init__(self, exchange: Exchange, order: Callable[[str, str], bytes]) -> None:
@@ -29,6 +32,7 @@ class ServerCheckpoints:
         self._restoring = Restoring(exchange)
         self._saving: tuple[bytes, str] | None = None
         self._failed: set[str] = set()
+        self.saver: Callable[[], object] | None = None
 
     def save(self, path: str, state: str) -> None:
         """Ends the open section with a checkpoint; servers are writing it when this returns.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -10,10 +11,19 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 
+from psclient._src import context
 from psclient._src.chief.driver import Chief
 from psclient._src.cluster_resolver.base import ClusterResolver
 from psclient._src.cluster_resolver.tf_config import TFConfigClusterResolver, task_of
-from psclient._src.config import check_lane, job_from, lane_from, refused_from, security_from, timeouts_from
+from psclient._src.config import (
+    check_lane,
+    job_from,
+    lane_from,
+    refused_from,
+    saves_on_sigterm,
+    security_from,
+    timeouts_from,
+)
 from psclient._src.devices import local_devices
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.distribute.tables import TableExtended
@@ -21,6 +31,7 @@ from psclient._src.options import BoundedStaleness, Consistency, Round, Sync
 from psclient._src.processes import shutdown
 from psclient._src.processes.blas import share_cores
 from psclient._src.processes.embedded_server import EmbeddedServer
+from psclient._src.processes.sigterm import NOTICE, Leaving
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.placement import Placement, PsStrategy, check_ps_strategy
@@ -154,6 +165,9 @@ class ParameterServerStrategy(Strategy):
         expected = [*cluster.tasks("worker"), *([task] if task.job == "chief" else [])]
         self._exchange = Exchange(self._session, Group(self._session, self._devices, expected))
         self._exporter.add_worker(self._exchange, self._servers)
+        self._exchange.group.departure.save = self._save_to_leave
+        if task.job == "worker":
+            NOTICE.take_part(self._told_to_end, self._timeouts.grace, saves_on_sigterm())
         limits = [server.status().memory_limit for server in self._servers]
         self._remote = RemoteBackend(self._exchange, Placement(self._ps_strategy, limits), self.consistency.nonfinite)
         super().__init__(TableExtended(self, self._remote, self._partitioner))
@@ -198,6 +212,22 @@ class ParameterServerStrategy(Strategy):
 
     # ---- The end ----
 
+    def _told_to_end(self) -> None:
+        """SIGTERM has come: server 0 is told at once, and by it the chief."""
+        self._session.wakes[0].set()
+
+    def _save_to_leave(self) -> None:
+        """Saves a checkpoint as the script's manager does; without one at `sigterm/ckpt-<round>`, by names."""
+        try:
+            if self._remote.checkpoints.saver is not None:
+                self._remote.checkpoints.saver()
+                return
+            with self.scope(), context.enter_cross_replica(self):
+                order = {"objects": {}, "state": {}, "delete": [], "latest": True}
+                self._remote.checkpoints.save(f"sigterm/ckpt-{self.round}", json.dumps(order))
+        except CheckpointError as error:
+            log.error("%s saves no checkpoint before it goes on: %s", self.task, error)
+
     @property
     def _has_failed(self) -> bool:
         # What nobody caught is remembered by the interpreter before it runs what is registered for its exit.
@@ -219,6 +249,7 @@ class ParameterServerStrategy(Strategy):
                 return
             self._closed = True
         _open.discard(self)
+        NOTICE.has_left(self._told_to_end)
         shutdown.unregister(self.close)
         error = "the script failed" if self._has_failed else ""
         if not error and hasattr(self, "extended"):
@@ -229,7 +260,7 @@ class ParameterServerStrategy(Strategy):
             # Only the servers may know that the job cannot go on, and that its end need not be waited for.
             error = self._session.leave(error)
         if self._chief:
-            self._chief.stop(abandon=bool(error))
+            self._chief.stop(abandon=bool(error), steps_down=NOTICE.leaving)
         for server in self._servers:
             server.close()
         if self._exporter:
@@ -261,7 +292,7 @@ class ParameterServerStrategy(Strategy):
             self._undone = CheckpointError(f"the last {error.message}", str(self.task))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self._failed = self._failed or kind is not None
+        self._failed = self._failed or not (kind is None or issubclass(kind, Leaving))
         super().__exit__(kind, *rest)
 
 
