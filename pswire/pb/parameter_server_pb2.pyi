@@ -244,6 +244,12 @@ class Pace(_message.Message):
     saving: bool
     def __init__(self, steps: _Optional[int] = ..., rounds: _Optional[int] = ..., waits: _Optional[int] = ..., knows_leaving: _Optional[bool] = ..., leaving: _Optional[bool] = ..., saving: _Optional[bool] = ...) -> None: ...
 
+class BeatReply(_message.Message):
+    __slots__ = ("drive",)
+    DRIVE_FIELD_NUMBER: _ClassVar[int]
+    drive: bool
+    def __init__(self, drive: _Optional[bool] = ...) -> None: ...
+
 class LeaveRequest(_message.Message):
     __slots__ = ("session", "error")
     SESSION_FIELD_NUMBER: _ClassVar[int]

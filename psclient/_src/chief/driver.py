@@ -72,6 +72,7 @@ class Chief:
         self._expected = set(cluster.tasks("worker")) | ({task} if runs_script else set())
         self._threads = Threads("checkpoint")
         self._took = Histogram()
+        self._takes_over = False
         self._begin()
         self._missing: set[Task] = set()
         self._presence = AbandonmentTimer(self._expected, timeouts)
@@ -86,7 +87,7 @@ class Chief:
     def _begin(self) -> None:
         """Knows nothing yet: what it has to know the servers tell."""
         self._session = self._new_session()
-        self._log = JobLog(self._servers, self._session)
+        self._log = JobLog(self._servers, self._session, self._takes_over)
         self._checkpoints = CheckpointCommitter(self._servers, self._session, self._threads, self._took)
         self._hung = HungMembers(self._servers, self._timeouts, self._period, self._threads)
         self._watching: Future[Watched] | None = None
@@ -107,9 +108,17 @@ class Chief:
         missing = tuple(sorted(self._missing))
         return Driven(len(state.epochs), members, len(state.approved), missing, state.saved, self._took)
 
-    def start(self) -> None:
-        """Drives in a thread of its own, from now on."""
-        self._session.open()
+    def start(self, takes_over: bool = False, waits: bool = True) -> None:
+        """Drives in a thread of its own, from now on.
+
+        Args:
+            takes_over: True to go on with a job that nobody drives any more, and to begin none.
+            waits: True to wait for another chief to end, for at most its lease.
+
+        Raises:
+            TaskTaken: another chief is there.
+        """
+        self._open(takes_over, waits)
         self._thread = threading.Thread(target=self._drive_quietly, daemon=True, name="chief")
         self._thread.start()
 
@@ -133,6 +142,13 @@ class Chief:
                 awaited = _told(undone(self._sessions, self._expected)) or "the servers to end the job"
                 log.warning("%s has done its part, and drives the job on: waits for %s", self._task, awaited)
 
+    def close(self) -> None:
+        """Closes the connections of a chief that has not driven; one that drives closes them itself."""
+        if self._thread is None:
+            self._threads.close()
+            for server in self._servers:
+                server.close()
+
     def _say_who_is_missing(self) -> None:
         """Of a process that only drives: those who are there say themselves for whom they wait."""
         waited = undone(self._sessions, self._expected)
@@ -149,10 +165,18 @@ class Chief:
             log.error("the chief in %s failed: %s", self._task, error, exc_info=not isinstance(error, PSError))
             self._failed(error if isinstance(error, PSError) else PSError(f"the chief failed: {error!r}"))
 
-    def drive(self) -> None:
-        """Drives in the calling thread until the job is done; raises `PSError` if that is impossible."""
-        self._session.open()
+    def drive(self, takes_over: bool = False, waits: bool = True) -> None:
+        """Drives in the calling thread until the job is done; raises `PSError` if that is impossible.
+
+        Args:
+            takes_over, waits: as `start`.
+        """
+        self._open(takes_over, waits)
         self._drive()
+
+    def _open(self, takes_over: bool, waits: bool) -> None:
+        self._takes_over = self._log.takes_over = takes_over
+        self._session.open(waits)
 
     def _drive(self) -> None:
         try:

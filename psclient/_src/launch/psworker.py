@@ -61,6 +61,7 @@ class Invocation:
         log_level, log_format: of this package's log.
         debug: True to show tracebacks of this package.
         module: the module that a worker imports in place of the script; "" for none.
+        standby: True for a chief that waits until nobody drives the job any more.
     """
 
     script: str
@@ -71,6 +72,7 @@ class Invocation:
     log_format: str
     debug: bool
     module: str = ""
+    standby: bool = False
 
 
 @click.command(context_settings={"allow_interspersed_args": False}, options_metavar="[OPTIONS]")
@@ -83,6 +85,7 @@ class Invocation:
     help="Run the chief in a process of its own [default], or in worker 0.",
 )
 @click.option("--chief-runs-script", is_flag=True, help="Run the script in the chief as well.")
+@click.option("--standby", is_flag=True, help="Be a chief that takes over once the job's chief is gone.")
 @flags(LaunchConfig, unsaid=True, without=("chief", "script", "log_level", "log_format"))
 @flags(ServerOptions, unsaid=True)
 @flags(SecurityOptions, unsaid=True)
@@ -124,7 +127,11 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
             raise ConfigError(f"{flag_name(name)} describes a local cluster; add --standalone")
     level, kind = given["log_level"] or "warning", launch.log_format if launch else given["log_format"] or "text"
     module = given["module"] or ""
-    return Invocation(script, args, launch, given["parent"], level, kind, bool(given["debug"]), module)
+    if given["standby"] and (launch or script):
+        raise ConfigError("--standby is for one more process of the chief task, which runs no script")
+    return Invocation(
+        script, args, launch, given["parent"], level, kind, bool(given["debug"]), module, given["standby"]
+    )
 
 
 def _launch_config(
@@ -171,6 +178,8 @@ def run_task(invocation: Invocation, config: TaskConfig | None) -> int:
         raise ConfigError(f"{invocation.module} is for workers of a cluster; set TF_CONFIG, or add --standalone")
     if invocation.module and task and task.job == "worker":
         return run_module(invocation.module, invocation.script, invocation.args, task, invocation.debug)
+    if invocation.standby and (task is None or task.job != "chief"):
+        raise ConfigError("--standby is for the chief task; set TF_CONFIG to the cluster's, with that task")
     if invocation.script:
         return run_script(invocation.script, invocation.args, task, invocation.debug)
     if config is None or config.task.job != "chief":
@@ -180,7 +189,8 @@ def run_task(invocation: Invocation, config: TaskConfig | None) -> int:
     if invocation.parent:
         # The launcher sees by itself whether its workers run, and a script may do without a strategy.
         timeouts = dataclasses.replace(timeouts, first=math.inf)
-    drive(config, timeouts, security_from(task_name(config.task)), job_from(), refused_from())
+    security = security_from(task_name(config.task))
+    drive(config, timeouts, security, job_from(), refused_from(), invocation.standby)
     return 0
 
 

@@ -8,11 +8,13 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from psclient._src import context
+from psclient._src.chief.deputy import Deputy
 from psclient._src.chief.driver import Chief
+from psclient._src.chief.standby import taken_over_by
 from psclient._src.cluster_resolver.base import ClusterResolver
 from psclient._src.cluster_resolver.tf_config import TFConfigClusterResolver, task_of
 from psclient._src.config import (
@@ -41,8 +43,9 @@ from psclient._src.transport.remote_server import RemoteServer, connect
 from psclient._src.transport.session import Session
 from psclient._src.variables.partitioners import PartitionFn, check_partitioner
 from pswire.cluster import ClusterSpec, Task, TaskConfig
-from pswire.errors import CheckpointError, ConfigError, PSError
+from pswire.errors import CheckpointError, ConfigError, PSError, TaskTaken
 from pswire.limits import Timeouts
+from pswire.security.identity import Security
 from pswire.security.names import task_name
 from pswire.transport.traffic import LaneName
 
@@ -156,10 +159,9 @@ class ParameterServerStrategy(Strategy):
         )
         runs_script = task.job == "chief"
         if runs_script or (not cluster.tasks("chief") and task == Task("worker", 0)):
-            servers = connect(cluster, self._timeouts, security=security, drives=True, refused=refused)
-            self._chief = Chief(task, servers, cluster, self._timeouts, runs_script, self._session.end, job)
-            self._exporter.add_chief(self._chief)
-            self._chief.start()
+            self._begin_to_drive(partial(self._make_chief, security, runs_script))
+        if task.job == "worker" and self._embedded is None:
+            self._session.drive = Deputy(task, partial(self._make_chief, security), self._drives).told
         self._session.open()
         self._session.await_job()
         expected = [*cluster.tasks("worker"), *([task] if task.job == "chief" else [])]
@@ -171,6 +173,35 @@ class ParameterServerStrategy(Strategy):
         limits = [server.status().memory_limit for server in self._servers]
         self._remote = RemoteBackend(self._exchange, Placement(self._ps_strategy, limits), self.consistency.nonfinite)
         super().__init__(TableExtended(self, self._remote, self._partitioner))
+
+    def _make_chief(self, security: Security, runs_script: bool = False) -> Chief:
+        cluster, task = self._config.cluster, self._config.task
+        servers = connect(cluster, self._timeouts, security=security, drives=True, refused=refused_from())
+        return Chief(task, servers, cluster, self._timeouts, runs_script, self._session.end, job_from())
+
+    def _begin_to_drive(self, make: Callable[[], Chief]) -> None:
+        """Drives the job beside the script, unless another process has taken that over from this task."""
+        chief = make()
+        try:
+            chief.start(waits=False)
+        except TaskTaken:
+            other = taken_over_by(self._servers[0], self.task)
+            if other is not None:
+                log.warning("%s drives the job in the place of %s", other, self.task)
+                chief.close()
+                return
+            chief.start()
+        self._drives(chief)
+
+    def _drives(self, chief: Chief) -> bool:
+        """Takes a chief that drives beside the script; returns False for a strategy that is closed."""
+        with self._closing:
+            if self._closed:
+                return False
+            self._chief = chief
+        if self._exporter is not None:
+            self._exporter.add_chief(chief)
+        return True
 
     # ---- What it is ----
 

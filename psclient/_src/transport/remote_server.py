@@ -176,14 +176,15 @@ class RemoteServer:
                 old.close("the session was opened again")
         return messages.OPENED.from_pb(m)
 
-    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> None:
+    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> bool:
         """Implements `ParameterServer.beat`."""
         said = pb.BeatRequest(
             session=session, round=round, plan_id=plan_id, pace=messages.PACE.to_pb(pace), clock=clock
         )
-        self._ask("Beat", said)
+        reply = parse(pb.BeatReply, self._ask("Beat", said))
         if lanes := self._lanes.get(session):
             lanes.beat_answered()
+        return reply.drive
 
     def leave(self, session: int, error: str) -> None:
         """Implements `ParameterServer.leave`."""
