@@ -6,6 +6,7 @@ import logging
 import time
 from typing import Literal
 
+from psclient._src.transport.remote_server import RemoteServer
 from pswire.api import ParameterServer
 from pswire.cluster import Task
 from pswire.errors import ServerLost
@@ -41,11 +42,11 @@ def taken_over_by(server: ParameterServer, task: Task) -> Task | None:
     return other if other != task or len(chiefs) > 1 else None
 
 
-def stand_by(server: ParameterServer, task: Task, timeouts: Timeouts) -> bool:
+def stand_by(server: RemoteServer, task: Task, timeouts: Timeouts) -> bool:
     """Waits until nobody drives the job that the servers hold.
 
     Args:
-        server: a connection to server 0.
+        server: a connection to server 0, of this process alone.
         task: the task that this process is.
         timeouts: time limits of the cluster.
 
@@ -56,6 +57,7 @@ def stand_by(server: ParameterServer, task: Task, timeouts: Timeouts) -> bool:
     seen: Outlook = "none"
     reminder = Reminder(timeouts.word, lambda: log.info("%s stands by until %s", task, states.get(seen, "it is chief")))
     while True:
+        time.sleep(LOOK_SECONDS)
         try:
             status = server.status()
         except ServerLost as error:
@@ -63,10 +65,10 @@ def stand_by(server: ParameterServer, task: Task, timeouts: Timeouts) -> bool:
                 raise
             log.warning("%s stands by no longer: server 0 has ended (%s)", task, error)
             return False
+        server.expect()
         seen = outlook(status, timeouts)
         if seen == "gone":
             return True
         if seen == "over":
             return False
         reminder.look()
-        time.sleep(LOOK_SECONDS)

@@ -7,8 +7,8 @@ import logging
 from psclient._src.chief.driver import Chief
 from psclient._src.chief.standby import stand_by, taken_over_by
 from psclient._src.telemetry import Exporter
-from psclient._src.transport.remote_server import connect
-from pswire.cluster import TaskConfig
+from psclient._src.transport.remote_server import RemoteServer, connect
+from pswire.cluster import Task, TaskConfig
 from pswire.errors import TaskTaken
 from pswire.limits import Refused, Timeouts
 from pswire.security.identity import Security
@@ -34,17 +34,27 @@ def drive(
     exporter = Exporter(config.task, security)
     exporter.add_chief(chief)
     try:
-        while not standby or stand_by(servers[0], config.task, timeouts):
+        if not standby:
+            standby = not _drives(chief, servers[0], config.task)
+        while standby and stand_by(servers[0], config.task, timeouts):
             try:
-                chief.drive(takes_over=standby, waits=not standby)
-                return
+                chief.drive(takes_over=True, waits=False)
             except TaskTaken:
-                if not standby:
-                    other = taken_over_by(servers[0], config.task)
-                    if other is None:
-                        raise
-                    log.warning("%s drives the job in the place of %s, which stands by", other, config.task)
-                standby = True
+                continue  # somebody was quicker, or it is not certain yet that the chief is gone
+            break
     finally:
         chief.close()
         exporter.stop()
+
+
+def _drives(chief: Chief, server: RemoteServer, task: Task) -> bool:
+    """Drives a job to its end; returns False if another process does, in the place of this task."""
+    try:
+        chief.drive(waits=False)
+    except TaskTaken:
+        other = taken_over_by(server, task)
+        if other is not None:
+            log.warning("%s drives the job in the place of %s, which stands by", other, task)
+            return False
+        chief.drive()
+    return True

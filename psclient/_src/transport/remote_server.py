@@ -375,6 +375,10 @@ class RemoteServer:
         """Implements `ParameterServer.status`."""
         return messages.STATUS.from_pb(parse(pb.StatusReply, self._ask("Status", pb.Empty())))
 
+    def expect(self) -> None:
+        """The server has answered a process without a session: it is lost once nothing listens any more."""
+        self._attempts.opened = True
+
     def recent(self) -> tuple[Happened, ...]:
         """As `ParameterServer.recent`."""
         m = parse(pb.RecentReply, self._ask("Recent", pb.Empty()))
