@@ -142,6 +142,11 @@ class Chief:
                 awaited = _told(undone(self._sessions, self._expected)) or "the servers to end the job"
                 log.warning("%s has done its part, and drives the job on: waits for %s", self._task, awaited)
 
+    @property
+    def is_driving(self) -> bool:
+        """True while it drives in a thread of its own."""
+        return self._thread is not None and self._thread.is_alive()
+
     def close(self) -> None:
         """Closes the connections of a chief that has not driven; one that drives closes them itself."""
         if self._thread is None:

@@ -6,7 +6,7 @@ import logging
 import time
 from typing import Literal
 
-from psclient._src.transport.remote_server import RemoteServer
+from psclient._src.transport.remote_server import RemoteServer, expect
 from pswire.api import ParameterServer
 from pswire.cluster import Task
 from pswire.errors import ServerLost
@@ -60,12 +60,10 @@ def stand_by(server: RemoteServer, task: Task, timeouts: Timeouts) -> bool:
         time.sleep(LOOK_SECONDS)
         try:
             status = server.status()
-        except ServerLost as error:
-            if seen == "none":
-                raise
+        except ServerLost as error:  # it has answered before: see `expect`
             log.warning("%s stands by no longer: server 0 has ended (%s)", task, error)
             return False
-        server.expect()
+        expect(server)
         seen = outlook(status, timeouts)
         if seen == "gone":
             return True

@@ -7,7 +7,7 @@ import logging
 from psclient._src.chief.driver import Chief
 from psclient._src.chief.standby import stand_by, taken_over_by
 from psclient._src.telemetry import Exporter
-from psclient._src.transport.remote_server import RemoteServer, connect
+from psclient._src.transport.remote_server import RemoteServer, connect, expect
 from pswire.cluster import Task, TaskConfig
 from pswire.errors import TaskTaken
 from pswire.limits import Refused, Timeouts
@@ -54,6 +54,7 @@ def _drives(chief: Chief, server: RemoteServer, task: Task) -> bool:
     except TaskTaken:
         other = taken_over_by(server, task)
         if other is not None:
+            expect(server)
             log.warning("%s drives the job in the place of %s, which stands by", other, task)
             return False
         chief.drive()

@@ -123,6 +123,7 @@ class ParameterServerStrategy(Strategy):
         share_cores(self._config.cluster, self._config.task)
         self._servers: list[RemoteServer] = []
         self._chief: Chief | None = None
+        self._deputy: Deputy | None = None
         self._exporter: Exporter | None = None
         self._owner = os.getpid()
         self._closing = threading.Lock()
@@ -161,7 +162,8 @@ class ParameterServerStrategy(Strategy):
         if runs_script or (not cluster.tasks("chief") and task == Task("worker", 0)):
             self._begin_to_drive(partial(self._make_chief, security, runs_script))
         if task.job == "worker" and self._embedded is None:
-            self._session.drive = Deputy(task, partial(self._make_chief, security), self._drives).told
+            self._deputy = Deputy(task, partial(self._make_chief, security), self._drives)
+            self._session.drive = self._deputy.told
         self._session.open()
         self._session.await_job()
         expected = [*cluster.tasks("worker"), *([task] if task.job == "chief" else [])]
@@ -290,6 +292,8 @@ class ParameterServerStrategy(Strategy):
         if hasattr(self, "_session"):
             # Only the servers may know that the job cannot go on, and that its end need not be waited for.
             error = self._session.leave(error)
+        if self._deputy is not None and not (error or (self._chief and self._chief.is_driving)):
+            self._chief = self._deputy.look(self._servers[0], self._timeouts) or self._chief
         if self._chief:
             self._chief.stop(abandon=bool(error), steps_down=NOTICE.leaving)
         for server in self._servers:

@@ -375,10 +375,6 @@ class RemoteServer:
         """Implements `ParameterServer.status`."""
         return messages.STATUS.from_pb(parse(pb.StatusReply, self._ask("Status", pb.Empty())))
 
-    def expect(self) -> None:
-        """The server has answered a process without a session: it is lost once nothing listens any more."""
-        self._attempts.opened = True
-
     def recent(self) -> tuple[Happened, ...]:
         """As `ParameterServer.recent`."""
         m = parse(pb.RecentReply, self._ask("Recent", pb.Empty()))
@@ -415,6 +411,11 @@ class RemoteServer:
             return "; the server does not answer"
         tasks = sorted({task for waiting in status.waiting for task in waiting.missing})
         return f"; it waits for {', '.join(map(str, tasks))}" if tasks else ""
+
+
+def expect(server: RemoteServer) -> None:
+    """A server has answered a process without a session: it is lost once nothing listens there any more."""
+    server._attempts.opened = True
 
 
 def connect(
