@@ -178,9 +178,8 @@ class RemoteServer:
 
     def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> bool:
         """Implements `ParameterServer.beat`."""
-        said = pb.BeatRequest(
-            session=session, round=round, plan_id=plan_id, pace=messages.PACE.to_pb(pace), clock=clock
-        )
+        told = messages.PACE.to_pb(pace)
+        said = pb.BeatRequest(session=session, round=round, plan_id=plan_id, pace=told, clock=clock)
         reply = parse(pb.BeatReply, self._ask("Beat", said))
         if lanes := self._lanes.get(session):
             lanes.beat_answered()
