@@ -92,7 +92,7 @@ def test_a_hung_worker_is_left_out(tmp_path):
 
 @pytest.mark.parametrize("lane", ["shm", *(pytest.param(lane, marks=pytest.mark.soak) for lane in ("tcp", "grpc"))])
 def test_who_waits_for_a_hung_worker_without_a_chief_is_told_for_whom(tmp_path, lane):
-    """Nor a worker that may drive: two leases after a chief would have dropped it, the others' wait ends; it is named."""
+    """Nor a worker that may drive: two leases after a chief would have dropped it the others end, and name it."""
     keys = {**KEYS, "workers": 2, "lane": lane}
     with ProcessCluster(count, tmp_path, (20, [[1, 5]], False), **keys, gates=["1 at 5"]) as job:
         job.hear(W1, "at", 5)
