@@ -365,7 +365,7 @@ class ParameterServer(ClosureServer, ChunkServer, Protocol):
         """
         ...
 
-    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> None:
+    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> bool:
         """Renews a lease. Key: the session.
 
         Args:
@@ -375,6 +375,9 @@ class ParameterServer(ClosureServer, ChunkServer, Protocol):
             pace: what the process has done.
             clock: with bounded staleness the next round of which something may come to this server, rounds that only
                 save not counted; `RESTS` while the process has no data, so that nobody waits for it.
+
+        Returns:
+            True if nobody drives the job any more, and this process is to: it is the lowest worker that lives.
 
         Raises:
             Fenced: the session was ended.

@@ -132,6 +132,8 @@ class Timeouts:
             wait for one to come back, before they give the job up.
         first: time that a chief waits for all workers to have come; scripts may do much before they make a strategy.
         start: time that a process waits at the start for the tasks of its cluster.
+        grace: time that a worker which gets SIGTERM has to come to the beginning of a step, and to leave; then it ends
+            at once.
     """
 
     lease: float = _seconds(10.0, "Time without a beat after which a session ends.")
@@ -144,6 +146,7 @@ class Timeouts:
     alone: float = _seconds(300.0, "Time after which a job without live workers is given up.")
     first: float = _seconds(3600.0, "Time that a chief waits for all workers to arrive.")
     start: float = _seconds(120.0, "Time that a process waits at its start for the tasks of its cluster.")
+    grace: float = _seconds(25.0, "Time that a worker has to leave after SIGTERM, before it ends at once.")
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Timeouts:

@@ -47,6 +47,9 @@ GRPC_STREAM = "PS_GRPC_STREAM"
 JOB = "PS_JOB"
 """The environment variable that names the job."""
 
+SAVE_ON_SIGTERM = "PS_SAVE_ON_SIGTERM"
+"""The environment variable that says whether a worker that is told to end has a checkpoint saved: 1, or 0."""
+
 REFUSED = "PS_REFUSED"
 """The environment variable that says what it means that nothing listens at a server's address any more."""
 
@@ -84,6 +87,13 @@ class LaunchConfig:
     )
     script: str = option("", "Path of the script, relative to the working directory of psworker.")
     args: tuple[str, ...] = option((), "Arguments of the script.", LIST)
+    save_on_sigterm: bool = option(
+        lambda: saves_on_sigterm(),
+        "Save a checkpoint before a worker that gets SIGTERM leaves.",
+        SWITCH,
+        variable=SAVE_ON_SIGTERM,
+        otherwise="no",
+    )
     module: str = option("", "Module that workers import in place of the script, which the chief alone runs.")
     server: ServerOptions = field(default_factory=ServerOptions)
     timeouts: Timeouts = field(default_factory=lambda: timeouts_from())
@@ -197,6 +207,26 @@ def refused_from(environ: Mapping[str, str] = os.environ) -> Refused:
     return REFUSALS[REFUSALS.index(cast(Refused, said))]
 
 
+def saves_on_sigterm(environ: Mapping[str, str] = os.environ) -> bool:
+    """Returns True if `PS_SAVE_ON_SIGTERM` is 1: a worker that is told to end has a checkpoint saved.
+
+    Raises:
+        ConfigError: it is neither 1 nor 0.
+    """
+    return _switch(SAVE_ON_SIGTERM, environ.get(SAVE_ON_SIGTERM) or "0")
+
+
+def set_save_on_sigterm(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Sets `PS_SAVE_ON_SIGTERM` for this process and its children."""
+    environ[SAVE_ON_SIGTERM] = "1"
+
+
+def _switch(name: str, value: str) -> bool:
+    if value not in ("0", "1"):
+        raise ConfigError(f"{name} must be 1 or 0, not {value!r}")
+    return value == "1"
+
+
 def set_lane(name: str, environ: MutableMapping[str, str] = os.environ) -> None:
     """Sets `PS_LANE` for this process and its children."""
     environ[LANE] = check_lane(name)
@@ -208,10 +238,7 @@ def grpc_streams(environ: Mapping[str, str] = os.environ) -> bool:
     Raises:
         ConfigError: it is neither 1 nor 0.
     """
-    value = environ.get(GRPC_STREAM) or "1"
-    if value not in ("0", "1"):
-        raise ConfigError(f"{GRPC_STREAM} must be 1 or 0, not {value!r}")
-    return value == "1"
+    return _switch(GRPC_STREAM, environ.get(GRPC_STREAM) or "1")
 
 
 def metrics_from(environ: Mapping[str, str] = os.environ) -> tuple[str, int | None]:

@@ -158,7 +158,8 @@ class Exporter:
         self._readings.append((OF_WORKERS, Worker(exchange, servers)))
 
     def add_chief(self, chief: Chief) -> None:
-        """This process drives."""
+        """This process drives, by this chief from now on."""
+        self._readings[:] = [(rows, of) for rows, of in self._readings if rows is not OF_CHIEFS]
         self._readings.append((OF_CHIEFS, chief))
 
     def stop(self) -> None:

@@ -10,11 +10,13 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any
 
 import psclient._src
 from psclient._src.options import InputContext
+from psclient._src.processes.sigterm import NOTICE
 from psclient._src.strategies.parameter_server import ParameterServerStrategy, open_strategies
 from psclient._src.transport.session import FATAL
 from psclient.coordinator import functions
@@ -88,9 +90,13 @@ class Worker:
             taken = self._tell(taken, *self._run(taken))
 
     def _ask(self, result: ClosureResult | None, offset: int = 0) -> Taken:
+        """Tells what came of a closure, and waits for the next; leaves there where this process is told to end."""
         session = self._session
         future: Future[Taken] = session.log_server.take(session.number, self._functions, result, offset)
-        return wait(session, future, session.check_chief)
+        if NOTICE.leaving:
+            wait_for([future], session.timeouts.beat)  # until server 0 has the result; it may have no further closure
+        with NOTICE.anywhere():
+            return wait(session, future, session.check_chief)
 
     def _tell(self, taken: Taken, content: bytes, kind: str, text: str) -> Taken:
         """Tells what came of a closure; returns the next one."""

@@ -5,7 +5,6 @@ The fields of these classes are the keys of `psctl status --json`; tasks are wri
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -306,7 +305,9 @@ def _task(session: SessionState, statuses: Sequence[ServerStatus], newest: Epoch
         lag=furthest - round if takes_part else 0,
         waits_for=() if drives or session.state != "open" else _waits_for(session, statuses, takes_part),
         lanes=() if drives else tuple(sorted(set(used))),
-        **dataclasses.asdict(session.pace),
+        steps=session.pace.steps,
+        rounds=session.pace.rounds,
+        waits=session.pace.waits,
     )
 
 

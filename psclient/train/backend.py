@@ -77,6 +77,10 @@ class CheckpointBackend(Protocol):
         """Before a save: raises `CheckpointError` if the one before is being written, and is not to be waited for."""
         ...
 
+    def saves_by(self, save: Callable[[], object]) -> None:
+        """Told how the script saves its checkpoints: so is one saved before processes leave that are told to end."""
+        ...
+
     def save(self, path: str, content: Content) -> None:
         """Freezes the values, and has them written; `sync` waits for it. In cross-replica context."""
         ...

@@ -137,6 +137,9 @@ class CheckpointManager:
         self._last_step: int | None = None
         # Who comes to a running job has to save when the others do, whose last step it does not know.
         self._shared_step = None if interval is None else _shared_step(step_counter)
+        self._known = False  # to its strategy, by which it is asked to save before processes leave
+        if not context.is_default(checkpoint.strategy):
+            self._be_known()
 
     # ---- What there is ----
 
@@ -155,8 +158,15 @@ class CheckpointManager:
     def _path(self, name: str) -> str:
         return f"{self.directory}/{name}"
 
+    def _be_known(self) -> None:
+        """Of several managers of a strategy the last one made saves for those who leave; so it is in every process."""
+        if not self._known:
+            self._known = True
+            self.checkpoint.backend.saves_by(lambda: self.save(check_interval=False))
+
     def _recover(self) -> None:
         """Goes on with the list that the newest checkpoint has."""
+        self._be_known()
         if self._recovered:
             return
         self._recovered = True

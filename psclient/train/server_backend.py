@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import cast
 
 import numpy as np
@@ -61,6 +62,10 @@ class ServerBackend:
         told = [np.float32(busy and not index) for index in range(len(self._remote.worker_devices))]
         with self._remote.group.holding_back():
             return bool(self._strategy.reduce("sum", values.per_replica(told), axis=None))
+
+    def saves_by(self, save: Callable[[], object]) -> None:
+        """Implements `CheckpointBackend.saves_by`."""
+        self._checkpoints.saver = save
 
     def save(self, path: str, content: Content) -> None:
         """As `CheckpointBackend.save`: ends the open section with the order of a checkpoint."""

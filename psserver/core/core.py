@@ -212,8 +212,10 @@ class Core:
         drawn, opens = secrets.randbits(DRAWN), Member(task, 0, replicas, mode, backup_workers, staleness)
         return self._enter(self.machine.open, opens, session, drives, job, term, drawn)
 
-    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> None:
-        _raise(self._enter(self.machine.beat, session, round, plan_id, pace, clock))
+    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> bool:
+        error, drives = self._enter(self.machine.beat, session, round, plan_id, pace, clock)
+        _raise(error)
+        return drives
 
     def leave(self, session: int, error: str) -> None:
         self._enter(self.machine.leave, session, error)

@@ -185,8 +185,11 @@ class Machine(ClosureStimuli, ChunkStimuli):
 
     def beat(
         self, now: float, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0
-    ) -> Outcome[PSError | None]:
-        """Renews a session's lease and notes what it says of itself; answers with the error that ended the session."""
+    ) -> Outcome[tuple[PSError | None, bool]]:
+        """Renews a session's lease and notes what it says of itself.
+
+        Answers with the error that ended the session, and whether its process is to drive the job.
+        """
         error = self._admission.ended(session)
         if error is None and self.server == 0:
             self.members.beat(session, (round, plan_id), now, self.log.describe, pace)
@@ -194,7 +197,7 @@ class Machine(ClosureStimuli, ChunkStimuli):
         if error is None:
             self.rounds.clocks.tell(session, clock)
         self.tally.signs += error is None
-        return error, []
+        return (error, self.server == 0 and self.members.is_to_drive(session, now)), []
 
     def leave(self, now: float, session: int, error: str) -> Outcome[None]:
         """Ends a process's session, cleanly or with an error."""

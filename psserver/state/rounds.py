@@ -112,9 +112,10 @@ class Rounds:
         return effects
 
     def close_epoch(self, epoch: Epoch) -> list[Effect]:
-        """Enters a new epoch. Members of the previous one that are not in it are fenced."""
+        """Enters a new epoch. Members of the previous one that are not in it, and do not leave by it, are fenced."""
         if self.epoch is not None:
-            self.fenced |= {m.session for m in self.epoch.members} - {m.session for m in epoch.members}
+            before = {m.session for m in (*self.epoch.members, *self.epoch.leaving)}
+            self.fenced |= {session for session in before if not epoch.takes_part(session)}
         self.clocks.close_epoch(self.epoch, epoch)
         self.epoch = self._epochs[epoch.number] = epoch
         for push in self._parked.take():

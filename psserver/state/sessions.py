@@ -34,6 +34,9 @@ PARTED_BEATS = 2
 One that ends later may be cut off.
 """
 
+DEPUTY_BEATS = 2
+"""Beats for which a chief that stands by has the first word once a chief is gone; then a worker takes its place."""
+
 CONSISTENCY: dict[Mode, str] = {
     "whole": "ps.Sync()",
     "sync": "ps.Sync(whole_rounds=False), or a version of paramserver that knows no whole rounds",
@@ -185,10 +188,14 @@ class Membership:
             "it once its processes have ended, run psctl job end"
         )
 
+    def _is_gone(self, session: _SessionRecord, now: float) -> bool:
+        """Returns False while the process of a session may be alive."""
+        silent = now - (session.seen if session.parted is None else session.parted)
+        return now - session.seen > self.lease or (session.parted is not None and silent >= self._beat)
+
     def _check_gone(self, rival: _SessionRecord, task: Task, now: float) -> None:
         """Raises `TaskTaken` while the process of a session may be alive."""
-        silent = now - (rival.seen if rival.parted is None else rival.parted)
-        if now - rival.seen > self.lease or (rival.parted is not None and silent >= self._beat):
+        if self._is_gone(rival, now):
             return
         what = "chief of this job" if rival.drives else f"{task} of this job"
         other = "" if rival.member.task == task else f", as {rival.member.task}"
@@ -197,6 +204,24 @@ class Membership:
             "correct the task in this process's TF_CONFIG",
             str(task),
         )
+
+    def is_to_drive(self, number: int, now: float) -> bool:
+        """Returns True if the chief is gone, nobody has taken its place in `DEPUTY_BEATS`, and this worker is to.
+
+        It is the lowest that lives and stays. Nobody takes the place of a coordinator, whose script is its own.
+        """
+        chief = next((s for s in reversed(self._sessions.values()) if s.drives), None)
+        if chief is None or chief.state == "left" or not self._held():
+            return False
+        since = chief.seen if chief.parted is None else chief.parted
+        if (chief.state == "open" and not self._is_gone(chief, now)) or now - since < DEPUTY_BEATS * self._beat:
+            return False
+        scripts = [s.member for s in self._sessions.values() if not s.drives and s.member.task == chief.member.task]
+        if chief.member.task.job == "chief" and any(member.alone for member in scripts):
+            return False
+        lives = [s.member for s in self._open() if now - s.seen <= DEPUTY_BEATS * self._beat and not s.pace.leaving]
+        workers = [member for member in lives if member.task.job == "worker"]
+        return bool(workers) and min(workers, key=lambda member: member.task).session == number
 
     def part(self, number: int, now: float) -> None:
         """Notes that the connection of a session has ended. Unless the process is heard of again, it has ended too."""
@@ -246,7 +271,7 @@ class Membership:
 
     def _takes_part(self, number: int) -> bool:
         epoch = self._epoch()
-        return epoch is None or epoch.session(number) is not None
+        return epoch is None or epoch.takes_part(number)
 
     def check_part(self, number: int) -> None:
         """Raises `InvalidRequest` for a session that is no member of the epoch: it decides nothing for members."""
@@ -267,6 +292,9 @@ class Membership:
         """
         self.touch(number, now)
         session = self._sessions[number]
+        # What it asks for the chief is told at once.
+        asked = session.pace.leaving, session.pace.saving, session.pace.knows_leaving
+        self.version += asked != (pace.leaving, pace.saving, pace.knows_leaving)
         session.pace = pace
         if waits[0] < 0 or not self._takes_part(number):
             session.waits = (-1, b"")

@@ -122,7 +122,7 @@ class Access:
                 self._server,
             )
         if request.drives:
-            self._check_chief(frozenset((task_name(task),)), request)
+            self._check_chief(names, request)
 
     def _check_session(self, names: frozenset[str], request: Any) -> None:
         found = self.registry.find(request.session)

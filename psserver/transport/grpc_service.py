@@ -65,8 +65,7 @@ def _open(core: ParameterServer, m: pb.OpenRequest, server: str) -> pb.OpenReply
 
 
 def _beat(core: ParameterServer, m: pb.BeatRequest) -> Message:
-    core.beat(m.session, m.round, m.plan_id, messages.PACE.from_pb(m.pace), m.clock)
-    return pb.Empty()
+    return pb.BeatReply(drive=core.beat(m.session, m.round, m.plan_id, messages.PACE.from_pb(m.pace), m.clock))
 
 
 def _leave(core: ParameterServer, m: pb.LeaveRequest) -> Message:

@@ -87,6 +87,11 @@ class Member:
         return self.mode in ALONE
 
 
+STEP = "step"
+"""The join point of an epoch that some members leave: the beginning of a step, which is a batch, or outside of every
+pass a `run`."""
+
+
 @dataclass(frozen=True)
 class Epoch:
     """The members of rounds from some round on. Approves, by being committed, every plan that was approved before.
@@ -95,14 +100,20 @@ class Epoch:
         number: the epoch's number; counts from 1.
         members: the members, in task order.
         join_point: place at which the older members take the new ones in: `dataset:<number>` before its next batch,
-            `plan:<hex>` before a round of that plan, or "" where the epoch has no new members.
+            `plan:<hex>` before a round of that plan, or "" where the epoch has no new members; `step` where some leave.
         start: place at which new members begin, if no older member is there to say it.
+        leaving: members of earlier epochs that make rounds with the others up to this epoch's join point, and leave
+            there. They are not fenced.
+        save: number of the epoch that has ordered a checkpoint, which its older members save before they take it in; 0
+            for none.
     """
 
     number: int
     members: tuple[Member, ...]
     join_point: str = ""
     start: Start | None = None
+    leaving: tuple[Member, ...] = ()
+    save: int = 0
 
     @property
     def replicas(self) -> int:
@@ -122,6 +133,10 @@ class Epoch:
     def session(self, number: int) -> Member | None:
         """The member with a session, or None."""
         return next((member for member in self.members if member.session == number), None)
+
+    def takes_part(self, number: int) -> bool:
+        """Returns whether a session makes rounds while this is the newest epoch: of a member, or of one who leaves."""
+        return any(member.session == number for member in (*self.members, *self.leaving))
 
 
 # Entries of the log that server 0 keeps and the chief copies to the others.

@@ -18,11 +18,17 @@ class Pace:
         steps: calls of `strategy.run`.
         rounds: rounds that it has made.
         waits: times that it has waited for rounds.
+        knows_leaving: True if it takes in epochs that some leave; older versions do not.
+        leaving: True if it was told to end, and leaves at the beginning of a step.
+        saving: True if it asks for a checkpoint before that.
     """
 
     steps: int = 0
     rounds: int = 0
     waits: int = 0
+    knows_leaving: bool = False
+    leaving: bool = False
+    saving: bool = False
 
 
 STILL = Pace()

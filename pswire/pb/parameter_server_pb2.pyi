@@ -229,14 +229,26 @@ class BeatRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., clock: _Optional[int] = ...) -> None: ...
 
 class Pace(_message.Message):
-    __slots__ = ("steps", "rounds", "waits")
+    __slots__ = ("steps", "rounds", "waits", "knows_leaving", "leaving", "saving")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
+    KNOWS_LEAVING_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    SAVING_FIELD_NUMBER: _ClassVar[int]
     steps: int
     rounds: int
     waits: int
-    def __init__(self, steps: _Optional[int] = ..., rounds: _Optional[int] = ..., waits: _Optional[int] = ...) -> None: ...
+    knows_leaving: bool
+    leaving: bool
+    saving: bool
+    def __init__(self, steps: _Optional[int] = ..., rounds: _Optional[int] = ..., waits: _Optional[int] = ..., knows_leaving: _Optional[bool] = ..., leaving: _Optional[bool] = ..., saving: _Optional[bool] = ...) -> None: ...
+
+class BeatReply(_message.Message):
+    __slots__ = ("drive",)
+    DRIVE_FIELD_NUMBER: _ClassVar[int]
+    drive: bool
+    def __init__(self, drive: _Optional[bool] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("session", "error")
@@ -857,16 +869,20 @@ class Member(_message.Message):
     def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., session: _Optional[int] = ..., replicas: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ...) -> None: ...
 
 class Epoch(_message.Message):
-    __slots__ = ("number", "members", "entry", "start")
+    __slots__ = ("number", "members", "entry", "start", "leaving", "save")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     ENTRY_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
     number: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     entry: str
     start: Start
-    def __init__(self, number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., entry: _Optional[str] = ..., start: _Optional[_Union[Start, _Mapping]] = ...) -> None: ...
+    leaving: _containers.RepeatedCompositeFieldContainer[Member]
+    save: int
+    def __init__(self, number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., entry: _Optional[str] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., leaving: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., save: _Optional[int] = ...) -> None: ...
 
 class JobStarted(_message.Message):
     __slots__ = ("job", "incarnations", "name", "addresses")

@@ -108,7 +108,7 @@ ROOMS = {
         _room(
             "src.rounds",
             6,
-            "pswire wire.model wire.telemetry wire.transport psclient._src wire.api src.data src.tracing "
+            "pswire wire.model wire.telemetry wire.transport psclient._src wire.api src.data src.processes src.tracing "
             "src.variables src.distribute src.transport",
         ),
         _room("psclient.optimizers", 6, "wire.model psclient._src src.tracing src.variables src.distribute"),

@@ -49,6 +49,7 @@ from pswire.model.closures import (
     Taken,
 )
 from pswire.model.log import (
+    STEP,
     Approved,
     Created,
     Done,
@@ -235,13 +236,14 @@ ENTRIES: tuple[LogEntry, ...] = (
     Approved(PLAN),
     Approved(RAISING),
     EpochClosed(EPOCH),
+    EpochClosed(Epoch(7, MEMBERS[1:], STEP, None, MEMBERS[:1], 7)),
     Started(START),
     Snapshotted(PLAN_ID, 41, "root/run/ckpt-7", "no room"),
     Lost(2, "it was silent"),
     Done(),
 )
 SESSIONS = (
-    SessionState(MEMBERS[0], "open", "plan:00ff", 1.5, False, Pace(7, 9, 8)),
+    SessionState(MEMBERS[0], "open", "plan:00ff", 1.5, False, Pace(7, 9, 8, True)),
     SessionState(Member(CHIEF, 10, 0, "sync"), "lost", "", 0.25, True),
 )
 PROCESS = ProcessStatus(
@@ -401,9 +403,10 @@ SAMPLES = (
     Sample("Open", "bounded", (WORKER, 4, SESSION, False, "bounded", "the-job", 8, 0, 3), _OPENED),
     Sample("Open", "whole", (WORKER, 4, SESSION, False, "whole", "the-job", 8, 2, 0), _OPENED),
     Sample("Open", "least", (CHIEF, 0, 0, False, "sync", "", 0, 0, 0), Opened(1, INCARNATION, 0, 0, "cpu")),
-    Sample("Beat", "full", (SESSION, 41, PLAN_ID, _PACE, 40)),
-    Sample("Beat", "at rest", (SESSION, -1, b"", _PACE, RESTS)),
-    Sample("Beat", "least", (SESSION, -1, b"", STILL, 0)),
+    Sample("Beat", "full", (SESSION, 41, PLAN_ID, _PACE, 40), True),
+    Sample("Beat", "leaving", (SESSION, 42, PLAN_ID, Pace(30, 62, 32, True, True, True), 0), False),
+    Sample("Beat", "at rest", (SESSION, -1, b"", _PACE, RESTS), False),
+    Sample("Beat", "least", (SESSION, -1, b"", STILL, 0), False),
     Sample("Leave", "full", (SESSION, "it failed")),
     Sample("Leave", "least", (SESSION, "")),
     Sample("Create", "to name it", (*_CREATE, None), CreateReply(150, (0, 3), False, False)),

@@ -10,5 +10,8 @@ hung_members  finds members that hold a round up for too long
 stalls        for how long the oldest round has waited, and for whom
 abandonment   when a job without live workers is given up
 discard       ends a job that nobody drives any more
+leave_saves   checkpoints that members ask for before they leave
+deputy        takes the place of a chief that is gone, in a worker
+standby       waits until nobody drives the job
 counters      counts of a chief, for the metrics
 """

@@ -22,6 +22,7 @@ def decide(
     expected: Set[Task],
     hung: Set[int] = frozenset(),
     saved: Sequence[Snapshotted] = (),
+    may_save: bool = True,
 ) -> list[Decision]:
     """Decides what is appended to a job's log, in order; the last entry is `Done` where the job is done.
 
@@ -31,10 +32,11 @@ def decide(
         expected: the tasks that begin the job together.
         hung: sessions that hold a round up, and are to go.
         saved: checkpoints that are complete, or failed, and of which the log does not tell yet.
+        may_save: False if no checkpoint is ordered for members that leave.
     """
     decided: list[Decision] = [Approved(plan) for plan in watched.plans if plan.id not in state.approved]
     decided += saved
-    decided += next_epochs(state, watched.sessions, expected, hung)
+    decided += next_epochs(state, watched.sessions, expected, hung, may_save)
     return [*decided, Done()] if is_done(state, watched.sessions, expected) else decided
 
 

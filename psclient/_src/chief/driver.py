@@ -21,6 +21,7 @@ from psclient._src.chief.decisions import Decision, decide, undone
 from psclient._src.chief.epochs import Beginning, came
 from psclient._src.chief.hung_members import HungMembers
 from psclient._src.chief.job_log import JobLog
+from psclient._src.chief.leave_saves import LeaveSaves
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.remote_server import RemoteServer
 from psclient._src.transport.session import Session
@@ -71,19 +72,22 @@ class Chief:
         self._expected = set(cluster.tasks("worker")) | ({task} if runs_script else set())
         self._threads = Threads("checkpoint")
         self._took = Histogram()
+        self._takes_over = False
         self._begin()
         self._missing: set[Task] = set()
         self._presence = AbandonmentTimer(self._expected, timeouts)
+        self._leave_saves = LeaveSaves(timeouts.lease)
         self._gives_up: Abandoned | None = None
         self._sessions: Sequence[SessionState] = ()  # as they were last seen; replaced, never changed
         self._reminder = Reminder(timeouts.word, self._say_who_is_missing)
         self._stop = threading.Event()
+        self._steps_down = threading.Event()
         self._thread: threading.Thread | None = None
 
     def _begin(self) -> None:
         """Knows nothing yet: what it has to know the servers tell."""
         self._session = self._new_session()
-        self._log = JobLog(self._servers, self._session)
+        self._log = JobLog(self._servers, self._session, self._takes_over)
         self._checkpoints = CheckpointCommitter(self._servers, self._session, self._threads, self._took)
         self._hung = HungMembers(self._servers, self._timeouts, self._period, self._threads)
         self._watching: Future[Watched] | None = None
@@ -104,13 +108,21 @@ class Chief:
         missing = tuple(sorted(self._missing))
         return Driven(len(state.epochs), members, len(state.approved), missing, state.saved, self._took)
 
-    def start(self) -> None:
-        """Drives in a thread of its own, from now on."""
-        self._session.open()
+    def start(self, takes_over: bool = False, waits: bool = True) -> None:
+        """Drives in a thread of its own, from now on.
+
+        Args:
+            takes_over: True to go on with a job that nobody drives any more, and to begin none.
+            waits: True to wait for another chief to end, for at most its lease.
+
+        Raises:
+            TaskTaken: another chief is there.
+        """
+        self._open(takes_over, waits)
         self._thread = threading.Thread(target=self._drive_quietly, daemon=True, name="chief")
         self._thread.start()
 
-    def stop(self, abandon: bool) -> None:
+    def stop(self, abandon: bool, steps_down: bool = False) -> None:
         """Waits for the job to end, in a process whose own script has ended; says every `Timeouts.word` for whom.
 
         It is given up where nobody is there any more, as `AbandonmentTimer` says; who is there may take as long as it
@@ -118,14 +130,29 @@ class Chief:
 
         Args:
             abandon: end at once, because this process failed.
+            steps_down: end once the job is looked at once more, because this process leaves: others drive it on.
         """
         if abandon:
             self._stop.set()
+        if steps_down:
+            self._steps_down.set()
         while self._thread and self._thread.is_alive():
             self._thread.join(self._timeouts.word)
             if self._thread.is_alive():
                 awaited = _told(undone(self._sessions, self._expected)) or "the servers to end the job"
                 log.warning("%s has done its part, and drives the job on: waits for %s", self._task, awaited)
+
+    @property
+    def is_driving(self) -> bool:
+        """True while it drives in a thread of its own."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def close(self) -> None:
+        """Closes the connections of a chief that has not driven; one that drives closes them itself."""
+        if self._thread is None:
+            self._threads.close()
+            for server in self._servers:
+                server.close()
 
     def _say_who_is_missing(self) -> None:
         """Of a process that only drives: those who are there say themselves for whom they wait."""
@@ -143,10 +170,18 @@ class Chief:
             log.error("the chief in %s failed: %s", self._task, error, exc_info=not isinstance(error, PSError))
             self._failed(error if isinstance(error, PSError) else PSError(f"the chief failed: {error!r}"))
 
-    def drive(self) -> None:
-        """Drives in the calling thread until the job is done; raises `PSError` if that is impossible."""
-        self._session.open()
+    def drive(self, takes_over: bool = False, waits: bool = True) -> None:
+        """Drives in the calling thread until the job is done; raises `PSError` if that is impossible.
+
+        Args:
+            takes_over, waits: as `start`.
+        """
+        self._open(takes_over, waits)
         self._drive()
+
+    def _open(self, takes_over: bool, waits: bool) -> None:
+        self._takes_over = self._log.takes_over = takes_over
+        self._session.open(waits)
 
     def _drive(self) -> None:
         try:
@@ -174,12 +209,16 @@ class Chief:
             self._log.attach()
             version = 0
             while not self._stop.is_set():
+                steps_down = self._steps_down.is_set()
                 watched = self._watch(version)
                 if watched is None:
                     continue
                 version = watched.version
                 if self._act(watched):
                     error = ""
+                    break
+                if steps_down:
+                    log.warning("the chief in %s leaves, and another process drives the job on", self._task)
                     break
         finally:
             self._session.leave(error)
@@ -230,7 +269,9 @@ class Chief:
             self._reminder.look()
             news: list[Future[Any]] = [self._watching, *self._checkpoints.pending()]
             wait(news, PAUSE / 4, FIRST_COMPLETED)
-            if self._watching.done():
+            if self._steps_down.is_set():
+                watched = self._session.look(len(self._log.state.log))
+            elif self._watching.done():
                 watched, self._watching = self._watching.result(), None
             elif self._checkpoints.ended() or self._hung.look(self._log.state.epoch) or time.monotonic() > until:
                 watched = self._session.look(len(self._log.state.log))
@@ -248,7 +289,8 @@ class Chief:
         self._missing = self._expected - came(watched.sessions)
         saved = self._checkpoints.ended()
         state = self._log.state
-        entries = self._settled(decide(state, watched, self._expected, self._hung.sessions, saved))
+        may_save = self._leave_saves.may(time.monotonic())
+        entries = self._settled(decide(state, watched, self._expected, self._hung.sessions, saved, may_save))
         for epoch in (entry.epoch for entry in entries if isinstance(entry, EpochClosed)):
             log.info("epoch %d: %s", epoch.number, ", ".join(str(m.task) for m in epoch.members) or "nobody")
         done = entries[-1:] == [Done()]
@@ -257,6 +299,7 @@ class Chief:
             entries.append(Done())
         if entries and not self._log.append(entries):
             return False
+        self._leave_saves.decided(entries, time.monotonic())
         self._gives_up = gives_up
         if saved:
             self._checkpoints.told()

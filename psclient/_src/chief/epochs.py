@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from psclient._src.chief.job_state import JobState
 from pswire.cluster import Task
-from pswire.model.log import Epoch, EpochClosed, Member, Position, Start
+from pswire.model.log import STEP, Epoch, EpochClosed, Member, Position, Start
 from pswire.model.status import ServerStatus, SessionState
 
 
@@ -54,9 +54,17 @@ def came(sessions: Sequence[SessionState]) -> set[Task]:
 
 
 def next_epochs(
-    state: JobState, sessions: Sequence[SessionState], expected: Set[Task], hung: Set[int]
+    state: JobState, sessions: Sequence[SessionState], expected: Set[Task], hung: Set[int], may_save: bool = True
 ) -> Sequence[EpochClosed | Beginning]:
-    """Returns who takes part from now on; nothing if that does not change."""
+    """Returns who takes part from now on; nothing if that does not change.
+
+    Args:
+        state: the job's state, as the log tells it.
+        sessions: all sessions.
+        expected: the tasks that begin the job together.
+        hung: sessions that hold a round up, and are to go.
+        may_save: False if who leaves is not to have a checkpoint saved, since one was a moment ago.
+    """
     here = {s.member.session: s for s in sessions if s.state == "open" and s.member.session not in hung}
     members = [s.member for s in here.values()]
     current = state.epoch
@@ -64,7 +72,8 @@ def next_epochs(
         return [Beginning(1, _ordered(members))] if here and expected <= came(sessions) else []
     if any(member.alone for member in members):
         return _alone(current, members)
-    return _together(current, here, state.started)
+    left = {s.member.session for s in sessions if s.state == "left"}
+    return _together(current, here, left, state.started, may_save)
 
 
 def _alone(current: Epoch, here: Sequence[Member]) -> Sequence[EpochClosed | Beginning]:
@@ -80,22 +89,59 @@ def _alone(current: Epoch, here: Sequence[Member]) -> Sequence[EpochClosed | Beg
     ]
 
 
-def _together(current: Epoch, here: Mapping[int, SessionState], started: Set[int]) -> Sequence[EpochClosed | Beginning]:
-    """Synchronous members take new ones in at a join point."""
+def _together(
+    current: Epoch, here: Mapping[int, SessionState], left: Set[int], started: Set[int], may_save: bool
+) -> Sequence[EpochClosed | Beginning]:
+    """Synchronous members take new ones in at a join point, and let go of those who leave where a step begins."""
     stay = [m for m in current.members if m.session in here]
     waiting = [m for m in stay if m.session not in started]
+    # Who has left an epoch by its join point is done with it; who is lost before that is waited for until fenced.
+    leaving = [m for m in current.leaving if m.session in here]
+    dead = [m for m in current.leaving if m.session not in here and m.session not in left]
+    gone = len(stay) < len(current.members) or bool(dead)
+    asking = [] if waiting else _asking(stay, leaving, here)
+    if leaving or asking:
+        # New members wait until those who leave have: they would begin amid rounds that these still make.
+        return _let_go(current, stay, leaving, asking, may_save, here) if gone or asking else []
     new = [s for s in here.values() if s.member not in stay]
     if len(waiting) == len(stay):
         # Nobody is left to say where the group stands, but the servers know it: once those who are gone are
         # fenced on all of them, so that nothing they sent arrives after the servers were asked.
-        if len(stay) < len(current.members):
+        if gone:
             return [_closed(current, stay)]
         return [Beginning(current.number + 1, _ordered([s.member for s in here.values()]))] if here else []
     join_point = current.join_point if waiting else next((s.join_point for s in new if s.join_point), "")
     taken = [s.member for s in new if s.join_point and s.join_point == join_point]
-    if len(stay) == len(current.members) and not taken:
+    if not (gone or taken):
         return []
     return [_closed(current, [*stay, *taken], join_point)]
+
+
+def _asking(stay: Sequence[Member], leaving: Sequence[Member], here: Mapping[int, SessionState]) -> list[Member]:
+    """Returns the members that ask to leave; nobody while there is one who would not take such an epoch in."""
+    if not all(here[m.session].pace.knows_leaving for m in (*stay, *leaving)):
+        return []
+    return [m for m in stay if here[m.session].pace.leaving]
+
+
+def _let_go(
+    current: Epoch,
+    stay: Sequence[Member],
+    leaving: Sequence[Member],
+    asking: Sequence[Member],
+    may_save: bool,
+    here: Mapping[int, SessionState],
+) -> list[EpochClosed]:
+    """Closes the epoch that some members leave; whether a checkpoint is saved before they do is said in it.
+
+    Of an epoch that nobody has taken in yet the newest alone is: it has to say what that one said.
+    """
+    number = current.number + 1
+    save = current.save
+    if may_save and any(here[m.session].pace.saving for m in asking):
+        save = number
+    members = [m for m in stay if m not in asking]
+    return [EpochClosed(Epoch(number, _ordered(members), STEP, None, _ordered([*leaving, *asking]), save))]
 
 
 def _closed(current: Epoch, members: Sequence[Member], join_point: str = "") -> EpochClosed:

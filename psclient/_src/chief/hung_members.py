@@ -65,7 +65,8 @@ class HungMembers:
             return False
         self._speak(stall, now)
         late = stall.seconds >= self._timeouts.round
-        hung = {member.session for member in epoch.members if member.task in stall.missing} if late else set()
+        members = (*epoch.members, *epoch.leaving)
+        hung = {member.session for member in members if member.task in stall.missing} if late else set()
         new = hung - self.sessions
         self.sessions |= new
         return bool(new)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from psclient._src.chief.job_state import JobState
 from psclient._src.transport.session import Session
 from pswire.api import ParameterServer, Watched
-from pswire.errors import ServerLost, Unreachable
+from pswire.errors import Fenced, ServerLost, Unreachable
 from pswire.model.log import Done, JobStarted, LogEntry, Lost
 
 log = logging.getLogger("psclient.chief")
@@ -20,19 +20,26 @@ class JobLog:
     Args:
         servers: all of them; server 0 has the log.
         session: the chief's session, opened before anything else is done here.
+        takes_over: see below.
 
     Attributes:
         state: the job's state, as far as the log was read.
+        takes_over: True for a chief that only goes on with a job that is there.
     """
 
-    def __init__(self, servers: Sequence[ParameterServer], session: Session) -> None:
+    def __init__(self, servers: Sequence[ParameterServer], session: Session, takes_over: bool = False) -> None:
         self.state = JobState()
+        self.takes_over = takes_over
         self._servers = servers
         self._session = session
         self._copied = [0] * len(servers)
 
     def attach(self) -> None:
-        """Begins a job, or goes on with the one that the servers hold."""
+        """Begins a job, or goes on with the one that the servers hold.
+
+        Raises:
+            Fenced: there is none to go on with, and none is to be begun.
+        """
         session = self._session
         entries: list[LogEntry] = []
         # A long log comes in several answers.
@@ -45,6 +52,8 @@ class JobLog:
         if same and not over:
             self.state.take(entries)
             log.info("goes on with job %s at entry %d", first, len(entries))
+        elif self.takes_over:
+            raise Fenced("the job is over, or the servers hold another one: there is nothing to take over")
         else:
             addresses = tuple(server.address for server in self._servers)
             begin = JobStarted(session.number, session.incarnations, session.job, addresses)

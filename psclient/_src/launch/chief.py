@@ -2,21 +2,60 @@
 
 from __future__ import annotations
 
+import logging
+
 from psclient._src.chief.driver import Chief
+from psclient._src.chief.standby import stand_by, taken_over_by
 from psclient._src.telemetry import Exporter
-from psclient._src.transport.remote_server import connect
-from pswire.cluster import TaskConfig
+from psclient._src.transport.remote_server import RemoteServer, connect, expect
+from pswire.cluster import Task, TaskConfig
+from pswire.errors import TaskTaken
 from pswire.limits import Refused, Timeouts
 from pswire.security.identity import Security
 
+log = logging.getLogger("psworker")
 
-def drive(config: TaskConfig, timeouts: Timeouts, security: Security, job: str, refused: Refused) -> None:
-    """A chief without a script: drives the job until it is done, in the calling thread."""
+
+def drive(
+    config: TaskConfig, timeouts: Timeouts, security: Security, job: str, refused: Refused, standby: bool = False
+) -> None:
+    """A chief without a script: drives the job until it is done, in the calling thread.
+
+    Where another process has taken its place it stands by.
+
+    Args:
+        config: the cluster and this task.
+        timeouts, security, refused: of all connections.
+        job: the identity of the job.
+        standby: True to wait until nobody drives the job any more.
+    """
     servers = connect(config.cluster, timeouts, security=security, drives=True, refused=refused)
     chief = Chief(config.task, servers, config.cluster, timeouts, job=job)
     exporter = Exporter(config.task, security)
     exporter.add_chief(chief)
     try:
-        chief.drive()
+        if not standby:
+            standby = not _drives(chief, servers[0], config.task)
+        while standby and stand_by(servers[0], config.task, timeouts):
+            try:
+                chief.drive(takes_over=True, waits=False)
+            except TaskTaken:
+                continue  # somebody was quicker, or it is not certain yet that the chief is gone
+            break
     finally:
+        chief.close()
         exporter.stop()
+
+
+def _drives(chief: Chief, server: RemoteServer, task: Task) -> bool:
+    """Drives a job to its end; returns False if another process does, in the place of this task."""
+    try:
+        chief.drive(waits=False)
+    except TaskTaken:
+        other = taken_over_by(server, task)
+        if other is not None:
+            expect(server)
+            log.warning("%s drives the job in the place of %s, which stands by", other, task)
+            return False
+        chief.drive()
+    return True

@@ -216,7 +216,9 @@ class Cluster:
             number: the signal that asks them to end.
         """
         clients = [task for task in self.processes if task.job != "ps"]
-        for tasks, first in ((clients, number), (list(self.processes), signal.SIGTERM)):
+        # At SIGTERM alone a worker would first finish its step, and leave.
+        at_once = signal.SIGHUP if number == signal.SIGTERM else number
+        for tasks, first in ((clients, at_once), (list(self.processes), signal.SIGTERM)):
             self._send(tasks, first)
             self._await(tasks, grace)
             self._send(tasks, signal.SIGKILL)
@@ -237,7 +239,7 @@ class Cluster:
     def _client(self, task: Task) -> subprocess.Popen[bytes]:
         runs = task.job != "chief" or self.config.chief == "script"
         command = [sys.executable, "-P", "-m", "psclient", "--die-with-parent", str(os.getpid())]
-        command += self._flags(task)
+        command += self._flags(task) + ["--save-on-sigterm"] * self.config.save_on_sigterm
         command += ["--module", self.config.module] if self.config.module and task.job == "worker" else []
         command += ["--", self.config.script, *self.config.args] if runs else []
         told = (

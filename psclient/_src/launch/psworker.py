@@ -22,6 +22,7 @@ from psclient._src.config import (
     security_options,
     set_lane,
     set_metrics,
+    set_save_on_sigterm,
     set_security,
     task_config,
     timeouts_from,
@@ -44,7 +45,7 @@ from pswire.telemetry import logging_setup
 log = logging.getLogger("psworker")
 
 
-OF_A_TASK = ("debug", "lane", "log_level", "log_format", "metrics_port", "metrics_host", "module")
+OF_A_TASK = ("debug", "lane", "log_level", "log_format", "metrics_port", "metrics_host", "module", "save_on_sigterm")
 """Options of a local cluster that a single task has as well."""
 
 
@@ -60,6 +61,7 @@ class Invocation:
         log_level, log_format: of this package's log.
         debug: True to show tracebacks of this package.
         module: the module that a worker imports in place of the script; "" for none.
+        standby: True for a chief that waits until nobody drives the job any more.
     """
 
     script: str
@@ -70,6 +72,7 @@ class Invocation:
     log_format: str
     debug: bool
     module: str = ""
+    standby: bool = False
 
 
 @click.command(context_settings={"allow_interspersed_args": False}, options_metavar="[OPTIONS]")
@@ -82,6 +85,7 @@ class Invocation:
     help="Run the chief in a process of its own [default], or in worker 0.",
 )
 @click.option("--chief-runs-script", is_flag=True, help="Run the script in the chief as well.")
+@click.option("--standby", is_flag=True, help="Be a chief that takes over once the job's chief is gone.")
 @flags(LaunchConfig, unsaid=True, without=("chief", "script", "log_level", "log_format"))
 @flags(ServerOptions, unsaid=True)
 @flags(SecurityOptions, unsaid=True)
@@ -117,11 +121,17 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
     else:
         set_security(security_options().under(given))
         set_metrics(given["metrics_host"], given["metrics_port"])
+        if given["save_on_sigterm"]:
+            set_save_on_sigterm()
         for name in (name for name in cluster | server if name not in OF_A_TASK):
             raise ConfigError(f"{flag_name(name)} describes a local cluster; add --standalone")
     level, kind = given["log_level"] or "warning", launch.log_format if launch else given["log_format"] or "text"
     module = given["module"] or ""
-    return Invocation(script, args, launch, given["parent"], level, kind, bool(given["debug"]), module)
+    if given["standby"] and (launch or script):
+        raise ConfigError("--standby is for one more process of the chief task, which runs no script")
+    return Invocation(
+        script, args, launch, given["parent"], level, kind, bool(given["debug"]), module, given["standby"]
+    )
 
 
 def _launch_config(
@@ -158,7 +168,7 @@ def run_task(invocation: Invocation, config: TaskConfig | None) -> int:
         ConfigError: the task is one that this command cannot be.
         PSError: a chief that only drives could not go on.
     """
-    end_on_sigterm()
+    end_on_sigterm(bool(invocation.parent))
     if invocation.parent:
         die_with(invocation.parent)
     task = config.task if config else None
@@ -168,6 +178,8 @@ def run_task(invocation: Invocation, config: TaskConfig | None) -> int:
         raise ConfigError(f"{invocation.module} is for workers of a cluster; set TF_CONFIG, or add --standalone")
     if invocation.module and task and task.job == "worker":
         return run_module(invocation.module, invocation.script, invocation.args, task, invocation.debug)
+    if invocation.standby and (task is None or task.job != "chief"):
+        raise ConfigError("--standby is for the chief task; set TF_CONFIG to the cluster's, with that task")
     if invocation.script:
         return run_script(invocation.script, invocation.args, task, invocation.debug)
     if config is None or config.task.job != "chief":
@@ -177,7 +189,8 @@ def run_task(invocation: Invocation, config: TaskConfig | None) -> int:
     if invocation.parent:
         # The launcher sees by itself whether its workers run, and a script may do without a strategy.
         timeouts = dataclasses.replace(timeouts, first=math.inf)
-    drive(config, timeouts, security_from(task_name(config.task)), job_from(), refused_from())
+    security = security_from(task_name(config.task))
+    drive(config, timeouts, security, job_from(), refused_from(), invocation.standby)
     return 0
 
 

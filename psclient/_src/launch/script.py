@@ -15,10 +15,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
 import pswire
 from psclient._src.processes import shutdown
+from psclient._src.processes.sigterm import NOTICE
 from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.telemetry import logging_setup
@@ -154,14 +155,14 @@ def one_line(error: PSError, script: Path) -> str:
     return f"{text} ({_relative(where[0].filename)}:{where[0].lineno})"
 
 
-def end_on_sigterm() -> None:
-    """Makes SIGTERM an ordinary exit with code 143, so that sessions take their leave; a second one kills."""
+def end_on_sigterm(launched: bool = False) -> None:
+    """Makes SIGTERM tell a worker to leave its job where its next step begins; any other process, and at the second
+    signal a worker, it ends by an ordinary exit with code 143, so that sessions take their leave. One more kills.
 
-    def end(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, end)
+    Args:
+        launched: True if the launcher of a local cluster has started this process: at its SIGHUP nothing is left first.
+    """
+    NOTICE.install(launched)
 
 
 def die_with(parent: int) -> None:

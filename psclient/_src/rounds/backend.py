@@ -342,7 +342,7 @@ class RemoteBackend:
         elif not context.in_merge_call():
             self._reads.begin_step()
         if not context.in_merge_call():
-            self._exchange.window.begin_step()
+            self._exchange.begin_run()
         self.flush()
         if self.group.alone or self.group.epoch is not None or self._before is not None:
             return replicas()

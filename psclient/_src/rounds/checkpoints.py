@@ -22,6 +22,9 @@ class ServerCheckpoints:
         exchange: makes the rounds.
         order: ends the open section with a checkpoint at a path, with a state; returns the id of its plan.
         residuals: those of compressed contributions.
+
+    Attributes:
+        saver: saves a checkpoint as the script does; None where the script has not said how.
     """
 
     def __init__(self, exchange: Exchange, order: Callable[[str, str], bytes], residuals: Residuals) -> None:
@@ -32,6 +35,7 @@ class ServerCheckpoints:
         self._restoring = Restoring(exchange)
         self._saving: tuple[bytes, str] | None = None
         self._failed: set[str] = set()
+        self.saver: Callable[[], object] | None = None
 
     def save(self, path: str, state: str) -> None:
         """Ends the open section with a checkpoint; servers are writing it when this returns.

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence, Set
+from functools import partial
 
 from psclient._src.data.progress import Pass, Progress
 from psclient._src.devices import Device
+from psclient._src.processes.sigterm import NOTICE, Notice
 from psclient._src.transport.chunk_calls import ChunkCalls
 from psclient._src.transport.pacing import goes_on
 from psclient._src.transport.patience import Deadline
@@ -20,10 +22,59 @@ from psclient._src.transport.session import Session
 from pswire.api import Watched
 from pswire.cluster import Task
 from pswire.errors import ConfigError, RoundTimeout, ServerLost
-from pswire.model.log import ALONE, Approved, Epoch, EpochClosed, Examples, Member, Snapshotted, Start, Started
+from pswire.model.log import ALONE, STEP, Approved, Epoch, EpochClosed, Examples, Member, Snapshotted, Start, Started
 from pswire.telemetry import logging_setup
 
 log = logging.getLogger("psclient")
+
+
+class Departure:
+    """How this process lets others leave, and leaves itself. Used by the thread that runs cross-replica code.
+
+    Args:
+        session: this process's session.
+        notice: whether this process was told to end.
+
+    Attributes:
+        notice: the same.
+        save: saves a checkpoint, as all members do at the same place; called before some of them leave.
+    """
+
+    def __init__(self, session: Session, notice: Notice) -> None:
+        self.notice = notice
+        self.save: Callable[[], object] = lambda: None
+        self._session = session
+        self._saved_for = 0  # the epoch that has ordered the last of these
+
+    def save_for(self, epoch: Epoch) -> None:
+        """Before an epoch is taken in: saves the checkpoint that it tells of, once."""
+        if epoch.save > self._saved_for:
+            self._saved_for = epoch.save
+            self.save()
+
+    def look(self, epoch: Epoch | None, alone: bool) -> None:
+        """Where a step begins: ends this process if it is to leave.
+
+        Args:
+            epoch: the newest that it has taken in; None before it takes part.
+            alone: True if it makes rounds of its own: nobody has to know where it leaves.
+
+        Raises:
+            Leaving: it leaves.
+        """
+        notice, session = self.notice, self._session
+        if epoch is not None and not alone and epoch.session(session.number) is None:
+            log.info("%s leaves, as it was told to end", session.task)
+            notice.leave()
+        if not notice.leaving:
+            return
+        if alone or epoch is None:
+            if alone and notice.saves:
+                self.save()
+            notice.leave()
+        if notice.late:
+            log.warning("%s leaves without a word from the chief: what it was dealt next nobody has", session.task)
+            notice.leave()
 
 
 class Group(Progress):
@@ -33,9 +84,12 @@ class Group(Progress):
         session: this process's session, open.
         devices: the local replicas' devices.
         expected: the tasks that begin a job together, for messages.
+        notice: whether this process was told to end.
     """
 
-    def __init__(self, session: Session, devices: tuple[Device, ...], expected: Sequence[Task] = ()) -> None:
+    def __init__(
+        self, session: Session, devices: tuple[Device, ...], expected: Sequence[Task] = (), notice: Notice = NOTICE
+    ) -> None:
         super().__init__(len(devices))
         self.session = session
         self.devices = devices
@@ -61,7 +115,9 @@ class Group(Progress):
         """The last result of `slice`; None before its first call."""
         self.settle: Callable[[], object] = lambda: None
         """Takes in the answers of all rounds of this process; called where the program comes to a batch."""
+        self.departure = Departure(session, notice)
         self._expected = tuple(expected)
+        self._awaits = partial(_late, session.task, self._expected), partial(_word, session, self._expected)
         logging_setup.follow(lambda: (self.round, session.number))
         self._entered = False
         self._over = 0  # rounds that are over, from 0 on, as answers have told it that came late
@@ -81,8 +137,9 @@ class Group(Progress):
         self.enter(f"dataset:{dataset}")
 
     def boundary(self, dataset: int) -> None:
-        """Enters the join point before a batch: a newer epoch may hold from here on."""
+        """Enters the join point before a batch: a newer epoch may hold from here on; who was told to end leaves."""
         self.settle()
+        self._begin_step()
         self.enter(f"dataset:{dataset}")
 
     def slice(self) -> tuple[int, int]:
@@ -235,6 +292,20 @@ class Group(Progress):
 
     # ---- For rounds ----
 
+    def begin_run(self) -> None:
+        """The program begins a `run`, outside of every section. Where no pass is under way that is a step."""
+        if not self._passes:
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        """A step begins: the epoch that some leave here is taken in; see `Departure`, which may end this process."""
+        if self.apart:
+            return  # a closure is finished first
+        if (epoch := self.due(STEP)) is not None:
+            self.departure.save_for(epoch)
+            self._take_in(epoch)
+        self.departure.look(self.epoch, self.alone)
+
     def sent(self, trains: bool = False) -> Pass | None:
         """A round was sent: the next one is the next number. Returns the pass that it belongs to."""
         self.round += 1
@@ -300,7 +371,7 @@ class Group(Progress):
         if self.epoch is None or epoch.number <= self.epoch.number:
             return
         self.epoch = epoch
-        if epoch.join_point:
+        if epoch.join_point and epoch.join_point != STEP:  # where some leave nobody is new
             start = Start(epoch.number, self.round, self.positions)
             self.session.log_server.propose(self.session.number, None, "", start)
 
@@ -310,15 +381,16 @@ class Group(Progress):
         self._settle()
         # Who comes late waits until the others come to the place where they take it in: as long as for a round.
         deadline = self.session.deadline(self.session.timeouts.round)
-        late, word = (self._late, self._word) if self.alone else _behind(join_point, self.session.task, self._others)
+        late, word = self._awaits if self.alone else _behind(join_point, self.session.task, self._others)
         while self.epoch is None and not self._begin():
-            self._follow(deadline, late, word)
+            with self.departure.notice.anywhere():
+                self._follow(deadline, late, word)
 
     def _settle(self) -> None:
         """Waits until the job has closed an epoch; takes part at once if this process is in the first."""
         deadline = self.session.deadline(self.session.timeouts.start)
         while not self._epochs:
-            self._follow(deadline, self._late, self._word)
+            self._follow(deadline, *self._awaits)
         if self.epoch is None:
             self._begin()
 
@@ -342,7 +414,7 @@ class Group(Progress):
     def snapshotted(self, plan_id: bytes, deadline: Deadline) -> Snapshotted:
         """Waits until the checkpoint that a plan ordered is complete, or failed."""
         while plan_id not in self._snapshots:
-            self._follow(deadline, _incomplete, self._word_of_saves)
+            self._follow(deadline, _incomplete, partial(_word_of_saves, self.session))
         return self._snapshots.pop(plan_id)
 
     def is_snapshotted(self, plan_id: bytes) -> bool:
@@ -355,7 +427,7 @@ class Group(Progress):
         deadline = self.session.deadline(self.session.timeouts.round)
         known = self.session.log_server.status().log
         while self._followed < known or self._saves:
-            self._follow(deadline, _incomplete, self._word_of_saves)
+            self._follow(deadline, _incomplete, partial(_word_of_saves, self.session))
 
     def _follow(self, deadline: Deadline, late: Callable[[], RoundTimeout], word: Callable[[], str]) -> None:
         """Reads on in server 0's log, waiting for it to grow; the arguments are those of `Session.wait`."""
@@ -380,28 +452,27 @@ class Group(Progress):
                     self._snapshots[entry.plan_id] = entry
                     self._saves.discard(entry.plan_id)
 
-    def _late(self) -> RoundTimeout:
-        missing = ", ".join(map(str, self._expected)) or "the others"
-        return RoundTimeout(
-            f"{self.session.task} waited too long to take part; are all of {missing} and the chief running?"
-        )
-
-    def _word(self) -> str:
-        here = {state.member.task for state in self.session.look().sessions if state.state == "open"}
-        missing = [str(task) for task in self._expected if task not in here]
-        return (
-            f"waits for {', '.join(missing)} to start" if missing else "waits for the chief to take it into the group"
-        )
-
-    def _word_of_saves(self) -> str:
-        """Servers write their parts, then the chief has the manifest written."""
-        servers = enumerate(self.session.servers)
-        writing = [str(Task("ps", i)) for i, one in servers if any(each.nbytes for each in one.status().saving)]
-        return f"waits for {', '.join(writing) or 'the chief'} to complete a checkpoint"
-
     def _others(self) -> str:
         members = self._epochs[max(self._epochs)].members
         return ", ".join(str(member.task) for member in members if member.task != self.session.task) or "the others"
+
+
+def _late(task: Task, expected: Sequence[Task]) -> RoundTimeout:
+    missing = ", ".join(map(str, expected)) or "the others"
+    return RoundTimeout(f"{task} waited too long to take part; are all of {missing} and the chief running?")
+
+
+def _word(session: Session, expected: Sequence[Task]) -> str:
+    here = {state.member.task for state in session.look().sessions if state.state == "open"}
+    missing = [str(task) for task in expected if task not in here]
+    return f"waits for {', '.join(missing)} to start" if missing else "waits for the chief to take it into the group"
+
+
+def _word_of_saves(session: Session) -> str:
+    """Servers write their parts, then the chief has the manifest written."""
+    servers = enumerate(session.servers)
+    writing = [str(Task("ps", i)) for i, one in servers if any(each.nbytes for each in one.status().saving)]
+    return f"waits for {', '.join(writing) or 'the chief'} to complete a checkpoint"
 
 
 def _incomplete() -> RoundTimeout:

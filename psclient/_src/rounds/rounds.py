@@ -40,6 +40,7 @@ from pswire.limits import PART_BYTES
 from pswire.model.closures import ClosureName
 from pswire.model.finite import is_finite
 from pswire.model.plan import Plan, SnapshotOrder
+from pswire.model.status import Pace
 from pswire.model.tensor import Array, TensorSpec
 from pswire.telemetry.reminder import Reminder
 from pswire.transport.payload import EMPTY, Payload
@@ -165,7 +166,7 @@ class Exchange:
         self.session = session
         self.group = group
         self.measures = RoundCounters()
-        session.pace = self.measures.pace
+        session.pace = self._pace
         self._awaited = Awaited(session, group)
         self.reads = ReadCache(session, group, self._awaited, self.measures)
         self.window = Window(session, group, self.reads, self._awaited, self.measures)
@@ -176,6 +177,17 @@ class Exchange:
         self._prepared: dict[bytes, PlanShares] = {}
         self._pushed = [-1] * len(session.servers)  # the last round that each server was sent
         self._closure: ClosureRounds | None = None
+
+    def begin_run(self) -> None:
+        """The program begins a `run` that is within no other."""
+        self.window.begin_step()
+        self.group.begin_run()
+
+    def _pace(self) -> Pace:
+        """Returns what beats tell: the counts, and whether this process was told to end, which the chief hears of."""
+        notice, alone = self.group.departure.notice, self.group.alone
+        asks = notice.leaving and not alone
+        return replace(self.measures.pace(), knows_leaving=not alone, leaving=asks, saving=asks and notice.saves)
 
     @contextmanager
     def closure(self, name: ClosureName) -> Iterator[None]:

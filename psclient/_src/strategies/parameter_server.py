@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
+from psclient._src import context
+from psclient._src.chief.deputy import Deputy
 from psclient._src.chief.driver import Chief
+from psclient._src.chief.standby import taken_over_by
 from psclient._src.cluster_resolver.base import ClusterResolver
 from psclient._src.cluster_resolver.tf_config import TFConfigClusterResolver, task_of
-from psclient._src.config import check_lane, job_from, lane_from, refused_from, security_from, timeouts_from
+from psclient._src.config import (
+    check_lane,
+    job_from,
+    lane_from,
+    refused_from,
+    saves_on_sigterm,
+    security_from,
+    timeouts_from,
+)
 from psclient._src.devices import local_devices
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.distribute.tables import TableExtended
@@ -21,6 +33,7 @@ from psclient._src.options import BoundedStaleness, Consistency, Round, Sync
 from psclient._src.processes import shutdown
 from psclient._src.processes.blas import share_cores
 from psclient._src.processes.embedded_server import EmbeddedServer
+from psclient._src.processes.sigterm import NOTICE, Leaving
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.placement import Placement, PsStrategy, check_ps_strategy
@@ -31,8 +44,9 @@ from psclient._src.transport.session import Session
 from psclient._src.variables.compression import Compression, check_compression
 from psclient._src.variables.partitioners import PartitionFn, check_partitioner
 from pswire.cluster import ClusterSpec, Task, TaskConfig
-from pswire.errors import CheckpointError, ConfigError, PSError
+from pswire.errors import CheckpointError, ConfigError, PSError, TaskTaken
 from pswire.limits import Timeouts
+from pswire.security.identity import Security
 from pswire.security.names import task_name
 from pswire.transport.traffic import LaneName
 
@@ -115,6 +129,7 @@ class ParameterServerStrategy(Strategy):
         share_cores(self._config.cluster, self._config.task)
         self._servers: list[RemoteServer] = []
         self._chief: Chief | None = None
+        self._deputy: Deputy | None = None
         self._exporter: Exporter | None = None
         self._owner = os.getpid()
         self._closing = threading.Lock()
@@ -151,20 +166,52 @@ class ParameterServerStrategy(Strategy):
         )
         runs_script = task.job == "chief"
         if runs_script or (not cluster.tasks("chief") and task == Task("worker", 0)):
-            servers = connect(cluster, self._timeouts, security=security, drives=True, refused=refused)
-            self._chief = Chief(task, servers, cluster, self._timeouts, runs_script, self._session.end, job)
-            self._exporter.add_chief(self._chief)
-            self._chief.start()
+            self._begin_to_drive(partial(self._make_chief, security, runs_script))
+        if task.job == "worker" and self._embedded is None:
+            self._deputy = Deputy(task, partial(self._make_chief, security), self._drives)
+            self._session.drive = self._deputy.told
         self._session.open()
         self._session.await_job()
         expected = [*cluster.tasks("worker"), *([task] if task.job == "chief" else [])]
         self._exchange = Exchange(self._session, Group(self._session, self._devices, expected))
         self._exporter.add_worker(self._exchange, self._servers)
+        self._exchange.group.departure.save = self._save_to_leave
+        if task.job == "worker":
+            NOTICE.take_part(self._told_to_end, self._timeouts.grace, saves_on_sigterm())
         limits = [server.status().memory_limit for server in self._servers]
         placement, nonfinite = Placement(self._ps_strategy, limits), self.consistency.nonfinite
         self._remote = RemoteBackend(self._exchange, placement, nonfinite)
         self._remote.residuals.default = self._compression
         super().__init__(TableExtended(self, self._remote, self._partitioner))
+
+    def _make_chief(self, security: Security, runs_script: bool = False) -> Chief:
+        cluster, task = self._config.cluster, self._config.task
+        servers = connect(cluster, self._timeouts, security=security, drives=True, refused=refused_from())
+        return Chief(task, servers, cluster, self._timeouts, runs_script, self._session.end, job_from())
+
+    def _begin_to_drive(self, make: Callable[[], Chief]) -> None:
+        """Drives the job beside the script, unless another process has taken that over from this task."""
+        chief = make()
+        try:
+            chief.start(waits=False)
+        except TaskTaken:
+            other = taken_over_by(self._servers[0], self.task)
+            if other is not None:
+                log.warning("%s drives the job in the place of %s", other, self.task)
+                chief.close()
+                return
+            chief.start()
+        self._drives(chief)
+
+    def _drives(self, chief: Chief) -> bool:
+        """Takes a chief that drives beside the script; returns False for a strategy that is closed."""
+        with self._closing:
+            if self._closed:
+                return False
+            self._chief = chief
+        if self._exporter is not None:
+            self._exporter.add_chief(chief)
+        return True
 
     # ---- What it is ----
 
@@ -206,6 +253,22 @@ class ParameterServerStrategy(Strategy):
 
     # ---- The end ----
 
+    def _told_to_end(self) -> None:
+        """SIGTERM has come: server 0 is told at once, and by it the chief."""
+        self._session.wakes[0].set()
+
+    def _save_to_leave(self) -> None:
+        """Saves a checkpoint as the script's manager does; without one at `sigterm/ckpt-<round>`, by names."""
+        try:
+            if self._remote.checkpoints.saver is not None:
+                self._remote.checkpoints.saver()
+                return
+            with self.scope(), context.enter_cross_replica(self):
+                order = {"objects": {}, "state": {}, "delete": [], "latest": True}
+                self._remote.checkpoints.save(f"sigterm/ckpt-{self.round}", json.dumps(order))
+        except CheckpointError as error:
+            log.error("%s saves no checkpoint before it goes on: %s", self.task, error)
+
     @property
     def _has_failed(self) -> bool:
         # What nobody caught is remembered by the interpreter before it runs what is registered for its exit.
@@ -227,6 +290,7 @@ class ParameterServerStrategy(Strategy):
                 return
             self._closed = True
         _open.discard(self)
+        NOTICE.has_left(self._told_to_end)
         shutdown.unregister(self.close)
         error = "the script failed" if self._has_failed else ""
         if not error and hasattr(self, "extended"):
@@ -236,8 +300,10 @@ class ParameterServerStrategy(Strategy):
         if hasattr(self, "_session"):
             # Only the servers may know that the job cannot go on, and that its end need not be waited for.
             error = self._session.leave(error)
+        if self._deputy is not None and not (error or (self._chief and self._chief.is_driving)):
+            self._chief = self._deputy.look(self._servers[0], self._timeouts) or self._chief
         if self._chief:
-            self._chief.stop(abandon=bool(error))
+            self._chief.stop(abandon=bool(error), steps_down=NOTICE.leaving)
         for server in self._servers:
             server.close()
         if self._exporter:
@@ -269,7 +335,7 @@ class ParameterServerStrategy(Strategy):
             self._undone = CheckpointError(f"the last {error.message}", str(self.task))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self._failed = self._failed or kind is not None
+        self._failed = self._failed or not (kind is None or issubclass(kind, Leaving))
         super().__exit__(kind, *rest)
 
 

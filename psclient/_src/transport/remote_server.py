@@ -175,14 +175,14 @@ class RemoteServer(QueueCalls):
                 old.close("the session was opened again")
         return messages.OPENED.from_pb(m)
 
-    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> None:
+    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> bool:
         """Implements `ParameterServer.beat`."""
-        said = pb.BeatRequest(
-            session=session, round=round, plan_id=plan_id, pace=messages.PACE.to_pb(pace), clock=clock
-        )
-        self._ask("Beat", said)
+        told = messages.PACE.to_pb(pace)
+        said = pb.BeatRequest(session=session, round=round, plan_id=plan_id, pace=told, clock=clock)
+        reply = parse(pb.BeatReply, self._ask("Beat", said))
         if lanes := self._lanes.get(session):
             lanes.beat_answered()
+        return reply.drive
 
     def leave(self, session: int, error: str) -> None:
         """Implements `ParameterServer.leave`."""
@@ -390,6 +390,11 @@ class RemoteServer(QueueCalls):
             return "; the server does not answer"
         tasks = sorted({task for waiting in status.waiting for task in waiting.missing})
         return f"; it waits for {', '.join(map(str, tasks))}" if tasks else ""
+
+
+def expect(server: RemoteServer) -> None:
+    """A server has answered a process without a session: it is lost once nothing listens there any more."""
+    server._attempts.opened = True
 
 
 def connect(

@@ -87,6 +87,8 @@ class Session:
         """The oldest round that is not answered, and its plan, for the beats."""
         self.pace: Callable[[], Pace] = Pace
         """Returns what this process has done, for the beats."""
+        self.drive: Callable[[], object] = lambda: None
+        """Told, again and again, that nobody drives the job, and that this process is to; does not wait."""
         self.clock = WorkerClock(len(self.servers)) if consistency == "bounded" else None
         """What the beats say of this process's rounds, where its staleness is bounded."""
         self.window = 1
@@ -284,7 +286,8 @@ class Session:
         """Beats at a server; `by_itself` where the time has come, and nothing has happened."""
         with self._beating[index]:
             clock = 0 if self.clock is None else self.clock.say(index, by_itself)
-            self.servers[index].beat(self.number, *self.waits, self.pace(), clock)
+            if self.servers[index].beat(self.number, *self.waits, self.pace(), clock):
+                self.drive()
 
     def end(self, error: PSError) -> None:
         """Ends the session with an error for all calls that wait and all later ones."""

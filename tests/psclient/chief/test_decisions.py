@@ -7,10 +7,11 @@ from dataclasses import replace
 from psclient._src.chief.decisions import decide, undone
 from psclient._src.chief.epochs import Beginning
 from psclient._src.chief.job_state import JobState
+from psclient._src.chief.leave_saves import LeaveSaves
 from pswire.api import Watched
-from pswire.model.log import Approved, Done, Epoch, EpochClosed, LogEntry, Member, Position, Start, Started
+from pswire.model.log import STEP, Approved, Done, Epoch, EpochClosed, LogEntry, Member, Position, Start, Started
 from pswire.model.plan import Plan
-from pswire.model.status import OpenRound, ServerStatus, SessionState, WorkerProgress
+from pswire.model.status import OpenRound, Pace, ServerStatus, SessionState, WorkerProgress
 from tests.support.rig import WORKERS
 
 A, B, C = WORKERS[:3]
@@ -137,3 +138,72 @@ def test_what_is_undone_is_known_of_each_task():
     """Of the newest session that it had."""
     sessions = (at(a, "lost"), at(replace(a, session=21)), at(b, "left"))
     assert undone(sessions, {A, B, C}) == {A: "still here", C: "never came"}
+
+
+KNOWS, LEAVES, SAVES = Pace(knows_leaving=True), Pace(0, 0, 0, True, True), Pace(0, 0, 0, True, True, True)
+"""What beats tell of members that stay, leave, and leave with a checkpoint."""
+
+
+def paced(member, pace=KNOWS, state="open", join_point=""):
+    """A session whose beats tell something."""
+    return replace(at(member, state, join_point), pace=pace)
+
+
+def test_who_asks_to_leave_is_let_go_where_a_step_begins():
+    """It is in the epoch as one who leaves: it makes rounds with the others until all take that in."""
+    state = job(began(a, b, c))
+    sessions = [paced(a), paced(b, LEAVES), paced(c)]
+    assert decide(state, look(*sessions), {A}) == [EpochClosed(Epoch(2, (a, c), STEP, None, (b,)))]
+    state.take([EpochClosed(Epoch(2, (a, c), STEP, None, (b,)))])
+    assert decide(state, look(*sessions), {A}) == []
+    assert decide(state, look(paced(a), paced(b, LEAVES, "left"), paced(c)), {A}) == [], "nobody waits for it"
+    assert decide(state, look(paced(a), paced(b, LEAVES, "lost"), paced(c)), {A}) == [EpochClosed(Epoch(3, (a, c)))]
+    sessions[2] = paced(c, LEAVES)
+    assert decide(state, look(*sessions), {A}) == [EpochClosed(Epoch(3, (a,), STEP, None, (b, c)))]
+    sessions[0] = at(a, "lost")
+    assert decide(state, look(*sessions), {A}) == [EpochClosed(Epoch(3, (), STEP, None, (b, c)))]
+
+
+def test_nobody_is_let_go_by_an_epoch_that_a_member_does_not_know():
+    """An older version would never take it in: who asks leaves by itself, later."""
+    assert decide(job(began(a, b)), look(at(a), paced(b, LEAVES)), BOTH) == []
+
+
+def test_new_members_wait_until_those_who_leave_have():
+    """They would begin amid rounds that these still make; and while one is taken in, nobody is let go."""
+    state = job(began(a, b), EpochClosed(Epoch(2, (a,), STEP, None, (b,))))
+    new = paced(c, join_point="dataset:0")
+    assert decide(state, look(paced(a), paced(b, LEAVES), new), {A}) == []
+    assert decide(state, look(paced(a), paced(b, LEAVES, "left"), new), {A}) == [
+        EpochClosed(Epoch(3, (a, c), "dataset:0"))
+    ]
+    state.take([EpochClosed(Epoch(3, (a, c), "dataset:0"))])
+    assert decide(state, look(paced(a, LEAVES), paced(c)), {A}) == []
+    state.take([Started(Start(3, 7))])
+    assert decide(state, look(paced(a, LEAVES), paced(c)), {A}) == [EpochClosed(Epoch(4, (c,), STEP, None, (a,)))]
+
+
+def test_who_comes_where_all_leave_waits_for_them():
+    """Nobody else knows where they stand before they are gone."""
+    state = job(began(a), EpochClosed(Epoch(2, (), STEP, None, (a,))))
+    new = paced(b, join_point="dataset:0")
+    assert decide(state, look(paced(a, LEAVES), new), {A}) == []
+    assert decide(state, look(paced(a, LEAVES, "left"), new), {A}) == [Beginning(3, (b,))]
+
+
+def test_one_checkpoint_is_saved_for_all_who_leave_together():
+    """The epoch says which ordered it, so that who takes several in at once saves once."""
+    state = job(began(a, b, c))
+    first = EpochClosed(Epoch(2, (a, c), STEP, None, (b,), 2))
+    sessions = [paced(a), paced(b, SAVES), paced(c, LEAVES)]
+    assert decide(state, look(*sessions[:2], paced(c)), {A}) == [first]
+    assert decide(state, look(*sessions), {A}, may_save=False) == [EpochClosed(Epoch(2, (a,), STEP, None, (b, c)))]
+    state.take([first])
+    assert decide(state, look(*sessions), {A}) == [EpochClosed(Epoch(3, (a,), STEP, None, (b, c), 2))]
+    saves = LeaveSaves(10.0)
+    assert saves.may(5.0)
+    saves.decided([first], 5.0)
+    assert not saves.may(15.0)
+    assert saves.may(15.1)
+    saves.decided([EpochClosed(Epoch(3, (a,), STEP, None, (b, c), 2))], 15.1)
+    assert saves.may(15.2), "that one ordered nothing"

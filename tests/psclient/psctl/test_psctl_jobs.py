@@ -104,9 +104,11 @@ def run(waiting, psctl_of):
     return psctl_of(waiting)
 
 
-def train(rounds, stop, mode="sync"):
+def train(rounds, stop, mode="sync", drives=True):
     """Both workers add to three variables; worker 1 stops before a round until it is let go on."""
     strategy = ps.ParameterServerStrategy(consistency=ps.Async() if mode == "async" else ps.Sync())
+    if not drives:
+        strategy._session.drive = lambda: None  # as a worker that may not
     with strategy.scope():
         v = ps.Variable(np.zeros((2, 3), "float32"), name="dense/kernel")
         u = ps.Variable(np.zeros(4), name="dense/bias")
@@ -231,7 +233,7 @@ def test_asynchronous_workers_have_their_own_rounds(beside, tmp_path):
 
 def test_who_is_lost_is_named(beside, tmp_path):
     """A worker whose lease ended, a chief that is gone, a server that is silent: one line for each, and exit code 1."""
-    with beside(ProcessCluster(train, tmp_path, (8, 5), timeouts=QUICK, **KEYS)) as run:
+    with beside(ProcessCluster(train, tmp_path, (8, 5, "sync", False), timeouts=QUICK, **KEYS)) as run:
         job = run.job
         job.hear(W1, "at", 5)
         job.kill(W1)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from threading import Thread
+
 import numpy as np
 import pytest
 
 from psclient._src.chief.decisions import decide
 from psclient._src.chief.epochs import Beginning
 from psclient._src.chief.job_state import JobState
+from psclient._src.processes.sigterm import Leaving, Notice
 from pswire.api import Watched
 from pswire.errors import ConfigError, Fenced, RoundTimeout
 from pswire.limits import Timeouts
-from pswire.model.log import Approved, Epoch, EpochClosed, Member, Position, Start, Started
+from pswire.model.log import STEP, Approved, Epoch, EpochClosed, Member, Position, Start, Started
 from pswire.model.status import SessionState
 from tests.support.members import Process, began
 from tests.support.rig import SOON, WORKERS, sum_into
@@ -271,3 +275,90 @@ def test_each_who_comes_begins_where_its_task_was(job):
     epochs = [one.closed([server.status() for server in job.verbs]).epoch for one in decided]
     assert [epoch.members for epoch in epochs] == [(back[0],), tuple(back)]
     assert [epoch.start for epoch in epochs] == [Start(3, 2, places[2]), Start(4, 6, places[3])]
+
+
+def told_to_end(job, one, grace=60.0, saves=False):
+    """A process that SIGTERM has told to end, without the signal."""
+    one.group.departure.notice = notice = Notice()
+    notice.take_part(lambda: None, grace, saves)
+    notice._asked_at = time.monotonic() if grace else 0.0
+    return notice
+
+
+def test_an_epoch_that_some_leave_is_taken_in_where_a_step_begins(job):
+    """By all at the same place: those who stay save first if it says so, and go on; those who leave end there."""
+    with began(job, "sync", 1, 2, 1) as (one, two, three):
+        v, *_ = [each.create("v") for each in (one, two, three)]
+        plan = sum_into(v)
+        job.append(Approved(plan))
+        saved = []
+        for each in (one, two, three):
+            each.group.departure.notice = Notice()
+            each.group.departure.save = lambda each=each: saved.append((each.member.task, each.group.epoch.number))
+            each.group.enter("dataset:0")
+        told_to_end(job, two)
+        two.group.boundary(0)
+        epoch = Epoch(2, (one.member, three.member), STEP, None, (two.member,), 2)
+        job.append(EpochClosed(epoch))
+        threads = [Thread(target=each.add, args=(plan, 1)) for each in (one, two, three)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SOON)
+        one.group.enter("save")
+        assert (one.group.epoch.number, one.group.replicas) == (1, 4), "that is no step"
+        one.group.advance(0, 0, 1, True, frozenset())
+        one.group.begin_run()
+        assert one.group.epoch.number == 1, "its pass has batches, which are steps"
+        for each in (one, three):
+            each.group.boundary(0)
+            assert (each.group.epoch, each.group.replicas) == (epoch, 2)
+            each.group.boundary(0)
+        with pytest.raises(Leaving):
+            two.group.begin_run()
+        assert saved == [(A, 1), (C, 1), (B, 1)]
+        told = job.verbs[0].watch(job.opened.session, 0, 0).result(SOON).entries
+        assert not any(isinstance(entry, Started) for entry in told), "nobody is new"
+
+
+def test_who_is_told_to_end_and_not_answered_leaves_by_itself(job):
+    """Once half of its grace period is over; a process that makes its own rounds, or none yet, at once."""
+    with began(job, "sync", 1) as (one,):
+        one.group.enter("dataset:0")
+        told_to_end(job, one)
+        one.group.boundary(0)
+        told_to_end(job, one, grace=0.0)
+        with pytest.raises(Leaving):
+            one.group.boundary(0)
+        late = Process(job, B, "sync")
+        told_to_end(job, late)
+        with pytest.raises(Leaving):
+            late.group.boundary(0)
+        late.session.leave()
+
+
+def test_who_makes_its_own_rounds_leaves_at_once(job):
+    """It saves first, where that is asked; a closure it finishes."""
+    with began(job, "async", 1) as (one,):
+        one.group.enter("dataset:0")
+        saved = []
+        one.group.departure.save = lambda: saved.append(one.group.round)
+        told_to_end(job, one, saves=True)
+        one.group.apart = True
+        one.group.begin_run()
+        one.group.apart = False
+        with pytest.raises(Leaving):
+            one.group.begin_run()
+        assert saved == [0]
+
+
+def test_beats_tell_that_a_process_leaves(job):
+    """At once where they are woken, and the chief's watch hears of it."""
+    with began(job, "sync", 1) as (one,):
+        before = job.verbs[0].watch(job.opened.session, 0, 0).result(SOON)
+        assert not before.sessions[-1].pace.leaving
+        told_to_end(job, one, saves=True)
+        one.session.beat_now(0)
+        news = job.verbs[0].watch(job.opened.session, len(before.entries), before.version).result(SOON)
+        (pace,) = [session.pace for session in news.sessions]
+        assert (pace.knows_leaving, pace.leaving, pace.saving) == (True, True, True)

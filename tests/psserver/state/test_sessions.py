@@ -9,6 +9,7 @@ from psserver.state.sessions import DRAWN, MAX_TERM, Membership
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, Forbidden, InvalidRequest, NewcomerDiverged, TaskTaken
 from pswire.model.log import Epoch, Member
+from pswire.model.status import Pace
 from tests.support.rig import CHIEF, WORKERS
 
 A, B, C = WORKERS[:3]
@@ -460,3 +461,60 @@ def test_who_is_excluded_while_it_beats_is_told_why(members):
     assert states(members) == {hung: "hung", left: "left", other: "open"}
     with pytest.raises(Fenced, match="PS_TIMEOUT_ROUND"):
         members.leave(hung, "")
+
+
+def driven(mode="sync"):
+    """A job with variables, three workers and a chief, all heard of at 0; with the numbers of their sessions."""
+    members = begun(held=lambda: True)
+    workers = [members.open(Task("worker", index), 1, False, 0, 0.0, mode)[0] for index in range(3)]
+    return members, workers, members.open(CHIEF, 0, True, 0, 0.0)[0]
+
+
+def heard(members, workers, now):
+    """Workers beat."""
+    for number in workers:
+        members.beat(number, (-1, b""), now, str)
+
+
+def test_the_lowest_worker_that_lives_is_to_drive():
+    """Two beats after the chief is gone: nobody before, and nobody else; a worker that leaves is passed over."""
+    members, workers, chief = driven()
+    members.part(chief, 1.0)
+    heard(members, workers, 4.0)
+    assert not any(members.is_to_drive(number, 4.9) for number in workers)
+    assert [members.is_to_drive(number, 5.0) for number in workers] == [True, False, False]
+    heard(members, workers[1:], 8.5)
+    assert [members.is_to_drive(number, 8.5) for number in workers] == [False, True, False]
+    members.beat(workers[1], (-1, b""), 8.5, str, Pace(leaving=True))
+    assert [members.is_to_drive(number, 8.5) for number in workers] == [False, False, True]
+    members.open(Task("worker", 2), 0, True, 0, 8.6)
+    assert not any(members.is_to_drive(number, 20.0) for number in workers[2:]), "somebody drives"
+
+
+def test_nobody_drives_where_nothing_is_to_be_driven():
+    """The chief has left, is only silent, or coordinates: then its script is its own; or there is no job."""
+    members, workers, chief = driven()
+    heard(members, workers, 6.0)
+    assert not members.is_to_drive(workers[0], 6.0), "it is silent, and may be alive"
+    members.leave(chief, "")
+    assert not members.is_to_drive(workers[0], 6.0)
+    members, workers, chief = driven("async")
+    members.open(CHIEF, 1, False, 0, 0.0, "async")
+    members.part(chief, 0.0)
+    heard(members, workers, 6.0)
+    assert not members.is_to_drive(workers[0], 6.0)
+    members, workers, chief = driven()
+    members._held = lambda: False
+    members.part(chief, 0.0)
+    heard(members, workers, 6.0)
+    assert not members.is_to_drive(workers[0], 6.0)
+
+
+def test_what_a_process_asks_by_its_beats_is_news_for_the_chief():
+    """That it leaves; its counts are none."""
+    members, workers, _ = driven()
+    before = members.version
+    members.beat(workers[0], (-1, b""), 1.0, str, Pace(5, 5, 5))
+    assert members.version == before
+    members.beat(workers[0], (-1, b""), 1.0, str, Pace(5, 5, 5, True, True))
+    assert members.version == before + 1

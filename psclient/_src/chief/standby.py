@@ -1,0 +1,72 @@
+"""A chief that stands by: it waits until nobody drives the job any more, and then takes it over."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Literal
+
+from psclient._src.transport.remote_server import RemoteServer, expect
+from pswire.api import ParameterServer
+from pswire.cluster import Task
+from pswire.errors import ServerLost
+from pswire.limits import Timeouts
+from pswire.model.status import ServerStatus
+from pswire.telemetry.reminder import Reminder
+
+log = logging.getLogger("psclient.chief")
+
+LOOK_SECONDS = 0.25
+"""Seconds between two looks at the chief's session: within these it is known to be gone."""
+
+Outlook = Literal["none", "driven", "gone", "over"]
+"""No chief was there yet; one is; it is gone; the job is over."""
+
+
+def outlook(status: ServerStatus, timeouts: Timeouts) -> Outlook:
+    """Returns how a job is driven, as server 0's status tells it: its newest chief counts."""
+    chief = next((session for session in reversed(status.sessions) if session.drives), None)
+    if chief is None:
+        return "none"
+    if status.over or chief.state == "left":
+        return "over"
+    return "driven" if chief.state == "open" and chief.silent <= 2 * timeouts.beat else "gone"
+
+
+def taken_over_by(server: ParameterServer, task: Task) -> Task | None:
+    """Returns who drives the job in the place of a task, or of an earlier process of it; None if nobody does."""
+    chiefs = [session for session in server.status().sessions if session.drives]
+    if not chiefs or chiefs[-1].state != "open":
+        return None
+    other = chiefs[-1].member.task
+    return other if other != task or len(chiefs) > 1 else None
+
+
+def stand_by(server: RemoteServer, task: Task, timeouts: Timeouts) -> bool:
+    """Waits until nobody drives the job that the servers hold.
+
+    Args:
+        server: a connection to server 0, of this process alone.
+        task: the task that this process is.
+        timeouts: time limits of the cluster.
+
+    Returns:
+        True once nobody does; False where the job is over, or server 0 has ended.
+    """
+    states = {"none": "a chief begins the job", "driven": "its chief is gone, or the job is over"}
+    seen: Outlook = "none"
+    reminder = Reminder(timeouts.word, lambda: log.info("%s stands by until %s", task, states.get(seen, "it is chief")))
+    while True:
+        time.sleep(LOOK_SECONDS)
+        try:
+            status = server.status()
+        except ServerLost as error:  # it has answered before: see `expect`
+            log.warning("%s stands by no longer: server 0 has ended (%s)", task, error)
+            return False
+        expect(server)
+        seen = outlook(status, timeouts)
+        if seen == "gone":
+            return True
+        if seen == "over":
+            return False
+        reminder.look()

@@ -1,0 +1,158 @@
+"""SIGTERM: a worker that gets it finishes its step, and leaves its job where the next one begins, with exit code 0.
+
+The handler only notes the signal. The thread that comes to the beginning of a step looks at the note, and ends the
+process there by `Leaving`. A second signal ends the process at once, as one does where nothing is to be left; so does
+the end of the grace period. A third one kills. The launcher of a local cluster, which ends all of it, sends SIGHUP: it
+is as SIGTERM, and nothing is left before.
+"""
+
+from __future__ import annotations
+
+import _thread
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+log = logging.getLogger("psclient")
+
+
+class Leaving(SystemExit):
+    """Ends a process that was told to end, where it leaves its job. The exit code is 0: nothing has failed."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+class Notice:
+    """What SIGTERM has told this process. Any thread may look at it.
+
+    Attributes:
+        saves: True if a checkpoint is to be saved before this process leaves.
+    """
+
+    def __init__(self) -> None:
+        self.saves = False
+        self._asked_at: float | None = None
+        self._grace = 0.0
+        self._parts: list[Callable[[], object]] = []
+        self._process = 0
+        self._anywhere = False  # the main thread is where nothing is to be finished
+        self._left = False
+        self._ordinary = False
+        self._installed = False
+        self._at_once = False
+
+    @property
+    def leaving(self) -> bool:
+        """True once this process was told to end, and leaves at the beginning of a step."""
+        return self._asked_at is not None
+
+    @property
+    def late(self) -> bool:
+        """True once half of the grace period is over: then it leaves, whether the others have taken that in or not."""
+        return self._asked_at is not None and time.monotonic() > self._asked_at + self._grace / 2
+
+    def take_part(self, told: Callable[[], object], grace: float, saves: bool) -> None:
+        """This process has a part in a job, and leaves it before it ends.
+
+        Under `python SCRIPT` the handler is set, unless the script has one of its own, or this is not the main thread.
+
+        Args:
+            told: called in a thread of its own when SIGTERM comes.
+            grace: seconds from then on after which the process ends, wherever it is.
+            saves: True if a checkpoint is to be saved before.
+        """
+        self._parts.append(told)
+        self._process, self._grace, self.saves = os.getpid(), grace, saves
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._handle)
+            self._installed = True
+
+    def has_left(self, told: Callable[[], object]) -> None:
+        """This process has no part in that job any more."""
+        if told in self._parts:
+            self._parts.remove(told)
+        in_main = threading.current_thread() is threading.main_thread()
+        if self._installed and in_main and not (self._parts or self.leaving):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._installed = False
+
+    def install(self, launched: bool = False) -> None:
+        """Sets the handler. Where this process has no part in a job, SIGTERM is an ordinary exit with code 143.
+
+        Args:
+            launched: True if the launcher of a local cluster has started this process.
+        """
+        self._ordinary = True
+        signal.signal(signal.SIGTERM, self._handle)
+        if launched:
+            signal.signal(signal.SIGHUP, self._hang_up)
+
+    def _hang_up(self, number: int, frame: FrameType | None) -> None:
+        self._at_once = True
+        os.kill(os.getpid(), signal.SIGTERM)  # by what handles it now, which may be the script's own
+
+    def leave(self) -> None:
+        """Ends this process, in the thread that has come to the beginning of a step; raises `Leaving`."""
+        if threading.current_thread() is not threading.main_thread():
+            self._left = True
+            os.kill(os.getpid(), signal.SIGTERM)  # the end of another thread would not end the process
+        raise Leaving
+
+    @contextmanager
+    def anywhere(self) -> Iterator[None]:
+        """Within, the main thread waits, and nothing is to be finished: it leaves as soon as it is told to.
+
+        Raises:
+            Leaving: it was told to before.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._anywhere = True
+        try:
+            if self.leaving:
+                self.leave()
+            yield
+        finally:
+            self._anywhere = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        mine = os.getpid() == self._process  # a fork of the process has no part in the job
+        if mine and self._left:
+            raise Leaving
+        if mine and self._parts and self._asked_at is None and not self._at_once:
+            self._asked_at = time.monotonic()
+            # Nothing here may wait for a lock, which the interrupted code may hold.
+            _thread.start_new_thread(self._count_down, ())
+            if self._anywhere:
+                raise Leaving
+            return
+        signal.signal(number, signal.SIG_DFL)
+        if self._ordinary or (mine and self.leaving):
+            raise SystemExit(128 + number)
+        os.kill(os.getpid(), number)
+
+    def _count_down(self) -> None:
+        log.warning(
+            "told to end (SIGTERM): leaves the job where its next step begins, within %g s; a second signal ends this "
+            "process at once",
+            self._grace,
+        )
+        for told in [*self._parts]:
+            try:
+                told()
+            except Exception:
+                log.exception("could not tell that this process leaves")
+        time.sleep(self._grace)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+NOTICE = Notice()
+"""The notice of this process."""

@@ -1,0 +1,262 @@
+"""Workers that get SIGTERM: each finishes its step, and leaves where the next one begins; nobody waits for a lease."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster, until
+from pstesting.script import add, add_all, gate, say
+from pswire.model.log import STEP
+
+SOON = CALM.lease / 2
+"""Far above what any of this takes: who waits for a lease is found out."""
+
+KEYS = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": CALM}
+ALL = (W0, W1, W2)
+TOLD = "told to end (SIGTERM)"
+
+
+def visit(examples, batch, passes, stops, backup_workers=0, restores=""):
+    """Counts each example that it visits, on the servers; waits at some steps: each is a pass, a step, and a gate."""
+    strategy = ps.ParameterServerStrategy(consistency=ps.Sync(backup_workers=backup_workers))
+    with strategy.scope():
+        seen = ps.Variable(np.zeros(examples, "int64"), name="seen")
+        steps = ps.Variable(np.zeros((), "int64"), name="steps")
+        manager = None
+        if restores:
+            checkpoint = ps.train.Checkpoint(seen=seen, steps=steps)
+            manager = ps.train.CheckpointManager(checkpoint, restores, max_to_keep=3)
+            say("restored", manager.restore_or_initialize())
+    data = ps.ArrayDataset(np.arange(examples)).batch(batch)
+    batches = strategy.experimental_distribute_dataset(data)
+    say("open")
+    for number in batches.epochs(passes):
+        for index, mine in enumerate(batches):
+            for at, name in [(at, name) for *at, name in stops if at == [number, index]]:
+                say("at", at)
+                gate(name)
+            counts = np.bincount(np.asarray(mine), minlength=examples)
+            strategy.run(lambda counts: add_all([(seen, counts), (steps, np.int64(1))]), args=(counts,))
+            say("round", strategy.round - 1)
+            last = strategy.last_round
+            say("missed", list(last.left_out) if last else [])
+        say("seen", seen.numpy())
+        say("saved", manager.checkpoints if manager else [])
+    say("done", steps.numpy())
+
+
+def tell_to_end(job, *tasks):
+    """Sends SIGTERM, and waits until it is noted."""
+    for task in tasks:
+        job.kill(task, signal.SIGTERM)
+        job.hear_error(task, TOLD)
+
+
+@pytest.mark.parametrize("backup_workers", [0, pytest.param(1, marks=pytest.mark.soak)])
+def test_a_worker_that_leaves_loses_no_example(tmp_path, backup_workers):
+    """It ends with code 0 after few steps; the others share what is left, and each example of a pass counts once."""
+    args = (60, 6, 2, [[0, 3, "go"]], backup_workers)
+    with ProcessCluster(visit, tmp_path, args, gates=["go"], **KEYS) as job:
+        for task in ALL:
+            job.hear(task, "at")
+        tell_to_end(job, W1)
+        began = time.monotonic()
+        job.open("go")
+        assert job.exited(W1) == 0
+        for task in (W0, W2):
+            assert set(job.hear(task, "seen")) == {1}
+            assert set(job.hear(task, "seen")) == {2}
+        assert time.monotonic() - began < SOON
+        job.finish()
+        if not backup_workers:
+            assert not any(job.said(W0, "missed"))
+            assert len(job.said(W1, "round")) < len(job.said(W0, "round")) == 20
+
+
+def test_a_worker_that_left_comes_back(tmp_path):
+    """Another process of its task is taken in as any other, and each example counts once."""
+    args = (60, 6, 2, [[0, 3, "go"], [1, 2, "again"]])
+    with ProcessCluster(visit, tmp_path, args, gates=["go", "again"], **KEYS) as job:
+        for task in ALL:
+            job.hear(task, "at")
+        tell_to_end(job, W1)
+        job.open("go")
+        assert job.exited(W1) == 0
+        for task in (W0, W2):
+            job.hear(task, "at", [1, 2])
+        job.start(W1)
+        job.hear(W1, "open")
+        with job.server(PS0) as server:
+            job.until(lambda: any(s.member.task == W1 and s.join_point for s in server.status().sessions))
+        job.open("again")
+        job.finish()
+        for task in (W0, W2):
+            assert [set(seen) for seen in job.said(task, "seen")] == [{1}, {2}]
+        assert [set(seen) for seen in job.said(W1, "seen")] == [{2}]
+
+
+def test_all_workers_leave(tmp_path):
+    """The job is over with them: chief and servers end as after a script's end."""
+    args = (60, 6, 1000, [[0, 3, "go"]])
+    with ProcessCluster(visit, tmp_path, args, gates=["go"], **KEYS) as job:
+        for task in ALL:
+            job.hear(task, "at")
+        tell_to_end(job, W0, W1, W2)
+        job.open("go")
+        job.finish(SOON)
+        assert not any(job.said(task, "done") for task in ALL)
+
+
+def test_a_leaving_worker_that_is_killed(tmp_path):
+    """It was to leave with the next step and dies before that: the others wait for its lease, as for anybody's."""
+    args = (60, 6, 2, [[0, 3, "go"], [0, 4, "next"]])
+    keys = KEYS | {"timeouts": replace(QUICK, grace=SECONDS)}
+    with ProcessCluster(visit, tmp_path, args, gates=["go", "next"], **keys) as job:
+        for task in ALL:
+            job.hear(task, "at")
+        tell_to_end(job, W1)
+        with job.server(PS0) as server:
+            job.until(lambda: [m.task for m in server.status().epoch.leaving] == [W1])
+            assert server.status().epoch.join_point == STEP
+        job.kill(W1)
+        job.open("go")
+        for task in (W0, W2):
+            job.hear(task, "at", [0, 4])
+        job.open("next")
+        for task in (W0, W2):
+            job.hear(task, "done")
+        for task in (W0, W2, CHIEF, PS0, PS1):
+            assert job.exited(task) == 0
+
+
+def loop(enough, stop, consistency):
+    """Adds to a variable without a dataset; a step has two rounds, of which each has both or none."""
+    strategy = ps.ParameterServerStrategy(consistency={"sync": ps.Sync(), "async": ps.Async()}[consistency])
+    with strategy.scope():
+        v = ps.Variable(np.zeros((), "int64"), name="v")
+        u = ps.Variable(np.zeros((), "int64"), name="u")
+    for n in range(enough):
+        if n == stop:
+            say("at", n)
+            gate("go")
+        strategy.run(lambda: (add(v, np.int64(1)), add(u, np.int64(1))))
+        say("made", n + 1)
+    say("sums", [v.numpy(), u.numpy()])
+
+
+@pytest.mark.parametrize("consistency", ["sync", "async"])
+def test_a_worker_without_a_dataset_leaves_between_steps(tmp_path, consistency):
+    """What it has begun it finishes: both rounds of each of its steps count."""
+    with ProcessCluster(loop, tmp_path, (100, 5, consistency), gates=["go"], **KEYS) as job:
+        for task in ALL:
+            job.hear(task, "at")
+        tell_to_end(job, W1)
+        job.open("go")
+        assert job.exited(W1) == 0
+        if consistency == "sync":
+            sums = job.hear(W0, "sums")
+            job.finish()
+            made = sum(len(job.said(task, "made")) for task in ALL)
+            assert sums == [made, made]
+            assert len(job.said(W1, "made")) < 100
+        else:
+            job.finish()
+            assert len(job.said(W1, "made")) == 5, "it waited before its next step"
+
+
+def test_a_second_signal_ends_a_worker_at_once(tmp_path):
+    """With code 143, as does the end of its grace period; the others learn it at once."""
+    keys = KEYS | {"workers": 2, "timeouts": replace(CALM, grace=4.0)}
+    with ProcessCluster(loop, tmp_path, (10, 5, "sync"), gates=["go"], **keys) as job:
+        for task in (W0, W1):
+            job.hear(task, "at")
+        tell_to_end(job, W1)
+        job.kill(W1, signal.SIGTERM)
+        assert job.exited(W1) == 128 + signal.SIGTERM
+        tell_to_end(job, W0)
+        assert job.exited(W0) == 128 + signal.SIGTERM, "its grace period"
+
+
+def test_what_leaves_saves_first(tmp_path):
+    """One checkpoint for two that are told within a lease, by the script's manager; it has what all have done by then.
+
+    A job that goes on from it visits what is left of the pass.
+    """
+    keys = KEYS | {"gates": ["go"], "save_on_sigterm": True}
+    with ProcessCluster(visit, tmp_path, (60, 6, 1, [[0, 3, "go"]], 0, "kept"), **keys) as job:
+        for task in ALL:
+            job.hear(task, "at")
+        tell_to_end(job, W1, W2)
+        job.open("go")
+        assert {job.exited(W1), job.exited(W2)} == {0}
+        assert set(job.hear(W0, "seen")) == {1}
+        assert job.hear(W0, "saved") == ["kept/ckpt-1"]
+        job.finish()
+        left_at = max(job.said(W1, "round") + job.said(W2, "round"))
+        assert left_at < 9
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again" / "checkpoints").symlink_to(tmp_path / "checkpoints")
+    args = (60, 6, 1, [], 0, "kept")
+    with ProcessCluster(visit, tmp_path / "again", args, **(KEYS | {"workers": 2})) as job:
+        for task in (W0, W1):
+            assert job.hear(task, "restored") == "kept/ckpt-1"
+            assert set(job.hear(task, "seen")) == {1}
+            assert 0 < len(job.said(task, "round")) < 10
+        job.finish()
+
+
+def test_without_a_manager_all_variables_are_saved(tmp_path):
+    """By their names, in a directory of their own, once."""
+    keys = KEYS | {"gates": ["go"], "save_on_sigterm": True, "workers": 2}
+    with ProcessCluster(loop, tmp_path, (200, 5, "sync"), **keys) as job:
+        for task in (W0, W1):
+            job.hear(task, "at")
+        tell_to_end(job, W0)
+        job.open("go")
+        assert job.exited(W0) == 0
+        job.finish()
+        (saved,) = [path for path in (tmp_path / "checkpoints" / "sigterm").iterdir() if path.is_dir()]
+        assert saved.name.startswith("ckpt-")
+        told = subprocess.run(
+            [sys.executable, "-m", "psclient.psctl", "checkpoint", "verify", str(saved)], capture_output=True, text=True
+        )
+        assert told.returncode == 0, told.stderr
+
+
+ALONE = """
+import sys
+import numpy as np
+import psclient as ps
+strategy = ps.ParameterServerStrategy()
+with strategy.scope():
+    v = ps.Variable(np.zeros((), "int64"), name="v")
+    def step():
+        v.assign_add(1)
+    strategy.run(step)
+    print("made", int(v), flush=True)
+    while True:
+        strategy.run(step)
+"""
+
+
+def test_a_plain_script_leaves_as_well(tmp_path):
+    """Under `python` alone, with a server of its own: code 0, and a checkpoint where the environment asks for one."""
+    environ = os.environ | {"PS_SAVE_ON_SIGTERM": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", ALONE], cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=environ
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "made 1\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) == 0
+    until(lambda: any((tmp_path / "runs" / "sigterm").glob("ckpt-*")), SECONDS, lambda: "no checkpoint")
