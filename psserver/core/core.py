@@ -38,6 +38,7 @@ from pswire.api import (
     RoundReply,
     RowRead,
     TableRead,
+    Testimony,
     Vote,
     Watched,
 )
@@ -148,7 +149,7 @@ class Core:
                 effect.payload.reach(effect.offset, self._look)
             elif isinstance(effect, Send):
                 if self.others is not None:
-                    self.others.say(effect.server, effect.vote)
+                    self.others.say(effect.server, effect.said)
             elif isinstance(effect, Know):
                 if self.others is not None:
                     self.others.know(effect.servers)
@@ -313,9 +314,9 @@ class Core:
         """Lets another server vote here."""
         self._enter(self.machine.introduce, server, incarnation)
 
-    def hear(self, server: int, vote: Vote) -> None:
-        """Takes in a vote of another server."""
-        self._enter(self.machine.hear, server, vote)
+    def hear(self, server: int, said: Vote | Testimony) -> None:
+        """Takes in a vote or a testimony of another server."""
+        self._enter(self.machine.hear if isinstance(said, Vote) else self.machine.testify, server, said)
 
     def meet(self, server: int) -> None:
         """Another server is connected, for the first time or anew."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from psserver.checkpoints.bases import Bases
@@ -44,6 +45,7 @@ from pswire.api import (
     RestoreOrder,
     RestoreReply,
     RoundReply,
+    Testimony,
     Vote,
     Watched,
 )
@@ -90,6 +92,7 @@ class Machine(ClosureStimuli):
     def __init__(self, config: ServerConfig, incarnation: int, kernels: Kernels, clock: Callable[[], float]) -> None:
         self.task, self.server = config.task, config.task.index
         self.incarnation = incarnation
+        self._domain = config.domain
         self.done: Future[None] = Future()
         root, timeouts = storage_at(config.checkpoint_root), config.timeouts
         self.store = Store(self.server, kernels.device, config.memory_limit, Native(kernels.on_host.compiler))
@@ -112,7 +115,7 @@ class Machine(ClosureStimuli):
         self._creation = Creation(self.store, self.log, self.restores)
         self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self._reply)
         self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally, self.waiters)
-        self._admission = Admission(self.task, self.registry, self.members, self.rounds, self.runner)
+        self._admission = Admission(self.task, self.registry, self.members, self.rounds, self.runner, self.log)
         self._links = Links(self.task, self.rounds)
         self._token = self._job = 0
         self.began = self._ticked = clock()
@@ -132,7 +135,7 @@ class Machine(ClosureStimuli):
         effects += self.runner.next()
         effects += self.waiters.answers(now, self._admission.ended)
         effects += self.snapshots.hopeless()
-        if self.log.over and (self.server != 0 or self.members.chief_left()):
+        if self.log.over and (not self.log.keeps or self.members.chief_left()):
             effects.append(Reply(self.done, None))
         return effects
 
@@ -164,19 +167,21 @@ class Machine(ClosureStimuli):
     def open(
         self, now: float, opens: Member, session: int, drives: bool, job: str, term: int, drawn: int
     ) -> Outcome[Opened]:
-        """Opens a task's session on server 0; on other servers registers one that server 0 opened.
+        """Opens a task's session on the server that keeps the log; on others registers one that was opened there.
 
         `opens` is who asks, whose session has no number yet; `drawn` a random number of `DRAWN` bits, for the token.
         """
         token = 0
-        if self.server == 0:
+        if self.log.keeps:
             how = opens.mode, job, term, drawn, opens.backup_workers, opens.staleness
             session, token = self.members.open(opens.task, opens.replicas, drives, session, now, *how)
         else:
             self.registry.enter(session, opens.task)
+            self.members.know(replace(opens, session=session), drives, job, now)
         self.tally.signs += 1
         seen = max(self.members.term, self._token >> DRAWN)
-        return Opened(session, self.incarnation, token, self.server, str(self.store.device), seen, WINDOW), []
+        here = str(self.store.device)
+        return Opened(session, self.incarnation, token, self.server, here, seen, WINDOW, self._domain), []
 
     def _holds_job(self) -> bool:
         """Returns True if there is a job with variables that is not over."""
@@ -187,7 +192,7 @@ class Machine(ClosureStimuli):
     ) -> Outcome[PSError | None]:
         """Renews a session's lease and notes what it says of itself; answers with the error that ended the session."""
         error = self._admission.ended(session)
-        if error is None and self.server == 0:
+        if error is None and self.log.keeps:
             self.members.beat(session, (round, plan_id), now, self.log.describe, pace)
             error = self._admission.ended(session)
         if error is None:
@@ -206,7 +211,7 @@ class Machine(ClosureStimuli):
         gap, self._ticked = now - self._ticked, now
         if gap > self.members.lease / 4:
             self.members.forgive(gap)
-        for task in self.members.expire(now):
+        for task in self.members.expire(now) if self.log.keeps else ():
             self.tally.lost += 1
             log.warning("lost %s: no sign of life for %.0f s", task, self.members.lease)
         return None, []
@@ -309,8 +314,11 @@ class Machine(ClosureStimuli):
         self._check_token(token)
         effects = self._restart() if self.log.begins_anew(entries) else []
         self._admission.check_unbroken()
+        kept = self.log.keeps
         agreed, follows = self.log.append(index, entries, prepared)
         effects += self._heard(follows)
+        if self.log.keeps and not kept:
+            self.members.take_over(token, now)
         for vote in self.rounds.votes.unopened(self.rounds.last):
             self.rounds.open(vote, now)
         if (epoch := self.rounds.epoch) is not None and epoch.start is not None:
@@ -322,7 +330,7 @@ class Machine(ClosureStimuli):
 
     def _check_token(self, token: int) -> None:
         # Server 0 gives the tokens; the other servers learn a new one from the new chief.
-        newest = self.members.token if self.server == 0 else max(self._token, token)
+        newest = self.members.token if self.log.keeps else max(self._token, token)
         if token != newest or token == 0:
             raise Fenced("there is a newer chief, whose token alone counts; this one has to end")
         self._token = token
@@ -378,6 +386,14 @@ class Machine(ClosureStimuli):
             self.rounds.open(vote, now)
         return None, []
 
+    def testify(self, now: float, server: int, testimony: Testimony) -> Outcome[None]:
+        """Another server has said what it has heard of one that is gone."""
+        self.rounds.votes.testify(server, testimony, self.rounds.last)
+        for vote in testimony.votes:
+            if vote.job == self.rounds.votes.job:
+                self.rounds.open(vote, now)
+        return None, []
+
     def meet(self, now: float, server: int) -> Outcome[None]:
         """Another server is connected anew: what was said to it may be lost."""
         return None, self._links.meet(server)
@@ -402,7 +418,7 @@ class Machine(ClosureStimuli):
     ) -> Outcome[Future[RestoreReply]]:
         """Begins a stage of a restore; answers with the future of its reply."""
         self._admission.check(session, now)
-        if self.server == 0 and order.stage != "look":
+        if self.log.keeps and order.stage != "look":
             self.members.check_part(session)
         return self.restores.ask(session, path, turn, order, future)
 

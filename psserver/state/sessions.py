@@ -160,6 +160,28 @@ class Membership:
         self.version += 1
         return self._last, token
 
+    def know(self, member: Member, drives: bool, job: str, now: float) -> None:
+        """Notes a session that was opened on the server that keeps them: this one may have to keep them one day."""
+        if member.session in self._sessions:
+            return
+        for session in self._open_or_driving():
+            if session.drives == drives and (drives or session.member.task == member.task):
+                self._end(session, "replaced")
+        self.job = job
+        self._sessions[member.session] = _SessionRecord(member, drives, now, 0, 0)
+
+    def take_over(self, token: int, now: float) -> None:
+        """Keeps the sessions from now on: everybody gets a whole lease to be heard of.
+
+        Args:
+            token: of the chief that says so.
+            now: monotonic seconds.
+        """
+        self.token, self._heard = token, now
+        self.version += 1
+        for session in self._open_or_driving():
+            session.seen, session.parted = now, None
+
     @property
     def term(self) -> int:
         """The term of the newest chief known here."""

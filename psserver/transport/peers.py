@@ -21,9 +21,9 @@ import grpc
 from psserver.config import ServerConfig
 from psserver.effects import Peer
 from psserver.transport.served import Served
-from pswire.api import Vote
+from pswire.api import Testimony, Vote
 from pswire.cluster import Task
-from pswire.encoding.messages import vote_to_pb
+from pswire.encoding.messages import said_to_pb
 from pswire.encoding.protocol import PROTOCOL, check_protocol
 from pswire.encoding.verbs import INCARNATION_KEY, TOKEN_KEY, VERBS, bearer, parse, refused
 from pswire.errors import InvalidRequest, PSError
@@ -88,8 +88,8 @@ class Peers:
         for link in closed:
             link.close()
 
-    def say(self, server: int, vote: Vote) -> None:
-        """Says a vote to a server. The first one makes the connection."""
+    def say(self, server: int, said: Vote | Testimony) -> None:
+        """Says a vote or a testimony to a server. The first one makes the connection."""
         link = self._links.get(server)
         if link is None:
             with self._lock:
@@ -98,7 +98,7 @@ class Peers:
                 link = self._links.get(server)
                 if link is None:
                     link = self._links[server] = Link(self._core, self._config, server, self._known[server])
-        link.say(vote)
+        link.say(said)
 
     def close(self) -> None:
         """Closes all connections, and makes no others."""
@@ -136,11 +136,11 @@ class Link:
         self._thread = threading.Thread(target=self._run, name=f"votes to {self._task}", daemon=True)
         self._thread.start()
 
-    def say(self, vote: Vote) -> None:
-        """Says a vote if there is a connection; else the machine says it again later."""
+    def say(self, said: Vote | Testimony) -> None:
+        """Says something if there is a connection; else the machine says it again later."""
         carrier = self._carrier
         if carrier is not None:
-            carrier.say(vote_to_pb(vote, self._core.incarnation).SerializeToString())
+            carrier.say(said_to_pb(said, self._core.incarnation).SerializeToString())
 
     def close(self) -> None:
         """Closes the connection for good."""

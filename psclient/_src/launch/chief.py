@@ -10,10 +10,12 @@ from pswire.limits import Refused, Timeouts
 from pswire.security.identity import Security
 
 
-def drive(config: TaskConfig, timeouts: Timeouts, security: Security, job: str, refused: Refused) -> None:
+def drive(
+    config: TaskConfig, timeouts: Timeouts, security: Security, job: str, refused: Refused, copied: bool = False
+) -> None:
     """A chief without a script: drives the job until it is done, in the calling thread."""
-    servers = connect(config.cluster, timeouts, security=security, drives=True, refused=refused)
-    chief = Chief(config.task, servers, config.cluster, timeouts, job=job)
+    servers = connect(config.cluster, timeouts, security=security, drives=True, refused=refused, copied=copied)
+    chief = Chief(config.task, servers, config.cluster, timeouts, job=job, copied=copied)
     exporter = Exporter(config.task, security)
     exporter.add_chief(chief)
     try:

@@ -18,6 +18,7 @@ from psclient._src.config import (
     LaunchConfig,
     job_from,
     refused_from,
+    replication_from,
     security_from,
     security_options,
     set_lane,
@@ -177,7 +178,7 @@ def run_task(invocation: Invocation, config: TaskConfig | None) -> int:
     if invocation.parent:
         # The launcher sees by itself whether its workers run, and a script may do without a strategy.
         timeouts = dataclasses.replace(timeouts, first=math.inf)
-    drive(config, timeouts, security_from(task_name(config.task)), job_from(), refused_from())
+    drive(config, timeouts, security_from(task_name(config.task)), job_from(), refused_from(), replication_from() > 0)
     return 0
 
 

@@ -111,7 +111,7 @@ class RemoteBackend:
         What needs its value now, or has no room there, is sent at once.
         """
         self.check_open()
-        servers = place or self._placement.choose(spec)
+        servers = self._placement.with_copies(place) or self._placement.choose(spec)
         now = on_read or not self._placement.has_room(servers, spec)
         handle = self._creation.create(spec, servers, value, now)
         self._placement.created(handle, chosen=not place)
@@ -149,6 +149,7 @@ class RemoteBackend:
 
     def _create(self, spec: VariableSpec, value: Array, place: ServerIds, chosen: bool) -> Handle:
         self.check_open()
+        place = self._placement.with_copies(place)
         handle = self._creation.create(spec, place, value, not self._placement.has_room(place, spec))
         self._placement.created(handle, chosen)
         return handle
@@ -190,7 +191,9 @@ class RemoteBackend:
             hand_in = self._exchange.buffers.hand_in
             contributions = [(local if hand_in(local.total) else local.kept(), to) for local, to in contributions]
         reduced = [
-            section.reduce(local, None) if to is None else section.reduce(local, to.place, to.label)
+            section.reduce(local, None)
+            if to is None
+            else section.reduce(local, self._placement.with_copies(to.place), to.label)
             for local, to in contributions
         ]
         if comes_here:
@@ -212,7 +215,7 @@ class RemoteBackend:
         Outside of a merge call it is sent at once, unless reductions are there that later updates may take.
         """
         section = self.section_here
-        result = section.apply(place, fn, args, kwargs)
+        result = section.apply(self._placement.with_copies(place), fn, args, kwargs)
         self._send_alone(section)
         return [result]
 
@@ -291,7 +294,9 @@ class RemoteBackend:
         with self._opening:
             while self._section is None or not self._section.mine:
                 if self._section is None:
-                    self._section = Section(len(self.parameter_devices), self._send, self._nonfinite)
+                    self._section = Section(
+                        len(self.parameter_devices), self._send, self._nonfinite, self._placement.with_copies
+                    )
                 elif not self._section.alive:
                     log.warning("a thread has ended within a scope; what it recorded there is lost")
                     self._section = None

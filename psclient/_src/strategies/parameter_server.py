@@ -8,12 +8,19 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from functools import partial
 
 from psclient._src.chief.driver import Chief
 from psclient._src.cluster_resolver.base import ClusterResolver
 from psclient._src.cluster_resolver.tf_config import TFConfigClusterResolver, task_of
-from psclient._src.config import check_lane, job_from, lane_from, refused_from, security_from, timeouts_from
+from psclient._src.config import (
+    check_lane,
+    job_from,
+    lane_from,
+    refused_from,
+    replication_from,
+    security_from,
+    timeouts_from,
+)
 from psclient._src.devices import local_devices
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.distribute.tables import TableExtended
@@ -129,8 +136,10 @@ class ParameterServerStrategy(Strategy):
         cluster, task = self._config.cluster, self._config.task
         security = self._embedded.security if self._embedded else security_from(task_name(task))
         self._exporter = Exporter(task, security)
-        job, refused = job_from(), refused_from()
-        self._servers = connect(cluster, self._timeouts, self._lane, security, refused=refused)
+        job, refused, copied = job_from(), refused_from(), replication_from() > 0 and self._embedded is None
+        if copied:
+            _check_copied(self.consistency)
+        self._servers = connect(cluster, self._timeouts, self._lane, security, refused=refused, copied=copied)
         self._session = Session(
             task,
             self._servers,
@@ -140,13 +149,14 @@ class ParameterServerStrategy(Strategy):
             staleness=self.consistency.k if isinstance(self.consistency, BoundedStaleness) else 0,
             job=job,
             # Server 0 hears a farewell; no call waits any longer for the others, one of which may be lost.
-            broken=partial(_fail, self._servers[1:]),
+            broken=self._fail_calls,
             backup_workers=self.consistency.backup_workers,
+            copied=copied,
         )
         runs_script = task.job == "chief"
         if runs_script or (not cluster.tasks("chief") and task == Task("worker", 0)):
-            servers = connect(cluster, self._timeouts, security=security, drives=True, refused=refused)
-            self._chief = Chief(task, servers, cluster, self._timeouts, runs_script, self._session.end, job)
+            servers = connect(cluster, self._timeouts, security=security, drives=True, refused=refused, copied=copied)
+            self._chief = Chief(task, servers, cluster, self._timeouts, runs_script, self._session.end, job, copied)
             self._exporter.add_chief(self._chief)
             self._chief.start()
         self._session.open()
@@ -154,9 +164,17 @@ class ParameterServerStrategy(Strategy):
         expected = [*cluster.tasks("worker"), *([task] if task.job == "chief" else [])]
         self._exchange = Exchange(self._session, Group(self._session, self._devices, expected))
         self._exporter.add_worker(self._exchange, self._servers)
-        limits = [server.status().memory_limit for server in self._servers]
-        self._remote = RemoteBackend(self._exchange, Placement(self._ps_strategy, limits), self.consistency.nonfinite)
+        hosting = self._session.hosting
+        limits = [0 if hosting.is_gone(i) else each.status().memory_limit for i, each in enumerate(self._servers)]
+        placement = Placement(self._ps_strategy, limits, self._session.copies)
+        self._remote = RemoteBackend(self._exchange, placement, self.consistency.nonfinite)
         super().__init__(TableExtended(self, self._remote, self._partitioner))
+
+    def _fail_calls(self, error: PSError) -> None:
+        """The session is over: no call waits any longer for servers, but that which says farewell to one of them."""
+        for index, server in enumerate(self._servers):
+            if index != self._session.hosting.keeper:
+                server.fail(error)
 
     # ---- What it is ----
 
@@ -270,12 +288,6 @@ def open_strategies() -> list[ParameterServerStrategy]:
     return [strategy for strategy in _open if strategy._owner == os.getpid()]
 
 
-def _fail(servers: Sequence[RemoteServer], error: PSError) -> None:
-    """The session is over: all calls to these servers end with an error."""
-    for server in servers:
-        server.fail(error)
-
-
 def _embedded_config(embedded: EmbeddedServer | None) -> TaskConfig:
     if embedded is None:
         raise ConfigError("there is neither a cluster nor an embedded server")
@@ -293,6 +305,15 @@ def _check_deterministic(deterministic: bool, consistency: Consistency | None) -
         raise ConfigError(
             f"deterministic=True needs rounds that all workers make together, and {type(consistency).__name__} lets "
             "each update come when it comes; take consistency=Sync(), or leave deterministic out"
+        )
+
+
+def _check_copied(consistency: Consistency) -> None:
+    """Raises `ConfigError` where copies could come to differ."""
+    if consistency.mode != "whole":
+        raise ConfigError(
+            f"PS_REPLICATION=1 needs rounds that have the same contributions on all servers, and with {consistency} "
+            "each server decides alone; take consistency=ps.Sync(), or set PS_REPLICATION=0"
         )
 
 

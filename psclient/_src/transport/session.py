@@ -17,17 +17,30 @@ from typing import Any, TypeVar
 
 from psclient._src.devices import Device
 from psclient._src.transport.daemon_threads import Threads
+from psclient._src.transport.hosting import Hosting
 from psclient._src.transport.lane import Lane
 from psclient._src.transport.lane_reader import LaneReader
 from psclient._src.transport.patience import Deadline, Patience
+from psclient._src.transport.proposals import Proposal, Proposals
 from psclient._src.transport.remote_server import RemoteServer
 from psclient._src.transport.worker_clock import WorkerClock
-from pswire.api import UNTIL_ENDED, Opened, ParameterServer, Watched
+from pswire.api import UNTIL_ENDED, UNTIL_GONE, Opened, ParameterServer, Watched
 from pswire.cluster import Task
-from pswire.errors import ChiefLost, Diverged, Fenced, PSError, ServerLost, TaskTaken, Unreachable
+from pswire.errors import (
+    ChiefLost,
+    ConfigError,
+    Diverged,
+    Fenced,
+    PSError,
+    ServerGone,
+    ServerLost,
+    TaskTaken,
+    Unreachable,
+)
 from pswire.limits import Timeouts
-from pswire.model.log import Done, JobStarted, LogEntry, Lost, Member, Mode
-from pswire.model.status import Pace
+from pswire.model.log import Done, Gone, JobStarted, LogEntry, Lost, Member, Mode, Start
+from pswire.model.plan import Plan
+from pswire.model.status import Pace, ServerStatus
 from pswire.telemetry import logging_setup
 
 log = logging.getLogger("psclient")
@@ -52,6 +65,7 @@ class Session:
         broken: called once with the error that ends the session.
         backup_workers: members without whose contributions its rounds may be made.
         staleness: with the mode "bounded" the most rounds that it may be ahead of another process.
+        copied: True if variables have copies: then it goes on without a server that is lost.
     """
 
     def __init__(
@@ -66,9 +80,13 @@ class Session:
         broken: Callable[[PSError], object] = lambda error: None,
         backup_workers: int = 0,
         staleness: int = 0,
+        copied: bool = False,
     ) -> None:
         self.task = task
         self.servers = tuple(servers)
+        self.hosting = Hosting(task, self.servers)
+        self.copied = copied
+        """True if variables have copies, and a server may be lost."""
         self.replicas = replicas
         self.timeouts = timeouts or Timeouts()
         self.consistency = consistency
@@ -80,6 +98,10 @@ class Session:
         self.incarnations: tuple[int, ...] = ()
         self.devices: tuple[str, ...] = ()
         """The devices on which the servers hold variables, in their order, as `/job:ps/task:0/device:CPU:0`."""
+        self.copies: tuple[int, ...] = ()
+        """For each server the one that has a copy of its variables; empty for no copies."""
+        self.domains: tuple[str, ...] = ()
+        """The parts of the machines that fail as one in which the servers run, in their order."""
         self.told = False
         """True once the error that ended it was raised: the script may have caught it."""
         self.waits = (-1, b"")
@@ -101,12 +123,18 @@ class Session:
         self._beating = [threading.Lock() for _ in self.servers]  # so that beats arrive in the order of what they say
         self._lock = threading.Lock()
         self._threads = Threads("word")
+        self._proposals = Proposals()
         self._reader = LaneReader(self._broken)
 
     @property
     def log_server(self) -> ParameterServer:
-        """Server 0, which keeps the log and the sessions."""
-        return self.servers[0]
+        """The server that keeps the log and the sessions: the first that is there."""
+        return self.servers[self.hosting.keeper]
+
+    @property
+    def live(self) -> list[ParameterServer]:
+        """The servers that are not gone."""
+        return [self.servers[index] for index in self.hosting.live]
 
     @property
     def round_limit(self) -> float:
@@ -126,23 +154,34 @@ class Session:
             ServerLost: a server of the running job was lost meanwhile.
         """
         key = secrets.randbits(62) | 1
-        opened = [self._open_first(key) if waits else self._open_at(self.log_server, key)]
-        self.number, self.token = opened[0].session, opened[0].token
+        if self.copied:
+            self.hosting.look_around(self._threads, self.timeouts.start)
+        keeper, *others = self.hosting.live
+        first = self._open_first(key) if waits else self._open_at(self.log_server, key)
+        opened = {keeper: first}
+        self.number, self.token = first.session, first.token
         logging_setup.follow(lambda: (-1, self.number))
-        self._hold()
-        self._start_beating(0)
-        for index, server in enumerate(self.servers[1:], 1):
-            opened.append(self._unless_broken(partial(self._open_at, server, self.number)))
-            # A server that is not there yet, or hangs, must not cost the lease that server 0 keeps.
+        self._hold(keeper)
+        self._start_beating(keeper)
+        for index in others:
+            opened[index] = self._unless_broken(partial(self._open_at, self.servers[index], self.number))
+            # A server that is not there yet, or hangs, must not cost the lease that the first one keeps.
             self._start_beating(index)
-        term = max(answer.term for answer in opened)
-        if self._drives and term > opened[0].term:
+            if self.copied:
+                self._hold(index)
+        term = max(answer.term for answer in opened.values())
+        if self._drives and term > first.term:
             # Another server remembers a later chief: this one's token has to be above that.
-            opened[0] = self._open_at(self.log_server, key, term)
-        self.token = opened[0].token
-        self.window = max(min(answer.window for answer in opened), 1)
-        self.incarnations = tuple(answer.incarnation for answer in opened)
-        self.devices = tuple(Device.parse(answer.device).full_name(Task("ps", answer.server)) for answer in opened)
+            opened[keeper] = self._open_at(self.log_server, key, term)
+        self.token = opened[keeper].token
+        self.window = max(min(answer.window for answer in opened.values()), 1)
+        lives = self.hosting.lives | {index: answer.incarnation for index, answer in opened.items()}
+        self.incarnations = tuple(lives[index] for index in range(len(self.servers)))
+        devices = {index: answer.device for index, answer in opened.items()}
+        self.devices = tuple(
+            Device.parse(devices.get(index, "cpu")).full_name(Task("ps", index)) for index in range(len(self.servers))
+        )
+        self.domains = tuple(opened[index].domain if index in opened else "" for index in range(len(self.servers)))
 
     def _open_at(self, server: ParameterServer, session: int, term: int = 0) -> Opened:
         mode, backup, staleness = self.consistency, self.backup_workers, self.staleness
@@ -177,22 +216,51 @@ class Session:
         self._beats.append(thread)
         thread.start()
 
-    def _hold(self) -> None:
-        """Holds a call at server 0 that is answered when the session ends, and ends when this process does."""
+    def _hold(self, index: int) -> None:
+        """Holds a call at a server that is answered when the session ends, and ends when this process does.
+
+        Where variables have copies, it is answered as well when a server is lost.
+        """
 
         def answered(told: Future[Watched]) -> None:
             error = told.exception()
-            if not self._ended.is_set() and isinstance(error, PSError):
-                self.end(error)
+            if self._ended.is_set():
+                return
+            if error is None:
+                self.lose([entry for entry in told.result().entries if isinstance(entry, Gone)])
+                self._hold(index)
+            elif isinstance(error, PSError):
+                self._unheard(index, error)
 
-        self.log_server.watch(self.number, 0, UNTIL_ENDED).add_done_callback(answered)
+        known, version = (len(self.hosting.gone), UNTIL_GONE) if self.copied else (0, UNTIL_ENDED)
+        try:
+            self.servers[index].watch(self.number, known, version).add_done_callback(answered)
+        except PSError as error:
+            self._unheard(index, error)
+
+    def _unheard(self, index: int, error: PSError) -> None:
+        """A server does not answer any more, or has ended this session."""
+        if (
+            not self.copied
+            or not isinstance(error, ServerLost | ServerGone)
+            or (not self.hosting.is_gone(index) and not self.hosting.suspect(index, error, self._drives))
+        ):
+            self.end(error)
+
+    def lose(self, losses: Sequence[Gone]) -> None:
+        """Goes on without servers that are lost; what waits for their answers is told, and asks others."""
+        keeper = self.hosting.keeper
+        for entry in self.hosting.lose(losses):
+            self._patience.forget(entry.server)
+        if self.hosting.keeper != keeper:
+            self._threads.submit(self._propose_again)
 
     def await_job(self) -> None:
         """Waits until a chief has begun the job that this session belongs to; raises `ChiefLost` if none does."""
         deadline, after = self.deadline(self.timeouts.start), 0
         while True:
-            watched = self.wait(
-                self.log_server.watch(self.number, after, -1),
+            watched = self.ask_keeper(
+                partial(self._follow, after),
                 deadline,
                 lambda: ChiefLost(
                     f"no chief began the job within {self.timeouts.start:g} s; start the chief task (psworker with "
@@ -201,8 +269,21 @@ class Session:
                 lambda: "waits for a chief to begin the job",
             )
             if self._is_mine(watched.entries):
+                self._take_copies(watched.entries)
                 return
             after = watched.start + len(watched.entries)
+
+    def _follow(self, after: int, keeper: ParameterServer) -> Future[Watched]:
+        return keeper.watch(self.number, after, -1)
+
+    def _take_copies(self, entries: Sequence[LogEntry]) -> None:
+        """Takes where copies of variables lie; raises `ConfigError` where this process expects something else."""
+        self.copies = next(entry.copies for entry in entries if isinstance(entry, JobStarted))
+        if bool(self.copies) != self.copied:
+            here, there = (f"PS_REPLICATION={int(each)}" for each in (self.copied, bool(self.copies)))
+            raise ConfigError(
+                f"{self.task} runs with {here}, and the job with {there}; give every process of the job the same"
+            )
 
     def _is_mine(self, entries: Sequence[LogEntry]) -> bool:
         jobs = [(entry.incarnations, entry.name) for entry in entries if isinstance(entry, JobStarted)]
@@ -215,11 +296,10 @@ class Session:
         Args:
             after: number of entries of the log not to send; by default all that there are.
         """
-        known = self.log_server.status().log if after < 0 else after
-        news = self.log_server.watch(self.number, known, 0)
-        log_server = Task("ps", 0)
-        return self.wait(
-            news,
+        known = self.log_status().log if after < 0 else after
+        log_server = Task("ps", self.hosting.keeper)
+        return self.ask_keeper(
+            lambda keeper: keeper.watch(self.number, known, 0),
             self.deadline(self.timeouts.call),
             lambda: Unreachable(f"no news for {self.timeouts.call:g} s", str(log_server)),
             lambda: f"waits for news of {log_server}",
@@ -245,14 +325,15 @@ class Session:
         for wake in self.wakes:
             wake.set()
         self._threads.close()
-        if self.number and not self._log_server_lost():
-            try:
-                self.log_server.leave(self.number, error)
-            except (ServerLost, Unreachable) as failure:
-                log.debug("could not say goodbye: %s", failure)
-            except PSError as failure:
-                log.warning("%s does not leave cleanly: %s", self.task, failure)
-                return error or str(failure)
+        for index in self.hosting.live if self.copied else [0]:
+            if self.number and not self._is_lost(index):
+                try:
+                    self.servers[index].leave(self.number, error)
+                except (ServerLost, ServerGone, Unreachable) as failure:
+                    log.debug("could not say goodbye: %s", failure)
+                except PSError as failure:
+                    log.warning("%s does not leave cleanly: %s", self.task, failure)
+                    return error or str(failure)
         return error
 
     def close(self) -> None:
@@ -261,9 +342,9 @@ class Session:
         for thread in self._beats:
             thread.join(self.timeouts.beat + self.timeouts.call)
 
-    def _log_server_lost(self) -> bool:
+    def _is_lost(self, index: int) -> bool:
         error = self._error()
-        return isinstance(error, ServerLost) and error.task == str(Task("ps", 0))
+        return isinstance(error, ServerLost) and error.task == str(Task("ps", index))
 
     def _beat(self, index: int) -> None:
         while True:
@@ -276,7 +357,7 @@ class Session:
                 self._patience.heard(index)
             except PSError as error:
                 if not self._ended.is_set():
-                    self.end(error)
+                    self._unheard(index, error)
                 return
 
     def beat_now(self, index: int, by_itself: bool = False) -> None:
@@ -356,6 +437,54 @@ class Session:
                 # In a thread of its own: it asks servers, and one that is lost would hold up the verdict.
                 spoken = self._threads.submit(lambda: self._speak(word, needs_chief))
 
+    def ask_keeper(
+        self,
+        ask: Callable[[ParameterServer], Future[T]],
+        deadline: Deadline,
+        late: Callable[[], PSError],
+        word: Callable[[], str],
+        needs_chief: Callable[[], bool] = lambda: True,
+    ) -> T:
+        """Asks the server that keeps the log, and the next one where that is lost; waits as `wait`."""
+        while True:
+            try:
+                return self.wait(ask(self.log_server), deadline, late, word, needs_chief)
+            except ServerGone:
+                self.check()
+
+    def log_status(self) -> ServerStatus:
+        """Returns the status of the server that keeps the log."""
+        while True:
+            try:
+                return self.log_server.status()
+            except ServerGone:
+                self.check()
+
+    def propose(self, plan: Plan | None = None, join_point: str = "", start: Start | None = None) -> None:
+        """Proposes to the server that keeps the log, and to the next one where that is lost: see `ParameterServer`."""
+        proposal = Proposal(plan, join_point, start)
+        if self.copied:
+            self._proposals.keep(proposal)
+        while True:
+            try:
+                self.log_server.propose(self.number, *proposal)
+                return
+            except ServerGone:
+                self.check()
+
+    def answered(self, plan_id: bytes) -> None:
+        """A round of a plan was answered: it is approved."""
+        if self.copied:
+            self._proposals.forget(plan_id)
+
+    def _propose_again(self) -> None:
+        """Proposes what the server that is gone may have told nobody."""
+        for proposal in self._proposals.all():
+            try:
+                self.propose(*proposal)
+            except PSError as error:
+                log.debug("%s could not propose again: %s", self.task, error)
+
     def check_tables(self, table: str) -> None:
         """Raises `ConfigError` if one of the servers knows no dynamic tables, of which one is to be created."""
         for server in self.servers:
@@ -395,7 +524,7 @@ class Session:
 
     def check_chief(self) -> None:
         """Ends the session if the chief has been silent for longer than `Timeouts.chief`."""
-        silent = self.log_server.status().chief
+        silent = self.log_status().chief
         if self.timeouts.chief < silent < float("inf"):
             error = ChiefLost(
                 f"the chief has been silent for {silent:.0f} s, and what {self.task} waits for needs one; "

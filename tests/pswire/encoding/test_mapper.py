@@ -40,7 +40,7 @@ BY_HAND: dict[type, Codec[Any, Any]] = {
     PullReply: Codec(pb.PullHeader, messages.pull_to_pb, lambda m: messages.pull_from_pb(m, EMPTY)),
     CreateBatchReply: Codec(pb.CreateBatchReply, messages.batch_to_pb, messages.batch_from_pb),
     PSError: Codec(pb.Refusal, refusal_to_pb, refusal_from_pb),
-    Vote: Codec(pb.ServerVote, lambda v: messages.vote_to_pb(v, PEER_INCARNATION), messages.vote_from_pb),
+    Vote: Codec(pb.ServerVote, lambda v: messages.said_to_pb(v, PEER_INCARNATION), messages.said_from_pb),
 }
 PAIRS = messages.MAPPER.pairs | BY_HAND
 
