@@ -43,7 +43,7 @@ from pswire.api import (
     Watched,
 )
 from pswire.cluster import Task
-from pswire.errors import PSError
+from pswire.errors import PSError, ServerGone
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
 from pswire.model.log import Approved, LogEntry, Member, Mode, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
@@ -321,6 +321,10 @@ class Core:
     def meet(self, server: int) -> None:
         """Another server is connected, for the first time or anew."""
         self._enter(self.machine.meet, server)
+
+    def outlive(self, error: ServerGone) -> None:
+        """Another server says that the job goes on without this one."""
+        self._enter(self.machine.outlive, error)
 
     def miss(self, server: int, reason: str) -> None:
         """Another server is not connected, or no more."""

@@ -36,6 +36,9 @@ from pswire.sizes import human
 
 log = logging.getLogger("psserver")
 
+NOWHERE = Peer("", 0)
+"""The place of a server that is gone."""
+
 
 class Log:
     """The entries of the log, and their consequences for variables and plans. Guarded by the core's lock.
@@ -86,8 +89,14 @@ class Log:
     @property
     def copied(self) -> bool:
         """True if the job's variables have copies."""
-        first = self.entries[0] if self.entries else None
-        return isinstance(first, JobStarted) and bool(first.copies)
+        return bool(self.entries) and bool(self._job.copies)
+
+    @property
+    def _job(self) -> JobStarted:
+        first = self.entries[0]
+        if not isinstance(first, JobStarted):
+            raise InvalidRequest("a log begins with a job", str(self._store.task))
+        return first
 
     @property
     def keeper(self) -> int:
@@ -170,7 +179,8 @@ class Log:
                 self._names[variable.spec.name] = variable.id
                 self._creators.setdefault(variable.id, Task("ps", entry.server))
         others = set(range(self.servers)) - {self._store.server, *self.gone}
-        return self._rounds.votes.lose(entry.server, sorted(others), self._rounds.last)
+        places = [NOWHERE if number in self.gone else peer for number, peer in enumerate(self._places(self._job))]
+        return [Know(tuple(places)), *self._rounds.votes.lose(entry.server, sorted(others), self._rounds.last)]
 
     # Decisions stand: a server that cannot carry one out tells the callers that need it, and not the chief.
 

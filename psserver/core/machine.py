@@ -51,7 +51,7 @@ from pswire.api import (
 )
 from pswire.checkpoint.storage import storage_at
 from pswire.cluster import Task
-from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, ServerLost
+from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, ServerGone, ServerLost
 from pswire.limits import WINDOW
 from pswire.model.log import LogEntry, Member, Start
 from pswire.model.plan import PlacedVariable, Turn, VariableSpec
@@ -84,7 +84,8 @@ class Machine(ClosureStimuli):
 
     Attributes:
         began: the time at which it was made, in monotonic seconds.
-        done: answered once the job has ended and everybody has left.
+        done: answered once the job has ended and everybody has left, or goes on without this server.
+        outlived: why the job goes on without this server; None if it does not.
         registry: its sessions, which the rims may look up.
         store, rounds, members, closures, log, waiters, runner, snapshots, restores, tally: its parts.
     """
@@ -93,6 +94,7 @@ class Machine(ClosureStimuli):
         self.task, self.server = config.task, config.task.index
         self.incarnation = incarnation
         self._domain = config.domain
+        self.outlived: ServerLost | None = None
         self.done: Future[None] = Future()
         root, timeouts = storage_at(config.checkpoint_root), config.timeouts
         self.store = Store(self.server, kernels.device, config.memory_limit, Native(kernels.on_host.compiler))
@@ -373,6 +375,7 @@ class Machine(ClosureStimuli):
 
     def introduce(self, now: float, server: int, incarnation: int) -> Outcome[None]:
         """Lets another server vote here: its incarnation names it as a session names a client."""
+        self._check_there(server)
         if server == self.server:
             raise InvalidRequest(f"a server calls itself {self.task}, as this one", str(self.task))
         self.registry.enter(incarnation, Task("ps", server))
@@ -380,11 +383,23 @@ class Machine(ClosureStimuli):
 
     def hear(self, now: float, server: int, vote: Vote) -> Outcome[None]:
         """Another server has voted."""
+        self._check_there(server)
         self.tally.votes["received"] += 1
         self.rounds.votes.hear(server, vote, self.rounds.last)
         if vote.job == self.rounds.votes.job:
             self.rounds.open(vote, now)
         return None, []
+
+    def _check_there(self, server: int) -> None:
+        """Raises `ServerGone` for a server without which the job goes on."""
+        if server in self.log.gone:
+            raise ServerGone(f"the job goes on without it: it {self.log.gone[server]}", str(Task("ps", server)))
+
+    def outlive(self, now: float, error: ServerGone) -> Outcome[None]:
+        """The job goes on without this server, which was paused, or cut off: nothing that it has is of use."""
+        log.error("%s ends: %s", self.task, error.message)
+        self.outlived = self.runner.broken = ServerLost(error.message, str(self.task))
+        return None, [Reply(self.done, None)]
 
     def testify(self, now: float, server: int, testimony: Testimony) -> Outcome[None]:
         """Another server has said what it has heard of one that is gone."""

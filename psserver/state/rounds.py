@@ -314,9 +314,13 @@ class Rounds:
         return None
 
     def open(self, vote: Vote, now: float) -> None:
-        """Another server has a round of which this one may know nothing: all who make it may be gone."""
+        """Another server has a round of which this one may know nothing: all who make it may be gone.
+
+        Once its plan is known here, by which this server takes part in it, or does not.
+        """
         epoch, strand = self._epochs.get(vote.epoch), self.strands[None]
-        if epoch is not None and vote.round > strand.last:
+        plan = self.plans.get(vote.plan_id) or self._declined.get(vote.plan_id)
+        if plan is not None and plan.server in plan.plan.servers and epoch is not None and vote.round > strand.last:
             strand.open.setdefault(vote.round, PendingRound(vote.plan_id, vote.epoch, epoch.members, now))
 
     def complete(

@@ -83,8 +83,6 @@ class Votes:
 
     def hear(self, server: int, vote: Vote, last: int) -> None:
         """Takes in another server's vote; `last` is the last round that is over here."""
-        if vote.job == self.job and server in self._gone:
-            return  # what this server has not heard by then counts nowhere
         if vote.job != self.job or vote.round > last:
             if len(self._heard) >= MAX_HEARD:
                 raise InvalidRequest(f"server {server} votes in round {vote.round}; no server is so far ahead")

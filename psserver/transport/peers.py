@@ -26,7 +26,7 @@ from pswire.cluster import Task
 from pswire.encoding.messages import said_to_pb
 from pswire.encoding.protocol import PROTOCOL, check_protocol
 from pswire.encoding.verbs import INCARNATION_KEY, TOKEN_KEY, VERBS, bearer, parse, refused
-from pswire.errors import InvalidRequest, PSError
+from pswire.errors import InvalidRequest, PSError, ServerGone
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.names import certificate_name, task_name
 from pswire.transport.grpc_channel import open_channel, reason, stub
@@ -157,6 +157,9 @@ class Link:
                 self._connect_once()
             except (PSError, OSError, grpc.RpcError) as error:
                 if self._closed.is_set():
+                    return
+                if isinstance(said := _said(error), ServerGone):
+                    self._core.outlive(said)
                     return
                 pause = PAUSE_SECONDS if self._connected else min(2 * pause, LAST_PAUSE_SECONDS)
                 self._connected = False
@@ -305,6 +308,12 @@ def _why(error: Exception) -> str:
     """Says in words why there is no connection."""
     if not isinstance(error, grpc.RpcError):
         return getattr(error, "message", None) or getattr(error, "strerror", None) or str(error)
-    details = error.details() or "" if isinstance(error, grpc.Call) else ""
-    said = refused(details, error.trailing_metadata() or ()) if isinstance(error, grpc.Call) else None
-    return said.message if said is not None else reason(details)
+    said = _said(error)
+    return said.message if said is not None else reason(error.details() or "" if isinstance(error, grpc.Call) else "")
+
+
+def _said(error: Exception) -> PSError | None:
+    """Returns the error that another server has answered with; None where it did not."""
+    if not isinstance(error, grpc.Call):
+        return error if isinstance(error, PSError) else None
+    return refused(error.details() or "", error.trailing_metadata() or ())

@@ -7,6 +7,7 @@ from typing import Protocol
 from psserver.effects import Others
 from psserver.registry import Registry
 from pswire.api import ParameterServer, Testimony, Vote
+from pswire.errors import ServerGone
 
 
 class Served(ParameterServer, Protocol):
@@ -39,6 +40,9 @@ class Served(ParameterServer, Protocol):
 
     def meet(self, server: int) -> None:
         """Another server is connected, for the first time or anew."""
+
+    def outlive(self, error: ServerGone) -> None:
+        """Another server says that the job goes on without this one, which then ends."""
 
     def miss(self, server: int, reason: str) -> None:
         """Another server is not connected, or no more; says why."""

@@ -8,6 +8,7 @@ that a server is lost, and who holds a round up.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -194,32 +195,29 @@ class Chief:
     def _go_on_without(self, error: ServerGone | ServerLost) -> None:
         """Goes on where all that lies on a server that is lost lies on others as well; raises the error where not."""
         hosting = self._session.hosting
-        if not self._copied:
-            raise error
         found = {server.task.index for server in self._servers if str(server.task) == error.task}
-        reasons = {index: hosting.suspects.pop(index).message for index in list(hosting.suspects)}
-        reasons |= dict.fromkeys(found - reasons.keys(), error.message)
-        losses = [Gone(index, reason) for index, reason in sorted(reasons.items()) if not hosting.is_gone(index)]
-        if not (losses or found & hosting.gone):
+        if not (self._copied and found):
             raise error
+        reasons = dict.fromkeys(found, _lost_how(error)) | {
+            index: _lost_how(hosting.suspects.pop(index)) for index in list(hosting.suspects)
+        }
+        losses = [Gone(index, reason) for index, reason in sorted(reasons.items()) if index not in hosting.gone]
+        if not losses:
+            return  # a call that was under way has found out as well
         gone = hosting.gone | {entry.server for entry in losses}
         if len(gone) == len(self._servers):
             raise error
         lives = self._log.state.survives(gone)
-        ends = [] if lives else [Lost(losses[0].server, f"{losses[0].reason}; so were its copies")]
         try:
-            if losses:
-                self._log.lose(losses, ends, self._timeouts.call)
-        except (ServerGone, ServerLost) as another:
+            ends = [] if lives else [Lost(losses[0].server, f"{losses[0].reason}; so were its copies")]
+            self._log.lose(losses, ends, self._timeouts.call)
+        except (ServerGone, ServerLost) as another:  # it is lost as well: all of them are looked at again
             for entry in losses:
                 hosting.suspect(entry.server, ServerLost(entry.reason, str(Task("ps", entry.server))), True)
-            if another.task in {str(Task("ps", entry.server)) for entry in losses}:
-                raise
             self._go_on_without(another)
-            return
-        if not lives:
-            raise error
-        log.warning("the job goes on without %s", ", ".join(str(Task("ps", entry.server)) for entry in losses))
+        else:
+            if not lives:
+                raise error
 
     def _reopen(self, error: Fenced) -> None:
         """Its session has ended, since it was paused or cut off: it goes on with a new token, if nobody else is chief.
@@ -318,6 +316,11 @@ class Chief:
         here = any(is_here(session, self._timeouts.lease) for session in self._session.look().sessions)
         writes = any(server.status().saving for server in self._session.live)
         return None if here or writes else gives_up
+
+
+def _lost_how(error: PSError) -> str:
+    """Returns how a server was lost, without what that would mean were there no copies."""
+    return re.split("; (?:its variables are gone|restart from)", error.message)[0]
 
 
 def _told(states: Mapping[Task, str]) -> str:

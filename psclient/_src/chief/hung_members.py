@@ -16,6 +16,9 @@ from pswire.model.status import ServerStatus
 
 log = logging.getLogger("psclient.chief")
 
+SLACK = 0.5
+"""Seconds beside a lease after which a server that others do not reach is lost, where variables have copies."""
+
 
 class HungMembers:
     """The members that hold the job up for longer than a round may take. Used by the thread that drives.
@@ -58,7 +61,9 @@ class HungMembers:
         answers, self._asked = self._asked, []
         statuses = [asked.result() for asked in answers]
         self._ask_at = now + self._period
-        if (lost := cut_off(statuses, self._timeouts.server)) is not None:
+        lease = self._timeouts.lease + SLACK
+        limit = min(self._timeouts.server, lease) if self._session.copied else self._timeouts.server
+        if (lost := cut_off(statuses, limit)) is not None:
             raise lost
         stall = self._stalls.look(statuses, now)
         if stall is None or not stall.missing:

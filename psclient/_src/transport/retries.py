@@ -99,6 +99,8 @@ class Attempts:
             except (grpc.RpcError, grpc.FutureCancelledError) as error:
                 # An attempt that took longer than it may was stopped with this process, and heard nothing meanwhile.
                 why = self._unanswered(verb, error, max(now, time.monotonic() - seconds))
+            except ServerLost as error:  # the answer to a call on a stream
+                why = error
             else:
                 self._silent_since = None
                 return result

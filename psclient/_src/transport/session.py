@@ -517,7 +517,8 @@ class Session:
 
     def _take(self, future: Future[T]) -> T:
         error = future.exception()
-        if isinstance(error, FATAL):
+        decides = self.copied and self._drives and isinstance(error, ServerLost)  # then it goes on without that server
+        if isinstance(error, FATAL) and not decides:
             self.end(error)
             self.check()
         return future.result()
