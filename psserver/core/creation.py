@@ -97,7 +97,7 @@ class Creation:
 
     def _declare(self, variable: PlacedVariable, known: int) -> None:
         # Where variables have copies, each server knows all: it may have to name the next one.
-        here = self._store.server in variable.servers or self._log.copied
+        here = self._store.server in variable.servers or self._store.copied
         if not here or not 0 <= variable.id < known:
             task = str(self._store.task)
             raise InvalidRequest(f"variable {variable.spec} was not placed on this server", task)

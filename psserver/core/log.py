@@ -87,11 +87,6 @@ class Log:
         return self._store.gone
 
     @property
-    def copied(self) -> bool:
-        """True if the job's variables have copies."""
-        return bool(self.entries) and bool(self._job.copies)
-
-    @property
     def _job(self) -> JobStarted:
         first = self.entries[0]
         if not isinstance(first, JobStarted):
@@ -147,6 +142,7 @@ class Log:
                 effects = self._approve(prepared[entry.plan.id])
                 self.proposed.pop(entry.plan.id, None)
             case JobStarted():
+                self._store.copied = bool(entry.copies)
                 self._rounds.votes.begin(entry.job)
                 effects.append(Know(self._places(entry)))
             case EpochClosed():

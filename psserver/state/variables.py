@@ -62,6 +62,7 @@ class Store:
         native: the compiled functions.
         lent: numbers of the variables that the running round assigns.
         gone: the servers that are gone, without which the job goes on, with the reason of each.
+        copied: True if the job's variables have copies.
     """
 
     def __init__(self, server: int, device: Device, memory_limit: int, native: Native | None = None) -> None:
@@ -81,6 +82,7 @@ class Store:
         self._declared = 0
         self.lent: frozenset[int] = frozenset()
         self.gone: dict[int, str] = {}
+        self.copied = False
 
     def clear(self) -> None:
         """Drops all variables."""
@@ -95,6 +97,7 @@ class Store:
         self._declared = 0
         self.lent = frozenset()
         self.gone.clear()
+        self.copied = False
 
     def saves(self, variable: PlacedVariable) -> bool:
         """Returns whether checkpoints get a variable from here: of the servers that hold it, the first that is left."""
@@ -116,7 +119,7 @@ class Store:
             return
         here, part = self.server in variable.servers, variable.spec.part
         if part is not None:
-            self._known.check(variable, part)
+            self._known.check(variable, part, self.copied)
         nbytes = variable.spec.nbytes if here else 0
         self._check_room(variable.spec, nbytes)
         if part is None:

@@ -65,7 +65,7 @@ def trained(steps, gradient):
 
 
 def values(steps, both):
-    """What there is after some steps, of which the first `both` were made by two workers, and the others by worker 0."""
+    """What there is after some steps: the first `both` were made by two workers, the others by worker 0 alone."""
     v = trained(steps, lambda step: 3.0 if step < both else 1.0)
     w = trained(steps, lambda step: (step % 4) * (2.0 if step < both else 1.0))
     return [[v] * 3, [w] * 4, steps]
@@ -194,6 +194,52 @@ def test_servers_that_are_no_neighbours(tmp_path, number):
         for task in (W0, W1):
             assert job.hear(task, "is") == values(100, 100)
             assert job.exited(task) == 0
+
+
+def rows(rounds, stop):
+    """Trains rows of a variable, of a partitioned one, and of a dynamic table whose keys come and go."""
+    strategy = ps.ParameterServerStrategy(
+        devices=["cpu:0"], variable_partitioner=ps.experimental.partitioners.FixedShardsPartitioner(2)
+    )
+    with strategy.scope():
+        cut = ps.Variable(np.zeros((8, 2), "float32"), name="cut")
+        table = ps.dynamic_embedding.get_variable("table", dim=2, admission=ps.dynamic_embedding.CounterFilter(2))
+        optimizer = ps.optimizers.Adagrad(0.5)
+
+    def step(round):
+        keys = np.array([round % 8, (round + ME) % 8, 1 << 40])
+        table.look_ahead(keys + 1)
+        grads = [(ps.IndexedSlices(np.ones((3, 2), "float32"), keys % 8), cut)]
+        found = table.lookup(keys)
+        grads.append((found.gradient(np.ones(found.values.shape, "float32")), table))
+        optimizer.apply_gradients(grads)
+        return float(np.sum(found.values))
+
+    found = []
+    for round in range(rounds):
+        if round == stop:
+            say("at", round)
+            gate("go 20")
+        found.append(strategy.run(step, (round,)))
+    keys, values = table.export()
+    order = np.argsort(keys)
+    say("is", [cut.numpy().tolist(), keys[order].tolist(), values[order].tolist(), found[:4], table.size()])
+
+
+@pytest.mark.parametrize("lost", BOTH, ids=str)
+def test_rows_and_tables_have_copies(tmp_path, lost):
+    """Without a server everything is, bit for bit, as it is in a cluster that has lost none."""
+    found = []
+    for number, killed in enumerate((None, lost)):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        with ProcessCluster(rows, directory, (40, 20), **{**KEYS, "replication": int(killed is not None)}) as job:
+            go_on(job, W0, W1)
+            if killed is not None:
+                job.kill(killed)
+            found.append([job.hear(task, "is") for task in (W0, W1)])
+            assert job.exited(W0) == job.exited(W1) == 0
+    assert found[0] == found[1]
 
 
 def refused(consistency):

@@ -97,8 +97,7 @@ class JobLog:
     def copy(self) -> None:
         """Copies the log to the servers that lack its end."""
         entries = self.state.log
-        keeper, *others = self._session.hosting.live
-        for number in others:
+        for number in self._session.hosting.live[1:]:
             try:
                 self._copy_to(number, entries)
             except (Unreachable, ServerLost) as error:
