@@ -1,6 +1,8 @@
 """Connections to the servers: sessions, calls, lanes.
 
 session         opens, beats, waits and leaves; patience says which time counts against deadlines
+hosting         which servers are gone, which keeps the log, which is asked for a variable
+proposals       what was proposed, and may have to be proposed again once another server keeps the log
 worker_clock    what a worker with bounded staleness says of its rounds in its beats; pacing has it said
 remote_server   the verbs of `ParameterServer` over gRPC and lanes; retries repeats an unanswered call
 older_server    what servers do in one call, and did in several in the version before
