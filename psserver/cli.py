@@ -41,6 +41,9 @@ from pswire.telemetry import logging_setup
 TICK = 0.25
 """Seconds between two looks at leases and deadlines."""
 
+OUTLIVED = 76
+"""The exit code of a server without which the job goes on: it was paused, or cut off, for longer than a lease."""
+
 GRACE = 1.0
 """Seconds that answers under way get when the server ends."""
 
@@ -69,16 +72,19 @@ def command(until_done: bool, lifeline: bool, log_level: str, log_format: str, d
     try:
         config = server_config(**given)
         logging_setup.name(str(config.task))
-        asyncio.run(serve(config, until_done, lifeline))
+        outlived = asyncio.run(serve(config, until_done, lifeline))
     except PSError as error:
         if debug:
             raise
         return _refuse(str(error))
-    return 0
+    return 0 if outlived is None else OUTLIVED
 
 
-async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool = False) -> None:
+async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool = False) -> PSError | None:
     """Serves until a signal, the end of the job or of the lifeline.
+
+    Returns:
+        Why the job goes on without this server; None if it does not.
 
     Raises:
         ConfigError: the port is in use, the device is not there, or stdin is no pipe.
@@ -116,6 +122,7 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
             await server.stop(GRACE)
             await leave_nothing(GRACE)
     _say(f"psserver {config.task} ended; it held {held}")
+    return core.machine.outlived
 
 
 def _mention_old_root(config: ServerConfig) -> None:

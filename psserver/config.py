@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,6 +59,7 @@ class ServerConfig:
         metrics_host, metrics_port: the address of its metrics; port 0 picks a free one, None serves no metrics.
         addresses: the addresses of all servers in `TF_CONFIG`; empty without one: then the chief says them.
         kernel_cache: the folder of compiled kernels, an absolute path; "" for none.
+        domain: the part of the machines that fails as one, in which it runs.
     """
 
     task: Task
@@ -79,6 +81,7 @@ class ServerConfig:
     metrics_port: int | None = None
     addresses: tuple[str, ...] = ()
     kernel_cache: str = ""
+    domain: str = ""
 
     @property
     def max_payload_bytes(self) -> int:
@@ -113,6 +116,12 @@ class ListenOptions:
         most=PORTS,
         variable="PS_METRICS_PORT",
         otherwise="none",
+    )
+    domain: str | None = option(
+        None,
+        "Part of the machines that fails as one, such as a rack: copies go elsewhere.",
+        variable="PS_DOMAIN",
+        otherwise="the host's name",
     )
 
 
@@ -156,6 +165,7 @@ def server_config(environ: Mapping[str, str] = os.environ, **flags: Any) -> Serv
         metrics_port=given.metrics_port,
         addresses=tuple(cluster.cluster.address(task) for task in cluster.cluster.tasks("ps")) if cluster else (),
         kernel_cache=_kernel_cache(environ),
+        domain=given.domain or socket.gethostname(),
     )
 
 

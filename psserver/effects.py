@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
-from pswire.api import Vote
+from pswire.api import Testimony, Vote
 from pswire.cluster import Task
 from pswire.errors import CheckpointError, MemoryLimit, PSError, VariableMismatch
 from pswire.transport.payload import Payload
@@ -112,10 +112,10 @@ class Know:
 
 @dataclass(slots=True)
 class Send:
-    """Says a vote to another server, which hears it once or several times, or is asked for again."""
+    """Says a vote or a testimony to another server, which hears it once or several times, or is asked for again."""
 
     server: int
-    vote: Vote
+    said: Vote | Testimony
 
 
 class Others(Protocol):
@@ -124,8 +124,8 @@ class Others(Protocol):
     def know(self, servers: Sequence[Peer]) -> None:
         """Takes where the servers of a job that begins are, in order."""
 
-    def say(self, server: int, vote: Vote) -> None:
-        """Says a vote to a server, if there is a connection; one is made if it was never tried."""
+    def say(self, server: int, said: Vote | Testimony) -> None:
+        """Says something to a server, if there is a connection; one is made if it was never tried."""
 
 
 Effect = Reply | Fail | Run | Await | Work | Know | Send

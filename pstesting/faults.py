@@ -193,6 +193,7 @@ def connect(*interceptors: Any, only: int | None = None) -> Callable[..., list[R
         security: Security | None = None,
         drives: bool = False,
         refused: Refused = "lost",
+        copied: bool = False,
     ) -> list[RemoteServer]:
         # Always by the grpc lane, whatever is asked for: interceptors see no other.
         return [
@@ -202,7 +203,8 @@ def connect(*interceptors: Any, only: int | None = None) -> Callable[..., list[R
                 timeouts,
                 interceptors if only in (None, task.index) else (),
                 security=security,
-                decides=drives or task.index == 0,
+                decides=drives or (task.index == 0 and not copied),
+                told=copied and not drives,
             )
             for task in cluster.tasks("ps")
         ]

@@ -39,6 +39,7 @@ class Opened:
         device: the device on which the server holds its variables, "cpu" or "gpu:0".
         term: the greatest term of a chief that this server has seen; a token's high bits.
         window: the most rounds of a session that may be under way at a time; 0 of a server that says none means one.
+        domain: the part of the machines that fails as one, in which this server runs; by default its host.
     """
 
     session: int
@@ -48,6 +49,7 @@ class Opened:
     device: str
     term: int = 0
     window: int = 0
+    domain: str = ""
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,21 @@ class Vote:
 
 
 @dataclass(frozen=True)
+class Testimony:
+    """What one server says to the others of one that is gone: all of its votes that count.
+
+    Attributes:
+        job: the session of the chief that began the job.
+        gone: the server that is gone.
+        votes: its votes that were heard, of rounds that are not over everywhere; no later one is heard.
+    """
+
+    job: int
+    gone: int
+    votes: tuple[Vote, ...] = ()
+
+
+@dataclass(frozen=True)
 class RoundReply:
     """A server's answer when a round is complete; the same to every member, but for `payload`.
 
@@ -316,6 +333,10 @@ class Watched:
 
 UNTIL_ENDED = -2
 """The version of a `watch` that waits for the end of its session."""
+
+UNTIL_GONE = -3
+"""The version of a `watch` that waits for the loss of a server: `after` counts the losses that are known, and the
+answer has all of them, and nothing else of the log."""
 
 RESTS = -1
 """What a worker with bounded staleness says in place of its clock while it has no data: nobody waits for it."""

@@ -5,6 +5,7 @@
     │   └── TaskTaken        another process is this task, and is alive
     ├── Unreachable          a server does not answer: not started, wrong address, network
     ├── ServerLost           a server died or was replaced: its variables are gone
+    ├── ServerGone           a server died, and others have its variables; no user sees it
     ├── ChiefLost            no chief answered in time, and what was asked needs one
     ├── Abandoned            a job was given up: nobody was there any more to finish it
     ├── Fenced               this session was ended by the cluster (lease lost, or replaced)
@@ -64,6 +65,10 @@ class Unreachable(PSError, ConnectionError):
 
 class ServerLost(PSError, ConnectionError):
     """A server died or was replaced by a new incarnation: restart from a checkpoint."""
+
+
+class ServerGone(PSError, ConnectionError):
+    """A server died, and others have copies of its variables: the caller asks one of these."""
 
 
 class ChiefLost(PSError, TimeoutError):
@@ -170,6 +175,7 @@ BY_NAME: dict[str, type[PSError]] = {
         TaskTaken,
         Unreachable,
         ServerLost,
+        ServerGone,
         ChiefLost,
         Abandoned,
         Fenced,

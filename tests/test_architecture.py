@@ -28,7 +28,6 @@ ONLY_IN = {
         "psserver.transport.health",
         "psclient._src.transport.retries",
         "psclient._src.transport.grpc_calls",
-        "psclient._src.transport.grpc_stream",
         "pswire.transport.grpc_channel",
         "psserver.transport.peers",
         "psclient._src.transport.remote_server",

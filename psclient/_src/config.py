@@ -53,6 +53,9 @@ SAVE_ON_SIGTERM = "PS_SAVE_ON_SIGTERM"
 REFUSED = "PS_REFUSED"
 """The environment variable that says what it means that nothing listens at a server's address any more."""
 
+REPLICATION = "PS_REPLICATION"
+"""The environment variable that says how many copies of each variable there are on other servers."""
+
 JOB_NAME = re.compile(r"[\w.:/-]{0,128}", re.ASCII)
 
 CHIEFS = ("driver", "script", "none")
@@ -84,6 +87,15 @@ class LaunchConfig:
     )
     restarts: int = option(
         0, "Number of failures, in total, after which tasks are restarted; one more ends the cluster.", WHOLE, 0
+    )
+    replication: int = option(
+        lambda: replication_from(),
+        "Copies of each variable on other servers: with 1 the job goes on when a server is lost.",
+        WHOLE,
+        0,
+        most=1,
+        variable=REPLICATION,
+        otherwise="0",
     )
     script: str = option("", "Path of the script, relative to the working directory of psworker.")
     args: tuple[str, ...] = option((), "Arguments of the script.", LIST)
@@ -127,6 +139,9 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         if self.ps < 1:
             raise ConfigError(f"a cluster of {self.ps} servers cannot hold variables; ask for at least one")
+        check_replication(self.replication, "replication")
+        if self.replication and self.ps < 2:
+            raise ConfigError("copies need a second server; ask for two, or for no replication")
         if self.workers < 0 or self.restarts < 0:
             raise ConfigError("workers and restarts must be numbers from 0")
         if self.chief not in CHIEFS:
@@ -205,6 +220,18 @@ def refused_from(environ: Mapping[str, str] = os.environ) -> Refused:
     said = environ.get(REFUSED) or REFUSALS[0]
     refuse_unknown([said], REFUSALS, REFUSED)
     return REFUSALS[REFUSALS.index(cast(Refused, said))]
+
+
+def replication_from(environ: Mapping[str, str] = os.environ) -> int:
+    """Reads `PS_REPLICATION`, the copies of each variable on other servers: 0, the default, or 1."""
+    return check_replication(environ.get(REPLICATION) or "0", REPLICATION)
+
+
+def check_replication(said: object, name: str) -> int:
+    """Returns a number of copies; raises `ConfigError` naming what says it for another than 0 and 1."""
+    if str(said) not in ("0", "1"):
+        raise ConfigError(f"{name}={said} must be 0, for no copies, or 1, for one of each variable on another server")
+    return int(str(said))
 
 
 def saves_on_sigterm(environ: Mapping[str, str] = os.environ) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from psclient.psctl.observer import LOG_SERVER, Looked
+from psclient.psctl.observer import Looked, gone_of, keeper_of
 from pswire.cluster import Task
 from pswire.errors import Unreachable
 from pswire.model.log import Epoch
@@ -156,7 +156,8 @@ def view_of(looked: Sequence[Looked], expected: Sequence[Task] = ()) -> JobView:
         expected: workers and chief of the cluster, if they are known.
     """
     statuses = [found.status for found in looked if found.status]
-    log_server = next((status for status in statuses if status.server == LOG_SERVER), None)
+    keeper = keeper_of(statuses)
+    log_server = next((status for status in statuses if status.server == keeper), None)
     newest = max((s.epoch for s in statuses if s.epoch), key=lambda epoch: epoch.number, default=None)
     servers = tuple(_server(found, max(map(_newest_round, statuses), default=-1)) for found in looked)
     tasks = tuple(_tasks(statuses, log_server, newest, expected))
@@ -241,9 +242,15 @@ def _awaited(waiting: Iterable[OpenRound]) -> tuple[str, ...]:
 
 def _problems_of_servers(looked: Sequence[Looked], log_server: ServerStatus | None) -> Iterable[Problem]:
     job = next((s.incarnations for s in (log_server, *(found.status for found in looked)) if s and s.incarnations), ())
+    gone = gone_of([found.status for found in looked if found.status])
     seen: dict[int, str] = {}
     for found in looked:
         task, status = str(found.task), found.status
+        if found.task.index in gone:
+            yield Problem(
+                "gone", task, "it was lost, and the job goes on with copies; start the job anew to copy again"
+            )
+            continue
         if status is None:
             yield Problem(why_silent(found), task, found.error.message if found.error else "it does not answer")
             continue
@@ -265,7 +272,8 @@ def _problems_of_servers(looked: Sequence[Looked], log_server: ServerStatus | No
         )
         yield Problem("cut_off", str(Task("ps", server)), said)
     if log_server is None and seen:
-        yield Problem("no_keeper", str(Task("ps", LOG_SERVER)), "it keeps the sessions: nobody else knows who is there")
+        keeper = str(Task("ps", keeper_of([found.status for found in looked if found.status])))
+        yield Problem("no_keeper", keeper, "it keeps the sessions: nobody else knows who is there")
     if job and len(job) != len(looked):
         message = f"the job has {len(job)} servers, and {len(looked)} were asked; name all of them, in order"
         yield Problem("incomplete", "", message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -22,9 +22,6 @@ from pswire.security.identity import Security
 
 NOBODY = 0
 """The session of who has none."""
-
-LOG_SERVER = 0
-"""The server that keeps the log."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ class Servers:
         Raises:
             PSError: server 0 does not answer.
         """
-        server, _ = self._find(LOG_SERVER)
+        server, _ = self._find(keeper_of(self._statuses()))
         entries: list[LogEntry] = []
         while True:
             # A long log comes in several answers; one of another job, from its beginning.
@@ -114,9 +111,13 @@ class Servers:
         Raises:
             PSError: its server does not answer, or has no value of it yet.
         """
-        server, _ = self._find(variable.servers[0])
+        gone = gone_of(self._statuses())
+        server, _ = self._find(next((each for each in variable.servers if each not in gone), variable.servers[0]))
         reply = server.pull(NOBODY, [variable.id], -1).result()
         return reply.round, reply.payload.tensors([variable.spec.tensor])[0]
+
+    def _statuses(self) -> list[ServerStatus]:
+        return [found.status for found in self.look() if found.status]
 
     def _find(self, number: int) -> tuple[RemoteServer, ServerStatus]:
         """The server with a number, wherever it is in the list of addresses."""
@@ -128,6 +129,17 @@ class Servers:
         if errors:
             raise errors[0]
         raise ConfigError(f"no address leads to {Task('ps', number)}; name all servers of the job in --address")
+
+
+def gone_of(statuses: Iterable[ServerStatus]) -> frozenset[int]:
+    """Returns the servers that are lost, and without which the job goes on, as the others say."""
+    return frozenset(server for status in statuses for server in status.gone)
+
+
+def keeper_of(statuses: Iterable[ServerStatus]) -> int:
+    """Returns the server that keeps the log and the sessions: the first that is not gone."""
+    gone = gone_of(statuses)
+    return next(server for server in range(len(gone) + 1) if server not in gone)
 
 
 def connected(settings: CommandSettings, cluster: ObservedCluster | None = None) -> Servers:

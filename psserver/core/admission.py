@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from psserver.core.log import Log
 from psserver.core.runner import Runner
 from psserver.registry import Registry
 from psserver.state.rounds import Rounds
@@ -17,13 +18,17 @@ class Admission:
     Args:
         task: this server.
         registry: the sessions that were opened here.
-        members: on server 0, which of them are open.
+        members: on the server that keeps them, which of them are open.
         rounds: which of them an epoch has ended.
         runner: whether a round has failed halfway.
+        log: which server keeps the sessions.
     """
 
-    def __init__(self, task: Task, registry: Registry, members: Membership, rounds: Rounds, runner: Runner) -> None:
+    def __init__(
+        self, task: Task, registry: Registry, members: Membership, rounds: Rounds, runner: Runner, log: Log
+    ) -> None:
         self._task = task
+        self._log = log
         self._registry = registry
         self._members = members
         self._rounds = rounds
@@ -60,7 +65,7 @@ class Admission:
     def ended(self, session: int) -> PSError | None:
         """Returns why a session may do nothing here; None if it may."""
         try:
-            if self._task.index == 0:
+            if self._log.keeps:
                 self._members.check(session)
             else:
                 self._registry.check(session, self._rounds.epoch)

@@ -38,11 +38,12 @@ from pswire.api import (
     RoundReply,
     RowRead,
     TableRead,
+    Testimony,
     Vote,
     Watched,
 )
 from pswire.cluster import Task
-from pswire.errors import PSError
+from pswire.errors import PSError, ServerGone
 from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
 from pswire.model.log import Approved, LogEntry, Member, Mode, Start
@@ -149,7 +150,7 @@ class Core:
                 effect.payload.reach(effect.offset, self._look)
             elif isinstance(effect, Send):
                 if self.others is not None:
-                    self.others.say(effect.server, effect.vote)
+                    self.others.say(effect.server, effect.said)
             elif isinstance(effect, Know):
                 if self.others is not None:
                     self.others.know(effect.servers)
@@ -316,13 +317,17 @@ class Core:
         """Lets another server vote here."""
         self._enter(self.machine.introduce, server, incarnation)
 
-    def hear(self, server: int, vote: Vote) -> None:
-        """Takes in a vote of another server."""
-        self._enter(self.machine.hear, server, vote)
+    def hear(self, server: int, said: Vote | Testimony) -> None:
+        """Takes in a vote or a testimony of another server."""
+        self._enter(self.machine.hear if isinstance(said, Vote) else self.machine.testify, server, said)
 
     def meet(self, server: int) -> None:
         """Another server is connected, for the first time or anew."""
         self._enter(self.machine.meet, server)
+
+    def outlive(self, error: ServerGone) -> None:
+        """Another server says that the job goes on without this one."""
+        self._enter(self.machine.outlive, error)
 
     def miss(self, server: int, reason: str) -> None:
         """Another server is not connected, or no more."""

@@ -32,7 +32,7 @@ class Creation:
 
     def create(self, task: Task, ordinal: int, id: int, spec: VariableSpec, servers: tuple[int, ...]) -> PlacedVariable:
         """Creates or finds a variable; on server 0 with the number -1 this names it."""
-        if id < 0 and self._store.server == 0:
+        if id < 0 and self._log.keeps:
             return self._log.name(task, ordinal, spec, servers)
         variable = PlacedVariable(id, spec, servers)
         self._declare(variable, MAX_VARIABLES if self._store.server else len(self._store.variables))
@@ -58,7 +58,7 @@ class Creation:
         refusal: PSError | None = None
         for count, variable in enumerate(variables):
             try:
-                if self._store.server == 0:
+                if self._log.keeps:
                     self._name(task, variable)
                 else:
                     self._declare(variable, MAX_VARIABLES)
@@ -96,7 +96,9 @@ class Creation:
             )
 
     def _declare(self, variable: PlacedVariable, known: int) -> None:
-        if self._store.server not in variable.servers or not 0 <= variable.id < known:
+        # Where variables have copies, each server knows all: it may have to name the next one.
+        here = self._store.server in variable.servers or self._store.copied
+        if not here or not 0 <= variable.id < known:
             task = str(self._store.task)
             raise InvalidRequest(f"variable {variable.spec} was not placed on this server", task)
         self._store.declare(variable)

@@ -22,6 +22,7 @@ from pswire.model.log import (
     Created,
     Done,
     EpochClosed,
+    Gone,
     JobStarted,
     LogEntry,
     Lost,
@@ -34,6 +35,9 @@ from pswire.model.plan import PlacedVariable, Plan, VariableSpec, are_some_of
 from pswire.sizes import human
 
 log = logging.getLogger("psserver")
+
+NOWHERE = Peer("", 0)
+"""The place of a server that is gone."""
 
 
 class Log:
@@ -78,6 +82,28 @@ class Log:
         return first.incarnations if isinstance(first, JobStarted) else ()
 
     @property
+    def gone(self) -> Mapping[int, str]:
+        """The servers that are gone, without which the job goes on, with the reason of each."""
+        return self._store.gone
+
+    @property
+    def _job(self) -> JobStarted:
+        first = self.entries[0]
+        if not isinstance(first, JobStarted):
+            raise InvalidRequest("a log begins with a job", str(self._store.task))
+        return first
+
+    @property
+    def keeper(self) -> int:
+        """The server that keeps the log and the sessions: the first that is not gone."""
+        return next(server for server in range(len(self.gone) + 1) if server not in self.gone)
+
+    @property
+    def keeps(self) -> bool:
+        """True if that is this server."""
+        return self.keeper == self._store.server
+
+    @property
     def servers(self) -> int:
         """The job's number of servers; raises `InvalidRequest` while there is no job."""
         if not self.incarnations:
@@ -116,6 +142,7 @@ class Log:
                 effects = self._approve(prepared[entry.plan.id])
                 self.proposed.pop(entry.plan.id, None)
             case JobStarted():
+                self._store.copied = bool(entry.copies)
                 self._rounds.votes.begin(entry.job)
                 effects.append(Know(self._places(entry)))
             case EpochClosed():
@@ -126,6 +153,8 @@ class Log:
                 self.over = True  # whatever late processes still create
             case Lost():
                 self.lost = ServerLost(entry.reason, str(Task("ps", entry.server)))
+            case Gone():
+                return self._lose(entry)
         self.entries.append(entry)
         return effects
 
@@ -133,6 +162,21 @@ class Log:
         """Returns where the servers of a job are: where this server's own configuration says, else where the chief."""
         addresses = self._addresses or job.addresses or ("",) * len(job.incarnations)
         return tuple(map(Peer, addresses, job.incarnations))
+
+    def _lose(self, entry: Gone) -> list[Effect]:
+        """Goes on without a server; the next one that is there keeps the log from now on."""
+        self.entries.append(entry)
+        self._store.gone[entry.server] = entry.reason
+        if self.keeps:
+            named = self._named()
+            # Their creators were answered, and the one that kept the log may have told nobody else.
+            self.entries += [Created(v) for id, v in sorted(self._store.variables.items()) if id not in named]
+            for variable in self._store.variables.values():
+                self._names[variable.spec.name] = variable.id
+                self._creators.setdefault(variable.id, Task("ps", entry.server))
+        others = set(range(self.servers)) - {self._store.server, *self.gone}
+        places = [NOWHERE if number in self.gone else peer for number, peer in enumerate(self._places(self._job))]
+        return [Know(tuple(places)), *self._rounds.votes.lose(entry.server, sorted(others), self._rounds.last)]
 
     # Decisions stand: a server that cannot carry one out tells the callers that need it, and not the chief.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from psserver.checkpoints.bases import Bases
@@ -21,6 +22,7 @@ from psserver.core.closures import ClosureStimuli
 from psserver.core.creation import Creation
 from psserver.core.links import Links
 from psserver.core.log import Log
+from psserver.core.peers import PeerStimuli
 from psserver.core.runner import Runner
 from psserver.core.status import status_of
 from psserver.core.waiting import Asked, Owed, Read, Waiters, Watch
@@ -45,11 +47,9 @@ from pswire.api import (
     RestoreOrder,
     RestoreReply,
     RoundReply,
-    Vote,
     Watched,
 )
 from pswire.checkpoint.storage import storage_at
-from pswire.cluster import Task
 from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, ServerLost
 from pswire.limits import WINDOW
 from pswire.model.log import LogEntry, Member, Start
@@ -72,7 +72,7 @@ NUMBERS = 20
 """Bits of a session's number that count within one incarnation of server 0; the bits above are the incarnation's."""
 
 
-class Machine(ClosureStimuli, ChunkStimuli):
+class Machine(PeerStimuli, ClosureStimuli, ChunkStimuli):
     """All state of a server. Each stimulus takes the time first, in monotonic seconds; a `PSError` refuses it.
 
     Args:
@@ -83,7 +83,7 @@ class Machine(ClosureStimuli, ChunkStimuli):
 
     Attributes:
         began: the time at which it was made, in monotonic seconds.
-        done: answered once the job has ended and everybody has left.
+        done: answered once the job has ended and everybody has left, or goes on without this server.
         registry: its sessions, which the rims may look up.
         store, rounds, members, closures, log, waiters, runner, snapshots, restores, tally: its parts.
     """
@@ -91,6 +91,7 @@ class Machine(ClosureStimuli, ChunkStimuli):
     def __init__(self, config: ServerConfig, incarnation: int, kernels: Kernels, clock: Callable[[], float]) -> None:
         self.task, self.server = config.task, config.task.index
         self.incarnation = incarnation
+        self._domain = config.domain
         self.done: Future[None] = Future()
         root, timeouts = storage_at(config.checkpoint_root), config.timeouts
         self.store = Store(self.server, kernels.device, config.memory_limit, Native(kernels.on_host.compiler))
@@ -113,7 +114,7 @@ class Machine(ClosureStimuli, ChunkStimuli):
         self._creation = Creation(self.store, self.log, self.restores)
         self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self._reply)
         self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally, self.waiters)
-        self._admission = Admission(self.task, self.registry, self.members, self.rounds, self.runner)
+        self._admission = Admission(self.task, self.registry, self.members, self.rounds, self.runner, self.log)
         self._links = Links(self.task, self.rounds)
         self._token = self._job = 0
         self.began = self._ticked = clock()
@@ -133,7 +134,7 @@ class Machine(ClosureStimuli, ChunkStimuli):
         effects += self.runner.next()
         effects += self.waiters.answers(now, self._admission.ended)
         effects += self.snapshots.hopeless()
-        if self.log.over and (self.server != 0 or self.members.chief_left()):
+        if self.log.over and (not self.log.keeps or self.members.chief_left()):
             effects.append(Reply(self.done, None))
         return effects
 
@@ -165,19 +166,21 @@ class Machine(ClosureStimuli, ChunkStimuli):
     def open(
         self, now: float, opens: Member, session: int, drives: bool, job: str, term: int, drawn: int
     ) -> Outcome[Opened]:
-        """Opens a task's session on server 0; on other servers registers one that server 0 opened.
+        """Opens a task's session on the server that keeps the log; on others registers one that was opened there.
 
         `opens` is who asks, whose session has no number yet; `drawn` a random number of `DRAWN` bits, for the token.
         """
         token = 0
-        if self.server == 0:
+        if self.log.keeps:
             how = opens.mode, job, term, drawn, opens.backup_workers, opens.staleness
             session, token = self.members.open(opens.task, opens.replicas, drives, session, now, *how)
         else:
             self.registry.enter(session, opens.task)
+            self.members.know(replace(opens, session=session), drives, job, now)
         self.tally.signs += 1
         seen = max(self.members.term, self._token >> DRAWN)
-        return Opened(session, self.incarnation, token, self.server, str(self.store.device), seen, WINDOW), []
+        here = str(self.store.device)
+        return Opened(session, self.incarnation, token, self.server, here, seen, WINDOW, self._domain), []
 
     def _holds_job(self) -> bool:
         """Returns True if there is a job with variables that is not over."""
@@ -191,13 +194,13 @@ class Machine(ClosureStimuli, ChunkStimuli):
         Answers with the error that ended the session, and whether its process is to drive the job.
         """
         error = self._admission.ended(session)
-        if error is None and self.server == 0:
+        if error is None and self.log.keeps:
             self.members.beat(session, (round, plan_id), now, self.log.describe, pace)
             error = self._admission.ended(session)
         if error is None:
             self.rounds.clocks.tell(session, clock)
         self.tally.signs += error is None
-        return (error, self.server == 0 and self.members.is_to_drive(session, now)), []
+        return (error, self.log.keeps and self.members.is_to_drive(session, now)), []
 
     def leave(self, now: float, session: int, error: str) -> Outcome[None]:
         """Ends a process's session, cleanly or with an error."""
@@ -210,7 +213,7 @@ class Machine(ClosureStimuli, ChunkStimuli):
         gap, self._ticked = now - self._ticked, now
         if gap > self.members.lease / 4:
             self.members.forgive(gap)
-        for task in self.members.expire(now):
+        for task in self.members.expire(now) if self.log.keeps else ():
             self.tally.lost += 1
             log.warning("lost %s: no sign of life for %.0f s", task, self.members.lease)
         return None, []
@@ -313,8 +316,11 @@ class Machine(ClosureStimuli, ChunkStimuli):
         self._check_token(token)
         effects = self._restart() if self.log.begins_anew(entries) else []
         self._admission.check_unbroken()
+        kept = self.log.keeps
         agreed, follows = self.log.append(index, entries, prepared)
         effects += self._heard(follows)
+        if self.log.keeps and not kept:
+            self.members.take_over(token, now)
         for vote in self.rounds.votes.unopened(self.rounds.last):
             self.rounds.open(vote, now)
         if (epoch := self.rounds.epoch) is not None and epoch.start is not None:
@@ -326,7 +332,7 @@ class Machine(ClosureStimuli, ChunkStimuli):
 
     def _check_token(self, token: int) -> None:
         # Server 0 gives the tokens; the other servers learn a new one from the new chief.
-        newest = self.members.token if self.server == 0 else max(self._token, token)
+        newest = self.members.token if self.log.keeps else max(self._token, token)
         if token != newest or token == 0:
             raise Fenced("there is a newer chief, whose token alone counts; this one has to end")
         self._token = token
@@ -365,32 +371,6 @@ class Machine(ClosureStimuli, ChunkStimuli):
                 effects += self.runner.listen(contribution, future, begun)
         return None, effects if whole else [*effects, Await(payload, payload.size)]
 
-    # ---- Other servers ----
-
-    def introduce(self, now: float, server: int, incarnation: int) -> Outcome[None]:
-        """Lets another server vote here: its incarnation names it as a session names a client."""
-        if server == self.server:
-            raise InvalidRequest(f"a server calls itself {self.task}, as this one", str(self.task))
-        self.registry.enter(incarnation, Task("ps", server))
-        return None, []
-
-    def hear(self, now: float, server: int, vote: Vote) -> Outcome[None]:
-        """Another server has voted."""
-        self.tally.votes["received"] += 1
-        self.rounds.votes.hear(server, vote, self.rounds.last)
-        if vote.job == self.rounds.votes.job:
-            self.rounds.open(vote, now)
-        return None, []
-
-    def meet(self, now: float, server: int) -> Outcome[None]:
-        """Another server is connected anew: what was said to it may be lost."""
-        return None, self._links.meet(server)
-
-    def miss(self, now: float, server: int, reason: str) -> Outcome[None]:
-        """Another server is not connected."""
-        self._links.miss(server, reason, now)
-        return None, []
-
     def _reply(self, owed: Owed) -> list[Effect]:
         return self.runner.replies(owed.record, [(owed.said, owed.future)])
 
@@ -406,7 +386,7 @@ class Machine(ClosureStimuli, ChunkStimuli):
     ) -> Outcome[Future[RestoreReply]]:
         """Begins a stage of a restore; answers with the future of its reply."""
         self._admission.check(session, now)
-        if self.server == 0 and order.stage != "look":
+        if self.log.keeps and order.stage != "look":
             self.members.check_part(session)
         return self.restores.ask(session, path, turn, order, future)
 

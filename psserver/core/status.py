@@ -38,19 +38,20 @@ def status_of(
         variables=len(store.variables),
         nbytes=store.nbytes,
         memory_limit=store.memory_limit,
-        chief=members.chief_silent(now),
+        chief=members.chief_silent(now) if log.keeps else float("inf"),
         places=rounds.places,
         held=snapshots.held,
         snapshot_limit=snapshots.limit,
         saving=snapshots.saving,
-        sessions=members.states(now, drivers=True),
+        sessions=members.states(now, drivers=True) if log.keeps else (),
         incarnations=log.incarnations,
         over=log.over,
         broken=runner.broken.message if runner.broken else "",
         device=str(store.device),
-        job=members.job,
+        job=members.job if log.keeps else "",
         missed=missed,
         gap=rounds.clocks.gap,
+        gone=tuple(sorted(log.gone)),
     )
 
 

@@ -14,9 +14,9 @@ from psserver.core.waiting import Asked
 from psserver.effects import Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.registry import Registry
-from pswire.api import UNTIL_ENDED, Contribution, RestoreOrder, Vote
+from pswire.api import UNTIL_ENDED, UNTIL_GONE, Contribution, RestoreOrder, Testimony, Vote
 from pswire.cluster import Task
-from pswire.errors import PSError
+from pswire.errors import PSError, ServerGone
 from pswire.model.chunks import ChunkAsk
 from pswire.model.closures import ClosureOrder, ClosureResult
 from pswire.model.log import Member, Start
@@ -64,12 +64,17 @@ SHORTEN: dict[type, Callable[[Any], object]] = {
     PreparedPlan: lambda prepared: prepared.plan.id[:4].hex(),
     RestoreOrder: lambda order: order.stage,
     Start: lambda start: (start.epoch, start.round),
+    ServerGone: lambda error: _cut(error.message),
+    Testimony: lambda said: (said.gone, len(said.votes)),
     Vote: lambda vote: (vote.round, vote.attempt, _cut(vote.error.message) if vote.error else ""),
     VariableSpec: lambda spec: _cut(str(spec)),
     Work: lambda work: _named(work.call.__name__, work.queue),
 }
 """What is kept of an argument, by its type; of others nothing. No payload, array or traceback may be held by it."""
 
+
+WATCHED = {UNTIL_ENDED: "its end", UNTIL_GONE: "the loss of a server"}
+"""What a call waits for that has no version of the log, in words."""
 
 QUIET = frozenset(("tick", "beat", "watch", "holds", "initialize", "initialize_batch", "look", "asked", "miss"))
 """Stimuli that come by themselves or with another one, and say little: they are kept only where they were refused."""
@@ -189,7 +194,7 @@ def _words(name: str, args: tuple[Any, ...], registry: Registry) -> str:
             said += [f"new members of epoch {start[0]} begin with round {start[1]}"] if start else []
             return f"{who(session)}: {', '.join(said)}"
         case "watch", (int(session), int(after), int(version), *_):
-            return f"{who(session)}: " + ("its end" if version == UNTIL_ENDED else f"the log from {after} on")
+            return f"{who(session)}: " + WATCHED.get(version, f"the log from {after} on")
         case "part", (int(session),):
             return f"{who(session)}: watches no more"
         case "holds", _:
@@ -202,6 +207,10 @@ def _words(name: str, args: tuple[Any, ...], registry: Registry) -> str:
             return f"{who(session)}: round {round} of epoch {epoch}, {human(size)}"
         case "hear", (int(server), (int(round), int(attempt), error)):
             return f"server {server} votes in round {round}" + (", again" if attempt else "") + (error and f": {error}")
+        case "testify", (int(server), (int(gone), int(votes))):
+            return f"server {server} has heard {_counted(votes, 'vote')} of server {gone}, which is gone"
+        case "outlive", (str(why),):
+            return why
         case "introduce", (int(server), _):
             return f"server {server}"
         case "meet", (int(server),):

@@ -16,8 +16,9 @@ from psserver.state.rounds import Rounds
 from psserver.state.sessions import Membership
 from psserver.state.strands import Record
 from psserver.state.variables import Store, take_rows
-from pswire.api import UNTIL_ENDED, Contribution, PullReply, RowRead, TableRead, Watched
+from pswire.api import UNTIL_ENDED, UNTIL_GONE, Contribution, PullReply, RowRead, TableRead, Watched
 from pswire.errors import InvalidRequest, PSError
+from pswire.model.log import Gone
 from pswire.model.status import OpenRound
 from pswire.model.tensor import Array
 from pswire.transport.payload import Payload
@@ -232,6 +233,8 @@ class Waiters:
     def _has_news(self, row: Watch) -> bool:
         if not row.session:
             return True  # nothing would tell that its caller is gone
+        if row.version == UNTIL_GONE:
+            return len(self._log.gone) > row.after
         changed = len(self._log.entries) != row.after or 0 <= row.version != self._members.version
         return changed and row.version != UNTIL_ENDED
 
@@ -242,6 +245,10 @@ class Waiters:
         answers: list[Effect] = []
         for row in rows:
             # A log shorter than the caller's is another job's.
+            if row.version == UNTIL_GONE:
+                losses = tuple(entry for entry in self._log.entries if isinstance(entry, Gone))
+                answers.append(Reply(row.future, Watched(UNTIL_GONE, 0, losses, (), ())))
+                continue
             start = row.after if row.after <= len(self._log.entries) else 0
             news = Watched(self._members.version, start, tuple(self._log.entries[start:]), plans, sessions)
             answers.append(Reply(row.future, news))

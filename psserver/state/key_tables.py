@@ -47,19 +47,21 @@ class StoredTable:
     """A part of a dynamic table on this server.
 
     Args:
-        name: the variable that is its rows, for messages.
+        variable: the one that is its rows.
         part: what it is.
         native: compiled functions of tables.
         task: this server's task.
 
     Attributes:
+        name: the variable's name, for messages.
         table: its rows.
         tensors: its tensors, by the numbers of their variables.
         missed: what its rows have missed; None for nothing.
     """
 
-    def __init__(self, name: str, part: TablePart, native: Native, task: Task) -> None:
-        self.name = name
+    def __init__(self, variable: PlacedVariable, part: TablePart, native: Native, task: Task) -> None:
+        self.variable = variable
+        self.name = variable.spec.name
         self.part = part
         self.table = Table(part.spec, buckets=part.buckets, native=native)
         self.tensors: dict[int, TableTensor] = {}

@@ -34,10 +34,14 @@ class KnownTables:
         self._beside.clear()
         self._counts.clear()
 
-    def check(self, variable: PlacedVariable, part: TablePart) -> None:
-        """Raises `InvalidRequest` if a variable cannot be this part of a table, after those that are known."""
-        if len(variable.servers) != 1:
-            raise self._refusal(variable, f"is on servers {variable.servers[:8]}; a part of a table is on one server")
+    def check(self, variable: PlacedVariable, part: TablePart, copied: bool = False) -> None:
+        """Raises `InvalidRequest` if a variable cannot be this part of a table, after those that are known.
+
+        With `copied` variables have copies, a part of a table one as well.
+        """
+        if len(variable.servers) != 1 + copied:
+            where = "on a server and its copy" if copied else "on one server"
+            raise self._refusal(variable, f"is on servers {variable.servers[:8]}; a part of a table is {where}")
         for rival in self.rivals(variable, part):
             raise self._refusal(
                 variable,
@@ -51,7 +55,7 @@ class KnownTables:
 
     def _check_rows(self, variable: PlacedVariable, part: TablePart) -> None:
         self._check_limit(variable, part.spec, ())
-        (server,) = variable.servers
+        server = max(variable.servers, key=self._counts.__getitem__)
         if self._counts[server] >= MAX_PARTS:
             raise self._refusal(
                 variable, f"is one part of a table too many on server {server}, which has {MAX_PARTS}; group tables"

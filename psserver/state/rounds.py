@@ -147,10 +147,7 @@ class Rounds:
         said = push.said
         if said.plan_id in self.refused:
             raise self.refused[said.plan_id]
-        if said.weights and not (isfinite(sum(said.weights)) and min(said.weights) >= 0):
-            raise InvalidRequest(f"weights {said.weights} are no counts")
-        if said.observes and any(said.weights):
-            raise InvalidRequest("who observes contributes nothing")
+        _check_weights(said)
         epoch = self._epochs.get(said.epoch)
         if epoch is None:
             self._effects += self._parked.put(push)
@@ -318,9 +315,13 @@ class Rounds:
         return None
 
     def open(self, vote: Vote, now: float) -> None:
-        """Another server has a round of which this one may know nothing: all who make it may be gone."""
+        """Another server has a round of which this one may know nothing: all who make it may be gone.
+
+        Once its plan is known here, by which this server takes part in it, or does not.
+        """
         epoch, strand = self._epochs.get(vote.epoch), self.strands[None]
-        if epoch is not None and vote.round > strand.last:
+        plan = self.plans.get(vote.plan_id) or self._declined.get(vote.plan_id)
+        if plan is not None and plan.server in plan.plan.servers and epoch is not None and vote.round > strand.last:
             strand.open.setdefault(vote.round, PendingRound(vote.plan_id, vote.epoch, epoch.members, now))
 
     def complete(
@@ -419,6 +420,13 @@ class Rounds:
         """Fails a round; returns the error."""
         self._effects += pending.fail(error)
         return error
+
+
+def _check_weights(said: Contribution) -> None:
+    if said.weights and not (isfinite(sum(said.weights)) and min(said.weights) >= 0):
+        raise InvalidRequest(f"weights {said.weights} are no counts")
+    if said.observes and any(said.weights):
+        raise InvalidRequest("who observes contributes nothing")
 
 
 def _key(member: Member | None, said: Contribution) -> Key:

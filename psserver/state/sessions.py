@@ -72,6 +72,11 @@ class _SessionRecord:
     joined: int | None = None  # once it takes part: its first round, or -1 where it began together with all others
     parted: float | None = None  # when its connection ended, if nothing was heard since
 
+    def told(self, now: float) -> SessionState:
+        """Returns what others are told of it."""
+        state = "failed" if self.state == "replaced" else self.state
+        return SessionState(self.member, state, self.join_point, now - self.seen, self.drives, self.pace)
+
     def vanished(self, beat: float) -> bool:
         """Returns True if its connection ended as it does with a process, and not as with a network that is cut."""
         return self.parted is not None and self.parted - self.seen <= PARTED_BEATS * beat
@@ -163,6 +168,28 @@ class Membership:
         self.version += 1
         return self._last, token
 
+    def know(self, member: Member, drives: bool, job: str, now: float) -> None:
+        """Notes a session that was opened on the server that keeps them: this one may have to keep them one day."""
+        if member.session in self._sessions:
+            return
+        for session in self._open_or_driving():
+            if session.drives == drives and (drives or session.member.task == member.task):
+                self._end(session, "replaced")
+        self.job = job
+        self._sessions[member.session] = _SessionRecord(member, drives, now, 0, 0)
+
+    def take_over(self, token: int, now: float) -> None:
+        """Keeps the sessions from now on: everybody gets a whole lease to be heard of.
+
+        Args:
+            token: of the chief that says so.
+            now: monotonic seconds.
+        """
+        self.token, self._heard = token, now
+        self.version += 1
+        for session in self._open_or_driving():
+            session.seen, session.parted = now, None
+
     @property
     def term(self) -> int:
         """The term of the newest chief known here."""
@@ -250,13 +277,8 @@ class Membership:
         self._registry.check_room()
 
     def _check_mode(self, opens: Member) -> None:
-        mine = opens.mode, opens.backup_workers, opens.staleness
-        for other in (session.member for session in self._open()):
-            if other.task != opens.task and (other.mode, other.backup_workers, other.staleness) != mine:
-                raise ConfigError(
-                    f"{opens.task} runs with {_consistency(opens)}, and {other.task} with {_consistency(other)}; "
-                    "give every process of the job the same consistency"
-                )
+        for session in self._open():
+            _check_same(opens, session.member)
 
     def check(self, number: int) -> None:
         """Raises the error of a session that has ended; `Fenced` if it is unknown."""
@@ -410,18 +432,7 @@ class Membership:
 
     def states(self, now: float, drivers: bool = False) -> tuple[SessionState, ...]:
         """Returns the states of all sessions that take part in rounds; with `drivers` those of chiefs as well."""
-        return tuple(
-            SessionState(
-                s.member,
-                "failed" if s.state == "replaced" else s.state,
-                s.join_point,
-                now - s.seen,
-                s.drives,
-                s.pace,
-            )
-            for s in self._sessions.values()
-            if drivers or not s.drives
-        )
+        return tuple(session.told(now) for session in self._sessions.values() if drivers or not session.drives)
 
     def _open_or_driving(self) -> list[_SessionRecord]:
         return [s for s in self._sessions.values() if s.state == "open"]
@@ -434,6 +445,16 @@ class Membership:
             session.state = state
             session.waits = (-1, b"")
             self.version += 1
+
+
+def _check_same(opens: Member, other: Member) -> None:
+    """Raises `ConfigError` for two processes of different tasks whose rounds are made in different ways."""
+    mine, theirs = ((each.mode, each.backup_workers, each.staleness) for each in (opens, other))
+    if opens.task != other.task and mine != theirs:
+        raise ConfigError(
+            f"{opens.task} runs with {_consistency(opens)}, and {other.task} with {_consistency(other)}; "
+            "give every process of the job the same consistency"
+        )
 
 
 def _consistency(member: Member) -> str:

@@ -61,6 +61,8 @@ class Store:
         task: this server's task.
         native: the compiled functions.
         lent: numbers of the variables that the running round assigns.
+        gone: the servers that are gone, without which the job goes on, with the reason of each.
+        copied: True if the job's variables have copies.
     """
 
     def __init__(self, server: int, device: Device, memory_limit: int, native: Native | None = None) -> None:
@@ -79,6 +81,8 @@ class Store:
         self._known = KnownTables(self.task)
         self._declared = 0
         self.lent: frozenset[int] = frozenset()
+        self.gone: dict[int, str] = {}
+        self.copied = False
 
     def clear(self) -> None:
         """Drops all variables."""
@@ -92,6 +96,12 @@ class Store:
         self._known.clear()
         self._declared = 0
         self.lent = frozenset()
+        self.gone.clear()
+        self.copied = False
+
+    def saves(self, variable: PlacedVariable) -> bool:
+        """Returns whether checkpoints get a variable from here: of the servers that hold it, the first that is left."""
+        return min((s for s in variable.servers if s not in self.gone), default=-1) == self.server
 
     def declare(self, variable: PlacedVariable) -> None:
         """Declares a variable; reserves its memory if it lives here. A second declaration changes nothing.
@@ -109,7 +119,7 @@ class Store:
             return
         here, part = self.server in variable.servers, variable.spec.part
         if part is not None:
-            self._known.check(variable, part)
+            self._known.check(variable, part, self.copied)
         nbytes = variable.spec.nbytes if here else 0
         self._check_room(variable.spec, nbytes)
         if part is None:
@@ -136,7 +146,7 @@ class Store:
         if rows is not None:
             return self._parts[rows].stored
         try:
-            return StoredTable(variable.spec.name, part, self.native, self.task)
+            return StoredTable(variable, part, self.native, self.task)
         except MemoryLimit as error:
             raise MemoryLimit(f"variable {variable.spec}: {error.message}", str(self.task)) from error
 

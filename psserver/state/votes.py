@@ -11,11 +11,11 @@ once it has more, and the others with it, until enough are, or nothing has chang
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from psserver.effects import Effect, Send
-from pswire.api import Vote
+from pswire.api import Testimony, Vote
 from pswire.errors import InvalidRequest, PSError
 
 MAX_HEARD = 1024
@@ -54,6 +54,9 @@ class Votes:
     def __init__(self, server: int) -> None:
         self._server = server
         self.job = 0
+        self._gone: dict[int, set[int]] = {}  # servers that are gone, with those that have not said what they heard
+        self._early: dict[tuple[int, int], set[int]] = defaultdict(set)  # who has said it before it was known here
+        self._testimonies: dict[int, Testimony] = {}  # what this server has said of them
         self._cast: dict[tuple[int, int], tuple[Vote, tuple[int, ...]]] = {}
         self._heard: dict[tuple[int, int, int], dict[int, Vote]] = defaultdict(dict)  # by job, round and attempt
         self._closed: dict[int, int] = defaultdict(lambda: -1)
@@ -61,6 +64,8 @@ class Votes:
     def begin(self, job: int) -> None:
         """Another job begins: forgets what was said of others. Votes of it may have come before it is known here."""
         self.job = job
+        self._gone.clear()
+        self._testimonies.clear()
         self._cast.clear()
         self._closed.clear()
         for key in [key for key in self._heard if key[0] != job]:
@@ -71,7 +76,7 @@ class Votes:
         key = vote.round, vote.attempt
         if key in self._cast:
             raise ValueError(f"a second vote in round {vote.round}")
-        others = tuple(server for server in servers if server != self._server)
+        others = tuple(server for server in servers if server != self._server and server not in self._gone)
         self._cast[key] = vote, others
         self._heard[vote.job, *key][self._server] = vote
         return [Send(server, vote) for server in others]
@@ -84,34 +89,47 @@ class Votes:
             self._heard[vote.job, vote.round, vote.attempt][server] = vote
         if vote.job == self.job:
             self._closed[server] = max(self._closed[server], vote.closed)
-            for key, (_, others) in list(self._cast.items()):
-                if key[0] <= min(last, *(self._closed[other] for other in others)):
-                    del self._cast[key]
+            self._forget(last)
+
+    def _forget(self, last: int) -> None:
+        """Forgets the votes that every peer of their round has used."""
+        for key, (_, others) in list(self._cast.items()):
+            if key[0] <= min([last, *(self._closed[other] for other in others if other not in self._gone)]):
+                del self._cast[key]
 
     def repeat(self, server: int) -> list[Send]:
         """Says again to a server, whose connection was lost, what it may not have heard."""
-        return [
-            Send(server, vote)
-            for vote, others in self._cast.values()
-            if server in others and self._closed[server] < vote.round
-        ]
+        if server in self._gone:
+            return []
+        said: list[Vote | Testimony] = [*self._testimonies.values(), *self._unheard(server)]
+        return [Send(server, each) for each in said]
+
+    def _unheard(self, server: int) -> list[Vote]:
+        """Returns the votes that a server may not have heard."""
+        if server in self._gone:
+            return []
+        unheard = (vote for vote, others in self._cast.values() if server in others)
+        return [vote for vote in unheard if self._closed[server] < vote.round]
 
     def kept(self, server: int) -> int:
         """Returns the newest round with a vote that a server may not have heard; -1 if it has heard all."""
-        return max((effect.vote.round for effect in self.repeat(server)), default=-1)
+        return max((vote.round for vote in self._unheard(server)), default=-1)
 
     def verdict(self, round: int, attempt: int, servers: Sequence[int]) -> Verdict | None:
         """Returns the outcome; None while a vote is missing."""
         votes = self._heard[self.job, round, attempt]
-        if not votes.keys() >= set(servers):
+        awaited = [server for server in servers if server not in votes and self._gone.get(server, True)]
+        if awaited:
             return None
-        ordered = [votes[server] for server in servers]
+        ordered = [votes[server] for server in servers if server in votes]
         error = next((vote.error for vote in ordered if vote.error is not None), None)
         whole = frozenset.intersection(*(vote.whole for vote in ordered))
         if error is not None:
             return Verdict(frozenset(), error)
         before = self._heard.get((self.job, round, attempt - 1), {})
-        repeated = bool(before) and all(before[server].whole == votes[server].whole for server in servers)
+        repeated = bool(before) and all(
+            server in before and before[server].whole == votes[server].whole for server in servers if server in votes
+        )
         return Verdict(whole, unanimous=all(vote.whole == whole for vote in ordered), repeated=repeated)
 
     def called(self, round: int, attempt: int) -> bool:
@@ -125,6 +143,44 @@ class Votes:
                 yield from votes.values()
 
     def close(self, last: int) -> None:
-        """Rounds up to one are over here."""
-        for key in [key for key in self._heard if key[0] == self.job and key[1] <= last]:
+        """Rounds up to one are over here. Their votes are kept where another server may have to be told of them."""
+        self._forget(last)
+        kept = min((round for round, _ in self._cast), default=last + 1)
+        for key in [key for key in self._heard if key[0] == self.job and key[1] <= min(last, kept - 1)]:
             del self._heard[key]
+
+    # ---- Servers that are gone ----
+
+    def lose(self, server: int, others: Iterable[int], last: int) -> list[Effect]:
+        """A server is gone, and votes no more. What was heard of it counts, once all have said what they have heard.
+
+        So all others use the same votes of it: either one of them has heard a vote, and all are told, or none has.
+
+        Args:
+            server: the one that is gone.
+            others: all servers of the job that are not, this one left out.
+            last: the last round that is over here.
+        """
+        heard = [votes[server] for key, votes in sorted(self._heard.items()) if key[0] == self.job and server in votes]
+        testimony = self._testimonies[server] = Testimony(self.job, server, tuple(heard))
+        for waiting in self._gone.values():
+            waiting.discard(server)
+        early = self._early.pop((self.job, server), set())
+        self._gone[server] = set(others) - early
+        self._forget(last)
+        return [Send(other, testimony) for other in others]
+
+    def testify(self, server: int, testimony: Testimony, last: int) -> None:
+        """Takes in what another server has heard of one that is gone, which this one may not know of yet.
+
+        `last` is the last round that is over here.
+        """
+        if len(testimony.votes) + len(self._heard) > 2 * MAX_HEARD:
+            raise InvalidRequest(f"server {server} has heard {len(testimony.votes)} votes; no server is so far ahead")
+        for vote in testimony.votes:
+            if vote.job == testimony.job and (vote.job != self.job or vote.round > last):
+                self._heard[vote.job, vote.round, vote.attempt].setdefault(testimony.gone, vote)
+        if testimony.job == self.job and testimony.gone in self._gone:
+            self._gone[testimony.gone].discard(server)
+        else:
+            self._early[testimony.job, testimony.gone].add(server)

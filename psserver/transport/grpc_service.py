@@ -316,7 +316,7 @@ class Service(grpc.GenericRpcHandler):
         return reply.SerializeToString()
 
     async def _vote(self, m: pb.ServerVote, context: Context, first: Frame) -> bytes:
-        await asyncio.to_thread(self._core.hear, self._access.voter(m.session), messages.vote_from_pb(m))
+        await asyncio.to_thread(self._core.hear, self._access.voter(m.session), messages.said_from_pb(m))
         return pb.Empty().SerializeToString()
 
     def _prompt(self, row: Prompt) -> Handler:

@@ -386,7 +386,7 @@ class Connection:
         if vote.session != self.session:
             raise InvalidRequest(f"this lane is of session {self.session}, not of {vote.session}")
         self._lanes.access.check(VOTE, vote, self.names)
-        self._lanes.core.hear(self._lanes.access.voter(vote.session), messages.vote_from_pb(vote))
+        self._lanes.core.hear(self._lanes.access.voter(vote.session), messages.said_from_pb(vote))
 
     def _check(self, verb: Verb, header: pb.PushHeader | pb.PullRequest) -> None:
         """Checks a call.

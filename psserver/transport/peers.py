@@ -21,12 +21,12 @@ import grpc
 from psserver.config import ServerConfig
 from psserver.effects import Peer
 from psserver.transport.served import Served
-from pswire.api import Vote
+from pswire.api import Testimony, Vote
 from pswire.cluster import Task
-from pswire.encoding.messages import vote_to_pb
+from pswire.encoding.messages import said_to_pb
 from pswire.encoding.protocol import PROTOCOL, check_protocol
 from pswire.encoding.verbs import INCARNATION_KEY, TOKEN_KEY, VERBS, bearer, parse, refused
-from pswire.errors import InvalidRequest, PSError
+from pswire.errors import InvalidRequest, PSError, ServerGone
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.names import certificate_name, task_name
 from pswire.transport.grpc_channel import open_channel, reason, stub
@@ -88,8 +88,8 @@ class Peers:
         for link in closed:
             link.close()
 
-    def say(self, server: int, vote: Vote) -> None:
-        """Says a vote to a server. The first one makes the connection."""
+    def say(self, server: int, said: Vote | Testimony) -> None:
+        """Says a vote or a testimony to a server. The first one makes the connection."""
         link = self._links.get(server)
         if link is None:
             with self._lock:
@@ -98,7 +98,7 @@ class Peers:
                 link = self._links.get(server)
                 if link is None:
                     link = self._links[server] = Link(self._core, self._config, server, self._known[server])
-        link.say(vote)
+        link.say(said)
 
     def close(self) -> None:
         """Closes all connections, and makes no others."""
@@ -136,11 +136,11 @@ class Link:
         self._thread = threading.Thread(target=self._run, name=f"votes to {self._task}", daemon=True)
         self._thread.start()
 
-    def say(self, vote: Vote) -> None:
-        """Says a vote if there is a connection; else the machine says it again later."""
+    def say(self, said: Vote | Testimony) -> None:
+        """Says something if there is a connection; else the machine says it again later."""
         carrier = self._carrier
         if carrier is not None:
-            carrier.say(vote_to_pb(vote, self._core.incarnation).SerializeToString())
+            carrier.say(said_to_pb(said, self._core.incarnation).SerializeToString())
 
     def close(self) -> None:
         """Closes the connection for good."""
@@ -157,6 +157,9 @@ class Link:
                 self._connect_once()
             except (PSError, OSError, grpc.RpcError) as error:
                 if self._closed.is_set():
+                    return
+                if isinstance(said := _said(error), ServerGone):
+                    self._core.outlive(said)
                     return
                 pause = PAUSE_SECONDS if self._connected else min(2 * pause, LAST_PAUSE_SECONDS)
                 self._connected = False
@@ -305,6 +308,12 @@ def _why(error: Exception) -> str:
     """Says in words why there is no connection."""
     if not isinstance(error, grpc.RpcError):
         return getattr(error, "message", None) or getattr(error, "strerror", None) or str(error)
-    details = error.details() or "" if isinstance(error, grpc.Call) else ""
-    said = refused(details, error.trailing_metadata() or ()) if isinstance(error, grpc.Call) else None
-    return said.message if said is not None else reason(details)
+    said = _said(error)
+    return said.message if said is not None else reason(error.details() or "" if isinstance(error, grpc.Call) else "")
+
+
+def _said(error: Exception) -> PSError | None:
+    """Returns the error that another server has answered with; None where it did not."""
+    if not isinstance(error, grpc.Call):
+        return error if isinstance(error, PSError) else None
+    return refused(error.details() or "", error.trailing_metadata() or ())

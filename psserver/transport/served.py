@@ -6,7 +6,8 @@ from typing import Protocol
 
 from psserver.effects import Others
 from psserver.registry import Registry
-from pswire.api import ParameterServer, Vote
+from pswire.api import ParameterServer, Testimony, Vote
+from pswire.errors import ServerGone
 
 
 class Served(ParameterServer, Protocol):
@@ -34,11 +35,14 @@ class Served(ParameterServer, Protocol):
             Forbidden: another process was introduced with this incarnation.
         """
 
-    def hear(self, server: int, vote: Vote) -> None:
-        """Takes in another server's vote. A vote that was heard before changes nothing."""
+    def hear(self, server: int, said: Vote | Testimony) -> None:
+        """Takes in another server's vote or testimony. One that was heard before changes nothing."""
 
     def meet(self, server: int) -> None:
         """Another server is connected, for the first time or anew."""
+
+    def outlive(self, error: ServerGone) -> None:
+        """Another server says that the job goes on without this one, which then ends."""
 
     def miss(self, server: int, reason: str) -> None:
         """Another server is not connected, or no more; says why."""

@@ -21,6 +21,7 @@ from pswire.api import (
     RowRead,
     TableQuestion,
     TableRead,
+    Testimony,
     Vote,
     Watched,
 )
@@ -370,8 +371,31 @@ def pull_from_pb(message: pb.PullHeader, payload: Payload) -> PullReply:
     return PullReply(message.round, payload, tuple(message.rows))
 
 
-def vote_to_pb(vote: Vote, session: int) -> pb.ServerVote:
-    """Makes the message of a vote; `session` is the incarnation of the server that votes."""
+def said_to_pb(said: Vote | Testimony, session: int) -> pb.ServerVote:
+    """Makes the message of a vote, or of a testimony; `session` is the incarnation of the server that says it."""
+    if isinstance(said, Vote):
+        return _vote_to_pb(said, session)
+    return pb.ServerVote(session=session, testimony=testimony_to_pb(said))
+
+
+def said_from_pb(message: pb.ServerVote) -> Vote | Testimony:
+    """Reads a vote, or a testimony."""
+    if not message.HasField("testimony"):
+        return _vote_from_pb(message)
+    return testimony_from_pb(message.testimony)
+
+
+def testimony_to_pb(said: Testimony) -> pb.Testimony:
+    """Makes the message of a testimony."""
+    return pb.Testimony(job=said.job, gone=said.gone, votes=[_vote_to_pb(vote, 0) for vote in said.votes])
+
+
+def testimony_from_pb(message: pb.Testimony) -> Testimony:
+    """Reads a testimony."""
+    return Testimony(message.job, message.gone, tuple(map(_vote_from_pb, message.votes)))
+
+
+def _vote_to_pb(vote: Vote, session: int) -> pb.ServerVote:
     return pb.ServerVote(
         session=session,
         job=vote.job,
@@ -385,8 +409,7 @@ def vote_to_pb(vote: Vote, session: int) -> pb.ServerVote:
     )
 
 
-def vote_from_pb(message: pb.ServerVote) -> Vote:
-    """Reads a vote."""
+def _vote_from_pb(message: pb.ServerVote) -> Vote:
     error = refusal_from_pb(message.error) if message.HasField("error") else None
     whole = frozenset(message.whole)
     return Vote(

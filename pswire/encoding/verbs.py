@@ -115,6 +115,7 @@ STATUS: dict[str, str] = {
     "TaskTaken": "ALREADY_EXISTS",
     "Unreachable": "UNAVAILABLE",
     "ServerLost": "UNAVAILABLE",
+    "ServerGone": "UNAVAILABLE",
     "ChiefLost": "DEADLINE_EXCEEDED",
     "Abandoned": "ABORTED",
     "Fenced": "PERMISSION_DENIED",

@@ -151,12 +151,14 @@ class JobStarted:
         incarnations: the lives of all servers.
         name: the job's identity, "" for the one without a name.
         addresses: the addresses at which the chief reaches the servers, `host:port`.
+        copies: for each server the one that has a copy of its variables; empty where there are no copies.
     """
 
     job: int
     incarnations: tuple[int, ...]
     name: str = ""
     addresses: tuple[str, ...] = ()
+    copies: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,20 @@ class Lost:
     reason: str
 
 
-LogEntry = JobStarted | Created | Approved | EpochClosed | Started | Snapshotted | Done | Lost
+@dataclass(frozen=True)
+class Gone:
+    """The loss of a server whose variables have copies elsewhere: all go on without it.
+
+    Attributes:
+        server: index of the server.
+        reason: the chief's reason.
+    """
+
+    server: int
+    reason: str
+
+
+LogEntry = JobStarted | Created | Approved | EpochClosed | Started | Snapshotted | Done | Lost | Gone
 
 
 def forget_state(entries: list[LogEntry], plan_id: bytes) -> Plan | None:

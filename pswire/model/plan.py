@@ -110,7 +110,7 @@ class PlacedVariable:
     Attributes:
         id: its number in creation order.
         spec: the description that its creators gave.
-        servers: the servers that hold a copy; more than one only for non-slot variables.
+        servers: the servers that hold it: more than one for non-slot variables, and where variables have copies.
     """
 
     id: int
@@ -281,6 +281,8 @@ class Plan:
         restore: a restore that the round completes; nothing else is in such a plan.
         nonfinite: what becomes of the round's updates if a contribution has NaN or infinity.
         trims: tables that are cut to a number of rows, after the section's updates.
+        copied: True in a job whose variables have copies: each server that has a returned value gives it back, so that
+            it comes whichever is lost.
     """
 
     reductions: tuple[Reduction, ...] = ()
@@ -292,6 +294,7 @@ class Plan:
     restore: RestoreCommit | None = None
     nonfinite: Nonfinite = field(default="apply", repr=False)
     trims: tuple[Trim, ...] = field(default=(), repr=False)
+    copied: bool = field(default=False, repr=False)
 
     @cached_property
     def id(self) -> bytes:
@@ -302,7 +305,7 @@ class Plan:
         tables = (self.keys, f"keys {self.keys}"), (self.trims, f"trims {self.trims}")
         optional = [number for number, apply in enumerate(self.applies) if apply.optional]
         codecs = [(number, self.reductions[number].codec) for number in self.compressed]
-        own = (optional, f"optional {optional}"), (codecs, f"codecs {codecs}")
+        own = (optional, f"optional {optional}"), (codecs, f"codecs {codecs}"), (self.copied, "copied")
         choices = (self.nonfinite != "apply", self.nonfinite), *rows, *tables, *own
         words = " ".join([repr(self), *(word for chosen, word in choices if chosen)])
         return hashlib.sha256(words.encode()).digest()
@@ -407,7 +410,7 @@ class Plan:
         return frozenset(server for server, nbytes in sent.items() if nbytes > PART_BYTES) - waits
 
     def given(self, server: int) -> list[tuple[Ref, TensorSpec]]:
-        """Returns what a server gives back: each returned value comes from the first server that has it.
+        """Returns what a server gives back: each returned value comes from the first server that has it, or from all.
 
         Reduced rows, which `given_rows` has, come behind.
         """
@@ -421,14 +424,14 @@ class Plan:
         return ref.kind == "reduction" and ref.index in self.rows
 
     def _given(self, server: int) -> list[tuple[Ref, TensorSpec]]:
-        return [(ref, spec) for ref in self.returned for first, spec in [self._home(ref)] if first == server]
+        homes = ((ref, *self._homes(ref)) for ref in self.returned)
+        return [(ref, spec) for ref, servers, spec in homes if server in (servers if self.copied else servers[:1])]
 
-    def _home(self, ref: Ref) -> tuple[int, TensorSpec]:
+    def _homes(self, ref: Ref) -> tuple[tuple[int, ...], TensorSpec]:
         if ref.kind == "reduction":
             reduction = self.reductions[ref.index]
-            return reduction.servers[0], reduction.tensor
-        servers, spec = self.results[ref.index]
-        return servers[0], spec
+            return reduction.servers, reduction.tensor
+        return self.results[ref.index]
 
     @cached_property
     def results(self) -> tuple[tuple[tuple[int, ...], TensorSpec], ...]:

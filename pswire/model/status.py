@@ -205,6 +205,7 @@ class ServerStatus:
         job: the identity of the job that server 0 holds, "" for the one without a name.
         missed: servers that it has votes for and no connection to.
         gap: with bounded staleness the rounds between the foremost and the hindmost worker that counts.
+        gone: the job's servers that are lost, and without which it goes on.
     """
 
     server: int
@@ -232,3 +233,4 @@ class ServerStatus:
     job: str = ""
     missed: tuple[MissedPeer, ...] = ()
     gap: int = 0
+    gone: tuple[int, ...] = ()

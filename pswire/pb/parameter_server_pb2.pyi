@@ -153,7 +153,7 @@ class OpenRequest(_message.Message):
     def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., replicas: _Optional[int] = ..., session: _Optional[int] = ..., drives: _Optional[bool] = ..., mode: _Optional[_Union[Mode, str]] = ..., job: _Optional[str] = ..., term: _Optional[int] = ..., protocol: _Optional[int] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ...) -> None: ...
 
 class OpenReply(_message.Message):
-    __slots__ = ("session", "incarnation", "token", "server", "device", "data_port", "data_path", "lane_token", "in_flight", "term", "protocol", "window", "buffer_bytes")
+    __slots__ = ("session", "incarnation", "token", "server", "device", "data_port", "data_path", "lane_token", "in_flight", "term", "protocol", "window", "buffer_bytes", "domain")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +167,7 @@ class OpenReply(_message.Message):
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
     token: int
@@ -180,7 +181,8 @@ class OpenReply(_message.Message):
     protocol: int
     window: int
     buffer_bytes: int
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., token: _Optional[int] = ..., server: _Optional[int] = ..., device: _Optional[str] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., lane_token: _Optional[bytes] = ..., in_flight: _Optional[int] = ..., term: _Optional[int] = ..., protocol: _Optional[int] = ..., window: _Optional[int] = ..., buffer_bytes: _Optional[int] = ...) -> None: ...
+    domain: str
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., token: _Optional[int] = ..., server: _Optional[int] = ..., device: _Optional[str] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., lane_token: _Optional[bytes] = ..., in_flight: _Optional[int] = ..., term: _Optional[int] = ..., protocol: _Optional[int] = ..., window: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., domain: _Optional[str] = ...) -> None: ...
 
 class LaneHello(_message.Message):
     __slots__ = ("session", "token", "lease", "replaces", "protocol")
@@ -279,7 +281,7 @@ class IntroduceReply(_message.Message):
     def __init__(self, data_port: _Optional[int] = ..., lane_token: _Optional[bytes] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class ServerVote(_message.Message):
-    __slots__ = ("session", "job", "round", "plan_id", "epoch", "attempt", "whole", "error", "closed")
+    __slots__ = ("session", "job", "round", "plan_id", "epoch", "attempt", "whole", "error", "closed", "testimony")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -289,6 +291,7 @@ class ServerVote(_message.Message):
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
+    TESTIMONY_FIELD_NUMBER: _ClassVar[int]
     session: int
     job: int
     round: int
@@ -298,7 +301,18 @@ class ServerVote(_message.Message):
     whole: _containers.RepeatedScalarFieldContainer[int]
     error: Refusal
     closed: int
-    def __init__(self, session: _Optional[int] = ..., job: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., whole: _Optional[_Iterable[int]] = ..., error: _Optional[_Union[Refusal, _Mapping]] = ..., closed: _Optional[int] = ...) -> None: ...
+    testimony: Testimony
+    def __init__(self, session: _Optional[int] = ..., job: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., whole: _Optional[_Iterable[int]] = ..., error: _Optional[_Union[Refusal, _Mapping]] = ..., closed: _Optional[int] = ..., testimony: _Optional[_Union[Testimony, _Mapping]] = ...) -> None: ...
+
+class Testimony(_message.Message):
+    __slots__ = ("job", "gone", "votes")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    VOTES_FIELD_NUMBER: _ClassVar[int]
+    job: int
+    gone: int
+    votes: _containers.RepeatedCompositeFieldContainer[ServerVote]
+    def __init__(self, job: _Optional[int] = ..., gone: _Optional[int] = ..., votes: _Optional[_Iterable[_Union[ServerVote, _Mapping]]] = ...) -> None: ...
 
 class VariableSpec(_message.Message):
     __slots__ = ("name", "tensor", "trainable", "saved_as", "shard", "part")
@@ -789,7 +803,7 @@ class RestoreCommit(_message.Message):
     def __init__(self, path: _Optional[str] = ..., servers: _Optional[_Iterable[int]] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., choice: _Optional[str] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("reductions", "operands", "programs", "applies", "returned", "snapshot", "restore", "nonfinite", "trims")
+    __slots__ = ("reductions", "operands", "programs", "applies", "returned", "snapshot", "restore", "nonfinite", "trims", "copied")
     REDUCTIONS_FIELD_NUMBER: _ClassVar[int]
     OPERANDS_FIELD_NUMBER: _ClassVar[int]
     PROGRAMS_FIELD_NUMBER: _ClassVar[int]
@@ -799,6 +813,7 @@ class Plan(_message.Message):
     RESTORE_FIELD_NUMBER: _ClassVar[int]
     NONFINITE_FIELD_NUMBER: _ClassVar[int]
     TRIMS_FIELD_NUMBER: _ClassVar[int]
+    COPIED_FIELD_NUMBER: _ClassVar[int]
     reductions: _containers.RepeatedCompositeFieldContainer[Reduction]
     operands: _containers.RepeatedCompositeFieldContainer[Operand]
     programs: _containers.RepeatedCompositeFieldContainer[Program]
@@ -808,7 +823,8 @@ class Plan(_message.Message):
     restore: RestoreCommit
     nonfinite: Nonfinite
     trims: _containers.RepeatedCompositeFieldContainer[Trim]
-    def __init__(self, reductions: _Optional[_Iterable[_Union[Reduction, _Mapping]]] = ..., operands: _Optional[_Iterable[_Union[Operand, _Mapping]]] = ..., programs: _Optional[_Iterable[_Union[Program, _Mapping]]] = ..., applies: _Optional[_Iterable[_Union[Apply, _Mapping]]] = ..., returned: _Optional[_Iterable[_Union[Ref, _Mapping]]] = ..., snapshot: _Optional[_Union[SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[RestoreCommit, _Mapping]] = ..., nonfinite: _Optional[_Union[Nonfinite, str]] = ..., trims: _Optional[_Iterable[_Union[Trim, _Mapping]]] = ...) -> None: ...
+    copied: bool
+    def __init__(self, reductions: _Optional[_Iterable[_Union[Reduction, _Mapping]]] = ..., operands: _Optional[_Iterable[_Union[Operand, _Mapping]]] = ..., programs: _Optional[_Iterable[_Union[Program, _Mapping]]] = ..., applies: _Optional[_Iterable[_Union[Apply, _Mapping]]] = ..., returned: _Optional[_Iterable[_Union[Ref, _Mapping]]] = ..., snapshot: _Optional[_Union[SnapshotOrder, _Mapping]] = ..., restore: _Optional[_Union[RestoreCommit, _Mapping]] = ..., nonfinite: _Optional[_Union[Nonfinite, str]] = ..., trims: _Optional[_Iterable[_Union[Trim, _Mapping]]] = ..., copied: _Optional[bool] = ...) -> None: ...
 
 class Trim(_message.Message):
     __slots__ = ("variable", "servers", "rows")
@@ -885,16 +901,26 @@ class Epoch(_message.Message):
     def __init__(self, number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., entry: _Optional[str] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., leaving: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., save: _Optional[int] = ...) -> None: ...
 
 class JobStarted(_message.Message):
-    __slots__ = ("job", "incarnations", "name", "addresses")
+    __slots__ = ("job", "incarnations", "name", "addresses", "copies")
     JOB_FIELD_NUMBER: _ClassVar[int]
     INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     job: int
     incarnations: _containers.RepeatedScalarFieldContainer[int]
     name: str
     addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, job: _Optional[int] = ..., incarnations: _Optional[_Iterable[int]] = ..., name: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    copies: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job: _Optional[int] = ..., incarnations: _Optional[_Iterable[int]] = ..., name: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., copies: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Gone(_message.Message):
+    __slots__ = ("server", "reason")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    server: int
+    reason: str
+    def __init__(self, server: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Lost(_message.Message):
     __slots__ = ("server", "reason")
@@ -917,7 +943,7 @@ class Snapshotted(_message.Message):
     def __init__(self, plan_id: _Optional[bytes] = ..., round: _Optional[int] = ..., path: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Entry(_message.Message):
-    __slots__ = ("job_started", "created", "approved", "epoch_closed", "started", "snapshotted", "done", "lost")
+    __slots__ = ("job_started", "created", "approved", "epoch_closed", "started", "snapshotted", "done", "lost", "gone")
     JOB_STARTED_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     APPROVED_FIELD_NUMBER: _ClassVar[int]
@@ -926,6 +952,7 @@ class Entry(_message.Message):
     SNAPSHOTTED_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
     job_started: JobStarted
     created: Variable
     approved: Plan
@@ -934,7 +961,8 @@ class Entry(_message.Message):
     snapshotted: Snapshotted
     done: Empty
     lost: Lost
-    def __init__(self, job_started: _Optional[_Union[JobStarted, _Mapping]] = ..., created: _Optional[_Union[Variable, _Mapping]] = ..., approved: _Optional[_Union[Plan, _Mapping]] = ..., epoch_closed: _Optional[_Union[Epoch, _Mapping]] = ..., started: _Optional[_Union[Start, _Mapping]] = ..., snapshotted: _Optional[_Union[Snapshotted, _Mapping]] = ..., done: _Optional[_Union[Empty, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ...) -> None: ...
+    gone: Gone
+    def __init__(self, job_started: _Optional[_Union[JobStarted, _Mapping]] = ..., created: _Optional[_Union[Variable, _Mapping]] = ..., approved: _Optional[_Union[Plan, _Mapping]] = ..., epoch_closed: _Optional[_Union[Epoch, _Mapping]] = ..., started: _Optional[_Union[Start, _Mapping]] = ..., snapshotted: _Optional[_Union[Snapshotted, _Mapping]] = ..., done: _Optional[_Union[Empty, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ...) -> None: ...
 
 class ProposeRequest(_message.Message):
     __slots__ = ("session", "plan", "entry", "start")
@@ -1525,7 +1553,7 @@ class ProcessStatus(_message.Message):
     def __init__(self, clock: _Optional[float] = ..., resident: _Optional[int] = ..., versions: _Optional[_Mapping[str, str]] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., lanes: _Optional[_Mapping[int, str]] = ..., traffic: _Optional[_Mapping[str, int]] = ..., uptime: _Optional[float] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("server", "incarnation", "log", "epoch", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "program_version", "held", "snapshot_limit", "saving", "sessions", "incarnations", "over", "broken", "device", "process", "job", "missed", "gap")
+    __slots__ = ("server", "incarnation", "log", "epoch", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "program_version", "held", "snapshot_limit", "saving", "sessions", "incarnations", "over", "broken", "device", "process", "job", "missed", "gap", "gone")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LOG_FIELD_NUMBER: _ClassVar[int]
@@ -1551,6 +1579,7 @@ class StatusReply(_message.Message):
     JOB_FIELD_NUMBER: _ClassVar[int]
     MISSED_FIELD_NUMBER: _ClassVar[int]
     GAP_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
     server: int
     incarnation: int
     log: int
@@ -1576,7 +1605,8 @@ class StatusReply(_message.Message):
     job: str
     missed: _containers.RepeatedCompositeFieldContainer[MissedPeer]
     gap: int
-    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., program_version: _Optional[int] = ..., held: _Optional[int] = ..., snapshot_limit: _Optional[int] = ..., saving: _Optional[_Iterable[_Union[Saving, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., incarnations: _Optional[_Iterable[int]] = ..., over: _Optional[bool] = ..., broken: _Optional[str] = ..., device: _Optional[str] = ..., process: _Optional[_Union[ProcessStatus, _Mapping]] = ..., job: _Optional[str] = ..., missed: _Optional[_Iterable[_Union[MissedPeer, _Mapping]]] = ..., gap: _Optional[int] = ...) -> None: ...
+    gone: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., program_version: _Optional[int] = ..., held: _Optional[int] = ..., snapshot_limit: _Optional[int] = ..., saving: _Optional[_Iterable[_Union[Saving, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., incarnations: _Optional[_Iterable[int]] = ..., over: _Optional[bool] = ..., broken: _Optional[str] = ..., device: _Optional[str] = ..., process: _Optional[_Union[ProcessStatus, _Mapping]] = ..., job: _Optional[str] = ..., missed: _Optional[_Iterable[_Union[MissedPeer, _Mapping]]] = ..., gap: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class MissedPeer(_message.Message):
     __slots__ = ("server", "round", "seconds", "reason")

@@ -13,6 +13,7 @@ from pstesting import faults
 from pstesting.faults import Faults
 from pstesting.processes import CHIEF, QUICK, W0, W1, W2, ProcessCluster
 from pstesting.script import ME, add_all, say
+from pswire.cluster import Task
 
 
 def endure(rounds, rates):
@@ -63,3 +64,35 @@ def test_every_contribution_counts_once_and_whole(tmp_path, seed, rates):
                 assert did <= count <= did + deaths[task], (task, count, did, deaths)
     assert not sums
     assert sum(deaths.values()) >= 5
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(20))
+def test_a_server_is_among_the_dead(tmp_path, seed):
+    """With copies one of three servers dies as well, at any moment, and is not started again: the same law holds."""
+    choices = random.Random(seed)
+    deaths = dict.fromkeys((W0, W1, W2, CHIEF), 0)
+    lost, when = Task("ps", choices.randrange(3)), choices.randrange(20, 400)
+    rates = {"drop": 0.02, "twice": 0.02, "lose": 0.02} if seed % 2 else {}
+    keys = {"ps": 3, "workers": 3, "chief": "driver", "timeouts": QUICK, "replication": 1}
+    with ProcessCluster(endure, tmp_path, (500, rates), **keys) as job:
+        job.hear(W0, "did", 0)
+        alive = True
+        while (done := max(job.said(W0, "did"))) < 420:
+            if alive and done >= when:
+                job.kill(lost)
+                alive = False
+            task = choices.choice(list(deaths))
+            job.kill(task)
+            deaths[task] += 1
+            time.sleep(choices.random() * 0.5)
+            job.start(task)
+            time.sleep(choices.random() * 1.5)
+        for task in (W0, W1, W2, CHIEF):
+            assert job.exited(task) == 0
+        sums = {tuple(job.said(task, "sums")[-1]) for task in (W0, W1, W2)}
+        for total in sums.pop():
+            for task in (W0, W1, W2):
+                count, did = int(total) // 1000**task.index % 1000, len(job.said(task, "did"))
+                assert did <= count <= did + deaths[task], (task, count, did, deaths)
+    assert not sums

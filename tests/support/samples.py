@@ -15,6 +15,7 @@ import numpy as np
 
 from psserver.effects import Others
 from psserver.registry import Registry
+from pswire import api
 from pswire.api import (
     RESTS,
     UNTIL_ENDED,
@@ -56,6 +57,7 @@ from pswire.model.log import (
     Epoch,
     EpochClosed,
     Examples,
+    Gone,
     JobStarted,
     LogEntry,
     Lost,
@@ -221,6 +223,7 @@ PLAN = Plan(
     snapshot=SnapshotOrder("run/ckpt-7", (0, 1, 2, 3), 41, '{"objects": {}}'),
     restore=RestoreCommit("run/ckpt-6", (3, 2), Turn(11, 12, 13), "d1ge57"),
     nonfinite="skip",
+    copied=True,
 )
 RAISING = Plan(nonfinite="raise")
 OF_TABLES = Plan(
@@ -228,7 +231,7 @@ OF_TABLES = Plan(
     trims=(Trim(162, (1, 2), 70_004), Trim(163, (3,), 0)),
 )
 ENTRIES: tuple[LogEntry, ...] = (
-    JobStarted(77, (INCARNATION, 1), "the-job", ("ps-0:2222", "[::1]:2223")),
+    JobStarted(77, (INCARNATION, 1), "the-job", ("ps-0:2222", "[::1]:2223"), (1, 0)),
     Created(VARIABLE),
     Created(SCRATCH),
     Created(PART),
@@ -240,6 +243,7 @@ ENTRIES: tuple[LogEntry, ...] = (
     Started(START),
     Snapshotted(PLAN_ID, 41, "root/run/ckpt-7", "no room"),
     Lost(2, "it was silent"),
+    Gone(3, "was lost"),
     Done(),
 )
 SESSIONS = (
@@ -275,6 +279,7 @@ STATUS = ServerStatus(
     job="the-job",
     missed=(MissedPeer(1, 40, 6.5, "nothing listens there"),),
     gap=4,
+    gone=(3, 5),
 )
 HAPPENED = Happened(2.5, "push", "worker 300, session 7", "Fenced: it ended")
 BARE = ServerStatus(0, INCARNATION, 0, None, 0, (), (), 0, 0, 0, float("inf"), program_version=0, process=PROCESS)
@@ -358,7 +363,7 @@ def error(name: str) -> PSError:
 
 
 _SESSION_AND_VERSION = (SESSION, 40, -70_000)
-_OPENED = Opened(SESSION, INCARNATION, 0x1122_3344_5566, 3, "gpu:0", 9, 8)
+_OPENED = Opened(SESSION, INCARNATION, 0x1122_3344_5566, 3, "gpu:0", 9, 8, "rack-7")
 _PACE = Pace(30, 61, 32)
 _CREATED = CreateReply(150, (0, 3), True, True)
 _CREATE = (SESSION, 12, -1, VARIABLE.spec, (0, 3))
@@ -498,6 +503,7 @@ SAMPLES = (
 VOTES = (
     Vote(77, 41, PLAN_ID, 6, 2, frozenset((SESSION, 9)), closed=-1),
     Vote(77, 42, PLAN_ID, 6, error=error("MemoryLimit"), closed=40),
+    api.Testimony(77, 3, (Vote(77, 43, PLAN_ID, 6, 1, frozenset((9,)), closed=42),)),
 )
 """What another server says."""
 

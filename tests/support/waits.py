@@ -9,8 +9,8 @@ from __future__ import annotations
 TRIED: dict[str, tuple[str, ...]] = {
     # A worker, and the chief beside its script. All waits of a session come to `Session.wait`.
     "psclient._src.transport.session.Session.wait": ("for_a_worker_in_a_round",),
-    "psclient._src.transport.session.Session.await_job": ("for_a_chief",),
-    "psclient._src.rounds.membership.Group._follow": (
+    "psclient._src.transport.log_calls.LogCalls.ask_keeper": (
+        "for_a_chief",
         "for_a_worker_that_starts",
         "for_the_others_to_take_it_in",
         "for_a_checkpoint_to_be_written",
@@ -56,7 +56,9 @@ BRIEF: dict[str, str] = {
     "psclient.coordinator.cluster_coordinator.ClusterCoordinator._look": "in pieces.wait, for an answer that comes at once",
     "psclient.coordinator.worker.Worker._ask": "in pieces.wait",
     "psclient._src.transport.staging.host": "for the end of a copy from this process's GPU",
-    "psclient._src.transport.session.Session.look": "at most Timeouts.call; the error names server 0",
+    "psclient._src.transport.session.Session._hold": OVER,
+    "psclient._src.transport.daemon_threads.follow": OVER,
+    "psclient._src.transport.hosting.Hosting.look_around": "for calls that say themselves which server does not answer",
     "psclient._src.transport.pacing._await_epoch": "for the chief's next call, at most Timeouts.call; it says so in Session.wait",
     "psclient._src.transport.session.Session.pause": "between two questions; who asks again and again speaks itself",
     "psclient._src.transport.session.Session._beat": "the pause between two beats",

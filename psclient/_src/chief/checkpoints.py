@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, wait
 from functools import partial
+from types import MappingProxyType
 
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.session import Session
@@ -14,7 +15,7 @@ from pswire.api import ParameterServer
 from pswire.checkpoint.assembly import manifest_of
 from pswire.checkpoint.manifest import Manifest
 from pswire.cluster import Task
-from pswire.errors import CheckpointError, Fenced, PSError, RoundTimeout, ServerLost
+from pswire.errors import CheckpointError, Fenced, PSError, RoundTimeout, ServerGone, ServerLost
 from pswire.limits import PART_BYTES
 from pswire.model.log import Snapshotted
 from pswire.model.plan import Plan
@@ -45,12 +46,17 @@ class CheckpointCommitter:
         self._ordered_at = 0.0
         self._committing: Future[Snapshotted] | None = None
 
-    def order(self, plans: Iterable[Plan]) -> None:
-        """Starts to commit the first of these, unless a checkpoint is being committed."""
+    def order(self, plans: Iterable[Plan], without: Mapping[bytes, Set[int]] = MappingProxyType({})) -> None:
+        """Starts to commit the first of these, unless a checkpoint is being committed.
+
+        Args:
+            plans: those that save, in order.
+            without: of each, by its id, the servers that were gone before it was approved.
+        """
         plan = next(iter(plans), None)
         if self._committing is None and plan is not None:
             self._ordered_at = time.monotonic()
-            self._committing = self._threads.submit(partial(self.commit, plan))
+            self._committing = self._threads.submit(partial(self.commit, plan, without.get(plan.id, frozenset())))
 
     def pending(self) -> list[Future[Snapshotted]]:
         """The checkpoint that is being written, or of which the log does not tell yet, if there is one."""
@@ -65,22 +71,30 @@ class CheckpointCommitter:
         self._committing = None
         self._took.observe(time.monotonic() - self._ordered_at)
 
-    def commit(self, plan: Plan) -> Snapshotted:
-        """Shards first, the manifest last; without a manifest there is no checkpoint."""
+    def commit(self, plan: Plan, without: Set[int] = frozenset()) -> Snapshotted:
+        """Shards first, the manifest last; without a manifest there is no checkpoint.
+
+        A server that was gone before is left out: others save what it had. Of one that is lost meanwhile nobody knows
+        whether they do.
+        """
         order = plan.snapshot
         if order is None:
             raise ValueError("the plan orders no checkpoint")
         try:
-            pending = [self._ask(server, plan.id) for server in order.servers]
-            shards = [
-                self._awaited(server, plan.id, future) for server, future in zip(order.servers, pending, strict=True)
-            ]
+            servers = [server for server in order.servers if server not in without]
+            pending = [self._ask(server, plan.id) for server in servers]
+            shards = [self._awaited(server, plan.id, future) for server, future in zip(servers, pending, strict=True)]
             if len({(shard.round, shard.positions) for shard in shards}) > 1:
                 rounds = ", ".join(str(shard.round) for shard in shards)
                 raise CheckpointError(f"the servers' parts are of different rounds ({rounds}); save again")
-            text, first = _fitting(manifest_of(shards, order)), order.servers[0]
+            text, first = _fitting(manifest_of(shards, order)), servers[0]
             done = self._awaited(first, plan.id, self._ask(first, plan.id, text), text)
-        except (ServerLost, Fenced):
+        except (ServerGone, ServerLost) as error:
+            if not self._session.copied:
+                raise
+            said = f"{error.task} was lost while it was written; save again"
+            return Snapshotted(plan.id, 0, order.path, said)
+        except Fenced:
             raise  # nobody knows what became of it: who drives the job next will
         except Exception as error:  # whatever it is, the processes that wait for the checkpoint are told
             if not isinstance(error, PSError):

@@ -8,6 +8,7 @@ that a server is lost, and who holds a round up.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,9 +28,9 @@ from psclient._src.transport.remote_server import RemoteServer
 from psclient._src.transport.session import Session
 from pswire.api import Watched
 from pswire.cluster import ClusterSpec, Task
-from pswire.errors import Abandoned, Fenced, PSError, ServerLost, TaskTaken
+from pswire.errors import Abandoned, Fenced, PSError, ServerGone, ServerLost, TaskTaken
 from pswire.limits import Timeouts
-from pswire.model.log import Done, EpochClosed, LogEntry, Lost
+from pswire.model.log import Done, EpochClosed, Gone, LogEntry, Lost
 from pswire.model.status import SessionState
 from pswire.telemetry import logging_setup
 from pswire.telemetry.metrics import Histogram
@@ -52,6 +53,7 @@ class Chief:
         runs_script: True if the chief task itself is a replica, so that the first epoch waits for it.
         failed: called with the reason why a chief that drives in a thread cannot go on.
         job: the identity of the job.
+        copied: True if variables have copies, so that the job goes on without a server that is lost.
     """
 
     def __init__(
@@ -63,9 +65,11 @@ class Chief:
         runs_script: bool = False,
         failed: Callable[[PSError], object] = lambda error: None,
         job: str = "",
+        copied: bool = False,
     ) -> None:
         self._failed = failed
         self._job = job
+        self._copied = copied
         self._task = task
         self._servers = servers
         self._timeouts = timeouts
@@ -89,11 +93,11 @@ class Chief:
         self._session = self._new_session()
         self._log = JobLog(self._servers, self._session, self._takes_over)
         self._checkpoints = CheckpointCommitter(self._servers, self._session, self._threads, self._took)
-        self._hung = HungMembers(self._servers, self._timeouts, self._period, self._threads)
+        self._hung = HungMembers(self._session, self._timeouts, self._period, self._threads)
         self._watching: Future[Watched] | None = None
 
     def _new_session(self) -> Session:
-        return Session(self._task, self._servers, 0, True, self._timeouts, job=self._job)
+        return Session(self._task, self._servers, 0, True, self._timeouts, job=self._job, copied=self._copied)
 
     @property
     def _period(self) -> float:
@@ -210,18 +214,50 @@ class Chief:
             version = 0
             while not self._stop.is_set():
                 steps_down = self._steps_down.is_set()
-                watched = self._watch(version)
-                if watched is None:
+                try:
+                    watched = self._watch(version)
+                    if watched is None:
+                        continue
+                    version = watched.version
+                    if self._act(watched):
+                        error = ""
+                        break
+                except (ServerGone, ServerLost) as lost:
+                    self._go_on_without(lost)
+                    self._watching, version = None, 0
                     continue
-                version = watched.version
-                if self._act(watched):
-                    error = ""
-                    break
                 if steps_down:
                     log.warning("the chief in %s leaves, and another process drives the job on", self._task)
                     break
         finally:
             self._session.leave(error)
+
+    def _go_on_without(self, error: ServerGone | ServerLost) -> None:
+        """Goes on where all that lies on a server that is lost lies on others as well; raises the error where not."""
+        hosting = self._session.hosting
+        found = {server.task.index for server in self._servers if str(server.task) == error.task}
+        if not (self._copied and found):
+            raise error
+        reasons = dict.fromkeys(found, _lost_how(error)) | {
+            index: _lost_how(hosting.suspects.pop(index)) for index in list(hosting.suspects)
+        }
+        losses = [Gone(index, reason) for index, reason in sorted(reasons.items()) if index not in hosting.gone]
+        if not losses:
+            return  # a call that was under way has found out as well
+        gone = hosting.gone | {entry.server for entry in losses}
+        if len(gone) == len(self._servers):
+            raise error
+        lives = self._log.state.survives(gone)
+        try:
+            ends = [] if lives else [Lost(losses[0].server, f"{losses[0].reason}; so were its copies")]
+            self._log.lose(losses, ends, self._timeouts.call)
+        except (ServerGone, ServerLost) as another:  # it is lost as well: all of them are looked at again
+            for entry in losses:
+                hosting.suspect(entry.server, ServerLost(entry.reason, str(Task("ps", entry.server))), True)
+            self._go_on_without(another)
+        else:
+            if not lives:
+                raise error
 
     def _reopen(self, error: Fenced) -> None:
         """Its session has ended, since it was paused or cut off: it goes on with a new token, if nobody else is chief.
@@ -263,11 +299,14 @@ class Chief:
         until = time.monotonic() + PAUSE
         while not self._stop.is_set():
             self._session.check()
+            suspects = self._session.hosting.suspects
+            if suspects:
+                raise next(iter(suspects.values()))
             if self._watching is None:
                 known = len(self._log.state.log)
-                self._watching = self._servers[0].watch(self._session.number, known, version)
+                self._watching = self._session.log_server.watch(self._session.number, known, version)
             self._reminder.look()
-            news: list[Future[Any]] = [self._watching, *self._checkpoints.pending()]
+            news: list[Future[Any]] = [self._watching, *self._checkpoints.pending(), *self._session.hosting.suspected]
             wait(news, PAUSE / 4, FIRST_COMPLETED)
             if self._steps_down.is_set():
                 watched = self._session.look(len(self._log.state.log))
@@ -304,13 +343,13 @@ class Chief:
         if saved:
             self._checkpoints.told()
         self._log.copy()
-        self._checkpoints.order(state.saves.values())
+        self._checkpoints.order(state.saves.values(), state.without)
         return done or gives_up is not None
 
     def _settled(self, decided: Sequence[Decision]) -> list[LogEntry]:
         """The entries for the log, once the servers have said where new members begin."""
         asks = any(isinstance(one, Beginning) for one in decided)
-        statuses = [server.status() for server in self._servers] if asks else []
+        statuses = [server.status() for server in self._session.live] if asks else []
         return [one.closed(statuses) if isinstance(one, Beginning) else one for one in decided]
 
     def _abandoned(self, sessions: Sequence[SessionState]) -> Abandoned | None:
@@ -319,8 +358,13 @@ class Chief:
         if gives_up is None:
             return None
         here = any(is_here(session, self._timeouts.lease) for session in self._session.look().sessions)
-        writes = any(server.status().saving for server in self._servers)
+        writes = any(server.status().saving for server in self._session.live)
         return None if here or writes else gives_up
+
+
+def _lost_how(error: PSError) -> str:
+    """Returns how a server was lost, without what that would mean were there no copies."""
+    return re.split("; (?:its variables are gone|restart from)", error.message)[0]
 
 
 def _told(states: Mapping[Task, str]) -> str:

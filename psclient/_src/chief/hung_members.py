@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 
 from psclient._src.chief.decisions import cut_off
 from psclient._src.chief.stalls import Stall, Stalls
 from psclient._src.transport.daemon_threads import Threads
-from pswire.api import ParameterServer
+from psclient._src.transport.session import Session
 from pswire.limits import Timeouts
 from pswire.model.log import Epoch
 from pswire.model.status import ServerStatus
 
 log = logging.getLogger("psclient.chief")
 
+SLACK = 0.5
+"""Seconds beside a lease after which a server that others do not reach is lost, where variables have copies."""
+
 
 class HungMembers:
     """The members that hold the job up for longer than a round may take. Used by the thread that drives.
 
     Args:
-        servers: all of them, which are asked from time to time.
+        session: the chief's, whose servers are asked from time to time.
         timeouts: of the cluster.
         period: seconds between two looks.
         threads: for calls, since a server may not answer.
@@ -31,9 +33,9 @@ class HungMembers:
         sessions: of those that were found so far.
     """
 
-    def __init__(self, servers: Sequence[ParameterServer], timeouts: Timeouts, period: float, threads: Threads) -> None:
+    def __init__(self, session: Session, timeouts: Timeouts, period: float, threads: Threads) -> None:
         self.sessions: set[int] = set()
-        self._servers = servers
+        self._session = session
         self._timeouts = timeouts
         self._period = period
         self._threads = threads
@@ -53,12 +55,15 @@ class HungMembers:
         if epoch is None or any(member.mode == "async" for member in epoch.members) or now < self._ask_at:
             return False
         if not self._asked:
-            self._asked = [self._threads.submit(server.status) for server in self._servers]
+            self._asked = [self._threads.submit(server.status) for server in self._session.live]
         if not all(asked.done() for asked in self._asked):
             return False
-        statuses, self._asked = [asked.result() for asked in self._asked], []
+        answers, self._asked = self._asked, []
+        statuses = [asked.result() for asked in answers]
         self._ask_at = now + self._period
-        if (lost := cut_off(statuses, self._timeouts.server)) is not None:
+        lease = self._timeouts.lease + SLACK
+        limit = min(self._timeouts.server, lease) if self._session.copied else self._timeouts.server
+        if (lost := cut_off(statuses, limit)) is not None:
             raise lost
         stall = self._stalls.look(statuses, now)
         if stall is None or not stall.missing:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from psclient._src.chief.job_state import JobState
 from psclient._src.transport.session import Session
 from pswire.api import ParameterServer, Watched
-from pswire.errors import Fenced, ServerLost, Unreachable
-from pswire.model.log import Done, JobStarted, LogEntry, Lost
+from pswire.errors import ConfigError, Fenced, ServerLost, Unreachable
+from pswire.model.log import Done, Gone, JobStarted, LogEntry, Lost
 
 log = logging.getLogger("psclient.chief")
 
@@ -43,7 +43,7 @@ class JobLog:
         session = self._session
         entries: list[LogEntry] = []
         # A long log comes in several answers.
-        while len(entries) < self._servers[0].status().log:
+        while len(entries) < self._keeper.status().log:
             entries += session.look(len(entries)).entries
         first = entries[0] if entries else None
         over = any(isinstance(entry, Done | Lost) for entry in entries)
@@ -56,7 +56,8 @@ class JobLog:
             raise Fenced("the job is over, or the servers hold another one: there is nothing to take over")
         else:
             addresses = tuple(server.address for server in self._servers)
-            begin = JobStarted(session.number, session.incarnations, session.job, addresses)
+            copies = copies_by(session.domains) if session.copied else ()
+            begin = JobStarted(session.number, session.incarnations, session.job, addresses, copies)
             # Server 0 last: once it has the job, clients create variables, which another server that began
             # the job only then would drop.
             for server in reversed(self._servers):
@@ -64,34 +65,78 @@ class JobLog:
             self.state.take([begin])
         self.copy()
 
+    @property
+    def _keeper(self) -> ParameterServer:
+        return self._servers[self._session.hosting.keeper]
+
     def take(self, watched: Watched) -> None:
         """Takes in news; what this chief appended in the meantime comes back to it."""
         self.state.take(watched.entries[len(self.state.log) - watched.start :])
 
     def append(self, entries: Sequence[LogEntry]) -> bool:
-        """Appends to server 0's log, if nothing else was appended in between."""
+        """Appends to the log of the server that keeps it, if nothing else was appended in between."""
         index = len(self.state.log)
-        agreed = self._servers[0].approve(self._session.token, index, entries)
+        agreed = self._keeper.approve(self._session.token, index, entries)
         if agreed != index + len(entries):
             return False
         self.state.take(entries)
         return True
 
     def insist(self, entry: LogEntry, seconds: float) -> None:
-        """Appends to server 0's log, whatever else is appended; raises TimeoutError if news take so long."""
+        """Appends to that log, whatever else is appended; raises TimeoutError if news take so long."""
         while not self.append([entry]):
-            self.take(self._servers[0].watch(0, len(self.state.log), 0).result(seconds))
+            self.take(self._keeper.watch(0, len(self.state.log), 0).result(seconds))
+
+    def lose(self, losses: Sequence[Gone], more: Sequence[LogEntry], seconds: float) -> None:
+        """Appends that servers are gone, and more; where one of them kept the log, to that of the next one.
+
+        What this chief has of the log, that one gets first. What only the server that is gone has had of it, those
+        say again who were told.
+        """
+        gone = self._session.hosting.gone | {entry.server for entry in losses}
+        keeper = next(server for server in range(len(self._servers)) if server not in gone)
+        if keeper == self._session.hosting.keeper:
+            for entry in (*losses, *more):
+                self.insist(entry, seconds)
+        else:
+            self._copy_to(keeper, [*self.state.log, *losses, *more])
+            self.state.take([*losses, *more])
+        self._session.lose(losses)
 
     def copy(self) -> None:
         """Copies the log to the servers that lack its end."""
         entries = self.state.log
-        for number, server in enumerate(self._servers[1:], 1):
+        for number in self._session.hosting.live[1:]:
             try:
-                while self._copied[number] < len(entries):
-                    index = self._copied[number]
-                    self._copied[number] = server.approve(self._session.token, index, entries[index:])
+                self._copy_to(number, entries)
             except (Unreachable, ServerLost) as error:
                 if not isinstance(entries[-1], Done):
                     raise
                 # It ends by this very entry, so that a lost answer cannot be asked for again.
                 log.info("server %d did not say that it knows of the end: %s", number, error)
+
+    def _copy_to(self, number: int, entries: Sequence[LogEntry]) -> None:
+        while self._copied[number] < len(entries):
+            index = self._copied[number]
+            self._copied[number] = self._servers[number].approve(self._session.token, index, entries[index:])
+
+
+def copies_by(domains: Sequence[str]) -> tuple[int, ...]:
+    """Returns for each server which one has the copies of its variables: the next one of another failure domain.
+
+    Args:
+        domains: of each server the part of the machines that fails as one in which it runs.
+
+    Raises:
+        ConfigError: there is one server.
+    """
+    count = len(domains)
+    if count < 2:
+        raise ConfigError("PS_REPLICATION=1 needs two servers: one has the copies of the other; add a ps task")
+    found = list[int]()
+    for server, domain in enumerate(domains):
+        behind = [(server + step) % count for step in range(1, count)]
+        found.append(next((other for other in behind if domains[other] != domain), behind[0]))
+    if len(set(domains)) == 1:
+        log.warning("all servers run in %r, and fail as one: copies help against the loss of a process", domains[0])
+    return tuple(found)

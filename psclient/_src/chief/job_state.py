@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
-from pswire.model.log import Approved, Epoch, EpochClosed, LogEntry, Snapshotted, Started, forget_state
-from pswire.model.plan import Plan
+from pswire.model.log import Approved, Created, Epoch, EpochClosed, Gone, LogEntry, Snapshotted, Started, forget_state
+from pswire.model.plan import PlacedVariable, Plan
 
 
 @dataclass
@@ -22,6 +22,9 @@ class JobState:
         epochs: all of them, by number.
         saves: plans that ordered a checkpoint which is neither complete nor failed, by id, in order.
         saved: checkpoints so far, by how they ended: "saved" or "failed".
+        gone: the servers that are lost, and without which the job goes on.
+        without: of each of these plans that save, the servers that were gone when it was approved.
+        variables: all variables.
     """
 
     log: list[LogEntry] = field(default_factory=list)
@@ -31,6 +34,9 @@ class JobState:
     epochs: dict[int, Epoch] = field(default_factory=dict)
     saves: dict[bytes, Plan] = field(default_factory=dict)
     saved: Counter[str] = field(default_factory=lambda: Counter(saved=0, failed=0))
+    gone: frozenset[int] = frozenset()
+    without: dict[bytes, frozenset[int]] = field(default_factory=dict)
+    variables: list[PlacedVariable] = field(default_factory=list)
 
     def take(self, entries: Sequence[LogEntry]) -> None:
         """Takes in the next entries of the log."""
@@ -43,6 +49,10 @@ class JobState:
                     self.epoch = self.epochs[entry.epoch.number] = entry.epoch
                     if entry.epoch.start:
                         self.started = {member.session for member in entry.epoch.members}
+                case Created():
+                    self.variables.append(entry.variable)
+                case Gone():
+                    self.gone |= {entry.server}
                 case Started():
                     self.started |= {m.session for m in self.epochs[entry.start.epoch].members}
                 case Snapshotted():
@@ -53,4 +63,8 @@ class JobState:
     def _approve(self, plan: Plan) -> None:
         self.approved.add(plan.id)
         if plan.snapshot is not None:
-            self.saves[plan.id] = plan
+            self.saves[plan.id], self.without[plan.id] = plan, self.gone
+
+    def survives(self, gone: Set[int]) -> bool:
+        """Returns whether all variables lie on some server that is not gone."""
+        return all(set(variable.servers) - gone for variable in self.variables)

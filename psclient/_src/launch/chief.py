@@ -17,7 +17,13 @@ log = logging.getLogger("psworker")
 
 
 def drive(
-    config: TaskConfig, timeouts: Timeouts, security: Security, job: str, refused: Refused, standby: bool = False
+    config: TaskConfig,
+    timeouts: Timeouts,
+    security: Security,
+    job: str,
+    refused: Refused,
+    standby: bool = False,
+    copied: bool = False,
 ) -> None:
     """A chief without a script: drives the job until it is done, in the calling thread.
 
@@ -28,9 +34,10 @@ def drive(
         timeouts, security, refused: of all connections.
         job: the identity of the job.
         standby: True to wait until nobody drives the job any more.
+        copied: True if variables have copies.
     """
-    servers = connect(config.cluster, timeouts, security=security, drives=True, refused=refused)
-    chief = Chief(config.task, servers, config.cluster, timeouts, job=job)
+    servers = connect(config.cluster, timeouts, security=security, drives=True, refused=refused, copied=copied)
+    chief = Chief(config.task, servers, config.cluster, timeouts, job=job, copied=copied)
     exporter = Exporter(config.task, security)
     exporter.add_chief(chief)
     try:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from psclient._src.config import JOB, LANE, LaunchConfig, child_environ, job_from
+from psclient._src.config import JOB, LANE, REPLICATION, LaunchConfig, child_environ, job_from
 from psclient._src.launch.outcome import Failure, Outcome
 from psclient._src.launch.restarts import Replacement, Restarts
 from psclient._src.processes.output import Line, Relay
@@ -101,6 +101,7 @@ class Cluster:
         self._relay: Relay | None = None
         self._heard: set[Task] = set()
         self._ended: list[Task] = []
+        self._lost: list[Task] = []
         self._restarts = Restarts(self.config.restarts)
         self._signals: list[int] = []
 
@@ -243,7 +244,7 @@ class Cluster:
         command += ["--module", self.config.module] if self.config.module and task.job == "worker" else []
         command += ["--", self.config.script, *self.config.args] if runs else []
         told = (
-            {LANE: self.config.lane, JOB: self.job}
+            {LANE: self.config.lane, JOB: self.job, REPLICATION: str(self.config.replication)}
             | self._options.variables()
             | self._more
             | {"TF_CONFIG": self.tf_config(task)}
@@ -278,8 +279,19 @@ class Cluster:
     def _failed(self) -> list[Task]:
         """Tasks that failed, in the order in which that was seen; one that has only not saved stops nobody."""
         failed = [task for task, process in self.processes.items() if process.poll() not in (None, 0, NOT_SAVED)]
+        if self.config.replication:
+            failed = self._beside_lost(failed)
         self._ended += [task for task in failed if task not in self._ended]
         return [task for task in self._ended if task in failed]
+
+    def _beside_lost(self, failed: list[Task]) -> list[Task]:
+        """Returns the failures that are more than the loss of a server, without which the job goes on."""
+        for task in failed:
+            if task.job == "ps" and task not in self._lost:
+                self._lost.append(task)
+                why = describe_exit(self.processes[task].returncode)
+                self._tell(task, f"psworker: {task} was lost ({why}); the job goes on with its copies")
+        return [task for task in failed if task.job != "ps"]
 
     def _replaced(self, failed: list[Task]) -> bool:
         """Starts tasks again, if there are restarts for those of them that failed by themselves."""
@@ -335,7 +347,7 @@ class Cluster:
 
     def _job_began(self) -> bool:
         """Returns whether workers ever took part in a job: a script may do without one, and its servers wait then."""
-        status = self._ask(Task("ps", 0))
+        status = self._ask(next(task for task in self.addresses if task not in self._lost))
         return status is None or status.epoch is not None  # it ends only after a job
 
     def _ask(self, task: Task) -> ServerStatus | None:

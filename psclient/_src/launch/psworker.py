@@ -18,6 +18,7 @@ from psclient._src.config import (
     LaunchConfig,
     job_from,
     refused_from,
+    replication_from,
     security_from,
     security_options,
     set_lane,
@@ -190,7 +191,7 @@ def run_task(invocation: Invocation, config: TaskConfig | None) -> int:
         # The launcher sees by itself whether its workers run, and a script may do without a strategy.
         timeouts = dataclasses.replace(timeouts, first=math.inf)
     security = security_from(task_name(config.task))
-    drive(config, timeouts, security, job_from(), refused_from(), invocation.standby)
+    drive(config, timeouts, security, job_from(), refused_from(), invocation.standby, replication_from() > 0)
     return 0
 
 

@@ -69,7 +69,6 @@ class RemoteBackend:
     between_graph = True
 
     def __init__(self, exchange: Exchange, placement: Placement, nonfinite: Nonfinite = "apply") -> None:
-        self._nonfinite = nonfinite
         self._task = exchange.session.task
         self.parameter_devices = exchange.session.devices
         self.worker_devices = tuple(map(self.full_name, exchange.group.devices))
@@ -83,6 +82,7 @@ class RemoteBackend:
         self.compress = self.residuals.compress
         self.checkpoints = ServerCheckpoints(exchange, self._order_snapshot, self.residuals)
         self._placement = placement
+        self._new_section = partial(Section, len(self.parameter_devices), self._send, nonfinite, placement.with_copies)
         self._host_buffers = HostBuffers()
         self._opening = threading.Condition()  # guards that one section is open, and no other is opened beside it
         self._section: Section | None = None
@@ -117,7 +117,7 @@ class RemoteBackend:
         What needs its value now, or has no room there, is sent at once.
         """
         self.check_open()
-        servers = place or self._placement.choose(spec)
+        servers = self._placement.with_copies(place) or self._placement.choose(spec)
         now = on_read or not self._placement.has_room(servers, spec)
         handle = self._creation.create(spec, servers, value, now)
         self._placement.created(handle, chosen=not place)
@@ -155,6 +155,7 @@ class RemoteBackend:
 
     def _create(self, spec: VariableSpec, value: Array, place: ServerIds, chosen: bool) -> Handle:
         self.check_open()
+        place = self._placement.with_copies(place)
         handle = self._creation.create(spec, place, value, not self._placement.has_room(place, spec))
         self._placement.created(handle, chosen)
         return handle
@@ -195,7 +196,7 @@ class RemoteBackend:
             # The section stays open after this call, and what is reduced may be the caller's buffer.
             hand_in = self._exchange.buffers.hand_in
             contributions = [(local if hand_in(local.total) else local.kept(), to) for local, to in contributions]
-        reduced = [_reduced(section, local, to) for local, to in contributions]
+        reduced = [_reduced(section, local, to, self._placement.with_copies) for local, to in contributions]
         if comes_here:
             section.give_back(reduced)
             if not context.in_merge_call():
@@ -215,7 +216,7 @@ class RemoteBackend:
         Outside of a merge call it is sent at once, unless reductions are there that later updates may take.
         """
         section = self.section_here
-        result = section.apply(place, fn, args, kwargs)
+        result = section.apply(self._placement.with_copies(place), fn, args, kwargs)
         self._send_alone(section)
         return [result]
 
@@ -294,7 +295,7 @@ class RemoteBackend:
         with self._opening:
             while self._section is None or not self._section.mine:
                 if self._section is None:
-                    self._section = Section(len(self.parameter_devices), self._send, self._nonfinite)
+                    self._section = self._new_section()
                 elif not self._section.alive:
                     log.warning("a thread has ended within a scope; what it recorded there is lost")
                     self._section = None
@@ -417,8 +418,12 @@ class RemoteBackend:
         return self._exchange.send(outgoing, observes=outdated)
 
 
-def _reduced(section: Section, local: LocalValue, to: Beside | None) -> ServerValue:
-    return section.reduce(local, None) if to is None else section.reduce(local, to.place, to.label, to.feedback)
+def _reduced(
+    section: Section, local: LocalValue, to: Beside | None, with_copies: Callable[[ServerIds], ServerIds]
+) -> ServerValue:
+    if to is None:
+        return section.reduce(local, None)
+    return section.reduce(local, with_copies(to.place), to.label, to.feedback)
 
 
 def _save_copies(copies: Sequence[SyncOnReadVariable]) -> None:

@@ -203,6 +203,10 @@ class Targets:
             return {}
         return {place: self._arrays[id][1] for place, id in enumerate(ids) if id in self._arrays}
 
+    def among(self, ids: Iterable[int]) -> list[PlacedVariable]:
+        """Returns those of some variables that have arrays."""
+        return [self._arrays[id][0] for id in ids if id in self._arrays]
+
     def outdate(self) -> None:
         """All variables may have other values by now."""
         self._outdated.update(self._arrays)

@@ -23,7 +23,7 @@ from psclient._src.transport.remote_server import SLOWEST
 from psclient._src.transport.session import Session
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
-from pswire.errors import PSError, RoundTimeout
+from pswire.errors import PSError, RoundTimeout, ServerGone
 from pswire.limits import PART_BYTES
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.tensor import Array, portable
@@ -149,18 +149,38 @@ class Creation:
         if not batch:
             return
         refused: dict[Recorded, PSError] = {}
-        missing = {0: self._ask(0, batch, refused)}
-        there = batch[: len(batch) - len(refused)]
-        for server in sorted({server for each in there for server in each.variable.servers if server}):
-            held = [each for each in there if server in each.variable.servers]
-            missing[server] = self._ask(server, held, refused)
-        self._begin([each for server, found in missing.items() for each in found if each.first == server], refused)
-        self._copy({server: [each for each in found if each.first != server] for server, found in missing.items()})
+        while True:
+            try:
+                there = self._make(batch, refused)
+                break
+            except ServerGone:  # once more, with those that are left
+                self._session.check()
+                refused.clear()
         # Only now: what an interrupt or a silent server has stopped is sent again.
         self._recorded, self._nbytes = [], 0
         self._reads.created(each.variable for each in there if each not in refused)
         if refused:
             self._raise(refused, batch[len(there) :], last)
+
+    def _make(self, batch: list[Recorded], refused: dict[Recorded, PSError]) -> list[Recorded]:
+        """Creates variables on their servers; returns those that have a number, and notes why others are refused.
+
+        Where variables have copies, every server knows all of them: it may have to keep the log one day.
+        """
+        keeper, *others = self._session.hosting.live
+        missing = {keeper: self._ask(keeper, batch, refused)}
+        there = batch[: len(batch) - len(refused)]
+        for server in others:
+            held = [each for each in there if self._session.copied or server in each.variable.servers]
+            if held:
+                missing[server] = self._ask(server, held, refused)
+        home = self._session.hosting.home
+        firsts = {server: [each for each in found if home(each.servers) == server] for server, found in missing.items()}
+        self._begin([each for found in firsts.values() for each in found], refused)
+        self._copy(
+            {server: [each for each in found if each not in firsts[server]] for server, found in missing.items()}
+        )
+        return there
 
     def _raise(self, refused: Mapping[Recorded, PSError], unnamed: Sequence[Recorded], last: Recorded | None) -> None:
         """Raises the error of the first variable that was refused; `unnamed` are those that server 0 has refused."""
@@ -182,11 +202,14 @@ class Creation:
             for each in found:
                 id = each.variable.id
                 missing += [each] if server in each.variable.servers and id not in valued else []
-                self._restored |= {id} if each.first == server and id in restored else set()
+                first = self._session.hosting.home(each.servers) == server
+                self._restored |= {id} if first and id in restored else set()
             if reply.error is None:
                 break
             refused[rest[0]] = reply.error
-            if server == 0:  # server 0 gives the numbers: behind one that it refuses, nobody has one
+            if (
+                server == self._session.hosting.keeper
+            ):  # it gives the numbers: behind one that it refuses, nobody has one
                 refused.update(dict.fromkeys(rest, reply.error))
                 break
             wanted = rest[1:]
@@ -196,10 +219,10 @@ class Creation:
         """Gives variables their first values, or waits until the processes have whose turn it is."""
 
         def ask(wanted: Sequence[Recorded]) -> list[Recorded]:
-            return [each for server, some in _by_first(wanted) for each in self._ask(server, some, refused)]
+            return [each for server, some in self._by_home(wanted) for each in self._ask(server, some, refused)]
 
         mine = self._first_values.wait(missing, ask)
-        self._give(dict(_by_first(mine)))
+        self._give(dict(self._by_home(mine)))
 
     def _copy(self, missing: Mapping[int, Sequence[Recorded]]) -> None:
         """Gives further copies of variables the values that have won on their first servers: copies must be equal."""
@@ -207,7 +230,7 @@ class Creation:
         if not wanted:
             return
         values: dict[int, Array] = {}
-        for _, some in _by_first(wanted.values()):
+        for _, some in self._by_home(wanted.values()):
             variables = [each.variable for each in some]
             values |= zip([v.id for v in variables], self._reads.pull(variables), strict=True)
         self._give(
@@ -241,10 +264,9 @@ class Creation:
             lambda: False,
         )
 
-
-def _by_first(items: Iterable[Recorded]) -> list[tuple[int, list[Recorded]]]:
-    """Groups variables by their first server."""
-    found: dict[int, list[Recorded]] = {}
-    for item in items:
-        found.setdefault(item.first, []).append(item)
-    return list(found.items())
+    def _by_home(self, items: Iterable[Recorded]) -> list[tuple[int, list[Recorded]]]:
+        """Groups variables by the servers that are asked for them."""
+        found: dict[int, list[Recorded]] = {}
+        for item in items:
+            found.setdefault(self._session.hosting.home(item.servers), []).append(item)
+        return list(found.items())

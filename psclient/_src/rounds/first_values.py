@@ -45,9 +45,9 @@ class Recorded:
         return repr(self.variable.spec.name)
 
     @property
-    def first(self) -> int:
-        """The server whose value counts; others that hold the variable get a copy of it."""
-        return self.variable.servers[0]
+    def servers(self) -> tuple[int, ...]:
+        """The servers that hold it: the value counts that the first one has, and others get a copy of that."""
+        return self.variable.servers
 
     def named(self, error: PSError) -> PSError:
         """Returns an error about this variable with the line that created it."""
@@ -119,7 +119,7 @@ class FirstValues:
     def _at_rounds(self, tasks: Sequence[Task]) -> set[Task]:
         """Returns which of some members wait in a round, or have made one without this process."""
         found: set[Task] = set()
-        for server in self._session.servers:
+        for server in self._session.live:
             status = server.status()
             found |= {place.task for place in status.places if place.round >= 0}
             for item in status.waiting:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future
 from functools import partial
 
 from psclient._src.data.progress import Pass, Progress
@@ -19,7 +20,7 @@ from psclient._src.transport.chunk_calls import ChunkCalls
 from psclient._src.transport.pacing import goes_on
 from psclient._src.transport.patience import Deadline
 from psclient._src.transport.session import Session
-from pswire.api import Watched
+from pswire.api import ParameterServer, Watched
 from pswire.cluster import Task
 from pswire.errors import ConfigError, RoundTimeout, ServerLost
 from pswire.model.log import ALONE, STEP, Approved, Epoch, EpochClosed, Examples, Member, Snapshotted, Start, Started
@@ -373,11 +374,11 @@ class Group(Progress):
         self.epoch = epoch
         if epoch.join_point and epoch.join_point != STEP:  # where some leave nobody is new
             start = Start(epoch.number, self.round, self.positions)
-            self.session.log_server.propose(self.session.number, None, "", start)
+            self.session.propose(start=start)
 
     def _join(self, join_point: str) -> None:
         if not self.alone:
-            self.session.log_server.propose(self.session.number, None, join_point, None)
+            self.session.propose(join_point=join_point)
         self._settle()
         # Who comes late waits until the others come to the place where they take it in: as long as for a round.
         deadline = self.session.deadline(self.session.timeouts.round)
@@ -425,14 +426,15 @@ class Group(Progress):
     def settle_saves(self) -> None:
         """Waits until all checkpoints that were ordered are complete, or failed: also those of before this process."""
         deadline = self.session.deadline(self.session.timeouts.round)
-        known = self.session.log_server.status().log
+        known = self.session.log_status().log
         while self._followed < known or self._saves:
             self._follow(deadline, _incomplete, partial(_word_of_saves, self.session))
 
     def _follow(self, deadline: Deadline, late: Callable[[], RoundTimeout], word: Callable[[], str]) -> None:
         """Reads on in server 0's log, waiting for it to grow; the arguments are those of `Session.wait`."""
         session = self.session
-        self._take(session.wait(session.log_server.watch(session.number, self._followed, -1), deadline, late, word))
+        ask = partial(_watch, session.number, self._followed)
+        self._take(session.ask_keeper(ask, deadline, late, word))
 
     def _take(self, watched: Watched) -> None:
         if watched.start < self._followed:
@@ -470,9 +472,13 @@ def _word(session: Session, expected: Sequence[Task]) -> str:
 
 def _word_of_saves(session: Session) -> str:
     """Servers write their parts, then the chief has the manifest written."""
-    servers = enumerate(session.servers)
+    servers = zip(session.hosting.live, session.live, strict=True)
     writing = [str(Task("ps", i)) for i, one in servers if any(each.nbytes for each in one.status().saving)]
     return f"waits for {', '.join(writing) or 'the chief'} to complete a checkpoint"
+
+
+def _watch(session: int, after: int, keeper: ParameterServer) -> Future[Watched]:
+    return keeper.watch(session, after, -1)
 
 
 def _incomplete() -> RoundTimeout:

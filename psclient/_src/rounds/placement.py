@@ -36,10 +36,12 @@ class Placement:
     Args:
         ps_strategy: one of `PsStrategy`.
         limits: bytes that variables may take on each server, 0 for no limit.
+        copies: for each server the one that has a copy of its variables; empty for no copies.
     """
 
-    def __init__(self, ps_strategy: PsStrategy, limits: Sequence[int]) -> None:
+    def __init__(self, ps_strategy: PsStrategy, limits: Sequence[int], copies: Sequence[int] = ()) -> None:
         self._limits = tuple(limits)
+        self._copies = tuple(copies)
         self._nbytes = [0] * len(self._limits)
         self._turns = [0] * len(self._limits)
         self._load = self._turns if ps_strategy == "round_robin" else self._nbytes
@@ -47,8 +49,14 @@ class Placement:
     def choose(self, spec: VariableSpec) -> ServerIds:
         """Chooses the server for a variable."""
         everywhere = range(len(self._limits))
-        roomy = [server for server in everywhere if self.has_room((server,), spec)]
-        return (min(roomy or everywhere, key=self._load.__getitem__),)
+        roomy = [server for server in everywhere if self.has_room(self.with_copies((server,)), spec)]
+        return self.with_copies((min(roomy or everywhere, key=self._load.__getitem__),))
+
+    def with_copies(self, servers: ServerIds) -> ServerIds:
+        """Returns the servers that hold what lies on some: one of them, and its copy; of several each has a copy."""
+        if not self._copies or len(servers) != 1:
+            return servers
+        return (*servers, self._copies[servers[0]])
 
     def in_turn(self, specs: Sequence[VariableSpec]) -> list[ServerIds]:
         """Chooses the servers for the shards of one variable.
@@ -65,7 +73,7 @@ class Placement:
             passed = next((n for n, s in enumerate(ahead) if self._fits(s, taken[s] + nbytes)), 0)
             turn += passed + 1
             taken[ahead[passed]] += nbytes
-            found.append((ahead[passed],))
+            found.append(self.with_copies((ahead[passed],)))
         return found
 
     def _fits(self, server: int, nbytes: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import cast
@@ -19,7 +19,7 @@ from psclient._src.rounds.under_way import Lookup, UnderWay
 from psclient._src.transport.session import Session
 from pswire.api import PullReply, RowRead, TableRead
 from pswire.cluster import Task
-from pswire.errors import RoundTimeout
+from pswire.errors import RoundTimeout, ServerGone
 from pswire.limits import PART_BYTES
 from pswire.model.plan import PlacedVariable
 from pswire.model.rows import Int64s, Rows, row_specs
@@ -53,11 +53,6 @@ class _Ask:
     def of_rows(cls, variable: PlacedVariable, ids: Int64s) -> _Ask:
         """Returns what asks for rows of a variable."""
         return cls(variable, rows=(RowRead.of(variable.id, ids), row_specs(variable.spec.tensor, len(ids))[1]))
-
-    @property
-    def server(self) -> int:
-        """The server that is asked."""
-        return self.named.servers[0]
 
     def specs(self, reply: PullReply) -> list[TensorSpec]:
         """Returns what the answer has."""
@@ -156,7 +151,7 @@ class ReadCache:
             missing = [variable for variable in variables if variable.id not in self._values]
             for variable in variables:
                 self._unasked.pop(variable.id, None)
-                self._ahead[variable.servers[0]].pop(variable.id, None)
+                self._ahead[self._home(variable)].pop(variable.id, None)
             self._values |= zip([v.id for v in missing], self._pull_by_server(missing), strict=True)
             return [self._values[id] for id in ids]
 
@@ -165,7 +160,7 @@ class ReadCache:
         with self._lock:
             for variable in variables:
                 if variable.spec.part is None and variable.spec.tensor.nbytes <= PART_BYTES:
-                    self._known[variable.id] = self._ahead[variable.servers[0]][variable.id] = variable
+                    self._known[variable.id] = self._ahead[self._home(variable)][variable.id] = variable
 
     def refresh(self) -> None:
         """Writes values of now into the targets that have others, if any: see `Targets`."""
@@ -179,9 +174,18 @@ class ReadCache:
                 for variable in outdated:
                     self._values.pop(variable.id, None)
 
+    def fetch_targets(self, ids: Set[int]) -> None:
+        """Fetches what a round has not brought into targets, since the server that was asked is gone."""
+        with self._lock:
+            missing = [variable for variable in self.targets.among(ids) if variable.id not in self._changing]
+        if missing:
+            values = self._pull_by_server(missing)
+            with self._lock:
+                self.targets.write(missing, values)
+
     def _take_ahead(self, variable: PlacedVariable) -> list[PlacedVariable]:
         """Returns the variables that come with one that is pulled."""
-        ahead, room = self._ahead[variable.servers[0]], AHEAD_BYTES - sum(self._unasked.values())
+        ahead, room = self._ahead[self._home(variable)], AHEAD_BYTES - sum(self._unasked.values())
         ahead.pop(variable.id, None)
         taken: list[PlacedVariable] = []
         for other in ahead.values():
@@ -197,7 +201,7 @@ class ReadCache:
     def _forget_all(self) -> None:
         """Forgets all values; those that were read come again with the next that is pulled."""
         for id in self._values.keys() & self._known.keys():
-            self._ahead[self._known[id].servers[0]][id] = self._known[id]
+            self._ahead[self._home(self._known[id])][id] = self._known[id]
         self._values.clear()
         self._rows.clear()
         self.targets.outdate()
@@ -300,7 +304,7 @@ class ReadCache:
         found, room = list[Lookup](), ROWS_AT_A_TIME
         for variable, pieces in named:
             count = sum(map(len, pieces))
-            if variable.servers[0] == server and count <= room:
+            if self._home(variable) == server and count <= room:
                 room -= count
                 ids = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
                 self._ahead_rows[variable.id] = variable, [ids]
@@ -315,7 +319,7 @@ class ReadCache:
         """Returns the values of variables of several servers, as `pull` does of one."""
         by_server: dict[int, list[PlacedVariable]] = {}
         for variable in variables:
-            by_server.setdefault(variable.servers[0], []).append(variable)
+            by_server.setdefault(self._home(variable), []).append(variable)
         found: dict[int, Array] = {}
         asked = list(by_server.values())
         for some, arrays in zip(asked, self._pull([_Ask(some[0], some) for some in asked]), strict=True):
@@ -347,26 +351,39 @@ class ReadCache:
         answers = zip(asks, self._answers(asks), strict=True)
         return [(reply.rows[0], reply.payload.tensors(ask.specs(reply))) for ask, reply in answers]
 
+    def _home(self, variable: PlacedVariable) -> int:
+        """Returns the server that is asked for a variable."""
+        return self._session.hosting.home(variable.servers)
+
     def _answers(self, asked: Sequence[_Ask]) -> list[PullReply]:
-        session, limit = self._session, self._session.round_limit
         began = time.monotonic()
-        futures = [
-            session.servers[ask.server].pull(
-                session.number,
-                [each.id for each in ask.variables],
-                # The rounds of asynchronous workers are no places in time; a push is answered when it was applied.
-                -1 if self._group.alone else self._touched[ask.server],
-                [] if ask.rows is None else [ask.rows[0]],
-                *([] if ask.table is None else [[ask.table]]),
-            )
-            for ask in asked
-        ]
-        found = [self._answer(ask, future, limit) for ask, future in zip(asked, futures, strict=True)]
+        while True:
+            try:
+                found = self._answers_of(asked)
+                break
+            except ServerGone:  # all once more, of those that are left: what was asked of one lay on others as well
+                self._session.check()
         self._measures.read(time.monotonic() - began)
         return found
 
-    def _answer(self, ask: _Ask, future: Future[PullReply], limit: float) -> PullReply:
-        server, session, name = ask.server, self._session, repr(ask.named.spec.name)
+    def _answers_of(self, asked: Sequence[_Ask]) -> list[PullReply]:
+        session, limit = self._session, self._session.round_limit
+        homes = [self._home(ask.named) for ask in asked]
+        futures = [
+            session.servers[server].pull(
+                session.number,
+                [each.id for each in ask.variables],
+                # The rounds of asynchronous workers are no places in time; a push is answered when it was applied.
+                -1 if self._group.alone else self._touched[server],
+                [] if ask.rows is None else [ask.rows[0]],
+                *([] if ask.table is None else [[ask.table]]),
+            )
+            for server, ask in zip(homes, asked, strict=True)
+        ]
+        return [self._answer(*one, limit) for one in zip(homes, asked, futures, strict=True)]
+
+    def _answer(self, server: int, ask: _Ask, future: Future[PullReply], limit: float) -> PullReply:
+        session, name = self._session, repr(ask.named.spec.name)
         reply = session.wait(
             future,
             session.deadline(limit),

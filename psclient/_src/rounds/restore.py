@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import PurePosixPath
 
 from psclient._src.rounds.rounds import Exchange, Outgoing
-from pswire.api import ParameterServer, RestoreOrder, RestoreReply
+from pswire.api import RestoreOrder, RestoreReply
 from pswire.cluster import Task
-from pswire.errors import CheckpointError, DamagedCheckpoint, PSError, RoundTimeout, VariableMismatch
+from pswire.errors import CheckpointError, DamagedCheckpoint, PSError, RoundTimeout, ServerGone, VariableMismatch
 from pswire.model.plan import Plan, RestoreCommit, Turn
 
 VERDICTS = (CheckpointError, VariableMismatch)
@@ -37,8 +38,14 @@ class Restoring:
         Raises:
             CheckpointError: there is none, or it is broken.
         """
-        log_server = self._session.log_server
-        return self._answer(0, path, log_server.restore(self._session.number, path, Turn(), RestoreOrder("look")))
+        session = self._session
+        while True:
+            keeper = session.hosting.keeper
+            try:
+                asked = session.log_server.restore(session.number, path, Turn(), RestoreOrder("look"))
+                return self._answer(keeper, path, asked)
+            except ServerGone:
+                session.check()
 
     def restore(self, path: str, orders_for: Callable[[RestoreReply], list[RestoreOrder]]) -> RestoreReply:
         """Makes every server take over its part of a checkpoint: all of them or none, for all processes at once.
@@ -62,13 +69,13 @@ class Restoring:
         while True:
             turn = self._last = self._next_turn()
             # Server 0 says which one is the newest, so that all read the same.
-            (found,) = self._ask([self._session.log_server], path, turn, [RestoreOrder("open", damaged=damaged)])
+            found = self._open(path, turn, damaged)
             damaged = dict(found.damaged)
             named = PurePosixPath(found.path) == PurePosixPath(path)
             checkers = 0 if named else len(self._session.servers)
             orders = [replace(order, damaged=damaged, checkers=checkers) for order in orders_for(found)]
             try:
-                replies = self._ask(self._session.servers, found.path, turn, orders)
+                replies = self._ask(dict(enumerate(orders)), found.path, turn)
             except DamagedCheckpoint as error:
                 if named:
                     raise
@@ -85,26 +92,36 @@ class Restoring:
             self._exchange.send(Outgoing(plan, (), (), ()))
         return found
 
+    def _open(self, path: str, turn: Turn, damaged: dict[str, str]) -> RestoreReply:
+        while True:
+            order = RestoreOrder("open", damaged=damaged)
+            if found := self._ask({self._session.hosting.keeper: order}, path, turn):
+                return found[0]
+
     def _next_turn(self) -> Turn:
         epoch = None if self._group.alone else self._group.epoch
         place = (self._group.round, epoch.number) if epoch else (0, 0)
         last = self._last
         return Turn(*place, last.ordinal + 1 if last and (last.round, last.epoch) == place else 0)
 
-    def _ask(
-        self, servers: Sequence[ParameterServer], path: str, turn: Turn, orders: Sequence[RestoreOrder]
-    ) -> list[RestoreReply]:
-        """Returns the answers of all servers, or raises the first server's error, so that every process gets the same.
+    def _ask(self, orders: Mapping[int, RestoreOrder], path: str, turn: Turn) -> list[RestoreReply]:
+        """Returns the answers of servers, or raises the first one's error, so that every process gets the same.
 
-        That a file cannot be read counts for more than damage: it may be whole.
+        That a file cannot be read counts for more than damage: it may be whole. What a server that is gone would have
+        read, those read that have copies of its variables.
         """
-        asked = zip(servers, orders, strict=True)
-        futures = [server.restore(self._session.number, path, turn, order) for server, order in asked]
+        session, futures = self._session, dict[int, Future[RestoreReply]]()
+        for server, order in orders.items():
+            if not session.hosting.is_gone(server):
+                with suppress(ServerGone):
+                    futures[server] = session.servers[server].restore(session.number, path, turn, order)
         replies: list[RestoreReply] = []
         verdict: PSError | None = None
-        for server, future in enumerate(futures):
+        for server, future in futures.items():
             try:
                 replies.append(self._answer(server, path, future))
+            except ServerGone:
+                session.check()
             except VERDICTS as error:
                 if verdict is None or (isinstance(verdict, DamagedCheckpoint) > isinstance(error, DamagedCheckpoint)):
                     verdict = error

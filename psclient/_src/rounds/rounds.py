@@ -35,7 +35,7 @@ from psclient._src.transport.session import Session
 from psclient._src.transport.staging import Sent, any_pending, fill, host, keep, pack
 from psclient._src.variables.feedback import Feedback
 from pswire.api import Contribution, RoundReply, RowRead
-from pswire.errors import Fenced, PSError, PushAgain
+from pswire.errors import Fenced, PSError, PushAgain, ServerGone
 from pswire.limits import PART_BYTES
 from pswire.model.closures import ClosureName
 from pswire.model.finite import is_finite
@@ -272,15 +272,16 @@ class Exchange:
         self, outgoing: Outgoing, shares: PlanShares, observes: bool, waits: bool, buffers: Mapping[int, Buffer | None]
     ) -> UnderWay:
         """Pushes a contribution to all servers of its plan, and goes on to the next round."""
-        plan, group = outgoing.plan, self.group
-        want = {server: self._want(share.writes, server) for server, share in shares.shares.items()}
-        lookups = {server: self.reads.lookups(share.writes, server) for server, share in shares.shares.items()}
+        plan, group, gone = outgoing.plan, self.group, self.session.hosting.gone
+        parts = {server: share for server, share in shares.shares.items() if server not in gone}
+        want = {server: self._want(share.writes, server) for server, share in parts.items()}
+        lookups = {server: self.reads.lookups(share.writes, server) for server, share in parts.items()}
         if self.session.waits[0] < 0 and not group.alone:
             self.session.waits = (group.round, plan.id)
         try:
             payloads = {
                 server: EMPTY if observes else outgoing.payload(share, not waits, buffers)
-                for server, share in shares.shares.items()
+                for server, share in parts.items()
             }
             with self._copied():
                 nonfinite = () if observes else outgoing.nonfinite()
@@ -320,7 +321,7 @@ class Exchange:
         """Asks for a plan's approval, once; of one that saves only one process does, whose state it has."""
         if plan.id in self._proposed or (plan.snapshot is not None and not self.group.saves()):
             return
-        self.session.log_server.propose(self.session.number, plan, "", None)
+        self.session.propose(plan)
         self._proposed.add(plan.id)
         if plan.snapshot is not None and self.group.late:
             self._warn_of_state(plan.snapshot)
@@ -365,7 +366,8 @@ class Exchange:
         """Returns the variables to ask back: those that a round assigns, and that were read since the last one."""
         known = self._variables
         wanted = [known[id] for id in self.reads.wanted(writes)]
-        return tuple([(each.id, each.spec.tensor) for each in wanted if each.servers[0] == server])
+        home = self.session.hosting.home
+        return tuple([(each.id, each.spec.tensor) for each in wanted if home(each.servers) == server])
 
     def _fill(self, outgoing: Outgoing, payloads: Iterable[Payload]) -> None:
         """Waits until all of a contribution is on the host, while what is there is sent."""
@@ -423,13 +425,22 @@ class Exchange:
 
     def _push(self, server: int, plan: Plan, said: Contribution, payload: Payload) -> Future[RoundReply]:
         """Pushes to a server, and once more whenever it asks for that: at once, since other servers may wait for it."""
-        push = partial(self.session.servers[server].push, said, payload)
+        push = partial(self._push_once, server, said, payload)
         whole = self.session.consistency == "whole" and len(plan.servers) > 1 and server in plan.streams
         if not whole and said.closure is None:
             return push()  # it uses up nothing before all have voted
         answer: Future[RoundReply] = Future()
         push().add_done_callback(partial(_answered, push, answer))
         return answer
+
+    def _push_once(self, server: int, said: Contribution, payload: Payload) -> Future[RoundReply]:
+        """Pushes to a server that may be gone, as is then known with the answers to the round."""
+        try:
+            return self.session.servers[server].push(said, payload)
+        except ServerGone as error:
+            answer: Future[RoundReply] = Future()
+            answer.set_exception(error)
+            return answer
 
 
 def _numbers(sent: Sent | SentRows) -> Sent:

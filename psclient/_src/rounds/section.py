@@ -121,10 +121,17 @@ class Section:
         servers: number of servers.
         flush: sends the section and gives the returned values back through `arrived`.
         nonfinite: what becomes of its updates if a contribution has NaN or infinity.
+        with_copies: returns the servers that hold what lies on one, which are more where variables have copies.
     """
 
-    def __init__(self, servers: int, flush: Callable[[Section], object], nonfinite: Nonfinite = "apply") -> None:
-        self._nonfinite = nonfinite
+    def __init__(
+        self,
+        servers: int,
+        flush: Callable[[Section], object],
+        nonfinite: Nonfinite = "apply",
+        with_copies: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda servers: servers,
+    ) -> None:
+        self._nonfinite, self._with_copies = nonfinite, with_copies
         self._servers = servers
         self._flush = flush
         self._reductions: list[Reduction] = []
@@ -444,15 +451,14 @@ class Section:
             self._snapshot,
             nonfinite=self._nonfinite if self._applies else "apply",
             trims=tuple(self._trims),
+            copied=len(self._with_copies((0,))) > 1,
         )
 
     def _place(self) -> tuple[int, ...]:
         """Returns where a reduction without a place is made: it shares a server with the others if it can."""
         used = {s for r in self._reductions for s in r.servers} | {s for a in self._applies for s in a.servers}
-        if used:
-            return (min(used),)
         words = repr([(r.op, r.tensor, r.target) for r in self._reductions])
-        return (zlib.crc32(words.encode()) % self._servers,)
+        return self._with_copies((min(used) if used else zlib.crc32(words.encode()) % self._servers,))
 
     def sent(self, take: Callable[[], Mapping[Ref, Array | Rows]]) -> None:
         """The section has been sent; `take` waits for the returned values."""

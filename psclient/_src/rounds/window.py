@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 
 from psclient._src.options import Round
@@ -25,7 +25,7 @@ from psclient._src.transport.patience import Deadline
 from psclient._src.transport.session import Session
 from pswire.api import RoundReply
 from pswire.cluster import Task
-from pswire.errors import MemoryLimit, ProgramError, PSError, RoundTimeout
+from pswire.errors import MemoryLimit, ProgramError, PSError, RoundTimeout, ServerGone, ServerLost
 from pswire.model.plan import Ref
 from pswire.model.rows import Rows, row_specs
 from pswire.model.tensor import Array
@@ -205,6 +205,9 @@ class Window:
         for words in dict.fromkeys(words for reply in replies.values() for words in reply.warnings):
             log.warning("%s", words)
         self._reads.bring(fresh, shares.shares, round.number, looked_up)
+        if len(replies) < len(round.futures) and failure is None:
+            gone = round.futures.keys() - replies.keys()
+            self._reads.fetch_targets({id for server in gone for id, _ in round.want[server]})
         if replies:
             self.last_round = self._members(round, replies)
         self._measures.rounds["completed" if failure is None else "failed"] += 1
@@ -229,9 +232,15 @@ class Window:
                 replies[server] = self._await(round, server, future, deadline)
             except FAILED_ROUND as error:
                 failure = error
+            except ServerGone:
+                continue  # others have made the round as well, and what it would have brought is read from them
             except PSError as error:
                 # The others may have made this round: this process has lost its place among them.
                 session.end(error)
+        if failure is None and round.futures and not replies:
+            session.end(
+                ServerLost("was lost, and so were its copies; restart from a checkpoint", _names(round.futures))
+            )
         if failure is not None and replies:
             # It is applied where it did not fail: nobody may compute on half a round.
             session.end(failure)
@@ -239,6 +248,7 @@ class Window:
             # What came after it was computed, and perhaps sent, as if it had been made.
             session.end(type(failure)(f"{failure.message}; {round.line or 'the script'} has sent it", failure.task))
         session.check()
+        session.answered(round.plan.id)
         return replies, failure
 
     def _await(self, round: UnderWay, server: int, future: Future[RoundReply], deadline: Deadline) -> RoundReply:
@@ -265,3 +275,7 @@ class Window:
             tuple(map(str, sorted(everybody - out - idle))),
             tuple(map(str, sorted(out))),
         )
+
+
+def _names(servers: Iterable[int]) -> str:
+    return ", ".join(str(Task("ps", server)) for server in servers)

@@ -22,6 +22,7 @@ from psclient._src.config import (
     job_from,
     lane_from,
     refused_from,
+    replication_from,
     saves_on_sigterm,
     security_from,
     timeouts_from,
@@ -150,8 +151,10 @@ class ParameterServerStrategy(Strategy):
         cluster, task = self._config.cluster, self._config.task
         security = self._embedded.security if self._embedded else security_from(task_name(task))
         self._exporter = Exporter(task, security)
-        job, refused = job_from(), refused_from()
-        self._servers = connect(cluster, self._timeouts, self._lane, security, refused=refused)
+        job, refused, copied = job_from(), refused_from(), replication_from() > 0 and self._embedded is None
+        if copied:
+            _check_copied(self.consistency)
+        self._servers = connect(cluster, self._timeouts, self._lane, security, refused=refused, copied=copied)
         self._session = Session(
             task,
             self._servers,
@@ -161,8 +164,9 @@ class ParameterServerStrategy(Strategy):
             staleness=self.consistency.k if isinstance(self.consistency, BoundedStaleness) else 0,
             job=job,
             # Server 0 hears a farewell; no call waits any longer for the others, one of which may be lost.
-            broken=partial(_fail, self._servers[1:]),
+            broken=self._fail_calls,
             backup_workers=self.consistency.backup_workers,
+            copied=copied,
         )
         runs_script = task.job == "chief"
         if runs_script or (not cluster.tasks("chief") and task == Task("worker", 0)):
@@ -178,16 +182,21 @@ class ParameterServerStrategy(Strategy):
         self._exchange.group.departure.save = self._save_to_leave
         if task.job == "worker":
             NOTICE.take_part(self._told_to_end, self._timeouts.grace, saves_on_sigterm())
-        limits = [server.status().memory_limit for server in self._servers]
-        placement, nonfinite = Placement(self._ps_strategy, limits), self.consistency.nonfinite
+        hosting = self._session.hosting
+        limits = [0 if hosting.is_gone(i) else each.status().memory_limit for i, each in enumerate(self._servers)]
+        placement = Placement(self._ps_strategy, limits, self._session.copies)
+        nonfinite = self.consistency.nonfinite
         self._remote = RemoteBackend(self._exchange, placement, nonfinite)
         self._remote.residuals.default = self._compression
         super().__init__(TableExtended(self, self._remote, self._partitioner))
 
     def _make_chief(self, security: Security, runs_script: bool = False) -> Chief:
         cluster, task = self._config.cluster, self._config.task
-        servers = connect(cluster, self._timeouts, security=security, drives=True, refused=refused_from())
-        return Chief(task, servers, cluster, self._timeouts, runs_script, self._session.end, job_from())
+        servers = connect(
+            cluster, self._timeouts, security=security, drives=True, refused=refused_from(), copied=self._session.copied
+        )
+        ends, copied = self._session.end, self._session.copied
+        return Chief(task, servers, cluster, self._timeouts, runs_script, ends, job_from(), copied)
 
     def _begin_to_drive(self, make: Callable[[], Chief]) -> None:
         """Drives the job beside the script, unless another process has taken that over from this task."""
@@ -195,7 +204,7 @@ class ParameterServerStrategy(Strategy):
         try:
             chief.start(waits=False)
         except TaskTaken:
-            other = taken_over_by(self._servers[0], self.task)
+            other = taken_over_by(self._session.log_server, self.task)
             if other is not None:
                 log.warning("%s drives the job in the place of %s", other, self.task)
                 chief.close()
@@ -212,6 +221,12 @@ class ParameterServerStrategy(Strategy):
         if self._exporter is not None:
             self._exporter.add_chief(chief)
         return True
+
+    def _fail_calls(self, error: PSError) -> None:
+        """The session is over: no call waits any longer for servers, but that which says farewell to one of them."""
+        for index, server in enumerate(self._servers):
+            if index != self._session.hosting.keeper:
+                server.fail(error)
 
     # ---- What it is ----
 
@@ -344,12 +359,6 @@ def open_strategies() -> list[ParameterServerStrategy]:
     return [strategy for strategy in _open if strategy._owner == os.getpid()]
 
 
-def _fail(servers: Sequence[RemoteServer], error: PSError) -> None:
-    """The session is over: all calls to these servers end with an error."""
-    for server in servers:
-        server.fail(error)
-
-
 def _embedded_config(embedded: EmbeddedServer | None) -> TaskConfig:
     if embedded is None:
         raise ConfigError("there is neither a cluster nor an embedded server")
@@ -367,6 +376,15 @@ def _check_deterministic(deterministic: bool, consistency: Consistency | None) -
         raise ConfigError(
             f"deterministic=True needs rounds that all workers make together, and {type(consistency).__name__} lets "
             "each update come when it comes; take consistency=Sync(), or leave deterministic out"
+        )
+
+
+def _check_copied(consistency: Consistency) -> None:
+    """Raises `ConfigError` where copies could come to differ."""
+    if consistency.mode != "whole":
+        raise ConfigError(
+            f"PS_REPLICATION=1 needs rounds that have the same contributions on all servers, and with {consistency} "
+            "each server decides alone; take consistency=ps.Sync(), or set PS_REPLICATION=0"
         )
 
 

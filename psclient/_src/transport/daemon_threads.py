@@ -88,6 +88,15 @@ def settle(future: Future[T], work: Callable[[], T]) -> None:
         future.set_result(result)
 
 
+def follow(future: Future[T], other: Future[T]) -> None:
+    """Answers a future as another one, which is over."""
+    error = other.exception()
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(other.result())
+
+
 def check_startable() -> None:
     """Raises `PSError` where no thread can be started."""
     try:

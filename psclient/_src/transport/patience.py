@@ -38,6 +38,11 @@ class Patience:
                 self._until = max(self._until, now + self._lease)
             self._heard[server] = now
 
+    def forget(self, server: int) -> None:
+        """A server is gone, and is waited for no more."""
+        with self._lock:
+            self._heard.pop(server, None)
+
     def stood(self) -> float:
         """Seconds so far that count against no deadline; it never becomes less."""
         now = self._clock()

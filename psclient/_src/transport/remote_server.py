@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from google.protobuf.message import Message
 
 from psclient._src.config import grpc_streams
 from psclient._src.transport import older_server, tls_diagnosis
-from psclient._src.transport.daemon_threads import Threads
+from psclient._src.transport.daemon_threads import Threads, follow
 from psclient._src.transport.grpc_calls import GrpcCalls
 from psclient._src.transport.lane import Answered, Lane, Offer
 from psclient._src.transport.lane_selector import LaneSelector
@@ -79,7 +80,7 @@ class RemoteServer(QueueCalls):
         interceptors: interceptors of gRPC, the first outermost; tests inject faults with them.
         lane: the fastest lane that may be used.
         security: certificate and token that this process shows, and the CA that it asks for; None for none.
-        decides: as in `Attempts`.
+        decides, told: as in `Attempts`.
         streams: as in `GrpcCalls`.
 
     Attributes:
@@ -96,6 +97,7 @@ class RemoteServer(QueueCalls):
         security: Security | None = None,
         decides: bool = True,
         streams: bool = True,
+        told: bool = False,
     ) -> None:
         self.address = address
         self.task = task
@@ -122,6 +124,7 @@ class RemoteServer(QueueCalls):
             self._missing,
             mismatch,
             decides,
+            told,
         )
 
     # ---- The verbs ----
@@ -330,7 +333,22 @@ class RemoteServer(QueueCalls):
             return self._threads.submit(otherwise)
 
         lanes = self._lanes.get(session)
-        return lanes.ask(ask, decode, over_grpc) if lanes else over_grpc()
+        asked = lanes.ask(ask, decode, over_grpc) if lanes else over_grpc()
+        if not (lanes and self._attempts.told):
+            return asked
+        answer: Future[T] = Future()
+        asked.add_done_callback(partial(self._hand_on, answer, over_grpc))
+        return answer
+
+    def _hand_on(self, answer: Future[T], otherwise: Callable[[], Future[T]], asked: Future[T]) -> None:
+        """Hands on what a call on a lane came to; where the server has ended, it waits as any other call."""
+        if self._attempts.awaits_verdict(asked.exception()):
+            try:
+                asked = otherwise()
+            except PSError as error:
+                answer.set_exception(error)
+                return
+        asked.add_done_callback(partial(follow, answer))
 
     def lane(self, session: int) -> Lane | None:
         """Returns the lane that a session's calls go on now; None for gRPC."""
@@ -404,6 +422,7 @@ def connect(
     security: Security | None = None,
     drives: bool = False,
     refused: Refused = "lost",
+    copied: bool = False,
 ) -> list[RemoteServer]:
     """Makes a connection to each parameter server of a cluster, in order.
 
@@ -415,8 +434,11 @@ def connect(
         drives: True for the chief: it decides for all which server is lost. What concerns server 0, which would
             have to tell of it, each process decides.
         refused: the meaning of a refused connection: the server is "lost", or this counts as "silence".
+        copied: True if variables have copies: then the chief decides of server 0 as well, after a lease of silence.
     """
     tasks, streams = cluster.tasks("ps"), grpc_streams()
+    if copied and drives:
+        timeouts = replace(timeouts, server=min(timeouts.server, timeouts.lease + 0.5))
     return [
         RemoteServer(
             cluster.address(task),
@@ -424,8 +446,9 @@ def connect(
             timeouts,
             lane=lane,
             security=security,
-            decides=refused == "lost" and (drives or task.index == 0),
+            decides=refused == "lost" and (drives or (task.index == 0 and not copied)),
             streams=streams,
+            told=copied and not drives,
         )
         for task in tasks
     ]

@@ -44,6 +44,8 @@ class Attempts:
         mismatch: returns why both ends cannot speak, in words, "" if that is not known: gRPC does not tell it.
         decides: True if the server is lost once nothing listens at its address any more; else that is silence, which is
             waited for, and somebody else decides.
+        told: True if this process is told by the chief which server is lost, since variables have copies: then whatever
+            says that the server is lost is silence as well.
 
     Attributes:
         opened: True if there is a session to lose.
@@ -59,8 +61,10 @@ class Attempts:
         missing: Callable[[], str],
         mismatch: Callable[[], str],
         decides: bool = True,
+        told: bool = False,
     ) -> None:
         self.opened = False
+        self.told = told
         self._address = address
         self._task = str(task)
         self._timeouts = timeouts
@@ -95,11 +99,16 @@ class Attempts:
             except (grpc.RpcError, grpc.FutureCancelledError) as error:
                 # An attempt that took longer than it may was stopped with this process, and heard nothing meanwhile.
                 why = self._unanswered(verb, error, max(now, time.monotonic() - seconds))
+            except ServerLost as error:  # the answer to a call on a stream
+                why = error
             else:
                 self._silent_since = None
                 return result
             # Out here, since what is raised there would keep gRPC's error, which is its call: see `GrpcCalls.close`.
             self._check()
+            if self.awaits_verdict(why):
+                why = str(why)
+                self._silent_since = self._silent_since or time.monotonic()
             if isinstance(why, PSError):
                 raise why
             gone = ends and why == NOBODY
@@ -110,6 +119,10 @@ class Attempts:
                 log.warning("no answer from %s at %s (%s) yet; trying on", self._task, self._address, why)
             self._failed.wait(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, LAST_PAUSE)
+
+    def awaits_verdict(self, error: object) -> bool:
+        """Returns whether an answer says that the server is lost, of which this process waits to be told."""
+        return self.told and isinstance(error, ServerLost) and error.task in ("", self._task)
 
     def _attempt_seconds(self, verb: Verb, left: float, extra: float) -> float:
         """Returns an attempt's time limit. A prompt verb's is half a lease: the network may have lost the answer."""

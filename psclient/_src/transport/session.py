@@ -17,17 +17,28 @@ from typing import Any, TypeVar
 
 from psclient._src.devices import Device
 from psclient._src.transport.daemon_threads import Threads
+from psclient._src.transport.hosting import Hosting
 from psclient._src.transport.lane import Lane
 from psclient._src.transport.lane_reader import LaneReader
+from psclient._src.transport.log_calls import LogCalls, Proposals
 from psclient._src.transport.patience import Deadline, Patience
 from psclient._src.transport.remote_server import RemoteServer
 from psclient._src.transport.worker_clock import WorkerClock
-from pswire.api import UNTIL_ENDED, Opened, ParameterServer, Watched
+from pswire.api import UNTIL_ENDED, UNTIL_GONE, Opened, ParameterServer, Watched
 from pswire.cluster import Task
 from pswire.encoding import protocol
-from pswire.errors import ChiefLost, Diverged, Fenced, PSError, ServerLost, TaskTaken, Unreachable
+from pswire.errors import (
+    ChiefLost,
+    Diverged,
+    Fenced,
+    PSError,
+    ServerGone,
+    ServerLost,
+    TaskTaken,
+    Unreachable,
+)
 from pswire.limits import Timeouts
-from pswire.model.log import Done, JobStarted, LogEntry, Lost, Member, Mode
+from pswire.model.log import Gone, Mode
 from pswire.model.status import Pace
 from pswire.telemetry import logging_setup
 
@@ -39,7 +50,7 @@ FATAL = (ServerLost, Fenced, Diverged, ChiefLost)
 """After one of these the session is over: its process has to start again."""
 
 
-class Session:
+class Session(LogCalls):
     """One process's life with the servers.
 
     Args:
@@ -53,6 +64,11 @@ class Session:
         broken: called once with the error that ends the session.
         backup_workers: members without whose contributions its rounds may be made.
         staleness: with the mode "bounded" the most rounds that it may be ahead of another process.
+        copied: True if variables have copies: then it goes on without a server that is lost.
+
+    Attributes:
+        copies: for each server the one that has a copy of its variables; empty for no copies.
+        domains: the parts of the machines that fail as one in which the servers run, in their order.
     """
 
     def __init__(
@@ -67,9 +83,12 @@ class Session:
         broken: Callable[[PSError], object] = lambda error: None,
         backup_workers: int = 0,
         staleness: int = 0,
+        copied: bool = False,
     ) -> None:
         self.task = task
         self.servers = tuple(servers)
+        self.hosting = Hosting(task, self.servers)
+        self.copied = copied
         self.replicas = replicas
         self.timeouts = timeouts or Timeouts()
         self.consistency = consistency
@@ -81,6 +100,8 @@ class Session:
         self.incarnations: tuple[int, ...] = ()
         self.devices: tuple[str, ...] = ()
         """The devices on which the servers hold variables, in their order, as `/job:ps/task:0/device:CPU:0`."""
+        self.copies: tuple[int, ...] = ()
+        self.domains: tuple[str, ...] = ()
         self.told = False
         """True once the error that ended it was raised: the script may have caught it."""
         self.waits = (-1, b"")
@@ -104,12 +125,18 @@ class Session:
         self._beating = [threading.Lock() for _ in self.servers]  # so that beats arrive in the order of what they say
         self._lock = threading.Lock()
         self._threads = Threads("word")
+        self._proposals = Proposals()
         self._reader = LaneReader(self._broken)
 
     @property
     def log_server(self) -> ParameterServer:
-        """Server 0, which keeps the log and the sessions."""
-        return self.servers[0]
+        """The server that keeps the log and the sessions: the first that is there."""
+        return self.servers[self.hosting.keeper]
+
+    @property
+    def live(self) -> list[ParameterServer]:
+        """The servers that are not gone."""
+        return [self.servers[index] for index in self.hosting.live]
 
     @property
     def round_limit(self) -> float:
@@ -129,23 +156,31 @@ class Session:
             ServerLost: a server of the running job was lost meanwhile.
         """
         key = secrets.randbits(62) | 1
-        opened = [self._open_first(key) if waits else self._open_at(self.log_server, key)]
-        self.number, self.token = opened[0].session, opened[0].token
+        if self.copied:
+            self.hosting.look_around(self._threads, self.timeouts.start)
+        keeper, *others = self.hosting.live
+        first = self._open_first(key) if waits else self._open_at(self.log_server, key)
+        opened = {keeper: first}
+        self.number, self.token = first.session, first.token
         logging_setup.follow(lambda: (-1, self.number))
-        self._hold()
-        self._start_beating(0)
-        for index, server in enumerate(self.servers[1:], 1):
-            opened.append(self._unless_broken(partial(self._open_at, server, self.number)))
-            # A server that is not there yet, or hangs, must not cost the lease that server 0 keeps.
+        self._hold(keeper)
+        self._start_beating(keeper)
+        for index in others:
+            opened[index] = self._unless_broken(partial(self._open_at, self.servers[index], self.number))
+            # A server that is not there yet, or hangs, must not cost the lease that the first one keeps.
             self._start_beating(index)
-        term = max(answer.term for answer in opened)
-        if self._drives and term > opened[0].term:
+            if self.copied:
+                self._hold(index)
+        term = max(answer.term for answer in opened.values())
+        if self._drives and term > first.term:
             # Another server remembers a later chief: this one's token has to be above that.
-            opened[0] = self._open_at(self.log_server, key, term)
-        self.token = opened[0].token
-        self.window = max(min(answer.window for answer in opened), 1)
-        self.incarnations = tuple(answer.incarnation for answer in opened)
-        self.devices = tuple(Device.parse(answer.device).full_name(Task("ps", answer.server)) for answer in opened)
+            opened[keeper] = self._open_at(self.log_server, key, term)
+        self.token = opened[keeper].token
+        self.window = max(min(answer.window for answer in opened.values()), 1)
+        answers = [opened.get(index) or self.hosting.left_by(index) for index in range(len(self.servers))]
+        self.incarnations = tuple(answer.incarnation for answer in answers)
+        self.devices = tuple(Device.parse(answer.device).full_name(Task("ps", answer.server)) for answer in answers)
+        self.domains = tuple(answer.domain for answer in answers)
 
     def _open_at(self, server: ParameterServer, session: int, term: int = 0) -> Opened:
         mode, backup, staleness = self.consistency, self.backup_workers, self.staleness
@@ -180,58 +215,44 @@ class Session:
         self._beats.append(thread)
         thread.start()
 
-    def _hold(self) -> None:
-        """Holds a call at server 0 that is answered when the session ends, and ends when this process does."""
+    def _hold(self, index: int) -> None:
+        """Holds a call at a server that is answered when the session ends, and ends when this process does.
+
+        Where variables have copies, it is answered as well when a server is lost.
+        """
 
         def answered(told: Future[Watched]) -> None:
             error = told.exception()
-            if not self._ended.is_set() and isinstance(error, PSError):
-                self.end(error)
-
-        self.log_server.watch(self.number, 0, UNTIL_ENDED).add_done_callback(answered)
-
-    def await_job(self) -> None:
-        """Waits until a chief has begun the job that this session belongs to; raises `ChiefLost` if none does."""
-        deadline, after = self.deadline(self.timeouts.start), 0
-        while True:
-            watched = self.wait(
-                self.log_server.watch(self.number, after, -1),
-                deadline,
-                lambda: ChiefLost(
-                    f"no chief began the job within {self.timeouts.start:g} s; start the chief task (psworker with "
-                    "its TF_CONFIG), or leave it out of the cluster, so that worker 0 is chief"
-                ),
-                lambda: "waits for a chief to begin the job",
-            )
-            if self._is_mine(watched.entries):
+            if self._ended.is_set():
                 return
-            after = watched.start + len(watched.entries)
+            if error is None:
+                self.lose([entry for entry in told.result().entries if isinstance(entry, Gone)])
+                self._hold(index)
+            elif isinstance(error, PSError):
+                self._unheard(index, error)
 
-    def _is_mine(self, entries: Sequence[LogEntry]) -> bool:
-        jobs = [(entry.incarnations, entry.name) for entry in entries if isinstance(entry, JobStarted)]
-        over = any(isinstance(entry, Done | Lost) for entry in entries)
-        return jobs == [(self.incarnations, self.job)] and not over
+        known, version = (len(self.hosting.gone), UNTIL_GONE) if self.copied else (0, UNTIL_ENDED)
+        try:
+            self.servers[index].watch(self.number, known, version).add_done_callback(answered)
+        except PSError as error:
+            self._unheard(index, error)
 
-    def look(self, after: int = -1) -> Watched:
-        """Returns the sessions and proposals as they are now.
+    def _unheard(self, index: int, error: PSError) -> None:
+        """A server does not answer any more, or has ended this session."""
+        if (
+            not self.copied
+            or not isinstance(error, ServerLost | ServerGone)
+            or (not self.hosting.is_gone(index) and not self.hosting.suspect(index, error, self._drives))
+        ):
+            self.end(error)
 
-        Args:
-            after: number of entries of the log not to send; by default all that there are.
-        """
-        known = self.log_server.status().log if after < 0 else after
-        news = self.log_server.watch(self.number, known, 0)
-        log_server = Task("ps", 0)
-        return self.wait(
-            news,
-            self.deadline(self.timeouts.call),
-            lambda: Unreachable(f"no news for {self.timeouts.call:g} s", str(log_server)),
-            lambda: f"waits for news of {log_server}",
-            lambda: False,
-        )
-
-    def ended(self) -> list[Member]:
-        """Returns the members of sessions that have ended, however they did."""
-        return [state.member for state in self.look().sessions if state.state != "open"]
+    def lose(self, losses: Sequence[Gone]) -> None:
+        """Goes on without servers that are lost; what waits for their answers is told, and asks others."""
+        keeper = self.hosting.keeper
+        for entry in self.hosting.lose(losses):
+            self._patience.forget(entry.server)
+        if self.hosting.keeper != keeper:
+            self._threads.submit(self._propose_again)
 
     def leave(self, error: str = "") -> str:
         """Ends the session; a clean end tells the chief that this process has done its part.
@@ -248,14 +269,15 @@ class Session:
         for wake in self.wakes:
             wake.set()
         self._threads.close()
-        if self.number and not self._log_server_lost():
-            try:
-                self.log_server.leave(self.number, error)
-            except (ServerLost, Unreachable) as failure:
-                log.debug("could not say goodbye: %s", failure)
-            except PSError as failure:
-                log.warning("%s does not leave cleanly: %s", self.task, failure)
-                return error or str(failure)
+        for index in self.hosting.live if self.copied else [0]:
+            if self.number and getattr(self._error(), "task", "") != str(Task("ps", index)):
+                try:
+                    self.servers[index].leave(self.number, error)
+                except (ServerLost, ServerGone, Unreachable) as failure:
+                    log.debug("could not say goodbye: %s", failure)
+                except PSError as failure:
+                    log.warning("%s does not leave cleanly: %s", self.task, failure)
+                    return error or str(failure)
         return error
 
     def close(self) -> None:
@@ -263,10 +285,6 @@ class Session:
         logging_setup.follow(None)
         for thread in self._beats:
             thread.join(self.timeouts.beat + self.timeouts.call)
-
-    def _log_server_lost(self) -> bool:
-        error = self._error()
-        return isinstance(error, ServerLost) and error.task == str(Task("ps", 0))
 
     def _beat(self, index: int) -> None:
         while True:
@@ -279,7 +297,7 @@ class Session:
                 self._patience.heard(index)
             except PSError as error:
                 if not self._ended.is_set():
-                    self.end(error)
+                    self._unheard(index, error)
                 return
 
     def beat_now(self, index: int, by_itself: bool = False) -> None:
@@ -362,21 +380,20 @@ class Session:
 
     def check_tables(self, table: str) -> None:
         """Raises `ConfigError` if one of the servers knows no dynamic tables, of which one is to be created."""
-        for server in self.servers:
-            if isinstance(server, RemoteServer):
-                server.check(protocol.check_tables, table)
+        self._check_servers(protocol.check_tables, table)
 
     def check_compression(self, variable: str) -> None:
         """Raises `ConfigError` if one of the servers takes what is compressed for a variable for what is not."""
-        for server in self.servers:
-            if isinstance(server, RemoteServer):
-                server.check(protocol.check_compression, variable)
+        self._check_servers(protocol.check_compression, variable)
 
     def check_closures(self) -> None:
         """Raises `ConfigError` if one of the servers knows no closures, which are to be run."""
+        self._check_servers(protocol.check_closures)
+
+    def _check_servers(self, refuse: Callable[..., None], *what: str) -> None:
         for server in self.servers:
             if isinstance(server, RemoteServer):
-                server.check(protocol.check_closures)
+                server.check(refuse, *what)
 
     def lane(self, index: int) -> Lane | None:
         """Returns the lane to a server, by its number; None for gRPC."""
@@ -398,17 +415,8 @@ class Session:
 
     def _take(self, future: Future[T]) -> T:
         error = future.exception()
-        if isinstance(error, FATAL):
+        decides = self.copied and self._drives and isinstance(error, ServerLost)  # then it goes on without that server
+        if isinstance(error, FATAL) and not decides:
             self.end(error)
             self.check()
         return future.result()
-
-    def check_chief(self) -> None:
-        """Ends the session if the chief has been silent for longer than `Timeouts.chief`."""
-        silent = self.log_server.status().chief
-        if self.timeouts.chief < silent < float("inf"):
-            error = ChiefLost(
-                f"the chief has been silent for {silent:.0f} s, and what {self.task} waits for needs one; "
-                "start the chief again"
-            )
-            self.end(error)

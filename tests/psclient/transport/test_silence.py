@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psclient._src.transport.silence import Silence
+from psclient._src.transport.lane import Silence
 
 LEASE = 8.0
 """Seconds."""

@@ -68,7 +68,7 @@ class Stepped(Session):
     def _start_beating(self, index: int) -> None:
         self.opens.append(index)
 
-    def _hold(self) -> None:
+    def _hold(self, index: int) -> None:
         pass  # the model says when a process that has ended is seen to have
 
     def _open_first(self, key: int) -> Opened:

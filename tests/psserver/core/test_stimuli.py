@@ -18,9 +18,10 @@ from psserver.core.waiting import Asked
 from psserver.effects import Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.registry import Registry
+from pswire import api
 from pswire.api import UNTIL_ENDED, Contribution, RestoreOrder, Vote
 from pswire.cluster import Task
-from pswire.errors import CheckpointError, Fenced, InvalidRequest, PSError
+from pswire.errors import CheckpointError, Fenced, InvalidRequest, PSError, ServerGone
 from pswire.model.chunks import ChunkAsk
 from pswire.model.closures import ClosureOrder, ClosureResult
 from pswire.model.log import Approved, Created, Epoch, EpochClosed, Member, Start
@@ -127,6 +128,8 @@ WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
         ((1, Vote(7, 5, PLAN.id, 1, 1, error=InvalidRequest("no"))), "server 1 votes in round 5, again: no"),
     ],
     "introduce": [((2, 77), "server 2")],
+    "testify": [((2, api.Testimony(7, 1)), "server 2 has heard 0 votes of server 1, which is gone")],
+    "outlive": [((ServerGone("the job goes on without it"),), "the job goes on without it")],
     "meet": [((2,), "server 2 is connected")],
     "miss": [((2, "nothing listens there"), "server 2 is not connected: nothing listens there")],
     "snapshot": [

@@ -208,7 +208,7 @@ def test_a_vote_is_kept_until_its_peers_have_closed_the_round(two):
         for worker in (two.a, two.b):
             worker.round += 1
     assert all(len(one.machine.rounds.votes._cast) <= 2 for one in two.cores)
-    assert all(len(one.machine.rounds.votes._heard) == 0 for one in two.cores)
+    assert all(len(one.machine.rounds.votes._heard) <= 2 for one in two.cores)
 
 
 def test_votes_of_another_job_count_nothing(two):

@@ -31,9 +31,9 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as Protobuf
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from psclient._src.transport.grpc_stream import CallStream
+from psclient._src.transport.grpc_calls import CallStream
+from psclient._src.transport.lane import Silence
 from psclient._src.transport.remote_server import RemoteServer
-from psclient._src.transport.silence import Silence
 from psserver.config import ServerConfig
 from psserver.effects import Peer
 from psserver.transport import grpc_service

@@ -10,6 +10,7 @@ import pytest
 from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
 
+from pswire import api
 from pswire.api import Contribution, CreateBatchReply, PullReply, RoundReply, Vote
 from pswire.encoding import messages
 from pswire.encoding.mapper import Codec, Mapper
@@ -40,15 +41,24 @@ BY_HAND: dict[type, Codec[Any, Any]] = {
     PullReply: Codec(pb.PullHeader, messages.pull_to_pb, lambda m: messages.pull_from_pb(m, EMPTY)),
     CreateBatchReply: Codec(pb.CreateBatchReply, messages.batch_to_pb, messages.batch_from_pb),
     PSError: Codec(pb.Refusal, refusal_to_pb, refusal_from_pb),
-    Vote: Codec(pb.ServerVote, lambda v: messages.vote_to_pb(v, PEER_INCARNATION), messages.vote_from_pb),
+    Vote: Codec(pb.ServerVote, lambda v: messages.said_to_pb(v, PEER_INCARNATION), messages.said_from_pb),
+    api.Testimony: Codec(pb.Testimony, messages.testimony_to_pb, messages.testimony_from_pb),
 }
 PAIRS = messages.MAPPER.pairs | BY_HAND
 
 REQUESTS: list[type[Message]] = [
-    *(pb.OpenRequest, pb.BeatRequest, pb.LeaveRequest, pb.CreateHeader, pb.ProposeRequest, pb.WatchRequest),
+    *(
+        pb.OpenRequest,
+        pb.BeatRequest,
+        pb.BeatReply,
+        pb.LeaveRequest,
+        pb.CreateHeader,
+        pb.ProposeRequest,
+        pb.WatchRequest,
+    ),
     *(pb.ApproveRequest, pb.ApproveReply, pb.PullRequest, pb.SnapshotRequest, pb.RestoreRequest, pb.RecentReply),
     *(pb.Part, pb.CreateFrame, pb.PushFrame, pb.RoundFrame, pb.PullFrame, pb.LaneHello, pb.LaneAlive),
-    *(pb.IntroduceRequest, pb.IntroduceReply, pb.ExchangeHeader, pb.AskFrame, pb.AnswerFrame),
+    *(pb.IntroduceRequest, pb.IntroduceReply, pb.ExchangeHeader, pb.AskFrame, pb.AnswerFrame, pb.BeatReply),
     *(pb.CreateBatchRequest, pb.ScheduleRequest, pb.TakeRequest, pb.FetchRequest, pb.HandOutRequest),
 ]
 """What the rims write themselves: the arguments of a verb, and the envelopes of payloads."""
@@ -78,8 +88,9 @@ def values() -> Iterator[tuple[Codec[Any, Any], Any]]:
     for question in QUESTIONS:
         yield messages.TABLE_READ, question
     yield messages.HAPPENED, HAPPENED
-    for vote in VOTES:
-        yield PAIRS[Vote], vote
+    for said in VOTES:
+        yield PAIRS[Vote], said
+    yield PAIRS[api.Testimony], VOTES[-1]
 
 
 def fields() -> set[str]:

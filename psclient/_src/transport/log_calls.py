@@ -1,0 +1,220 @@
+"""What a process asks the server that keeps the log: the first that is there, and the next one where that is lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+from psclient._src.transport.hosting import Hosting
+from psclient._src.transport.patience import Deadline
+from pswire.api import ParameterServer, Watched
+from pswire.cluster import Task
+from pswire.errors import ChiefLost, ConfigError, PSError, ServerGone, Unreachable
+from pswire.limits import Timeouts
+from pswire.model.log import Done, JobStarted, LogEntry, Lost, Member, Start
+from pswire.model.plan import Plan
+from pswire.model.status import ServerStatus
+
+log = logging.getLogger("psclient")
+
+T = TypeVar("T")
+
+
+class Proposal(NamedTuple):
+    """Arguments of `ParameterServer.propose` behind the session."""
+
+    plan: Plan | None
+    join_point: str
+    start: Start | None
+
+
+class Proposals:
+    """The plans of which no round was answered yet, the last join point, and the last start of an epoch.
+
+    May be used by any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards what follows
+        self._plans: dict[bytes, Plan] = {}
+        self._join_point = ""
+        self._start: Start | None = None
+
+    def keep(self, proposal: Proposal) -> None:
+        """Keeps what is proposed."""
+        with self._lock:
+            if proposal.plan is not None:
+                self._plans[proposal.plan.id] = proposal.plan
+            self._join_point = proposal.join_point or self._join_point
+            self._start = proposal.start or self._start
+
+    def forget(self, plan_id: bytes) -> None:
+        """A plan is known to be approved."""
+        with self._lock:
+            self._plans.pop(plan_id, None)
+
+    def all(self) -> list[Proposal]:
+        """Returns what is to be proposed again."""
+        with self._lock:
+            found = [Proposal(plan, "", None) for plan in self._plans.values()]
+            found += [Proposal(None, self._join_point, None)] if self._join_point else []
+            return found + ([Proposal(None, "", self._start)] if self._start else [])
+
+
+class LogCalls:
+    """The part of a `Session` that has to do with the log. May be used by any thread."""
+
+    task: Task
+    timeouts: Timeouts
+    number: int
+    job: str
+    incarnations: tuple[int, ...]
+    copies: tuple[int, ...]
+    copied: bool
+    hosting: Hosting
+    _proposals: Proposals
+
+    @property
+    def log_server(self) -> ParameterServer:
+        """The server that keeps the log and the sessions."""
+        raise NotImplementedError
+
+    def wait(
+        self,
+        future: Future[T],
+        deadline: Deadline,
+        late: Callable[[], PSError],
+        word: Callable[[], str],
+        needs_chief: Callable[[], bool] = lambda: True,
+    ) -> T:
+        """Waits for an answer: see `Session`."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raises the error that ended the session: see `Session`."""
+        raise NotImplementedError
+
+    def end(self, error: PSError) -> None:
+        """Ends the session: see `Session`."""
+        raise NotImplementedError
+
+    def deadline(self, seconds: float) -> Deadline:
+        """Makes a deadline: see `Session`."""
+        raise NotImplementedError
+
+    def await_job(self) -> None:
+        """Waits until a chief has begun the job that this session belongs to; raises `ChiefLost` if none does."""
+        deadline, after = self.deadline(self.timeouts.start), 0
+        while True:
+            watched = self.ask_keeper(
+                partial(self._follow, after),
+                deadline,
+                lambda: ChiefLost(
+                    f"no chief began the job within {self.timeouts.start:g} s; start the chief task (psworker with "
+                    "its TF_CONFIG), or leave it out of the cluster, so that worker 0 is chief"
+                ),
+                lambda: "waits for a chief to begin the job",
+            )
+            if self._is_mine(watched.entries):
+                self._take_copies(watched.entries)
+                return
+            after = watched.start + len(watched.entries)
+
+    def _follow(self, after: int, keeper: ParameterServer) -> Future[Watched]:
+        return keeper.watch(self.number, after, -1)
+
+    def _take_copies(self, entries: Sequence[LogEntry]) -> None:
+        """Takes where copies of variables lie; raises `ConfigError` where this process expects something else."""
+        self.copies = next(entry.copies for entry in entries if isinstance(entry, JobStarted))
+        if bool(self.copies) != self.copied:
+            here, there = (f"PS_REPLICATION={int(each)}" for each in (self.copied, bool(self.copies)))
+            raise ConfigError(
+                f"{self.task} runs with {here}, and the job with {there}; give every process of the job the same"
+            )
+
+    def _is_mine(self, entries: Sequence[LogEntry]) -> bool:
+        jobs = [(entry.incarnations, entry.name) for entry in entries if isinstance(entry, JobStarted)]
+        over = any(isinstance(entry, Done | Lost) for entry in entries)
+        return jobs == [(self.incarnations, self.job)] and not over
+
+    def look(self, after: int = -1) -> Watched:
+        """Returns the sessions and proposals as they are now.
+
+        Args:
+            after: number of entries of the log not to send; by default all that there are.
+        """
+        known = self.log_status().log if after < 0 else after
+        log_server = Task("ps", self.hosting.keeper)
+        return self.ask_keeper(
+            lambda keeper: keeper.watch(self.number, known, 0),
+            self.deadline(self.timeouts.call),
+            lambda: Unreachable(f"no news for {self.timeouts.call:g} s", str(log_server)),
+            lambda: f"waits for news of {log_server}",
+            lambda: False,
+        )
+
+    def ended(self) -> list[Member]:
+        """Returns the members of sessions that have ended, however they did."""
+        return [state.member for state in self.look().sessions if state.state != "open"]
+
+    def ask_keeper(
+        self,
+        ask: Callable[[ParameterServer], Future[T]],
+        deadline: Deadline,
+        late: Callable[[], PSError],
+        word: Callable[[], str],
+        needs_chief: Callable[[], bool] = lambda: True,
+    ) -> T:
+        """Asks the server that keeps the log, and the next one where that is lost; waits as `wait`."""
+        while True:
+            try:
+                return self.wait(ask(self.log_server), deadline, late, word, needs_chief)
+            except ServerGone:
+                self.check()
+
+    def log_status(self) -> ServerStatus:
+        """Returns the status of the server that keeps the log."""
+        while True:
+            try:
+                return self.log_server.status()
+            except ServerGone:
+                self.check()
+
+    def propose(self, plan: Plan | None = None, join_point: str = "", start: Start | None = None) -> None:
+        """Proposes to the server that keeps the log, and to the next one where that is lost: see `ParameterServer`."""
+        proposal = Proposal(plan, join_point, start)
+        if self.copied:
+            self._proposals.keep(proposal)
+        while True:
+            try:
+                self.log_server.propose(self.number, *proposal)
+                return
+            except ServerGone:
+                self.check()
+
+    def answered(self, plan_id: bytes) -> None:
+        """A round of a plan was answered: it is approved."""
+        if self.copied:
+            self._proposals.forget(plan_id)
+
+    def _propose_again(self) -> None:
+        """Proposes what the server that is gone may have told nobody."""
+        for proposal in self._proposals.all():
+            try:
+                self.propose(*proposal)
+            except PSError as error:
+                log.debug("%s could not propose again: %s", self.task, error)
+
+    def check_chief(self) -> None:
+        """Ends the session if the chief has been silent for longer than `Timeouts.chief`."""
+        silent = self.log_status().chief
+        if self.timeouts.chief < silent < float("inf"):
+            error = ChiefLost(
+                f"the chief has been silent for {silent:.0f} s, and what {self.task} waits for needs one; "
+                "start the chief again"
+            )
+            self.end(error)

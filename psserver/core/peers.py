@@ -1,0 +1,86 @@
+"""The stimuli of other servers: what they vote, and which of them are gone."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+
+from psserver.core.links import Links
+from psserver.core.log import Log
+from psserver.core.runner import Runner
+from psserver.effects import Effect, Reply
+from psserver.registry import Registry
+from psserver.state.counters import ServerCounters
+from psserver.state.rounds import Rounds
+from pswire.api import Testimony, Vote
+from pswire.cluster import Task
+from pswire.errors import InvalidRequest, ServerGone, ServerLost
+
+log = logging.getLogger("psserver")
+
+Outcome = tuple[None, list[Effect]]
+"""The outcome of a stimulus that answers nothing."""
+
+
+class PeerStimuli:
+    """The part of a server's state machine that other servers concern.
+
+    Attributes:
+        outlived: why the job goes on without this server; None if it does not.
+    """
+
+    task: Task
+    server: int
+    registry: Registry
+    rounds: Rounds
+    log: Log
+    runner: Runner
+    tally: ServerCounters
+    done: Future[None]
+    outlived: ServerLost | None = None
+    _links: Links
+
+    def introduce(self, now: float, server: int, incarnation: int) -> Outcome:
+        """Lets another server vote here: its incarnation names it as a session names a client."""
+        self._check_there(server)
+        if server == self.server:
+            raise InvalidRequest(f"a server calls itself {self.task}, as this one", str(self.task))
+        self.registry.enter(incarnation, Task("ps", server))
+        return None, []
+
+    def hear(self, now: float, server: int, vote: Vote) -> Outcome:
+        """Another server has voted."""
+        self._check_there(server)
+        self.tally.votes["received"] += 1
+        self.rounds.votes.hear(server, vote, self.rounds.last)
+        if vote.job == self.rounds.votes.job:
+            self.rounds.open(vote, now)
+        return None, []
+
+    def testify(self, now: float, server: int, testimony: Testimony) -> Outcome:
+        """Another server has said what it has heard of one that is gone."""
+        self.rounds.votes.testify(server, testimony, self.rounds.last)
+        for vote in testimony.votes:
+            if vote.job == self.rounds.votes.job:
+                self.rounds.open(vote, now)
+        return None, []
+
+    def _check_there(self, server: int) -> None:
+        """Raises `ServerGone` for a server without which the job goes on."""
+        if server in self.log.gone:
+            raise ServerGone(f"the job goes on without it: it {self.log.gone[server]}", str(Task("ps", server)))
+
+    def outlive(self, now: float, error: ServerGone) -> Outcome:
+        """The job goes on without this server, which was paused, or cut off: nothing that it has is of use."""
+        log.error("%s ends: %s", self.task, error.message)
+        self.outlived = self.runner.broken = ServerLost(error.message, str(self.task))
+        return None, [Reply(self.done, None)]
+
+    def meet(self, now: float, server: int) -> Outcome:
+        """Another server is connected anew: what was said to it may be lost."""
+        return None, self._links.meet(server)
+
+    def miss(self, now: float, server: int, reason: str) -> Outcome:
+        """Another server is not connected."""
+        self._links.miss(server, reason, now)
+        return None, []
