@@ -100,6 +100,11 @@ class Chief:
         return Session(self._task, self._servers, 0, True, self._timeouts, job=self._job, copied=self._copied)
 
     @property
+    def log_server(self) -> RemoteServer:
+        """The server that keeps the log and the sessions."""
+        return self._servers[self._session.hosting.keeper]
+
+    @property
     def _period(self) -> float:
         """Seconds between two looks at all servers' rounds: a small part of what a round may take."""
         return min(max(self._timeouts.round / 40, PAUSE / 4), 5.0)

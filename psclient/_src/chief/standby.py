@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Literal
 
 from psclient._src.transport.remote_server import RemoteServer, expect
 from pswire.api import ParameterServer
 from pswire.cluster import Task
-from pswire.errors import ServerLost
+from pswire.errors import ServerGone, ServerLost
 from pswire.limits import Timeouts
 from pswire.model.status import ServerStatus
 from pswire.telemetry.reminder import Reminder
@@ -42,16 +44,17 @@ def taken_over_by(server: ParameterServer, task: Task) -> Task | None:
     return other if other != task or len(chiefs) > 1 else None
 
 
-def stand_by(server: RemoteServer, task: Task, timeouts: Timeouts) -> bool:
+def stand_by(servers: Sequence[RemoteServer], task: Task, timeouts: Timeouts) -> bool:
     """Waits until nobody drives the job that the servers hold.
 
     Args:
-        server: a connection to server 0, of this process alone.
+        servers: connections, of this process alone: to server 0, and where variables have copies to all others, one of
+            which keeps the sessions once that is gone.
         task: the task that this process is.
         timeouts: time limits of the cluster.
 
     Returns:
-        True once nobody does; False where the job is over, or server 0 has ended.
+        True once nobody does; False where the job is over, or all these servers have ended.
     """
     states = {"none": "a chief begins the job", "driven": "its chief is gone, or the job is over"}
     seen: Outlook = "none"
@@ -59,14 +62,25 @@ def stand_by(server: RemoteServer, task: Task, timeouts: Timeouts) -> bool:
     while True:
         time.sleep(LOOK_SECONDS)
         try:
-            status = server.status()
+            status = _ask(servers)
         except ServerLost as error:  # it has answered before: see `expect`
             log.warning("%s stands by no longer: server 0 has ended (%s)", task, error)
             return False
-        expect(server)
         seen = outlook(status, timeouts)
         if seen == "gone":
             return True
         if seen == "over":
             return False
         reminder.look()
+
+
+def _ask(servers: Sequence[RemoteServer]) -> ServerStatus:
+    """Returns the status of the first server that has not ended; raises the last one's `ServerLost` if all have."""
+    for server in servers[:-1]:
+        with suppress(ServerLost, ServerGone):
+            status = server.status()
+            expect(server)
+            return status
+    status = servers[-1].status()
+    expect(servers[-1])
+    return status

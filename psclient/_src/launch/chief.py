@@ -7,7 +7,7 @@ import logging
 from psclient._src.chief.driver import Chief
 from psclient._src.chief.standby import stand_by, taken_over_by
 from psclient._src.telemetry import Exporter
-from psclient._src.transport.remote_server import RemoteServer, connect, expect
+from psclient._src.transport.remote_server import connect, expect
 from pswire.cluster import Task, TaskConfig
 from pswire.errors import TaskTaken
 from pswire.limits import Refused, Timeouts
@@ -42,8 +42,8 @@ def drive(
     exporter.add_chief(chief)
     try:
         if not standby:
-            standby = not _drives(chief, servers[0], config.task)
-        while standby and stand_by(servers[0], config.task, timeouts):
+            standby = not _drives(chief, config.task)
+        while standby and stand_by(servers if copied else servers[:1], config.task, timeouts):
             try:
                 chief.drive(takes_over=True, waits=False)
             except TaskTaken:
@@ -54,11 +54,12 @@ def drive(
         exporter.stop()
 
 
-def _drives(chief: Chief, server: RemoteServer, task: Task) -> bool:
+def _drives(chief: Chief, task: Task) -> bool:
     """Drives a job to its end; returns False if another process does, in the place of this task."""
     try:
         chief.drive(waits=False)
     except TaskTaken:
+        server = chief.log_server
         other = taken_over_by(server, task)
         if other is not None:
             expect(server)
