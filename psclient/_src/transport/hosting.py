@@ -137,7 +137,8 @@ class Hosting:
             wait(asked.values(), PAUSE, FIRST_COMPLETED)
             for index in [index for index, future in asked.items() if future.done()]:
                 future = asked.pop(index)
-                if isinstance(future.exception(), Unreachable) and time.monotonic() < until:
+                # Of one that an earlier session of this process has found gone the others tell it again.
+                if isinstance(future.exception(), Unreachable | ServerGone) and time.monotonic() < until:
                     continue
                 known[index] = future.result()
             if self._take_over(known):

@@ -65,6 +65,9 @@ from pswire.transport.traffic import LaneName, traffic
 SLOWEST = 10e6
 """Bytes per second that the slowest network carries; the deadlines of first values allow for them."""
 
+CREATION_SECONDS = 0.02
+"""Seconds that a busy server takes to create one variable, a part of a dynamic table for example, at most."""
+
 T = TypeVar("T")
 
 
@@ -244,7 +247,9 @@ class RemoteServer(QueueCalls):
         for first in range(0, max(len(encoded), 1), MAX_BATCH_VARIABLES):
             for batch in batches(encoded[first : first + MAX_BATCH_VARIABLES]):
                 request = pb.CreateBatchRequest(session=session, variables=batch)
-                reply = messages.batch_from_pb(parse(pb.CreateBatchReply, self._ask("CreateBatch", request)))
+                once = partial(self._calls.once, "CreateBatch", request.SerializeToString())
+                answer = self._attempts.until_answered(VERBS["CreateBatch"], once, len(batch) * CREATION_SECONDS)
+                reply = messages.batch_from_pb(parse(pb.CreateBatchReply, answer))
                 whole = CreateBatchReply(
                     whole.count + reply.count,
                     whole.initialized + reply.initialized,
