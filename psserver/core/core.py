@@ -395,8 +395,9 @@ class Core:
 
 def _refusal(answer: object, effects: Sequence[Effect], args: Sequence[object]) -> PSError | None:
     """Returns why a stimulus that raised nothing was refused: it answers so, or its caller's future is told so."""
-    if isinstance(answer, PSError):
-        return answer
+    said = answer[0] if isinstance(answer, tuple) and answer else answer
+    if isinstance(said, PSError):
+        return said
     failed = (effect for effect in effects if isinstance(effect, Fail))
     return next((fail.error for fail in failed if any(fail.future is arg for arg in args)), None)
 

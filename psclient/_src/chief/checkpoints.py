@@ -56,7 +56,8 @@ class CheckpointCommitter:
         plan = next(iter(plans), None)
         if self._committing is None and plan is not None:
             self._ordered_at = time.monotonic()
-            self._committing = self._threads.submit(partial(self.commit, plan, without.get(plan.id, frozenset())))
+            gone = [without[plan.id]] if without.get(plan.id) else []
+            self._committing = self._threads.submit(partial(self.commit, plan, *gone))
 
     def pending(self) -> list[Future[Snapshotted]]:
         """The checkpoint that is being written, or of which the log does not tell yet, if there is one."""
