@@ -127,9 +127,10 @@ def test_a_chief_that_comes_back_stands_by(tmp_path):
 def test_worker_0_leaves_a_job_that_it_drives(tmp_path):
     """In a cluster without a chief the next worker drives on, and worker 0 ends with code 0."""
     keys = {"ps": 2, "workers": 2, "timeouts": QUICK, "gates": ["known"]}
-    with ProcessCluster(drive, tmp_path, (40, 5), **keys) as job:
+    with ProcessCluster(drive, tmp_path, (3000, 5), **keys) as job:
         for task in (W0, W1):
-            job.hear(task, "at", 20)
+            job.hear(task, "at", 1500)
+        time.sleep(0.5)  # it waits at the gate by then, in a call that the signal interrupts
         job.kill(W0, signal.SIGTERM)
         job.hear_error(W0, "told to end (SIGTERM)")
         job.open("known")
@@ -210,7 +211,7 @@ def test_a_chief_that_was_paused_goes_on(tmp_path):
         for task in (W0, W1, CHIEF):
             job.pause(task)
         with job.server(PS0) as server:
-            job.until(lambda: [s.state for s in server.status().sessions if s.drives] == ["lost"])
+            job.until(lambda: "lost" in [s.state for s in server.status().sessions if s.drives])
         job.open("known")
         job.resume(CHIEF)
         job.hear_error(CHIEF, "nobody has taken its place, and it goes on")
@@ -222,7 +223,7 @@ def test_a_chief_that_was_paused_goes_on(tmp_path):
 
 
 def test_a_chief_that_was_paused_tells_that_a_server_was_lost_meanwhile(tmp_path):
-    """It alone decides that: when it runs again it says so at once, and every process ends."""
+    """Who drives in its place says so, or the chief once it runs again: every process ends."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["known"]}
     with ProcessCluster(drive, tmp_path, (20, 5), **keys) as job:
         for task in (W0, W1):
@@ -234,7 +235,8 @@ def test_a_chief_that_was_paused_tells_that_a_server_was_lost_meanwhile(tmp_path
         job.open("known")
         job.kill(CHIEF, signal.SIGCONT)
         began = time.monotonic()
-        for task in (CHIEF, W0, W1):
+        for task in (W0, W1):
             job.hear_error(task, f"error: {PS1}: was lost (nothing listens there any more")
             assert job.exited(task) == SERVER_LOST
+        assert job.exited(CHIEF) in (1, SERVER_LOST)  # it may have been told first that another one drives
         assert time.monotonic() - began < MARGIN

@@ -56,6 +56,7 @@ def visit(examples, batch, passes, stops, backup_workers=0, restores=""):
 
 def tell_to_end(job, *tasks):
     """Sends SIGTERM, and waits until it is noted."""
+    time.sleep(0.5)  # what waits at a gate is in the call by then, which a signal interrupts
     for task in tasks:
         job.kill(task, signal.SIGTERM)
         job.hear_error(task, TOLD)

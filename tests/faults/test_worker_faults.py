@@ -225,14 +225,17 @@ def test_all_workers_die_and_new_ones_come(tmp_path):
 
 
 def test_worker_0_as_chief_dies_and_comes_back(tmp_path):
-    """With it the chief dies; the other waits and says so, and goes on when both are back."""
-    stops = [[0, 3, "never"]]
-    with ProcessCluster(learn, tmp_path, (40, 4, stops), workers=2, gates=["never"], timeouts=QUICK) as job:
+    """With it the chief dies; the other drives on in its place, and goes on with both when it is back."""
+    stops, gates = [[0, 3, "never"], [1, 5, "back"]], ["never", "back"]
+    with ProcessCluster(learn, tmp_path, (40, 4, stops), workers=2, gates=gates, timeouts=QUICK) as job:
         job.hear(W0, "at", 3)
         lost = job.said(W0, "took")[-1][1]
         job.kill(W0)
-        job.hear_error(W1, "the chief")
+        job.hear_error(W1, f"nobody drives the job any more: {W1} does")
+        job.hear(W1, "at", 5)
         job.start(W0)
+        job.hear(W0, "open")
+        job.open("back")
         for task in (W0, W1):
             assert job.hear(task, "sums") == exact(set(range(40)) - set(lost))
         job.finish()

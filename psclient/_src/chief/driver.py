@@ -100,6 +100,11 @@ class Chief:
         return Session(self._task, self._servers, 0, True, self._timeouts, job=self._job, copied=self._copied)
 
     @property
+    def opened(self) -> bool:
+        """True once it has had a session, and so has driven the job."""
+        return self._session.number != 0
+
+    @property
     def log_server(self) -> RemoteServer:
         """The server that keeps the log and the sessions."""
         return self._servers[self._session.hosting.keeper]

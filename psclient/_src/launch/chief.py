@@ -9,7 +9,7 @@ from psclient._src.chief.standby import stand_by, taken_over_by
 from psclient._src.telemetry import Exporter
 from psclient._src.transport.remote_server import connect, expect
 from pswire.cluster import Task, TaskConfig
-from pswire.errors import TaskTaken
+from pswire.errors import ServerLost, TaskTaken
 from pswire.limits import Refused, Timeouts
 from pswire.security.identity import Security
 
@@ -60,10 +60,15 @@ def _drives(chief: Chief, task: Task) -> bool:
         chief.drive(waits=False)
     except TaskTaken:
         server = chief.log_server
+        expect(server)
         other = taken_over_by(server, task)
         if other is not None:
-            expect(server)
             log.warning("%s drives the job in the place of %s, which stands by", other, task)
             return False
-        chief.drive()
+        try:
+            chief.drive()
+        except (TaskTaken, ServerLost):
+            if chief.opened:
+                raise
+            return False  # while it waited another process drove the job, perhaps to its end
     return True
