@@ -195,7 +195,11 @@ class Chief:
 
     def _open(self, takes_over: bool, waits: bool) -> None:
         self._takes_over = self._log.takes_over = takes_over
-        self._session.open(waits)
+        try:
+            self._session.open(waits)
+        except ServerLost as lost:
+            self._announce(lost)  # by the token that server 0 has just given
+            raise
 
     def _drive(self) -> None:
         try:

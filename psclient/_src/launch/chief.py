@@ -67,8 +67,12 @@ def _drives(chief: Chief, task: Task) -> bool:
             return False
         try:
             chief.drive()
-        except (TaskTaken, ServerLost):
+        except TaskTaken:
+            if taken_over_by(server, task) is None:
+                raise
+            return False
+        except ServerLost:
             if chief.opened:
                 raise
-            return False  # while it waited another process drove the job, perhaps to its end
+            return False  # while it waited another process drove the job to its end
     return True
