@@ -223,7 +223,10 @@ def test_a_chief_that_was_paused_goes_on(tmp_path):
 
 
 def test_a_chief_that_was_paused_tells_that_a_server_was_lost_meanwhile(tmp_path):
-    """Who drives in its place says so, or the chief once it runs again: every process ends."""
+    """Who drives in its place says so, or the chief once it runs again: every process ends.
+
+    Where the loss falls into the change of chiefs, each process sees for itself, once `PS_TIMEOUT_SERVER` is over.
+    """
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["known"]}
     with ProcessCluster(drive, tmp_path, (20, 5), **keys) as job:
         for task in (W0, W1):
@@ -236,7 +239,7 @@ def test_a_chief_that_was_paused_tells_that_a_server_was_lost_meanwhile(tmp_path
         job.kill(CHIEF, signal.SIGCONT)
         began = time.monotonic()
         for task in (W0, W1):
-            job.hear_error(task, f"error: {PS1}: was lost (nothing listens there any more")
+            job.hear_error(task, f"error: {PS1}: was lost")
             assert job.exited(task) == SERVER_LOST
         assert job.exited(CHIEF) in (1, SERVER_LOST)  # it may have been told first that another one drives
-        assert time.monotonic() - began < MARGIN
+        assert time.monotonic() - began < QUICK.server + MARGIN
