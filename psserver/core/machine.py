@@ -200,7 +200,8 @@ class Machine(PeerStimuli, ClosureStimuli, ChunkStimuli):
         if error is None:
             self.rounds.clocks.tell(session, clock)
         self.tally.signs += error is None
-        return (error, self.log.keeps and self.members.is_to_drive(session, now)), []
+        drives = self.log.keeps and self.log.lost is None and self.members.is_to_drive(session, now)
+        return (error, drives), []
 
     def leave(self, now: float, session: int, error: str) -> Outcome[None]:
         """Ends a process's session, cleanly or with an error."""

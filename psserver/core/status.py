@@ -27,6 +27,7 @@ def status_of(
     missed: tuple[MissedPeer, ...],
 ) -> ServerStatus:
     """Returns a server's status; `now` is a time of the core's clock, in seconds."""
+    broken = runner.broken or log.lost
     return ServerStatus(
         server=store.server,
         incarnation=incarnation,
@@ -46,7 +47,7 @@ def status_of(
         sessions=members.states(now, drivers=True) if log.keeps else (),
         incarnations=log.incarnations,
         over=log.over,
-        broken=runner.broken.message if runner.broken else "",
+        broken=broken.message if broken else "",
         device=str(store.device),
         job=members.job if log.keeps else "",
         missed=missed,

@@ -124,6 +124,27 @@ def test_a_chief_that_comes_back_stands_by(tmp_path):
         job.finish()
 
 
+def test_a_chief_that_stands_by_begins_a_lost_job_anew(tmp_path):
+    """The worker in whose place it stands by has ended with all others, by the loss of a server: it need not."""
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["known"]}
+    with ProcessCluster(drive, tmp_path, (20, 5), **keys) as job:
+        for task in (W0, W1):
+            job.hear(task, "at", 10)
+        job.kill(CHIEF)
+        job.hear_error(W0, f"nobody drives the job any more: {W0} does, from now on")
+        job.start(CHIEF)
+        job.hear_error(CHIEF, f"{W0} drives the job in the place of {CHIEF}, which stands by")
+        job.kill(PS1)
+        job.start(PS1)
+        job.open("known")
+        for task in (W0, W1):
+            assert job.exited(task) == SERVER_LOST
+            job.start(task)
+        for task in (W0, W1):
+            assert job.hear(task, "sums") == [20 * 101.0, 5 * 101.0, 1.0]
+        job.finish()
+
+
 def test_worker_0_leaves_a_job_that_it_drives(tmp_path):
     """In a cluster without a chief the next worker drives on, and worker 0 ends with code 0."""
     keys = {"ps": 2, "workers": 2, "timeouts": QUICK, "gates": ["known"]}

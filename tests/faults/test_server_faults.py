@@ -14,6 +14,7 @@ import pytest
 
 import psclient as ps
 from psclient._src.processes.shutdown import SERVER_LOST
+from psserver.state.sessions import DEPUTY_BEATS
 from pstesting.processes import CHIEF, MARGIN, PS0, PS1, QUICK, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, add_all, gate, say
 
@@ -217,7 +218,7 @@ def test_who_opens_its_sessions_learns_that_a_server_is_lost(tmp_path):
 def test_a_server_that_is_replaced(tmp_path, server):
     """Its successor refuses the old sessions at once. Everyone started again goes on from the checkpoint.
 
-    One worker comes back before the chief: it is as new as all others.
+    One worker comes back before the chief: it is as new as all others, and drives nothing, since nothing is left.
     """
     with ProcessCluster(serve, tmp_path, (20, [[1, 5]]), **KEYS) as job:
         job.hear(W1, "at", 5)
@@ -231,6 +232,8 @@ def test_a_server_that_is_replaced(tmp_path, server):
             assert job.exited(task) == SERVER_LOST
         job.start(W1)
         job.hear_error(W1, "waits for a chief to begin the job")
+        time.sleep(2 * DEPUTY_BEATS * QUICK.beat)
+        assert "nobody drives the job any more" not in job.errors(W1)
         job.start(CHIEF)
         job.start(W0)
         for task in (W0, W1):

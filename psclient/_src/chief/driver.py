@@ -21,7 +21,7 @@ from psclient._src.chief.counters import Driven
 from psclient._src.chief.decisions import Decision, decide, undone
 from psclient._src.chief.epochs import Beginning, came
 from psclient._src.chief.hung_members import HungMembers
-from psclient._src.chief.job_log import JobLog
+from psclient._src.chief.job_log import JobLog, JobOver
 from psclient._src.chief.leave_saves import LeaveSaves
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.remote_server import RemoteServer
@@ -207,6 +207,8 @@ class Chief:
                 try:
                     self._lead()
                     break
+                except JobOver:
+                    raise
                 except Fenced as error:
                     self._reopen(error)
                 except ServerLost as error:

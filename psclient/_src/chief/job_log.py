@@ -14,6 +14,10 @@ from pswire.model.log import Done, Gone, JobStarted, LogEntry, Lost
 log = logging.getLogger("psclient.chief")
 
 
+class JobOver(Fenced):
+    """There is no job to go on with: it is over, or the servers hold another one."""
+
+
 class JobLog:
     """The log of a job, for its chief. Used by the thread that drives.
 
@@ -38,7 +42,7 @@ class JobLog:
         """Begins a job, or goes on with the one that the servers hold.
 
         Raises:
-            Fenced: there is none to go on with, and none is to be begun.
+            JobOver: there is none to go on with, and none is to be begun.
         """
         session = self._session
         entries: list[LogEntry] = []
@@ -53,7 +57,7 @@ class JobLog:
             self.state.take(entries)
             log.info("goes on with job %s at entry %d", first, len(entries))
         elif self.takes_over:
-            raise Fenced("the job is over, or the servers hold another one: there is nothing to take over")
+            raise JobOver("the job is over, or the servers hold another one: there is nothing to take over")
         else:
             addresses = tuple(server.address for server in self._servers)
             copies = copies_by(session.domains) if session.copied else ()

@@ -22,13 +22,13 @@ LOOK_SECONDS = 0.25
 """Seconds between two looks at the chief's session: within these it is known to be gone."""
 
 Outlook = Literal["none", "driven", "gone", "over"]
-"""No chief was there yet; one is; it is gone; the job is over."""
+"""No job is there to go on with; a chief drives one; that chief is gone; the job is over."""
 
 
 def outlook(status: ServerStatus, timeouts: Timeouts) -> Outlook:
     """Returns how a job is driven, as server 0's status tells it: its newest chief counts."""
     chief = next((session for session in reversed(status.sessions) if session.drives), None)
-    if chief is None:
+    if chief is None or status.broken:  # whose processes all end, and begin anew
         return "none"
     if status.over or chief.state == "left":
         return "over"
@@ -37,14 +37,15 @@ def outlook(status: ServerStatus, timeouts: Timeouts) -> Outlook:
 
 def taken_over_by(server: ParameterServer, task: Task) -> Task | None:
     """Returns who drives the job in the place of a task, or of an earlier process of it; None if nobody does."""
-    chiefs = [session for session in server.status().sessions if session.drives]
-    if not chiefs or chiefs[-1].state != "open":
+    status = server.status()
+    chiefs = [session for session in status.sessions if session.drives]
+    if not chiefs or chiefs[-1].state != "open" or status.broken:
         return None
     other = chiefs[-1].member.task
     return other if other != task or len(chiefs) > 1 else None
 
 
-def stand_by(servers: Sequence[RemoteServer], task: Task, timeouts: Timeouts) -> bool:
+def stand_by(servers: Sequence[RemoteServer], task: Task, timeouts: Timeouts, begins: bool) -> Outlook:
     """Waits until nobody drives the job that the servers hold.
 
     Args:
@@ -52,9 +53,11 @@ def stand_by(servers: Sequence[RemoteServer], task: Task, timeouts: Timeouts) ->
             which keeps the sessions once that is gone.
         task: the task that this process is.
         timeouts: time limits of the cluster.
+        begins: True for a process that may begin a job as well.
 
     Returns:
-        True once nobody does; False where the job is over, or all these servers have ended.
+        "gone" once nobody does; "over" where the job is over, or all these servers have ended; "none" to who may begin
+        one.
     """
     states = {"none": "a chief begins the job", "driven": "its chief is gone, or the job is over"}
     seen: Outlook = "none"
@@ -65,12 +68,10 @@ def stand_by(servers: Sequence[RemoteServer], task: Task, timeouts: Timeouts) ->
             status = _ask(servers)
         except ServerLost as error:  # it has answered before: see `expect`
             log.warning("%s stands by no longer: server 0 has ended (%s)", task, error)
-            return False
+            return "over"
         seen = outlook(status, timeouts)
-        if seen == "gone":
-            return True
-        if seen == "over":
-            return False
+        if seen in ("gone", "over") or (begins and seen == "none"):
+            return seen
         reminder.look()
 
 

@@ -40,18 +40,29 @@ def drive(
     chief = Chief(config.task, servers, config.cluster, timeouts, job=job, copied=copied)
     exporter = Exporter(config.task, security)
     exporter.add_chief(chief)
+    looked_at = servers if copied else servers[:1]
     try:
-        if not standby:
-            standby = not _drives(chief, config.task)
-        while standby and stand_by(servers if copied else servers[:1], config.task, timeouts):
-            try:
-                chief.drive(takes_over=True, waits=False)
-            except TaskTaken:
-                continue  # somebody was quicker, or it is not certain yet that the chief is gone
-            break
+        over = not standby and _drives(chief, config.task)
+        while not over:
+            match stand_by(looked_at, config.task, timeouts, begins=not standby):
+                case "gone":
+                    over = _takes_over(chief)
+                case "none":
+                    over = _drives(chief, config.task)
+                case _:
+                    break
     finally:
         chief.close()
         exporter.stop()
+
+
+def _takes_over(chief: Chief) -> bool:
+    """Drives on to its end a job whose chief is gone; returns False if it may not be, or somebody was quicker."""
+    try:
+        chief.drive(takes_over=True, waits=False)
+    except TaskTaken:
+        return False
+    return True
 
 
 def _drives(chief: Chief, task: Task) -> bool:

@@ -19,9 +19,9 @@ def chief(state, silent=0.0, task=CHIEF):
     return SessionState(Member(task, 7, 0), state, "", silent, True)
 
 
-def seen(*sessions, over=False):
+def seen(*sessions, over=False, broken=""):
     """How a job with these sessions is driven."""
-    return outlook(replace(EMPTY, sessions=sessions, over=over), TIMES)
+    return outlook(replace(EMPTY, sessions=sessions, over=over, broken=broken), TIMES)
 
 
 def test_the_newest_chief_counts():
@@ -32,3 +32,8 @@ def test_the_newest_chief_counts():
     assert seen(chief("open", 4.1)) == "gone"
     assert {seen(chief("open"), chief(state)) for state in ("lost", "failed", "hung")} == {"gone"}
     assert seen(chief("left"), worker) == seen(chief("open"), over=True) == "over"
+
+
+def test_a_lost_job_is_none_to_go_on_with():
+    """Its processes all end, and begin anew."""
+    assert {seen(chief(state), broken="a server was lost") for state in ("open", "failed")} == {"none"}
