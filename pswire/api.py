@@ -212,11 +212,13 @@ class Testimony:
         job: the session of the chief that began the job.
         gone: the server that is gone.
         votes: its votes that were heard, of rounds that are not over everywhere; no later one is heard.
+        before: how often it was gone before.
     """
 
     job: int
     gone: int
     votes: tuple[Vote, ...] = ()
+    before: int = 0
 
 
 @dataclass(frozen=True)

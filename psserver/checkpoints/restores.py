@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -247,6 +247,25 @@ class Restores:
         if late is None or not late.names - created:
             return frozenset()
         return frozenset(saved.full for saved in (late.saved, *late.saved.bases))
+
+    @property
+    def later(self) -> tuple[str, tuple[str, ...], bool, tuple[int, ...]]:
+        """What `adopt` takes, on a server that has the same variables: the checkpoint by its path, "" for none."""
+        begun = tuple(sorted(self.begun))
+        if self._late is None:
+            return "", (), False, begun
+        return self._late.saved.path, tuple(sorted(self._late.names)), self._late.cast, begun
+
+    def adopt(self, saved: SavedCheckpoint | None, names: Iterable[str], cast: bool, begun: Iterable[int]) -> None:
+        """Takes over what the others have of a restored checkpoint for later variables.
+
+        Args:
+            saved: the checkpoint; None for none.
+            names, cast: as it was restored.
+            begun: numbers of the variables that have got their first value so.
+        """
+        self._late = None if saved is None else _Late(saved, frozenset(names), cast)
+        self.begun.update(begun)
 
     def awaits(self, variable: PlacedVariable) -> bool:
         """Returns True if a part of a dynamic table, which needs no first value, has to get what a checkpoint has."""

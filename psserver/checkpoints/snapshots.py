@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import PurePosixPath
 
 from psserver.checkpoints.bases import Bases
+from psserver.checkpoints.handover import LATER, Later, name_of
 from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.tables import FrozenPart
 from psserver.effects import Effect, Fail, Run, Work, naming, settle
@@ -135,11 +136,13 @@ class Snapshots:
             return [Fail(save.shard, self._error(f"internal error: {bug!r}; see the server's log"))]
 
     def _freeze(self, job: ReadyRound, save: _Save) -> list[Effect]:
+        back = self._rounds.comes_back(save.order.returns)
+        saved = self._saved() if back is None else self._held_by(back)
         # A variable without a value has lost its creator; the next creator gives it one.
-        mine = [v for v in self._saved() if self._store.saves(v) and self._store.initialized(v.id)]
-        names = map(_name_in_file, mine)
+        mine = [v for v in saved if self._store.saves(v) and self._store.initialized(v.id)]
+        names = map(_name_in_file if back is None else name_of, mine)
         values = dict(zip(names, self._store.hold(v.id for v in mine), strict=True))
-        shards = {v.spec.name: v.spec.shard for v in mine if v.spec.shard is not None}
+        shards = {v.spec.name: v.spec.shard for v in mine if back is None and v.spec.shard is not None}
         at = job.round, job.positions
         try:
             tables = self._freeze_tables(save)
@@ -148,7 +151,8 @@ class Snapshots:
         frozen = save.frozen = Frozen(save.order, self._store.server, *at, values, shards=shards, tables=tables)
         save.shard.add_done_callback(partial(self._tally.written, self._tally.clock()))
         done, ask = partial(self._written, frozen), partial(self._let_go, save, frozen)
-        return [Work("files", self._write_shard, (frozen,), done, save.shard, ask)]
+        later = None if back is None else Later(*self._restores.later)
+        return [Work("files", self._write_shard, (frozen, later), done, save.shard, ask)]
 
     def _freeze_tables(self, save: _Save) -> dict[str, FrozenTable]:
         """Holds the dynamic tables, or what has changed in them since the base that is ordered."""
@@ -174,6 +178,10 @@ class Snapshots:
             if variable.spec.part is None:
                 first.setdefault(_name_in_file(variable), variable)
         return [variable for name, variable in first.items() if name]
+
+    def _held_by(self, server: int) -> list[PlacedVariable]:
+        """Returns the arrays that a server held which comes back."""
+        return [v for _, v in sorted(self._store.variables.items()) if v.spec.part is None and server in v.servers]
 
     def settle(self, entry: Snapshotted) -> list[Effect]:
         """Drops a checkpoint that is complete or failed; removes the shard of a failed one."""
@@ -294,8 +302,10 @@ class Snapshots:
 
     # ---- In the thread for files ----
 
-    def _write_shard(self, frozen: Frozen, let_go: Callable[[str], None]) -> Shard:
+    def _write_shard(self, frozen: Frozen, later: Later | None, let_go: Callable[[str], None]) -> Shard:
         with naming(self._store.task):
+            if later is not None:
+                self._place.put(str(frozen.directory / LATER), later.text())  # the same from each server
             return write_shard(self._place, frozen, self._get, let_go)
 
     def _get(self, value: Array | HeldTable | Unsettled) -> Iterator[Array]:

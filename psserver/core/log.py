@@ -26,6 +26,7 @@ from pswire.model.log import (
     JobStarted,
     LogEntry,
     Lost,
+    Return,
     Snapshotted,
     Start,
     Started,
@@ -47,10 +48,19 @@ class Log:
         store: declares variables.
         rounds: approves plans and closes epochs.
         snapshots: orders checkpoints.
+        incarnation: this server's life.
         addresses: the addresses of all servers, as this server's configuration says; empty if it says none.
     """
 
-    def __init__(self, store: Store, rounds: Rounds, snapshots: Snapshots, addresses: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rounds: Rounds,
+        snapshots: Snapshots,
+        incarnation: int,
+        addresses: tuple[str, ...] = (),
+    ) -> None:
+        self._incarnation = incarnation
         self._addresses = addresses
         self._store = store
         self._rounds = rounds
@@ -60,6 +70,11 @@ class Log:
         self._names: dict[str, int] = {}
         self._creators: dict[int, Task] = {}
         self._ordered = 0
+        self.incarnations: tuple[int, ...] = ()
+        """The incarnations of all servers of the job, as they are now; empty while there is no job."""
+        self._job = JobStarted(0, ())
+        self.losses: list[int] = []
+        """The servers that were lost, one after the other."""
         self.over = False
         """True once the job is done."""
         self.lost: ServerLost | None = None
@@ -71,15 +86,16 @@ class Log:
 
     def clear(self) -> None:
         """Forgets a job: its entries, its names, its proposals."""
-        for table in (self.entries, self.proposed, self._names, self._creators):
+        for table in (self.entries, self.proposed, self._names, self._creators, self.losses):
             table.clear()
+        self.incarnations = ()
         self._ordered, self.over, self.lost = 0, False, None
 
     @property
-    def incarnations(self) -> tuple[int, ...]:
-        """The incarnations of all servers of the job; empty while there is no job."""
-        first = self.entries[0] if self.entries else None
-        return first.incarnations if isinstance(first, JobStarted) else ()
+    def away(self) -> bool:
+        """True while the job is one that this server, a new process, has not been taken back into."""
+        mine = self._store.server
+        return mine < len(self.incarnations) and self.incarnations[mine] != self._incarnation
 
     @property
     def gone(self) -> Mapping[int, str]:
@@ -87,16 +103,10 @@ class Log:
         return self._store.gone
 
     @property
-    def _job(self) -> JobStarted:
-        first = self.entries[0]
-        if not isinstance(first, JobStarted):
-            raise InvalidRequest("a log begins with a job", str(self._store.task))
-        return first
-
-    @property
     def keeper(self) -> int:
-        """The server that keeps the log and the sessions: the first that is not gone."""
-        return next(server for server in range(len(self.gone) + 1) if server not in self.gone)
+        """The server that keeps the log and the sessions: of those that are not gone the first that was lost least."""
+        live = (server for server in range(max(len(self.incarnations), 1)) if server not in self.gone)
+        return min(live, key=lambda server: (self.losses.count(server), server))
 
     @property
     def keeps(self) -> bool:
@@ -144,9 +154,12 @@ class Log:
             case JobStarted():
                 self._store.copied = bool(entry.copies)
                 self._rounds.votes.begin(entry.job)
-                effects.append(Know(self._places(entry)))
+                self.incarnations, self._job = entry.incarnations, entry
+                effects += self._introduce()
             case EpochClosed():
-                effects = self._rounds.close_epoch(entry.epoch)
+                back = entry.epoch.returns
+                effects = self._take_back(back) if back is not None and back.ready else []
+                effects += self._rounds.close_epoch(entry.epoch)
             case Snapshotted():
                 effects = self._settle(entry)
             case Done():
@@ -158,14 +171,34 @@ class Log:
         self.entries.append(entry)
         return effects
 
-    def _places(self, job: JobStarted) -> tuple[Peer, ...]:
-        """Returns where the servers of a job are: where this server's own configuration says, else where the chief."""
-        addresses = self._addresses or job.addresses or ("",) * len(job.incarnations)
-        return tuple(map(Peer, addresses, job.incarnations))
+    def _introduce(self) -> list[Effect]:
+        """Tells where the other servers are: where this server's own configuration says, else where the chief.
+
+        Not while this server is away: they would refuse it.
+        """
+        if self.away:
+            return []
+        addresses = self._addresses or self._job.addresses or ("",) * len(self.incarnations)
+        places = map(Peer, addresses, self.incarnations)
+        return [Know(tuple(NOWHERE if number in self.gone else place for number, place in enumerate(places)))]
+
+    def _take_back(self, back: Return) -> list[Effect]:
+        """Goes on with a server that was gone, which has its variables again; raises nothing."""
+        self._store.gone.pop(back.server, None)
+        lives = list(self.incarnations)
+        lives[back.server] = back.incarnation
+        self.incarnations = tuple(lives)
+        if back.server != self._store.server:
+            self._rounds.votes.take_back(back.server, back.round - 1)
+        elif not self.away:
+            self._rounds.begin_at(back.round)
+            log.info("%s is back, and takes part from round %d on", self._store.task, back.round)
+        return self._introduce()
 
     def _lose(self, entry: Gone) -> list[Effect]:
         """Goes on without a server; the next one that is there keeps the log from now on."""
         self.entries.append(entry)
+        self.losses.append(entry.server)
         self._store.gone[entry.server] = entry.reason
         if self.keeps:
             named = self._named()
@@ -174,9 +207,8 @@ class Log:
             for variable in self._store.variables.values():
                 self._names[variable.spec.name] = variable.id
                 self._creators.setdefault(variable.id, Task("ps", entry.server))
-        others = set(range(self.servers)) - {self._store.server, *self.gone}
-        places = [NOWHERE if number in self.gone else peer for number, peer in enumerate(self._places(self._job))]
-        return [Know(tuple(places)), *self._rounds.votes.lose(entry.server, sorted(others), self._rounds.last)]
+        others = set[int]() if self.away else set(range(self.servers)) - {self._store.server, *self.gone}
+        return [*self._introduce(), *self._rounds.votes.lose(entry.server, sorted(others), self._rounds.last)]
 
     # Decisions stand: a server that cannot carry one out tells the callers that need it, and not the chief.
 

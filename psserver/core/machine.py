@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from psserver.checkpoints.bases import Bases
+from psserver.checkpoints.handover import Handover
 from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.snapshots import Snapshots
 from psserver.config import ServerConfig
@@ -109,7 +110,8 @@ class Machine(PeerStimuli, ClosureStimuli, ChunkStimuli):
         self.snapshots = Snapshots(
             self.store, self.rounds, self.restores, bases, root, config.snapshot_limit, self.tally
         )
-        self.log = Log(self.store, self.rounds, self.snapshots, config.addresses)
+        self.log = Log(self.store, self.rounds, self.snapshots, incarnation, config.addresses)
+        self._handover = Handover(self.store, self.restores, root)
         self.closures = Closures()
         self._creation = Creation(self.store, self.log, self.restores)
         self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self._reply)
@@ -333,7 +335,9 @@ class Machine(PeerStimuli, ClosureStimuli, ChunkStimuli):
 
     def _check_token(self, token: int) -> None:
         # Server 0 gives the tokens; the other servers learn a new one from the new chief.
-        newest = self.members.token if self.log.keeps else max(self._token, token)
+        # One that is new, and has given none, is told by the log that another one does.
+        gives = self.log.keeps and (self.members.token or self.log.entries)
+        newest = self.members.token if gives else max(self._token, token)
         if token != newest or token == 0:
             raise Fenced("there is a newer chief, whose token alone counts; this one has to end")
         self._token = token
@@ -378,8 +382,14 @@ class Machine(PeerStimuli, ClosureStimuli, ChunkStimuli):
     # ---- Checkpoints ----
 
     def snapshot(self, now: float, token: int, plan_id: bytes, manifest: str, future: Future[Shard]) -> Outcome[None]:
-        """Answers the chief once this server's shard of a checkpoint is written, or, if it sent one, the manifest."""
+        """Answers the chief once this server's shard of a checkpoint is written, or, if it sent one, the manifest.
+
+        A server that comes back answers once it has read what a plan has saved for it.
+        """
         self._check_token(token)
+        if self.log.away:
+            prepared = self.rounds.plans.get(plan_id)
+            return None, self._handover.read(prepared.plan.snapshot if prepared else None, future)
         return None, self.snapshots.ask(plan_id, manifest, future)
 
     def restore(

@@ -43,6 +43,8 @@ class PeerStimuli:
     def introduce(self, now: float, server: int, incarnation: int) -> Outcome:
         """Lets another server vote here: its incarnation names it as a session names a client."""
         self._check_there(server)
+        if server in self.log.losses and self.log.incarnations[server] != incarnation:
+            raise ServerGone("the job goes on with another process in its place", str(Task("ps", server)))
         if server == self.server:
             raise InvalidRequest(f"a server calls itself {self.task}, as this one", str(self.task))
         self.registry.enter(incarnation, Task("ps", server))

@@ -53,6 +53,7 @@ def status_of(
         missed=missed,
         gap=rounds.clocks.gap,
         gone=tuple(sorted(log.gone)),
+        losses=tuple(log.losses),
     )
 
 

@@ -234,7 +234,7 @@ class Waiters:
         if not row.session:
             return True  # nothing would tell that its caller is gone
         if row.version == UNTIL_GONE:
-            return len(self._log.gone) > row.after
+            return len(self._log.losses) > row.after
         changed = len(self._log.entries) != row.after or 0 <= row.version != self._members.version
         return changed and row.version != UNTIL_ENDED
 

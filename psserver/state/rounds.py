@@ -122,6 +122,15 @@ class Rounds:
             self._try(push)
         return self._take_effects()
 
+    def comes_back(self, epoch: int) -> int | None:
+        """Returns the server whose return an epoch has begun; None where it has begun none, or is not known."""
+        known = self._epochs.get(epoch)
+        return None if known is None or known.returns is None else known.returns.server
+
+    def begin_at(self, round: int) -> None:
+        """This server takes part from a round on: those before it were made without it."""
+        self.last = self.strands[None].last = round - 1
+
     def check(self, session: int) -> None:
         """Raises `Fenced` for a session that an epoch has left out."""
         if session in self.fenced:

@@ -10,7 +10,7 @@ once it has more, and the others with it, until enough are, or nothing has chang
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -55,7 +55,9 @@ class Votes:
         self._server = server
         self.job = 0
         self._gone: dict[int, set[int]] = {}  # servers that are gone, with those that have not said what they heard
-        self._early: dict[tuple[int, int], set[int]] = defaultdict(set)  # who has said it before it was known here
+        self._losses = Counter[int]()  # how often each was lost
+        # Who has said it before it was known here, by the job, the server, and how often that was lost before.
+        self._early: dict[tuple[int, int, int], set[int]] = defaultdict(set)
         self._testimonies: dict[int, Testimony] = {}  # what this server has said of them
         self._cast: dict[tuple[int, int], tuple[Vote, tuple[int, ...]]] = {}
         self._heard: dict[tuple[int, int, int], dict[int, Vote]] = defaultdict(dict)  # by job, round and attempt
@@ -65,6 +67,7 @@ class Votes:
         """Another job begins: forgets what was said of others. Votes of it may have come before it is known here."""
         self.job = job
         self._gone.clear()
+        self._losses.clear()
         self._testimonies.clear()
         self._cast.clear()
         self._closed.clear()
@@ -162,10 +165,12 @@ class Votes:
             last: the last round that is over here.
         """
         heard = [votes[server] for key, votes in sorted(self._heard.items()) if key[0] == self.job and server in votes]
-        testimony = self._testimonies[server] = Testimony(self.job, server, tuple(heard))
+        before = self._losses[server]
+        testimony = self._testimonies[server] = Testimony(self.job, server, tuple(heard), before)
+        self._losses[server] += 1
         for waiting in self._gone.values():
             waiting.discard(server)
-        early = self._early.pop((self.job, server), set())
+        early = self._early.pop((self.job, server, before), set())
         self._gone[server] = set(others) - early
         self._forget(last)
         return [Send(other, testimony) for other in others]
@@ -180,7 +185,14 @@ class Votes:
         for vote in testimony.votes:
             if vote.job == testimony.job and (vote.job != self.job or vote.round > last):
                 self._heard[vote.job, vote.round, vote.attempt].setdefault(testimony.gone, vote)
-        if testimony.job == self.job and testimony.gone in self._gone:
+        known = self._losses[testimony.gone] if testimony.job == self.job else 0
+        if testimony.before >= known:
+            self._early[testimony.job, testimony.gone, testimony.before].add(server)
+        elif testimony.before == known - 1 and testimony.gone in self._gone:
             self._gone[testimony.gone].discard(server)
-        else:
-            self._early[testimony.job, testimony.gone].add(server)
+
+    def take_back(self, server: int, last: int) -> None:
+        """A server that was gone votes again, in the rounds after `last`; no round is under way."""
+        self._gone.pop(server, None)
+        self._testimonies.pop(server, None)
+        self._closed[server] = last

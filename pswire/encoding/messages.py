@@ -43,7 +43,7 @@ from pswire.model.closures import (
     Taken,
 )
 from pswire.model.compression import CodecKind
-from pswire.model.log import Epoch, Examples, LogEntry, Member, Mode, Position, Start
+from pswire.model.log import Epoch, Examples, LogEntry, Member, Mode, Position, Return, Start
 from pswire.model.plan import (
     Form,
     Nonfinite,
@@ -172,6 +172,7 @@ MAPPER.pair(Examples, pb.Examples)
 POSITION = MAPPER.pair(Position, pb.Position)
 START = MAPPER.pair(Start, pb.Start)
 MEMBER = MAPPER.pair(Member, pb.Member)
+MAPPER.pair(Return, pb.Return)
 EPOCH = MAPPER.pair(Epoch, pb.Epoch, names={"join_point": "entry"})
 
 MAPPER.add(tuple[str, Attr], Codec(pb.Attr, _attr_to_pb, _attr_from_pb))
@@ -387,12 +388,13 @@ def said_from_pb(message: pb.ServerVote) -> Vote | Testimony:
 
 def testimony_to_pb(said: Testimony) -> pb.Testimony:
     """Makes the message of a testimony."""
-    return pb.Testimony(job=said.job, gone=said.gone, votes=[_vote_to_pb(vote, 0) for vote in said.votes])
+    votes = [_vote_to_pb(vote, 0) for vote in said.votes]
+    return pb.Testimony(job=said.job, gone=said.gone, votes=votes, before=said.before)
 
 
 def testimony_from_pb(message: pb.Testimony) -> Testimony:
     """Reads a testimony."""
-    return Testimony(message.job, message.gone, tuple(map(_vote_from_pb, message.votes)))
+    return Testimony(message.job, message.gone, tuple(map(_vote_from_pb, message.votes)), message.before)
 
 
 def _vote_to_pb(vote: Vote, session: int) -> pb.ServerVote:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -88,8 +89,30 @@ class Member:
 
 
 STEP = "step"
-"""The join point of an epoch that some members leave: the beginning of a step, which is a batch, or outside of every
-pass a `run`."""
+"""The join point of an epoch that some members leave, or by which a server comes back: the beginning of a step, which
+is a batch, or outside of every pass a `run`."""
+
+
+@dataclass(frozen=True)
+class Return:
+    """The return of a server that was gone, as a new process. Two epochs tell of it, and those closed in between.
+
+    The members of the first hand over its variables where a step begins, in a round that orders a checkpoint of them,
+    and wait. The last one tells that the server has them, or, without a return, that it does not come back.
+
+    Attributes:
+        server: index of the server.
+        incarnation: its new life.
+        epoch: number of the first of these epochs.
+        ready: True in the last one.
+        round: in that one the first round that it takes part in.
+    """
+
+    server: int
+    incarnation: int
+    epoch: int
+    ready: bool = False
+    round: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,6 +129,7 @@ class Epoch:
             there. They are not fenced.
         save: number of the epoch that has ordered a checkpoint, which its older members save before they take it in; 0
             for none.
+        returns: the server that is being taken back, or is back with this epoch; None for none.
     """
 
     number: int
@@ -114,6 +138,12 @@ class Epoch:
     start: Start | None = None
     leaving: tuple[Member, ...] = ()
     save: int = 0
+    returns: Return | None = None
+
+    @property
+    def awaited(self) -> Return | None:
+        """The return for which its members wait, and make no round; None where there is none, or it is ready."""
+        return None if self.returns is None or self.returns.ready else self.returns
 
     @property
     def replicas(self) -> int:
@@ -238,6 +268,31 @@ class Gone:
 
 
 LogEntry = JobStarted | Created | Approved | EpochClosed | Started | Snapshotted | Done | Lost | Gone
+
+
+def holds_job(entries: Iterable[LogEntry], incarnations: Sequence[int], name: str) -> bool:
+    """Returns whether entries of a log, from its first one on, are of a job on these servers that is not over.
+
+    Args:
+        entries: the entries.
+        incarnations: the lives of all servers, as a process has found them at some time: of one that came back since,
+            the one before may be among them.
+        name: the job's identity.
+    """
+    lives: list[int] = []
+    found = False
+    for entry in entries:
+        match entry:
+            case JobStarted():
+                lives, found = list(entry.incarnations), False
+                if entry.name != name:
+                    return False
+            case EpochClosed(epoch=Epoch(returns=Return(ready=True) as back)):
+                lives[back.server] = back.incarnation
+            case Done() | Lost():
+                return False
+        found = found or (bool(lives) and lives == list(incarnations))
+    return found
 
 
 def forget_state(entries: list[LogEntry], plan_id: bytes) -> Plan | None:

@@ -230,12 +230,15 @@ class SnapshotOrder:
         round: the round of the section, so that no two orders are the same.
         state: JSON text of the process that proposes it, `{"objects": ..., "state": ...}`, for the manifest. No part of
             the plan's identity: processes may differ in it.
+        returns: number of the epoch by which a server comes back that is to read it; 0 for none. Then it has the arrays
+            that this server held, by the numbers of their variables, and all dynamic tables.
     """
 
     path: str
     servers: tuple[int, ...]
     round: int = 0
     state: str = field(default="", compare=False, repr=False)
+    returns: int = 0
 
 
 @dataclass(frozen=True, order=True)

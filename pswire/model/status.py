@@ -21,6 +21,7 @@ class Pace:
         knows_leaving: True if it takes in epochs that some leave; older versions do not.
         leaving: True if it was told to end, and leaves at the beginning of a step.
         saving: True if it asks for a checkpoint before that.
+        knows_returns: True if it takes in epochs by which a server comes back.
     """
 
     steps: int = 0
@@ -29,6 +30,7 @@ class Pace:
     knows_leaving: bool = False
     leaving: bool = False
     saving: bool = False
+    knows_returns: bool = False
 
 
 STILL = Pace()
@@ -206,6 +208,7 @@ class ServerStatus:
         missed: servers that it has votes for and no connection to.
         gap: with bounded staleness the rounds between the foremost and the hindmost worker that counts.
         gone: the job's servers that are lost, and without which it goes on.
+        losses: the job's servers that were lost, one after the other; those that have come back included.
     """
 
     server: int
@@ -234,3 +237,4 @@ class ServerStatus:
     missed: tuple[MissedPeer, ...] = ()
     gap: int = 0
     gone: tuple[int, ...] = ()
+    losses: tuple[int, ...] = ()

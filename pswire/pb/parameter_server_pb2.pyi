@@ -231,20 +231,22 @@ class BeatRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., clock: _Optional[int] = ...) -> None: ...
 
 class Pace(_message.Message):
-    __slots__ = ("steps", "rounds", "waits", "knows_leaving", "leaving", "saving")
+    __slots__ = ("steps", "rounds", "waits", "knows_leaving", "leaving", "saving", "knows_returns")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
     KNOWS_LEAVING_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     SAVING_FIELD_NUMBER: _ClassVar[int]
+    KNOWS_RETURNS_FIELD_NUMBER: _ClassVar[int]
     steps: int
     rounds: int
     waits: int
     knows_leaving: bool
     leaving: bool
     saving: bool
-    def __init__(self, steps: _Optional[int] = ..., rounds: _Optional[int] = ..., waits: _Optional[int] = ..., knows_leaving: _Optional[bool] = ..., leaving: _Optional[bool] = ..., saving: _Optional[bool] = ...) -> None: ...
+    knows_returns: bool
+    def __init__(self, steps: _Optional[int] = ..., rounds: _Optional[int] = ..., waits: _Optional[int] = ..., knows_leaving: _Optional[bool] = ..., leaving: _Optional[bool] = ..., saving: _Optional[bool] = ..., knows_returns: _Optional[bool] = ...) -> None: ...
 
 class BeatReply(_message.Message):
     __slots__ = ("drive",)
@@ -305,14 +307,16 @@ class ServerVote(_message.Message):
     def __init__(self, session: _Optional[int] = ..., job: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., whole: _Optional[_Iterable[int]] = ..., error: _Optional[_Union[Refusal, _Mapping]] = ..., closed: _Optional[int] = ..., testimony: _Optional[_Union[Testimony, _Mapping]] = ...) -> None: ...
 
 class Testimony(_message.Message):
-    __slots__ = ("job", "gone", "votes")
+    __slots__ = ("job", "gone", "votes", "before")
     JOB_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
     VOTES_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
     job: int
     gone: int
     votes: _containers.RepeatedCompositeFieldContainer[ServerVote]
-    def __init__(self, job: _Optional[int] = ..., gone: _Optional[int] = ..., votes: _Optional[_Iterable[_Union[ServerVote, _Mapping]]] = ...) -> None: ...
+    before: int
+    def __init__(self, job: _Optional[int] = ..., gone: _Optional[int] = ..., votes: _Optional[_Iterable[_Union[ServerVote, _Mapping]]] = ..., before: _Optional[int] = ...) -> None: ...
 
 class VariableSpec(_message.Message):
     __slots__ = ("name", "tensor", "trainable", "saved_as", "shard", "part")
@@ -769,16 +773,18 @@ class Apply(_message.Message):
     def __init__(self, program: _Optional[int] = ..., servers: _Optional[_Iterable[int]] = ..., args: _Optional[_Iterable[_Union[Ref, _Mapping]]] = ..., sparse: _Optional[_Union[Apply.Sparse, str]] = ..., optional: _Optional[bool] = ...) -> None: ...
 
 class SnapshotOrder(_message.Message):
-    __slots__ = ("path", "servers", "round", "state")
+    __slots__ = ("path", "servers", "round", "state", "returns")
     PATH_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    RETURNS_FIELD_NUMBER: _ClassVar[int]
     path: str
     servers: _containers.RepeatedScalarFieldContainer[int]
     round: int
     state: str
-    def __init__(self, path: _Optional[str] = ..., servers: _Optional[_Iterable[int]] = ..., round: _Optional[int] = ..., state: _Optional[str] = ...) -> None: ...
+    returns: int
+    def __init__(self, path: _Optional[str] = ..., servers: _Optional[_Iterable[int]] = ..., round: _Optional[int] = ..., state: _Optional[str] = ..., returns: _Optional[int] = ...) -> None: ...
 
 class Turn(_message.Message):
     __slots__ = ("round", "epoch", "ordinal")
@@ -885,20 +891,36 @@ class Member(_message.Message):
     def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., session: _Optional[int] = ..., replicas: _Optional[int] = ..., mode: _Optional[_Union[Mode, str]] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ...) -> None: ...
 
 class Epoch(_message.Message):
-    __slots__ = ("number", "members", "entry", "start", "leaving", "save")
+    __slots__ = ("number", "members", "entry", "start", "leaving", "save", "returns")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     ENTRY_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     SAVE_FIELD_NUMBER: _ClassVar[int]
+    RETURNS_FIELD_NUMBER: _ClassVar[int]
     number: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     entry: str
     start: Start
     leaving: _containers.RepeatedCompositeFieldContainer[Member]
     save: int
-    def __init__(self, number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., entry: _Optional[str] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., leaving: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., save: _Optional[int] = ...) -> None: ...
+    returns: Return
+    def __init__(self, number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., entry: _Optional[str] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., leaving: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., save: _Optional[int] = ..., returns: _Optional[_Union[Return, _Mapping]] = ...) -> None: ...
+
+class Return(_message.Message):
+    __slots__ = ("server", "incarnation", "epoch", "ready", "round")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    server: int
+    incarnation: int
+    epoch: int
+    ready: bool
+    round: int
+    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., ready: _Optional[bool] = ..., round: _Optional[int] = ...) -> None: ...
 
 class JobStarted(_message.Message):
     __slots__ = ("job", "incarnations", "name", "addresses", "copies")
@@ -1553,7 +1575,7 @@ class ProcessStatus(_message.Message):
     def __init__(self, clock: _Optional[float] = ..., resident: _Optional[int] = ..., versions: _Optional[_Mapping[str, str]] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., lanes: _Optional[_Mapping[int, str]] = ..., traffic: _Optional[_Mapping[str, int]] = ..., uptime: _Optional[float] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("server", "incarnation", "log", "epoch", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "program_version", "held", "snapshot_limit", "saving", "sessions", "incarnations", "over", "broken", "device", "process", "job", "missed", "gap", "gone")
+    __slots__ = ("server", "incarnation", "log", "epoch", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "program_version", "held", "snapshot_limit", "saving", "sessions", "incarnations", "over", "broken", "device", "process", "job", "missed", "gap", "gone", "losses")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LOG_FIELD_NUMBER: _ClassVar[int]
@@ -1580,6 +1602,7 @@ class StatusReply(_message.Message):
     MISSED_FIELD_NUMBER: _ClassVar[int]
     GAP_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
+    LOSSES_FIELD_NUMBER: _ClassVar[int]
     server: int
     incarnation: int
     log: int
@@ -1606,7 +1629,8 @@ class StatusReply(_message.Message):
     missed: _containers.RepeatedCompositeFieldContainer[MissedPeer]
     gap: int
     gone: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., program_version: _Optional[int] = ..., held: _Optional[int] = ..., snapshot_limit: _Optional[int] = ..., saving: _Optional[_Iterable[_Union[Saving, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., incarnations: _Optional[_Iterable[int]] = ..., over: _Optional[bool] = ..., broken: _Optional[str] = ..., device: _Optional[str] = ..., process: _Optional[_Union[ProcessStatus, _Mapping]] = ..., job: _Optional[str] = ..., missed: _Optional[_Iterable[_Union[MissedPeer, _Mapping]]] = ..., gap: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ...) -> None: ...
+    losses: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., program_version: _Optional[int] = ..., held: _Optional[int] = ..., snapshot_limit: _Optional[int] = ..., saving: _Optional[_Iterable[_Union[Saving, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., incarnations: _Optional[_Iterable[int]] = ..., over: _Optional[bool] = ..., broken: _Optional[str] = ..., device: _Optional[str] = ..., process: _Optional[_Union[ProcessStatus, _Mapping]] = ..., job: _Optional[str] = ..., missed: _Optional[_Iterable[_Union[MissedPeer, _Mapping]]] = ..., gap: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., losses: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class MissedPeer(_message.Message):
     __slots__ = ("server", "round", "seconds", "reason")

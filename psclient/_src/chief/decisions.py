@@ -9,7 +9,7 @@ from psclient._src.chief.job_state import JobState
 from pswire.api import Watched
 from pswire.cluster import Task
 from pswire.errors import ServerLost
-from pswire.model.log import Approved, Done, LogEntry, Snapshotted
+from pswire.model.log import Approved, Done, LogEntry, Return, Snapshotted
 from pswire.model.status import ServerStatus, SessionState, held_up
 
 Decision = LogEntry | Beginning
@@ -23,6 +23,7 @@ def decide(
     hung: Set[int] = frozenset(),
     saved: Sequence[Snapshotted] = (),
     may_save: bool = True,
+    back: Return | None = None,
 ) -> list[Decision]:
     """Decides what is appended to a job's log, in order; the last entry is `Done` where the job is done.
 
@@ -33,10 +34,11 @@ def decide(
         hung: sessions that hold a round up, and are to go.
         saved: checkpoints that are complete, or failed, and of which the log does not tell yet.
         may_save: False if no checkpoint is ordered for members that leave.
+        back: as `next_epochs` takes it.
     """
     decided: list[Decision] = [Approved(plan) for plan in watched.plans if plan.id not in state.approved]
     decided += saved
-    decided += next_epochs(state, watched.sessions, expected, hung, may_save)
+    decided += next_epochs(state, watched.sessions, expected, hung, may_save, back)
     return [*decided, Done()] if is_done(state, watched.sessions, expected) else decided
 
 

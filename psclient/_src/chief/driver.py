@@ -23,6 +23,7 @@ from psclient._src.chief.epochs import Beginning, came
 from psclient._src.chief.hung_members import HungMembers
 from psclient._src.chief.job_log import JobLog, JobOver
 from psclient._src.chief.leave_saves import LeaveSaves
+from psclient._src.chief.returns import Returns
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.remote_server import RemoteServer
 from psclient._src.transport.session import Session
@@ -93,6 +94,7 @@ class Chief:
         self._session = self._new_session()
         self._log = JobLog(self._servers, self._session, self._takes_over)
         self._checkpoints = CheckpointCommitter(self._servers, self._session, self._threads, self._took)
+        self._returns = Returns(self._servers, self._session, self._log, self._threads)
         self._hung = HungMembers(self._session, self._timeouts, self._period, self._threads)
         self._watching: Future[Watched] | None = None
 
@@ -227,6 +229,7 @@ class Chief:
         logging_setup.SESSION.set(self._session.number)
         try:
             self._log.attach()
+            self._returns.take_back()
             version = 0
             while not self._stop.is_set():
                 steps_down = self._steps_down.is_set()
@@ -322,13 +325,18 @@ class Chief:
                 known = len(self._log.state.log)
                 self._watching = self._session.log_server.watch(self._session.number, known, version)
             self._reminder.look()
-            news: list[Future[Any]] = [self._watching, *self._checkpoints.pending(), *self._session.hosting.suspected]
+            news: list[Future[Any]] = [
+                self._watching,
+                *self._checkpoints.pending(),
+                *self._returns.pending(),
+                *self._session.hosting.suspected,
+            ]
             wait(news, PAUSE / 4, FIRST_COMPLETED)
             if self._steps_down.is_set():
                 watched = self._session.look(len(self._log.state.log))
             elif self._watching.done():
                 watched, self._watching = self._watching.result(), None
-            elif self._checkpoints.ended() or self._hung.look(self._log.state.epoch) or time.monotonic() > until:
+            elif self._has_news() or time.monotonic() > until:
                 watched = self._session.look(len(self._log.state.log))
             else:
                 continue
@@ -339,13 +347,18 @@ class Chief:
                 return watched
         return None
 
+    def _has_news(self) -> bool:
+        """Returns whether there is something to decide of which the server that keeps the log does not tell."""
+        return bool(self._checkpoints.ended() or self._hung.look(self._log.state.epoch) or self._returns.due())
+
     def _act(self, watched: Watched) -> bool:
         """Takes the decisions that are due; returns whether the job is over: done, or given up."""
         self._missing = self._expected - came(watched.sessions)
         saved = self._checkpoints.ended()
         state = self._log.state
         may_save = self._leave_saves.may(time.monotonic())
-        entries = self._settled(decide(state, watched, self._expected, self._hung.sessions, saved, may_save))
+        back = self._returns.look()
+        entries = self._settled(decide(state, watched, self._expected, self._hung.sessions, saved, may_save, back))
         for epoch in (entry.epoch for entry in entries if isinstance(entry, EpochClosed)):
             log.info("epoch %d: %s", epoch.number, ", ".join(str(m.task) for m in epoch.members) or "nobody")
         done = entries[-1:] == [Done()]
@@ -358,6 +371,7 @@ class Chief:
         self._gives_up = gives_up
         if saved:
             self._checkpoints.told()
+        self._returns.take_back()
         self._log.copy()
         self._checkpoints.order(state.saves.values(), state.without)
         return done or gives_up is not None

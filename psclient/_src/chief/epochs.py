@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from psclient._src.chief.job_state import JobState
 from pswire.cluster import Task
-from pswire.model.log import STEP, Epoch, EpochClosed, Member, Position, Start
+from pswire.model.log import STEP, Epoch, EpochClosed, Member, Position, Return, Start
 from pswire.model.status import ServerStatus, SessionState
 
 
@@ -54,7 +54,12 @@ def came(sessions: Sequence[SessionState]) -> set[Task]:
 
 
 def next_epochs(
-    state: JobState, sessions: Sequence[SessionState], expected: Set[Task], hung: Set[int], may_save: bool = True
+    state: JobState,
+    sessions: Sequence[SessionState],
+    expected: Set[Task],
+    hung: Set[int],
+    may_save: bool = True,
+    back: Return | None = None,
 ) -> Sequence[EpochClosed | Beginning]:
     """Returns who takes part from now on; nothing if that does not change.
 
@@ -64,6 +69,7 @@ def next_epochs(
         expected: the tasks that begin the job together.
         hung: sessions that hold a round up, and are to go.
         may_save: False if who leaves is not to have a checkpoint saved, since one was a moment ago.
+        back: a server that may be taken back; where that has begun, how it stands; None where it does not come back.
     """
     here = {s.member.session: s for s in sessions if s.state == "open" and s.member.session not in hung}
     members = [s.member for s in here.values()]
@@ -73,7 +79,32 @@ def next_epochs(
     if any(member.alone for member in members):
         return _alone(current, members)
     left = {s.member.session for s in sessions if s.state == "left"}
-    return _together(current, here, left, state.started, may_save)
+    if current.awaited is not None:
+        return _with(current, members, back)
+    epochs = _together(current, here, left, state.started, may_save)
+    if epochs or back is None or not _can_wait(current, here, state.started):
+        return epochs
+    begun = Epoch(current.number + 1, current.members, STEP, save=current.save, returns=back)
+    return [EpochClosed(begun)]
+
+
+def _with(current: Epoch, here: Sequence[Member], back: Return | None) -> Sequence[EpochClosed]:
+    """While a server is taken back nobody is let in or go, and who is gone is fenced; then all go on."""
+    stay = [member for member in current.members if member in here]
+    dead = len(stay) < len(current.members)
+    if not dead and back is not None and not back.ready:
+        return []
+    if not stay:
+        return [_closed(current, stay)]
+    # Where it is not over yet, members that have not come to the step yet find this one there.
+    return [EpochClosed(Epoch(current.number + 1, _ordered(stay), STEP, save=current.save, returns=back))]
+
+
+def _can_wait(current: Epoch, here: Mapping[int, SessionState], started: Set[int]) -> bool:
+    """Returns whether members may be asked to wait for a server: nobody is on the way in or out, and all know how."""
+    if current.leaving or not current.members:
+        return False
+    return all(m.session in started and here[m.session].pace.knows_returns for m in current.members)
 
 
 def _alone(current: Epoch, here: Sequence[Member]) -> Sequence[EpochClosed | Beginning]:

@@ -9,7 +9,7 @@ from psclient._src.chief.job_state import JobState
 from psclient._src.transport.session import Session
 from pswire.api import ParameterServer, Watched
 from pswire.errors import ConfigError, Fenced, ServerLost, Unreachable
-from pswire.model.log import Done, Gone, JobStarted, LogEntry, Lost
+from pswire.model.log import Done, Gone, JobStarted, LogEntry, holds_job
 
 log = logging.getLogger("psclient.chief")
 
@@ -49,13 +49,9 @@ class JobLog:
         # A long log comes in several answers.
         while len(entries) < self._keeper.status().log:
             entries += session.look(len(entries)).entries
-        first = entries[0] if entries else None
-        over = any(isinstance(entry, Done | Lost) for entry in entries)
-        mine = (session.incarnations, session.job)
-        same = isinstance(first, JobStarted) and (first.incarnations, first.name) == mine
-        if same and not over:
+        if holds_job(entries, session.incarnations, session.job):
             self.state.take(entries)
-            log.info("goes on with job %s at entry %d", first, len(entries))
+            log.info("goes on with job %s at entry %d", entries[0], len(entries))
         elif self.takes_over:
             raise JobOver("the job is over, or the servers hold another one: there is nothing to take over")
         else:
@@ -98,14 +94,19 @@ class JobLog:
         say again who were told.
         """
         gone = self._session.hosting.gone | {entry.server for entry in losses}
-        keeper = next(server for server in range(len(self._servers)) if server not in gone)
+        keeper = next(server for server in self._session.hosting.live if server not in gone)
         if keeper == self._session.hosting.keeper:
             for entry in (*losses, *more):
                 self.insist(entry, seconds)
         else:
             self._copy_to(keeper, [*self.state.log, *losses, *more])
             self.state.take([*losses, *more])
-        self._session.lose(losses)
+        self._session.lose(losses, len(self.state.losses) - len(losses))
+
+    def prepare(self, server: int) -> None:
+        """Copies the whole log to a server that comes back, which takes no part yet."""
+        self._copied[server] = 0
+        self._copy_to(server, self.state.log)
 
     def copy(self) -> None:
         """Copies the log to the servers that lack its end."""

@@ -6,7 +6,18 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
-from pswire.model.log import Approved, Created, Epoch, EpochClosed, Gone, LogEntry, Snapshotted, Started, forget_state
+from pswire.model.log import (
+    Approved,
+    Created,
+    Epoch,
+    EpochClosed,
+    Gone,
+    LogEntry,
+    Return,
+    Snapshotted,
+    Started,
+    forget_state,
+)
 from pswire.model.plan import PlacedVariable, Plan
 
 
@@ -23,6 +34,9 @@ class JobState:
         saves: plans that ordered a checkpoint which is neither complete nor failed, by id, in order.
         saved: checkpoints so far, by how they ended: "saved" or "failed".
         gone: the servers that are lost, and without which the job goes on.
+        losses: the servers that were lost, one after the other; those that have come back included.
+        returned: how servers came back the last time, by their numbers.
+        handed_over: by the number of the epoch by which a server comes back how the checkpoint ended that it reads.
         without: of each of these plans that save, the servers that were gone when it was approved.
         variables: all variables.
     """
@@ -35,6 +49,9 @@ class JobState:
     saves: dict[bytes, Plan] = field(default_factory=dict)
     saved: Counter[str] = field(default_factory=lambda: Counter(saved=0, failed=0))
     gone: frozenset[int] = frozenset()
+    losses: list[int] = field(default_factory=list)
+    returned: dict[int, Return] = field(default_factory=dict)
+    handed_over: dict[int, Snapshotted] = field(default_factory=dict)
     without: dict[bytes, frozenset[int]] = field(default_factory=dict)
     variables: list[PlacedVariable] = field(default_factory=list)
 
@@ -47,16 +64,23 @@ class JobState:
                     self._approve(entry.plan)
                 case EpochClosed():
                     self.epoch = self.epochs[entry.epoch.number] = entry.epoch
+                    back = entry.epoch.returns
+                    if back is not None and back.ready:
+                        self.gone -= {back.server}
+                        self.returned[back.server] = back
                     if entry.epoch.start:
                         self.started = {member.session for member in entry.epoch.members}
                 case Created():
                     self.variables.append(entry.variable)
                 case Gone():
                     self.gone |= {entry.server}
+                    self.losses.append(entry.server)
                 case Started():
                     self.started |= {m.session for m in self.epochs[entry.start.epoch].members}
                 case Snapshotted():
-                    self.saves.pop(entry.plan_id, None)
+                    plan = self.saves.pop(entry.plan_id, None)
+                    if plan is not None and plan.snapshot is not None and plan.snapshot.returns:
+                        self.handed_over[plan.snapshot.returns] = entry
                     self.saved["failed" if entry.error else "saved"] += 1
                     forget_state(self.log, entry.plan_id)
 

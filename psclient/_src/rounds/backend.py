@@ -81,6 +81,7 @@ class RemoteBackend:
         self.residuals = Residuals(exchange.group, self, was_restored, check)
         self.compress = self.residuals.compress
         self.checkpoints = ServerCheckpoints(exchange, self._order_snapshot, self.residuals)
+        self.group.departure.hand_over = self._hand_over
         self._placement = placement
         self._new_section = partial(Section, len(self.parameter_devices), self._send, nonfinite, placement.with_copies)
         self._host_buffers = HostBuffers()
@@ -366,6 +367,13 @@ class RemoteBackend:
         section = self.section_here
         section.order_snapshot(path, self.group.round, state)
         return self._send(section).id
+
+    def _hand_over(self, path: str, epoch: int) -> None:
+        """Ends the open section with a checkpoint of what a server held that comes back by an epoch."""
+        self._exchange.window.settle()
+        section = self.section_here
+        section.order_snapshot(path, self.group.round, "", epoch)
+        self._send(section)
 
     def drop(self) -> None:
         """Forgets the calling thread's open section: what recorded it failed."""

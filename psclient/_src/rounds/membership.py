@@ -9,6 +9,7 @@ its pushes bear the epoch in which it began.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from functools import partial
@@ -23,7 +24,20 @@ from psclient._src.transport.session import Session
 from pswire.api import ParameterServer, Watched
 from pswire.cluster import Task
 from pswire.errors import ConfigError, RoundTimeout, ServerLost
-from pswire.model.log import ALONE, STEP, Approved, Epoch, EpochClosed, Examples, Member, Snapshotted, Start, Started
+from pswire.model.log import (
+    ALONE,
+    STEP,
+    Approved,
+    Epoch,
+    EpochClosed,
+    Examples,
+    Gone,
+    Member,
+    Return,
+    Snapshotted,
+    Start,
+    Started,
+)
 from pswire.telemetry import logging_setup
 
 log = logging.getLogger("psclient")
@@ -39,11 +53,13 @@ class Departure:
     Attributes:
         notice: the same.
         save: saves a checkpoint, as all members do at the same place; called before some of them leave.
+        hand_over: saves at a path, with the number of an epoch, what a server held that comes back by it.
     """
 
     def __init__(self, session: Session, notice: Notice) -> None:
         self.notice = notice
         self.save: Callable[[], object] = lambda: None
+        self.hand_over: Callable[[str, int], object] = lambda path, epoch: None
         self._session = session
         self._saved_for = 0  # the epoch that has ordered the last of these
 
@@ -127,6 +143,8 @@ class Group(Progress):
         self._followed = 0
         self._epochs: dict[int, Epoch] = {}
         self._starts: dict[int, Start] = {}
+        self._losses = Counter[int]()  # how often each server was lost
+        self._returned: list[tuple[int, Return, int]] = []  # by which epoch, how, and after how many losses
         self._snapshots: dict[bytes, Snapshotted] = {}
         self._saves: set[bytes] = set()  # plans that ordered a checkpoint which is neither complete nor failed
 
@@ -305,7 +323,25 @@ class Group(Progress):
         if (epoch := self.due(STEP)) is not None:
             self.departure.save_for(epoch)
             self._take_in(epoch)
+            if epoch.awaited is not None:
+                self._await_return(epoch.awaited)
         self.departure.look(self.epoch, self.alone)
+
+    def _await_return(self, back: Return) -> None:
+        """Hands over what a server held that comes back, as all members do here, and waits until it has that.
+
+        The next round is made with it, or, if it could not be taken back, without.
+        """
+        self.departure.hand_over(f"handover/{back.incarnation:016x}", back.epoch)
+        task = Task("ps", back.server)
+        deadline = self.session.deadline(self.session.timeouts.round)
+
+        def late() -> RoundTimeout:
+            return RoundTimeout(f"{self.session.task} waited too long for {task} to come back; is the chief running?")
+
+        while self.epoch is not None and self.epoch.awaited is not None:
+            self._follow(deadline, late, lambda: f"waits for {task}, which comes back, to read its variables")
+            self._take_in(self._epochs[max(self._epochs)])
 
     def sent(self, trains: bool = False) -> Pass | None:
         """A round was sent: the next one is the next number. Returns the pass that it belongs to."""
@@ -372,9 +408,17 @@ class Group(Progress):
         if self.epoch is None or epoch.number <= self.epoch.number:
             return
         self.epoch = epoch
+        self._take_back()
         if epoch.join_point and epoch.join_point != STEP:  # where some leave nobody is new
             start = Start(epoch.number, self.round, self.positions)
             self.session.propose(start=start)
+
+    def _take_back(self) -> None:
+        """Goes on with the servers that are back by the epoch that was taken in, or an earlier one."""
+        for number, back, times in self._returned:
+            if self.epoch is not None and number <= self.epoch.number:
+                self.session.take_back(back, times)
+        self._returned = [each for each in self._returned if self.epoch is None or each[0] > self.epoch.number]
 
     def _join(self, join_point: str) -> None:
         if not self.alone:
@@ -403,6 +447,7 @@ class Group(Progress):
                 # Who begins with all others may have left out sections already.
                 self.epoch, self.round = epoch, start.round + (self.round if epoch.start else 0)
                 self.start = start.round
+                self._take_back()
                 self._taken_in = epoch.join_point
                 if start.positions:
                     self.begin_at(start.positions)
@@ -446,6 +491,11 @@ class Group(Progress):
             match entry:
                 case EpochClosed():
                     self._epochs[entry.epoch.number] = entry.epoch
+                    back = entry.epoch.returns
+                    if back is not None and back.ready:
+                        self._returned.append((entry.epoch.number, back, self._losses[back.server]))
+                case Gone():
+                    self._losses[entry.server] += 1
                 case Started():
                     self._starts[entry.start.epoch] = entry.start
                 case Approved() if entry.plan.snapshot is not None:

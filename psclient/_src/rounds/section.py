@@ -351,9 +351,9 @@ class Section:
             placed = tuple(sorted({*floating.servers, *servers}))
             self._reductions[ref.index] = replace(floating, servers=placed)
 
-    def order_snapshot(self, path: str, round: int, state: str) -> None:
+    def order_snapshot(self, path: str, round: int, state: str, returns: int = 0) -> None:
         """Records that a checkpoint of all servers is wanted, of the round that this section will be; see its order."""
-        self._snapshot = SnapshotOrder(path, tuple(range(self._servers)), round, state)
+        self._snapshot = SnapshotOrder(path, tuple(range(self._servers)), round, state, returns)
 
     def skip_nonfinite(self) -> None:
         """Records that nothing of the section shall be applied if a contribution has NaN or infinity."""

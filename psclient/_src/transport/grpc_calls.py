@@ -354,6 +354,17 @@ class GrpcCalls:
         for call in calls:
             call.cancel()
 
+    def begin_anew(self) -> None:
+        """Takes back what `fail` was told: another life of the server is there. No call is under way."""
+        with self._lock:
+            self._failure = None
+            self._metadata = self._token
+            free = not self._occupied
+            self._unbound = not free
+        if free:
+            self._drop_stream()
+        self.failed.clear()
+
     def check(self) -> None:
         """Raises what `fail` was told; anew, since one exception cannot be raised by two threads."""
         if self._failure:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import TypeVar
 
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.remote_server import RemoteServer
@@ -18,6 +19,8 @@ from pswire.model.status import ServerStatus
 
 log = logging.getLogger("psclient")
 
+T = TypeVar("T")
+
 PAUSE = 0.1
 """Seconds between two looks for servers that do not answer yet."""
 
@@ -25,7 +28,8 @@ PAUSE = 0.1
 class Hosting:
     """What this process knows of the job's servers. May be used by any thread.
 
-    A server that the chief has declared gone stays so: every call to it fails at once, with `ServerGone`.
+    Every call to a server that the chief has declared gone fails at once, with `ServerGone`, until another process is
+    taken back in its place.
 
     Args:
         task: this process's task, for messages.
@@ -33,7 +37,8 @@ class Hosting:
 
     Attributes:
         gone: the servers that are gone; replaced, never changed.
-        live: the others, in order.
+        live: the others, those that were lost least first; the first of them keeps the log and the sessions.
+        losses: the servers that were lost, one after the other; those that have come back included.
         lives: the incarnations of servers that were gone before this process came.
         suspects: of the chief, the servers that it has found lost, with the reason of each.
     """
@@ -44,13 +49,15 @@ class Hosting:
         self._lock = threading.Lock()  # guards what follows
         self.gone: frozenset[int] = frozenset()
         self.live: tuple[int, ...] = tuple(range(len(servers)))
+        self.losses: tuple[int, ...] = ()
         self.lives: dict[int, int] = {}
         self.suspects: dict[int, ServerLost] = {}
         self._news: Future[None] = Future()
+        self._coming: set[int] = set()  # those at which this process opens its session anew
 
     @property
     def keeper(self) -> int:
-        """The server that keeps the log and the sessions: the first that is not gone."""
+        """The server that keeps the log and the sessions: of those that are not gone the first that was lost least."""
         return self.live[0]
 
     def is_gone(self, server: int) -> bool:
@@ -70,23 +77,65 @@ class Hosting:
             raise ServerLost("was lost, and so were its copies; restart from a checkpoint", str(Task("ps", servers[0])))
         return found
 
-    def lose(self, losses: Iterable[Gone]) -> list[Gone]:
-        """Notes which servers are gone; returns those that are new."""
+    def lose(self, losses: Sequence[Gone], first: int) -> list[Gone]:
+        """Notes which servers are gone; returns those that this process took for being there.
+
+        Args:
+            losses: in their order.
+            first: how many there were before.
+        """
         with self._lock:
-            new = [entry for entry in losses if entry.server not in self.gone]
+            new = losses[max(len(self.losses) - first, 0) :]
+            told = [entry for entry in new if entry.server in self._coming or entry.server not in self.gone]
+            self.losses += tuple(entry.server for entry in new)
             self._set(self.gone | {entry.server for entry in new})
-        for entry in new:
+        for entry in told:
             task = Task("ps", entry.server)
             log.warning("%s goes on without %s: %s", self._task, task, entry.reason)
             self._fail(entry.server, entry.reason)
-        return new
+        return told
 
     def left_by(self, server: int) -> Opened:
         """Returns what is known of a server that was gone before this process came."""
         return Opened(0, self.lives[server], 0, server, "cpu")
 
+    def take_back(self, server: int, times: int, open: Callable[[], T]) -> T | None:
+        """Goes on with another process in the place of a server that was gone.
+
+        Args:
+            server: its number.
+            times: how often it was lost before.
+            open: opens the session there.
+
+        Returns:
+            What `open` did; None where the server is lost again, or was never gone for this process.
+        """
+        there = self._servers[server]
+        with self._lock:
+            if server not in self.gone or self.losses.count(server) != times:
+                return None
+            self._coming.add(server)
+            if isinstance(there, RemoteServer):
+                there.begin_anew()
+        opened = None
+        try:
+            opened = open()
+        except ServerGone:
+            return None
+        finally:
+            with self._lock:
+                self._coming.discard(server)
+                is_back = opened is not None and self.losses.count(server) == times
+                if is_back:
+                    self._set(self.gone - {server})
+        if not is_back:
+            return None
+        log.warning("%s goes on with %s, which is back", self._task, Task("ps", server))
+        return opened
+
     def _set(self, gone: frozenset[int]) -> None:
-        self.live = tuple(server for server in range(len(self._servers)) if server not in gone)
+        live = (server for server in range(len(self._servers)) if server not in gone)
+        self.live = tuple(sorted(live, key=lambda server: (self.losses.count(server), server)))
         self.gone = gone
 
     def _fail(self, server: int, reason: str) -> None:
@@ -145,11 +194,12 @@ class Hosting:
                 return
 
     def _take_over(self, known: Mapping[int, ServerStatus]) -> bool:
-        running = [status for status in known.values() if status.gone and status.incarnations and not status.over]
+        running = [status for status in known.values() if status.incarnations and not status.over]
         newest = max(running, key=lambda status: status.log, default=None)
-        if newest is None:
+        if newest is None or not newest.gone:
             return False
         with self._lock:
+            self.losses = newest.losses or newest.gone
             self._set(frozenset(newest.gone))
         self.lives = dict(enumerate(newest.incarnations))
         for server in newest.gone:

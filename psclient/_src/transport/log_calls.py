@@ -15,7 +15,7 @@ from pswire.api import ParameterServer, Watched
 from pswire.cluster import Task
 from pswire.errors import ChiefLost, ConfigError, PSError, ServerGone, Unreachable
 from pswire.limits import Timeouts
-from pswire.model.log import Done, JobStarted, LogEntry, Lost, Member, Start
+from pswire.model.log import JobStarted, LogEntry, Member, Start, holds_job
 from pswire.model.plan import Plan
 from pswire.model.status import ServerStatus
 
@@ -108,10 +108,10 @@ class LogCalls:
 
     def await_job(self) -> None:
         """Waits until a chief has begun the job that this session belongs to; raises `ChiefLost` if none does."""
-        deadline, after = self.deadline(self.timeouts.start), 0
+        deadline, entries = self.deadline(self.timeouts.start), list[LogEntry]()
         while True:
             watched = self.ask_keeper(
-                partial(self._follow, after),
+                partial(self._follow, len(entries)),
                 deadline,
                 lambda: ChiefLost(
                     f"no chief began the job within {self.timeouts.start:g} s; start the chief task (psworker with "
@@ -119,10 +119,11 @@ class LogCalls:
                 ),
                 lambda: "waits for a chief to begin the job",
             )
-            if self._is_mine(watched.entries):
-                self._take_copies(watched.entries)
+            del entries[watched.start :]  # a log that is shorter is another job's
+            entries += watched.entries
+            if holds_job(entries, self.incarnations, self.job):
+                self._take_copies(entries)
                 return
-            after = watched.start + len(watched.entries)
 
     def _follow(self, after: int, keeper: ParameterServer) -> Future[Watched]:
         return keeper.watch(self.number, after, -1)
@@ -135,11 +136,6 @@ class LogCalls:
             raise ConfigError(
                 f"{self.task} runs with {here}, and the job with {there}; give every process of the job the same"
             )
-
-    def _is_mine(self, entries: Sequence[LogEntry]) -> bool:
-        jobs = [(entry.incarnations, entry.name) for entry in entries if isinstance(entry, JobStarted)]
-        over = any(isinstance(entry, Done | Lost) for entry in entries)
-        return jobs == [(self.incarnations, self.job)] and not over
 
     def look(self, after: int = -1) -> Watched:
         """Returns the sessions and proposals as they are now.

@@ -390,6 +390,15 @@ class RemoteServer(QueueCalls):
         for lanes in list(self._lanes.values()):
             lanes.close(error.message)
 
+    def begin_anew(self) -> None:
+        """Takes back what `fail` was told: another life of the server is to be found there."""
+        for lanes in self._lanes.values():
+            lanes.close("the server is another process")
+        self._lanes.clear()
+        self._singly = None
+        self._attempts.begin_anew()
+        self._calls.begin_anew()
+
     def close(self) -> None:
         """Ends the connection; calls under way and later ones raise `PSError`."""
         self.fail(PSError(f"the connection to {self.address} is closed", str(self.task)))

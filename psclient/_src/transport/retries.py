@@ -75,6 +75,10 @@ class Attempts:
         self._decides = decides
         self._silent_since: float | None = None  # when the answers stopped; the next one resets it
 
+    def begin_anew(self) -> None:
+        """Another life of the server is to be found: there is no session to lose yet."""
+        self.opened, self._silent_since = False, None
+
     def until_answered(self, verb: Verb, once: Callable[[float], T], extra: float = 0.0, ends: bool = False) -> T:
         """Repeats an attempt until it is answered, its deadline has passed, or the server is lost.
 

@@ -38,7 +38,7 @@ from pswire.errors import (
     Unreachable,
 )
 from pswire.limits import Timeouts
-from pswire.model.log import Gone, Mode
+from pswire.model.log import Gone, Mode, Return
 from pswire.model.status import Pace
 from pswire.telemetry import logging_setup
 
@@ -226,12 +226,12 @@ class Session(LogCalls):
             if self._ended.is_set():
                 return
             if error is None:
-                self.lose([entry for entry in told.result().entries if isinstance(entry, Gone)])
+                self.lose([entry for entry in told.result().entries if isinstance(entry, Gone)], 0)
                 self._hold(index)
             elif isinstance(error, PSError):
                 self._unheard(index, error)
 
-        known, version = (len(self.hosting.gone), UNTIL_GONE) if self.copied else (0, UNTIL_ENDED)
+        known, version = (len(self.hosting.losses), UNTIL_GONE) if self.copied else (0, UNTIL_ENDED)
         try:
             self.servers[index].watch(self.number, known, version).add_done_callback(answered)
         except PSError as error:
@@ -246,13 +246,35 @@ class Session(LogCalls):
         ):
             self.end(error)
 
-    def lose(self, losses: Sequence[Gone]) -> None:
-        """Goes on without servers that are lost; what waits for their answers is told, and asks others."""
+    def lose(self, losses: Sequence[Gone], first: int) -> None:
+        """Goes on without servers that are lost; what waits for their answers is told, and asks others.
+
+        Args:
+            losses, first: as `Hosting.lose` takes them.
+        """
         keeper = self.hosting.keeper
-        for entry in self.hosting.lose(losses):
+        for entry in self.hosting.lose(losses, first):
             self._patience.forget(entry.server)
         if self.hosting.keeper != keeper:
             self._threads.submit(self._propose_again)
+
+    def take_back(self, back: Return, times: int) -> None:
+        """Goes on with a server that was gone, and is back, if it is not lost again.
+
+        Args:
+            back: which, and its new life.
+            times: how often it was lost before.
+        """
+        opened = self.hosting.take_back(
+            back.server, times, partial(self._open_at, self.servers[back.server], self.number)
+        )
+        if opened is None:
+            return
+        lives = list(self.incarnations)
+        lives[back.server] = back.incarnation
+        self.incarnations = tuple(lives)
+        self._start_beating(back.server)
+        self._hold(back.server)
 
     def leave(self, error: str = "") -> str:
         """Ends the session; a clean end tells the chief that this process has done its part.
