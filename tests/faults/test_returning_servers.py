@@ -34,6 +34,12 @@ def learn(steps, stops):
     say("is", [v.numpy().tolist(), w.numpy().ravel().tolist(), int(optimizer.iterations.numpy())])
 
 
+def await_epoch(job, keeper):
+    """Waits until a server's log tells that another one is taken back: the next step waits for that."""
+    with job.server(keeper) as server:
+        job.until(lambda: (epoch := server.status().epoch) is not None and epoch.returns is not None)
+
+
 @pytest.mark.parametrize("lost", BOTH, ids=str)
 def test_a_server_comes_back(tmp_path, lost):
     """Nobody restarts; then the other server is lost, and what came back has all: each step has counted once."""
@@ -45,6 +51,7 @@ def test_a_server_comes_back(tmp_path, lost):
         job.hear_error(CHIEF, f"goes on without {lost}")
         job.start(lost)
         job.hear_error(CHIEF, f"{lost} answers again, as a new process")
+        await_epoch(job, other)
         job.open("go 20")
         for task in (W0, W1):
             job.hear(task, "at", 30)

@@ -91,7 +91,7 @@ class Returns:
         for server in sorted(state.gone):
             look = self._looks.get(server)
             if look is None:
-                if now - self._looked.get(server, -LOOK_SECONDS) >= LOOK_SECONDS:
+                if now - self._looked.setdefault(server, now) >= LOOK_SECONDS:
                     self._looked[server] = now
                     self._servers[server].begin_anew()
                     self._looks[server] = self._threads.submit(self._servers[server].status)

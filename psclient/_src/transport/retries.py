@@ -13,7 +13,7 @@ import grpc
 
 from pswire.cluster import Task
 from pswire.encoding.verbs import UNANSWERED, Verb, refused
-from pswire.errors import BY_NAME, ConfigError, InvalidRequest, PSError, ServerLost, Unreachable
+from pswire.errors import BY_NAME, ConfigError, InvalidRequest, PSError, ServerGone, ServerLost, Unreachable
 from pswire.limits import Timeouts
 from pswire.transport.grpc_channel import NOBODY, reason
 
@@ -65,6 +65,7 @@ class Attempts:
     ) -> None:
         self.opened = False
         self.told = told
+        self._life = 0
         self._address = address
         self._task = str(task)
         self._timeouts = timeouts
@@ -76,7 +77,8 @@ class Attempts:
         self._silent_since: float | None = None  # when the answers stopped; the next one resets it
 
     def begin_anew(self) -> None:
-        """Another life of the server is to be found: there is no session to lose yet."""
+        """Another life of the server is to be found: calls to the one before end, and there is no session to lose."""
+        self._life += 1
         self.opened, self._silent_since = False, None
 
     def until_answered(self, verb: Verb, once: Callable[[float], T], extra: float = 0.0, ends: bool = False) -> T:
@@ -93,9 +95,11 @@ class Attempts:
         """
         limit = getattr(self._timeouts, verb.deadline) + extra if verb.deadline else float("inf")
         started = time.monotonic()
-        spoke, pause = started, FIRST_PAUSE
+        spoke, pause, life = started, FIRST_PAUSE, self._life
         while True:
             self._check()
+            if life != self._life:
+                raise ServerGone("is gone, and another process is in its place", self._task)
             now = time.monotonic()
             seconds = self._attempt_seconds(verb, limit - (now - started), extra)
             try:

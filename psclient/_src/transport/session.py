@@ -255,6 +255,7 @@ class Session(LogCalls):
         keeper = self.hosting.keeper
         for entry in self.hosting.lose(losses, first):
             self._patience.forget(entry.server)
+            self.wakes[entry.server].set()  # its beats end
         if self.hosting.keeper != keeper:
             self._threads.submit(self._propose_again)
 
@@ -314,6 +315,8 @@ class Session(LogCalls):
             if self._ended.is_set():
                 return
             self.wakes[index].clear()
+            if index in self.hosting.gone:
+                return
             try:
                 self.beat_now(index, not woken)
                 self._patience.heard(index)
