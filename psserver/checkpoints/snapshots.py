@@ -136,7 +136,7 @@ class Snapshots:
 
     def _freeze(self, job: ReadyRound, save: _Save) -> list[Effect]:
         # A variable without a value has lost its creator; the next creator gives it one.
-        mine = [v for v in self._saved() if self._store.saves(v) and self._store.initialized(v.id)]
+        mine = [v for v in self._saved() if self._store.leads(v.servers) and self._store.initialized(v.id)]
         names = map(_name_in_file, mine)
         values = dict(zip(names, self._store.hold(v.id for v in mine), strict=True))
         shards = {v.spec.name: v.spec.shard for v in mine if v.spec.shard is not None}
@@ -152,7 +152,7 @@ class Snapshots:
 
     def _freeze_tables(self, save: _Save) -> dict[str, FrozenTable]:
         """Holds the dynamic tables, or what has changed in them since the base that is ordered."""
-        tables = [each for each in self._store.tables() if self._store.saves(each.variable)]
+        tables = [each for each in self._store.tables() if self._store.leads(each.variable.servers)]
         if not tables:
             return {}
         base, found = base_of(save.order), dict[str, FrozenTable]()

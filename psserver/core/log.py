@@ -64,6 +64,8 @@ class Log:
         """True once the job is done."""
         self.lost: ServerLost | None = None
         """The error of a job that has lost a server; None while it has lost none."""
+        self.keeps = store.server == 0
+        """True if this server keeps the log and the sessions: it is the first that is not gone."""
 
     def begins_anew(self, entries: Sequence[LogEntry]) -> bool:
         """Returns True if these entries are of another job than the log's."""
@@ -74,6 +76,7 @@ class Log:
         for table in (self.entries, self.proposed, self._names, self._creators):
             table.clear()
         self._ordered, self.over, self.lost = 0, False, None
+        self.keeps = self._store.server == 0
 
     @property
     def incarnations(self) -> tuple[int, ...]:
@@ -92,16 +95,6 @@ class Log:
         if not isinstance(first, JobStarted):
             raise InvalidRequest("a log begins with a job", str(self._store.task))
         return first
-
-    @property
-    def keeper(self) -> int:
-        """The server that keeps the log and the sessions: the first that is not gone."""
-        return next(server for server in range(len(self.gone) + 1) if server not in self.gone)
-
-    @property
-    def keeps(self) -> bool:
-        """True if that is this server."""
-        return self.keeper == self._store.server
 
     @property
     def servers(self) -> int:
@@ -167,6 +160,7 @@ class Log:
         """Goes on without a server; the next one that is there keeps the log from now on."""
         self.entries.append(entry)
         self._store.gone[entry.server] = entry.reason
+        self.keeps = self._store.leads(range(self.servers))
         if self.keeps:
             named = self._named()
             # Their creators were answered, and the one that kept the log may have told nobody else.

@@ -99,9 +99,9 @@ class Store:
         self.gone.clear()
         self.copied = False
 
-    def saves(self, variable: PlacedVariable) -> bool:
-        """Returns whether checkpoints get a variable from here: of the servers that hold it, the first that is left."""
-        return min((s for s in variable.servers if s not in self.gone), default=-1) == self.server
+    def leads(self, servers: Iterable[int]) -> bool:
+        """Returns whether this server is the lowest of these that is not gone: it alone does what one has to do."""
+        return min((server for server in servers if server not in self.gone), default=-1) == self.server
 
     def declare(self, variable: PlacedVariable) -> None:
         """Declares a variable; reserves its memory if it lives here. A second declaration changes nothing.

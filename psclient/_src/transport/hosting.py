@@ -53,10 +53,6 @@ class Hosting:
         """The server that keeps the log and the sessions: the first that is not gone."""
         return self.live[0]
 
-    def is_gone(self, server: int) -> bool:
-        """Returns whether the chief has declared a server gone."""
-        return server in self.gone
-
     def home(self, servers: Sequence[int]) -> int:
         """Returns which of the servers that hold a variable is asked for it: the first that is not gone.
 
