@@ -216,7 +216,7 @@ class Restores:
             if wish.order.late:
                 self._late = self._left(prepared)
             self._prepared = None
-            if wish.order.damaged and self._store.server == min(set(commit.servers) - self._store.gone.keys()):
+            if wish.order.damaged and self._store.leads(commit.servers):
                 return [Work("files", set_aside, (self._place, prepared.saved.path, wish.order.damaged))]
         elif (job.strand is None and job.round >= wish.turn.round) or wish.session in _makers(job):
             self._prepared = None

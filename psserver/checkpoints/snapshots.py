@@ -139,7 +139,7 @@ class Snapshots:
         back = self._rounds.comes_back(save.order.returns)
         saved = self._saved() if back is None else self._held_by(back)
         # A variable without a value has lost its creator; the next creator gives it one.
-        mine = [v for v in saved if self._store.saves(v) and self._store.initialized(v.id)]
+        mine = [v for v in saved if self._store.leads(v.servers) and self._store.initialized(v.id)]
         names = map(_name_in_file if back is None else name_of, mine)
         values = dict(zip(names, self._store.hold(v.id for v in mine), strict=True))
         shards = {v.spec.name: v.spec.shard for v in mine if back is None and v.spec.shard is not None}
@@ -156,7 +156,7 @@ class Snapshots:
 
     def _freeze_tables(self, save: _Save) -> dict[str, FrozenTable]:
         """Holds the dynamic tables, or what has changed in them since the base that is ordered."""
-        tables = [each for each in self._store.tables() if self._store.saves(each.variable)]
+        tables = [each for each in self._store.tables() if self._store.leads(each.variable.servers)]
         if not tables:
             return {}
         base, found = base_of(save.order), dict[str, FrozenTable]()

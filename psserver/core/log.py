@@ -73,12 +73,12 @@ class Log:
         self.incarnations: tuple[int, ...] = ()
         """The incarnations of all servers of the job, as they are now; empty while there is no job."""
         self._job = JobStarted(0, ())
-        self.losses: list[int] = []
-        """The servers that were lost, one after the other."""
         self.over = False
         """True once the job is done."""
         self.lost: ServerLost | None = None
         """The error of a job that has lost a server; None while it has lost none."""
+        self.keeps = store.server == 0
+        """True if this server keeps the log and the sessions: it is the first that is not gone."""
 
     def begins_anew(self, entries: Sequence[LogEntry]) -> bool:
         """Returns True if these entries are of another job than the log's."""
@@ -86,10 +86,11 @@ class Log:
 
     def clear(self) -> None:
         """Forgets a job: its entries, its names, its proposals."""
-        for table in (self.entries, self.proposed, self._names, self._creators, self.losses):
+        for table in (self.entries, self.proposed, self._names, self._creators):
             table.clear()
         self.incarnations = ()
         self._ordered, self.over, self.lost = 0, False, None
+        self.keeps = self._store.server == 0
 
     @property
     def away(self) -> bool:
@@ -103,15 +104,9 @@ class Log:
         return self._store.gone
 
     @property
-    def keeper(self) -> int:
-        """The server that keeps the log and the sessions: of those that are not gone the first that was lost least."""
-        live = (server for server in range(max(len(self.incarnations), 1)) if server not in self.gone)
-        return min(live, key=lambda server: (self.losses.count(server), server))
-
-    @property
-    def keeps(self) -> bool:
-        """True if that is this server."""
-        return self.keeper == self._store.server
+    def losses(self) -> Sequence[int]:
+        """The servers that were lost, one after the other; those that have come back included."""
+        return self._store.losses
 
     @property
     def servers(self) -> int:
@@ -188,6 +183,7 @@ class Log:
         lives = list(self.incarnations)
         lives[back.server] = back.incarnation
         self.incarnations = tuple(lives)
+        self.keeps = self._store.leads(range(self.servers))
         if back.server != self._store.server:
             self._rounds.votes.take_back(back.server, back.round - 1)
         elif not self.away:
@@ -198,8 +194,9 @@ class Log:
     def _lose(self, entry: Gone) -> list[Effect]:
         """Goes on without a server; the next one that is there keeps the log from now on."""
         self.entries.append(entry)
-        self.losses.append(entry.server)
+        self._store.losses.append(entry.server)
         self._store.gone[entry.server] = entry.reason
+        self.keeps = self._store.leads(range(self.servers))
         if self.keeps:
             named = self._named()
             # Their creators were answered, and the one that kept the log may have told nobody else.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from concurrent.futures import Future
 
 from psserver.core.links import Links
@@ -55,17 +56,20 @@ class PeerStimuli:
         self._check_there(server)
         self.tally.votes["received"] += 1
         self.rounds.votes.hear(server, vote, self.rounds.last)
-        if vote.job == self.rounds.votes.job:
-            self.rounds.open(vote, now)
+        self._open((vote,), now)
         return None, []
 
     def testify(self, now: float, server: int, testimony: Testimony) -> Outcome:
         """Another server has said what it has heard of one that is gone."""
         self.rounds.votes.testify(server, testimony, self.rounds.last)
-        for vote in testimony.votes:
+        self._open(testimony.votes, now)
+        return None, []
+
+    def _open(self, votes: Iterable[Vote], now: float) -> None:
+        """Opens the rounds that others have voted in, where they are of this job."""
+        for vote in votes:
             if vote.job == self.rounds.votes.job:
                 self.rounds.open(vote, now)
-        return None, []
 
     def _check_there(self, server: int) -> None:
         """Raises `ServerGone` for a server without which the job goes on."""

@@ -62,6 +62,7 @@ class Store:
         native: the compiled functions.
         lent: numbers of the variables that the running round assigns.
         gone: the servers that are gone, without which the job goes on, with the reason of each.
+        losses: the servers that were lost, one after the other; those that have come back included.
         copied: True if the job's variables have copies.
     """
 
@@ -82,6 +83,7 @@ class Store:
         self._declared = 0
         self.lent: frozenset[int] = frozenset()
         self.gone: dict[int, str] = {}
+        self.losses: list[int] = []
         self.copied = False
 
     def clear(self) -> None:
@@ -97,11 +99,16 @@ class Store:
         self._declared = 0
         self.lent = frozenset()
         self.gone.clear()
+        self.losses.clear()
         self.copied = False
 
-    def saves(self, variable: PlacedVariable) -> bool:
-        """Returns whether checkpoints get a variable from here: of the servers that hold it, the first that is left."""
-        return min((s for s in variable.servers if s not in self.gone), default=-1) == self.server
+    def leads(self, servers: Iterable[int]) -> bool:
+        """Returns whether this server alone, of these, does what one has to do.
+
+        It is the one that was lost least, the lowest of them, of those that are not gone.
+        """
+        live = ((self.losses.count(server), server) for server in servers if server not in self.gone)
+        return min(live, default=(0, -1))[1] == self.server
 
     def declare(self, variable: PlacedVariable) -> None:
         """Declares a variable; reserves its memory if it lives here. A second declaration changes nothing.

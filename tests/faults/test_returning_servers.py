@@ -10,7 +10,14 @@ from pstesting.processes import CALM, CHIEF, PS0, PS1, W0, W1, ProcessCluster
 from pstesting.script import ME, gate, say
 from tests.faults.test_lost_servers import BOTH, values
 
-KEYS = {"ps": 2, "workers": 2, "chief": "driver", "replication": 1, "timeouts": CALM, "gates": ["go 20", "go 30", "go 40"]}
+KEYS = {
+    "ps": 2,
+    "workers": 2,
+    "chief": "driver",
+    "replication": 1,
+    "timeouts": CALM,
+    "gates": ["go 20", "go 30", "go 40"],
+}
 
 
 def learn(steps, stops):
@@ -44,7 +51,7 @@ def await_epoch(job, keeper):
 def test_a_server_comes_back(tmp_path, lost):
     """Nobody restarts; then the other server is lost, and what came back has all: each step has counted once."""
     other = PS0 if lost == PS1 else PS1
-    with ProcessCluster(learn, tmp_path, (60, [20, 30, 40]), **KEYS) as job:
+    with ProcessCluster(learn, tmp_path, (60, [20, 30, 40]), gates=GATES, **KEYS) as job:
         for task in (W0, W1):
             job.hear(task, "at", 20)
         job.kill(lost)

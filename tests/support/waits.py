@@ -47,7 +47,6 @@ ASKED = "as long as the user has asked for"
 
 BRIEF: dict[str, str] = {
     # ---- Of clients ----
-    "psclient._src.rounds.rounds._answered": OVER,
     "psclient._src.rounds.backend.RemoteBackend.section_here": "for another thread's section, at most Timeouts.call; the error says so",
     "psclient._src.processes.sigterm.Notice._count_down": "the grace period, of which the log has told, in a thread of its own",
     "psclient._src.chief.standby.stand_by": "a chief that stands by is waited for by nobody; it says what for at INFO",

@@ -45,6 +45,7 @@ class CheckpointCommitter:
         self._took = took
         self._ordered_at = 0.0
         self._committing: Future[Snapshotted] | None = None
+        self._without: Set[int] = frozenset()  # the servers that were gone before the one that is committed was ordered
 
     def order(self, plans: Iterable[Plan], without: Mapping[bytes, Set[int]] = MappingProxyType({})) -> None:
         """Starts to commit the first of these, unless a checkpoint is being committed.
@@ -56,8 +57,8 @@ class CheckpointCommitter:
         plan = next(iter(plans), None)
         if self._committing is None and plan is not None:
             self._ordered_at = time.monotonic()
-            gone = [without[plan.id]] if without.get(plan.id) else []
-            self._committing = self._threads.submit(partial(self.commit, plan, *gone))
+            self._without = without.get(plan.id, frozenset())
+            self._committing = self._threads.submit(partial(self.commit, plan))
 
     def pending(self) -> list[Future[Snapshotted]]:
         """The checkpoint that is being written, or of which the log does not tell yet, if there is one."""
@@ -72,7 +73,7 @@ class CheckpointCommitter:
         self._committing = None
         self._took.observe(time.monotonic() - self._ordered_at)
 
-    def commit(self, plan: Plan, without: Set[int] = frozenset()) -> Snapshotted:
+    def commit(self, plan: Plan) -> Snapshotted:
         """Shards first, the manifest last; without a manifest there is no checkpoint.
 
         A server that was gone before is left out: others save what it had. Of one that is lost meanwhile nobody knows
@@ -82,7 +83,7 @@ class CheckpointCommitter:
         if order is None:
             raise ValueError("the plan orders no checkpoint")
         try:
-            servers = [server for server in order.servers if server not in without]
+            servers = [server for server in order.servers if server not in self._without]
             pending = [self._ask(server, plan.id) for server in servers]
             shards = [self._awaited(server, plan.id, future) for server, future in zip(servers, pending, strict=True)]
             if len({(shard.round, shard.positions) for shard in shards}) > 1:

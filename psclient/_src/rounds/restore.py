@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import PurePosixPath
 
 from psclient._src.rounds.rounds import Exchange, Outgoing
-from pswire.api import RestoreOrder, RestoreReply
+from pswire.api import ParameterServer, RestoreOrder, RestoreReply
 from pswire.cluster import Task
 from pswire.errors import CheckpointError, DamagedCheckpoint, PSError, RoundTimeout, ServerGone, VariableMismatch
 from pswire.model.plan import Plan, RestoreCommit, Turn
@@ -38,14 +39,12 @@ class Restoring:
         Raises:
             CheckpointError: there is none, or it is broken.
         """
+        return self._session.with_keeper(partial(self._look, path))
+
+    def _look(self, path: str, keeper: ParameterServer) -> RestoreReply:
         session = self._session
-        while True:
-            keeper = session.hosting.keeper
-            try:
-                asked = session.log_server.restore(session.number, path, Turn(), RestoreOrder("look"))
-                return self._answer(keeper, path, asked)
-            except ServerGone:
-                session.check()
+        asked = keeper.restore(session.number, path, Turn(), RestoreOrder("look"))
+        return self._answer(session.hosting.keeper, path, asked)
 
     def restore(self, path: str, orders_for: Callable[[RestoreReply], list[RestoreOrder]]) -> RestoreReply:
         """Makes every server take over its part of a checkpoint: all of them or none, for all processes at once.
@@ -112,7 +111,7 @@ class Restoring:
         """
         session, futures = self._session, dict[int, Future[RestoreReply]]()
         for server, order in orders.items():
-            if not session.hosting.is_gone(server):
+            if server not in session.hosting.gone:
                 with suppress(ServerGone):
                     futures[server] = session.servers[server].restore(session.number, path, turn, order)
         replies: list[RestoreReply] = []

@@ -30,6 +30,7 @@ from psclient._src.rounds.read_cache import ReadCache
 from psclient._src.rounds.under_way import Lookup, UnderWay
 from psclient._src.rounds.window import Window
 from psclient._src.tracing.diagnostics import users_line
+from psclient._src.transport.daemon_threads import follow
 from psclient._src.transport.pacing import passes
 from psclient._src.transport.session import Session
 from psclient._src.transport.staging import Sent, any_pending, fill, host, keep, pack
@@ -456,11 +457,10 @@ def _nbytes(arrays: Iterable[Sent], buffers: Mapping[int, Buffer | None]) -> int
 
 def _answered(push: Callable[[], Future[RoundReply]], answer: Future[RoundReply], pushed: Future[RoundReply]) -> None:
     """Hands on what a push came to, or pushes once more. No closure, whose cycle would keep the values of the round."""
-    again = isinstance(pushed.exception(), PushAgain)
+    if not isinstance(pushed.exception(), PushAgain):
+        follow(answer, pushed)
+        return
     try:
-        if again:
-            push().add_done_callback(partial(_answered, push, answer))
-        else:
-            answer.set_result(pushed.result())
+        push().add_done_callback(partial(_answered, push, answer))
     except PSError as error:
         answer.set_exception(error)

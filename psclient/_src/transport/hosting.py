@@ -60,10 +60,6 @@ class Hosting:
         """The server that keeps the log and the sessions: of those that are not gone the first that was lost least."""
         return self.live[0]
 
-    def is_gone(self, server: int) -> bool:
-        """Returns whether the chief has declared a server gone."""
-        return server in self.gone
-
     def home(self, servers: Sequence[int]) -> int:
         """Returns which of the servers that hold a variable is asked for it: the first that is not gone.
 

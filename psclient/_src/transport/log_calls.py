@@ -166,31 +166,26 @@ class LogCalls:
         needs_chief: Callable[[], bool] = lambda: True,
     ) -> T:
         """Asks the server that keeps the log, and the next one where that is lost; waits as `wait`."""
+        return self.with_keeper(lambda keeper: self.wait(ask(keeper), deadline, late, word, needs_chief))
+
+    def with_keeper(self, call: Callable[[ParameterServer], T]) -> T:
+        """Calls the server that keeps the log, and the next one where that is lost."""
         while True:
             try:
-                return self.wait(ask(self.log_server), deadline, late, word, needs_chief)
+                return call(self.log_server)
             except ServerGone:
                 self.check()
 
     def log_status(self) -> ServerStatus:
         """Returns the status of the server that keeps the log."""
-        while True:
-            try:
-                return self.log_server.status()
-            except ServerGone:
-                self.check()
+        return self.with_keeper(lambda keeper: keeper.status())
 
     def propose(self, plan: Plan | None = None, join_point: str = "", start: Start | None = None) -> None:
         """Proposes to the server that keeps the log, and to the next one where that is lost: see `ParameterServer`."""
         proposal = Proposal(plan, join_point, start)
         if self.copied:
             self._proposals.keep(proposal)
-        while True:
-            try:
-                self.log_server.propose(self.number, *proposal)
-                return
-            except ServerGone:
-                self.check()
+        self.with_keeper(lambda keeper: keeper.propose(self.number, *proposal))
 
     def answered(self, plan_id: bytes) -> None:
         """A round of a plan was answered: it is approved."""

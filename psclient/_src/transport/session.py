@@ -242,7 +242,7 @@ class Session(LogCalls):
         if (
             not self.copied
             or not isinstance(error, ServerLost | ServerGone)
-            or (not self.hosting.is_gone(index) and not self.hosting.suspect(index, error, self._drives))
+            or (index not in self.hosting.gone and not self.hosting.suspect(index, error, self._drives))
         ):
             self.end(error)
 
@@ -293,7 +293,7 @@ class Session(LogCalls):
             wake.set()
         self._threads.close()
         for index in self.hosting.live if self.copied else [0]:
-            if self.number and getattr(self._error(), "task", "") != str(Task("ps", index)):
+            if self.number and not _is_loss(self._error(), index):
                 try:
                     self.servers[index].leave(self.number, error)
                 except (ServerLost, ServerGone, Unreachable) as failure:
@@ -445,3 +445,8 @@ class Session(LogCalls):
             self.end(error)
             self.check()
         return future.result()
+
+
+def _is_loss(error: BaseException | None, index: int) -> bool:
+    """Returns whether an error says that a server is lost, so that no call to it is answered any more."""
+    return isinstance(error, ServerLost) and error.task == str(Task("ps", index))
