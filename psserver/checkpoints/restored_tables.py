@@ -86,8 +86,8 @@ class RestoredTable:
 
     @property
     def name(self) -> str:
-        """The table's name."""
-        return self.stored.part.table
+        """The name of the part: see `StoredTable.key`."""
+        return self.stored.key
 
     @property
     def round(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -162,13 +163,17 @@ class Snapshots:
         base, found = base_of(save.order), dict[str, FrozenTable]()
         path = str(PurePosixPath(save.order.path).with_name(base)) if base else ""
         earlier = [other.rounds for other in self._saves.values() if other.frozen is not None]
+        names = Counter[str]()
         for stored in tables:
-            name, table = stored.part.table, stored.table
+            name, table = stored.key, stored.table
             least = [self._bases.least(name, table.round), *(rounds[name] for rounds in earlier if name in rounds)]
             table.forget_deletions(min(least))
             held = stored.hold(self._bases.since(path, name))
-            found[name] = FrozenPart(name, table, held, bool(base), stored.slots)
-        save.rounds = {stored.part.table: stored.table.round for stored in tables}
+            # Of a table of which this server saves several parts, the others have names of their own in its file.
+            suffix = f"@{stored.part.buckets.start}" if names[stored.part.table] else ""
+            names[stored.part.table] += 1
+            found[name] = FrozenPart(stored.part.table, table, held, bool(base), stored.slots, suffix)
+        save.rounds = {stored.key: stored.table.round for stored in tables}
         return found
 
     def _saved(self) -> list[PlacedVariable]:

@@ -197,8 +197,11 @@ def test_servers_that_are_no_neighbours(tmp_path, number):
             assert job.exited(task) == 0
 
 
-def rows(rounds, stop):
-    """Trains rows of a variable, of a partitioned one, and of a dynamic table whose keys come and go."""
+def rows(rounds, stops):
+    """Trains rows of a variable, of a partitioned one, and of a dynamic table whose keys come and go.
+
+    Waits in some rounds until the test lets it go on.
+    """
     strategy = ps.ParameterServerStrategy(
         devices=["cpu:0"], variable_partitioner=ps.experimental.partitioners.FixedShardsPartitioner(2)
     )
@@ -218,9 +221,9 @@ def rows(rounds, stop):
 
     found = []
     for round in range(rounds):
-        if round == stop:
+        if round in stops:
             say("at", round)
-            gate("go 20")
+            gate(f"go {round}")
         found.append(strategy.run(step, (round,)))
     keys, values = table.export()
     order = np.argsort(keys)
@@ -234,7 +237,7 @@ def test_rows_and_tables_have_copies(tmp_path, lost):
     for number, killed in enumerate((None, lost)):
         directory = tmp_path / str(number)
         directory.mkdir()
-        with ProcessCluster(rows, directory, (40, 20), **{**KEYS, "replication": int(killed is not None)}) as job:
+        with ProcessCluster(rows, directory, (40, [20]), **{**KEYS, "replication": int(killed is not None)}) as job:
             go_on(job, W0, W1)
             if killed is not None:
                 job.kill(killed)

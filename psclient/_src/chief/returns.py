@@ -100,7 +100,6 @@ class Returns:
                 continue
             del self._looks[server]
             if look.exception() is None and self._may_return(server, look.result(), now):
-                expect(self._servers[server])  # it is lost once nothing listens there any more
                 log.warning("%s answers again, as a new process: it is taken back", Task("ps", server))
                 return Return(server, look.result().incarnation, number)
         return None
@@ -124,6 +123,8 @@ class Returns:
             self._give_up(back, saved.error)
             return None
         if self._reading is None:
+            self._servers[back.server].begin_anew()  # another chief may have begun it
+            expect(self._servers[back.server])  # it is lost once nothing listens there any more
             self._reading = self._threads.submit(partial(self._read, back, saved))
         if not self._reading.done():
             return back
