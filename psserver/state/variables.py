@@ -33,6 +33,7 @@ from pswire.cluster import Task
 from pswire.errors import InvalidRequest, MemoryLimit, VariableMismatch
 from pswire.limits import LOOKUP_BYTES
 from pswire.model.hashing import BUCKETS
+from pswire.model.log import in_order
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.rows import ID_BYTES, Int64s, row_bytes
 from pswire.model.tables import TablePart
@@ -105,10 +106,9 @@ class Store:
     def leads(self, servers: Iterable[int]) -> bool:
         """Returns whether this server alone, of these, does what one has to do.
 
-        It is the one that was lost least, the lowest of them, of those that are not gone.
+        It is the first that is not gone, in the order of `in_order`.
         """
-        live = ((self.losses.count(server), server) for server in servers if server not in self.gone)
-        return min(live, default=(0, -1))[1] == self.server
+        return in_order((s for s in servers if s not in self.gone), self.losses)[:1] == [self.server]
 
     def declare(self, variable: PlacedVariable) -> None:
         """Declares a variable; reserves its memory if it lives here. A second declaration changes nothing.

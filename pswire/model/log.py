@@ -270,6 +270,17 @@ class Gone:
 LogEntry = JobStarted | Created | Approved | EpochClosed | Started | Snapshotted | Done | Lost | Gone
 
 
+def in_order(servers: Iterable[int], losses: Sequence[int]) -> list[int]:
+    """Returns servers in the order in which they lead: the first keeps the log. Who was lost last comes last.
+
+    Args:
+        servers: some that are there.
+        losses: the servers that were lost, one after the other.
+    """
+    last = {server: number for number, server in enumerate(losses)}
+    return sorted(servers, key=lambda server: (last.get(server, -1), server))
+
+
 def holds_job(entries: Iterable[LogEntry], incarnations: Sequence[int], name: str) -> bool:
     """Returns whether entries of a log, from its first one on, are of a job on these servers that is not over.
 

@@ -14,7 +14,7 @@ from psclient._src.transport.remote_server import RemoteServer
 from pswire.api import Opened, ParameterServer
 from pswire.cluster import Task
 from pswire.errors import PSError, ServerGone, ServerLost, Unreachable
-from pswire.model.log import Gone
+from pswire.model.log import Gone, in_order
 from pswire.model.status import ServerStatus
 
 log = logging.getLogger("psclient")
@@ -37,7 +37,7 @@ class Hosting:
 
     Attributes:
         gone: the servers that are gone; replaced, never changed.
-        live: the others, those that were lost least first; the first of them keeps the log and the sessions.
+        live: the others, in the order of `in_order`: the first of them keeps the log and the sessions.
         losses: the servers that were lost, one after the other; those that have come back included.
         lives: the incarnations of servers that were gone before this process came.
         suspects: of the chief, the servers that it has found lost, with the reason of each.
@@ -57,7 +57,7 @@ class Hosting:
 
     @property
     def keeper(self) -> int:
-        """The server that keeps the log and the sessions: of those that are not gone the first that was lost least."""
+        """The server that keeps the log and the sessions."""
         return self.live[0]
 
     def home(self, servers: Sequence[int]) -> int:
@@ -131,7 +131,7 @@ class Hosting:
 
     def _set(self, gone: frozenset[int]) -> None:
         live = (server for server in range(len(self._servers)) if server not in gone)
-        self.live = tuple(sorted(live, key=lambda server: (self.losses.count(server), server)))
+        self.live = tuple(in_order(live, self.losses))
         self.gone = gone
 
     def _fail(self, server: int, reason: str) -> None:
