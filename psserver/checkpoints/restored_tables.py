@@ -85,9 +85,9 @@ class RestoredTable:
     is_base: bool
 
     @property
-    def name(self) -> str:
-        """The table's name."""
-        return self.stored.part.table
+    def key(self) -> str:
+        """Tells the part of a table that it is from all others."""
+        return self.stored.part.key
 
     @property
     def round(self) -> int:

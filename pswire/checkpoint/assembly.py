@@ -170,9 +170,11 @@ def tables_in(shards: Sequence[Shard]) -> dict[str, SavedTable]:
     found: dict[str, SavedTable] = {}
     buckets = Counter[str]()
     for file in shards:
-        sizes = {each.name: each.spec.shape[0] for each in file.tensors if each.part is not None}
+        tables = {beside(each.name, "rows"): each.name for each in file.tables}
+        for tensor in file.tensors:
+            if tensor.part is not None and tensor.part.whole in tables:
+                buckets[tables[tensor.part.whole]] += tensor.spec.shape[0]
         for each in file.tables:
-            buckets[each.name] += sizes.get(beside(each.name, "rows"), 0)
             known = found.setdefault(each.name, each)
             if (known.spec, known.slots) != (each.spec, each.slots):
                 raise CheckpointError(

@@ -362,7 +362,7 @@ class Chief:
         if saved:
             self._checkpoints.told()
         self._log.copy()
-        self._checkpoints.order(state.saves.values(), state.without)
+        self._checkpoints.order(state.saves.values(), state.gone)
         return done or gives_up is not None
 
     def _settled(self, decided: Sequence[Decision]) -> list[LogEntry]:

@@ -23,7 +23,6 @@ class JobState:
         saves: plans that ordered a checkpoint which is neither complete nor failed, by id, in order.
         saved: checkpoints so far, by how they ended: "saved" or "failed".
         gone: the servers that are lost, and without which the job goes on.
-        without: of each of these plans that save, the servers that were gone when it was approved.
         variables: all variables.
     """
 
@@ -35,7 +34,6 @@ class JobState:
     saves: dict[bytes, Plan] = field(default_factory=dict)
     saved: Counter[str] = field(default_factory=lambda: Counter(saved=0, failed=0))
     gone: frozenset[int] = frozenset()
-    without: dict[bytes, frozenset[int]] = field(default_factory=dict)
     variables: list[PlacedVariable] = field(default_factory=list)
 
     def take(self, entries: Sequence[LogEntry]) -> None:
@@ -63,7 +61,7 @@ class JobState:
     def _approve(self, plan: Plan) -> None:
         self.approved.add(plan.id)
         if plan.snapshot is not None:
-            self.saves[plan.id], self.without[plan.id] = plan, self.gone
+            self.saves[plan.id] = plan
 
     def survives(self, gone: Set[int]) -> bool:
         """Returns whether all variables lie on some server that is not gone."""
