@@ -85,9 +85,9 @@ class RestoredTable:
     is_base: bool
 
     @property
-    def name(self) -> str:
-        """The name of the part: see `StoredTable.key`."""
-        return self.stored.key
+    def key(self) -> str:
+        """Tells the part of a table that it is from all others."""
+        return self.stored.part.key
 
     @property
     def round(self) -> int:

@@ -226,9 +226,9 @@ class Restores:
         rounds = dict[str, int]()
         for each in prepared.tables:
             each.put()
-            self._bases.restart(each.name)
+            self._bases.restart(each.key)
             if each.is_base:
-                rounds[each.name] = each.round
+                rounds[each.key] = each.round
         self._bases.note(prepared.saved.path, rounds)
 
     # ---- Variables that are created later ----

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import PurePosixPath
 
@@ -24,6 +23,7 @@ from psserver.state.variables import Store
 from pswire.checkpoint.assembly import base_of
 from pswire.checkpoint.storage import Storage
 from pswire.checkpoint.writer import Frozen, FrozenTable, remove_shard, write_manifest, write_shard
+from pswire.cluster import Task
 from pswire.errors import CheckpointError, PSError
 from pswire.model.log import Snapshotted
 from pswire.model.plan import PlacedVariable, Plan, SnapshotOrder
@@ -45,6 +45,11 @@ class _Save:
         rounds: the rounds of the dynamic tables that it has.
         shard: answered when the shard is written.
         manifest: answered when the manifest is written; None before the chief asks for it.
+        spare: with copies, all values that lie here, from which it saves anew where a server is gone; None once they
+            are used, or were given up.
+        older: what it has saved before it did so.
+        led: names of what this server saves of it, as it was when the values were frozen.
+        back: the server that comes back and reads it; None for an ordinary checkpoint.
     """
 
     order: SnapshotOrder
@@ -53,6 +58,10 @@ class _Save:
     rounds: Mapping[str, int] = field(default_factory=dict)
     shard: Future[Shard] = field(default_factory=Future)
     manifest: Future[Shard] | None = None
+    spare: Frozen | None = None
+    older: list[Frozen] = field(default_factory=list)
+    led: Set[str] = frozenset()
+    back: int | None = None
 
 
 @dataclass(frozen=True)
@@ -137,44 +146,86 @@ class Snapshots:
             return [Fail(save.shard, self._error(f"internal error: {bug!r}; see the server's log"))]
 
     def _freeze(self, job: ReadyRound, save: _Save) -> list[Effect]:
-        back = self._rounds.comes_back(save.order.returns)
-        saved = self._saved() if back is None else self._held_by(back)
-        # A variable without a value has lost its creator; the next creator gives it one.
-        mine = [v for v in saved if self._store.leads(v.servers) and self._store.initialized(v.id)]
-        names = map(_name_in_file if back is None else name_of, mine)
-        values = dict(zip(names, self._store.hold(v.id for v in mine), strict=True))
-        shards = {v.spec.name: v.spec.shard for v in mine if back is None and v.spec.shard is not None}
-        at = job.round, job.positions
+        save.back = self._rounds.comes_back(save.order.returns)
+        save.led = self._led(save)
         try:
-            tables = self._freeze_tables(save)
+            frozen = self._hold(job, save, self._leads)
+            spare = self._hold(job, save, self._has) if self._store.copied else None
         except PSError as error:  # the round is over, and is not touched by it
             return [Fail(save.shard, self._error(f"a table cannot be saved: {error.message}"))]
-        frozen = save.frozen = Frozen(save.order, self._store.server, *at, values, shards=shards, tables=tables)
+        save.frozen, save.spare = frozen, spare
+        return self._write(save, frozen)
+
+    def _leads(self, variable: PlacedVariable) -> bool:
+        return self._store.leads(variable.servers)
+
+    def _has(self, variable: PlacedVariable) -> bool:
+        return self._store.server in variable.servers
+
+    def _hold(self, job: ReadyRound, save: _Save, which: Callable[[PlacedVariable], bool]) -> Frozen:
+        """Holds some of the variables, and of the dynamic tables."""
+        # A variable without a value has lost its creator; the next creator gives it one.
+        found = {name: v for name, v in self._named(save) if which(v) and self._store.initialized(v.id)}
+        values = dict(zip(found, self._store.hold(v.id for v in found.values()), strict=True))
+        shards = {name: v.spec.shard for name, v in found.items() if save.back is None and v.spec.shard is not None}
+        tables = self._hold_tables(save, which)
+        return Frozen(save.order, self._store.server, job.round, job.positions, values, shards=shards, tables=tables)
+
+    def _write(self, save: _Save, frozen: Frozen) -> list[Effect]:
         save.shard.add_done_callback(partial(self._tally.written, self._tally.clock()))
         done, ask = partial(self._written, frozen), partial(self._let_go, save, frozen)
-        later = None if back is None else Later(*self._restores.later)
+        later = None if save.back is None else Later(*self._restores.later)
         return [Work("files", self._write_shard, (frozen, later), done, save.shard, ask)]
 
-    def _freeze_tables(self, save: _Save) -> dict[str, FrozenTable]:
-        """Holds the dynamic tables, or what has changed in them since the base that is ordered."""
-        tables = [each for each in self._store.tables() if self._store.leads(each.variable.servers)]
+    def _hold_tables(self, save: _Save, which: Callable[[PlacedVariable], bool]) -> dict[str, FrozenTable]:
+        """Holds dynamic tables, or what has changed in them since the base that is ordered."""
+        tables = sorted((t for t in self._store.tables() if which(t.variable)), key=lambda t: t.part.first)
         if not tables:
             return {}
         base, found = base_of(save.order), dict[str, FrozenTable]()
         path = str(PurePosixPath(save.order.path).with_name(base)) if base else ""
         earlier = [other.rounds for other in self._saves.values() if other.frozen is not None]
-        names = Counter[str]()
         for stored in tables:
-            name, table = stored.key, stored.table
-            least = [self._bases.least(name, table.round), *(rounds[name] for rounds in earlier if name in rounds)]
+            key, table = stored.part.key, stored.table
+            least = [self._bases.least(key, table.round), *(rounds[key] for rounds in earlier if key in rounds)]
             table.forget_deletions(min(least))
-            held = stored.hold(self._bases.since(path, name))
-            # Of a table of which this server saves several parts, the others have names of their own in its file.
-            suffix = f"@{stored.part.buckets.start}" if names[stored.part.table] else ""
-            names[stored.part.table] += 1
-            found[name] = FrozenPart(stored.part.table, table, held, bool(base), stored.slots, suffix)
-        save.rounds = {stored.key: stored.table.round for stored in tables}
+            held = stored.hold(self._bases.since(path, key))
+            found[key] = FrozenPart(stored.part.table, table, held, bool(base), stored.slots)
+        save.rounds = {**save.rounds, **{stored.part.key: stored.table.round for stored in tables}}
         return found
+
+    def lose(self, server: int) -> list[Effect]:
+        """A server is gone: where it would have saved what lies here as well, this one saves anew, of the same round.
+
+        Args:
+            server: its number.
+        """
+        return [effect for save in self._saves.values() for effect in self._stand_in(save, server)]
+
+    def _stand_in(self, save: _Save, server: int) -> list[Effect]:
+        frozen, spare, led = save.frozen, save.spare, self._led(save)
+        if frozen is None or save.manifest is not None or led <= save.led:
+            return []  # the values are not frozen yet, or all parts are written, or it would save the same
+        if spare is None:
+            save.shard, lost = Future(), Task("ps", server)
+            why = f"{lost} was lost while it was written, and the values of then are not held any more; save again"
+            return [Fail(save.shard, self._error(why))]
+        values = {name: value for name, value in spare.values.items() if name in led}
+        again = replace(spare, values=values, tables={name: t for name, t in spare.tables.items() if name in led})
+        save.older.append(frozen)
+        save.frozen, save.spare, save.shard, save.led = again, None, Future(), led
+        return self._write(save, again)
+
+    def _led(self, save: _Save) -> Set[str]:
+        """Returns names of what this server is the one to save."""
+        tables = {each.part.key for each in self._store.tables() if self._leads(each.variable)}
+        return tables.union(name for name, variable in self._named(save) if self._leads(variable))
+
+    def _named(self, save: _Save) -> Iterator[tuple[str, PlacedVariable]]:
+        """Returns the arrays that are saved, by their names in a file."""
+        if save.back is None:
+            return ((_name_in_file(variable), variable) for variable in self._saved())
+        return ((name_of(variable), variable) for variable in self._held_by(save.back))
 
     def _saved(self) -> list[PlacedVariable]:
         """Returns the arrays that all servers save together; of those that share a saved name, the first created."""
@@ -193,11 +244,12 @@ class Snapshots:
         save = self._saves.pop(entry.plan_id, None)
         if save is None:
             return []
+        effects: list[Effect] = [Work("files", self._remove, (older,)) for older in save.older]
         if not entry.error:
             self._bases.note(save.order.path, save.rounds)
-            return []
+            return effects
         self._bases.forget(save.order.path)
-        effects: list[Effect] = [Fail(save.shard, self._error(f"it was given up: {entry.error}"))]
+        effects.append(Fail(save.shard, self._error(f"it was given up: {entry.error}")))
         if save.frozen is not None:
             effects.append(Work("files", self._remove, (save.frozen,)))
         return effects
@@ -244,22 +296,30 @@ class Snapshots:
         )
 
     def blocks(self, ids: Iterable[int]) -> bool:
-        """Returns True if a round that replaces these variables must wait, as too many old values would be held."""
+        """Returns True if a round that replaces these variables must wait, as too many old values would be held.
+
+        What is held for the loss of a server is given up before that.
+        """
         self._excess = self._held(ids) - self.limit if self.limit and self._saves else 0
+        if self._excess > 0 and any(save.spare for save in self._saves.values()):
+            for save in self._saves.values():
+                save.spare = None
+            self._excess = self._held(ids) - self.limit
         return self._excess > 0
 
     def _held(self, replaced: Iterable[int]) -> int:
         """Returns the bytes of frozen values that no variable has any more once the `replaced` ones have new values."""
         writes = frozenset(replaced)
         kept = {id(value) for number, value in self._store.values().items() if number not in writes}
-        parts = {id(v): v for frozen in self._frozen() for value in frozen.values.values() for v in arrays(value)}
+        holding = [one for save in self._saves.values() for one in (save.frozen, save.spare, *save.older) if one]
+        parts = {id(v): v for frozen in holding for value in frozen.values.values() for v in arrays(value)}
         held = 0
         for part in parts.values():
             table, array = (part, part.array) if isinstance(part, HeldTable) else (None, part)
             if array is not None and id(array) not in kept:
                 held += array.nbytes
             held += table.aside if table is not None else 0
-        return held + sum(table.aside for frozen in self._frozen() for table in frozen.tables.values())
+        return held + sum(table.aside for frozen in holding for table in frozen.tables.values())
 
     def _frozen(self) -> Iterator[Frozen]:
         return (save.frozen for save in self._saves.values() if save.frozen is not None)

@@ -35,20 +35,12 @@ class FrozenPart:
         held: its state.
         is_delta: True where changes alone were asked for.
         slots: the tensors beside the rows; those that have no place there have their first value in all rows.
-        suffix: what its tensors' names end with in their file, where that has another part of the table.
     """
 
     def __init__(
-        self,
-        name: str,
-        table: Table,
-        held: HeldState,
-        is_delta: bool,
-        slots: Sequence[SlotTensor] = (),
-        suffix: str = "",
+        self, name: str, table: Table, held: HeldState, is_delta: bool, slots: Sequence[SlotTensor] = ()
     ) -> None:
         self._name = name
-        self._suffix = suffix
         self._spec = table.spec
         self._placed = table.tensors
         self._unplaced = [slot for slot in slots if slot not in table.tensors]
@@ -81,11 +73,11 @@ class FrozenPart:
         for slot in self._unplaced:
             yield self._column(slot.name, slot.row, state.keys.size, partial(_constants, slot, state.keys.size))
         for name, array, part in tensors_of(self._name, self._spec, state, self._is_delta):
-            yield Column(name + self._suffix, spec_of(array), partial(iter, (array,)), part=part)
+            yield Column(name, spec_of(array), partial(iter, (array,)), part=part)
 
     def _column(self, name: str, row: TensorSpec, rows: int, pieces: Callable[[], Iterator[Array]]) -> Column:
         spec = TensorSpec(row.dtype, (rows, *row.shape))
-        return Column(name + self._suffix, spec, pieces, part=PartOf(name, self._buckets.start))
+        return Column(name, spec, pieces, part=PartOf(name, self._buckets.start))
 
 
 def _constants(slot: SlotTensor, rows: int) -> Iterator[Array]:

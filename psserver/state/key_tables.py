@@ -70,11 +70,6 @@ class StoredTable:
         self._dtype = DTYPES[part.spec.key_dtype]
 
     @property
-    def key(self) -> str:
-        """A name that no other part of a table has on this server, which may hold several parts of one."""
-        return f"{self.part.table}@{self.part.buckets.start}"
-
-    @property
     def slots(self) -> tuple[SlotTensor, ...]:
         """The tensors beside its rows, also those that have no place yet."""
         return tuple(tensor.slot for tensor in self.tensors.values() if tensor.slot is not None)

@@ -170,12 +170,10 @@ def tables_in(shards: Sequence[Shard]) -> dict[str, SavedTable]:
     found: dict[str, SavedTable] = {}
     buckets = Counter[str]()
     for file in shards:
-        sizes = Counter[str]()  # a server may have saved several parts of a table
+        tables = {beside(each.name, "rows"): each.name for each in file.tables}
         for tensor in file.tensors:
-            if tensor.part is not None:
-                sizes[tensor.part.whole] += tensor.spec.shape[0]
-        for name in {each.name for each in file.tables}:
-            buckets[name] += sizes[beside(name, "rows")]
+            if tensor.part is not None and tensor.part.whole in tables:
+                buckets[tables[tensor.part.whole]] += tensor.spec.shape[0]
         for each in file.tables:
             known = found.setdefault(each.name, each)
             if (known.spec, known.slots) != (each.spec, each.slots):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import PurePosixPath
@@ -98,7 +98,7 @@ class Frozen:
         save: tells its file apart from those of other saves at the same path. Plans do not: a job that goes on
             from an older checkpoint makes those that it made before.
         shards: which of the values are rows of a partitioned variable.
-        tables: the parts of dynamic tables, by the names of these.
+        tables: the parts of dynamic tables, by their keys, in their order.
     """
 
     order: SnapshotOrder
@@ -181,11 +181,22 @@ def write_shard(
             Column(name, spec_of(value), partial(_pieces, frozen, name, get), frozen.shards.get(name))
             for name, value in frozen.values.items()
         ),
-        *(column for table in frozen.tables.values() for column in table.columns()),
+        *_columns(frozen.tables),
     ]
     tensors, nbytes = write_file(place, str(frozen.directory / frozen.file), columns, written)
     where = place.full(str(frozen.directory))
     return Shard(where, frozen.file, frozen.round, frozen.positions, tensors, nbytes, tuple(tables))
+
+
+def _columns(tables: Mapping[str, FrozenTable]) -> Iterator[Column]:
+    """Yields the tensors of parts of dynamic tables; of several parts of one, all but the first have own names."""
+    taken = set[str]()
+    for table in tables.values():
+        columns = list(table.columns())
+        for column in columns:
+            first = column.part.first if column.part is not None else 0
+            yield replace(column, name=f"{column.name}@{first}") if column.name in taken else column
+        taken |= {column.name for column in columns}
 
 
 def _pieces(frozen: Frozen, name: str, get: Callable[[Any], Iterable[Array]]) -> Iterable[Array]:

@@ -455,6 +455,11 @@ class TablePart:
         return self.table if self.slot is None else self.slot.name
 
     @property
+    def key(self) -> str:
+        """Tells it from other parts of the table: with copies a server has several."""
+        return f"{self.table}@{self.first}"
+
+    @property
     def buckets(self) -> range:
         """The buckets."""
         return range(self.first, self.first + self.count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import signal
 
 import numpy as np
@@ -181,6 +182,69 @@ def test_what_is_saved_without_a_server_is_whole(tmp_path, lost):
     with ProcessCluster(learn, tmp_path, (0, [], "run"), **kept) as job:
         for task in (W0, W1):
             assert job.hear(task, "is") == values(20, 20)
+        job.finish()
+
+
+def save_amid(rounds, stop):
+    """Saves what takes a while to write, trains on, and says what is restored of it at the end."""
+    strategy = ps.ParameterServerStrategy(devices=["cpu:0"])
+    with strategy.scope():
+        large = [ps.Variable(np.full(6_000_000, k, "float32"), name=f"large{k}") for k in range(3)]
+        v = ps.Variable(np.zeros(3), name="v")
+        table = ps.dynamic_embedding.get_variable("table", dim=2)
+        optimizer = ps.optimizers.SGD(1.0)
+    checkpoint = ps.train.Checkpoint(large=large, v=v, table=table)
+
+    def step(round):
+        grads = [
+            (np.full(3, -1.0), v),
+            *((np.full(6_000_000, -1.0, "float32"), each) for each in large if round == stop),
+        ]
+        found = table.lookup(np.array([round, 1000]))
+        optimizer.apply_gradients([*grads, (found.gradient(np.ones((2, 2), "float32")), table)])
+
+    def state():
+        keys, rows = table.export()
+        order = np.argsort(keys)
+        sums = [float(np.sum(each.numpy(), dtype="float64")) for each in large]
+        return [v.numpy().tolist(), sums, keys[order].tolist(), rows[order].tolist()]
+
+    while strategy.round < rounds:
+        round = strategy.round
+        if round == stop:
+            before = state()
+            say("at", round)
+            gate("go 20")
+            checkpoint.save("run/ckpt")
+        strategy.run(step, (round,))
+    assert state() != before
+    checkpoint.sync()
+    checkpoint.restore("run/ckpt-1").assert_consumed()
+    say("is", state() == before)
+
+
+@pytest.mark.parametrize("lost", BOTH, ids=str)
+def test_a_server_is_lost_while_a_checkpoint_is_written(tmp_path, lost):
+    """Those that have the copies save what it was to save, as it was after the same round: nobody has to save again."""
+    keys = {**KEYS, "ps": 3}
+    with ProcessCluster(save_amid, tmp_path, (60, 20), **keys) as job, job.server(lost) as server:
+        go_on(job, W0, W1)
+        job.until(lambda: bool(server.status().saving))
+        job.kill(lost)
+        for task in (W0, W1):
+            assert job.hear(task, "is") is True
+            assert job.exited(task) == 0
+    (manifest,) = tmp_path.rglob("manifest.json")
+    files = {path.name for path in manifest.parent.iterdir()}
+    assert files == {"manifest.json", *json.loads(manifest.read_text())["files"]}
+
+
+def test_a_server_saves_several_parts_of_a_table(tmp_path):
+    """Of two servers each has both; one alone saves them."""
+    with ProcessCluster(save_amid, tmp_path, (30, 20), **KEYS) as job:
+        go_on(job, W0, W1)
+        for task in (W0, W1):
+            assert job.hear(task, "is") is True
         job.finish()
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import Future, wait
 from functools import partial
-from types import MappingProxyType
 
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.session import Session
@@ -44,58 +43,74 @@ class CheckpointCommitter:
         self._threads = threads
         self._took = took
         self._ordered_at = 0.0
-        self._committing: Future[Snapshotted] | None = None
-        self._without: Set[int] = frozenset()  # the servers that were gone before the one that is committed was ordered
+        self._committing: Future[Snapshotted | None] | None = None
+        self._without: Set[int] = frozenset()  # the servers that were gone before it was asked for
 
-    def order(self, plans: Iterable[Plan], without: Mapping[bytes, Set[int]] = MappingProxyType({})) -> None:
+    def order(self, plans: Iterable[Plan], gone: Set[int] = frozenset()) -> None:
         """Starts to commit the first of these, unless a checkpoint is being committed.
 
         Args:
             plans: those that save, in order.
-            without: of each, by its id, the servers that were gone before it was approved.
+            gone: the servers that are gone, as all others have been told.
         """
         plan = next(iter(plans), None)
         if self._committing is None and plan is not None:
-            self._ordered_at = time.monotonic()
-            self._without = without.get(plan.id, frozenset())
+            self._ordered_at = self._ordered_at or time.monotonic()
+            self._without = gone
             self._committing = self._threads.submit(partial(self.commit, plan))
 
-    def pending(self) -> list[Future[Snapshotted]]:
+    def pending(self) -> list[Future[Snapshotted | None]]:
         """The checkpoint that is being written, or of which the log does not tell yet, if there is one."""
         return [self._committing] if self._committing is not None else []
 
     def ended(self) -> list[Snapshotted]:
-        """The same once it is complete, or failed; raises what ends this chief."""
-        return [future.result() for future in self.pending() if future.done()]
+        """The same once it is complete, or failed; raises what ends this chief.
+
+        One that waits for a server that is lost is ordered once more, when the log tells that it is gone.
+        """
+        found = [future.result() for future in self.pending() if future.done()]
+        if found == [None]:
+            self._committing = None
+        return [done for done in found if done is not None]
 
     def told(self) -> None:
         """The log tells of what has `ended`."""
         self._committing = None
         self._took.observe(time.monotonic() - self._ordered_at)
+        self._ordered_at = 0.0
 
-    def commit(self, plan: Plan) -> Snapshotted:
+    def commit(self, plan: Plan) -> Snapshotted | None:
         """Shards first, the manifest last; without a manifest there is no checkpoint.
 
-        A server that was gone before is left out: others save what it had. Of one that is lost meanwhile nobody knows
-        whether they do.
+        A server that is gone is left out: the others save what it had, as it was after the same round.
+
+        Returns:
+            What came of it; None if a server was lost meanwhile, so that the others have to be asked again.
         """
+        before = self._without
+        done = self._commit(plan, before)
+        return None if done is not None and done.error and self._session.hosting.gone - before else done
+
+    def _commit(self, plan: Plan, gone: Set[int]) -> Snapshotted | None:
         order = plan.snapshot
         if order is None:
             raise ValueError("the plan orders no checkpoint")
         try:
-            servers = [server for server in order.servers if server not in self._without]
+            servers = [server for server in order.servers if server not in gone]
             pending = [self._ask(server, plan.id) for server in servers]
             shards = [self._awaited(server, plan.id, future) for server, future in zip(servers, pending, strict=True)]
             if len({(shard.round, shard.positions) for shard in shards}) > 1:
                 rounds = ", ".join(str(shard.round) for shard in shards)
                 raise CheckpointError(f"the servers' parts are of different rounds ({rounds}); save again")
+            if self._session.hosting.gone - gone:
+                return None  # one of the parts may have what another one has as well
             text, first = _fitting(manifest_of(shards, order)), servers[0]
             done = self._awaited(first, plan.id, self._ask(first, plan.id, text), text)
         except (ServerGone, ServerLost) as error:
             if not self._session.copied:
                 raise
-            said = f"{error.task} was lost while it was written; save again"
-            return Snapshotted(plan.id, 0, order.path, said)
+            log.warning("%s was lost while %r was written: the others save what it had", error.task, order.path)
+            return None
         except Fenced:
             raise  # nobody knows what became of it: who drives the job next will
         except Exception as error:  # whatever it is, the processes that wait for the checkpoint are told

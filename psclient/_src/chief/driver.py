@@ -25,7 +25,7 @@ from psclient._src.chief.job_log import JobLog, JobOver
 from psclient._src.chief.leave_saves import LeaveSaves
 from psclient._src.chief.returns import Returns
 from psclient._src.transport.daemon_threads import Threads
-from psclient._src.transport.remote_server import RemoteServer
+from psclient._src.transport.remote_server import RemoteServer, expect
 from psclient._src.transport.session import Session
 from pswire.api import Watched
 from pswire.cluster import ClusterSpec, Task
@@ -197,6 +197,9 @@ class Chief:
 
     def _open(self, takes_over: bool, waits: bool) -> None:
         self._takes_over = self._log.takes_over = takes_over
+        if takes_over and not self._copied and self.log_server.status().incarnations:
+            for server in self._servers:
+                expect(server)  # each has answered the chief that began the job
         try:
             self._session.open(waits)
         except ServerLost as lost:
@@ -373,7 +376,7 @@ class Chief:
             self._checkpoints.told()
         self._returns.take_back()
         self._log.copy()
-        self._checkpoints.order(state.saves.values(), state.without)
+        self._checkpoints.order(state.saves.values(), state.gone)
         return done or gives_up is not None
 
     def _settled(self, decided: Sequence[Decision]) -> list[LogEntry]:

@@ -37,7 +37,6 @@ class JobState:
         losses: the servers that were lost, one after the other; those that have come back included.
         returned: how servers came back the last time, by their numbers.
         handed_over: by the number of the epoch by which a server comes back how the checkpoint ended that it reads.
-        without: of each of these plans that save, the servers that were gone when it was approved.
         variables: all variables.
     """
 
@@ -52,7 +51,6 @@ class JobState:
     losses: list[int] = field(default_factory=list)
     returned: dict[int, Return] = field(default_factory=dict)
     handed_over: dict[int, Snapshotted] = field(default_factory=dict)
-    without: dict[bytes, frozenset[int]] = field(default_factory=dict)
     variables: list[PlacedVariable] = field(default_factory=list)
 
     def take(self, entries: Sequence[LogEntry]) -> None:
@@ -87,7 +85,7 @@ class JobState:
     def _approve(self, plan: Plan) -> None:
         self.approved.add(plan.id)
         if plan.snapshot is not None:
-            self.saves[plan.id], self.without[plan.id] = plan, self.gone
+            self.saves[plan.id] = plan
 
     def survives(self, gone: Set[int]) -> bool:
         """Returns whether all variables lie on some server that is not gone."""

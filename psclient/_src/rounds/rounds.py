@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -352,7 +352,10 @@ class Exchange:
             reminder.look()
 
     def _say_who_saves(self, plan: Plan) -> None:
-        names = dict.fromkeys(name for server in plan.servers for name in self._awaited.names(server))
+        names = dict[str, None]()
+        for server in plan.servers:
+            with suppress(ServerGone):  # nobody waits there
+                names |= dict.fromkeys(self._awaited.names(server))
         log.warning("%s waits in round %d for %s", self.session.task, self.group.round, ", ".join(names))
 
     def _prepare(self, plan: Plan) -> PlanShares:

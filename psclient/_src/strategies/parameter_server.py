@@ -40,7 +40,7 @@ from psclient._src.rounds.membership import Group
 from psclient._src.rounds.placement import Placement, PsStrategy, check_ps_strategy
 from psclient._src.rounds.rounds import Exchange
 from psclient._src.telemetry import Exporter
-from psclient._src.transport.remote_server import RemoteServer, connect, expect
+from psclient._src.transport.remote_server import RemoteServer, connect
 from psclient._src.transport.session import Session
 from psclient._src.variables.compression import Compression, check_compression
 from psclient._src.variables.partitioners import PartitionFn, check_partitioner
@@ -196,8 +196,6 @@ class ParameterServerStrategy(Strategy):
             cluster, self._timeouts, security=security, drives=True, refused=refused_from(), copied=self._session.copied
         )
         ends, copied = self._session.end, self._session.copied
-        for server in servers if self._session.number and not copied else ():
-            expect(server)  # this process has had an answer of each
         return Chief(task, servers, cluster, self._timeouts, runs_script, ends, job_from(), copied)
 
     def _begin_to_drive(self, make: Callable[[], Chief]) -> None:
