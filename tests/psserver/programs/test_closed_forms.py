@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -68,6 +70,7 @@ CASES = {
 MARK = 1_000.5
 
 
+@cache
 def case(kernels, name, dtype):
     """A program, the numbers of its updates as a server keeps them, and the number of its tables."""
     fn, tables, numbers = CASES[name]
