@@ -140,7 +140,7 @@ def test_many_at_once_lead_where_one_by_one_does(kernels, name, size):
         assert np.all(np.abs(one - other) <= 1e-7 * scale)
 
 
-@pytest.mark.parametrize("name", ["decayed", "adam of torch"])
+@pytest.mark.parametrize("name", [pytest.param("decayed", marks=pytest.mark.soak), "adam of torch"])
 def test_a_kernel_gives_the_interpreters_bits(name):
     """And so does it which rows are made up together, or beforehand in a copy."""
     interpreted, kernels = kept_kernels(1, patience=10**9), kept_kernels(2, patience=1)
