@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from psserver.programs.kernels.replay import Replay
 from psserver.programs.kernels.row_steps import ROW_DTYPES, split_rows
-from psserver.programs.kernels.rows import RowUpdate, apply_rows, row_step
+from psserver.programs.kernels.rows import RowUpdate, apply_rows, resized, row_step
 from pswire.errors import ProgramError
 from pswire.model.program import OPS, Input, Node, Program
 from pswire.model.row_updates import ALONG_ROWS, later_refusal, refusal
@@ -197,6 +197,14 @@ def test_random_updates_give_the_interpreters_bits(kernels, program, ids, seed):
     inputs = [values(item.spec, seed + n) for n, item in enumerate(program.inputs)]
     inputs[ROWS] = values(TensorSpec(program.inputs[ROWS].spec.dtype, (len(ids), *inputs[ROWS].shape[1:])), seed)
     check(kernels, program, inputs, ids)
+
+
+@given(program=row_programs(SHAPES), rows=st.integers(0, 12))
+def test_a_program_for_other_rows_is_what_it_would_be_found_to_be(program, rows):
+    """The specs of its values are not inferred anew; those that are said to be known are the same."""
+    shape = program.inputs[TABLE].spec.shape
+    other = resized(program, shape, (rows, *shape[1:]))
+    assert other.specs == Program(other.inputs, other.nodes, other.assigns, other.outputs).specs
 
 
 def test_what_no_kernel_can_have_is_interpreted(kernels):
