@@ -72,6 +72,9 @@ class Forked(subprocess.Popen[bytes]):
 
 _turns = count()
 
+forked_from = set[int]()
+"""Ids of the processes that are forked: they end with this process, and not before."""
+
 
 def _is_ours(command: list[str]) -> bool:
     return command[:3] == [sys.executable, "-P", "-m"] and command[3] in PROGRAMS and platform.machine() in CLONE
@@ -114,6 +117,7 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 process_group=0,
             )
+        forked_from.add(self._process.pid)
 
     def start(self, command: list[str], environ: dict[str, str], streams: list[int]) -> int:
         """Starts a program.

@@ -148,9 +148,9 @@ def test_a_chief_that_stands_by_begins_a_lost_job_anew(tmp_path):
 def test_worker_0_leaves_a_job_that_it_drives(tmp_path):
     """In a cluster without a chief the next worker drives on, and worker 0 ends with code 0."""
     keys = {"ps": 2, "workers": 2, "timeouts": QUICK, "gates": ["known"]}
-    with ProcessCluster(drive, tmp_path, (3000, 5), **keys) as job:
+    with ProcessCluster(drive, tmp_path, (600, 5), **keys) as job:
         for task in (W0, W1):
-            job.hear(task, "at", 1500)
+            job.hear(task, "at", 300)
         time.sleep(0.5)  # it waits at the gate by then, in a call that the signal interrupts
         job.kill(W0, signal.SIGTERM)
         job.hear_error(W0, "told to end (SIGTERM)")

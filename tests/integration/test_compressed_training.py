@@ -85,7 +85,7 @@ def left(job, task):
 HELPERS = [data, gradient]
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.soak] * (n == "bfloat16")) for n in CODECS])
 def test_two_workers_train_as_the_reference_does(tmp_path, name):
     """In every round, and both have the same; it comes to the solution all the same."""
     how = CODECS[name]

@@ -52,7 +52,7 @@ def test_a_step_is_that_of_what_was_sent(name):
             assert w.feedback.residual.tobytes() == worker.residual.tobytes()
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.soak] * (n == "bfloat16")) for n in CODECS])
 def test_rows_are_sent_with_their_residuals(name):
     """Of a variable in shards, too: each shard compresses its own rows; a row that is not named waits."""
     how, value = CODECS[name], np.zeros((20, 3), "float32")
@@ -217,7 +217,7 @@ def test_a_dynamic_loss_scale_sees_what_is_not_finite():
         assert w.numpy().tolist() == [-1.0] * 4
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.soak] * (n == "bfloat16")) for n in CODECS])
 def test_rows_that_are_measured_first_are_compressed_once(name):
     """A clipped step on two servers sends rows twice: the residual is that of what is applied."""
     how, worker = CODECS[name], [Worker(CODECS[name], (5, 3)), Worker(CODECS[name], (5, 3))]

@@ -19,6 +19,8 @@ SHAPE = (23, 5)
 STEPS = 40
 
 EXACT = [name for name in OPTIMIZERS if "norm" not in name and "by all" not in name]
+MORE = ["SGD, Nesterov", "SGD, clipped by value", "SGD, averaged", "Adagrad", "Adamax", "RMSprop", "Lion", "Adadelta"]
+"""Those of which other tests of rows have the bits as well, and that are put off as the rest are."""
 
 
 @pytest.fixture(scope="module", params=["servers-2x2"])
@@ -87,7 +89,7 @@ def locally(name, count, seed):
         return story(strategy, OPTIMIZERS[name], seed, whole=True)
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name in MORE)) for name in EXACT])
 def test_what_is_seen_has_the_bits_of_whole_updates(strategy, name):
     """Reads of tables and slots, of rows, other updates, assignments, another optimizer in between."""
     seed = EXACT.index(name)
@@ -107,7 +109,9 @@ CLOSED = {
 }
 
 
-@pytest.mark.parametrize("name", CLOSED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] * (name in ("AdamW", "Nadam"))) for name in CLOSED]
+)
 def test_closed_forms_lead_to_the_same_values(strategy, name, monkeypatch):
     """Within a few millionths, whatever is looked at or done in between; with the same bits where there is no form."""
     used = []

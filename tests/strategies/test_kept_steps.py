@@ -109,7 +109,8 @@ def change(optimizer, name, value, variables):
     setattr(optimizer, name, value)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.usefixtures("search")
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(sorted(OPTIMIZERS)), steps=st.lists(STEPS, min_size=3, max_size=8))
 def test_repeated_steps_are_recorded_ones_bit_by_bit(anywhere, name, steps):
     """Whatever changes between steps: numbers, schedules, options, exclusions, variables, dtypes of gradients."""

@@ -125,8 +125,12 @@ def locally(make, count, gradient):
         return trained(strategy, make, gradient)[1]
 
 
+# Optimizers of v1 make their steps as those of their names do.
+AGAIN = [name for name in OPTIMIZERS if name.startswith("v1 ") and name != "v1 Adam" and "proximal" not in name]
+
+
 @pytest.mark.parametrize("form", GRADIENTS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.soak] * (n in AGAIN)) for n in OPTIMIZERS])
 def test_shards_make_the_steps_of_the_whole(strategy, name, form):
     """Bit for bit, on variables and all that the optimizer keeps; beside a plain variable."""
     tables, found, _ = trained(strategy, OPTIMIZERS[name], GRADIENTS[form])

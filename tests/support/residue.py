@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from pstesting.forks import forked_from
+
 
 def listens(address: str) -> bool:
     """Whether anybody accepts connections at `host:port`."""
@@ -29,5 +31,5 @@ def open_files() -> list[str]:
 
 
 def children() -> set[int]:
-    """Ids of the processes that this one has started, and theirs."""
-    return {process.pid for process in psutil.Process().children(recursive=True)}
+    """Ids of the processes that this one has started, and theirs; but for those that others are forked from."""
+    return {process.pid for process in psutil.Process().children(recursive=True)} - forked_from

@@ -322,7 +322,7 @@ class ParameterServerStrategy(Strategy):
         for server in self._servers:
             server.close()
         if hasattr(self, "_session"):
-            self._session.close()
+            self._session.close()  # else the log would ask it where this process stands, and keep all of this
         if self._exporter:
             self._exporter.stop()
         if self._embedded:

@@ -164,7 +164,7 @@ def _check_inputs(program: Program, inputs: Sequence[Any], rows: Shape, size: in
 
 def _interpret(kernels: Kernels, program: Program, inputs: Sequence[Any], groups: Groups) -> None:
     """Gathers the rows, runs the program on them, and scatters the results."""
-    xp, shape = kernels.device.xp, table_shape(program)
+    xp, shape = kernels.device.xp, row_updates.table_shape(program)
     ids = xp.asarray(groups.ids)
     small = resized(program, shape, (len(groups.ids), *shape[1:]))
     taken = [
@@ -177,11 +177,11 @@ def _interpret(kernels: Kernels, program: Program, inputs: Sequence[Any], groups
 
 
 def resized(program: Program, shape: Shape, new: Shape) -> Program:
-    """Returns a program of rows for tables of another shape."""
+    """Returns a program that can run on rows for tables of another shape; what is known of its values stays known."""
     shapes = {row_updates.row_shape(shape): row_updates.row_shape(new), shape: new}
 
     def resize(spec: TensorSpec) -> TensorSpec:
-        return replace(spec, shape=shapes.get(spec.shape, spec.shape))
+        return TensorSpec(spec.dtype, shapes[spec.shape]) if spec.shape in shapes else spec
 
     inputs = tuple(Input(item.kind, resize(item.spec)) for item in program.inputs)
     nodes = tuple(
@@ -192,4 +192,7 @@ def resized(program: Program, shape: Shape, new: Shape) -> Program:
         )
         for node in program.nodes
     )
-    return Program(inputs, nodes, program.assigns, program.outputs)
+    made = Program(inputs, nodes, program.assigns, program.outputs)
+    # To infer them anew for each number of rows would take longer than to run it.
+    vars(made)["specs"] = tuple(map(resize, program.specs))
+    return made

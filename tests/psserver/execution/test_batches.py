@@ -87,7 +87,8 @@ def fresh(sizes):
     return dict(enumerate(arrays(sizes, 99)))
 
 
-@settings(max_examples=25)
+@pytest.mark.usefixtures("search")
+@settings(max_examples=8)
 @given_by_hypothesis(
     st.lists(st.integers(0, 40), min_size=2, max_size=6),
     st.sampled_from(["sum", "mean"]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -68,6 +70,7 @@ CASES = {
 MARK = 1_000.5
 
 
+@cache
 def case(kernels, name, dtype):
     """A program, the numbers of its updates as a server keeps them, and the number of its tables."""
     fn, tables, numbers = CASES[name]
@@ -137,7 +140,7 @@ def test_many_at_once_lead_where_one_by_one_does(kernels, name, size):
         assert np.all(np.abs(one - other) <= 1e-7 * scale)
 
 
-@pytest.mark.parametrize("name", ["decayed", "adam of torch"])
+@pytest.mark.parametrize("name", [pytest.param("decayed", marks=pytest.mark.soak), "adam of torch"])
 def test_a_kernel_gives_the_interpreters_bits(name):
     """And so does it which rows are made up together, or beforehand in a copy."""
     interpreted, kernels = kept_kernels(1, patience=10**9), kept_kernels(2, patience=1)

@@ -76,7 +76,7 @@ def test_a_kernel_is_compiled_once(filled):
 
 
 LOADED = ("bool", "float32", "float64", "int64", "uint8")
-"""Dtypes of one size or kind each; that all others are compiled to the interpreter's bits, `test_kernels` says."""
+"""Dtypes of one size or kind each; that others are compiled to the interpreter's bits, `test_kernels` says."""
 
 
 @pytest.mark.parametrize(
@@ -115,18 +115,15 @@ def test_kernels_of_rows_are_kept_too():
     half = TensorSpec("float16", (5, 300))
     form = row_form(split_rows(traced(in_a_ball, [half], [half])[0])[-1])
     taken = ["int64"] * 3 + [p.dtype for p in (*parameters(form), *rooms(form))]
-    for kernel, sizes, dtypes in (
-        (row_groups.grouping, row_groups.NUMBERS, ["int64"] * row_groups.ARRAYS),
-        (form.rows, 4, taken),
-    ):
-        llvm_text = compile_numba(kernel, sizes, dtypes).compiled.inspect_llvm()
-        assert machine_code.object_code(llvm_text, sizes, len(dtypes)) is not None
-    ids = np.random.default_rng(0).integers(0, 50, 200)
-    code = machine_code.object_code(
-        compile_numba(row_groups.grouping, row_groups.NUMBERS, ["int64"] * row_groups.ARRAYS).compiled.inspect_llvm(),
-        row_groups.NUMBERS,
-        row_groups.ARRAYS,
+    of_rows, code = (
+        machine_code.object_code(compile_numba(kernel, sizes, dtypes).compiled.inspect_llvm(), sizes, len(dtypes))
+        for kernel, sizes, dtypes in (
+            (form.rows, 4, taken),
+            (row_groups.grouping, row_groups.NUMBERS, ["int64"] * row_groups.ARRAYS),
+        )
     )
+    assert of_rows is not None
+    ids = np.random.default_rng(0).integers(0, 50, 200)
     loaded = row_groups.Groups.of(ids, 50, machine_code.loaded(code, row_groups.NUMBERS, row_groups.ARRAYS))
     plain = row_groups.Groups.of(ids, 50)
     assert all(np.array_equal(getattr(loaded, n), getattr(plain, n)) for n in ("ids", "order", "starts"))

@@ -88,7 +88,13 @@ def every_op(dtype):
     return Program(inputs, tuple(nodes), (), tuple(range(3, 3 + len(nodes))))
 
 
-@pytest.mark.parametrize("dtype", sorted(KERNEL_DTYPES))
+AT_ONCE = ("float32", "int32", "uint16")
+"""Dtypes of one kind each; a few others are in `test_kept_kernels`, and all of them here in the soak."""
+
+
+@pytest.mark.parametrize(
+    "dtype", [d if d in AT_ONCE else pytest.param(d, marks=pytest.mark.soak) for d in sorted(KERNEL_DTYPES)]
+)
 def test_each_op_of_a_kernel_gives_the_interpreters_bits(dtype):
     """For every dtype that kernels know, zeros of both signs, infinities, NaN and the ends of integers included."""
     program = every_op(dtype)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from psserver.programs.kernels.replay import Replay
 from psserver.programs.kernels.row_steps import ROW_DTYPES, split_rows
-from psserver.programs.kernels.rows import RowUpdate, apply_rows, row_step
+from psserver.programs.kernels.rows import RowUpdate, apply_rows, resized, row_step
 from pswire.errors import ProgramError
 from pswire.model.program import OPS, Input, Node, Program
 from pswire.model.row_updates import ALONG_ROWS, later_refusal, refusal
@@ -82,7 +82,7 @@ def first(*dtypes, of):
     return [dtype if dtype in dtypes else pytest.param(dtype, marks=pytest.mark.soak) for dtype in sorted(of)]
 
 
-@pytest.mark.parametrize("dtype", first("bfloat16", "float16", "float32", of=ROW_DTYPES))
+@pytest.mark.parametrize("dtype", first("bfloat16", "float32", of=ROW_DTYPES))
 def test_each_op_gives_the_interpreters_bits(kernels, dtype):
     """For every dtype that kernels on rows have, whatever the bits of the numbers are."""
     program = every_op(dtype)
@@ -110,7 +110,7 @@ WIDTHS = (1, 2, 7, 8, 9, 15, 64, 100, 127, 128, 129, 136, 137, 255, 264, 300, 10
 REDUCED_DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "uint8", "int64")
 
 
-@pytest.mark.parametrize("dtype", first("bfloat16", "float16", "float32", "int32", of=REDUCED_DTYPES))
+@pytest.mark.parametrize("dtype", first("float16", "float32", "int32", of=REDUCED_DTYPES))
 def test_rows_of_any_width_are_reduced_as_numpy_reduces(kernels, dtype):
     """Bit for bit, with the pairs in which it sums."""
     for width in WIDTHS:
@@ -168,7 +168,8 @@ UPDATES = {rowwise_adagrad: 1, in_a_ball: 4, layered: 4}
 """Updates of a table and of one beside it, with the width of that."""
 
 
-@settings(max_examples=15)
+@pytest.mark.usefixtures("search")
+@settings(max_examples=5)
 @given(
     ids=st.lists(st.integers(0, SIZE - 1), max_size=20),
     dtype=st.sampled_from(["float32", "float64", "float16", "bfloat16"]),
@@ -187,7 +188,8 @@ def test_updates_along_rows_are_one_kernel(kernels, ids, dtype, fn):
     check(kernels, program, inputs, ids)
 
 
-@settings(max_examples=15)
+@pytest.mark.usefixtures("search")
+@settings(max_examples=5)
 @given(program=row_programs(SHAPES), ids=st.lists(st.integers(0, SIZE - 1), max_size=15), seed=st.integers(0, 1000))
 def test_random_updates_give_the_interpreters_bits(kernels, program, ids, seed):
     """Whatever they reduce, keep for a later pass, and assign."""
@@ -195,6 +197,14 @@ def test_random_updates_give_the_interpreters_bits(kernels, program, ids, seed):
     inputs = [values(item.spec, seed + n) for n, item in enumerate(program.inputs)]
     inputs[ROWS] = values(TensorSpec(program.inputs[ROWS].spec.dtype, (len(ids), *inputs[ROWS].shape[1:])), seed)
     check(kernels, program, inputs, ids)
+
+
+@given(program=row_programs(SHAPES), rows=st.integers(0, 12))
+def test_a_program_for_other_rows_is_what_it_would_be_found_to_be(program, rows):
+    """The specs of its values are not inferred anew; those that are said to be known are the same."""
+    shape = program.inputs[TABLE].spec.shape
+    other = resized(program, shape, (rows, *shape[1:]))
+    assert other.specs == Program(other.inputs, other.nodes, other.assigns, other.outputs).specs
 
 
 def test_what_no_kernel_can_have_is_interpreted(kernels):
@@ -216,7 +226,8 @@ def test_what_no_kernel_can_have_is_interpreted(kernels):
 COUNT = 5
 
 
-@settings(max_examples=15)
+@pytest.mark.usefixtures("search")
+@settings(max_examples=5)
 @given(program=row_programs(SHAPES), seed=st.integers(0, 1000))
 def test_missed_updates_give_the_bits_of_whole_ones(kernels, program, seed):
     """One update after the other, each with its own numbers and a gradient of zeros; compiled or interpreted."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 import sys
 import threading
 from collections import Counter
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import grpc
@@ -34,6 +34,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from psclient._src.transport.grpc_calls import CallStream
 from psclient._src.transport.lane import Silence
 from psclient._src.transport.remote_server import RemoteServer
+from psserver import registry
 from psserver.config import ServerConfig
 from psserver.effects import Peer
 from psserver.transport import grpc_service
@@ -100,7 +101,8 @@ def connect(
 def serve(stack: ExitStack, core: Fixed, in_flight: int = IN_FLIGHT) -> ServerThread:
     """A server without what is random, and without what is of this process and of now."""
     patch = stack.enter_context(pytest.MonkeyPatch.context())
-    patch.setattr(secrets, "token_bytes", lambda count: LANE_TOKEN[:count])
+    # Of the registry alone: the name of the Unix socket is from chance as ever, else tests at a time would share it.
+    patch.setattr(registry, "secrets", SimpleNamespace(token_bytes=lambda count: LANE_TOKEN[:count]))
     patch.setattr(grpc_service, "process_status", lambda lanes: PROCESS)
     config = ServerConfig(PS, security=SECURITY, shared_memory=IN_FLIGHT, in_flight=in_flight)
     return stack.enter_context(ServerThread(core, config, grace=0.0))
