@@ -68,6 +68,8 @@ BRIEF: dict[str, str] = {
     "psclient._src.transport.session.Session.close": "for a beat under way, at most Timeouts.call; it speaks itself",
     "psclient._src.chief.checkpoints.CheckpointCommitter.ended": OVER,
     "psclient._src.chief.hung_members.HungMembers.look": OVER,
+    "psclient._src.chief.returns.Returns._find": OVER,
+    "psclient._src.chief.returns.Returns._read": "in a thread of its own; members that wait for it say so, in Group._follow",
     "psclient._src.chief.job_log.JobLog.insist": "at most Timeouts.call before a chief ends, --timeout of psctl",
     "psclient._src.data.distributed._Distributed._position": "no join of threads: Group.join, which comes to Group._follow",
     "psclient._src.transport.chunk_calls.ChunkCalls.wait": "for an answer that comes at once, in Session.wait",
