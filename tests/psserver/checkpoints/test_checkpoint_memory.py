@@ -55,11 +55,13 @@ class Gate:
 
 
 @contextmanager
-def job_on(root, **keys) -> Iterator[tuple[Job, Servers]]:
+def job_on(root, copied=False, **keys) -> Iterator[tuple[Job, Servers]]:
     with ThreadPoolExecutor(1) as files:
         one = core(root=root, files=files.submit, **keys)
         servers = Servers([one], [one], Clock(), root, False)
-        yield Job(servers), servers
+        job = Job(servers)
+        one.machine.store.copied = copied
+        yield job, servers
         one.close()
 
 
@@ -126,11 +128,15 @@ def test_a_variable_is_let_go_of_when_it_is_written(tmp_path, monkeypatch):
         shard.result(SOON)
 
 
-def test_a_round_waits_at_the_limit(tmp_path, monkeypatch, caplog):
-    """It says so in the log and in the status, and runs as soon as enough is written; others that fit run."""
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_round_waits_at_the_limit(tmp_path, monkeypatch, caplog, copied):
+    """It says so in the log and in the status, and runs as soon as enough is written; others that fit run.
+
+    It waits no longer where variables have copies: what is held for the loss of a server goes first.
+    """
     caplog.set_level("INFO", "psserver")
     gate = Gate(monkeypatch)
-    with job_on(tmp_path, snapshot_limit=NBYTES) as (job, _):
+    with job_on(tmp_path, copied, snapshot_limit=NBYTES) as (job, _):
         (worker,) = job.join(WORKERS[0])
         a, b, c = variables(job, worker, 3)
         _, shard = order(job, worker)
