@@ -176,7 +176,10 @@ class Log:
                 self._creators.setdefault(variable.id, Task("ps", entry.server))
         others = set(range(self.servers)) - {self._store.server, *self.gone}
         places = [NOWHERE if number in self.gone else peer for number, peer in enumerate(self._places(self._job))]
-        return [Know(tuple(places)), *self._rounds.votes.lose(entry.server, sorted(others), self._rounds.last)]
+        return [
+            Know(tuple(places)),
+            *self._rounds.votes.lose(entry.server, sorted(others), self._rounds.strands[None].last),
+        ]
 
     # Decisions stand: a server that cannot carry one out tells the callers that need it, and not the chief.
 

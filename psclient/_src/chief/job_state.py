@@ -6,7 +6,20 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
-from pswire.model.log import Approved, Created, Epoch, EpochClosed, Gone, LogEntry, Snapshotted, Started, forget_state
+from pswire.model.changes import change_of
+from pswire.model.log import (
+    Approved,
+    Created,
+    Epoch,
+    EpochClosed,
+    Gone,
+    LogEntry,
+    Member,
+    Snapshotted,
+    Start,
+    Started,
+    forget_state,
+)
 from pswire.model.plan import PlacedVariable, Plan
 
 
@@ -25,6 +38,9 @@ class JobState:
         gone: the servers that are lost, and without which the job goes on.
         without: of each of these plans that save, the servers that were gone when it was approved.
         variables: all variables.
+        changes: changes of the job's consistency so far.
+        changed: place from which the last of them holds; None before the first.
+        model: a member of the last epoch that had some: all make their rounds as it does. None before the first.
     """
 
     log: list[LogEntry] = field(default_factory=list)
@@ -37,6 +53,9 @@ class JobState:
     gone: frozenset[int] = frozenset()
     without: dict[bytes, frozenset[int]] = field(default_factory=dict)
     variables: list[PlacedVariable] = field(default_factory=list)
+    changes: int = 0
+    changed: Start | None = None
+    model: Member | None = None
 
     def take(self, entries: Sequence[LogEntry]) -> None:
         """Takes in the next entries of the log."""
@@ -46,9 +65,7 @@ class JobState:
                 case Approved():
                     self._approve(entry.plan)
                 case EpochClosed():
-                    self.epoch = self.epochs[entry.epoch.number] = entry.epoch
-                    if entry.epoch.start:
-                        self.started = {member.session for member in entry.epoch.members}
+                    self._close(entry.epoch)
                 case Created():
                     self.variables.append(entry.variable)
                 case Gone():
@@ -59,6 +76,15 @@ class JobState:
                     self.saves.pop(entry.plan_id, None)
                     self.saved["failed" if entry.error else "saved"] += 1
                     forget_state(self.log, entry.plan_id)
+
+    def _close(self, epoch: Epoch) -> None:
+        self.epoch = self.epochs[epoch.number] = epoch
+        if epoch.start:
+            self.started = {member.session for member in epoch.members}
+        if epoch.members:
+            self.model = epoch.members[0]
+        if change_of(epoch) is not None:
+            self.changes, self.changed = self.changes + 1, epoch.start
 
     def _approve(self, plan: Plan) -> None:
         self.approved.add(plan.id)

@@ -217,6 +217,13 @@ class ReadCache:
             self._unasked.pop(id, None)
         return value
 
+    def begin_anew(self) -> None:
+        """Forgets all values, where all rounds so far were applied for everybody: a change has begun."""
+        with self._lock:
+            self._touched = [-1] * len(self._touched)
+            self._renewed = True
+            self._forget_all()
+
     def begin_step(self) -> None:
         """Begins a step: where workers are asynchronous only what the last round brought is still up to date."""
         if self._group.alone:
