@@ -291,10 +291,18 @@ def test_batches_are_handed_out_to_asynchronous_workers_alone(strategy):
 
 
 def test_checkpoints_know_nothing_of_it(strategy, tmp_path):
-    """What was saved with one consistency is restored with another."""
+    """What was saved with one consistency is restored with another, before changes and after them."""
     with strategy.scope():
         v = ps.Variable(np.zeros(3), name="v")
         checkpoint = ps.train.Checkpoint(v=v)
+    first = checkpoint.save("changed/ckpt")
+    strategy.run(lambda: add_all([(v, np.ones(3))]))
+    for consistency in (ps.Sync(), ps.Async(), ps.Sync(), ps.Async(), ps.BoundedStaleness(0), ps.Sync()):
+        strategy.set_consistency(consistency)
+        for _ in range(2):
+            strategy.run(lambda: add_all([(v, np.ones(3))]))
+            checkpoint.restore(first)
+            assert v.numpy().tolist() == [0.0] * 3
     strategy.run(lambda: add_all([(v, np.ones(3))]))
     strategy.set_consistency(ps.Async())
     strategy.run(lambda: add_all([(v, np.ones(3))]))

@@ -96,6 +96,7 @@ class ReadCache:
         self._values: dict[int, Array] = {}
         self._seen: dict[int, int] = {}  # of each server the oldest round that values read before taking part have seen
         self._brought: set[int] = set()
+        self._seen_as = session.change  # the consistency of then
         self._renewed = False
         self._read: set[int] = set()
         self._changing: dict[int, UnderWay] = {}  # variables with the last round under way that assigns them
@@ -241,6 +242,7 @@ class ReadCache:
                 return False
             self._renewed = True
             stale = any(self._session.servers[s].status().round != round for s, round in self._seen.items())
+            stale |= bool(self._seen) and self._seen_as is not self._session.change  # whose rounds count otherwise
             if stale:
                 self._forget_all()
             return stale
@@ -401,6 +403,7 @@ class ReadCache:
             lambda: False,
         )
         if not self._renewed:
+            self._seen_as = self._seen_as if self._seen else self._session.change
             self._seen[server] = min(reply.round, self._seen.get(server, reply.round))
         return reply
 
