@@ -189,8 +189,8 @@ def _state(statuses: Sequence[ServerStatus], newest: Epoch | None) -> str:
 
 def _newest_round(status: ServerStatus) -> int:
     """The newest round that a server has heard of, complete or not; asynchronous ones it counts when complete."""
-    own = {place.task for place in status.places}
-    return status.round if own else max([status.round, *(waiting.round for waiting in status.waiting)])
+    alone = status.epoch is not None and any(member.alone for member in status.epoch.members)
+    return status.round if alone else max([status.round, *(waiting.round for waiting in status.waiting)])
 
 
 # ---- Servers ----

@@ -66,7 +66,8 @@ class StepRounds:
 
     def is_known(self, out: Outgoing) -> bool:
         """Returns whether the last round was like this one, so that its gradients need not be there to send it."""
-        return self._cache.find(self._key(out, self._groups.settings())) is not None
+        nonfinite = self._backend.exchange.session.nonfinite
+        return self._cache.find(self._key(out, self._groups.settings()), nonfinite) is not None
 
     @property
     def changed(self) -> bool:

@@ -146,7 +146,8 @@ class Snapshots:
             return [Fail(save.shard, self._error(f"internal error: {bug!r}; see the server's log"))]
 
     def _freeze(self, job: ReadyRound, save: _Save) -> list[Effect]:
-        save.back = self._rounds.comes_back(save.order.returns)
+        epoch = self._rounds.epochs.get(save.order.returns)
+        save.back = epoch.returns.server if epoch is not None and epoch.returns is not None else None
         save.led = self._led(save)
         try:
             frozen = self._hold(job, save, self._leads)

@@ -48,7 +48,7 @@ class Links:
         """A server is not connected; the log says so once if a round waits for it."""
         missed = self._missed.setdefault(server, _Missed(now, reason))
         missed.reason = reason
-        if not missed.told and self._rounds.votes.kept(server) > self._rounds.last:
+        if not missed.told and self._rounds.votes.kept(server) > self._rounds.strands[None].last:
             missed.told = True
             log.warning("rounds wait: %s does not reach %s (%s)", self._task, Task("ps", server), reason)
 

@@ -205,7 +205,7 @@ class Log:
                 self._names[variable.spec.name] = variable.id
                 self._creators.setdefault(variable.id, Task("ps", entry.server))
         others = set[int]() if self.away else set(range(self.servers)) - {self._store.server, *self.gone}
-        votes = self._rounds.votes.lose(entry.server, sorted(others), self._rounds.last)
+        votes = self._rounds.votes.lose(entry.server, sorted(others), self._rounds.strands[None].last)
         return [*self._introduce(), *votes, *self._snapshots.lose(entry.server)]
 
     # Decisions stand: a server that cannot carry one out tells the callers that need it, and not the chief.

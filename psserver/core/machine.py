@@ -103,7 +103,13 @@ class Machine(PeerStimuli, ClosureStimuli, ChunkStimuli):
         # Other servers may remember the numbers of an earlier incarnation.
         first = incarnation >> NUMBERS << NUMBERS
         self.members = Membership(
-            self.registry, timeouts.lease, timeouts.beat, first, lambda: self.rounds.epoch, self._holds_job
+            self.registry,
+            timeouts.lease,
+            timeouts.beat,
+            first,
+            lambda: self.rounds.epoch,
+            self._holds_job,
+            lambda: self.rounds.epochs,
         )
         bases = Bases()
         self.restores = Restores(self.store, bases, root, self.tally)
@@ -324,10 +330,12 @@ class Machine(PeerStimuli, ClosureStimuli, ChunkStimuli):
         effects += self._heard(follows)
         if self.log.keeps and not kept:
             self.members.take_over(token, now)
-        for vote in self.rounds.votes.unopened(self.rounds.last):
+        for vote in self.rounds.votes.unopened(self.rounds.strands[None].last):
             self.rounds.open(vote, now)
         if (epoch := self.rounds.epoch) is not None and epoch.start is not None:
             self.members.take_part(epoch.members, -1)
+        if epoch is not None and epoch.members:
+            self.members.move(epoch.members[0])
         self.members.exclude(self.rounds.fenced)
         if self.log.lost is not None:
             self.members.fail_all(self.log.lost)

@@ -55,13 +55,13 @@ class PeerStimuli:
         """Another server has voted."""
         self._check_there(server)
         self.tally.votes["received"] += 1
-        self.rounds.votes.hear(server, vote, self.rounds.last)
+        self.rounds.votes.hear(server, vote, self.rounds.strands[None].last)
         self._open((vote,), now)
         return None, []
 
     def testify(self, now: float, server: int, testimony: Testimony) -> Outcome:
         """Another server has said what it has heard of one that is gone."""
-        self.rounds.votes.testify(server, testimony, self.rounds.last)
+        self.rounds.votes.testify(server, testimony, self.rounds.strands[None].last)
         self._open(testimony.votes, now)
         return None, []
 

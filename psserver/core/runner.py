@@ -164,7 +164,7 @@ class Runner:
         tries = job.prepared.may_refuse or job.commit is Commit.PROGRESSIVE
         if tries and job.error is None and ballot.trial is None:
             return self._start(job)
-        vote = job.vote(self._rounds.votes.job, ballot.attempt, self._rounds.last)
+        vote = job.vote(self._rounds.votes.job, ballot.attempt, self._rounds.strands[None].last)
         self._voted = self._tally.clock()
         self._tally.votes["sent"] += len(job.voters) - 1
         return self._rounds.votes.cast(vote, job.voters) + self._count(ballot)

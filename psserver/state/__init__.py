@@ -1,6 +1,7 @@
 """The state machines of a server: plain data and rules, no threads, no I/O.
 
 sessions      leases, members, and the token of the newest chief
+changes       changes of the job's consistency, and processes that do not come to one
 rounds        contributions of rounds; pending_round knows when a round is complete, strands the answers that are kept
 closures      closures of a coordinator, and who runs them; closure_rounds makes each of their rounds once
 chunks        batches of datasets that are handed out to whoever asks

@@ -80,7 +80,8 @@ class ServerCounters:
         self.applying.observe(ran)
         if job.strand is not None:
             for part in job.parts:
-                self.staleness.observe(last - 1 - self._seen.get(part.member.session, last - 1))
+                seen = self._seen.get(part.member.session, last - 1)  # later where a change has set the number back
+                self.staleness.observe(max(last - 1 - seen, 0))
                 self._seen[part.member.session] = last
 
     def answered(self, over: float) -> None:

@@ -14,6 +14,7 @@ from math import isfinite
 from psserver.effects import Effect, Fail, Run
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Key, MemberShare, ReadyRound
+from psserver.state.changes import go_on, left_out
 from psserver.state.chunks import ChunkQueue
 from psserver.state.clocks import Clocks
 from psserver.state.closure_rounds import ClosuresOver, same_closure, take_over
@@ -26,6 +27,7 @@ from pswire.api import Contribution, RoundReply, Vote
 from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest, PSError
 from pswire.limits import CLOSURE_ROUNDS
+from pswire.model.changes import change_of
 from pswire.model.log import Epoch, Member, Position
 from pswire.model.status import OpenRound, WorkerProgress
 from pswire.transport.payload import Payload
@@ -47,6 +49,7 @@ class Rounds:
             one.
         closed: number of rounds that are over, in asynchronous mode only of those that order a checkpoint.
         strands: all strands, with their rounds; the next to run comes first.
+        epochs: all of them that are known here, by number.
         clocks: how far the workers with bounded staleness are.
         chunks: the batches that are handed out, and done by rounds.
     """
@@ -68,7 +71,7 @@ class Rounds:
         self.fenced: set[int] = set()
         self.refused: dict[bytes, PSError] = {}
         self._declined: dict[bytes, PreparedPlan] = {}
-        self._epochs: dict[int, Epoch] = {}
+        self.epochs: dict[int, Epoch] = {}
         self._parked = Parked()
         self._effects: list[Effect] = []  # of the running method, which returns them
         self._running: tuple[Key, int] | None = None
@@ -108,24 +111,23 @@ class Rounds:
         return [effect for _, pending in self._open() if pending.plan_id == plan_id for effect in pending.fail(error)]
 
     def _take_effects(self) -> list[Effect]:
-        effects, self._effects = self._effects, []
+        self._effects, effects = [], self._effects
         return effects
 
     def close_epoch(self, epoch: Epoch) -> list[Effect]:
-        """Enters a new epoch. Members of the previous one that are not in it, and do not leave by it, are fenced."""
-        if self.epoch is not None:
-            before = {m.session for m in (*self.epoch.members, *self.epoch.leaving)}
-            self.fenced |= {session for session in before if not epoch.takes_part(session)}
-        self.clocks.close_epoch(self.epoch, epoch)
-        self.epoch = self._epochs[epoch.number] = epoch
+        """Enters a new epoch. Members of the previous one that are not in it, and do not leave by it, are fenced.
+
+        One that begins with a change fences nobody: who is not in it waits to be taken in.
+        """
+        if (change := change_of(epoch)) is not None:
+            self._effects += go_on(self.strands, self.epoch, epoch, self._running)
+            self.last, self.clocks = change.round - 1, Clocks()
+        self.fenced |= left_out(self.epoch, epoch)
+        self.clocks.close_epoch(self.epoch if change is None else None, epoch)
+        self.epoch = self.epochs[epoch.number] = epoch
         for push in self._parked.take():
             self._try(push)
         return self._take_effects()
-
-    def comes_back(self, epoch: int) -> int | None:
-        """Returns the server whose return an epoch has begun; None where it has begun none, or is not known."""
-        known = self._epochs.get(epoch)
-        return None if known is None or known.returns is None else known.returns.server
 
     def begin_at(self, round: int) -> None:
         """This server takes part from a round on: those before it were made without it."""
@@ -157,7 +159,7 @@ class Rounds:
         if said.plan_id in self.refused:
             raise self.refused[said.plan_id]
         _check_weights(said)
-        epoch = self._epochs.get(said.epoch)
+        epoch = self.epochs.get(said.epoch)
         if epoch is None:
             self._effects += self._parked.put(push)
             return
@@ -174,13 +176,13 @@ class Rounds:
         self._check_order(strand, said, member)
         members = (member,) if key else epoch.members
         pending = strand.open.setdefault(said.round, PendingRound(said.plan_id, said.epoch, members, push.since))
-        if pending.differs(said) and joins(said, self._epochs) and only_newcomers(pending, self._epochs):
+        if pending.differs(said) and joins(said, self.epochs) and only_newcomers(pending, self.epochs):
             pending.doubtful.append(push)
             return
         self._check_plan(pending, said, member)
         strand.came(said)
         self._take(pending, push, member)
-        if pending.doubtful and not joins(said, self._epochs):
+        if pending.doubtful and not joins(said, self.epochs):
             self._settle(pending)
 
     def learn(self, version: int, newest: int, begun: Collection[int]) -> None:
@@ -216,10 +218,10 @@ class Rounds:
             return
         if pending.members == (member,):
             raise InvalidRequest(f"round {said.round} of this session has another plan, or another epoch")
-        if joins(said, self._epochs) and pending.parts:
+        if joins(said, self.epochs) and pending.parts:
             other = next(iter(pending.parts.values()))
             raise self._sections.refusal(said.round, member, said.plan_id, other.member, pending.plan_id)
-        if only_newcomers(pending, self._epochs):
+        if only_newcomers(pending, self.epochs):
             self._evict(pending, said, member)
             return
         raise self._fail(pending, self._sections.diverged(said.round, pending, member, self._describe(said.plan_id)))
@@ -238,7 +240,7 @@ class Rounds:
 
     def members(self, number: int) -> tuple[Member, ...]:
         """Returns the members of an epoch that is known here."""
-        return self._epochs[number].members
+        return self.epochs[number].members
 
     def _check_order(self, strand: Strand, said: Contribution, member: Member) -> None:
         """Checks that a worker makes all rounds, and has not too many under way.
@@ -246,7 +248,7 @@ class Rounds:
         Rounds arrive in any order, and each names the one before it: one in between, which others make, is left out.
         """
         check_window(strand.under_way(said.session), said.round)
-        before, here = max(said.previous, said.start - 1), self._epochs[said.epoch].members
+        before, here = max(said.previous, said.start - 1), self.epochs[said.epoch].members
         for number, pending in strand.open.items():
             if before < number < said.round and pending.error is None and member in pending.missing(self.fenced):
                 raise self._fail(pending, self._sections.diverged(number, pending, member, LATER))
@@ -275,7 +277,7 @@ class Rounds:
             Diverged: so it had, and this session has only come late.
             Fenced: the round was completed without this session.
         """
-        epoch = self._epochs.get(said.epoch)
+        epoch = self.epochs.get(said.epoch)
         member = epoch.session(said.session) if epoch else None
         strand = self.strands.get(_key(member, said)) if epoch else None
         record = strand.records.get(said.round) if strand else None
@@ -328,7 +330,7 @@ class Rounds:
 
         Once its plan is known here, by which this server takes part in it, or does not.
         """
-        epoch, strand = self._epochs.get(vote.epoch), self.strands[None]
+        epoch, strand = self.epochs.get(vote.epoch), self.strands[None]
         plan = self.plans.get(vote.plan_id) or self._declined.get(vote.plan_id)
         if plan is not None and plan.server in plan.plan.servers and epoch is not None and vote.round > strand.last:
             strand.open.setdefault(vote.round, PendingRound(vote.plan_id, vote.epoch, epoch.members, now))
@@ -410,7 +412,7 @@ class Rounds:
     def waiting(self) -> tuple[OpenRound, ...]:
         """Returns the open rounds, for people and for the chief."""
         own = sorted(self._open(), key=lambda item: item[0])
-        told = [w.told(number, self._describe, self.fenced, w.plan_id in self.plans) for number, w in own]
+        told = (w.told(number, self._describe, self.fenced, w.plan_id in self.plans) for number, w in own)
         return (*told, *self._parked.waiting)
 
     def _open(self) -> Iterator[tuple[int, PendingRound]]:

@@ -7,15 +7,17 @@ states, and the chief closes epochs.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 
 from psserver.plans.divergence import compared
 from psserver.registry import Registry
+from psserver.state.changes import as_all, differing
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, TaskTaken
 from pswire.limits import Timeouts
+from pswire.model.changes import Change
 from pswire.model.log import Epoch, Member, Mode
 from pswire.model.status import STILL, Pace, SessionState
 
@@ -36,14 +38,6 @@ One that ends later may be cut off.
 
 DEPUTY_BEATS = 2
 """Beats for which a chief that stands by has the first word once a chief is gone; then a worker takes its place."""
-
-CONSISTENCY: dict[Mode, str] = {
-    "whole": "ps.Sync()",
-    "sync": "ps.Sync(whole_rounds=False), or a version of paramserver that knows no whole rounds",
-    "async": "ps.Async()",
-    "bounded": "ps.BoundedStaleness({k})",
-}
-"""What a process says to make its rounds in each way."""
 
 JOIN_POINT = re.compile(r"dataset:[0-9]{1,10}|plan:[0-9a-f]{64}|save")
 """Form of a join point, which every process is told."""
@@ -92,6 +86,7 @@ class Membership:
         first: a number below all session numbers given here; those of an earlier server 0 are far from them, by chance.
         epoch: returns the newest epoch, whose members alone decide for all; None while there is none, and all decide.
         held: returns True if there is a job with variables that is not over.
+        epochs: returns all epochs of the job, by number.
     """
 
     def __init__(
@@ -102,6 +97,7 @@ class Membership:
         first: int = 0,
         epoch: Callable[[], Epoch | None] = lambda: None,
         held: Callable[[], bool] = lambda: False,
+        epochs: Callable[[], Mapping[int, Epoch]] = dict,
     ) -> None:
         self.lease = lease
         self.token = 0
@@ -111,6 +107,7 @@ class Membership:
         self.version = 0
         self._beat = beat
         self._held = held
+        self._epochs = epochs
         self._heard = -inf  # the last sign of life of any process that takes part in rounds
         self._registry = registry
         self._epoch = epoch
@@ -153,7 +150,7 @@ class Membership:
         self._check_job(task, job)
         opens = Member(task, self._last + 1, replicas, mode, backup_workers, staleness)
         if not drives:
-            self._check_mode(opens)
+            opens = as_all(opens, [session.member for session in self._open()], self._epochs())
         rivals = [s for s in self._open_or_driving() if s.drives == drives and (drives or s.member.task == task)]
         for rival in rivals:
             self._check_gone(rival, task, now)
@@ -222,15 +219,8 @@ class Membership:
 
     def _check_gone(self, rival: _SessionRecord, task: Task, now: float) -> None:
         """Raises `TaskTaken` while the process of a session may be alive."""
-        if self._is_gone(rival, now):
-            return
-        what = "chief of this job" if rival.drives else f"{task} of this job"
-        other = "" if rival.member.task == task else f", as {rival.member.task}"
-        raise TaskTaken(
-            f"another process is {what}{other}, and was heard of {now - rival.seen:.1f} s ago; end it first, or "
-            "correct the task in this process's TF_CONFIG",
-            str(task),
-        )
+        if not self._is_gone(rival, now):
+            raise _taken(task, rival.member.task, rival.drives, now - rival.seen)
 
     def is_to_drive(self, number: int, now: float) -> bool:
         """Returns True if the chief is gone, nobody has taken its place in `DEPUTY_BEATS`, and this worker is to.
@@ -275,10 +265,6 @@ class Membership:
                 "that are not needed, or start the servers with a larger --max-sessions"
             )
         self._registry.check_room()
-
-    def _check_mode(self, opens: Member) -> None:
-        for session in self._open():
-            _check_same(opens, session.member)
 
     def check(self, number: int) -> None:
         """Raises the error of a session that has ended; `Fenced` if it is unknown."""
@@ -325,6 +311,19 @@ class Membership:
         for other in self._open():
             if other.waits[0] == waits[0] and other.waits[1] != waits[1]:
                 self._tell_apart(other, session, waits[0], describe)
+        self._compare_changes()
+
+    def _compare_changes(self) -> None:
+        """Ends all sessions if two members do not come to one change of consistency."""
+        members = [each for each in self._open() if self._takes_part(each.member.session)]
+        error = differing([(each.member, each.join_point, each.waits[0]) for each in members], self._epochs())
+        if error is not None:
+            self.fail_all(error)
+
+    def move(self, model: Member) -> None:
+        """All who are here make their rounds as this member from now on."""
+        for session in self._open():
+            session.member = session.member.like(model)
 
     def _tell_apart(
         self, one: _SessionRecord, other: _SessionRecord, round: int, describe: Callable[[bytes], str]
@@ -405,12 +404,15 @@ class Membership:
             session.parted = None if session.parted is None else session.parted + seconds
 
     def enter(self, number: int, join_point: str) -> None:
-        """Sets the join point at which a new member waits; raises `InvalidRequest` for a malformed one."""
-        if not JOIN_POINT.fullmatch(join_point):
+        """Sets the join point where a new member waits, or all for a change; `InvalidRequest` for a malformed one."""
+        change = Change.parse(join_point)
+        if not (change or JOIN_POINT.fullmatch(join_point)):
             raise InvalidRequest("new members wait at dataset:N, plan:HEX or save, and nowhere else")
         if self._sessions[number].join_point != join_point:
             self._sessions[number].join_point = join_point
             self.version += 1
+        if change is not None:
+            self._compare_changes()
 
     def touch(self, number: int, now: float) -> None:
         """Renews a session's lease: any call is a sign of life."""
@@ -447,21 +449,14 @@ class Membership:
             self.version += 1
 
 
-def _check_same(opens: Member, other: Member) -> None:
-    """Raises `ConfigError` for two processes of different tasks whose rounds are made in different ways."""
-    mine, theirs = ((each.mode, each.backup_workers, each.staleness) for each in (opens, other))
-    if opens.task != other.task and mine != theirs:
-        raise ConfigError(
-            f"{opens.task} runs with {_consistency(opens)}, and {other.task} with {_consistency(other)}; "
-            "give every process of the job the same consistency"
-        )
-
-
-def _consistency(member: Member) -> str:
-    """Returns what a process says to make its rounds so."""
-    if member.backup_workers:
-        return f"ps.Sync(backup_workers={member.backup_workers})"
-    return CONSISTENCY[member.mode].format(k=member.staleness)
+def _taken(task: Task, other: Task, drives: bool, silent: float) -> TaskTaken:
+    what = "chief of this job" if drives else f"{task} of this job"
+    known = "" if other == task else f", as {other}"
+    return TaskTaken(
+        f"another process is {what}{known}, and was heard of {silent:.1f} s ago; end it first, or correct the task in "
+        "this process's TF_CONFIG",
+        str(task),
+    )
 
 
 def _told(positions: Iterable[tuple[Task, str]]) -> str:

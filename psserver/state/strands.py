@@ -214,7 +214,7 @@ class Strand:
             record: its answer.
             kept: number of answers to keep.
         """
-        self.last = number
+        self.last = max(self.last, number)
         self.records[number] = record
         for old in sorted(self.records)[:-kept]:
             del self.records[old]

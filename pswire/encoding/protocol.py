@@ -16,7 +16,7 @@ PROTOCOL = 4
 0 is spoken by versions that say none; 1 by those whose servers know nothing of one another, so that each decides alone
 whose contributions a round has; 2 by those that know no dynamic tables, and take a part of one for an array of as many
 rows as a contribution may have, and no bounded staleness; 3 by those that take what is compressed for what is not,
-and whose server 0 hands out no batches.
+whose server 0 hands out no batches, and which keep the consistency with which a job began.
 """
 
 TABLES = 3
@@ -36,6 +36,9 @@ COMPRESSION = 4
 
 CHUNKS = 4
 """The first number whose server 0 hands out batches."""
+
+CHANGES = 4
+"""The first number whose servers change the consistency of a job that runs."""
 
 OLDEST = 2
 """That of the version before this one; the numbers after it are of this one's making, and of no other version."""
@@ -103,6 +106,20 @@ def check_chunks(number: int, theirs: str, ours: str) -> None:
     if number < CHUNKS:
         what = "batches that are handed out"
         raise _lacks(number, what, theirs, ours, "has a dataset with AutoShardPolicy.DYNAMIC", "take AUTO", "or")
+
+
+def check_changes(number: int, theirs: str, ours: str) -> None:
+    """Refuses to change the consistency of a job on a server that would make rounds as before.
+
+    Args:
+        number: the server's protocol number.
+        theirs, ours: as `check_protocol` has them.
+
+    Raises:
+        ConfigError: the server knows no changes.
+    """
+    if number < CHANGES:
+        raise _lacks(number, "changes of consistency", theirs, ours, "calls set_consistency", "leave it out", "or")
 
 
 def check_compression(number: int, variable: str, theirs: str, ours: str) -> None:

@@ -10,6 +10,7 @@ first_values  first values of their rows
 rows     ids of rows
 chunks   batches that server 0 hands out
 log      entries of server 0's log
+changes  changes of a job's consistency
 saved    what a server has saved of a checkpoint
 status   what a server says of itself
 """

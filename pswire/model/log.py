@@ -87,6 +87,10 @@ class Member:
         """True if it makes rounds of its own."""
         return self.mode in ALONE
 
+    def like(self, other: Member) -> Member:
+        """Returns it as it is where its rounds are made as those of another member."""
+        return replace(self, mode=other.mode, backup_workers=other.backup_workers, staleness=other.staleness)
+
 
 STEP = "step"
 """The join point of an epoch that some members leave, or by which a server comes back: the beginning of a step, which
@@ -123,8 +127,9 @@ class Epoch:
         number: the epoch's number; counts from 1.
         members: the members, in task order.
         join_point: place at which the older members take the new ones in: `dataset:<number>` before its next batch,
-            `plan:<hex>` before a round of that plan, or "" where the epoch has no new members; `step` where some leave.
-        start: place at which new members begin, if no older member is there to say it.
+            `plan:<hex>` before a round of that plan, or "" where the epoch has no new members; `step` where some leave;
+            a `Change` where all members make their rounds in another way from here on.
+        start: place at which new members begin, if no older member is there to say it; all of them at a change.
         leaving: members of earlier epochs that make rounds with the others up to this epoch's join point, and leave
             there. They are not fenced.
         save: number of the epoch that has ordered a checkpoint, which its older members save before they take it in; 0

@@ -246,9 +246,10 @@ class Turn:
     """The place of a restore among those of a job: equal for all processes that make the same calls; later is greater.
 
     Attributes:
-        round: the next round of the process that asks; 0 where workers are asynchronous.
+        round: the next round of the process that asks; where workers are asynchronous that from which they are, 0 where
+            the job began so.
         epoch: the epoch that it has taken in; 0 where workers are asynchronous.
-        ordinal: number of restores begun before in that round and epoch; where workers are asynchronous, of all.
+        ordinal: number of restores begun before in that round and epoch; where workers are asynchronous, since then.
     """
 
     round: int = 0

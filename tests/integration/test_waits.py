@@ -224,6 +224,14 @@ def for_approval(site: Site) -> Iterator[Said]:
     site.drive()
 
 
+def for_the_others_in_a_change(site: Site) -> Iterator[Said]:
+    gate = site.gate()
+    site.work(W0, lambda strategy: strategy.set_consistency(ps.Async()))
+    site.work(W1, lambda strategy: (gate.wait(), strategy.set_consistency(ps.Async())))
+    yield Said(f"{W0} waits for {W1} in set_consistency(ps.Async())")
+    gate.set()
+
+
 def for_the_others_to_take_it_in(site: Site) -> Iterator[Said]:
     """Who comes to a running job."""
     gate, went = site.gate(), site.gate()
@@ -438,6 +446,7 @@ WAITS = [
     for_a_worker_that_starts,
     for_a_worker_in_a_round,
     for_approval,
+    for_the_others_in_a_change,
     for_the_others_to_take_it_in,
     for_a_server_to_take_first_values,
     for_a_value,

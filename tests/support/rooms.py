@@ -151,7 +151,7 @@ ROOMS = {
         _room(
             "src.strategies",
             8,
-            "pswire wire.security wire.transport psclient._src src.cluster_resolver src.processes "
+            "pswire wire.model wire.security wire.transport psclient._src src.cluster_resolver src.processes "
             "src.variables src.distribute src.transport src.chief src.rounds src.telemetry",
         ),
         _room(

@@ -12,6 +12,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     "psclient._src.transport.log_calls.LogCalls.ask_keeper": (
         "for_a_chief",
         "for_a_worker_that_starts",
+        "for_the_others_in_a_change",
         "for_the_others_to_take_it_in",
         "for_a_checkpoint_to_be_written",
     ),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from psclient._src.chief.job_state import JobState
 from pswire.cluster import Task
+from pswire.model.changes import Change
 from pswire.model.log import STEP, Epoch, EpochClosed, Member, Position, Return, Start
 from pswire.model.status import ServerStatus, SessionState
 
@@ -20,14 +21,20 @@ class Beginning:
         members: the epoch's members, in task order.
         task: the asynchronous worker that is new, and goes on where its task was; None where all members begin
             together.
+        since: place from which the job's last change of consistency holds: nobody begins before it. None for no change.
+        change: the change of consistency with which the epoch begins; None for none. `members` are as they were before.
     """
 
     number: int
     members: tuple[Member, ...]
     task: Task | None = None
+    since: Start | None = None
+    change: Change | None = None
 
     def closed(self, statuses: Sequence[ServerStatus]) -> EpochClosed:
         """The epoch, now that all servers have said where they stand."""
+        if self.change is not None:
+            return self._changed(statuses, self.change)
         start = self._together(statuses) if self.task is None else self._alone(statuses)
         return EpochClosed(Epoch(self.number, self.members, start=start))
 
@@ -45,7 +52,22 @@ class Beginning:
         """An asynchronous worker goes on after the last push of its task that reached any server."""
         places = [place for status in statuses for place in status.places if place.task == self.task]
         last = max(places, key=lambda place: place.round, default=None)
-        return Start(self.number, last.round + 1, last.positions) if last else Start(self.number, 0)
+        found = Start(self.number, last.round + 1, last.positions) if last else Start(self.number, 0)
+        since = self.since
+        return found if since is None or found.round >= since.round else replace(since, epoch=self.number)
+
+    def _changed(self, statuses: Sequence[ServerStatus], change: Change) -> EpochClosed:
+        """All members go on with one round, after all that any of them, or any server, knows."""
+        places = [place for status in statuses for place in status.places]
+        waiting = [open.round for status in statuses for open in status.waiting]
+        alone = any(member.alone for member in self.members)
+        counted = [] if alone else [status.round for status in statuses]  # of rounds of their own it is the number
+        round = max(change.round, *(number + 1 for number in (*counted, *waiting, *(p.round for p in places))), 0)
+        positions = self._together(statuses).positions
+        if alone:
+            positions = max(places, key=lambda place: place.round).positions if places else ()
+        start, here = Start(self.number, round, positions), str(replace(change, round=round))
+        return EpochClosed(Epoch(self.number, tuple(map(change.moved, self.members)), here, start))
 
 
 def came(sessions: Sequence[SessionState]) -> set[Task]:
@@ -71,14 +93,17 @@ def next_epochs(
         may_save: False if who leaves is not to have a checkpoint saved, since one was a moment ago.
         back: a server that may be taken back; where that has begun, how it stands; None where it does not come back.
     """
-    here = {s.member.session: s for s in sessions if s.state == "open" and s.member.session not in hung}
+    here = {s.member.session: _as_all(s, state) for s in sessions if s.state == "open" and s.member.session not in hung}
     members = [s.member for s in here.values()]
     current = state.epoch
     if current is None:
         return [Beginning(1, _ordered(members))] if here and expected <= came(sessions) else []
-    if any(member.alone for member in members):
-        return _alone(current, members)
     left = {s.member.session for s in sessions if s.state == "left"}
+    change = _change(state, current, here, left)
+    if change is not None:
+        return [change]
+    if any(member.alone for member in members):
+        return _alone(current, members, state.changed)
     if current.awaited is not None:
         return _with(current, members, back)
     epochs = _together(current, here, left, state.started, may_save)
@@ -107,7 +132,29 @@ def _can_wait(current: Epoch, here: Mapping[int, SessionState], started: Set[int
     return all(m.session in started and here[m.session].pace.knows_returns for m in current.members)
 
 
-def _alone(current: Epoch, here: Sequence[Member]) -> Sequence[EpochClosed | Beginning]:
+def _as_all(session: SessionState, state: JobState) -> SessionState:
+    """Returns a session whose member makes its rounds as the job does by now: it may have been told of before."""
+    return session if state.model is None else replace(session, member=session.member.like(state.model))
+
+
+def _change(state: JobState, current: Epoch, here: Mapping[int, SessionState], left: Set[int]) -> Beginning | None:
+    """Returns the epoch of another consistency, once all who make rounds have come to the place and ask for it.
+
+    Who is gone is fenced before. Who waits to be taken in makes no rounds, is not waited for, and goes on waiting.
+    """
+    everybody = [*current.members, *(member for member in current.leaving if member.session not in left)]
+    if any(member.session not in here for member in everybody):
+        return None
+    members = [member for member in everybody if member.session in state.started]
+    asked = [Change.parse(here[member.session].join_point) for member in members]
+    changes = [change for change in asked if change is not None and change.number == state.changes]
+    if not changes or len(changes) < len(members) or not all(map(changes[0].same, changes)):
+        return None
+    change = replace(changes[0], round=max(change.round for change in changes))
+    return Beginning(current.number + 1, _ordered(members), change=change)
+
+
+def _alone(current: Epoch, here: Sequence[Member], since: Start | None = None) -> Sequence[EpochClosed | Beginning]:
     """Asynchronous workers come and go at once: each begins where its task was."""
     stay = [member for member in current.members if member in here]
     if len(stay) < len(current.members):
@@ -115,7 +162,7 @@ def _alone(current: Epoch, here: Sequence[Member]) -> Sequence[EpochClosed | Beg
         return [_closed(current, stay)]
     new = [member for member in here if member not in current.members]
     return [
-        Beginning(current.number + count, _ordered([*stay, *new[:count]]), member.task)
+        Beginning(current.number + count, _ordered([*stay, *new[:count]]), member.task, since)
         for count, member in enumerate(new, 1)
     ]
 

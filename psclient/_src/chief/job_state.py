@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
+from pswire.model.changes import change_of
 from pswire.model.log import (
     Approved,
     Created,
@@ -13,8 +14,10 @@ from pswire.model.log import (
     EpochClosed,
     Gone,
     LogEntry,
+    Member,
     Return,
     Snapshotted,
+    Start,
     Started,
     forget_state,
 )
@@ -38,6 +41,9 @@ class JobState:
         returned: how servers came back the last time, by their numbers.
         handed_over: by the number of the epoch by which a server comes back how the checkpoint ended that it reads.
         variables: all variables.
+        changes: changes of the job's consistency so far.
+        changed: place from which the last of them holds; None before the first.
+        model: a member of the last epoch that had some: all make their rounds as it does. None before the first.
     """
 
     log: list[LogEntry] = field(default_factory=list)
@@ -52,6 +58,9 @@ class JobState:
     returned: dict[int, Return] = field(default_factory=dict)
     handed_over: dict[int, Snapshotted] = field(default_factory=dict)
     variables: list[PlacedVariable] = field(default_factory=list)
+    changes: int = 0
+    changed: Start | None = None
+    model: Member | None = None
 
     def take(self, entries: Sequence[LogEntry]) -> None:
         """Takes in the next entries of the log."""
@@ -61,13 +70,7 @@ class JobState:
                 case Approved():
                     self._approve(entry.plan)
                 case EpochClosed():
-                    self.epoch = self.epochs[entry.epoch.number] = entry.epoch
-                    back = entry.epoch.returns
-                    if back is not None and back.ready:
-                        self.gone -= {back.server}
-                        self.returned[back.server] = back
-                    if entry.epoch.start:
-                        self.started = {member.session for member in entry.epoch.members}
+                    self._close(entry.epoch)
                 case Created():
                     self.variables.append(entry.variable)
                 case Gone():
@@ -81,6 +84,18 @@ class JobState:
                         self.handed_over[plan.snapshot.returns] = entry
                     self.saved["failed" if entry.error else "saved"] += 1
                     forget_state(self.log, entry.plan_id)
+
+    def _close(self, epoch: Epoch) -> None:
+        self.epoch = self.epochs[epoch.number] = epoch
+        if epoch.start:
+            self.started = {member.session for member in epoch.members}
+        if epoch.members:
+            self.model = epoch.members[0]
+        if epoch.returns is not None and epoch.returns.ready:
+            self.gone -= {epoch.returns.server}
+            self.returned[epoch.returns.server] = epoch.returns
+        if change_of(epoch) is not None:
+            self.changes, self.changed = self.changes + 1, epoch.start
 
     def _approve(self, plan: Plan) -> None:
         self.approved.add(plan.id)

@@ -302,6 +302,12 @@ class DynamicDataset(DistributedDataset):
 
     def _standing(self) -> Position:
         """Where the workers are: who comes late begins there, and nobody does again what others have done."""
+        if self._chunks.chunk_calls is None:
+            raise RuntimeError(
+                f"dataset {self._number} hands out batches (AutoShardPolicy.DYNAMIC) to workers that make updates of "
+                "their own, and since set_consistency all make rounds together; iterate a dataset with AUTO here, or "
+                "change back before this pass"
+            )
         begun = self._chunks.begins(self._number), self._chunks.restores
         if begun != self._begun:
             self._begun = begun

@@ -83,6 +83,11 @@ class Progress:
         self._positions: dict[int, tuple[Position, ...]] = {}
 
     @property
+    def under_way(self) -> int | None:
+        """The dataset over which the innermost pass is under way; None for no pass."""
+        return self._passes[-1].dataset if self._passes else None
+
+    @property
     def positions(self) -> tuple[Position, ...]:
         """The batch that each dataset gives next; of one whose batches are handed out it may be in several passes."""
         return tuple(each for dataset in sorted(self._positions) for each in self._positions[dataset])

@@ -14,7 +14,7 @@ from psclient._src.distribute.reduction import Absent
 from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.tracing.update_function import Trace
 from psclient._src.variables.feedback import Feedback
-from pswire.model.plan import Plan, Reduction
+from pswire.model.plan import Nonfinite, Plan, Reduction
 from pswire.model.tensor import DTYPES, Array
 
 
@@ -57,14 +57,23 @@ class TemplateCache:
     def __init__(self) -> None:
         self.key: Any = None
         self._template: SectionTemplate | None = None
+        self._nonfinite: Nonfinite = "apply"
 
-    def find(self, key: object) -> SectionTemplate | None:
-        """Returns the template that was kept under an equal key, if there is one."""
-        return self._template if self._template is not None and self.key == key else None
+    def find(self, key: object, nonfinite: Nonfinite = "apply") -> SectionTemplate | None:
+        """Returns the template that was kept under an equal key, if there is one; as `keep`."""
+        kept = self._template is not None and self._nonfinite == nonfinite and self.key == key
+        return self._template if kept else None
 
-    def keep(self, key: object, template: SectionTemplate | None) -> None:
-        """Replaces the template; None forgets it."""
+    def keep(self, key: object, template: SectionTemplate | None, nonfinite: Nonfinite = "apply") -> None:
+        """Replaces the template; None forgets it.
+
+        Args:
+            key: the caller's.
+            template: the template.
+            nonfinite: what the strategy does with NaN or infinity, when it was recorded.
+        """
         self.key, self._template = (None, None) if template is None else (key, template)
+        self._nonfinite = nonfinite
 
 
 class HostValue(NamedTuple):

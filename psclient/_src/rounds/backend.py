@@ -74,8 +74,7 @@ class RemoteBackend:
         self.worker_devices = tuple(map(self.full_name, exchange.group.devices))
         self._copies: list[SyncOnReadVariable] = []
         self.exchange = self._exchange = exchange
-        self._reads = exchange.reads
-        self._creation = exchange.creation
+        self._reads, self._creation = exchange.reads, exchange.creation
         self.reader = VariableReader(exchange, self)
         was_restored, check = exchange.creation.was_restored, exchange.session.check_compression
         self.residuals = Residuals(exchange.group, self, was_restored, check)
@@ -83,7 +82,7 @@ class RemoteBackend:
         self.checkpoints = ServerCheckpoints(exchange, self._order_snapshot, self.residuals)
         self.group.departure.hand_over = self._hand_over
         self._placement = placement
-        self._new_section = partial(Section, len(self.parameter_devices), self._send, nonfinite, placement.with_copies)
+        exchange.session.nonfinite = nonfinite
         self._host_buffers = HostBuffers()
         self._opening = threading.Condition()  # guards that one section is open, and no other is opened beside it
         self._section: Section | None = None
@@ -273,14 +272,14 @@ class RemoteBackend:
         record: Callable[[], None],
     ) -> None:
         """Replays a section in the calling thread's, or records it there: see `Backend.replay`."""
-        template = cache.find(key)
+        template = cache.find(key, self._exchange.session.nonfinite)
         if template is not None:
             found = local(template.plan.reductions)
             if len(found) == len(template.plan.reductions) and self.section_here.repeat(template, numbers, found):
                 return
         record()
         section = self._mine()
-        cache.keep(key, None if section is None else section.complete(numbers))
+        cache.keep(key, None if section is None else section.complete(numbers), self._exchange.session.nonfinite)
 
     @property
     def section_here(self) -> Section:
@@ -296,7 +295,8 @@ class RemoteBackend:
         with self._opening:
             while self._section is None or not self._section.mine:
                 if self._section is None:
-                    self._section = self._new_section()
+                    said, with_copies = self.exchange.session.nonfinite, self._placement.with_copies
+                    self._section = Section(len(self.parameter_devices), self._send, said, with_copies)
                 elif not self._section.alive:
                     log.warning("a thread has ended within a scope; what it recorded there is lost")
                     self._section = None
@@ -346,7 +346,7 @@ class RemoteBackend:
         if not context.in_merge_call():
             self._exchange.begin_run()
         self.flush()
-        if self.group.alone or self.group.epoch is not None or self._before is not None:
+        if self.group.epoch is not None or self._before is not None:
             return replicas()
         self._before = [content for variable in self._copies for content in variable.contents()]
         try:

@@ -9,35 +9,24 @@ its pushes bear the epoch in which it began.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 from psclient._src.data.progress import Pass, Progress
 from psclient._src.devices import Device
 from psclient._src.processes.sigterm import NOTICE, Notice
 from psclient._src.transport.chunk_calls import ChunkCalls
+from psclient._src.transport.log_calls import JobNews
 from psclient._src.transport.pacing import goes_on
 from psclient._src.transport.patience import Deadline
 from psclient._src.transport.session import Session
 from pswire.api import ParameterServer, Watched
 from pswire.cluster import Task
-from pswire.errors import ConfigError, RoundTimeout, ServerLost
-from pswire.model.log import (
-    ALONE,
-    STEP,
-    Approved,
-    Epoch,
-    EpochClosed,
-    Examples,
-    Gone,
-    Member,
-    Return,
-    Snapshotted,
-    Start,
-    Started,
-)
+from pswire.errors import ConfigError, Diverged, PSError, RoundTimeout, ServerLost
+from pswire.model.changes import Change, change_of
+from pswire.model.log import ALONE, STEP, Epoch, Examples, Member, Return, Snapshotted, Start
 from pswire.telemetry import logging_setup
 
 log = logging.getLogger("psclient")
@@ -94,7 +83,80 @@ class Departure:
             notice.leave()
 
 
-class Group(Progress):
+class Follower(Progress):
+    """The part of a `Group` that follows server 0's log. Used by the thread that runs cross-replica code.
+
+    Args:
+        session: this process's session, open.
+        replicas: number of local replicas.
+    """
+
+    def __init__(self, session: Session, replicas: int) -> None:
+        super().__init__(replicas)
+        self.session = session
+        self._news = JobNews()
+
+    def _told(self) -> None:
+        """News have come."""
+        raise NotImplementedError
+
+    def snapshotted(self, plan_id: bytes, deadline: Deadline) -> Snapshotted:
+        """Waits until the checkpoint that a plan ordered is complete, or failed."""
+        while plan_id not in self._news.snapshots:
+            self._follow(deadline, _incomplete, partial(_word_of_saves, self.session))
+        return self._news.snapshots.pop(plan_id)
+
+    def is_snapshotted(self, plan_id: bytes) -> bool:
+        """Returns whether the checkpoint that a plan ordered is complete, or failed, as of now."""
+        self._take(self.session.look(self._news.followed))
+        return plan_id in self._news.snapshots
+
+    def settle_saves(self) -> None:
+        """Waits until all checkpoints that were ordered are complete, or failed: also those of before this process."""
+        deadline = self.session.deadline(self.session.timeouts.round)
+        known = self.session.log_status().log
+        while self._news.followed < known or self._news.saves:
+            self._follow(deadline, _incomplete, partial(_word_of_saves, self.session))
+
+    def _follow(self, deadline: Deadline, late: Callable[[], PSError], word: Callable[[], str]) -> None:
+        """Reads on in server 0's log, waiting for it to grow; the arguments are those of `Session.wait`."""
+        session = self.session
+        ask = partial(_watch, session.number, self._news.followed)
+        self._take(session.ask_keeper(ask, deadline, late, word))
+
+    def _await_return(self, back: Return) -> Epoch:
+        """Waits for news of a server that comes back, to which all members have handed over what it held.
+
+        Returns the newest epoch: the next round is made with that server, or, if it could not be taken back, without.
+        """
+        session, task = self.session, Task("ps", back.server)
+
+        def late() -> RoundTimeout:
+            return RoundTimeout(f"{session.task} waited too long for {task} to come back; is the chief running?")
+
+        deadline = session.deadline(session.timeouts.round)
+        self._follow(deadline, late, lambda: f"waits for {task}, which comes back, to read its variables")
+        return self._news.newest
+
+    def _take_back(self, epoch: Epoch) -> None:
+        """Goes on with the servers that are back by an epoch that was taken in, or an earlier one."""
+        returned, self._news.returned = self._news.returned, []
+        for by, back, times in returned:
+            if by.number <= epoch.number:
+                self.session.take_back(back, times)
+            else:
+                self._news.returned.append((by, back, times))
+
+    def _take(self, watched: Watched) -> None:
+        try:
+            self._news.take(watched)
+        except ServerLost as error:
+            self.session.end(error)
+            raise
+        self._told()
+
+
+class Group(Follower):
     """The members of rounds, and this process's place among them. Used by the thread that runs cross-replica code.
 
     Args:
@@ -107,17 +169,9 @@ class Group(Progress):
     def __init__(
         self, session: Session, devices: tuple[Device, ...], expected: Sequence[Task] = (), notice: Notice = NOTICE
     ) -> None:
-        super().__init__(len(devices))
-        self.session = session
+        super().__init__(session, len(devices))
         self.devices = devices
-        self.alone = session.consistency in ALONE
-        """True if each worker makes rounds of its own."""
-        self.chunk_calls = ChunkCalls(session, lambda: 0 if self.late else self.restores + 1) if self.alone else None
-        """Asks for batches that are handed out to workers that do."""
-        if session.clock is not None:
-            self.passing = session.clock.note_pass
-        self.backup_workers = session.backup_workers
-        """Members that a round of updates does not wait for."""
+        self._be_as_all()
         self.round = 0
         """The next round of this process."""
         self.start = 0
@@ -140,13 +194,17 @@ class Group(Progress):
         self._over = 0  # rounds that are over, from 0 on, as answers have told it that came late
         self._taken_in = ""
         self._announced: Epoch | None = None
-        self._followed = 0
-        self._epochs: dict[int, Epoch] = {}
-        self._starts: dict[int, Start] = {}
-        self._losses = Counter[int]()  # how often each server was lost
-        self._returned: list[tuple[int, Return, int]] = []  # by which epoch, how, and after how many losses
-        self._snapshots: dict[bytes, Snapshotted] = {}
-        self._saves: set[bytes] = set()  # plans that ordered a checkpoint which is neither complete nor failed
+
+    def _be_as_all(self) -> None:
+        """Makes rounds as the session says; called where that has changed."""
+        session = self.session
+        self.alone = session.consistency in ALONE
+        """True if each worker makes rounds of its own."""
+        self.chunk_calls = ChunkCalls(session, lambda: 0 if self.late else self.restores + 1) if self.alone else None
+        """Asks for batches that are handed out to workers that do."""
+        self.passing = (lambda under_way: None) if session.clock is None else session.clock.note_pass
+        self.backup_workers = session.backup_workers
+        """Members that a round of updates does not wait for."""
 
     # ---- For datasets ----
 
@@ -169,34 +227,36 @@ class Group(Progress):
         """
         if self.alone:
             return 0, len(self.devices)
-        self.given = self._place_in(self._newest)
+        self.given = self._place_in(self._newest.members), self._newest.replicas
         return self.given
 
     def share(self) -> tuple[int, int]:
         """Returns the number of this process's first replica among those that share the data, and their count.
 
-        Asynchronous workers share the data as they were when the job began, so that a task which comes back gets its
-        place again; one that was not there has no place, and gets nothing.
+        Asynchronous workers share the data as they were when the job began, or was last changed, so that a task which
+        comes back gets its place again; one that was not there has no place, and gets nothing.
 
         Raises:
             ConfigError: the task came back with another number of replicas.
         """
         if not self.alone:
             return self.slice()
-        first = self._first_epoch
-        place = next((member for member in first.members if member.task == self.session.task), None)
+        self._settle()
+        sharers = self._news.sharers
+        replicas = sum(member.replicas for member in sharers)
+        place = next((member for member in sharers if member.task == self.session.task), None)
         if place is None:
-            return first.replicas, first.replicas
+            return replicas, replicas
         if place.replicas != len(self.devices):
             raise ConfigError(
                 f"{place.task} has {len(self.devices)} replicas, and had {place.replicas} when the job began, by which "
                 "its share of the data was fixed; start it with as many devices as then"
             )
-        return self._place_in(first)
+        return self._place_in(sharers), replicas
 
-    def _place_in(self, epoch: Epoch) -> tuple[int, int]:
-        """Returns this task's first replica in an epoch, or its number if it took part, and the epoch's replicas."""
-        return sum(member.replicas for member in epoch.members if member.task < self.session.task), epoch.replicas
+    def _place_in(self, members: Sequence[Member]) -> int:
+        """Returns the number of this task's first replica among members; what it would be if it is none of them."""
+        return sum(member.replicas for member in members if member.task < self.session.task)
 
     def any_more(self, dataset: int) -> bool | None:
         """Returns what `Progress.any_more` does; of an asynchronous worker's rounds only its own batches count."""
@@ -302,7 +362,7 @@ class Group(Progress):
     @property
     def _first_epoch(self) -> Epoch:
         self._settle()
-        return self._epochs[min(self._epochs)]
+        return self._news.epochs[min(self._news.epochs)]
 
     @property
     def _newest(self) -> Epoch:
@@ -324,24 +384,10 @@ class Group(Progress):
             self.departure.save_for(epoch)
             self._take_in(epoch)
             if epoch.awaited is not None:
-                self._await_return(epoch.awaited)
+                self.departure.hand_over(f"handover/{epoch.awaited.incarnation:016x}", epoch.awaited.epoch)
+                while self.epoch is not None and self.epoch.awaited is not None:
+                    self._take_in(self._await_return(self.epoch.awaited))
         self.departure.look(self.epoch, self.alone)
-
-    def _await_return(self, back: Return) -> None:
-        """Hands over what a server held that comes back, as all members do here, and waits until it has that.
-
-        The next round is made with it, or, if it could not be taken back, without.
-        """
-        self.departure.hand_over(f"handover/{back.incarnation:016x}", back.epoch)
-        task = Task("ps", back.server)
-        deadline = self.session.deadline(self.session.timeouts.round)
-
-        def late() -> RoundTimeout:
-            return RoundTimeout(f"{self.session.task} waited too long for {task} to come back; is the chief running?")
-
-        while self.epoch is not None and self.epoch.awaited is not None:
-            self._follow(deadline, late, lambda: f"waits for {task}, which comes back, to read its variables")
-            self._take_in(self._epochs[max(self._epochs)])
 
     def sent(self, trains: bool = False) -> Pass | None:
         """A round was sent: the next one is the next number. Returns the pass that it belongs to."""
@@ -404,109 +450,108 @@ class Group(Progress):
             self._take_in(epoch)
         self._entered = True
 
+    def _others(self) -> str:
+        members = self._news.newest.members
+        return ", ".join(str(member.task) for member in members if member.task != self.session.task) or "the others"
+
     def _take_in(self, epoch: Epoch) -> None:
         if self.epoch is None or epoch.number <= self.epoch.number:
             return
         self.epoch = epoch
-        self._take_back()
+        self._take_back(epoch)
         if epoch.join_point and epoch.join_point != STEP:  # where some leave nobody is new
             start = Start(epoch.number, self.round, self.positions)
             self.session.propose(start=start)
 
-    def _take_back(self) -> None:
-        """Goes on with the servers that are back by the epoch that was taken in, or an earlier one."""
-        for number, back, times in self._returned:
-            if self.epoch is not None and number <= self.epoch.number:
-                self.session.take_back(back, times)
-        self._returned = [each for each in self._returned if self.epoch is None or each[0] > self.epoch.number]
+    def settle_in(self) -> None:
+        """Waits until this process knows how the job makes its rounds; it takes part if it began with all others."""
+        self._settle()
+
+    def change(self, change: Change) -> bool:
+        """Makes rounds in another way from now on, with all members, which come to this place as well.
+
+        Waits until they have. All of this process's rounds are answered.
+
+        Args:
+            change: how; its number and its round are found here.
+
+        Returns:
+            False if this process has come late, and learns by this call only where the job is: the place of this call
+            the others have behind them.
+
+        Raises:
+            Diverged: a member asks for another change, makes a round first, or does not come.
+        """
+        session = self.session
+        if self.late and not self._entered and not (self.alone and self.epoch is not None):
+            if self.alone:
+                self._join("")
+            return False
+        made, round = len(self._news.changed), self.round
+        change = replace(change, number=made, round=round)
+        if session.clock is not None:
+            session.clock.rest()
+            for index in session.hosting.live:
+                session.beat_now(index)
+        session.propose(join_point=str(change))
+        waits = partial(_never_came, session, self._news, change), partial(_word_of_change, session, self._news, change)
+        deadline = session.deadline(session.timeouts.round)
+        while len(self._news.changed) == made:
+            self._follow(deadline, *waits)
+        self.epoch = self._news.changed[made]
+        self.round = self.epoch.start.round if self.epoch.start else round
+        self._announced, self._entered, self.saved = None, True, 0
+        self._adopt()
+        log.info("%s makes rounds with %s from round %d on, epoch %d", session.task, change.said, self.round, made + 1)
+        return True
+
+    def _told(self) -> None:
+        if self.epoch is None:  # members come to a change themselves
+            self._adopt()
+
+    def _adopt(self) -> None:
+        for epoch in self._news.changed:
+            change = change_of(epoch)
+            if change is not None and self.session.move(change):
+                self._be_as_all()
 
     def _join(self, join_point: str) -> None:
-        if not self.alone:
-            self.session.propose(join_point=join_point)
+        asked = False
         self._settle()
         # Who comes late waits until the others come to the place where they take it in: as long as for a round.
         deadline = self.session.deadline(self.session.timeouts.round)
-        late, word = self._awaits if self.alone else _behind(join_point, self.session.task, self._others)
         while self.epoch is None and not self._begin():
+            if not (self.alone or asked):  # where each makes rounds of its own, as may have been till now, nobody waits
+                self.session.propose(join_point=join_point)
+                asked = True
+                continue
+            late, word = self._awaits if self.alone else _behind(join_point, self.session.task, self._others)
             with self.departure.notice.anywhere():
                 self._follow(deadline, late, word)
 
     def _settle(self) -> None:
         """Waits until the job has closed an epoch; takes part at once if this process is in the first."""
         deadline = self.session.deadline(self.session.timeouts.start)
-        while not self._epochs:
+        while not self._news.epochs:
             self._follow(deadline, *self._awaits)
         if self.epoch is None:
             self._begin()
 
     def _begin(self) -> bool:
-        for number in sorted(self._epochs):
-            epoch = self._epochs[number]
-            start = epoch.start or self._starts.get(number)
+        for number in sorted(self._news.epochs):
+            epoch = self._news.epochs[number]
+            start = epoch.start or self._news.starts.get(number)
             if start is not None and epoch.session(self.session.number):
                 # Who begins with all others may have left out sections already.
                 self.epoch, self.round = epoch, start.round + (self.round if epoch.start else 0)
                 self.start = start.round
-                self._take_back()
+                self._take_back(epoch)
                 self._taken_in = epoch.join_point
                 if start.positions:
                     self.begin_at(start.positions)
                 log.info("%s takes part from round %d, epoch %d", self.session.task, self.round, number)
                 return True
         return False
-
-    # ---- The log ----
-
-    def snapshotted(self, plan_id: bytes, deadline: Deadline) -> Snapshotted:
-        """Waits until the checkpoint that a plan ordered is complete, or failed."""
-        while plan_id not in self._snapshots:
-            self._follow(deadline, _incomplete, partial(_word_of_saves, self.session))
-        return self._snapshots.pop(plan_id)
-
-    def is_snapshotted(self, plan_id: bytes) -> bool:
-        """Returns whether the checkpoint that a plan ordered is complete, or failed, as of now."""
-        self._take(self.session.look(self._followed))
-        return plan_id in self._snapshots
-
-    def settle_saves(self) -> None:
-        """Waits until all checkpoints that were ordered are complete, or failed: also those of before this process."""
-        deadline = self.session.deadline(self.session.timeouts.round)
-        known = self.session.log_status().log
-        while self._followed < known or self._saves:
-            self._follow(deadline, _incomplete, partial(_word_of_saves, self.session))
-
-    def _follow(self, deadline: Deadline, late: Callable[[], RoundTimeout], word: Callable[[], str]) -> None:
-        """Reads on in server 0's log, waiting for it to grow; the arguments are those of `Session.wait`."""
-        session = self.session
-        ask = partial(_watch, session.number, self._followed)
-        self._take(session.ask_keeper(ask, deadline, late, word))
-
-    def _take(self, watched: Watched) -> None:
-        if watched.start < self._followed:
-            error = ServerLost("the job was started anew; restart this process")
-            self.session.end(error)
-            raise error
-        self._followed = watched.start + len(watched.entries)
-        for entry in watched.entries:
-            match entry:
-                case EpochClosed():
-                    self._epochs[entry.epoch.number] = entry.epoch
-                    back = entry.epoch.returns
-                    if back is not None and back.ready:
-                        self._returned.append((entry.epoch.number, back, self._losses[back.server]))
-                case Gone():
-                    self._losses[entry.server] += 1
-                case Started():
-                    self._starts[entry.start.epoch] = entry.start
-                case Approved() if entry.plan.snapshot is not None:
-                    self._saves.add(entry.plan.id)
-                case Snapshotted():
-                    self._snapshots[entry.plan_id] = entry
-                    self._saves.discard(entry.plan_id)
-
-    def _others(self) -> str:
-        members = self._epochs[max(self._epochs)].members
-        return ", ".join(str(member.task) for member in members if member.task != self.session.task) or "the others"
 
 
 def _late(task: Task, expected: Sequence[Task]) -> RoundTimeout:
@@ -518,6 +563,37 @@ def _word(session: Session, expected: Sequence[Task]) -> str:
     here = {state.member.task for state in session.look().sessions if state.state == "open"}
     missing = [str(task) for task in expected if task not in here]
     return f"waits for {', '.join(missing)} to start" if missing else "waits for the chief to take it into the group"
+
+
+def _awaited(session: Session, news: JobNews, change: Change) -> list[str]:
+    """Returns the members that have not come to a change."""
+    there: list[str] = []
+    for state in session.look().sessions:
+        asked = Change.parse(state.join_point)
+        missing = state.state == "open" and news.newest.takes_part(state.member.session)
+        if missing and (asked is None or asked.number != change.number):
+            there.append(str(state.member.task))
+    return there
+
+
+def _word_of_change(session: Session, news: JobNews, change: Change) -> str:
+    missing = ", ".join(_awaited(session, news, change)) or "the chief"
+    return f"waits for {missing} in set_consistency({change.said})"
+
+
+def _never_came(session: Session, news: JobNews, change: Change) -> PSError:
+    missing = _awaited(session, news, change)
+    if not missing:
+        return RoundTimeout(
+            f"nobody has made the change that set_consistency({change.said}) asks for; is there a chief?"
+        )
+    error = Diverged(
+        f"the processes do not run the same program: {session.task} has called set_consistency({change.said}), and for "
+        f"{session.timeouts.round:g} s (PS_TIMEOUT_ROUND) {', '.join(missing)} did not. Every process must call it at "
+        "the same place of its program, with the same value"
+    )
+    session.end(error)
+    return error
 
 
 def _word_of_saves(session: Session) -> str:

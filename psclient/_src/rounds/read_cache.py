@@ -96,6 +96,7 @@ class ReadCache:
         self._values: dict[int, Array] = {}
         self._seen: dict[int, int] = {}  # of each server the oldest round that values read before taking part have seen
         self._brought: set[int] = set()
+        self._seen_as = session.change  # the consistency of then
         self._renewed = False
         self._read: set[int] = set()
         self._changing: dict[int, UnderWay] = {}  # variables with the last round under way that assigns them
@@ -217,6 +218,13 @@ class ReadCache:
             self._unasked.pop(id, None)
         return value
 
+    def begin_anew(self) -> None:
+        """Forgets all values, where all rounds so far were applied for everybody: a change has begun."""
+        with self._lock:
+            self._touched = [-1] * len(self._touched)
+            self._renewed = True
+            self._forget_all()
+
     def begin_step(self) -> None:
         """Begins a step: where workers are asynchronous only what the last round brought is still up to date."""
         if self._group.alone:
@@ -234,6 +242,7 @@ class ReadCache:
                 return False
             self._renewed = True
             stale = any(self._session.servers[s].status().round != round for s, round in self._seen.items())
+            stale |= bool(self._seen) and self._seen_as is not self._session.change  # whose rounds count otherwise
             if stale:
                 self._forget_all()
             return stale
@@ -394,6 +403,7 @@ class ReadCache:
             lambda: False,
         )
         if not self._renewed:
+            self._seen_as = self._seen_as if self._seen else self._session.change
             self._seen[server] = min(reply.round, self._seen.get(server, reply.round))
         return reply
 

@@ -98,8 +98,9 @@ class Restoring:
                 return found[0]
 
     def _next_turn(self) -> Turn:
-        epoch = None if self._group.alone else self._group.epoch
-        place = (self._group.round, epoch.number) if epoch else (0, 0)
+        epoch, change = None if self._group.alone else self._group.epoch, self._session.change
+        # What has no round in common comes after all that had, up to where workers have become asynchronous.
+        place = (self._group.round, epoch.number) if epoch else (change.round if change else 0, 0)
         last = self._last
         return Turn(*place, last.ordinal + 1 if last and (last.round, last.epoch) == place else 0)
 

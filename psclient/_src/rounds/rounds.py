@@ -214,16 +214,17 @@ class Exchange:
         """Comes to where a section's round is made; a process that does not take part yet waits until it does.
 
         Returns:
-            Whether the section was computed with what is out of date by now, values or R: rounds were made since.
+            Whether the section was computed with what is out of date by now, values, R or the job's consistency.
         """
         group = self.group
         self.window.take_in(group.round - self.window.size + 1)
-        waiting, join_point = group.epoch is None, f"plan:{plan.id.hex()}"
+        waiting, join_point, change = group.epoch is None, f"plan:{plan.id.hex()}", self.session.change
         if group.due(join_point) is not None:
             self.window.settle()  # new members begin with the values that all rounds before this one have left
         group.enter(join_point)
         stale = self.reads.renew()
-        return waiting and (stale or group.given not in (None, group.slice()))
+        changed = self.session.change is not change
+        return waiting and (stale or changed or group.given not in (None, group.slice()))
 
     def send(self, outgoing: Outgoing, observes: bool = False) -> UnderWay:
         """Sends one round of a section, whose place was entered.

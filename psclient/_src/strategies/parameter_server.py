@@ -39,6 +39,14 @@ from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.placement import Placement, PsStrategy, check_ps_strategy
 from psclient._src.rounds.rounds import Exchange
+from psclient._src.strategies.consistency import (
+    change,
+    check_backup_workers,
+    check_copied,
+    check_deterministic,
+    check_place,
+    consistency_of,
+)
 from psclient._src.telemetry import Exporter
 from psclient._src.transport.remote_server import RemoteServer, connect
 from psclient._src.transport.session import Session
@@ -72,6 +80,7 @@ class ParameterServerStrategy(Strategy):
         devices: the local replicas' devices, such as `["cpu:0", "cpu:1"]` or `["gpu:0"]`; by default all GPUs,
             or one CPU.
         consistency: `Sync()`, the default, `BoundedStaleness(k)` or `Async()`; the same in all processes.
+            `set_consistency` changes it while the job runs.
         cluster_resolver: tells the cluster and this process's task; by default `TFConfigClusterResolver()`.
         timeouts: by default what `PS_TIMEOUT_*` say.
         ps_strategy: choice of the server for a variable that is not created beside another; the same in all processes.
@@ -91,7 +100,7 @@ class ParameterServerStrategy(Strategy):
 
     Raises:
         ConfigError: `TF_CONFIG`, a device, `ps_strategy`, `lane`, a certificate or the token is wrong; another process
-            has another consistency, or another `k`; `deterministic` and another consistency than `Sync()`, or
+            began with another consistency, or another `k`; `deterministic` and another consistency than `Sync()`, or
             `backup_workers`; not more workers than `backup_workers`.
         TypeError: `compression` is no way to compress.
         Unreachable: a server does not answer.
@@ -112,17 +121,18 @@ class ParameterServerStrategy(Strategy):
     ) -> None:
         self._coordinator: object = None  # the `ClusterCoordinator`, once there is one
         check_ps_strategy(ps_strategy)
-        _check_deterministic(deterministic, consistency)
+        self._given = consistency or Sync()
+        self._deterministic = deterministic
+        check_deterministic(deterministic, self._given)
         self._lane = lane_from() if lane is None else check_lane(lane)
         self._ps_strategy = ps_strategy
         self._partitioner = check_partitioner(variable_partitioner)
         self._compression = check_compression(compression, "ParameterServerStrategy") or None
-        self.consistency = consistency or Sync()
         self._timeouts = timeouts or timeouts_from()
         self._timeouts.check()
         resolver = cluster_resolver or TFConfigClusterResolver()
         config = task_of(resolver)
-        _check_backup_workers(self.consistency.backup_workers, config)
+        check_backup_workers(self._given.backup_workers, config)
         self._devices = local_devices(devices)  # after the resolver, which may say which GPUs are this task's
         self._resolver = resolver if config else None
         self._embedded = EmbeddedServer(timeouts=self._timeouts) if config is None else None
@@ -153,19 +163,19 @@ class ParameterServerStrategy(Strategy):
         self._exporter = Exporter(task, security)
         job, refused, copied = job_from(), refused_from(), replication_from() > 0 and self._embedded is None
         if copied:
-            _check_copied(self.consistency)
+            check_copied(self._given)
         self._servers = connect(cluster, self._timeouts, self._lane, security, refused=refused, copied=copied)
         self._session = Session(
             task,
             self._servers,
             len(self._devices),
             timeouts=self._timeouts,
-            consistency=self.consistency.mode,
-            staleness=self.consistency.k if isinstance(self.consistency, BoundedStaleness) else 0,
+            consistency=self._given.mode,
+            staleness=self._given.k if isinstance(self._given, BoundedStaleness) else 0,
             job=job,
             # Server 0 hears a farewell; no call waits any longer for the others, one of which may be lost.
             broken=self._fail_calls,
-            backup_workers=self.consistency.backup_workers,
+            backup_workers=self._given.backup_workers,
             copied=copied,
         )
         runs_script = task.job == "chief"
@@ -234,6 +244,45 @@ class ParameterServerStrategy(Strategy):
     def cluster_resolver(self) -> ClusterResolver | None:
         """The resolver of the cluster and this process's task; None where one server was started for this process."""
         return self._resolver
+
+    @property
+    def consistency(self) -> Consistency:
+        """How updates of different workers relate, as of now: what `set_consistency` gave last. In any context."""
+        change = self._session.change
+        return self._given if change is None else consistency_of(change)
+
+    def set_consistency(self, consistency: Consistency) -> None:
+        """Changes how updates of different workers relate, while the job runs. In cross-replica context, or outside.
+
+        Every process calls it at the same place of its program with the same value, as it creates variables. It waits
+        until all have come, and all that they have pushed is applied: after it everybody reads the same values, and
+        goes on with the same `round`. Variables, slots, tables and datasets stay. The consistency that there is already
+        changes nothing, and waits for nobody.
+
+        A process that comes late, or again, has the consistency of the others. Where its script comes here before it
+        takes part, the others have this place behind them, and the call does nothing. So let the call depend on what
+        all share, as in `if strategy.round < n: strategy.set_consistency(...)` before a loop up to n.
+
+        Args:
+            consistency: `Sync()`, `BoundedStaleness(k)` or `Async()`, with any of their arguments.
+
+        Raises:
+            Diverged: another process has called it with another value, makes a round first, or has not come within
+                `PS_TIMEOUT_ROUND`.
+            RuntimeError: it is called in a replica's function, or amid a pass over a distributed dataset.
+            ConfigError: it does not go together with `deterministic`, `PS_REPLICATION=1`, the number of workers or a
+                `ClusterCoordinator`, as for a new strategy; a server is of a version that cannot.
+            TypeError: it is no consistency.
+        """
+        if not isinstance(consistency, Consistency):
+            raise TypeError(f"{consistency!r} is no consistency; give ps.Sync(), ps.BoundedStaleness(k) or ps.Async()")
+        self._remote.check_open()
+        check_place(self._remote, self._coordinator is not None)
+        check_deterministic(self._deterministic, consistency)
+        if self._session.copied:
+            check_copied(consistency)
+        check_backup_workers(consistency.backup_workers, self._config)
+        change(self._remote, self.consistency, consistency)
 
     @property
     def last_round(self) -> Round | None:
@@ -366,40 +415,6 @@ def _embedded_config(embedded: EmbeddedServer | None) -> TaskConfig:
         raise ConfigError("there is neither a cluster nor an embedded server")
     cluster = ClusterSpec({"ps": (embedded.address,), "worker": ("127.0.0.1:0",)})
     return TaskConfig(cluster, Task("worker", 0))
-
-
-def _check_deterministic(deterministic: bool, consistency: Consistency | None) -> None:
-    if deterministic and consistency is not None and consistency.backup_workers:
-        raise ConfigError(
-            "deterministic=True needs rounds of all workers, and with backup_workers the time decides whom a round has"
-            "; leave one of them out"
-        )
-    if deterministic and not isinstance(consistency, Sync | None):
-        raise ConfigError(
-            f"deterministic=True needs rounds that all workers make together, and {type(consistency).__name__} lets "
-            "each update come when it comes; take consistency=Sync(), or leave deterministic out"
-        )
-
-
-def _check_copied(consistency: Consistency) -> None:
-    """Raises `ConfigError` where copies could come to differ."""
-    if consistency.mode != "whole":
-        raise ConfigError(
-            f"PS_REPLICATION=1 needs rounds that have the same contributions on all servers, and with {consistency} "
-            "each server decides alone; take consistency=ps.Sync(), or set PS_REPLICATION=0"
-        )
-
-
-def _check_backup_workers(backup_workers: int, config: TaskConfig | None) -> None:
-    """Raises `ConfigError` where rounds would wait for nobody."""
-    workers = 1
-    if config is not None:
-        workers = len(config.cluster.tasks("worker")) + (config.task.job == "chief")
-    if backup_workers and backup_workers >= workers:
-        raise ConfigError(
-            f"backup_workers={backup_workers} needs more than {backup_workers} workers, and the cluster has {workers}; "
-            "give a smaller number, or leave backup_workers out"
-        )
 
 
 def _last_error() -> BaseException | None:

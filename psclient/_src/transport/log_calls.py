@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -11,12 +12,28 @@ from typing import NamedTuple, TypeVar
 
 from psclient._src.transport.hosting import Hosting
 from psclient._src.transport.patience import Deadline
+from psclient._src.transport.worker_clock import WorkerClock
 from pswire.api import ParameterServer, Watched
 from pswire.cluster import Task
-from pswire.errors import ChiefLost, ConfigError, PSError, ServerGone, Unreachable
+from pswire.errors import ChiefLost, ConfigError, PSError, ServerGone, ServerLost, Unreachable
 from pswire.limits import Timeouts
-from pswire.model.log import JobStarted, LogEntry, Member, Start, holds_job
-from pswire.model.plan import Plan
+from pswire.model.changes import Change, change_of
+from pswire.model.log import (
+    Approved,
+    Epoch,
+    EpochClosed,
+    Gone,
+    JobStarted,
+    LogEntry,
+    Member,
+    Mode,
+    Return,
+    Snapshotted,
+    Start,
+    Started,
+    holds_job,
+)
+from pswire.model.plan import Nonfinite, Plan
 from pswire.model.status import ServerStatus
 
 log = logging.getLogger("psclient")
@@ -65,10 +82,94 @@ class Proposals:
             return found + ([Proposal(None, "", self._start)] if self._start else [])
 
 
+def changes_of(entries: Sequence[LogEntry]) -> list[Change]:
+    """Returns the changes of consistency among the entries of a log, in order."""
+    found = (change_of(entry.epoch) for entry in entries if isinstance(entry, EpochClosed))
+    return [change for change in found if change is not None]
+
+
+class JobNews:
+    """What this process has read in server 0's log. Used by the thread that runs cross-replica code.
+
+    Attributes:
+        followed: the number of entries that it has read.
+        epochs: all epochs, by number.
+        starts: places at which new members of an epoch begin, as an older one has said it, by the epoch's number.
+        snapshots: checkpoints that are complete, or failed, and were not asked for yet, by their plan.
+        saves: plans that ordered a checkpoint which is neither complete nor failed.
+        changed: the epochs that began with a change of consistency, in order.
+        returned: servers that came back, and were not taken back yet: by which epoch, how, and after how many losses.
+    """
+
+    def __init__(self) -> None:
+        self.followed = 0
+        self.epochs: dict[int, Epoch] = {}
+        self.starts: dict[int, Start] = {}
+        self.snapshots: dict[bytes, Snapshotted] = {}
+        self.saves: set[bytes] = set()
+        self.changed: list[Epoch] = []
+        self.returned: list[tuple[Epoch, Return, int]] = []
+        self._losses = Counter[int]()  # how often each server was lost
+
+    def take(self, watched: Watched) -> None:
+        """Takes in the next entries; raises `ServerLost` where the log is another one than before."""
+        if watched.start < self.followed:
+            raise ServerLost("the job was started anew; restart this process")
+        self.followed = watched.start + len(watched.entries)
+        for entry in watched.entries:
+            match entry:
+                case EpochClosed():
+                    self.epochs[entry.epoch.number] = entry.epoch
+                    self.changed += [entry.epoch] if change_of(entry.epoch) else []
+                    if (back := entry.epoch.returns) is not None and back.ready:
+                        self.returned.append((entry.epoch, back, self._losses[back.server]))
+                case Gone():
+                    self._losses[entry.server] += 1
+                case Started():
+                    self.starts[entry.start.epoch] = entry.start
+                case Approved() if entry.plan.snapshot is not None:
+                    self.saves.add(entry.plan.id)
+                case Snapshotted():
+                    self.snapshots[entry.plan_id] = entry
+                    self.saves.discard(entry.plan_id)
+
+    @property
+    def newest(self) -> Epoch:
+        """The newest epoch that it has read of."""
+        return self.epochs[max(self.epochs)]
+
+    @property
+    def sharers(self) -> list[Member]:
+        """The members that share the data where each makes rounds of its own, in task order.
+
+        Those that began the job, and those that were there when it was changed.
+        """
+        found = {member.task: member for member in self.epochs[min(self.epochs)].members}
+        for epoch in self.changed[-1:]:
+            found |= {member.task: member for member in epoch.members}
+        return [found[task] for task in sorted(found)]
+
+
 class LogCalls:
-    """The part of a `Session` that has to do with the log. May be used by any thread."""
+    """The part of a `Session` that has to do with the log. May be used by any thread.
+
+    Attributes:
+        consistency: the mode of this process's rounds.
+        backup_workers: members without whose contributions they may be made.
+        staleness: with the mode "bounded" the most rounds that it may be ahead of another process.
+        nonfinite: what becomes of updates if a contribution has NaN or infinity.
+        clock: what the beats say of this process's rounds, where its staleness is bounded; else None.
+        change: the last change of the job's consistency; None before the first.
+    """
 
     task: Task
+    servers: tuple[ParameterServer, ...]
+    consistency: Mode
+    backup_workers: int
+    staleness: int
+    clock: WorkerClock | None
+    nonfinite: Nonfinite = "apply"
+    change: Change | None = None
     timeouts: Timeouts
     number: int
     job: str
@@ -106,6 +207,18 @@ class LogCalls:
         """Makes a deadline: see `Session`."""
         raise NotImplementedError
 
+    def _begin(self, mode: Mode, backup_workers: int, staleness: int) -> None:
+        self.consistency, self.backup_workers, self.staleness = mode, backup_workers, staleness
+        self.clock = WorkerClock(len(self.servers)) if mode == "bounded" else None
+
+    def move(self, change: Change) -> bool:
+        """Makes rounds as a change says from now on; returns False where that was known."""
+        if self.change is not None and change.number <= self.change.number:
+            return False
+        self.change, self.nonfinite = change, change.nonfinite
+        self._begin(change.mode, change.backup_workers, change.staleness)
+        return True
+
     def await_job(self) -> None:
         """Waits until a chief has begun the job that this session belongs to; raises `ChiefLost` if none does."""
         deadline, entries = self.deadline(self.timeouts.start), list[LogEntry]()
@@ -123,6 +236,8 @@ class LogCalls:
             entries += watched.entries
             if holds_job(entries, self.incarnations, self.job):
                 self._take_copies(entries)
+                for change in changes_of(entries):
+                    self.move(change)
                 return
 
     def _follow(self, after: int, keeper: ParameterServer) -> Future[Watched]:

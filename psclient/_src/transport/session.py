@@ -23,7 +23,6 @@ from psclient._src.transport.lane_reader import LaneReader
 from psclient._src.transport.log_calls import LogCalls, Proposals
 from psclient._src.transport.patience import Deadline, Patience
 from psclient._src.transport.remote_server import RemoteServer
-from psclient._src.transport.worker_clock import WorkerClock
 from pswire.api import UNTIL_ENDED, UNTIL_GONE, Opened, ParameterServer, Watched
 from pswire.cluster import Task
 from pswire.encoding import protocol
@@ -59,7 +58,7 @@ class Session(LogCalls):
         replicas: number of local replicas; 0 for a chief that only drives.
         drives: True for a chief's session, which gets a fencing token.
         timeouts: time limits of the cluster.
-        consistency: the mode of this process's rounds; of no meaning where it drives.
+        consistency: the mode with which this process's rounds begin; of no meaning where it drives.
         job: the identity of its job.
         broken: called once with the error that ends the session.
         backup_workers: members without whose contributions its rounds may be made.
@@ -91,9 +90,7 @@ class Session(LogCalls):
         self.copied = copied
         self.replicas = replicas
         self.timeouts = timeouts or Timeouts()
-        self.consistency = consistency
-        self.backup_workers = backup_workers
-        self.staleness = staleness
+        self._begin(consistency, backup_workers, staleness)
         self.job = job
         self.number = 0
         self.token = 0
@@ -110,8 +107,6 @@ class Session(LogCalls):
         """Returns what this process has done, for the beats."""
         self.drive: Callable[[], object] = lambda: None
         """Told, again and again, that nobody drives the job, and that this process is to; does not wait."""
-        self.clock = WorkerClock(len(self.servers)) if consistency == "bounded" else None
-        """What the beats say of this process's rounds, where its staleness is bounded."""
         self.window = 1
         """The most rounds that may be under way at a time; the same for all processes of the job."""
         self._drives = drives
@@ -328,8 +323,9 @@ class Session(LogCalls):
     def beat_now(self, index: int, by_itself: bool = False) -> None:
         """Beats at a server; `by_itself` where the time has come, and nothing has happened."""
         with self._beating[index]:
-            clock = 0 if self.clock is None else self.clock.say(index, by_itself)
-            if self.servers[index].beat(self.number, *self.waits, self.pace(), clock):
+            clock = self.clock  # of now: it is another one after a change
+            said = 0 if clock is None else clock.say(index, by_itself)
+            if self.servers[index].beat(self.number, *self.waits, self.pace(), said):
                 self.drive()
 
     def end(self, error: PSError) -> None:
@@ -414,6 +410,10 @@ class Session(LogCalls):
     def check_closures(self) -> None:
         """Raises `ConfigError` if one of the servers knows no closures, which are to be run."""
         self._check_servers(protocol.check_closures)
+
+    def check_changes(self) -> None:
+        """Raises `ConfigError` if one of the servers knows no changes of consistency, of which one is to be made."""
+        self._check_servers(protocol.check_changes)
 
     def _check_servers(self, refuse: Callable[..., None], *what: str) -> None:
         for server in self.servers:

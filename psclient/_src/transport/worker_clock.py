@@ -35,6 +35,11 @@ class WorkerClock:
         with self._lock:
             self._idle = [count or 1 for count in self._idle]
 
+    def rest(self) -> None:
+        """Notes that the worker makes no rounds until others come to where it is: nobody is to wait for it."""
+        with self._lock:
+            self._idle = [BEATS + 1] * len(self._idle)
+
     def begin(self) -> bool:
         """Notes that the worker goes on; returns True if a server takes it to be at rest."""
         with self._lock:

@@ -1,0 +1,113 @@
+"""How updates of different workers relate: what goes together with what, and changes of it while a job runs."""
+
+from __future__ import annotations
+
+from psclient._src import context
+from psclient._src.options import Async, BoundedStaleness, Consistency, Sync
+from psclient._src.rounds.backend import RemoteBackend
+from pswire.cluster import TaskConfig
+from pswire.errors import ConfigError
+from pswire.model.changes import Change
+
+
+def check_deterministic(deterministic: bool, consistency: Consistency) -> None:
+    """Raises `ConfigError` where time would decide what is computed, and a user insists that it does not."""
+    if deterministic and consistency.backup_workers:
+        raise ConfigError(
+            "deterministic=True needs rounds of all workers, and with backup_workers the time decides whom a round has"
+            "; leave one of them out"
+        )
+    if deterministic and not isinstance(consistency, Sync):
+        raise ConfigError(
+            f"deterministic=True needs rounds that all workers make together, and {type(consistency).__name__} lets "
+            "each update come when it comes; take consistency=Sync(), or leave deterministic out"
+        )
+
+
+def check_copied(consistency: Consistency) -> None:
+    """Raises `ConfigError` where copies could come to differ."""
+    if consistency.mode != "whole":
+        raise ConfigError(
+            f"PS_REPLICATION=1 needs rounds that have the same contributions on all servers, and with {consistency} "
+            "each server decides alone; take consistency=ps.Sync(), or set PS_REPLICATION=0"
+        )
+
+
+def check_backup_workers(backup_workers: int, config: TaskConfig | None) -> None:
+    """Raises `ConfigError` where rounds would wait for nobody."""
+    workers = 1
+    if config is not None:
+        workers = len(config.cluster.tasks("worker")) + (config.task.job == "chief")
+    if backup_workers and backup_workers >= workers:
+        raise ConfigError(
+            f"backup_workers={backup_workers} needs more than {backup_workers} workers, and the cluster has {workers}; "
+            "give a smaller number, or leave backup_workers out"
+        )
+
+
+def consistency_of(change: Change) -> Consistency:
+    """Returns what a change has given to all processes of a job."""
+    if change.mode == "async":
+        return Async(change.nonfinite)
+    if change.mode == "bounded":
+        return BoundedStaleness(change.staleness, change.nonfinite)
+    return Sync(change.mode == "whole", change.nonfinite, change.backup_workers)
+
+
+def _change_to(consistency: Consistency) -> Change:
+    k = consistency.k if isinstance(consistency, BoundedStaleness) else 0
+    return Change(0, 0, consistency.mode, consistency.backup_workers, k, consistency.nonfinite)
+
+
+def check_place(backend: RemoteBackend, coordinates: bool) -> None:
+    """Raises what is wrong with the place of a call of `set_consistency`.
+
+    Args:
+        backend: the strategy's.
+        coordinates: True if this process schedules functions.
+
+    Raises:
+        RuntimeError: it is in a replica's or an update function, in `merge_call`, or amid a pass over a dataset.
+        ConfigError: the workers run what a coordinator schedules; a server knows no changes.
+    """
+    if context.in_merge_call() or (context.has_strategy() and not context.in_cross_replica_context()):
+        raise RuntimeError(
+            "set_consistency is called between rounds, in cross-replica context: call it outside of run, merge_call "
+            "and update"
+        )
+    group = backend.group
+    if coordinates or group.apart:
+        raise ConfigError(
+            "set_consistency is for workers that all run the script; those of a ClusterCoordinator run what it "
+            "schedules, each by itself, and stay asynchronous"
+        )
+    if (dataset := group.under_way) is not None:
+        raise RuntimeError(
+            f"set_consistency is called amid a pass over dataset {dataset}, whose batches are shared as its beginning "
+            "has it; change between two passes, or close the iterator before"
+        )
+    backend.exchange.session.check_changes()
+
+
+def change(backend: RemoteBackend, now: Consistency, consistency: Consistency) -> bool:
+    """Changes the consistency of a running job, with all its processes.
+
+    Args:
+        backend: the strategy's.
+        now: the consistency that it has, as far as this process knows.
+        consistency: the one that it is to have.
+
+    Returns:
+        Whether it was changed.
+    """
+    exchange = backend.exchange
+    backend.settle()  # what was recorded and sent so far belongs to the consistency of until now
+    exchange.group.settle_in()
+    change = exchange.session.change
+    if consistency == (now if change is None else consistency_of(change)):
+        return False
+    if not exchange.group.change(_change_to(consistency)):
+        return False
+    exchange.reads.begin_anew()
+    backend.reader.refresh()
+    return True

@@ -1,0 +1,126 @@
+"""How the processes of a job make rounds: the same way everywhere, from its beginning and from each change on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from psserver.effects import Effect
+from psserver.plans.round import Key
+from psserver.state.strands import Strand
+from pswire.cluster import Task
+from pswire.errors import ConfigError, Diverged, Fenced
+from pswire.model.changes import Change, change_of, words_of
+from pswire.model.log import Epoch, Member
+
+OLD = "ps.Sync(whole_rounds=False), or a version of paramserver that knows no whole rounds"
+"""Where it does not say backup workers or staleness, an older version is in the mode "sync"."""
+
+Asked = tuple[Member, str, int]
+"""A member, the join point at which it waits, and the oldest round that it waits for; -1 for none."""
+
+
+def as_all(opens: Member, others: Iterable[Member], epochs: Mapping[int, Epoch]) -> Member:
+    """Returns a process that opens its session as it makes rounds: as the job does by now.
+
+    Args:
+        opens: the process, with what its script began with.
+        others: those that are here.
+        epochs: of the job, by number.
+
+    Raises:
+        ConfigError: it begins with something else than the job did, and than what the job has now.
+    """
+    changed = any(change_of(epoch) is not None for epoch in epochs.values())
+    models = [epochs[number].members[0] for number in sorted(epochs) if epochs[number].members] if changed else []
+    if models:
+        first, now = models[0], models[-1]
+        if opens not in (opens.like(first), opens.like(now)):
+            raise ConfigError(
+                f"{opens.task} runs with {_consistency(opens)}, and the job began with {_consistency(first)} and has "
+                f"{_consistency(now)} by now; give every process of the job the consistency with which it began"
+            )
+        return opens.like(now)
+    for other in others:
+        if opens.task != other.task and opens != opens.like(other):
+            raise ConfigError(
+                f"{opens.task} runs with {_consistency(opens)}, and {other.task} with {_consistency(other)}; "
+                "give every process of the job the same consistency"
+            )
+    return opens
+
+
+def _consistency(member: Member) -> str:
+    """Returns what a process says to make its rounds so."""
+    return OLD if member.mode == "sync" else words_of(member.mode, member.backup_workers, member.staleness)
+
+
+def differing(asked: Sequence[Asked], epochs: Mapping[int, Epoch]) -> Diverged | None:
+    """Returns the error of members that do not come to one change at one place; None while nobody differs.
+
+    Where each makes rounds of its own only the value can differ: how many rounds are made before is nobody's business.
+
+    Args:
+        asked: all members that are here.
+        epochs: of the job, by number.
+    """
+    changes = [(member, Change.parse(join_point)) for member, join_point, _ in asked]
+    if not any(change for _, change in changes):
+        return None
+    made = sum(change_of(epoch) is not None for epoch in epochs.values())
+    found = [(member, change) for member, change in changes if change is not None and change.number == made]
+    if not found:
+        return None
+    first, change = found[0]
+    for member, other in found:
+        if not change.same(other):
+            return _diverged((first.task, f"calls {_call(change)}"), (member.task, f"{_call(other)}"))
+    for member, _, round in asked:
+        if not member.alone and round >= change.round:
+            calls = f"calls {_call(change)} before round {change.round}"
+            return _diverged((first.task, calls), (member.task, f"makes round {round} first"))
+    return None
+
+
+def _call(change: Change) -> str:
+    return f"set_consistency({change.said})"
+
+
+def _diverged(*does: tuple[Task, str]) -> Diverged:
+    told = ", and ".join(f"{task} {what}" for task, what in does)
+    return Diverged(
+        f"the processes do not run the same program: {told}. Every process must call set_consistency at the same place "
+        "of its program, with the same value"
+    )
+
+
+def left_out(before: Epoch | None, epoch: Epoch) -> set[int]:
+    """Returns the sessions that made rounds, and make none any more; none at a change, before which they are fenced."""
+    members = () if before is None or change_of(epoch) is not None else (*before.members, *before.leaving)
+    return {member.session for member in members if not epoch.takes_part(member.session)}
+
+
+def go_on(strands: dict[Key, Strand], before: Epoch | None, epoch: Epoch, running: object) -> list[Effect]:
+    """Strands go on from the round of a change, which all members make next; returns the effects.
+
+    What is open is of members that are gone: those who are here have all their answers. None of it is applied any more,
+    but for the round that runs.
+
+    Args:
+        strands: all strands.
+        before: the epoch before the change.
+        epoch: the one that begins with it.
+        running: the key of the strand whose round runs, and its number; None for none.
+    """
+    change, effects = change_of(epoch), list[Effect]()
+    if change is None:
+        return effects
+    for key, strand in strands.items():
+        for number in [number for number in strand.open if (key, number) != running]:
+            effects += strand.open.pop(number).fail(Fenced("the job changed its consistency without this process"))
+    turned = before is None or any(m.alone for m in before.members) != any(m.alone for m in epoch.members)
+    for key in (None, *(member.task for member in epoch.members)):
+        strand = strands.setdefault(key, Strand())
+        strand.last = max(strand.last, change.round - 1)
+        if turned:
+            strand.settled = epoch.start.positions if epoch.start else ()
+    return effects

@@ -1,0 +1,74 @@
+"""Changes of consistency: a join point that all members come to, and that says how they make rounds from there on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import cast, get_args
+
+from pswire.model.log import Epoch, Member, Mode
+from pswire.model.plan import Nonfinite
+
+_MODES, _NONFINITE = ("|".join(get_args(words)) for words in (Mode, Nonfinite))
+_FORM = re.compile(rf"change:(\d{{1,10}}):(\d{{1,18}}):({_MODES}):(\d{{1,10}}):(\d{{1,10}}):({_NONFINITE})", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another consistency for a job that runs.
+
+    Attributes:
+        number: the changes that the job has made before.
+        round: the next round of the process that asks for it; in an epoch the first round that is made so.
+        mode, backup_workers, staleness: as of `Member`.
+        nonfinite: what becomes of updates if a contribution has NaN or infinity.
+    """
+
+    number: int
+    round: int
+    mode: Mode
+    backup_workers: int = 0
+    staleness: int = 0
+    nonfinite: Nonfinite = "apply"
+
+    def __str__(self) -> str:
+        how = f"{self.mode}:{self.backup_workers}:{self.staleness}:{self.nonfinite}"
+        return f"change:{self.number}:{self.round}:{how}"
+
+    @classmethod
+    def parse(cls, join_point: str) -> Change | None:
+        """Returns what a join point says; None for another kind of join point."""
+        found = _FORM.fullmatch(join_point)
+        if found is None:
+            return None
+        number, round, mode, backup_workers, staleness, nonfinite = found.groups()
+        numbers = int(backup_workers), int(staleness)
+        return cls(int(number), int(round), cast(Mode, mode), *numbers, cast(Nonfinite, nonfinite))
+
+    def same(self, other: Change) -> bool:
+        """Returns whether another process asks for the same, wherever it is."""
+        return replace(self, round=0) == replace(other, round=0)
+
+    def moved(self, member: Member) -> Member:
+        """Returns a member as it makes rounds from this change on."""
+        return replace(member, mode=self.mode, backup_workers=self.backup_workers, staleness=self.staleness)
+
+    @property
+    def said(self) -> str:
+        """What a script says to have it, `ps.BoundedStaleness(2)`."""
+        return words_of(self.mode, self.backup_workers, self.staleness, self.nonfinite)
+
+
+def words_of(mode: Mode, backup_workers: int = 0, staleness: int = 0, nonfinite: Nonfinite = "apply") -> str:
+    """Returns what a script says for a consistency."""
+    name = {"async": "Async", "bounded": "BoundedStaleness"}.get(mode, "Sync")
+    given = [str(staleness)] if mode == "bounded" else []
+    given += ["whole_rounds=False"] if mode == "sync" else []
+    given += [f"nonfinite={nonfinite!r}"] if nonfinite != "apply" else []
+    given += [f"backup_workers={backup_workers}"] if backup_workers else []
+    return f"ps.{name}({', '.join(given)})"
+
+
+def change_of(epoch: Epoch) -> Change | None:
+    """Returns the change that an epoch begins with; None for an epoch of the same consistency as the one before."""
+    return Change.parse(epoch.join_point)

@@ -1,0 +1,317 @@
+"""A running job changes its consistency, as real processes: between rounds, with the same variables and sessions."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from psclient.psctl.job_view import view_of
+from psclient.psctl.observer import Looked
+from pstesting import InProcessCluster
+from pstesting.processes import CALM, PS0, W0, W1, W2, ProcessCluster
+from pstesting.script import ME, add_all, gate, say
+
+WORKERS = (W0, W1, W2)
+
+
+def phases(plan, slow):
+    """Makes rounds with one consistency after the other; digits of a sum count contributions by worker.
+
+    Each phase goes on up to a round of its own. Says what it reads after each change, which is the same for all, and
+    by which round it counts.
+    """
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v = ps.Variable(np.zeros(4), name="v")
+        u = ps.Variable(np.zeros(4), name="u")
+    mine = np.full(4, 1000.0**ME)
+    rounds = 0
+    for consistency, more in plan:
+        strategy.set_consistency(eval(consistency))
+        say("changed", [strategy.round, v.numpy().tolist(), u.numpy().tolist(), strategy.num_replicas_in_sync])
+        until = strategy.round + more + (slow if ME == 1 and "Sync" not in consistency else 0)
+        while strategy.round < until:
+            strategy.run(lambda: add_all([(v, mine), (u, mine)]))
+            rounds += 1
+    strategy.set_consistency(ps.Sync())
+    say("consistency", str(strategy.consistency))
+    say("rounds", rounds)
+    say("sums", [v.numpy().tolist(), u.numpy().tolist()])
+    gate("end")
+
+
+def total(*pushes):
+    """What both variables are after so many pushes of each worker."""
+    return [[sum(count * 1000.0**worker for worker, count in enumerate(pushes))] * 4] * 2
+
+
+ROAD = (
+    ("ps.Sync()", 5),
+    ("ps.Async()", 7),
+    ("ps.Sync()", 4),
+    ("ps.BoundedStaleness(2)", 6),
+    ("ps.BoundedStaleness(0)", 5),
+    ("ps.Sync(backup_workers=1)", 0),
+    ("ps.Async(nonfinite='skip')", 3),
+    ("ps.Sync(nonfinite='skip')", 5),
+)
+
+
+def test_each_contribution_counts_once_on_the_whole_road(tmp_path):
+    """From synchronous to asynchronous rounds and back, to staleness that is bounded, to another bound, and back."""
+    keys = {"ps": 2, "workers": 3, "chief": "driver", "gates": ["end"], "timeouts": CALM}
+    with ProcessCluster(phases, tmp_path, (ROAD, 0), **keys) as job:
+        for task in WORKERS:
+            job.hear(task, "consistency", str(ps.Sync()))
+            rounds = job.hear(task, "rounds")
+            assert rounds == sum(count for _, count in ROAD)
+            assert job.hear(task, "sums") == total(*[rounds] * 3)
+        told = [job.said(task, "changed") for task in WORKERS]
+        # Whoever reads after a change to synchronous rounds reads what all have pushed; and all count on together.
+        for place, (consistency, _) in enumerate(ROAD):
+            before = sum(count for _, count in ROAD[:place])
+            for each in told:
+                number, *values, replicas = each[place]
+                assert number == before
+                assert replicas == (3 if "Sync" in consistency else 1)
+                assert "Sync" not in consistency or values == total(*[before] * 3)
+        job.open("end")
+        job.finish()
+
+
+def test_workers_that_made_other_numbers_of_rounds_go_on_together(tmp_path):
+    """All have the number after the greatest one; the contributions of each count."""
+    road = (("ps.Sync()", 3), ("ps.Async()", 5), ("ps.Sync()", 2))
+    keys = {"ps": 2, "workers": 3, "chief": "none", "gates": ["end"], "timeouts": CALM}
+    with ProcessCluster(phases, tmp_path, (road, 6), **keys) as job:
+        for task in WORKERS:
+            assert job.hear(task, "rounds") == (16 if task == W1 else 10)
+            assert job.hear(task, "sums") == total(10, 16, 10)
+            assert [number for number, *_ in job.said(task, "changed")] == [0, 3, 14]
+        job.open("end")
+        job.finish()
+
+
+def passes(plan, dynamic):
+    """A pass over a dataset with each consistency, maybe with batches that are handed out; sums what all have seen."""
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        seen = ps.Variable(np.zeros(12, "int64"), name="seen", aggregation=ps.VariableAggregation.SUM)
+    dataset = ps.ArrayDataset(np.arange(12)).batch(4)
+    batches = strategy.experimental_distribute_dataset(dataset)
+    for consistency in plan:
+        strategy.set_consistency(eval(consistency))
+        if dynamic and not isinstance(strategy.consistency, ps.Sync):
+            options = ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC)
+            batches = strategy.experimental_distribute_dataset(dataset, options)
+        for batch in batches:
+            strategy.run(lambda batch: seen.assign_add(np.bincount(batch, minlength=12)), (batch,))
+        strategy.set_consistency(ps.Sync())
+        say("seen", seen.numpy().tolist())
+        batches = batches if not dynamic else strategy.experimental_distribute_dataset(dataset)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_each_pass_gives_each_example_once(tmp_path, dynamic):
+    """Whichever consistency it has: its batches are shared, or handed out, by the one of its beginning."""
+    plan = ("ps.Sync()", "ps.Async()", "ps.Sync()", "ps.BoundedStaleness(1)", "ps.Sync(backup_workers=1)")
+    keys = {"ps": 2, "workers": 2, "chief": "none", "timeouts": CALM}
+    with ProcessCluster(passes, tmp_path, (plan, dynamic), **keys) as job:
+        job.finish()
+        for task in (W0, W1):
+            assert job.said(task, "seen") == [[count + 1] * 12 for count in range(len(plan))]
+
+
+def differ(first, others):
+    """Worker 0 changes, and the others do something else in its place, or something after it."""
+    strategy = ps.ParameterServerStrategy(consistency=eval(first))
+    with strategy.scope():
+        v = ps.Variable(np.zeros(3), name="v")
+    strategy.run(lambda: add_all([(v, np.ones(3))]))
+    try:
+        if ME == 0:
+            strategy.set_consistency(ps.BoundedStaleness(1))
+        elif others == "another":
+            strategy.set_consistency(ps.BoundedStaleness(2))
+        else:
+            while True:
+                strategy.run(lambda: add_all([(v, np.ones(3))]))
+                v.numpy()
+                time.sleep(0.05)
+    except ps.errors.Diverged as error:
+        say("diverged", str(error))
+
+
+@pytest.mark.parametrize(
+    ("first", "others", "words"),
+    [
+        ("ps.Sync()", "another", ("ps.BoundedStaleness(1)", "ps.BoundedStaleness(2)", str(W0), str(W1))),
+        ("ps.Sync()", "rounds", ("ps.BoundedStaleness(1)", "before round 1", f"{W1} makes round 1")),
+        ("ps.Async()", "rounds", ("ps.BoundedStaleness(1)", "PS_TIMEOUT_ROUND", f"{W1} did not")),
+    ],
+)
+def test_who_does_not_make_the_change_is_named(tmp_path, first, others, words):
+    """In every process, and none hangs; who makes rounds of its own has as long as a round may take."""
+    timeouts = CALM if first == "ps.Sync()" else replace(CALM, lease=4.0, round=12.0)
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": timeouts}
+    with ProcessCluster(differ, tmp_path, (first, others), **keys) as job:
+        for task in (W0, W1):
+            said = job.hear(task, "diverged", seconds=90.0)
+            assert all(word in said for word in words), said
+
+
+def watched():
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v = ps.Variable(np.zeros(3), name="v")
+    for number, consistency in enumerate((ps.Sync(), ps.Async(), ps.BoundedStaleness(3), ps.Sync())):
+        strategy.set_consistency(consistency)
+        strategy.run(lambda: add_all([(v, np.ones(3))]))
+        v.numpy()
+        say("mode", number)
+        gate(f"look{number}")
+
+
+def test_people_see_the_consistency_of_now(tmp_path):
+    """In what `psctl status` says of the job, and of each task."""
+    keys = {
+        "ps": 1,
+        "workers": 1,
+        "chief": "driver",
+        "gates": [f"look{number}" for number in range(4)],
+        "timeouts": CALM,
+    }
+    with ProcessCluster(watched, tmp_path, **keys) as job, job.server(PS0) as server:
+        for number, (mode, staleness) in enumerate((("whole", 0), ("async", 0), ("bounded", 3), ("whole", 0))):
+            job.hear(W0, "mode", number)
+            view = view_of([Looked(PS0, server.address, server.status())])
+            assert (view.mode, view.staleness) == (mode, staleness)
+            assert [task.mode for task in view.tasks if not task.drives] == [mode]
+            job.open(f"look{number}")
+        job.finish()
+
+
+# ---- With one process ----
+
+
+@pytest.fixture
+def strategy():
+    """On a server of this process."""
+    with (
+        InProcessCluster(servers=2) as cluster,
+        ps.ParameterServerStrategy(cluster_resolver=cluster.resolver()) as made,
+    ):
+        yield made
+
+
+def test_a_change_is_made_between_rounds(strategy):
+    """Not in a replica's function, nor where replicas have met, nor amid a pass; afterwards it can be made."""
+    where = "between rounds, in cross-replica context"
+
+    def merges():
+        ps.get_replica_context().merge_call(lambda strategy: strategy.set_consistency(ps.Async()))
+
+    for function in (lambda: strategy.set_consistency(ps.Async()), merges):
+        with pytest.raises(RuntimeError, match=where):
+            strategy.run(function)
+    for _ in strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(4)).batch(2)):
+        with pytest.raises(RuntimeError, match=r"amid a pass over dataset 0.*between two passes"):
+            strategy.set_consistency(ps.Async())
+    with pytest.raises(TypeError, match="is no consistency"):
+        strategy.set_consistency("async")
+    with pytest.raises(ps.errors.ConfigError, match="backup_workers=1 needs more than 1"):
+        strategy.set_consistency(ps.Sync(backup_workers=1))
+    assert strategy.consistency == ps.Sync()
+    strategy.set_consistency(ps.Async())
+    with strategy.scope():
+        strategy.set_consistency(ps.BoundedStaleness(0))
+    assert strategy.consistency == ps.BoundedStaleness(0)
+
+
+def test_what_was_recorded_before_a_change_counts_before_it(strategy):
+    """A variable is created, assigned and read on either side of changes, as without them."""
+    with strategy.scope():
+        v = ps.Variable(np.zeros(3), name="v")
+        v.assign_add(np.ones(3))
+        strategy.set_consistency(ps.Async())
+        u = ps.Variable(np.zeros(3), name="u")
+        assert v.numpy().tolist() == [1.0] * 3
+        u.assign(v.read_value() + 1.0)
+    strategy.set_consistency(ps.Sync())
+    assert u.numpy().tolist() == [2.0] * 3
+    assert strategy.round >= 2
+
+
+def test_deterministic_jobs_stay_as_they_are():
+    """What time decides is refused, in words of a strategy's start."""
+    with ps.ParameterServerStrategy(deterministic=True) as strategy:
+        with pytest.raises(ps.errors.ConfigError, match="deterministic=True needs rounds that all workers make"):
+            strategy.set_consistency(ps.Async())
+        strategy.set_consistency(ps.Sync(nonfinite="skip"))
+
+
+def test_nonfinite_values_are_treated_as_the_change_says(strategy):
+    """An optimizer's step is not replayed as it was recorded before."""
+    with strategy.scope():
+        v = ps.Variable(np.zeros(2), name="v")
+        optimizer = ps.optimizers.SGD(1.0)
+
+    def step(value):
+        strategy.run(lambda: optimizer.apply_gradients([(np.array([value, 0.0]), v)]))
+        return v.numpy().tolist()
+
+    assert [step(-1.0), step(-1.0)] == [[1.0, 0.0], [2.0, 0.0]]
+    strategy.set_consistency(ps.Sync(nonfinite="skip"))
+    assert [step(np.nan), step(-1.0)] == [[2.0, 0.0], [3.0, 0.0]]
+    strategy.set_consistency(ps.Async(nonfinite="raise"))
+    with pytest.raises(ps.errors.NonfiniteError):
+        step(np.inf)
+    strategy.set_consistency(ps.Sync())
+    assert np.isnan(step(np.nan)[0])
+
+
+def test_batches_are_handed_out_to_asynchronous_workers_alone(strategy):
+    """A dataset of theirs says so where all make rounds together, and goes on where they do not."""
+    options = ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC)
+    dataset = ps.ArrayDataset(np.arange(4)).batch(2)
+    strategy.set_consistency(ps.Async())
+    batches = strategy.experimental_distribute_dataset(dataset, options)
+    assert len(list(batches)) == 2
+    strategy.set_consistency(ps.Sync())
+    with pytest.raises(RuntimeError, match="since set_consistency all make rounds together"):
+        list(batches)
+    with pytest.raises(ValueError, match="use AUTO"):
+        strategy.experimental_distribute_dataset(dataset, options)
+    strategy.set_consistency(ps.BoundedStaleness(1))
+    assert len(list(batches)) == 2
+
+
+def test_checkpoints_know_nothing_of_it(strategy, tmp_path):
+    """What was saved with one consistency is restored with another, before changes and after them."""
+    with strategy.scope():
+        v = ps.Variable(np.zeros(3), name="v")
+        checkpoint = ps.train.Checkpoint(v=v)
+    first = checkpoint.save("changed/ckpt")
+    strategy.run(lambda: add_all([(v, np.ones(3))]))
+    for consistency in (ps.Sync(), ps.Async(), ps.Sync(), ps.Async(), ps.BoundedStaleness(0), ps.Sync()):
+        strategy.set_consistency(consistency)
+        for _ in range(2):
+            strategy.run(lambda: add_all([(v, np.ones(3))]))
+            checkpoint.restore(first)
+            assert v.numpy().tolist() == [0.0] * 3
+    strategy.run(lambda: add_all([(v, np.ones(3))]))
+    strategy.set_consistency(ps.Async())
+    strategy.run(lambda: add_all([(v, np.ones(3))]))
+    path = checkpoint.save("changed/ckpt")
+    strategy.run(lambda: add_all([(v, np.ones(3))]))
+    strategy.set_consistency(ps.BoundedStaleness(1))
+    checkpoint.restore(path)
+    assert v.numpy().tolist() == [2.0] * 3
+    strategy.set_consistency(ps.Sync())
+    checkpoint.save("changed/ckpt")
+    strategy.run(lambda: add_all([(v, np.ones(3))]))
+    assert v.numpy().tolist() == [3.0] * 3

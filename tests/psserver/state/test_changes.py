@@ -1,0 +1,221 @@
+"""A change of consistency on a server: who asks for what, and where strands and clocks go on."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+
+from psserver.effects import Fail
+from psserver.plans.prepared import PreparedPlan
+from psserver.registry import Registry
+from psserver.state.rounds import Rounds
+from psserver.state.sessions import Membership
+from psserver.state.strands import Given
+from pswire.api import Contribution
+from pswire.cluster import Task
+from pswire.errors import ConfigError, Diverged, Fenced
+from pswire.model.changes import Change
+from pswire.model.log import Epoch, Member, Position, Start
+from pswire.model.tensor import TensorSpec
+from tests.support.rig import WORKERS, payload, reduce_only
+
+A, B, C = WORKERS[:3]
+PLAN = reduce_only(TensorSpec("int64", ()))
+MEMBERS = tuple(Member(task, place + 1, 1, "whole") for place, task in enumerate((A, B)))
+ASYNC, SYNC, BOUNDED = (Change(0, 7, mode, staleness=k) for mode, k in (("async", 0), ("whole", 0), ("bounded", 1)))
+
+
+def begins(number, change, members=MEMBERS, positions=(), made=0):
+    """The epoch of a change."""
+    start, here = Start(number, change.round, positions), str(replace(change, number=made))
+    return Epoch(number, tuple(map(change.moved, members)), here, start)
+
+
+@pytest.fixture
+def rounds():
+    """Two members whose rounds are made together."""
+    found = Rounds(lambda plan_id: "a section")
+    found.approve(PreparedPlan(PLAN, 0))
+    found.close_epoch(Epoch(1, MEMBERS, start=Start(1, 0)))
+    return found
+
+
+def push(rounds, session, round, epoch=1, previous=-1, positions=()):
+    """Pushes a number; returns the future."""
+    future = Future()
+    said = Contribution(session, epoch, round, PLAN.id, (1.0,), positions=positions, start=0, previous=previous)
+    for effect in rounds.push(said, payload(PLAN, 0, [1], (1.0,), ()), future, 0.0):
+        if isinstance(effect, Fail):
+            effect.future.set_exception(effect.error)
+    return future
+
+
+def run(rounds):
+    """Runs all rounds that can; returns the numbers, and who contributed."""
+    made = []
+    while (job := rounds.next_job()) is not None:
+        made.append((job.round, {part.member.task for part in job.parts}))
+        rounds.complete(job, Given())
+    return made
+
+
+def test_after_a_change_each_makes_rounds_of_its_own(rounds):
+    """From the round of the change on, though each has pushed others before."""
+    push(rounds, 1, 0), push(rounds, 2, 0)
+    assert run(rounds) == [(0, {A, B})]
+    rounds.close_epoch(begins(2, ASYNC))
+    assert rounds.last == 6
+    push(rounds, 1, 7, epoch=2, previous=0), push(rounds, 1, 8, epoch=2, previous=7)
+    assert run(rounds) == [(7, {A}), (8, {A})]
+    push(rounds, 2, 7, epoch=2, previous=0)
+    assert run(rounds) == [(7, {B})]
+
+
+def test_after_a_change_all_make_rounds_together(rounds):
+    """The next one waits for all, and its number is above all that any of them has made."""
+    rounds.close_epoch(begins(2, ASYNC))
+    push(rounds, 1, 7, epoch=2), push(rounds, 1, 8, epoch=2, previous=7), push(rounds, 2, 7, epoch=2)
+    assert len(run(rounds)) == 3
+    rounds.close_epoch(begins(3, replace(SYNC, round=9), made=1))
+    push(rounds, 1, 9, epoch=3, previous=8)
+    assert run(rounds) == []
+    push(rounds, 2, 9, epoch=3, previous=7)
+    assert run(rounds) == [(9, {A, B})]
+    assert rounds.last == 9
+
+
+def test_a_push_of_the_new_way_waits_until_the_change_is_known_here(rounds):
+    """The chief copies its log to one server after the other."""
+    early = push(rounds, 1, 7, epoch=2)
+    assert run(rounds) == []
+    assert not early.done()
+    rounds.close_epoch(begins(2, ASYNC))
+    assert run(rounds) == [(7, {A})]
+
+
+def test_what_is_sent_again_across_a_change_finds_its_record(rounds):
+    """It counts once: a contribution is named by its session, its epoch and its round."""
+    push(rounds, 1, 0), push(rounds, 2, 0)
+    run(rounds)
+    rounds.close_epoch(begins(2, ASYNC))
+    again = Contribution(1, 1, 0, PLAN.id, (1.0,), start=0)
+    assert rounds.recorded(again) is not None
+    assert rounds.recorded(replace(again, epoch=2, round=7)) is None
+
+
+def test_what_a_lost_member_left_open_is_never_applied(rounds):
+    """Nobody makes that round any more, and no later round is held up by it."""
+    left = push(rounds, 2, 0)
+    rounds.close_epoch(Epoch(2, MEMBERS[:1]))
+    effects = rounds.close_epoch(begins(3, ASYNC, MEMBERS[:1]))
+    assert [type(effect.error) for effect in effects if effect.future is left] == [Fenced]
+    push(rounds, 1, 7, epoch=3)
+    assert run(rounds) == [(7, {A})]
+    assert rounds.waiting() == ()
+
+
+def test_a_change_fences_nobody(rounds):
+    """Who was named in the epoch before, and waits to be taken in, goes on waiting."""
+    late = Member(C, 3, 1, "whole")
+    rounds.close_epoch(Epoch(2, (*MEMBERS, late), "dataset:0"))
+    rounds.close_epoch(begins(3, ASYNC))
+    rounds.check(late.session)
+    assert rounds.fenced == set()
+
+
+def test_all_clocks_count_from_a_change_on(rounds):
+    """From before its round; a change of the bound begins them anew."""
+    rounds.close_epoch(begins(2, BOUNDED))
+    assert (rounds.clocks.bound, dict(rounds.clocks.counted)) == (1, {1: 6, 2: 6})
+    push(rounds, 1, 7, epoch=2)
+    run(rounds)
+    assert not rounds.clocks.answers(1, 8)
+    assert rounds.clocks.answers(1, 7)
+    rounds.close_epoch(begins(3, replace(BOUNDED, round=9, staleness=3), made=1))
+    assert (rounds.clocks.bound, dict(rounds.clocks.counted)) == (3, {1: 8, 2: 8})
+
+
+def test_positions_go_over_with_a_change(rounds):
+    """Who comes back finds the datasets where they were, in the strand that counts by then."""
+    told = (Position(0, 1, 0),)
+    rounds.close_epoch(begins(2, ASYNC, positions=told))
+    assert [(place.round, place.positions) for place in rounds.places] == [(6, told)] * 2
+    further = (Position(0, 2, 0),)
+    push(rounds, 1, 7, epoch=2, positions=further)
+    run(rounds)
+    rounds.close_epoch(begins(3, replace(BOUNDED, round=8), positions=told, made=1))
+    assert rounds.places[0].positions == further  # each keeps its own where each has one
+    rounds.close_epoch(begins(4, replace(SYNC, round=9), positions=further, made=2))
+    assert rounds.positions == further
+
+
+# ---- Who asks for what ----
+
+
+class Here:
+    """Members with open sessions, and the epochs of their job."""
+
+    def __init__(self, mode="whole"):
+        self.epochs = {}
+        self.members = Membership(
+            Registry(Task("ps", 0), 8), 10.0, epoch=lambda: self.epochs.get(1), epochs=lambda: self.epochs
+        )
+        self.a, self.b = (self.members.open(task, 1, False, 0, 0.0, mode)[0] for task in (A, B))
+        self.epochs[1] = Epoch(1, (Member(A, self.a, 1, mode), Member(B, self.b, 1, mode)))
+
+    def beat(self, number, round):
+        self.members.check(number)
+        self.members.beat(number, (round, b"p"), 0.0, lambda plan_id: "a section")
+
+
+def test_members_that_ask_for_other_changes_are_both_named():
+    """All of them end, and know what each has called."""
+    here = Here("async")
+    here.members.enter(here.a, str(SYNC))
+    here.members.enter(here.b, str(replace(SYNC, round=30)))  # each counts its own rounds
+    here.members.check(here.b)
+    here.members.enter(here.b, str(replace(SYNC, nonfinite="skip")))
+    with pytest.raises(Diverged, match=r"task:0 calls set_consistency\(ps.Sync\(\)\), and .*nonfinite='skip'"):
+        here.members.check(here.a)
+
+
+@pytest.mark.parametrize("first", ["the change", "the round"])
+def test_a_synchronous_member_that_makes_a_round_in_place_of_a_change_is_named(first):
+    """Whichever is there first; one that has rounds of before left is waited for."""
+    here = Here()
+    here.beat(here.b, 6)
+    steps = [lambda: here.members.enter(here.a, str(ASYNC)), lambda: here.beat(here.b, 7)]
+    steps[first == "the round"]()
+    here.members.check(here.b)
+    steps[first == "the change"]()
+    with pytest.raises(Diverged, match=r"task:0 calls set_consistency\(ps.Async\(\)\) before round 7, and .* makes"):
+        here.members.check(here.b)
+
+
+def test_a_change_that_was_made_is_compared_with_nothing():
+    """A word that comes again says what was."""
+    here = Here()
+    here.members.enter(here.a, str(ASYNC))
+    here.epochs[2] = begins(2, ASYNC, here.epochs[1].members)
+    here.members.move(here.epochs[2].members[0])
+    here.members.enter(here.b, str(replace(ASYNC, number=1, mode="whole")))
+    here.members.enter(here.a, str(ASYNC))
+    here.members.check(here.a)
+    here.members.check(here.b)
+
+
+def test_who_comes_back_has_what_the_job_has_by_now():
+    """Its script begins with what the job began with, or with what it has now; nothing else is taken."""
+    here = Here()
+    here.epochs[2] = begins(2, BOUNDED, here.epochs[1].members)
+    here.members.move(here.epochs[2].members[0])
+    here.members.leave(here.b, "killed")
+    for how in (("whole",), ("bounded", "", 0, 0, 0, 1)):
+        number, _ = here.members.open(B, 1, False, 0, 0.0, *how)
+        state = next(each for each in here.members.states(0.0) if each.member.session == number)
+        assert (state.member.mode, state.member.staleness) == ("bounded", 1)
+        here.members.leave(number, "killed")
+    with pytest.raises(ConfigError, match=r"Async\(\), and the job began with ps.Sync\(\) and has ps.BoundedStale.*1"):
+        here.members.open(B, 1, False, 0, 0.0, "async")
