@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from pstesting.processes import QUICK, W0, W1, W2, ProcessCluster
+from pstesting import faults
+from pstesting.faults import Faults
+from pstesting.processes import CHIEF, QUICK, W0, W1, W2, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
 
 WORKERS = (W0, W1, W2)
@@ -101,3 +103,95 @@ def test_a_worker_that_is_killed_in_a_change_comes_back(tmp_path, stop, early):
 def test_a_worker_that_is_killed_in_a_change_comes_back_at_other_times(tmp_path, stop, early):
     """The same."""
     check_road(tmp_path, stop, early)
+
+
+def test_the_chief_is_killed_in_a_change(tmp_path):
+    """Who drives in its place finds in the sessions who has asked for what, and makes the change."""
+    gates = ["go", "on", "end"]
+    keys = {"ps": 2, "workers": 3, "chief": "driver", "gates": gates, "timeouts": QUICK}
+    with ProcessCluster(road, tmp_path, (ROAD, 2), **keys) as job:
+        job.hear_error(W2, f"waits for {W1} in set_consistency({ROAD[2][0]})")
+        job.kill(CHIEF)
+        job.open("go")
+        job.open("on")
+        sums = [job.hear(task, "sums") for task in WORKERS]
+        assert sums == [expected(job)] * 3
+        job.open("end")
+
+
+def hammered(rates, turns):
+    """Goes from one consistency to another again and again, while the network loses and repeats what it likes."""
+    network = Faults(11 + ME, rates)
+    faults.use(network)
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v = ps.Variable(np.zeros(4), name="v")
+        u = ps.Variable(np.zeros(4), name="u")
+    mine, wrong, made = np.full(4, 1000.0**ME), [], 0
+    for turn in range(turns):
+        kinds = ps.Sync(), ps.Async(), ps.Sync(nonfinite="skip"), ps.BoundedStaleness(1)
+        consistency = kinds[turn % 4]
+        strategy.set_consistency(consistency)
+        total = made * sum(1000.0**worker for worker in range(3))
+        if isinstance(consistency, ps.Sync) and {*v.numpy().tolist(), *u.numpy().tolist()} != {total}:
+            wrong.append([turn, total, v.numpy().tolist(), u.numpy().tolist()])
+        until = strategy.round + 2
+        while strategy.round < until:
+            strategy.run(lambda: add_all([(v, mine), (u, mine)]))
+            made += 1
+    say("wrong", wrong)
+    say("made", made)
+    say("faults", network.counts)
+
+
+ALL = {"drop": 0.1, "cut": 0.05, "repeat": 0.05, "twice": 0.05, "late": 0.05, "lose": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("rates", "turns"), [(ALL, 9), pytest.param({k: 2 * v for k, v in ALL.items()}, 41, marks=pytest.mark.soak)]
+)
+def test_each_contribution_counts_once_whatever_the_network_does(tmp_path, rates, turns):
+    """Also what is asked again, and heard late, of a change."""
+    with ProcessCluster(hammered, tmp_path, (rates, turns), ps=2, workers=3) as job:
+        for task in WORKERS:
+            assert job.hear(task, "wrong") == []
+            assert job.hear(task, "made") == 2 * turns
+        job.finish()
+
+
+def pushes(elements):
+    """The second push of worker 2 is whole on one server, and begins on the other; the others call for a change."""
+    stalls = []
+    if ME == 2:
+        faults.use(faults.Stall(lambda: bool(stalls), lambda: (say("stalled"), gate("never"))), only=1)
+    strategy = ps.ParameterServerStrategy(consistency=ps.Async())
+    with strategy.scope():
+        v = ps.Variable(np.zeros(elements), name="v")
+        u = ps.Variable(np.zeros(elements), name="u")
+    mine = np.full(elements, 1000.0**ME)
+
+    def say_values(what):
+        say(what, [sorted({*variable.numpy().tolist()}) for variable in (v, u)])
+
+    for _ in range(2):
+        strategy.run(lambda: add_all([(v, mine), (u, mine)]))
+        v.numpy()
+        stalls.append(ME)
+    strategy.set_consistency(ps.Sync())
+    say_values("before")
+    strategy.run(lambda: add_all([(v, mine), (u, mine)]))
+    say_values("after")
+    gate("end")
+
+
+def test_a_push_of_a_lost_worker_counts_where_it_was_whole_before_a_change(tmp_path):
+    """And never later: what the others read after the change stays as it is, until they push."""
+    keys = {"ps": 2, "workers": 3, "chief": "driver", "gates": ["never", "end"], "timeouts": QUICK}
+    with ProcessCluster(pushes, tmp_path, (1_000_000,), **keys) as job:
+        job.hear(W2, "stalled")
+        job.hear_error(W0, f"waits for {W2}")
+        job.kill(W2)
+        for task in (W0, W1):
+            assert job.hear(task, "before") == [[2_002_002.0], [1_002_002.0]]
+            assert job.hear(task, "after") == [[2_003_003.0], [1_003_003.0]]
+        job.open("end")
