@@ -180,14 +180,12 @@ class Log:
     def _take_back(self, back: Return) -> list[Effect]:
         """Goes on with a server that was gone, which has its variables again; raises nothing."""
         self._store.gone.pop(back.server, None)
-        lives = list(self.incarnations)
-        lives[back.server] = back.incarnation
-        self.incarnations = tuple(lives)
+        self.incarnations = back.among(self.incarnations)
         self.keeps = self._store.leads(range(self.servers))
         if back.server != self._store.server:
             self._rounds.votes.take_back(back.server, back.round - 1)
         elif not self.away:
-            self._rounds.begin_at(back.round)
+            self._rounds.last = self._rounds.strands[None].last = back.round - 1  # the others have made what was before
             log.info("%s is back, and takes part from round %d on", self._store.task, back.round)
         return self._introduce()
 

@@ -129,10 +129,6 @@ class Rounds:
             self._try(push)
         return self._take_effects()
 
-    def begin_at(self, round: int) -> None:
-        """This server takes part from a round on: those before it were made without it."""
-        self.last = self.strands[None].last = round - 1
-
     def check(self, session: int) -> None:
         """Raises `Fenced` for a session that an epoch has left out."""
         if session in self.fenced:

@@ -118,6 +118,10 @@ class Return:
     ready: bool = False
     round: int = 0
 
+    def among(self, incarnations: Sequence[int]) -> tuple[int, ...]:
+        """Returns the lives of all servers once it is ready; `incarnations` are those before."""
+        return tuple(self.incarnation if n == self.server else life for n, life in enumerate(incarnations))
+
 
 @dataclass(frozen=True)
 class Epoch:
@@ -295,19 +299,19 @@ def holds_job(entries: Iterable[LogEntry], incarnations: Sequence[int], name: st
             the one before may be among them.
         name: the job's identity.
     """
-    lives: list[int] = []
+    lives: tuple[int, ...] = ()
     found = False
     for entry in entries:
         match entry:
             case JobStarted():
-                lives, found = list(entry.incarnations), False
+                lives, found = entry.incarnations, False
                 if entry.name != name:
                     return False
             case EpochClosed(epoch=Epoch(returns=Return(ready=True) as back)):
-                lives[back.server] = back.incarnation
+                lives = back.among(lives)
             case Done() | Lost():
                 return False
-        found = found or (bool(lives) and lives == list(incarnations))
+        found = found or (bool(lives) and lives == tuple(incarnations))
     return found
 
 

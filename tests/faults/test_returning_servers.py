@@ -97,6 +97,7 @@ def test_servers_are_started_anew_one_after_the_other(tmp_path):
             job.kill(server, signal.SIGTERM)
             for task in (CHIEF, W0, W1):
                 job.hear_error(task, f"goes on without {server}")
+            assert job.exited(server) == 0  # it has said so before, and listens until then
             job.start(server)
             for task in (CHIEF, W0, W1):
                 job.hear_error(task, f"goes on with {server}, which is back")

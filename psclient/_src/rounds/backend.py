@@ -76,11 +76,12 @@ class RemoteBackend:
         self.exchange = self._exchange = exchange
         self._reads, self._creation = exchange.reads, exchange.creation
         self.reader = VariableReader(exchange, self)
-        was_restored, check = exchange.creation.was_restored, exchange.session.check_compression
-        self.residuals = Residuals(exchange.group, self, was_restored, check)
+        self.residuals = Residuals(
+            exchange.group, self, self._creation.was_restored, exchange.session.check_compression
+        )
         self.compress = self.residuals.compress
         self.checkpoints = ServerCheckpoints(exchange, self._order_snapshot, self.residuals)
-        self.group.departure.hand_over = self._hand_over
+        self.group.departure.hand_over = self._order_snapshot
         self._placement = placement
         exchange.session.nonfinite = nonfinite
         self._host_buffers = HostBuffers()
@@ -88,8 +89,7 @@ class RemoteBackend:
         self._section: Section | None = None
         self._before: list[tuple[Cell, AnyArray]] | None = None
         """In a run that may have to be made again: the replicas' copies of variables as they were before it."""
-        self._closed = False
-        self._together = False
+        self._closed = self._together = False
         """True while updates are recorded that are of one round; of the thread that records."""
 
     @property
@@ -359,21 +359,18 @@ class RemoteBackend:
         log.info("%s was taken in by its first step, which is computed again with the values of now", self._task)
         return replicas()
 
-    def _order_snapshot(self, path: str, state: str) -> bytes:
-        """Ends the open section with a checkpoint; servers are writing it when this returns its plan's id."""
-        _save_copies(self._copies)
-        self.residuals.save(lambda local, to: self.reduce([(local, to)])[0])
+    def _order_snapshot(self, path: str, state: str = "", returns: int = 0) -> bytes:
+        """Ends the open section with a checkpoint; servers are writing it when this returns its plan's id.
+
+        With the number of an epoch it is of what a server held that comes back by it, as the servers have it.
+        """
+        if not returns:
+            _save_copies(self._copies)
+            self.residuals.save(lambda local, to: self.reduce([(local, to)])[0])
         self._exchange.window.settle()  # It is of the values that all rounds before it have left.
         section = self.section_here
-        section.order_snapshot(path, self.group.round, state)
+        section.order_snapshot(path, self.group.round, state, returns)
         return self._send(section).id
-
-    def _hand_over(self, path: str, epoch: int) -> None:
-        """Ends the open section with a checkpoint of what a server held that comes back by an epoch."""
-        self._exchange.window.settle()
-        section = self.section_here
-        section.order_snapshot(path, self.group.round, "", epoch)
-        self._send(section)
 
     def drop(self) -> None:
         """Forgets the calling thread's open section: what recorded it failed."""

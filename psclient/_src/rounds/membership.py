@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from psclient._src.data.progress import Pass, Progress
 from psclient._src.devices import Device
+from psclient._src.processes.departure import Departure
 from psclient._src.processes.sigterm import NOTICE, Notice
 from psclient._src.transport.chunk_calls import ChunkCalls
 from psclient._src.transport.log_calls import JobNews
@@ -26,61 +28,12 @@ from pswire.api import ParameterServer, Watched
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, PSError, RoundTimeout, ServerLost
 from pswire.model.changes import Change, change_of
-from pswire.model.log import ALONE, STEP, Epoch, Examples, Member, Return, Snapshotted, Start
+from pswire.model.log import ALONE, STEP, Epoch, Examples, Member, Snapshotted, Start
 from pswire.telemetry import logging_setup
 
 log = logging.getLogger("psclient")
 
-
-class Departure:
-    """How this process lets others leave, and leaves itself. Used by the thread that runs cross-replica code.
-
-    Args:
-        session: this process's session.
-        notice: whether this process was told to end.
-
-    Attributes:
-        notice: the same.
-        save: saves a checkpoint, as all members do at the same place; called before some of them leave.
-        hand_over: saves at a path, with the number of an epoch, what a server held that comes back by it.
-    """
-
-    def __init__(self, session: Session, notice: Notice) -> None:
-        self.notice = notice
-        self.save: Callable[[], object] = lambda: None
-        self.hand_over: Callable[[str, int], object] = lambda path, epoch: None
-        self._session = session
-        self._saved_for = 0  # the epoch that has ordered the last of these
-
-    def save_for(self, epoch: Epoch) -> None:
-        """Before an epoch is taken in: saves the checkpoint that it tells of, once."""
-        if epoch.save > self._saved_for:
-            self._saved_for = epoch.save
-            self.save()
-
-    def look(self, epoch: Epoch | None, alone: bool) -> None:
-        """Where a step begins: ends this process if it is to leave.
-
-        Args:
-            epoch: the newest that it has taken in; None before it takes part.
-            alone: True if it makes rounds of its own: nobody has to know where it leaves.
-
-        Raises:
-            Leaving: it leaves.
-        """
-        notice, session = self.notice, self._session
-        if epoch is not None and not alone and epoch.session(session.number) is None:
-            log.info("%s leaves, as it was told to end", session.task)
-            notice.leave()
-        if not notice.leaving:
-            return
-        if alone or epoch is None:
-            if alone and notice.saves:
-                self.save()
-            notice.leave()
-        if notice.late:
-            log.warning("%s leaves without a word from the chief: what it was dealt next nobody has", session.task)
-            notice.leave()
+T = TypeVar("T")
 
 
 class Follower(Progress):
@@ -89,15 +42,21 @@ class Follower(Progress):
     Args:
         session: this process's session, open.
         replicas: number of local replicas.
+        notice: whether this process was told to end.
     """
 
-    def __init__(self, session: Session, replicas: int) -> None:
+    def __init__(self, session: Session, replicas: int, notice: Notice) -> None:
         super().__init__(replicas)
         self.session = session
+        self.departure = Departure(session.task, session.number, notice)
         self._news = JobNews()
 
     def _told(self) -> None:
         """News have come."""
+        raise NotImplementedError
+
+    def _take_in(self, epoch: Epoch) -> None:
+        """Goes on by a newer epoch."""
         raise NotImplementedError
 
     def snapshotted(self, plan_id: bytes, deadline: Deadline) -> Snapshotted:
@@ -124,19 +83,21 @@ class Follower(Progress):
         ask = partial(_watch, session.number, self._news.followed)
         self._take(session.ask_keeper(ask, deadline, late, word))
 
-    def _await_return(self, back: Return) -> Epoch:
-        """Waits for news of a server that comes back, to which all members have handed over what it held.
+    def _await_return(self, epoch: Epoch) -> None:
+        """Where an epoch tells of a server that comes back: hands over what it held, as all members do, and waits.
 
-        Returns the newest epoch: the next round is made with that server, or, if it could not be taken back, without.
+        The next round is made with it, or, if it could not be taken back, without.
         """
-        session, task = self.session, Task("ps", back.server)
-
-        def late() -> RoundTimeout:
-            return RoundTimeout(f"{session.task} waited too long for {task} to come back; is the chief running?")
-
-        deadline = session.deadline(session.timeouts.round)
-        self._follow(deadline, late, lambda: f"waits for {task}, which comes back, to read its variables")
-        return self._news.newest
+        if epoch.awaited is not None:
+            self.departure.hand_over(f"handover/{epoch.awaited.incarnation:016x}", "", epoch.awaited.epoch)
+        session, deadline = self.session, self.session.deadline(self.session.timeouts.round)
+        while (back := epoch.awaited) is not None:
+            task = Task("ps", back.server)
+            late = RoundTimeout(f"{session.task} waited too long for {task} to come back; is the chief running?")
+            word = f"waits for {task}, which comes back, to read its variables"
+            self._follow(deadline, partial(_constant, late), partial(_constant, word))
+            epoch = self._news.newest
+            self._take_in(epoch)
 
     def _take_back(self, epoch: Epoch) -> None:
         """Goes on with the servers that are back by an epoch that was taken in, or an earlier one."""
@@ -169,7 +130,7 @@ class Group(Follower):
     def __init__(
         self, session: Session, devices: tuple[Device, ...], expected: Sequence[Task] = (), notice: Notice = NOTICE
     ) -> None:
-        super().__init__(session, len(devices))
+        super().__init__(session, len(devices), notice)
         self.devices = devices
         self._be_as_all()
         self.round = 0
@@ -186,7 +147,6 @@ class Group(Follower):
         """The last result of `slice`; None before its first call."""
         self.settle: Callable[[], object] = lambda: None
         """Takes in the answers of all rounds of this process; called where the program comes to a batch."""
-        self.departure = Departure(session, notice)
         self._expected = tuple(expected)
         self._awaits = partial(_late, session.task, self._expected), partial(_word, session, self._expected)
         logging_setup.follow(lambda: (self.round, session.number))
@@ -383,10 +343,7 @@ class Group(Follower):
         if (epoch := self.due(STEP)) is not None:
             self.departure.save_for(epoch)
             self._take_in(epoch)
-            if epoch.awaited is not None:
-                self.departure.hand_over(f"handover/{epoch.awaited.incarnation:016x}", epoch.awaited.epoch)
-                while self.epoch is not None and self.epoch.awaited is not None:
-                    self._take_in(self._await_return(self.epoch.awaited))
+            self._await_return(epoch)
         self.departure.look(self.epoch, self.alone)
 
     def sent(self, trains: bool = False) -> Pass | None:
@@ -552,6 +509,10 @@ class Group(Follower):
                 log.info("%s takes part from round %d, epoch %d", self.session.task, self.round, number)
                 return True
         return False
+
+
+def _constant(value: T) -> T:
+    return value
 
 
 def _late(task: Task, expected: Sequence[Task]) -> RoundTimeout:

@@ -155,6 +155,12 @@ class Hosting:
         news.set_result(None)
         return True
 
+    def check(self, refuse: Callable[..., None], *what: str) -> None:
+        """Raises `ConfigError` if one of the servers does not know what is needed; as `RemoteServer.check`."""
+        for server in self._servers:
+            if isinstance(server, RemoteServer):
+                server.check(refuse, *what)
+
     @property
     def suspected(self) -> list[Future[None]]:
         """What is answered with the next suspect."""

@@ -183,8 +183,9 @@ class RemoteServer(QueueCalls):
 
     def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> bool:
         """Implements `ParameterServer.beat`."""
-        told = messages.PACE.to_pb(pace)
-        said = pb.BeatRequest(session=session, round=round, plan_id=plan_id, pace=told, clock=clock)
+        said = pb.BeatRequest(
+            session=session, round=round, plan_id=plan_id, pace=messages.PACE.to_pb(pace), clock=clock
+        )
         reply = parse(pb.BeatReply, self._ask("Beat", said))
         if lanes := self._lanes.get(session):
             lanes.beat_answered()
@@ -238,8 +239,7 @@ class RemoteServer(QueueCalls):
             refuse: one of `pswire.encoding.protocol`, such as `check_tables`.
             what: its arguments between the server's number and the names of both ends.
         """
-        number, ours = self._spoken
-        refuse(number, *what, str(self.task), ours)
+        refuse(self._spoken[0], *what, str(self.task), self._spoken[1])
 
     def _create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
         whole = CreateBatchReply(0)
@@ -357,19 +357,19 @@ class RemoteServer(QueueCalls):
 
     def lane(self, session: int) -> Lane | None:
         """Returns the lane that a session's calls go on now; None for gRPC."""
-        lanes = self._lanes.get(session)
-        return lanes.lane if lanes else None
+        return self._lanes[session].lane if session in self._lanes else None
 
     def snapshot(self, token: int, plan_id: bytes, manifest: str) -> Future[Shard]:
         """Implements `ParameterServer.snapshot`."""
         request = pb.SnapshotRequest(token=token, plan_id=plan_id, manifest=manifest)
-        ask = partial(self._ask, "Snapshot", request)
-        return self._threads.submit(lambda: messages.SHARD.from_pb(parse(pb.SnapshotReply, ask())))
+        return self._threads.submit(
+            lambda: messages.SHARD.from_pb(parse(pb.SnapshotReply, self._ask("Snapshot", request)))
+        )
 
     def restore(self, session: int, path: str, turn: Turn, order: RestoreOrder = ALL) -> Future[RestoreReply]:
         """Implements `ParameterServer.restore`."""
-        said = messages.ORDER.to_pb(order)
-        request = pb.RestoreRequest(session=session, path=path, turn=messages.TURN.to_pb(turn), order=said)
+        turn_said, said = messages.TURN.to_pb(turn), messages.ORDER.to_pb(order)
+        request = pb.RestoreRequest(session=session, path=path, turn=turn_said, order=said)
         ask = partial(self._ask, "Restore", request)
         return self._threads.submit(lambda: messages.RESTORED.from_pb(parse(pb.RestoreReply, ask())))
 
@@ -379,8 +379,7 @@ class RemoteServer(QueueCalls):
 
     def recent(self) -> tuple[Happened, ...]:
         """As `ParameterServer.recent`."""
-        m = parse(pb.RecentReply, self._ask("Recent", pb.Empty()))
-        return tuple(map(messages.HAPPENED.from_pb, m.recent))
+        return tuple(map(messages.HAPPENED.from_pb, parse(pb.RecentReply, self._ask("Recent", pb.Empty())).recent))
 
     # ---- The end ----
 
@@ -392,10 +391,7 @@ class RemoteServer(QueueCalls):
 
     def begin_anew(self) -> None:
         """Takes back what `fail` was told: another life of the server is to be found there."""
-        for lanes in self._lanes.values():
-            lanes.close("the server is another process")
         self._lanes.clear()
-        self._singly = None
         self._attempts.begin_anew()
         self._calls.begin_anew()
 

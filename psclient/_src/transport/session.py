@@ -261,16 +261,11 @@ class Session(LogCalls):
             back: which, and its new life.
             times: how often it was lost before.
         """
-        opened = self.hosting.take_back(
-            back.server, times, partial(self._open_at, self.servers[back.server], self.number)
-        )
-        if opened is None:
-            return
-        lives = list(self.incarnations)
-        lives[back.server] = back.incarnation
-        self.incarnations = tuple(lives)
-        self._start_beating(back.server)
-        self._hold(back.server)
+        server = back.server
+        if self.hosting.take_back(server, times, partial(self._open_at, self.servers[server], self.number)) is not None:
+            self.incarnations = back.among(self.incarnations)
+            self._start_beating(server)
+            self._hold(server)
 
     def leave(self, error: str = "") -> str:
         """Ends the session; a clean end tells the chief that this process has done its part.
@@ -307,11 +302,9 @@ class Session(LogCalls):
     def _beat(self, index: int) -> None:
         while True:
             woken = self.wakes[index].wait(self.timeouts.beat)
-            if self._ended.is_set():
+            if self._ended.is_set() or index in self.hosting.gone:
                 return
             self.wakes[index].clear()
-            if index in self.hosting.gone:
-                return
             try:
                 self.beat_now(index, not woken)
                 self._patience.heard(index)
@@ -401,24 +394,19 @@ class Session(LogCalls):
 
     def check_tables(self, table: str) -> None:
         """Raises `ConfigError` if one of the servers knows no dynamic tables, of which one is to be created."""
-        self._check_servers(protocol.check_tables, table)
+        self.hosting.check(protocol.check_tables, table)
 
     def check_compression(self, variable: str) -> None:
         """Raises `ConfigError` if one of the servers takes what is compressed for a variable for what is not."""
-        self._check_servers(protocol.check_compression, variable)
+        self.hosting.check(protocol.check_compression, variable)
 
     def check_closures(self) -> None:
         """Raises `ConfigError` if one of the servers knows no closures, which are to be run."""
-        self._check_servers(protocol.check_closures)
+        self.hosting.check(protocol.check_closures)
 
     def check_changes(self) -> None:
         """Raises `ConfigError` if one of the servers knows no changes of consistency, of which one is to be made."""
-        self._check_servers(protocol.check_changes)
-
-    def _check_servers(self, refuse: Callable[..., None], *what: str) -> None:
-        for server in self.servers:
-            if isinstance(server, RemoteServer):
-                server.check(refuse, *what)
+        self.hosting.check(protocol.check_changes)
 
     def lane(self, index: int) -> Lane | None:
         """Returns the lane to a server, by its number; None for gRPC."""

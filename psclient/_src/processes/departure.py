@@ -1,0 +1,63 @@
+"""How a worker that was told to end leaves its job, and what it does where others leave or a server comes back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from psclient._src.processes.sigterm import Notice
+from pswire.cluster import Task
+from pswire.model.log import Epoch
+
+log = logging.getLogger("psclient")
+
+
+class Departure:
+    """How this process lets others leave, and leaves itself. Used by the thread that runs cross-replica code.
+
+    Args:
+        task, session: this process's task, and the number of its session.
+        notice: whether this process was told to end.
+
+    Attributes:
+        notice: the same.
+        save: saves a checkpoint, as all members do at the same place; called before some of them leave.
+        hand_over: saves at a path, with a state and the number of an epoch, what a server held that comes back by it.
+    """
+
+    def __init__(self, task: Task, session: int, notice: Notice) -> None:
+        self.notice = notice
+        self.save: Callable[[], object] = lambda: None
+        self.hand_over: Callable[[str, str, int], object] = lambda path, state, epoch: None
+        self._task, self._session = task, session
+        self._saved_for = 0  # the epoch that has ordered the last of these
+
+    def save_for(self, epoch: Epoch) -> None:
+        """Before an epoch is taken in: saves the checkpoint that it tells of, once."""
+        if epoch.save > self._saved_for:
+            self._saved_for = epoch.save
+            self.save()
+
+    def look(self, epoch: Epoch | None, alone: bool) -> None:
+        """Where a step begins: ends this process if it is to leave.
+
+        Args:
+            epoch: the newest that it has taken in; None before it takes part.
+            alone: True if it makes rounds of its own: nobody has to know where it leaves.
+
+        Raises:
+            Leaving: it leaves.
+        """
+        notice = self.notice
+        if epoch is not None and not alone and epoch.session(self._session) is None:
+            log.info("%s leaves, as it was told to end", self._task)
+            notice.leave()
+        if not notice.leaving:
+            return
+        if alone or epoch is None:
+            if alone and notice.saves:
+                self.save()
+            notice.leave()
+        if notice.late:
+            log.warning("%s leaves without a word from the chief: what it was dealt next nobody has", self._task)
+            notice.leave()
