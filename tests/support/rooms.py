@@ -85,7 +85,7 @@ ROOMS = {
         _room("psclient._src", 3, "pswire wire.model wire.security wire.telemetry wire.transport"),
         _room("src.cluster_resolver", 4, "pswire psclient._src"),
         _room("src.data", 4, "pswire wire.model psclient._src"),
-        _room("src.processes", 4, "pswire wire.security wire.telemetry psclient._src"),
+        _room("src.processes", 4, "pswire wire.model wire.security wire.telemetry psclient._src"),
         _room("src.tracing", 4, "pswire wire.model psclient._src"),
         _room("src.variables", 4, "wire.model psclient._src"),
         _room("psclient.summary", 4, "psclient._src"),

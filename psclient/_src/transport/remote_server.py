@@ -183,10 +183,8 @@ class RemoteServer(QueueCalls):
 
     def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> bool:
         """Implements `ParameterServer.beat`."""
-        said = pb.BeatRequest(
-            session=session, round=round, plan_id=plan_id, pace=messages.PACE.to_pb(pace), clock=clock
-        )
-        reply = parse(pb.BeatReply, self._ask("Beat", said))
+        m = pb.BeatRequest(session=session, round=round, plan_id=plan_id, pace=messages.PACE.to_pb(pace), clock=clock)
+        reply = parse(pb.BeatReply, self._ask("Beat", m))
         if lanes := self._lanes.get(session):
             lanes.beat_answered()
         return reply.drive
