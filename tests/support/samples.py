@@ -63,6 +63,7 @@ from pswire.model.log import (
     Lost,
     Member,
     Position,
+    Return,
     Snapshotted,
     Start,
     Started,
@@ -220,7 +221,7 @@ PLAN = Plan(
         Apply(9, (1,), (Ref("variable", 152),), sparse="closed"),
     ),
     returned=(Ref("result", 3), Ref("reduction", 1 << 32)),
-    snapshot=SnapshotOrder("run/ckpt-7", (0, 1, 2, 3), 41, '{"objects": {}}'),
+    snapshot=SnapshotOrder("run/ckpt-7", (0, 1, 2, 3), 41, '{"objects": {}}', 6),
     restore=RestoreCommit("run/ckpt-6", (3, 2), Turn(11, 12, 13), "d1ge57"),
     nonfinite="skip",
     copied=True,
@@ -239,7 +240,7 @@ ENTRIES: tuple[LogEntry, ...] = (
     Approved(PLAN),
     Approved(RAISING),
     EpochClosed(EPOCH),
-    EpochClosed(Epoch(7, MEMBERS[1:], STEP, None, MEMBERS[:1], 7)),
+    EpochClosed(Epoch(7, MEMBERS[1:], STEP, None, MEMBERS[:1], 7, Return(3, INCARNATION, 6, True, 44))),
     Started(START),
     Snapshotted(PLAN_ID, 41, "root/run/ckpt-7", "no room"),
     Lost(2, "it was silent"),
@@ -280,6 +281,7 @@ STATUS = ServerStatus(
     missed=(MissedPeer(1, 40, 6.5, "nothing listens there"),),
     gap=4,
     gone=(3, 5),
+    losses=(5, 3, 3, 5),
 )
 HAPPENED = Happened(2.5, "push", "worker 300, session 7", "Fenced: it ended")
 BARE = ServerStatus(0, INCARNATION, 0, None, 0, (), (), 0, 0, 0, float("inf"), program_version=0, process=PROCESS)
@@ -409,7 +411,7 @@ SAMPLES = (
     Sample("Open", "whole", (WORKER, 4, SESSION, False, "whole", "the-job", 8, 2, 0), _OPENED),
     Sample("Open", "least", (CHIEF, 0, 0, False, "sync", "", 0, 0, 0), Opened(1, INCARNATION, 0, 0, "cpu")),
     Sample("Beat", "full", (SESSION, 41, PLAN_ID, _PACE, 40), True),
-    Sample("Beat", "leaving", (SESSION, 42, PLAN_ID, Pace(30, 62, 32, True, True, True), 0), False),
+    Sample("Beat", "leaving", (SESSION, 42, PLAN_ID, Pace(30, 62, 32, True, True, True, True), 0), False),
     Sample("Beat", "at rest", (SESSION, -1, b"", _PACE, RESTS), False),
     Sample("Beat", "least", (SESSION, -1, b"", STILL, 0), False),
     Sample("Leave", "full", (SESSION, "it failed")),
@@ -503,7 +505,7 @@ SAMPLES = (
 VOTES = (
     Vote(77, 41, PLAN_ID, 6, 2, frozenset((SESSION, 9)), closed=-1),
     Vote(77, 42, PLAN_ID, 6, error=error("MemoryLimit"), closed=40),
-    api.Testimony(77, 3, (Vote(77, 43, PLAN_ID, 6, 1, frozenset((9,)), closed=42),)),
+    api.Testimony(77, 3, (Vote(77, 43, PLAN_ID, 6, 1, frozenset((9,)), closed=42),), 2),
 )
 """What another server says."""
 
