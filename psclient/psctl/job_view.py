@@ -248,7 +248,7 @@ def _problems_of_servers(looked: Sequence[Looked], log_server: ServerStatus | No
         task, status = str(found.task), found.status
         if found.task.index in gone:
             yield Problem(
-                "gone", task, "it was lost, and the job goes on with copies; start the job anew to copy again"
+                "gone", task, "it was lost, and the job goes on with copies; start this task again: it is taken back"
             )
             continue
         if status is None:

@@ -14,7 +14,7 @@ from psclient.psctl.settings import CommandSettings, ObservedCluster
 from pswire.cluster import Task
 from pswire.errors import ConfigError, PSError, Unreachable
 from pswire.limits import Timeouts
-from pswire.model.log import Created, LogEntry
+from pswire.model.log import Created, LogEntry, in_order
 from pswire.model.plan import PlacedVariable
 from pswire.model.status import Happened, ServerStatus
 from pswire.model.tensor import Array
@@ -132,14 +132,23 @@ class Servers:
 
 
 def gone_of(statuses: Iterable[ServerStatus]) -> frozenset[int]:
-    """Returns the servers that are lost, and without which the job goes on, as the others say."""
-    return frozenset(server for status in statuses for server in status.gone)
+    """Returns the servers that are lost, and without which the job goes on, as the one says that knows most."""
+    newest = _newest(statuses)
+    return frozenset(newest.gone if newest else ())
 
 
 def keeper_of(statuses: Iterable[ServerStatus]) -> int:
-    """Returns the server that keeps the log and the sessions: the first that is not gone."""
-    gone = gone_of(statuses)
-    return next(server for server in range(len(gone) + 1) if server not in gone)
+    """Returns the server that keeps the log and the sessions."""
+    newest = _newest(statuses)
+    if newest is None:
+        return 0
+    live = (server for server in range(len(newest.incarnations)) if server not in newest.gone)
+    return next(iter(in_order(live, newest.losses or newest.gone)), 0)
+
+
+def _newest(statuses: Iterable[ServerStatus]) -> ServerStatus | None:
+    """Returns the status with the longest log of a job; None where there is no job."""
+    return max((status for status in statuses if status.incarnations), key=lambda status: status.log, default=None)
 
 
 def connected(settings: CommandSettings, cluster: ObservedCluster | None = None) -> Servers:

@@ -69,6 +69,25 @@ def test_a_server_s_loss_costs_one_restart(tmp_path, number, how):
         assert [replaced(job, task) for task in (W0, W1, CHIEF)] == [FOLLOWED] * 3
 
 
+def test_a_server_with_copies_is_replaced_alone(tmp_path):
+    """The job goes on without it meanwhile, and takes it back; nobody else is started again."""
+    keys = {**KEYS, "replication": 1, "restarts": 1}
+    with ProcessCluster(count, tmp_path, (60,), **keys) as job, ThreadPoolExecutor(1) as pool:
+        for task in (W0, W1):
+            job.hear(task, "at")
+        ended = pool.submit(job.finish)
+        job.kill(PS1)
+        job.hear_error(CHIEF, f"{PS1} answers again, as a new process")
+        with job.server(PS0) as server:
+            job.until(lambda: server.status().epoch.returns is not None)
+        job.open("go")
+        ended.result(SECONDS)
+        for task in (W0, W1):  # one of the rounds is that in which they hand over what it held
+            assert job.said(task, "sums") == [[118.0, 118.0]]
+        assert f"{PS1} was lost (killed by SIGKILL); the job goes on with its copies; replaced, 0" in job.errors(PS1)
+        assert [replaced(job, task) for task in (PS0, W0, W1, CHIEF)] == [[]] * 4
+
+
 @pytest.mark.parametrize(
     ("killed", "blamed"),
     [

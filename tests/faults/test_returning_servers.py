@@ -181,3 +181,15 @@ def test_a_process_that_dies_while_a_server_is_taken_back(tmp_path, killed):
         found = job.hear(W0, "is")
         assert found in ([values(60, 60)] if killed == CHIEF else [values(60, both) for both in (20, 21)])
         assert job.exited(W0) == 0
+
+
+def test_a_server_that_comes_too_late_ends_with_the_job(tmp_path):
+    """The job ends before anybody has taken it back; it is told so."""
+    with ProcessCluster(learn, tmp_path, (21, [20]), **KEYS) as job:
+        job.hear(W0, "at", 20)
+        lose(job, PS1)
+        start_again(job, PS1)
+        job.open("go 20")
+        for task in (W0, W1):
+            assert job.hear(task, "is") == values(21, 21)
+        assert {job.exited(task) for task in (W0, W1, CHIEF, PS0, PS1)} == {0}

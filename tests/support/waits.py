@@ -70,6 +70,7 @@ BRIEF: dict[str, str] = {
     "psclient._src.chief.checkpoints.CheckpointCommitter.ended": OVER,
     "psclient._src.chief.hung_members.HungMembers.look": OVER,
     "psclient._src.chief.returns.Returns._find": OVER,
+    "psclient._src.chief.returns.Returns.end": "a second at most, where servers are gone at the end of a job",
     "psclient._src.chief.returns.Returns._read": "in a thread of its own; members that wait for it say so, in Group._follow",
     "psclient._src.chief.job_log.JobLog.insist": "at most Timeouts.call before a chief ends, --timeout of psctl",
     "psclient._src.data.distributed._Distributed._position": "no join of threads: Group.join, which comes to Group._follow",

@@ -377,6 +377,8 @@ class Chief:
         self._returns.take_back()
         self._log.copy()
         self._checkpoints.order(state.saves.values(), state.gone)
+        if entries[-1:] == [Done()]:
+            self._returns.end()
         return done or gives_up is not None
 
     def _settled(self, decided: Sequence[Decision]) -> list[LogEntry]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +19,7 @@ from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.remote_server import RemoteServer, expect
 from psclient._src.transport.session import Session
 from pswire.cluster import Task
+from pswire.errors import PSError
 from pswire.model.log import Return, Snapshotted
 from pswire.model.status import ServerStatus
 
@@ -84,7 +85,25 @@ class Returns:
             if (back := state.returned.get(server)) is not None:
                 self._session.take_back(back, state.losses.count(server))
 
+    def end(self) -> None:
+        """Tells the processes in the place of servers that are gone, which nobody has taken back, that all is over."""
+        for server in self._log.state.gone:
+            self._begin_to_look(server)
+        wait(self._looks.values(), LOOK_SECONDS)
+        for server, look in self._looks.items():
+            if look.done() and look.exception() is None:
+                try:
+                    self._log.prepare(server)
+                except PSError as error:
+                    log.info("%s does not know of the end: %s", Task("ps", server), error)
+
     # ---- Before ----
+
+    def _begin_to_look(self, server: int) -> None:
+        if server not in self._looks:
+            self._looked[server] = self._clock()
+            self._servers[server].begin_anew()
+            self._looks[server] = self._threads.submit(self._servers[server].status)
 
     def _find(self, number: int) -> Return | None:
         state, now = self._log.state, self._clock()
@@ -92,9 +111,7 @@ class Returns:
             look = self._looks.get(server)
             if look is None:
                 if now - self._looked.setdefault(server, now) >= LOOK_SECONDS:
-                    self._looked[server] = now
-                    self._servers[server].begin_anew()
-                    self._looks[server] = self._threads.submit(self._servers[server].status)
+                    self._begin_to_look(server)
                 continue
             if not look.done():
                 continue

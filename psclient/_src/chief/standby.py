@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Literal
 
 from psclient._src.transport.remote_server import RemoteServer, expect
@@ -76,12 +75,20 @@ def stand_by(servers: Sequence[RemoteServer], task: Task, timeouts: Timeouts, be
 
 
 def _ask(servers: Sequence[RemoteServer]) -> ServerStatus:
-    """Returns the status of the first server that has not ended; raises the last one's `ServerLost` if all have."""
-    for server in servers[:-1]:
-        with suppress(ServerLost, ServerGone):
+    """Returns the status of the server that keeps the sessions, or of the first that has not ended.
+
+    Raises `ServerLost` if all have.
+    """
+    found: list[ServerStatus] = []
+    for server in servers:
+        try:
             status = server.status()
-            expect(server)
+        except (ServerLost, ServerGone):
+            if server is servers[-1] and not found:
+                raise
+            continue
+        expect(server)
+        if status.sessions:
             return status
-    status = servers[-1].status()
-    expect(servers[-1])
-    return status
+        found.append(status)
+    return found[0]

@@ -285,12 +285,20 @@ class Cluster:
         return [task for task in self._ended if task in failed]
 
     def _beside_lost(self, failed: list[Task]) -> list[Task]:
-        """Returns the failures that are more than the loss of a server, without which the job goes on."""
+        """Returns the failures that are more than the loss of a server, without which the job goes on.
+
+        Where there are restarts left, it is started again, and the job takes it back.
+        """
         for task in failed:
             if task.job == "ps" and task not in self._lost:
-                self._lost.append(task)
-                why = describe_exit(self.processes[task].returncode)
-                self._tell(task, f"psworker: {task} was lost ({why}); the job goes on with its copies")
+                code = self.processes[task].returncode
+                text = f"psworker: {task} was lost ({describe_exit(code)}); the job goes on with its copies"
+                if self._restarts.spend({task: code}, (), time.monotonic()):
+                    self._tell(task, f"{text}; replaced, {self._restarts.left} restarts left")
+                    self.start_task(task)
+                else:
+                    self._lost.append(task)
+                    self._tell(task, text)
         return [task for task in failed if task.job != "ps"]
 
     def _replaced(self, failed: list[Task]) -> bool:
