@@ -5,9 +5,10 @@
 
 Real processes on this machine: two servers, two workers, a chief of its own. Jobs with copies and without take turns.
 The variable lies on one server, or on that and its copy. A loss is SIGKILL; its figure is the time from the signal to
-the end of the first round that both workers make without the server, which makes rounds all the time.
+the end of the first round that both workers make without the server, which makes rounds all the time. A return is the
+longest wait for a round after the server was started again: that in which it is taken back.
 
-`--json FILE` writes `{"format", "machine", "rounds", "losses"}`; times in seconds.
+`--json FILE` writes `{"format", "machine", "rounds", "losses", "returns"}`; times in seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import psclient as ps
 from pstesting.processes import CALM, PS0, PS1, W0, W1, ProcessCluster
 from pstesting.script import add_all, say
 
-FORMAT = 1
+FORMAT = 2
 SIZES = {"4 KB": 1024, "100 MB": 25_000_000}
 """Numbers of float32 that each worker contributes."""
 
@@ -55,19 +56,19 @@ def make_rounds(size: int, count: int, first: int) -> None:
     say("took", took[first:])
 
 
-def endure(rounds: int) -> None:
-    """Makes small rounds, and says the time of each whose wait was long, on the clock of the machine."""
+def endure(rounds: int, size: int) -> None:
+    """Makes rounds, and says when each ended, on the clock of the machine."""
     import time
 
     import numpy as np
 
     strategy = ps.ParameterServerStrategy(devices=["cpu:0"])
     with strategy.scope():
-        v = ps.Variable(np.zeros(1024, "float32"), name="v")
+        v = ps.Variable(np.zeros(size, "float32"), name="v")
     say("begins")
-    ends = []
+    mine, ends = np.ones(size, "float32"), []
     for _ in range(rounds):
-        strategy.run(lambda: add_all([(v, np.ones(1024, "float32"))]))
+        strategy.run(lambda: add_all([(v, mine)]))
         v.numpy()
         ends.append(time.monotonic())
         time.sleep(0.002)
@@ -94,17 +95,41 @@ def rounds(size: int, count: int, replication: int, lane: str) -> list[float]:
 
 def loss(number: int, lane: str) -> float:
     """Returns the seconds from the end of a server to that of the next round of both workers."""
-    with tempfile.TemporaryDirectory() as directory, cluster(endure, (1500,), directory, 1, lane) as job:
+    with tempfile.TemporaryDirectory() as directory, cluster(endure, (1500, 1024), directory, 1, lane) as job:
         for task in (W0, W1):
             job.hear(task, "begins")
         time.sleep(1.0)
         at = time.monotonic()
         job.kill((PS0, PS1)[number % 2])
-        ends: list[list[float]] = [job.hear(task, "ends") for task in (W0, W1)]
+        after = rounds_of(job)
         # The round under way may have been made with the server: the longest wait after it is the loss.
-        after = [max(both) for both in zip(*ends, strict=True)]
         gap, end = max((late - early, late) for early, late in itertools.pairwise(after) if late > at)
         return float(end - at if end - gap <= at + 0.05 else gap)
+
+
+def rounds_of(job: ProcessCluster) -> list[float]:
+    """Returns when each round of both workers had ended."""
+    ends: list[list[float]] = [job.hear(task, "ends") for task in (W0, W1)]
+    return [max(both) for both in zip(*ends, strict=True)]
+
+
+def comeback(number: int, size: int, lane: str) -> float:
+    """Returns the seconds of the round before which a server is taken back."""
+    args = 3000 if size < 1 << 20 else 40, size
+    with tempfile.TemporaryDirectory() as directory, cluster(endure, args, directory, 1, lane) as job:
+        for task in (W0, W1):
+            job.hear(task, "begins")
+        time.sleep(1.0)
+        server = (PS1, PS0)[number % 2]
+        job.kill(server)
+        for task in (W0, W1):
+            job.hear_error(task, f"goes on without {server}")
+        time.sleep(0.5)
+        job.start(server)
+        at = time.monotonic()
+        for task in (W0, W1):
+            job.hear_error(task, f"goes on with {server}, which is back")
+        return max(late - early for early, late in itertools.pairwise(rounds_of(job)) if early > at)
 
 
 @click.command(help=__doc__, context_settings={"max_content_width": 100})
@@ -131,8 +156,14 @@ def main(quick: bool, file: Path | None) -> None:
         f"killed server to next round, of {losses}: median {statistics.median(lost):.2f} s, "
         f"least {min(lost):.2f}, most {max(lost):.2f}"
     )
+    back: dict[str, list[float]] = {}
+    for name, size in SIZES.items():
+        back[name] = [comeback(number, size, LANES[0]) for number in range(2 if quick else 6)]
+        took = statistics.median(back[name])
+        Console().print(f"the round before which a server is taken back, {name}: median {took:.2f} s")
     if file is not None:
-        file.write_text(json.dumps({"format": FORMAT, "machine": before, "rounds": found, "losses": lost}, indent=1))
+        figures = {"format": FORMAT, "machine": before, "rounds": found, "losses": lost, "returns": back}
+        file.write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":
