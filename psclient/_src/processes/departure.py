@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Protocol
 
 from psclient._src.processes.sigterm import Notice
 from pswire.cluster import Task
@@ -12,11 +13,18 @@ from pswire.model.log import Epoch
 log = logging.getLogger("psclient")
 
 
+class OwnSession(Protocol):
+    """What is known here of a session: this process's task, and the session's number."""
+
+    task: Task
+    number: int
+
+
 class Departure:
     """How this process lets others leave, and leaves itself. Used by the thread that runs cross-replica code.
 
     Args:
-        task, session: this process's task, and the number of its session.
+        session: this process's session.
         notice: whether this process was told to end.
 
     Attributes:
@@ -25,11 +33,11 @@ class Departure:
         hand_over: saves at a path, with a state and the number of an epoch, what a server held that comes back by it.
     """
 
-    def __init__(self, task: Task, session: int, notice: Notice) -> None:
+    def __init__(self, session: OwnSession, notice: Notice) -> None:
         self.notice = notice
         self.save: Callable[[], object] = lambda: None
         self.hand_over: Callable[[str, str, int], object] = lambda path, state, epoch: None
-        self._task, self._session = task, session
+        self._session = session
         self._saved_for = 0  # the epoch that has ordered the last of these
 
     def save_for(self, epoch: Epoch) -> None:
@@ -49,8 +57,8 @@ class Departure:
             Leaving: it leaves.
         """
         notice = self.notice
-        if epoch is not None and not alone and epoch.session(self._session) is None:
-            log.info("%s leaves, as it was told to end", self._task)
+        if epoch is not None and not alone and epoch.session(self._session.number) is None:
+            log.info("%s leaves, as it was told to end", self._session.task)
             notice.leave()
         if not notice.leaving:
             return
@@ -59,5 +67,7 @@ class Departure:
                 self.save()
             notice.leave()
         if notice.late:
-            log.warning("%s leaves without a word from the chief: what it was dealt next nobody has", self._task)
+            log.warning(
+                "%s leaves without a word from the chief: what it was dealt next nobody has", self._session.task
+            )
             notice.leave()

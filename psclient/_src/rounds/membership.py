@@ -48,7 +48,7 @@ class Follower(Progress):
     def __init__(self, session: Session, replicas: int, notice: Notice) -> None:
         super().__init__(replicas)
         self.session = session
-        self.departure = Departure(session.task, session.number, notice)
+        self.departure = Departure(session, notice)
         self._news = JobNews()
 
     def _told(self) -> None:

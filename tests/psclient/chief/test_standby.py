@@ -25,11 +25,11 @@ def seen(*sessions, over=False, broken=""):
 
 
 def test_the_newest_chief_counts():
-    """Workers do not; one that is silent for two beats may be gone, and one that has left has seen the job's end."""
+    """Workers do not; one that has missed a beat may be gone, and one that has left has seen the job's end."""
     worker = SessionState(Member(WORKERS[0], 1, 1), "open", "", 0.0)
     assert seen() == seen(worker) == "none"
-    assert seen(chief("lost"), chief("open", 4.0), worker) == "driven"
-    assert seen(chief("open", 4.1)) == "gone"
+    assert seen(chief("lost"), chief("open", 2.5), worker) == "driven"
+    assert seen(chief("open", 2.6)) == "gone"
     assert {seen(chief("open"), chief(state)) for state in ("lost", "failed", "hung")} == {"gone"}
     assert seen(chief("left"), worker) == seen(chief("open"), over=True) == "over"
 
