@@ -216,9 +216,6 @@ class Chief:
                     raise
                 except Fenced as error:
                     self._reopen(error)
-                except ServerLost as error:
-                    self._announce(error)
-                    raise
         finally:
             for server in self._servers:
                 server.close()
@@ -251,6 +248,9 @@ class Chief:
                 if steps_down:
                     log.warning("the chief in %s leaves, and another process drives the job on", self._task)
                     break
+        except ServerLost as lost:
+            self._announce(lost)  # first: who sees that its session has ended may take its place
+            raise
         finally:
             self._session.leave(error)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from psclient._src.chief.driver import Chief
+from psclient._src.chief.job_log import JobOver
 from psclient._src.chief.standby import stand_by, taken_over_by
 from psclient._src.telemetry import Exporter
 from psclient._src.transport.remote_server import connect, expect
@@ -36,24 +37,27 @@ def drive(
         standby: True to wait until nobody drives the job any more.
         copied: True if variables have copies.
     """
-    servers = connect(config.cluster, timeouts, security=security, drives=True, refused=refused, copied=copied)
-    chief = Chief(config.task, servers, config.cluster, timeouts, job=job, copied=copied)
-    exporter = Exporter(config.task, security)
-    exporter.add_chief(chief)
-    looked_at = servers if copied else servers[:1]
-    try:
-        over = not standby and _drives(chief, config.task)
-        while not over:
-            match stand_by(looked_at, config.task, timeouts, begins=not standby):
-                case "gone":
-                    over = _takes_over(chief)
-                case "none":
-                    over = _drives(chief, config.task)
-                case _:
-                    break
-    finally:
-        chief.close()
-        exporter.stop()
+    while True:
+        servers = connect(config.cluster, timeouts, security=security, drives=True, refused=refused, copied=copied)
+        chief = Chief(config.task, servers, config.cluster, timeouts, job=job, copied=copied)
+        exporter = Exporter(config.task, security)
+        exporter.add_chief(chief)
+        try:
+            over = not standby and _drives(chief, config.task)
+            while not over:
+                match stand_by(servers if copied else servers[:1], config.task, timeouts, begins=not standby):
+                    case "gone":
+                        over = _takes_over(chief)
+                    case "none":
+                        over = _drives(chief, config.task)
+                    case _:
+                        over = True
+            return
+        except JobOver as error:  # it was over by then, by a loss that nobody has told yet
+            log.warning("%s goes on with nothing: %s", config.task, error)
+        finally:
+            chief.close()
+            exporter.stop()
 
 
 def _takes_over(chief: Chief) -> bool:

@@ -826,7 +826,9 @@ class Model(RuleBasedStateMachine):
                 assert counted == arrived, "what arrived is not what was counted"
             sums, made = ([int(value) for value in record.given[:2]], 1) if record.given else ([0, 0], 0)
             self.tables.count(name, plan, counted, ran=bool(made))
-            self.tables.check_given(name, plan, counted, record.given[2:] if made else ())
+            assert made or not counted, "who is counted is not answered"
+            if made:  # else all were lost, and the servers agreed that there is nothing of it
+                self.tables.check_given(name, plan, counted, record.given[2:])
         else:  # nobody was left to make the rest of it
             assert isinstance(record.error, ProgramError), f"round {name} failed: {record.error}"
             assert "were lost" in str(record.error)
