@@ -33,6 +33,7 @@ class InProcessCluster:
         workers: number of workers of the cluster; worker 0 is the chief.
         checkpoint_root: directory or URL of checkpoints.
         timeouts: time limits of the servers.
+        device: the device of the variables: "cpu" or "gpu:N".
 
     Attributes:
         addresses: `host:port` of each server.
@@ -45,6 +46,7 @@ class InProcessCluster:
         workers: int = 1,
         checkpoint_root: str | Path = "runs",
         timeouts: Timeouts | None = None,
+        device: str = "cpu",
     ) -> None:
         self.addresses: list[str] = []
         self.cores: list[Core] = []
@@ -52,13 +54,16 @@ class InProcessCluster:
         self._workers = workers
         self._root = checkpoint_root
         self._timeouts = timeouts or Timeouts()
+        self._device = device
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             for index in range(self._count):
                 submit = stack.enter_context(ThreadPoolExecutor(1, f"server {index}")).submit
-                config = ServerConfig(Task("ps", index), checkpoint_root=str(self._root), timeouts=self._timeouts)
+                config = ServerConfig(
+                    Task("ps", index), device=self._device, checkpoint_root=str(self._root), timeouts=self._timeouts
+                )
                 core = Core(config, secrets.randbits(64), time.monotonic, submit)
                 stack.callback(core.close)
                 thread = stack.enter_context(ServerThread(core, config, grace=0.0))

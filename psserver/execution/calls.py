@@ -197,7 +197,7 @@ def _on_gpu(kernel: Kernel, inputs: Mapping[int, Any], xp: Any) -> tuple[dict[in
     given = [inputs[p.value] for p in kernel.parameters if p.role != "output"]
     targets = [target for target, _ in program.assigns]
     specs = [*(program.inputs[target].spec for target in targets), *program.output_specs]
-    made = [xp.empty(spec.shape, DTYPES[spec.dtype]) for spec in specs]
+    made = [xp.empty(spec.shape, dtype=DTYPES[spec.dtype]) for spec in specs]
     kernel.function(*given, *made)
     return dict(zip(targets, made, strict=False)), made[len(targets) :]
 

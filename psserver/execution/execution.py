@@ -398,9 +398,12 @@ class Execution:
         self.found.forget(assigned)
         if may_be_nonfinite(rows.values.dtype) and not is_finite(rows.values):
             self.found.accuse(call.reduction)
+            xp = self._device.xp
             for id, array in assigned.items():
-                own = array.take(rows.ids, axis=0) if call.is_keyed else take_rows(array, rows.ids, self._device.xp)
-                self.found.look(Ref("variable", id), self._device.put(own))
+                # Those of a dynamic table are on the host, wherever variables are.
+                keyed = call.is_keyed
+                own = self._device.put(array.take(rows.ids, axis=0)) if keyed else take_rows(array, rows.ids, xp)
+                self.found.look(Ref("variable", id), own)
 
     # ---- Values ----
 

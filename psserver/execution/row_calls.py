@@ -119,7 +119,7 @@ class RowsCall:
         specs = {id: (dtype, shape) for id, dtype, shape in self._application.variables}
         xp = self._kernels.device.xp
         with self._kernels.device.scope():
-            self._new = {id: xp.empty(specs[id][1], specs[id][0]) for id in self.assigned - self._own}
+            self._new = {id: xp.empty(specs[id][1], dtype=specs[id][0]) for id in self.assigned - self._own}
 
     @property
     def may_fail(self) -> bool:
@@ -146,7 +146,7 @@ class RowsCall:
             written[id] = array if new is None else new
         inputs = [self._input(ref, value, written) for ref in refs]
         if len(self._use.program.inputs) > len(refs):
-            inputs.append(xp.asarray(self._total, DTYPES[self._use.program.inputs[-1].spec.dtype]))
+            inputs.append(xp.asarray(self._total, dtype=DTYPES[self._use.program.inputs[-1].spec.dtype]))
         if self._keeps_old:
             ids = xp.asarray(self.ids)
             self._old = [(array, ids, array[ids]) for id, array in written.items() if id in self._own]

@@ -193,7 +193,7 @@ class MissedUpdates:
                 return made
             for place, rows in enumerate(made):
                 if not at:
-                    found.append(self._replay.xp.empty((size, *rows.shape[1:]), rows.dtype))
+                    found.append(self._replay.xp.empty((size, *rows.shape[1:]), dtype=rows.dtype))
                 found[place][at : at + len(ids)] = rows
         return found
 

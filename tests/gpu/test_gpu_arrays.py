@@ -7,11 +7,11 @@ import pytest
 
 from psclient._src import context
 from psclient._src import devices as arrays
-from psclient._src.data import distributed
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.distribute.replicas import ReplicaRunner
 from psserver.devices import Device as ServerDevice
 from pswire.errors import ConfigError
+from tests.support.workers import Worker, distributed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,27 +82,8 @@ def test_a_replica_runs_on_its_device() -> None:
     strategy = object()
     runner = ReplicaRunner(strategy, devices, lambda: (0, 2), lambda call: call())
 
-    class Group:
-        def __init__(self) -> None:
-            self.devices = devices
-
-        def join(self, dataset: int) -> None: ...
-
-        def boundary(self, dataset: int) -> None: ...
-
-        def slice(self) -> tuple[int, int]:
-            return 0, 2
-
-        def share(self) -> tuple[int, int]:
-            return 0, 2
-
-        def position(self, dataset: int) -> None:
-            return None
-
-        def advance(self, *told: object) -> None: ...
-
-        def any_more(self) -> bool:
-            return False
+    worker = Worker(local=2, replicas=2)
+    worker.devices = devices
 
     def fn(x: arrays.AnyArray) -> arrays.AnyArray:
         replica = context.get_replica_context()
@@ -111,7 +92,7 @@ def test_a_replica_runs_on_its_device() -> None:
         return (x * x).sum()
 
     dataset = ArrayDataset(np.arange(4.0)).batch(4)
-    (batch,) = distributed.DistributedDataset(dataset, Group(), 0)
+    (batch,) = distributed(dataset, worker)
     with context.enter_strategy_scope(strategy):
         result = runner.run(fn, (batch,))
     runner.close()

@@ -225,12 +225,17 @@ def slow_gpu() -> Iterator[Gpu]:
     """Has our array modules use the stand-in."""
     gpu, before = Gpu(), sys.modules.get("cupy")
     sys.modules["cupy"] = gpu.module
+    _forget()  # Where there is a GPU, earlier tests may have used it.
     try:
         yield gpu
     finally:
-        client_arrays._copies.cache_clear()
-        server_arrays._copies.cache_clear()
+        _forget()
         if before is None:
             del sys.modules["cupy"]
         else:
             sys.modules["cupy"] = before
+
+
+def _forget() -> None:
+    client_arrays._copies.cache_clear()
+    server_arrays._copies.cache_clear()

@@ -25,7 +25,7 @@ from psserver.programs.kernels.rows import resized, rooms_for, row_step, table_s
 from pswire.model.program import Program
 from pswire.model.row_updates import row_shape
 from pswire.model.rows import Int64s
-from pswire.model.tensor import Array, address_of
+from pswire.model.tensor import DTYPES, Array, address_of
 
 TURN = 1 << 9
 """Rows that one thread takes at a time: some have missed one update, others thousands."""
@@ -198,7 +198,7 @@ class _Updates:
         if n in self._scalars:
             return xp.asarray(scalars[self._scalars[n]][k])
         spec = program.inputs[n].spec
-        return xp.zeros(spec.shape, spec.dtype)
+        return xp.zeros(spec.shape, dtype=DTYPES[spec.dtype])
 
     def _interpret_once(
         self, tables: Sequence[Any], scalars: Sequence[Array], ids: Int64s, first: Int64s, count: int

@@ -131,7 +131,7 @@ def draw(rng):
 def save(server, plan, rng):
     """A checkpoint that is read while rounds go on has the values of its round, and the tables stay where they are."""
     server.go(plan, draw(rng), rng.random())  # which the tables are noted by
-    before, places = [server.dense[id].copy() for id in (0, 1)], [id(server.store.value(n)) for n in (0, 1)]
+    before, places = [server.dense[n].copy() for n in (0, 1)], [id(server.store.value(n)) for n in (0, 1)]
     values = server.store.hold([0, 1])
     for _ in range(2):
         server.go(plan, draw(rng), rng.random())
