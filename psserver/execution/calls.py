@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -28,6 +29,21 @@ Room = dict[tuple[Role, int], Array]
 
 Spare = Callable[[int], Array | None]
 """Returns an array for the new value of a variable, into which nobody else looks; None if there is none."""
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """NaN and infinity that a kernel on a GPU sees.
+
+    Attributes:
+        seen: two bools on the device: whether some are in reductions, and in assigned values.
+        reductions: numbers of the reductions that it looks at.
+        variables: numbers of the variables that it assigns.
+    """
+
+    seen: Any
+    reductions: Set[int]
+    variables: Set[int]
 
 
 class KernelCall:
@@ -58,6 +74,8 @@ class KernelCall:
         """Numbers of the reductions whose sums a kernel found not finite."""
         self.unsure: Set[int] = frozenset()
         """Numbers of the variables that it has assigned and that may not be finite."""
+        self.doubts: list[Doubt] = []
+        """What its kernels on a GPU have seen, or will have."""
         self._in_place: list[frozenset[int]] = [frozenset()] * len(self.stages)
         self._rooms: list[Room] = [{} for _ in self.stages]
 
@@ -87,6 +105,20 @@ class KernelCall:
                 )
                 new = {t: spare(self.target(stage, t)) for t in stage.targets - self._in_place[at]}
                 self._rooms[at] = _room(stage, new)
+
+    @property
+    def judged(self) -> Set[int]:
+        """Numbers of the reductions at which its kernels on a GPU look: nobody else has to."""
+        if self._kernels.device.gpu is None:
+            return frozenset()
+        return frozenset[int]().union(*map(self._judged_by, self.stages))
+
+    def _judged_by(self, stage: Stage) -> Set[int]:
+        if stage.kernel is None:
+            return frozenset()
+        looked = stage.kernel.looked_at
+        numbers = (number for index, number in stage.inputs if index in looked and number < len(self._args))
+        return frozenset(self._args[n].index for n in numbers if self._args[n].kind == "reduction")
 
     @property
     def copies(self) -> bool:
@@ -142,14 +174,16 @@ class KernelCall:
         stage = self.stages[at]
         step, kernel = stage.step, stage.kernel
         inputs = {index: get(number) for index, number in stage.inputs}
-        if kernel is None or self._kernels.device.gpu is not None:
-            self.unsure = self.unsure | {self.target(stage, target) for target in stage.targets}
         if kernel is None:
+            self.unsure = self.unsure | {self.target(stage, target) for target in stage.targets}
             self._kernels.interpretations += 1
             return step.script.run(list(inputs.values()), xp)
         if self._kernels.device.gpu is not None:
             began = time.perf_counter()
-            done = _on_gpu(kernel, inputs, xp)
+            seen = xp.zeros(2, dtype=np.bool_)
+            done = _on_gpu(kernel, inputs, seen, xp)
+            assigned = frozenset(self.target(stage, target) for target in stage.targets)
+            self.doubts.append(Doubt(seen, self._judged_by(stage), assigned))
             self._kernels.crew.seconds += time.perf_counter() - began
             return done
         room, self._rooms[at] = self._rooms[at], {}  # so that they are released once nobody needs them
@@ -191,14 +225,17 @@ def _room(stage: Stage, new: Mapping[int, Array | None]) -> Room:
     return room
 
 
-def _on_gpu(kernel: Kernel, inputs: Mapping[int, Any], xp: Any) -> tuple[dict[int, Any], list[Any]]:
-    """Runs a kernel of CuPy. Assigned values are new arrays: CuPy's memory pool makes them cheap."""
+def _on_gpu(kernel: Kernel, inputs: Mapping[int, Any], seen: Any, xp: Any) -> tuple[dict[int, Any], list[Any]]:
+    """Runs a kernel of CuPy, which writes `seen` as `cuda_source` says.
+
+    Assigned values are new arrays: CuPy's memory pool makes them cheap.
+    """
     program = kernel.form.program
     given = [inputs[p.value] for p in kernel.parameters if p.role != "output"]
     targets = [target for target, _ in program.assigns]
     specs = [*(program.inputs[target].spec for target in targets), *program.output_specs]
     made = [xp.empty(spec.shape, dtype=DTYPES[spec.dtype]) for spec in specs]
-    kernel.function(*given, *made)
+    kernel.function(*given, *made, seen)
     return dict(zip(targets, made, strict=False)), made[len(targets) :]
 
 

@@ -6,11 +6,11 @@ Sums and means are computed from received parts without a copy.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice, product
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from pswire.model.plan import ReduceOp, Reduction, Ref
 from pswire.model.rows import Rows, group, row_specs, sum_groups
 from pswire.model.tables import MAX_COUNT
 from pswire.model.tensor import DTYPES, Array, TensorSpec, address_of, align, join
+
+Room = Callable[[tuple[int, ...], np.dtype[Any]], Array]
+"""Allocates an array of a shape and dtype."""
 
 Weighed: TypeAlias = tuple[float, list[Array]]
 """Weight and pieces of one contribution; no pieces if the weight is 0."""
@@ -284,13 +287,18 @@ class Contributions:
         combined = SumTerm(reduction.op, len(present))
         return ContributionParts(combined, [pieces for _, pieces in present], sum(weight for weight, _ in present))
 
-    def value(self, index: int) -> Array:
-        """Returns the value of a reduction; of rows the whole, with zeros where no row is."""
+    def value(self, index: int, room: Room = np.empty) -> Array:
+        """Returns the value of a reduction; of rows the whole, with zeros where no row is.
+
+        Args:
+            index: number of the reduction.
+            room: as `reduce` has it.
+        """
         reduction = self._prepared.plan.reductions[index]
         if reduction.form == "dense" and reduction.codec is not None:
             return self._decoded(index, reduction, reduction.codec)
         if reduction.form == "dense":
-            return reduce(reduction.op, reduction.tensor, self.of(index))
+            return reduce(reduction.op, reduction.tensor, self.of(index), room)
         whole = np.zeros(reduction.tensor.shape, DTYPES[reduction.tensor.dtype])
         ids, values = self.reduced_rows(index)
         whole[ids] = values
@@ -411,13 +419,16 @@ def _show(pieces: Sequence[Array]) -> str:
     return np.array2string(np.concatenate([piece[:4] for piece in pieces])[:4], threshold=4)
 
 
-def reduce(op: ReduceOp, spec: TensorSpec, contributions: Sequence[tuple[float, Sequence[Array]]]) -> Array:
+def reduce(
+    op: ReduceOp, spec: TensorSpec, contributions: Sequence[tuple[float, Sequence[Array]]], room: Room = np.empty
+) -> Array:
     """Combines contributions in the order given, which is task order, so that sums are reproducible.
 
     Args:
         op: "sum"; "mean": the sum over the sum of the weights; "first": the first one with a weight.
         spec: dtype and shape of each contribution and of the value.
         contributions: weight and pieces of each; the pieces of a weight of 0 are not read.
+        room: allocates the memory of what is computed, given its shape and dtype.
 
     Returns:
         The value, of `spec`; zeros for a sum of nothing, NaN for a mean of nothing. It may be a view of a received
@@ -425,10 +436,10 @@ def reduce(op: ReduceOp, spec: TensorSpec, contributions: Sequence[tuple[float, 
     """
     present = [pieces for weight, pieces in contributions if weight][: 1 if op == "first" else None]
     with np.errstate(all="ignore"):
-        value = _sum(spec, present)
+        value = _sum(spec, present, room)
         if op == "mean":
             # A single contribution is received memory, which is only read; a sum is a new array.
-            out = value if len(present) > 1 else np.empty_like(value)
+            out = value if len(present) > 1 else room(value.shape, value.dtype)
             _divide(value, sum(weight for weight, _ in contributions), out)
             value = out
     return value
@@ -440,14 +451,17 @@ def _divide(value: Array, weights: float, out: Array) -> None:
     np.divide(value, total, out=out, casting="same_kind")
 
 
-def _sum(spec: TensorSpec, contributions: Sequence[Sequence[Array]]) -> Array:
+def _sum(spec: TensorSpec, contributions: Sequence[Sequence[Array]], room: Room) -> Array:
     if not contributions:
         return np.zeros(spec.shape, DTYPES[spec.dtype])
     first, *others = contributions
-    if not others:
+    if not others and len(first) == 1:
         return join(first, spec)
-    whole = np.empty(spec.shape, DTYPES[spec.dtype])
+    whole = room(spec.shape, DTYPES[spec.dtype])
     total = whole.reshape(-1)
+    if not others:
+        np.concatenate([total[:0], *first], out=total)
+        return whole
     if all([len(p) for p in first] == [len(p) for p in other] for other in others):
         # All payloads are cut alike, so one pass adds the first two and nothing is copied.
         at = 0

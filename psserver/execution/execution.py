@@ -35,11 +35,9 @@ from psserver.state.held import Held
 from psserver.state.key_tables import TableTensor
 from psserver.state.missed import MissedUpdates
 from psserver.state.strands import Given
-from psserver.state.variables import take_rows
 from pswire.cluster import Task
 from pswire.errors import MemoryLimit, ProgramError, PSError
 from pswire.limits import PART_BYTES
-from pswire.model.finite import is_finite, may_be_nonfinite
 from pswire.model.plan import Ref
 from pswire.model.tensor import DTYPES, Array
 
@@ -310,7 +308,7 @@ class Execution:
             if id in wanted and last.get(id, stop) < stop and self._variables.missing(id) is None
         }
         if self._device.gpu is not None:
-            ready = {id: self._device.get(array) for id, array in ready.items()}
+            ready = dict(zip(ready, self._device.get_all(list(ready.values())), strict=True))
         returned = [reduced[ref] if ref in reduced else self._on_host(ref) for ref in given]
         self._returned += [*returned, *behind]
         return ready | dict(zip(given, returned, strict=True))
@@ -368,15 +366,19 @@ class Execution:
             suspects = {index for application, flags in flagged if flags & SUMS for index in application.needs}
             unsure = {id for application, flags in flagged if flags & ASSIGNED for id in application.assigned}
         else:
-            found, outputs = call.run(self._value, self._device.xp)
+            judged = call.judged if isinstance(call, KernelCall) else frozenset[int]()
+            found, outputs = call.run(lambda ref: self._value(ref, judged), self._device.xp)
             assigned = {id: owned(value) for id, value in found.items()}
             self._known.update(zip(applications[0].made, outputs, strict=True))
             suspects, unsure = call.suspects, call.unsure
         self.found.forget(assigned)
         for index in suspects:
             self.found.accuse(index)
+        before = self._variables.before
         for id in unsure:
-            self.found.look(Ref("variable", id), assigned[id], self._variables.before.get(id))
+            self.found.look(Ref("variable", id), assigned[id], before.get(id))
+        for doubt in call.doubts if isinstance(call, KernelCall) else ():
+            self.found.doubt(doubt, {id: (assigned[id], before.get(id)) for id in doubt.variables})
         self._variables.assigned |= assigned
         if not self._outline.results:
             return
@@ -396,20 +398,13 @@ class Execution:
             assigned = call.run(self._value, missed)
             self._variables.assigned |= assigned
         self.found.forget(assigned)
-        if may_be_nonfinite(rows.values.dtype) and not is_finite(rows.values):
-            self.found.accuse(call.reduction)
-            xp = self._device.xp
-            for id, array in assigned.items():
-                # Those of a dynamic table are on the host, wherever variables are.
-                keyed = call.is_keyed
-                own = self._device.put(array.take(rows.ids, axis=0)) if keyed else take_rows(array, rows.ids, xp)
-                self.found.look(Ref("variable", id), own)
+        self.found.look_at_rows(call.reduction, rows, assigned, call.is_keyed)
 
     # ---- Values ----
 
-    def _value(self, ref: Ref) -> Any:
+    def _value(self, ref: Ref, judged: Set[int] = frozenset()) -> Any:
         if ref.kind == "reduction":
-            return self._reduction(ref.index)
+            return self._reduction(ref.index, judged)
         if ref.kind != "variable":
             return self._known[ref]
         return self._variables.value(ref.index)
@@ -417,15 +412,16 @@ class Execution:
     def _on_host(self, ref: Ref) -> Array:
         return owned(self._device.get(self._value(ref)))
 
-    def _reduction(self, index: int) -> Any:
+    def _reduction(self, index: int, judged: Set[int]) -> Any:
         """Returns a reduction's value, computed at its first use and dropped at its last.
 
-        So it is still in the processor's cache when it is read, and its memory serves the next one.
+        So it is still in the processor's cache when it is read, and its memory serves the next one. `judged` are the
+        reductions at which their reader looks for NaN and infinity by itself.
         """
         value = self._reduced.pop(index, None)
         if value is None:
-            value = self._device.put(self.contributions.value(index))
-            if index in self._outline.watched:
+            value = self._device.put(self.contributions.value(index, self._device.room))
+            if index in self._outline.watched and index not in judged:
                 self.found.look(Ref("reduction", index), value)
         self._uses[index] -= 1
         if self._uses[index]:

@@ -35,4 +35,4 @@ class Lookups:
         with suppress(MemoryError):
             for session, reads in self._wanted.items():
                 taken = [variables.rows(read.variable, read.numbers(), self._after, device.xp) for read in reads]
-                self.found[session] = list(map(device.get, taken))
+                self.found[session] = device.get_all(taken)

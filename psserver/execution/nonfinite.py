@@ -7,18 +7,22 @@ values are applied all the same.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from psserver.devices import Device
+from psserver.execution.calls import Doubt
 from psserver.execution.contributions import Contributions
 from psserver.plans.outline import Application
 from psserver.plans.round import ReadyRound
 from psserver.state.counters import ServerCounters
-from psserver.state.variables import Store
+from psserver.state.variables import Store, take_rows
 from pswire.cluster import Task
 from pswire.model.finite import EXPONENTS, NO_SIGN, is_finite, may_be_nonfinite
 from pswire.model.plan import Ref
+from pswire.model.rows import Rows
 
 log = logging.getLogger("psserver")
 
@@ -59,6 +63,7 @@ class NonfiniteValues:
         self._device = device
         self._sent = sent
         self._flags: list[tuple[Ref, Any, Any, Any]] = []
+        self._doubts: list[tuple[Doubt, Mapping[int, tuple[Any, Any]]]] = []
         self.contributions: list[tuple[int, Task]] = []
         self.variables: dict[int, bool] = {}
 
@@ -78,14 +83,46 @@ class NonfiniteValues:
             held = value if ref.kind == "variable" else None  # a reduction's memory serves the next one
             self._flags.append((ref, held, old, finite_flag(value, self._device.xp)))
 
+    def look_at_rows(self, reduction: int, rows: Rows, assigned: Mapping[int, Any], keyed: bool) -> None:
+        """Tests the rows of a reduction, and if some are not finite the rows of variables that were updated by them.
+
+        Args:
+            reduction: its number.
+            rows: its rows, on the host.
+            assigned: the variables, by number.
+            keyed: True if they are of a dynamic table, which is on the host wherever variables are.
+        """
+        if not may_be_nonfinite(rows.values.dtype) or is_finite(rows.values):
+            return
+        self.accuse(reduction)
+        for id, array in assigned.items():
+            own = take_rows(array, rows.ids, np if keyed else self._device.xp)
+            self.look(Ref("variable", id), self._device.put(own) if keyed else own)
+
+    def doubt(self, doubt: Doubt, values: Mapping[int, tuple[Any, Any]]) -> None:
+        """Takes what a kernel on a GPU has seen, or will have.
+
+        Args:
+            doubt: this.
+            values: the new values of the variables that it has assigned, by number, each with the last one.
+        """
+        self._doubts.append((doubt, values))
+
     def settle(self) -> None:
         """Takes the results of all tests on a GPU; waits for it."""
-        if not self._flags:
-            return
-        flags, self._flags = self._flags, []
-        finite = self._device.get(self._device.xp.stack([flag for *_, flag in flags]))
-        for (ref, value, old, _), is_so in zip(flags, finite, strict=True):
-            self._take_in(ref, value, old, bool(is_so))
+        if self._flags:
+            flags, self._flags = self._flags, []
+            finite = self._device.get(self._device.xp.stack([flag for *_, flag in flags]))
+            for (ref, value, old, _), is_so in zip(flags, finite, strict=True):
+                self._take_in(ref, value, old, bool(is_so))
+        if self._doubts:
+            doubts, self._doubts = self._doubts, []
+            seen = self._device.get(self._device.xp.stack([doubt.seen for doubt, _ in doubts]))
+            for (doubt, values), (in_reductions, in_values) in zip(doubts, seen.tolist(), strict=True):
+                for index in doubt.reductions if in_reductions else ():
+                    self.accuse(index)
+                for id, (value, old) in values.items():
+                    self._take_in(Ref("variable", id), value, old, not in_values or self._finite(value))
 
     def _take_in(self, ref: Ref, value: Any, old: Any, finite: bool) -> None:
         if ref.kind == "variable":

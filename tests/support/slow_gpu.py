@@ -171,7 +171,12 @@ class Gpu:
             Event=Event,
             get_current_stream=lambda: self.streams[self.device],
             alloc_pinned_memory=self._pin,
-            runtime=SimpleNamespace(getDeviceCount=lambda: DEVICES, CUDARuntimeError=CUDARuntimeError),
+            runtime=SimpleNamespace(
+                getDeviceCount=lambda: DEVICES,
+                CUDARuntimeError=CUDARuntimeError,
+                memoryTypeHost=1,
+                pointerGetAttributes=lambda host: SimpleNamespace(type=0),
+            ),
         )
         self.module = module
 

@@ -232,16 +232,33 @@ def _seen(form: Form) -> Iterator[tuple[str, str, str]]:
             yield f"w_{dtype}", dtype, cast(NUMBA, dtype, f"v{value}")
 
 
+def looked_at(form: Form) -> frozenset[int]:
+    """Returns the inputs in which a kernel on a GPU looks for NaN and infinity, by index: contributions among them."""
+    items = ((index, item) for index, item in enumerate(form.program.inputs) if index in form.read)
+    return frozenset(i for i, item in items if item.kind == "value" and item.spec.shape and item.spec.dtype in WATCHED)
+
+
 def cuda_source(form: Form) -> tuple[str, str, str]:
-    """Writes a kernel for CuPy: inputs; outputs, assigned variables first; and statements."""
+    """Writes a kernel for CuPy: inputs; outputs, assigned variables first, then `seen`; and statements.
+
+    Of `seen`, two bools that are False before, the first becomes True for NaN or infinity in what is `looked_at`, the
+    second for those in assigned values. All threads write the same, and none reads it.
+    """
+    program = form.program
+    assigned = [value for target, value in program.assigns if program.specs[target].dtype in WATCHED]
+    looks = [
+        f"if (!({' && '.join(f'isfinite(v{number})' for number in numbers)})) seen[{place}] = true"
+        for place, numbers in enumerate((sorted(looked_at(form)), assigned))
+        if numbers
+    ]
     taken = parameters(form)
     outputs = [p for p in taken if p.role == "output"]
     inputs = taken[: len(taken) - len(outputs)]
     written = [f"{form.program.inputs[target].spec.dtype} w{target}" for target, _ in form.program.assigns]
     return (
         ", ".join(f"{p.dtype} {p.name}" for p in inputs),
-        ", ".join([*written, *(f"{p.dtype} {p.name}" for p in outputs)]),
-        "\n".join(f"{line};" for line in _body(form, CUDA)),
+        ", ".join([*written, *(f"{p.dtype} {p.name}" for p in outputs), "raw bool seen"]),
+        "\n".join(f"{line};" for line in (*_body(form, CUDA), *looks)),
     )
 
 

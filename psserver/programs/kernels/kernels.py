@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from psserver.devices import Device
-from psserver.programs.kernels.codegen import Form, Parameter, SumTerm, parameters
+from psserver.programs.kernels.codegen import Form, Parameter, SumTerm, looked_at, parameters
 from psserver.programs.kernels.compiler import PATIENCE, Compiler
 from psserver.programs.kernels.fusion import Step, split, whole
 from psserver.programs.kernels.launch import Crew
@@ -44,6 +44,11 @@ class Kernel:
     def read(self) -> frozenset[int]:
         """Numbers of the values that it reads."""
         return self.form.read
+
+    @cached_property
+    def looked_at(self) -> frozenset[int]:
+        """Inputs in which it looks for NaN and infinity, on a GPU."""
+        return looked_at(self.form)
 
     @cached_property
     def singles(self) -> list[bool]:

@@ -285,6 +285,12 @@ class Pretended(Device):
     def get(self, array: Any) -> Any:
         return np.asarray(array)
 
+    def get_all(self, arrays: Any) -> Any:
+        return list(map(np.asarray, arrays))
+
+    def room(self, shape: Any, dtype: Any) -> Any:
+        return np.empty(shape, dtype)
+
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_device_is_asked_once_in_a_round(dtype, monkeypatch):

@@ -426,13 +426,19 @@ def test_text_is_run_in_one_place():
 
 
 def test_the_text_for_a_gpu():
-    """Inputs, what is assigned beside its input, and statements in C."""
+    """Inputs, what is assigned beside its input, and statements in C, which look for NaN and infinity at the end."""
     spec = TensorSpec("float32", (8,))
     program, _ = traced(lambda w, g: w.assign(np.where(g > 0, w - 0.5 * g, w)), [spec], [spec])
     form = Form(split(program)[-1].program)
     inputs, outputs, operation = cuda_source(form)
-    assert (inputs, outputs) == ("float32 a0, float32 a1, float32 a2, float32 a3", "float32 w0")
-    assert operation.splitlines()[-1] == f"w0 = ((float)(v{len(form.program.specs) - 1}));"
+    assert (inputs, outputs) == ("float32 a0, float32 a1, float32 a2, float32 a3", "float32 w0, raw bool seen")
+    value = f"v{len(form.program.specs) - 1}"
+    (gradient,) = (n for n, item in enumerate(form.program.inputs) if item.kind == "value" and item.spec.shape)
+    assert operation.splitlines()[-3:] == [
+        f"w0 = ((float)({value}));",
+        f"if (!(isfinite(v{gradient}))) seen[0] = true;",
+        f"if (!(isfinite({value}))) seen[1] = true;",
+    ]
     assert "((float)(where(" in operation
     summed = Form(form.program, {1: SumTerm("mean", 2)})
     assert "((float)(((float)(c1_0 + c1_1)) / t1))" in cuda_source(summed)[2]
