@@ -2,6 +2,7 @@
 
     python benchmarks/checkpoint.py             1 GB on two servers
     python benchmarks/checkpoint.py --quick     100 MB, for a first look
+    python benchmarks/checkpoint.py --device gpu:0     of variables on a GPU
 
 A cluster of real processes on this machine: two servers, and a worker that is chief. In each lap the worker makes
 rounds of which each updates all variables; saves, and waits until the checkpoint is complete; saves, and makes rounds
@@ -142,7 +143,9 @@ def _seconds(work: Callable[[], object]) -> float:
 # ---- In the launcher ----
 
 
-def measure(nbytes: int, laps: int, servers: int, directory: Path, console: Console) -> dict[str, list[float]]:
+def measure(
+    nbytes: int, laps: int, servers: int, device: str, directory: Path, console: Console
+) -> dict[str, list[float]]:
     """Seconds of each kind of work; of rounds one figure for each, of all else one for each lap.
 
     Raises:
@@ -160,7 +163,7 @@ def measure(nbytes: int, laps: int, servers: int, directory: Path, console: Cons
 
     with tempfile.TemporaryDirectory(dir=directory) as root:
         args = ("--as-worker", root, "--nbytes", str(nbytes), "--laps", str(laps))
-        options = ServerOptions(checkpoint_root=root)
+        options = ServerOptions(device=device, checkpoint_root=root)
         cluster = Cluster(
             sink=hear, ps=servers, workers=1, chief="none", script=str(Path(__file__)), args=args, server=options
         )
@@ -232,6 +235,7 @@ def tables(seconds: dict[str, list[float]], found: list[Figure], nbytes: int, se
 @click.option("--nbytes", type=click.IntRange(4 * VARIABLES), help=f"Of all variables [default: {NBYTES}].")
 @click.option("--laps", type=click.IntRange(1), help=f"How many [default: {LAPS}].")
 @click.option("--servers", type=click.IntRange(1), default=2, show_default=True)
+@click.option("--device", default="cpu", show_default=True, help="The servers': cpu, or gpu:N.")
 @click.option(
     "--directory",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -244,6 +248,7 @@ def main(
     nbytes: int | None,
     laps: int | None,
     servers: int,
+    device: str,
     directory: Path | None,
     json_file: Path | None,
     root: Path | None,
@@ -254,7 +259,7 @@ def main(
         Worker(nbytes, root).run(laps)
         return
     console = Console()
-    seconds = measure(nbytes, laps, servers, directory or Path(tempfile.gettempdir()), console)
+    seconds = measure(nbytes, laps, servers, device, directory or Path(tempfile.gettempdir()), console)
     found = list(figures(seconds, nbytes))
     report = {
         "format": FORMAT,

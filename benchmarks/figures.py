@@ -32,6 +32,8 @@ SETTINGS = {
     "gradients": "gradients in {}",
     "compression": "compression: {}",
     "ps_strategy": "{}",
+    "device": "variables on {}",
+    "worker_device": "replicas on {}",
 }
 """What clusters differ by beside lane and chief: the key in the report, and words. What all have is in the title."""
 

@@ -41,6 +41,7 @@ class Model:
 
 MODELS = {
     "4KB": Model(4_000, 10, 200, 300),  # small variables have a kernel only after a while
+    "1MB": Model(1_000_000, 10, 100, 30),
     "4MB": Model(4_000_000, 20, 60, 15),
     "100MB": Model(100_000_000, 50, 12, 4),
     "skewed": Model(100_000_000, 50, 12, 4, 0.9),

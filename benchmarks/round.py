@@ -19,6 +19,8 @@ Not measured unless asked for, since they are long or large:
     --gradients arrays --gradients buffers without and with `strategy.buffer`
     --servers 2 --consistency each --consistency whole    without and with votes on whose contributions a round has
     --compression none --compression int8  as they are, and compressed
+    --device cpu --device gpu:0            variables on the CPU, and on a GPU
+    --worker-device gpu:0                  gradients and values of workers on a GPU
 
 `--json FILE` writes `{"format", "machine", "limits", "rounds"}`; docs/performance.md says what is in it.
 """
@@ -51,6 +53,7 @@ from rich.console import Console
 
 import psclient as ps
 from psclient._src.config import GLIBC_TUNABLES
+from psclient._src.devices import Device, namespace, to_device
 from psclient._src.launch.cluster import Cluster
 from psclient._src.processes.output import Line
 from psclient._src.rounds.placement import PsStrategy
@@ -58,11 +61,12 @@ from psclient.psctl.certificate_authority import Authority, paths
 from pswire.cluster import Task
 from pswire.security.identity import SecurityOptions
 from pswire.security.names import task_name
+from pswire.server_options import ServerOptions
 from pswire.transport.traffic import LANES
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
-FORMAT = 2
+FORMAT = 3
 SECONDS = 3600
 """How long the rounds of one cluster may take."""
 
@@ -118,6 +122,8 @@ class Setting:
         consistency: a key of `CONSISTENCY`.
         gradients: one of `GRADIENTS`.
         compression: a key of `COMPRESSION`.
+        device: the servers' device.
+        worker_device: the device of each worker's replica.
     """
 
     lane: str
@@ -130,12 +136,15 @@ class Setting:
     consistency: str
     gradients: str
     compression: str
+    device: str = "cpu"
+    worker_device: str = "cpu:0"
 
     def __str__(self) -> str:
         return (
             f"{self.lane} lane, {self.workers} workers, {self.servers} servers, chief: {self.chief}, "
             f"{self.optimizer}, {self.allocator} allocator, {self.security}, rounds: {self.consistency}, "
-            f"gradients in {self.gradients}, compression: {self.compression}"
+            f"gradients in {self.gradients}, compression: {self.compression}, variables on {self.device}, "
+            f"replicas on {self.worker_device}"
         )
 
 
@@ -201,7 +210,7 @@ class Options:
         sizes = [arg for size in self.sizes for arg in ("--sizes", size)]
         cluster = ("--optimizer", setting.optimizer, "--consistency", setting.consistency)
         travel = ("--gradients", setting.gradients, "--compression", setting.compression)
-        chosen = (*cluster, *travel, "--ps-strategy", self.ps_strategy)
+        chosen = (*cluster, *travel, "--ps-strategy", self.ps_strategy, "--worker-device", setting.worker_device)
         rounds = [] if self.rounds is None else ["--rounds", str(self.rounds)]
         return ("--as-worker", str(gate), *sizes, *chosen, *rounds, *["--quick"] * self.quick)
 
@@ -222,19 +231,28 @@ class Worker:
         consistency: a key of `CONSISTENCY`.
         gradients: one of `GRADIENTS`.
         compression: a key of `COMPRESSION`.
+        worker_device: the device of its replica.
         gate: a pipe through which the launcher lets worker 0 go on.
     """
 
     def __init__(
-        self, options: Options, optimizer: str, consistency: str, gradients: str, compression: str, gate: Path
+        self,
+        options: Options,
+        optimizer: str,
+        consistency: str,
+        gradients: str,
+        compression: str,
+        worker_device: str,
+        gate: Path,
     ) -> None:
         self._options = options
         self._buffers = gradients == "buffers"
         self._optimizer = optimizer
         self._gate = gate
         self._lanes = _Lanes()
+        self._device = Device.parse(worker_device)
         self._strategy = ps.ParameterServerStrategy(
-            devices=["cpu:0"],
+            devices=[worker_device],
             ps_strategy=options.ps_strategy,
             consistency=CONSISTENCY[consistency],
             compression=COMPRESSION[compression],
@@ -259,6 +277,7 @@ class Worker:
         if self._compressed:  # of which some are larger than others
             rng = np.random.default_rng(0)
             gradients = [rng.standard_normal(shape, "float32") * np.float32(1e-3) for shape in shapes]
+        gradients = [to_device(gradient, self._device) for gradient in gradients]
         optimizer = OPTIMIZERS[self._optimizer]()
 
         def make_round() -> float:
@@ -270,8 +289,7 @@ class Worker:
                         gradient.fill(1e-3)
             start = time.perf_counter()
             self._strategy.run(optimizer.apply_gradients, args=(list(zip(gradients, variables, strict=True)),))
-            for variable in variables:
-                variable.numpy()
+            self._look_at(variables)
             return time.perf_counter() - start
 
         for _ in range(2):  # the second time with the kernels that the servers have compiled by then
@@ -284,6 +302,15 @@ class Worker:
         sent = self._strategy.traffic[0] - sent
         self._wait()
         return {"seconds": seconds, "cpu": used.seconds, "growth": used.rss, "sent": sent}
+
+    def _look_at(self, variables: Sequence[ps.Variable]) -> None:
+        """Waits for the values of all variables where the replica computes."""
+        if self._device.kind == "cpu":
+            for variable in variables:
+                variable.numpy()
+            return
+        self._strategy.run(lambda: [variable.read_value() for variable in variables])
+        namespace(self._device).cuda.Device(self._device.index).synchronize()
 
     def _wait(self) -> None:
         """All workers wait while the launcher looks at the servers."""
@@ -344,6 +371,7 @@ def measure(setting: Setting, options: Options) -> dict[str, Measured]:
             security=security,
             script=str(Path(__file__)),
             args=options.args(setting, path),
+            server=ServerOptions(device=setting.device),
         )
         with _allocator(setting.allocator), cluster:
             outcome = cluster.wait(SECONDS)
@@ -476,6 +504,8 @@ def _choices(name: str, known: Sequence[str], default: Sequence[str], text: str)
 @_choices("--consistency", list(CONSISTENCY), ("whole",), "With whole and each, the table has their ratio.")
 @_choices("--gradients", GRADIENTS, GRADIENTS[:1], "In arrays of its own, or in those of strategy.buffer.")
 @_choices("--compression", list(COMPRESSION), ("none",), "With none and others, the table has their ratio.")
+@click.option("--device", multiple=True, default=("cpu",), show_default=True, help="The servers': cpu, or gpu:N.")
+@click.option("--worker-device", multiple=True, default=("cpu:0",), show_default=True, help="The replicas'.")
 @click.option("--ps-strategy", type=click.Choice(get_args(PsStrategy)), default="greedy", show_default=True)
 @click.option("--rounds", type=click.IntRange(1), help="How many to measure at a time [default: the model's].")
 @click.option("--repeats", type=click.IntRange(1), help="How many times over [default: 3, with --quick 1].")
@@ -497,7 +527,8 @@ def main(
     """Measures, or is a worker of a cluster that is measured."""
     options = Options(sizes, quick, rounds, ps_strategy)
     if gate:
-        asked = {name: chosen[name][0] for name in ("optimizer", "consistency", "gradients", "compression")}
+        names = ("optimizer", "consistency", "gradients", "compression", "worker_device")
+        asked = {name: chosen[name][0] for name in names}
         Worker(options, gate=gate, **asked).run()
         return
     console = Console()

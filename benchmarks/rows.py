@@ -4,6 +4,7 @@
     python benchmarks/rows.py --python peers/bin/python        and the peers that this Python has, in turns
     python benchmarks/rows.py --zipf 1.05 --optimizer adam --optimizer closedadam --optimizer lazyadam    what rows miss
     python benchmarks/rows.py --table static --table dynamic --lane shm             and of a table without a size
+    python benchmarks/rows.py --device cpu --device gpu:0      and with the table on a GPU of the server
     python benchmarks/rows.py --quick                          a few steps of each
 
 One server, two workers, all real processes on this machine. In a step of ours the worker has the rows of its batch,
@@ -41,6 +42,7 @@ from psclient._src.launch.cluster import Cluster
 from psclient._src.processes.output import Line
 from psclient._src.processes.process import spawn
 from pswire.cluster import Task
+from pswire.server_options import ServerOptions
 from pswire.transport.traffic import LANES
 
 FORMAT = 1
@@ -165,8 +167,8 @@ def train(work: Work, name: str) -> None:
             print(MEASURED, json.dumps(seconds[work.warm :]), flush=True)
 
 
-def run_ours(work: Work, lane: str, optimizer: str) -> list[float]:
-    """Starts a cluster on one lane; returns the seconds of each step."""
+def run_ours(work: Work, lane: str, optimizer: str, device: str) -> list[float]:
+    """Starts a cluster on one lane, its tables on a device; returns the seconds of each step."""
     found: list[float] = []
 
     def hear(line: Line) -> None:
@@ -181,6 +183,7 @@ def run_ours(work: Work, lane: str, optimizer: str) -> list[float]:
         lane=lane,
         script=str(Path(__file__)),
         args=("--as-worker", json.dumps(asdict(work)), "--optimizer", optimizer),
+        server=ServerOptions(device=device),
     ) as cluster:
         outcome = cluster.wait(SECONDS)
     if outcome.code or not found:
@@ -227,6 +230,7 @@ def measure(
     work: Work,
     lanes: Sequence[str],
     tables: Sequence[str],
+    devices: Sequence[str],
     optimizers: Sequence[str],
     pythons: Sequence[str],
     repeats: int,
@@ -238,7 +242,7 @@ def measure(
     left_out = [f"{name}: no Python that has {PROGRAMS[name][0]} was given" for name in missing]
     peers = [f"{name}, {calls}" for name, calls in product(found, CALLS)]
     total: dict[tuple[str, str], list[list[float]]] = {}
-    ours = [f"{lane}, {table}" for lane, table in product(lanes, tables)]
+    ours = {f"{lane}, {table}" + f", {at}" * (at != "cpu"): at for lane, table, at in product(lanes, tables, devices)}
     for _, optimizer, system in product(range(repeats), optimizers, (*ours, *peers)):
         name, _, what = system.partition(", ")
         if system in peers and optimizer not in PEERS:
@@ -247,7 +251,7 @@ def measure(
             seconds = (
                 run_peer(found[name], work, name, optimizer, what)
                 if system in peers
-                else run_ours(replace(work, dynamic=what == "dynamic"), name, optimizer)
+                else run_ours(replace(work, dynamic=what.startswith("dynamic")), name, optimizer, ours[system])
             )
         except Failed as error:
             left_out.append(f"{system}, {optimizer}: {error}")
@@ -276,6 +280,7 @@ def report(work: Work, total: dict[tuple[str, str], list[list[float]]], left_out
 @click.option("--lane", "lanes", multiple=True, type=click.Choice(LANES), default=LANES[::-1], show_default=True)
 @click.option("--optimizer", "optimizers", multiple=True, type=click.Choice(list(OPTIMIZERS)), default=PEERS)
 @click.option("--table", "tables", multiple=True, type=click.Choice(TABLES), default=TABLES[:1], show_default=True)
+@click.option("--device", "devices", multiple=True, default=("cpu",), show_default=True, help="The server's.")
 @click.option("--zipf", type=click.FloatRange(0), default=0.0, help="Exponent of the frequency of ids; 0 for none.")
 @click.option("--rows", type=click.IntRange(1), default=1_000_000, show_default=True)
 @click.option("--width", type=click.IntRange(1), default=64, show_default=True)
@@ -289,6 +294,7 @@ def report(work: Work, total: dict[tuple[str, str], list[list[float]]], left_out
 def main(
     lanes: tuple[str, ...],
     tables: tuple[str, ...],
+    devices: tuple[str, ...],
     optimizers: tuple[str, ...],
     zipf: float,
     rows: int,
@@ -307,7 +313,7 @@ def main(
         return
     work = Work(rows, width, ids, steps or (20 if quick else 300), 10 if quick else 60, zipf)
     tried = (*pythons, sys.executable)
-    total, left_out = measure(work, lanes, tables, optimizers, tried, repeats or (1 if quick else 3))
+    total, left_out = measure(work, lanes, tables, devices, optimizers, tried, repeats or (1 if quick else 3))
     found = report(work, total, left_out)
     table = Table(
         title=f"Steps of {ids} of {rows} rows x {width}, {WORKERS} workers, ms; load {found['machine']['load']:.1f}"
