@@ -66,7 +66,7 @@ from pswire.transport.traffic import LANES
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
-FORMAT = 3
+FORMAT = 2
 SECONDS = 3600
 """How long the rounds of one cluster may take."""
 
