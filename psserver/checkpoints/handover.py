@@ -6,17 +6,16 @@ a restored checkpoint has for variables that are created later goes with them. W
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
+from psserver.checkpoints.later import Later
 from psserver.checkpoints.restored_tables import RestoredTable, WantedTable
 from psserver.checkpoints.restores import Restores
 from psserver.effects import Effect, Fail, Reply, Work, naming
 from psserver.state.variables import Store
-from pswire import strict_json
 from pswire.api import RestoreOrder
 from pswire.checkpoint.arrays_of_tables import read_arrays
 from pswire.checkpoint.manifest import MANIFEST
@@ -30,36 +29,6 @@ from pswire.model.tensor import Array
 
 LATER = "later.json"
 """The file that tells what a restored checkpoint has for later variables."""
-
-
-@dataclass(frozen=True)
-class Later:
-    """What a server has of a restored checkpoint beside its variables.
-
-    Attributes:
-        path: the checkpoint; "" for none.
-        names: names of the tensors that later variables take.
-        cast: True if these may have another dtype.
-        begun: numbers of the variables that have got their first value so.
-    """
-
-    path: str = ""
-    names: tuple[str, ...] = ()
-    cast: bool = False
-    begun: tuple[int, ...] = ()
-
-    def text(self) -> bytes:
-        """Returns it as JSON."""
-        return json.dumps([self.path, self.names, self.cast, self.begun]).encode()
-
-    @classmethod
-    def of(cls, text: bytes) -> Later:
-        """Reads it; raises `Malformed`."""
-        path, names, cast, begun = strict_json.items(strict_json.parse(text.decode()))
-        numbers = map(strict_json.integer, strict_json.items(begun))
-        return cls(
-            strict_json.text(path), tuple(map(strict_json.text, strict_json.items(names))), cast is True, tuple(numbers)
-        )
 
 
 @dataclass(frozen=True)
@@ -136,5 +105,5 @@ class Handover:
         self._store.commit(found.values)
         for table in found.tables:
             table.put()
-        self._restores.adopt(found.checkpoint, found.later.names, found.later.cast, found.later.begun)
+        self._restores.adopt(found.checkpoint, found.later)
         return [Reply(future, found.shard)]

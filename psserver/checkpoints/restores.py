@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
 from psserver.checkpoints.bases import Bases
+from psserver.checkpoints.later import Later
 from psserver.checkpoints.restored_tables import RestoredTable, WantedTable, first_of_part
 from psserver.effects import Effect, Fail, Reply, Work, naming
 from psserver.plans.round import ReadyRound
@@ -249,23 +250,17 @@ class Restores:
         return frozenset(saved.full for saved in (late.saved, *late.saved.bases))
 
     @property
-    def later(self) -> tuple[str, tuple[str, ...], bool, tuple[int, ...]]:
-        """What `adopt` takes, on a server that has the same variables: the checkpoint by its path, "" for none."""
+    def later(self) -> Later:
+        """What `adopt` takes, on a server that has the same variables."""
         begun = tuple(sorted(self.begun))
-        if self._late is None:
-            return "", (), False, begun
-        return self._late.saved.path, tuple(sorted(self._late.names)), self._late.cast, begun
+        if (late := self._late) is None:
+            return Later(begun=begun)
+        return Later(late.saved.path, tuple(sorted(late.names)), late.cast, begun)
 
-    def adopt(self, saved: SavedCheckpoint | None, names: Iterable[str], cast: bool, begun: Iterable[int]) -> None:
-        """Takes over what the others have of a restored checkpoint for later variables.
-
-        Args:
-            saved: the checkpoint; None for none.
-            names, cast: as it was restored.
-            begun: numbers of the variables that have got their first value so.
-        """
-        self._late = None if saved is None else _Late(saved, frozenset(names), cast)
-        self.begun.update(begun)
+    def adopt(self, saved: SavedCheckpoint | None, later: Later) -> None:
+        """Takes over what the others have of a restored checkpoint for later variables; `saved` is that one, if any."""
+        self._late = None if saved is None else _Late(saved, frozenset(later.names), later.cast)
+        self.begun.update(later.begun)
 
     def awaits(self, variable: PlacedVariable) -> bool:
         """Returns True if a part of a dynamic table, which needs no first value, has to get what a checkpoint has."""

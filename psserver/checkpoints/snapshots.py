@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import PurePosixPath
 
 from psserver.checkpoints.bases import Bases
-from psserver.checkpoints.handover import LATER, Later, name_of
+from psserver.checkpoints.handover import LATER, name_of
+from psserver.checkpoints.later import Later
 from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.tables import FrozenPart
 from psserver.effects import Effect, Fail, Run, Work, naming, settle
@@ -175,7 +176,7 @@ class Snapshots:
     def _write(self, save: _Save, frozen: Frozen) -> list[Effect]:
         save.shard.add_done_callback(partial(self._tally.written, self._tally.clock()))
         done, ask = partial(self._written, frozen), partial(self._let_go, save, frozen)
-        later = None if save.back is None else Later(*self._restores.later)
+        later = None if save.back is None else self._restores.later
         return [Work("files", self._write_shard, (frozen, later), done, save.shard, ask)]
 
     def _hold_tables(self, save: _Save, which: Callable[[PlacedVariable], bool]) -> dict[str, FrozenTable]:

@@ -53,6 +53,7 @@ def train(bound, epochs, paces, stops, saves, resume):
             time.sleep(paces[ME])
             for at, name, before in stops.get(ME, ()):
                 if at == count and before:
+                    visits.numpy()  # the rounds before it are answered
                     say("at", count)
                     gate(name)
             strategy.run(step, args=(rows,))
