@@ -103,9 +103,13 @@ class Peer:
     incarnation: int
 
 
+NOWHERE = Peer("", 0)
+"""The place of a server that is gone."""
+
+
 @dataclass(slots=True)
 class Know:
-    """Says where the servers of a job that begins are, in order."""
+    """Says where the servers of a job are from now on, in order."""
 
     servers: tuple[Peer, ...]
 
@@ -122,7 +126,7 @@ class Others(Protocol):
     """The other servers of a job, as this one reaches them. Methods return at once, and may be called by any thread."""
 
     def know(self, servers: Sequence[Peer]) -> None:
-        """Takes where the servers of a job that begins are, in order."""
+        """Takes where the servers of a job are from now on, in order."""
 
     def say(self, server: int, said: Vote | Testimony) -> None:
         """Says something to a server, if there is a connection; one is made if it was never tried."""

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from psserver.checkpoints.snapshots import Snapshots
-from psserver.effects import Effect, Know, Peer
+from psserver.effects import NOWHERE, Effect, Know, Peer
 from psserver.plans.divergence import PlanText
 from psserver.plans.prepared import PreparedPlan
 from psserver.state.rounds import Rounds
@@ -36,9 +36,6 @@ from pswire.model.plan import PlacedVariable, Plan, VariableSpec, are_some_of
 from pswire.sizes import human
 
 log = logging.getLogger("psserver")
-
-NOWHERE = Peer("", 0)
-"""The place of a server that is gone."""
 
 
 class Log:
@@ -72,6 +69,8 @@ class Log:
         self._ordered = 0
         self.incarnations: tuple[int, ...] = ()
         """The incarnations of all servers of the job, as they are now; empty while there is no job."""
+        self.lost_incarnations: set[int] = set()
+        """The incarnations of servers that were lost, in whose place others may have come since."""
         self._job = JobStarted(0, ())
         self.over = False
         """True once the job is done."""
@@ -86,7 +85,7 @@ class Log:
 
     def clear(self) -> None:
         """Forgets a job: its entries, its names, its proposals."""
-        for table in (self.entries, self.proposed, self._names, self._creators):
+        for table in (self.entries, self.proposed, self._names, self._creators, self.lost_incarnations):
             table.clear()
         self.incarnations = ()
         self._ordered, self.over, self.lost = 0, False, None
@@ -185,7 +184,10 @@ class Log:
         if back.server != self._store.server:
             self._rounds.votes.take_back(back.server, back.round - 1)
         elif not self.away:
-            self._rounds.last = self._rounds.strands[None].last = back.round - 1  # the others have made what was before
+            # The others have made the rounds before, and may have told of some that were under way meanwhile.
+            self._rounds.strands[None].begin_at(back.round)
+            self._rounds.last = back.round - 1
+            self._rounds.votes.close(self._rounds.last)
             log.info("%s is back, and takes part from round %d on", self._store.task, back.round)
         return self._introduce()
 
@@ -194,6 +196,7 @@ class Log:
         self.entries.append(entry)
         self._store.losses.append(entry.server)
         self._store.gone[entry.server] = entry.reason
+        self.lost_incarnations.add(self.incarnations[entry.server])
         self.keeps = self._store.leads(range(self.servers))
         if self.keeps:
             named = self._named()

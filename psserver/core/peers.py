@@ -15,7 +15,7 @@ from psserver.state.counters import ServerCounters
 from psserver.state.rounds import Rounds
 from pswire.api import Testimony, Vote
 from pswire.cluster import Task
-from pswire.errors import InvalidRequest, ServerGone, ServerLost
+from pswire.errors import InvalidRequest, ServerGone, ServerLost, Unreachable
 
 log = logging.getLogger("psserver")
 
@@ -42,10 +42,15 @@ class PeerStimuli:
     _links: Links
 
     def introduce(self, now: float, server: int, incarnation: int) -> Outcome:
-        """Lets another server vote here: its incarnation names it as a session names a client."""
-        self._check_there(server)
-        if server in self.log.losses and self.log.incarnations[server] != incarnation:
+        """Lets another server vote here: its incarnation names it as a session names a client.
+
+        A process in the place of one that is gone may know before this server that the job has taken it back.
+        """
+        if incarnation in self.log.lost_incarnations:
+            self._check_there(server)
             raise ServerGone("the job goes on with another process in its place", str(Task("ps", server)))
+        if server in self.log.gone:
+            raise Unreachable(f"it does not know yet that {Task('ps', server)} is back", str(self.task))
         if server == self.server:
             raise InvalidRequest(f"a server calls itself {self.task}, as this one", str(self.task))
         self.registry.enter(incarnation, Task("ps", server))

@@ -206,6 +206,12 @@ class Strand:
         found = (self.open[number].positions for number in sorted(self.open, reverse=True))
         return next(filter(None, found), self.settled)
 
+    def begin_at(self, round: int) -> None:
+        """Takes part from this round on; what is open of those before was made without this server."""
+        self.last = round - 1
+        for number in [number for number in self.open if number < round]:
+            del self.open[number]
+
     def close(self, number: int, record: Record, kept: int) -> list[Waiter]:
         """Ends a round; returns its waiters.
 

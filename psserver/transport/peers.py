@@ -19,7 +19,7 @@ from typing import Protocol
 import grpc
 
 from psserver.config import ServerConfig
-from psserver.effects import Peer
+from psserver.effects import NOWHERE, Peer
 from psserver.transport.served import Served
 from pswire.api import Testimony, Vote
 from pswire.cluster import Task
@@ -76,15 +76,22 @@ class Peers:
         self._config = config
         self._known: tuple[Peer, ...] = ()
         self._links: dict[int, Link] = {}
-        self._lock = threading.Lock()  # guards both
+        self._wanted: set[int] = set()  # to whom something was said
+        self._lock = threading.Lock()  # guards all of them
         self._closed = False
 
     def know(self, servers: Sequence[Peer]) -> None:
-        """Takes where the servers of a new job are. Connections to others are closed."""
+        """Takes where the servers of a job are, or from now on are.
+
+        Connections to others are closed. Who is in the place of one to whom something was said may not have heard it:
+        it is connected at once, and the machine says it again.
+        """
         with self._lock:
             self._known = tuple(servers)
             outdated = [server for server, link in self._links.items() if link.peer not in servers]
             closed = [self._links.pop(server) for server in outdated]
+            for server in self._wanted:
+                self._connect(server)
         for link in closed:
             link.close()
 
@@ -93,12 +100,18 @@ class Peers:
         link = self._links.get(server)
         if link is None:
             with self._lock:
-                if self._closed or server >= len(self._known):
-                    return
-                link = self._links.get(server)
-                if link is None:
-                    link = self._links[server] = Link(self._core, self._config, server, self._known[server])
-        link.say(said)
+                self._wanted.add(server)
+                link = self._connect(server)
+        if link is not None:
+            link.say(said)
+
+    def _connect(self, server: int) -> Link | None:
+        """Returns the connection to a server, made now if there is none; None while it is gone."""
+        found = self._links.get(server)
+        peer = self._known[server] if server < len(self._known) else NOWHERE
+        if found is None and peer != NOWHERE and not self._closed:
+            found = self._links[server] = Link(self._core, self._config, server, peer)
+        return found
 
     def close(self) -> None:
         """Closes all connections, and makes no others."""

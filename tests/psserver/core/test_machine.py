@@ -14,14 +14,15 @@ from psserver.devices import Device
 from psserver.effects import Await, Fail, Know, Peer, Reply, Run, Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
-from pswire.api import Contribution, PullReply, RoundReply
+from pswire import api
+from pswire.api import Contribution, PullReply, RoundReply, Vote
 from pswire.cluster import Task
-from pswire.errors import Fenced, InvalidRequest, PSError, ServerLost
-from pswire.model.log import Approved, Done, Epoch, EpochClosed, JobStarted, Member, Start
+from pswire.errors import Fenced, InvalidRequest, PSError, ServerGone, ServerLost, Unreachable
+from pswire.model.log import Approved, Done, Epoch, EpochClosed, Gone, JobStarted, Member, Return, Start
 from pswire.model.plan import Plan, SnapshotOrder, VariableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.support.rig import CHIEF, WORKERS, payload, sum_into
+from tests.support.rig import CHIEF, WORKERS, payload, reduce_only, sum_into
 
 VALUE = TensorSpec("float32", (2,))
 A, B = WORKERS[:2]
@@ -83,6 +84,46 @@ def told():
     found = Told()
     yield found
     found.kernels.close()
+
+
+def begin(told, incarnation):
+    """Begins a job of three servers whose variables have copies; the first one is this, or one that was lost."""
+    entry = JobStarted(told.token + 1, (incarnation, 201, 301), "", ("a:1", "b:2", "c:3"), (1, 2, 0))
+    told.tell("approve", told.token, 0, [entry], {})
+
+
+def back(server, incarnation, round):
+    """A server is back."""
+    epoch = Epoch(1, (Member(A, 1, 1),), "step", returns=Return(server, incarnation, 1, True, round))
+    return EpochClosed(epoch)
+
+
+def test_who_is_back_waits_for_those_who_do_not_know_yet(told):
+    """It has read in the log that it is: the others read the same a little later, and must not send it away."""
+    begin(told, 100)
+    told.append(Gone(2, "was lost"))
+    with pytest.raises(Unreachable, match="does not know yet"):
+        told.tell("introduce", 2, 302)
+    with pytest.raises(ServerGone, match="without it"):
+        told.tell("introduce", 2, 301)
+    told.append(back(2, 302, 5))
+    told.tell("introduce", 2, 302)
+    with pytest.raises(ServerGone, match="another process"):
+        told.tell("introduce", 2, 301)
+
+
+def test_who_is_back_makes_no_round_of_before(told):
+    """Others tell it of rounds that were under way when a third one was lost; all of them are over."""
+    begin(told, 99)
+    told.append(Gone(0, "was lost"), Gone(2, "was lost"))
+    plan = reduce_only(VALUE)
+    vote = Vote(told.machine.rounds.votes.job, 3, plan.id, 1, 0, frozenset({1}), None, 2)
+    told.append(Approved(plan), EpochClosed(Epoch(1, (Member(A, 1, 1),), start=Start(1, 0))))
+    told.tell("testify", 1, api.Testimony(vote.job, 2, (vote,), 0))
+    assert [open.round for open in told.machine.rounds.waiting()] == [3]
+    told.append(back(0, 100, 5))
+    assert not told.machine.rounds.waiting()
+    assert told.machine.rounds.last == 4
 
 
 def kinds(effects):

@@ -1,0 +1,82 @@
+"""Connections to other servers: which there are, as servers come and go."""
+
+from __future__ import annotations
+
+import pytest
+
+from psserver.config import ServerConfig
+from psserver.effects import NOWHERE, Peer
+from psserver.transport import peers
+from psserver.transport.peers import Peers
+from pswire.api import Vote
+from pswire.cluster import Task
+
+HERE, THERE, ANEW = Peer("a:1", 10), Peer("b:2", 20), Peer("b:2", 21)
+VOTE = Vote(1, 0, b"plan", 1, 0, frozenset(), None, -1)
+
+
+class Link:
+    """A connection that says nothing to anybody."""
+
+    made: list[Link]
+
+    def __init__(self, core, config, server, peer):
+        self.peer, self.said, self.closed = peer, [], False
+        Link.made.append(self)
+
+    def say(self, said):
+        self.said.append(said)
+
+    def close(self):
+        self.closed = True
+
+    def join(self):
+        pass
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """The connections of server 0 to a second one."""
+    monkeypatch.setattr(peers, "Link", Link)
+    Link.made = []
+    found = Peers(None, ServerConfig(Task("ps", 0)))
+    found.know((HERE, THERE))
+    return found
+
+
+def test_the_first_vote_makes_the_connection(known):
+    """And the second one uses it."""
+    assert not Link.made
+    known.say(1, VOTE)
+    known.say(1, VOTE)
+    (link,) = Link.made
+    assert (link.peer, link.said) == (THERE, [VOTE, VOTE])
+
+
+def test_who_is_gone_has_no_connection(known):
+    """The one that there was is closed."""
+    known.say(1, VOTE)
+    known.know((HERE, NOWHERE))
+    known.say(1, VOTE)
+    assert [(link.said, link.closed) for link in Link.made] == [([VOTE], True)]
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before it is known", "after"])
+def test_who_comes_back_is_connected_though_nothing_more_is_said(known, early):
+    """What was said before, by another thread, was lost: a new connection is told all that it may not have heard."""
+    if not early:
+        known.say(1, VOTE)
+    known.know((HERE, NOWHERE))
+    if early:
+        known.say(1, VOTE)
+    known.know((HERE, ANEW))
+    assert [link.peer for link in Link.made if not link.closed] == [ANEW]
+
+
+def test_nobody_is_connected_any_more_at_the_end(known):
+    """Whatever is said or known then."""
+    known.say(1, VOTE)
+    known.close()
+    known.know((HERE, ANEW))
+    known.say(1, VOTE)
+    assert [link.closed for link in Link.made] == [True]
