@@ -41,7 +41,7 @@ ONLY_IN = {
     "google": {
         "psserver.transport.grpc_service",
         "psclient._src.transport.remote_server",
-        "psclient._src.transport.queue_calls",
+        "psclient._src.transport.plain_calls",
         "pswire.encoding.mapper",
         "pswire.encoding.verbs",
     },

@@ -87,8 +87,8 @@ class RemoteBackend:
         self._section: Section | None = None
         self._before: list[tuple[Cell, AnyArray]] | None = None
         """In a run that may have to be made again: the replicas' copies of variables as they were before it."""
-        self._closed = self._together = False
-        """True while updates are recorded that are of one round; of the thread that records."""
+        self._closed = False
+        self._together = False  # while updates are recorded that are of one round; of the thread that records
 
     @property
     def group(self) -> Group:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 from psclient._src.data.progress import Pass, Progress
 from psclient._src.devices import Device
@@ -32,8 +31,6 @@ from pswire.model.log import ALONE, STEP, Epoch, Examples, Member, Snapshotted, 
 from pswire.telemetry import logging_setup
 
 log = logging.getLogger("psclient")
-
-T = TypeVar("T")
 
 
 class Follower(Progress):
@@ -88,15 +85,16 @@ class Follower(Progress):
 
         The next round is made with it, or, if it could not be taken back, without.
         """
-        if epoch.awaited is not None:
-            self.departure.hand_over(f"handover/{epoch.awaited.incarnation:016x}", "", epoch.awaited.epoch)
-        session, deadline = self.session, self.session.deadline(self.session.timeouts.round)
-        while (back := epoch.awaited) is not None:
-            task = Task("ps", back.server)
-            late = RoundTimeout(f"{session.task} waited too long for {task} to come back; is the chief running?")
-            word = f"waits for {task}, which comes back, to read its variables"
-            self._follow(deadline, partial(_constant, late), partial(_constant, word))
-            epoch = self._news.newest
+        back, session = epoch.awaited, self.session
+        if back is None:
+            return
+        self.departure.hand_over(f"handover/{back.incarnation:016x}", "", back.epoch)
+        task, deadline = Task("ps", back.server), session.deadline(session.timeouts.round)
+        late = RoundTimeout(f"{session.task} waited too long for {task} to come back; is the chief running?")
+        word = f"waits for {task}, which comes back, to read its variables"
+        while epoch.awaited is not None:
+            self._follow(deadline, lambda: late, lambda: word)
+            epoch = self._news.after(epoch)
             self._take_in(epoch)
 
     def _take_back(self, epoch: Epoch) -> None:
@@ -509,10 +507,6 @@ class Group(Follower):
                 log.info("%s takes part from round %d, epoch %d", self.session.task, self.round, number)
                 return True
         return False
-
-
-def _constant(value: T) -> T:
-    return value
 
 
 def _late(task: Task, expected: Sequence[Task]) -> RoundTimeout:

@@ -5,7 +5,7 @@ hosting         which servers are gone, which keeps the log, which is asked for 
 log_calls       what the session asks the server that keeps the log, and the next one where that is lost
 worker_clock    what a worker with bounded staleness says of its rounds in its beats; pacing has it said
 remote_server   the verbs of `ParameterServer` over gRPC and lanes; retries repeats an unanswered call
-queue_calls     the verbs of server 0's queues; chunk_calls asks one of them for the batches of this process
+plain_calls     the verbs of one request and one reply; chunk_calls asks one of them for the batches of this process
 older_server    what servers do in one call, and did in several in the version before
 grpc_calls      single attempts of calls over gRPC, which can be ended at once, each alone or many on one stream
 tls_diagnosis   says why a TLS handshake fails

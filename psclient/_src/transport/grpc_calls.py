@@ -168,7 +168,11 @@ class GrpcCalls:
 
     def bind(self, incarnation: int) -> None:
         """Binds later calls to a life of the server."""
-        self._metadata = (*self._token, (INCARNATION_KEY, str(incarnation)))
+        self._show((*self._token, (INCARNATION_KEY, str(incarnation))))
+
+    def _show(self, metadata: tuple[tuple[str, str], ...]) -> None:
+        """Sends this with later calls, and no call on a stream that was opened with something else."""
+        self._metadata = metadata
         with self._lock:
             free = not self._occupied
             self._unbound = not free  # then who has the stream ends it
@@ -358,11 +362,7 @@ class GrpcCalls:
         """Takes back what `fail` was told: another life of the server is there. No call is under way."""
         with self._lock:
             self._failure = None
-            self._metadata = self._token
-            free = not self._occupied
-            self._unbound = not free
-        if free:
-            self._drop_stream()
+        self._show(self._token)
         self.failed.clear()
 
     def check(self) -> None:

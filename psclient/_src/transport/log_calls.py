@@ -138,6 +138,15 @@ class JobNews:
         """The newest epoch that it has read of."""
         return self.epochs[max(self.epochs)]
 
+    def after(self, epoch: Epoch) -> Epoch:
+        """Returns the epoch that members go on with who wait, since one tells of a server that comes back.
+
+        It is the first that ends their wait, and not one after it, by which they would wait for the next server; as
+        long as there is none the newest.
+        """
+        newer = (self.epochs[number] for number in sorted(self.epochs) if number > epoch.number)
+        return next((each for each in newer if each.awaited is None), self.newest)
+
     @property
     def sharers(self) -> list[Member]:
         """The members that share the data where each makes rounds of its own, in task order.

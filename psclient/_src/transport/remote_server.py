@@ -22,18 +22,15 @@ from psclient._src.transport.daemon_threads import Threads, follow
 from psclient._src.transport.grpc_calls import GrpcCalls
 from psclient._src.transport.lane import Answered, Lane, Offer
 from psclient._src.transport.lane_selector import LaneSelector
-from psclient._src.transport.queue_calls import QueueCalls
+from psclient._src.transport.plain_calls import PlainCalls
 from psclient._src.transport.retries import Attempts
 from pswire.api import (
-    ALL,
     Begun,
     Contribution,
     CreateBatchReply,
     CreateReply,
     Opened,
     PullReply,
-    RestoreOrder,
-    RestoreReply,
     RoundReply,
     RowRead,
     TableRead,
@@ -52,9 +49,8 @@ from pswire.encoding.verbs import VERBS, batches, parse
 from pswire.errors import ConfigError, InvalidRequest, PSError
 from pswire.limits import MAX_BATCH_VARIABLES, Refused, Timeouts
 from pswire.model.log import Done, LogEntry, Mode, Start
-from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
-from pswire.model.saved import Shard
-from pswire.model.status import STILL, Happened, Pace, ServerStatus
+from pswire.model.plan import PlacedVariable, Plan, VariableSpec
+from pswire.model.status import STILL, Pace
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.security.names import certificate_name, task_name
@@ -71,7 +67,7 @@ CREATION_SECONDS = 0.02
 T = TypeVar("T")
 
 
-class RemoteServer(QueueCalls):
+class RemoteServer(PlainCalls):
     """A server at an address. All methods may be called from any thread.
 
     Arrays of a payload are read until its call is over; they must not change before that.
@@ -183,15 +179,12 @@ class RemoteServer(QueueCalls):
 
     def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> bool:
         """Implements `ParameterServer.beat`."""
-        m = pb.BeatRequest(session=session, round=round, plan_id=plan_id, pace=messages.PACE.to_pb(pace), clock=clock)
-        reply = parse(pb.BeatReply, self._ask("Beat", m))
+        told = messages.PACE.to_pb(pace)
+        said = pb.BeatRequest(session=session, round=round, plan_id=plan_id, pace=told, clock=clock)
+        reply = parse(pb.BeatReply, self._ask("Beat", said))
         if lanes := self._lanes.get(session):
             lanes.beat_answered()
         return reply.drive
-
-    def leave(self, session: int, error: str) -> None:
-        """Implements `ParameterServer.leave`."""
-        self._ask("Leave", pb.LeaveRequest(session=session, error=error))
 
     def create(
         self,
@@ -237,7 +230,8 @@ class RemoteServer(QueueCalls):
             refuse: one of `pswire.encoding.protocol`, such as `check_tables`.
             what: its arguments between the server's number and the names of both ends.
         """
-        refuse(self._spoken[0], *what, str(self.task), self._spoken[1])
+        number, ours = self._spoken
+        refuse(number, *what, str(self.task), ours)
 
     def _create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
         whole = CreateBatchReply(0)
@@ -355,29 +349,8 @@ class RemoteServer(QueueCalls):
 
     def lane(self, session: int) -> Lane | None:
         """Returns the lane that a session's calls go on now; None for gRPC."""
-        return self._lanes[session].lane if session in self._lanes else None
-
-    def snapshot(self, token: int, plan_id: bytes, manifest: str) -> Future[Shard]:
-        """Implements `ParameterServer.snapshot`."""
-        request = pb.SnapshotRequest(token=token, plan_id=plan_id, manifest=manifest)
-        return self._threads.submit(
-            lambda: messages.SHARD.from_pb(parse(pb.SnapshotReply, self._ask("Snapshot", request)))
-        )
-
-    def restore(self, session: int, path: str, turn: Turn, order: RestoreOrder = ALL) -> Future[RestoreReply]:
-        """Implements `ParameterServer.restore`."""
-        turn_said, said = messages.TURN.to_pb(turn), messages.ORDER.to_pb(order)
-        request = pb.RestoreRequest(session=session, path=path, turn=turn_said, order=said)
-        ask = partial(self._ask, "Restore", request)
-        return self._threads.submit(lambda: messages.RESTORED.from_pb(parse(pb.RestoreReply, ask())))
-
-    def status(self) -> ServerStatus:
-        """Implements `ParameterServer.status`."""
-        return messages.STATUS.from_pb(parse(pb.StatusReply, self._ask("Status", pb.Empty())))
-
-    def recent(self) -> tuple[Happened, ...]:
-        """As `ParameterServer.recent`."""
-        return tuple(map(messages.HAPPENED.from_pb, parse(pb.RecentReply, self._ask("Recent", pb.Empty())).recent))
+        lanes = self._lanes.get(session)
+        return lanes.lane if lanes else None
 
     # ---- The end ----
 
@@ -386,6 +359,11 @@ class RemoteServer(QueueCalls):
         self._calls.fail(error)
         for lanes in list(self._lanes.values()):
             lanes.close(error.message)
+
+    @property
+    def failed(self) -> bool:
+        """True since `fail`, and until it begins anew."""
+        return self._calls.failed.is_set()
 
     def begin_anew(self) -> None:
         """Takes back what `fail` was told: another life of the server is to be found there."""
@@ -416,6 +394,13 @@ class RemoteServer(QueueCalls):
             return "; the server does not answer"
         tasks = sorted({task for waiting in status.waiting for task in waiting.missing})
         return f"; it waits for {', '.join(map(str, tasks))}" if tasks else ""
+
+
+def look_again(server: RemoteServer) -> None:
+    """Takes back that a server is gone, where an earlier session of this process has found so: it may be back."""
+    if server.failed:
+        server.begin_anew()
+        expect(server)
 
 
 def expect(server: RemoteServer) -> None:

@@ -1,4 +1,4 @@
-"""The verbs of the queues that server 0 keeps: closures, and batches that are handed out."""
+"""The verbs of one request and one reply: checkpoints, queues of server 0, and what a server says of itself."""
 
 from __future__ import annotations
 
@@ -9,22 +9,56 @@ from functools import partial
 from google.protobuf.message import Message
 
 from psclient._src.transport.daemon_threads import Threads
+from pswire.api import ALL, RestoreOrder, RestoreReply
 from pswire.cluster import Task
 from pswire.encoding import messages
 from pswire.encoding.verbs import parse
 from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
+from pswire.model.plan import Turn
+from pswire.model.saved import Shard
+from pswire.model.status import Happened, ServerStatus
 from pswire.pb import parameter_server_pb2 as pb
 
 
-class QueueCalls:
-    """The part of a `RemoteServer` that asks queues. All methods may be called from any thread."""
+class PlainCalls:
+    """The part of a `RemoteServer` whose verbs have one request and one reply. Any thread may call any method."""
 
     task: Task
     _threads: Threads
 
     def _ask(self, name: str, request: Message, ends: bool = False) -> bytes:
         raise NotImplementedError
+
+    def leave(self, session: int, error: str) -> None:
+        """Implements `ParameterServer.leave`."""
+        self._ask("Leave", pb.LeaveRequest(session=session, error=error))
+
+    def status(self) -> ServerStatus:
+        """Implements `ParameterServer.status`."""
+        return messages.STATUS.from_pb(parse(pb.StatusReply, self._ask("Status", pb.Empty())))
+
+    def recent(self) -> tuple[Happened, ...]:
+        """As `ParameterServer.recent`."""
+        m = parse(pb.RecentReply, self._ask("Recent", pb.Empty()))
+        return tuple(map(messages.HAPPENED.from_pb, m.recent))
+
+    # ---- Checkpoints ----
+
+    def snapshot(self, token: int, plan_id: bytes, manifest: str) -> Future[Shard]:
+        """Implements `ParameterServer.snapshot`."""
+        request = pb.SnapshotRequest(token=token, plan_id=plan_id, manifest=manifest)
+        ask = partial(self._ask, "Snapshot", request)
+        return self._threads.submit(lambda: messages.SHARD.from_pb(parse(pb.SnapshotReply, ask())))
+
+    def restore(self, session: int, path: str, turn: Turn, order: RestoreOrder = ALL) -> Future[RestoreReply]:
+        """Implements `ParameterServer.restore`."""
+        said = messages.ORDER.to_pb(order)
+        request = pb.RestoreRequest(session=session, path=path, turn=messages.TURN.to_pb(turn), order=said)
+        ask = partial(self._ask, "Restore", request)
+        return self._threads.submit(lambda: messages.RESTORED.from_pb(parse(pb.RestoreReply, ask())))
+
+    # ---- Queues ----
 
     def schedule(self, session: int, order: ClosureOrder) -> Future[ClosureQueue]:
         """Implements `ParameterServer.schedule`."""
