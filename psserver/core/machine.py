@@ -176,15 +176,18 @@ class Machine(PeerStimuli, ClosureStimuli, ChunkStimuli):
     ) -> Outcome[Opened]:
         """Opens a task's session on the server that keeps the log; on others registers one that was opened there.
 
+        A chief opens it here as well where the server that kept the log is lost, which this one does not know yet: its
+        token is above all that were given.
+
         `opens` is who asks, whose session has no number yet; `drawn` a random number of `DRAWN` bits, for the token.
         """
-        token = 0
         if self.log.keeps:
             how = opens.mode, job, term, drawn, opens.backup_workers, opens.staleness
             session, token = self.members.open(opens.task, opens.replicas, drives, session, now, *how)
         else:
             self.registry.enter(session, opens.task)
             self.members.know(replace(opens, session=session), drives, job, now)
+            token = max(self.members.term, self._token >> DRAWN, term) + 1 << DRAWN | drawn if drives else 0
         self.tally.signs += 1
         seen = max(self.members.term, self._token >> DRAWN)
         here = str(self.store.device)

@@ -49,7 +49,7 @@ def status_of(
         over=log.over,
         broken=broken.message if broken else "",
         device=str(store.device),
-        job=members.job if log.keeps else "",
+        job=members.job,
         missed=missed,
         gap=rounds.clocks.gap,
         gone=tuple(sorted(log.gone)),

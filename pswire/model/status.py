@@ -204,7 +204,7 @@ class ServerStatus:
         broken: reason why its variables are of no use any more, "" if they are.
         device: the device on which it holds its variables, "cpu" or "gpu:0".
         process: status of its process; None where there is no network in between.
-        job: the identity of the job that server 0 holds, "" for the one without a name.
+        job: the identity of the job that this server holds, "" for the one without a name.
         missed: servers that it has votes for and no connection to.
         gap: with bounded staleness the rounds between the foremost and the hindmost worker that counts.
         gone: the job's servers that are lost, and without which it goes on.

@@ -1,4 +1,4 @@
-"""Workers and the chief die at random moments, again and again, and are started again."""
+"""Workers, the chief, and servers die at random moments, again and again, and are started again."""
 
 from __future__ import annotations
 
@@ -96,3 +96,46 @@ def test_a_server_is_among_the_dead(tmp_path, seed):
                 count, did = int(total) // 1000**task.index % 1000, len(job.said(task, "did"))
                 assert did <= count <= did + deaths[task], (task, count, did, deaths)
     assert not sums
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(100))
+def test_all_die_and_come_back(tmp_path, seed):
+    """With copies each of three servers dies again and again as well, one at a time; the same law holds."""
+    choices = random.Random(seed)
+    servers = [Task("ps", index) for index in range(3)]
+    deaths = dict.fromkeys((W0, W1, W2, CHIEF, *servers), 0)
+    rates = {"drop": 0.02, "twice": 0.02, "lose": 0.02} if seed % 2 else {}
+    keys = {"ps": 3, "workers": 3, "chief": "driver", "timeouts": QUICK, "replication": 1}
+    with ProcessCluster(endure, tmp_path, (900, rates), **keys) as job:  # so many that all are there in the end
+        job.hear(W0, "did", 0)
+        away = None
+        while max(round for task in (W0, W1, W2) for round in job.said(task, "did") or [0]) < 420:
+            if away is not None and _are_back(job, servers, deaths):
+                away = None
+            task = choices.choice([task for task in deaths if task.job != "ps" or away is None])
+            away = task if task.job == "ps" else away
+            job.kill(task)
+            deaths[task] += 1
+            time.sleep(choices.random() * 0.5)
+            job.start(task)
+            time.sleep(choices.random() * 2.5)
+        sums = {tuple(job.hear(task, "sums")) for task in (W0, W1, W2)}
+        for total in sums.pop():
+            for task in (W0, W1, W2):
+                count, did = int(total) // 1000**task.index % 1000, len(job.said(task, "did"))
+                assert did <= count <= did + deaths[task], (task, count, did, deaths)
+        for task in (W0, W1, W2, CHIEF):
+            assert job.exited(task) == 0
+    assert not sums
+
+
+def _are_back(job, servers, deaths):
+    """Whether the job goes on with all its servers, each of which knows it."""
+    killed = sum(deaths[server] for server in servers)
+    for server in servers:
+        with job.server(server) as asked:
+            status = asked.status()
+            if status.gone or len(status.losses) != killed:
+                return False
+    return True

@@ -12,7 +12,10 @@ import pytest
 import psclient as ps
 from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, gate, say
-from tests.faults.test_lost_servers import BOTH, rows, values
+from pswire.cluster import Task
+from tests.faults.test_lost_servers import BOTH, PS2, rows, values
+
+PS3 = Task("ps", 3)
 
 GATES = ["go 20", "go 30", "go 40"]
 KEYS = {"ps": 2, "workers": 2, "chief": "driver", "replication": 1, "timeouts": CALM, "gates": GATES}
@@ -58,6 +61,11 @@ def start_again(job, server):
     """Starts a server again; returns once the next step will wait for it."""
     job.start(server)
     job.hear_error(CHIEF, f"{server} answers again, as a new process")
+    await_return(job, server)
+
+
+def await_return(job, server):
+    """Returns once the next step will wait for a server."""
     with job.server(OTHER[server]) as other:
         job.until(lambda: (epoch := other.status().epoch) is not None and epoch.returns is not None)
 
@@ -87,6 +95,70 @@ def test_a_server_comes_back(tmp_path, lost):
             assert job.hear(task, "is") == values(60, 60)
         assert {job.exited(task) for task in (W0, W1, CHIEF, lost)} == {0}
         assert not any((tmp_path / "checkpoints" / "handover").glob("*"))
+
+
+def test_two_servers_come_back(tmp_path):
+    """One after the other; then those are lost that had their copies."""
+    with ProcessCluster(learn, tmp_path, (None, [20]), **{**KEYS, "ps": 4}) as job:
+        job.hear(W0, "at", 20)
+        for server in (PS0, PS2):
+            lose(job, server)
+        for server in (PS0, PS2):
+            job.start(server)
+        job.hear_error(CHIEF, "answers again, as a new process")
+        job.open("go 20")
+        for task in (CHIEF, W0, W1):  # whichever is back first
+            for server in (PS0, PS2):
+                job.until(lambda task=task, server=server: f"goes on with {server}, which is back" in job.errors(task))
+        for server in (PS1, PS3):
+            lose(job, server)
+        (tmp_path / "enough").touch()
+        found = job.hear(W0, "is")
+        assert found == job.hear(W1, "is") == values(found[2], found[2])
+
+
+@pytest.mark.parametrize("lost", BOTH, ids=str)
+def test_the_chief_and_a_server_die_at_once_and_are_started_again(tmp_path, lost):
+    """The new chief finds a new process in the place of a server of which nobody knows that it was lost: no new job."""
+    with ProcessCluster(learn, tmp_path, (60, [20, 30, 40]), **KEYS) as job:
+        job.hear(W0, "at", 20)
+        job.hear(W1, "at", 20)
+        job.kill(CHIEF)
+        job.kill(lost)
+        job.start(lost)
+        with job.server(lost) as server:
+            assert not server.status().incarnations
+        job.start(CHIEF)
+        await_return(job, lost)
+        job.open("go 20")
+        for task in (W0, W1):
+            job.hear(task, "at", 30)
+            job.hear_error(task, f"goes on with {lost}, which is back")
+        job.kill(OTHER[lost])
+        job.open("go 30")
+        job.open("go 40")
+        for task in (W0, W1):
+            assert job.hear(task, "is") == values(60, 60)
+
+
+@pytest.mark.parametrize("lost", BOTH, ids=str)
+def test_who_is_started_after_a_server_is_back_takes_part(tmp_path, lost):
+    """A worker, and a chief, that have never known the server as gone: they ask the one that keeps the log since."""
+    with ProcessCluster(learn, tmp_path, (None, []), **KEYS) as job:
+        with job.server(OTHER[lost]) as other:
+            job.until(lambda: other.status().round > 5)
+            lose(job, lost)
+            job.start(lost)
+            for task in (CHIEF, W0, W1):
+                job.hear_error(task, f"goes on with {lost}, which is back")
+            before = other.status().epoch.number
+            for task in (W1, CHIEF):
+                job.kill(task)
+                job.start(task)
+            job.until(lambda: (now := other.status().epoch).number > before and len(now.members) == 2)
+        (tmp_path / "enough").touch()
+        for task in (W0, W1, CHIEF):
+            assert job.exited(task) == 0
 
 
 def test_servers_are_started_anew_one_after_the_other(tmp_path):

@@ -8,7 +8,6 @@ that a server is lost, and who holds a round up.
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from psclient._src.chief.epochs import Beginning, came
 from psclient._src.chief.hung_members import HungMembers
 from psclient._src.chief.job_log import JobLog, JobOver
 from psclient._src.chief.leave_saves import LeaveSaves
+from psclient._src.chief.losses import Losses
 from psclient._src.chief.returns import Returns
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.remote_server import RemoteServer, expect
@@ -31,7 +31,7 @@ from pswire.api import Watched
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import Abandoned, Fenced, PSError, ServerGone, ServerLost, TaskTaken
 from pswire.limits import Timeouts
-from pswire.model.log import Done, EpochClosed, Gone, LogEntry, Lost
+from pswire.model.log import Done, EpochClosed, LogEntry, Lost
 from pswire.model.status import SessionState
 from pswire.telemetry import logging_setup
 from pswire.telemetry.metrics import Histogram
@@ -94,6 +94,7 @@ class Chief:
         self._session = self._new_session()
         self._log = JobLog(self._servers, self._session, self._takes_over)
         self._checkpoints = CheckpointCommitter(self._servers, self._session, self._threads, self._took)
+        self._losses = Losses(self._servers, self._session, self._log)
         self._returns = Returns(self._servers, self._session, self._log, self._threads)
         self._hung = HungMembers(self._session, self._timeouts, self._period, self._threads)
         self._watching: Future[Watched] | None = None
@@ -229,11 +230,14 @@ class Chief:
         logging_setup.SESSION.set(self._session.number)
         try:
             self._log.attach()
-            self._returns.take_back()
-            version = 0
+            version, attached = 0, False
             while not self._stop.is_set():
                 steps_down = self._steps_down.is_set()
                 try:
+                    if not attached:
+                        self._log.copy()
+                        self._returns.take_back()
+                        attached = True
                     watched = self._watch(version)
                     if watched is None:
                         continue
@@ -242,7 +246,7 @@ class Chief:
                         error = ""
                         break
                 except (ServerGone, ServerLost) as lost:
-                    self._go_on_without(lost)
+                    self._losses.go_on_without(lost)
                     self._watching, version = None, 0
                     continue
                 if steps_down:
@@ -253,33 +257,6 @@ class Chief:
             raise
         finally:
             self._session.leave(error)
-
-    def _go_on_without(self, error: ServerGone | ServerLost) -> None:
-        """Goes on where all that lies on a server that is lost lies on others as well; raises the error where not."""
-        hosting = self._session.hosting
-        found = {server.task.index for server in self._servers if str(server.task) == error.task}
-        if not (self._copied and found):
-            raise error
-        reasons = dict.fromkeys(found, _lost_how(error)) | {
-            index: _lost_how(hosting.suspects.pop(index)) for index in list(hosting.suspects)
-        }
-        losses = [Gone(index, reason) for index, reason in sorted(reasons.items()) if index not in hosting.gone]
-        if not losses:
-            return  # a call that was under way has found out as well
-        gone = hosting.gone | {entry.server for entry in losses}
-        if len(gone) == len(self._servers):
-            raise error
-        lives = self._log.state.survives(gone)
-        try:
-            ends = [] if lives else [Lost(losses[0].server, f"{losses[0].reason}; so were its copies")]
-            self._log.lose(losses, ends, self._timeouts.call)
-        except (ServerGone, ServerLost) as another:  # it is lost as well: all of them are looked at again
-            for entry in losses:
-                hosting.suspect(entry.server, ServerLost(entry.reason, str(Task("ps", entry.server))), True)
-            self._go_on_without(another)
-        else:
-            if not lives:
-                raise error
 
     def _reopen(self, error: Fenced) -> None:
         """Its session has ended, since it was paused or cut off: it goes on with a new token, if nobody else is chief.
@@ -299,7 +276,7 @@ class Chief:
         except ServerLost as lost:
             self._announce(lost)  # by the token that server 0 has just given
             raise
-        if self._session.incarnations != before:
+        if self._session.incarnations != before and not self._copied:
             self._session.leave("a server was replaced")
             raise ServerLost("a server of the job was replaced while the chief was away; restart from a checkpoint")
         log.warning("the chief in %s was away (%s); nobody has taken its place, and it goes on", self._task, error)
@@ -377,9 +354,10 @@ class Chief:
         self._returns.take_back()
         self._log.copy()
         self._checkpoints.order(state.saves.values(), state.gone)
-        if entries[-1:] == [Done()]:
+        over = done or gives_up is not None
+        if over:
             self._returns.end()
-        return done or gives_up is not None
+        return over
 
     def _settled(self, decided: Sequence[Decision]) -> list[LogEntry]:
         """The entries for the log, once the servers have said where new members begin."""
@@ -395,11 +373,6 @@ class Chief:
         here = any(is_here(session, self._timeouts.lease) for session in self._session.look().sessions)
         writes = any(server.status().saving for server in self._session.live)
         return None if here or writes else gives_up
-
-
-def _lost_how(error: PSError) -> str:
-    """Returns how a server was lost, without what that would mean were there no copies."""
-    return re.split("; (?:its variables are gone|restart from)", error.message)[0]
 
 
 def _told(states: Mapping[Task, str]) -> str:

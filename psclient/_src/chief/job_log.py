@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from psclient._src.chief.job_state import JobState
 from psclient._src.transport.session import Session
 from pswire.api import ParameterServer, Watched
-from pswire.errors import ConfigError, Fenced, ServerLost, Unreachable
+from pswire.errors import ConfigError, Fenced, ServerGone, ServerLost, Unreachable
 from pswire.model.log import Done, Gone, JobStarted, LogEntry, holds_job
 
 log = logging.getLogger("psclient.chief")
@@ -39,16 +39,12 @@ class JobLog:
         self._copied = [0] * len(servers)
 
     def attach(self) -> None:
-        """Begins a job, or goes on with the one that the servers hold.
+        """Begins a job, or goes on with the one that the servers hold; call `copy` then.
 
         Raises:
             JobOver: there is none to go on with, and none is to be begun.
         """
-        session = self._session
-        entries: list[LogEntry] = []
-        # A long log comes in several answers.
-        while len(entries) < self._keeper.status().log:
-            entries += session.look(len(entries)).entries
+        session, entries = self._session, self._read()
         if holds_job(entries, session.incarnations, session.job):
             self.state.take(entries)
             log.info("goes on with job %s at entry %d", entries[0], len(entries))
@@ -63,7 +59,23 @@ class JobLog:
             for server in reversed(self._servers):
                 server.approve(session.token, 0, [begin])
             self.state.take([begin])
-        self.copy()
+
+    def _read(self) -> list[LogEntry]:
+        """Reads the log that there is; where the server that keeps it is lost meanwhile, that of the next one."""
+        session = self._session
+        while True:
+            entries: list[LogEntry] = []
+            try:
+                # A long log comes in several answers.
+                while len(entries) < self._keeper.status().log:
+                    entries += session.look(len(entries)).entries
+            except ServerLost as error:
+                if not (session.copied and session.hosting.overlook(error)):
+                    raise
+            except ServerGone:
+                session.check()  # this process has just been told so, and asks the next one
+            else:
+                return entries
 
     @property
     def _keeper(self) -> ParameterServer:
@@ -101,7 +113,7 @@ class JobLog:
         else:
             self._copy_to(keeper, [*self.state.log, *losses, *more])
             self.state.take([*losses, *more])
-        self._session.lose(losses, len(self.state.losses) - len(losses))
+        self._session.lose([entry for entry in self.state.log if isinstance(entry, Gone)])
 
     def prepare(self, server: int) -> None:
         """Copies the whole log to a server that comes back, which takes no part yet."""

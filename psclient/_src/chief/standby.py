@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
-from psclient._src.transport.remote_server import RemoteServer, expect
+from psclient._src.transport.remote_server import RemoteServer, expect, look_again
 from pswire.api import ParameterServer
 from pswire.cluster import Task
-from pswire.errors import ServerGone, ServerLost
+from pswire.errors import ServerLost
 from pswire.limits import Timeouts
 from pswire.model.status import ServerStatus
 from pswire.telemetry.reminder import Reminder
@@ -30,9 +30,13 @@ Outlook = Literal["none", "driven", "gone", "over"]
 def outlook(status: ServerStatus, timeouts: Timeouts) -> Outlook:
     """Returns how a job is driven, as server 0's status tells it: its newest chief counts."""
     chief = next((session for session in reversed(status.sessions) if session.drives), None)
-    if chief is None or status.broken:  # whose processes all end, and begin anew
+    if status.broken:  # whose processes all end, and begin anew
         return "none"
-    if status.over or chief.state == "left":
+    if status.over:
+        return "over"
+    if chief is None:
+        return "none"
+    if chief.state == "left":
         return "over"
     # Sooner than a worker is told to drive. Where the chief is only late, its server refuses another one.
     return "driven" if chief.state == "open" and chief.silent <= SILENT_BEATS * timeouts.beat else "gone"
@@ -64,6 +68,8 @@ def stand_by(servers: Sequence[RemoteServer], task: Task, timeouts: Timeouts, be
     """
     states = {"none": "a chief begins the job", "driven": "its chief is gone, or the job is over"}
     seen: Outlook = "none"
+    for server in servers:
+        look_again(server)
     reminder = Reminder(timeouts.word, lambda: log.info("%s stands by until %s", task, states.get(seen, "it is chief")))
     while True:
         time.sleep(LOOK_SECONDS)
@@ -87,11 +93,13 @@ def _ask(servers: Sequence[RemoteServer]) -> ServerStatus:
     for server in servers:
         try:
             status = server.status()
-        except (ServerLost, ServerGone):
+        except ServerLost:
             if server is servers[-1] and not found:
                 raise
             continue
-        expect(server)
+        # All have answered the chief that began the job: a server where nobody listens any more has ended.
+        for each in servers if status.incarnations else [server]:
+            expect(each)
         if status.sessions:
             return status
         found.append(status)

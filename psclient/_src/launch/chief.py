@@ -66,6 +66,10 @@ def _takes_over(chief: Chief) -> bool:
         chief.drive(takes_over=True, waits=False)
     except TaskTaken:
         return False
+    except ServerLost as error:
+        if chief.opened:
+            raise
+        log.warning("%s; the job is over, or lost", error)
     return True
 
 

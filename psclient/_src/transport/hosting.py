@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import TypeVar
 
 from psclient._src.transport.daemon_threads import Threads
-from psclient._src.transport.remote_server import RemoteServer
+from psclient._src.transport.remote_server import RemoteServer, expect, look_again
 from pswire.api import Opened, ParameterServer
 from pswire.cluster import Task
 from pswire.errors import PSError, ServerGone, ServerLost, Unreachable
+from pswire.limits import Timeouts
 from pswire.model.log import Gone, in_order
 from pswire.model.status import ServerStatus
 
@@ -73,17 +76,23 @@ class Hosting:
             raise ServerLost("was lost, and so were its copies; restart from a checkpoint", str(Task("ps", servers[0])))
         return found
 
-    def lose(self, losses: Sequence[Gone], first: int) -> list[Gone]:
+    def lose(self, losses: Sequence[Gone]) -> list[Gone]:
         """Notes which servers are gone; returns those that this process took for being there.
 
+        A server that kept the log, and was lost, may have told of others before them of whom its successor tells.
+
         Args:
-            losses: in their order.
-            first: how many there were before.
+            losses: all that the log tells of, in order.
         """
         with self._lock:
-            new = losses[max(len(self.losses) - first, 0) :]
+            known, new = Counter(self.losses), list[Gone]()
+            for entry in losses:
+                if known[entry.server] > 0:
+                    known[entry.server] -= 1
+                else:
+                    new.append(entry)
             told = [entry for entry in new if entry.server in self._coming or entry.server not in self.gone]
-            self.losses += tuple(entry.server for entry in new)
+            self.losses = (*(entry.server for entry in losses), *known.elements())
             self._set(self.gone | {entry.server for entry in new})
         for entry in told:
             task = Task("ps", entry.server)
@@ -113,20 +122,19 @@ class Hosting:
             self._coming.add(server)
             if isinstance(there, RemoteServer):
                 there.begin_anew()
-        opened = None
+        opened: T | None = None
         try:
-            opened = open()
-        except ServerGone:
-            return None
+            with suppress(ServerGone):
+                opened = open()
         finally:
             with self._lock:
                 self._coming.discard(server)
-                is_back = opened is not None and self.losses.count(server) == times
-                if is_back:
+                if self.losses.count(server) != times:
+                    opened = None
+                elif opened is not None:
                     self._set(self.gone - {server})
-        if not is_back:
-            return None
-        log.warning("%s goes on with %s, which is back", self._task, Task("ps", server))
+        if opened is not None:
+            log.warning("%s goes on with %s, which is back", self._task, Task("ps", server))
         return opened
 
     def _set(self, gone: frozenset[int]) -> None:
@@ -155,6 +163,20 @@ class Hosting:
         news.set_result(None)
         return True
 
+    def overlook(self, error: ServerLost) -> bool:
+        """Takes a server for gone that a chief has found lost before it knows the log, which it is to tell then.
+
+        Returns False where it is none of those that are there, or nobody else is.
+        """
+        server = next((i for i in self.live if str(Task("ps", i)) == error.task), None)
+        if server is None or len(self.live) == 1:
+            return False
+        with self._lock:
+            self._set(self.gone | {server})
+        self.suspects[server] = error
+        self._fail(server, error.message)
+        return True
+
     def check(self, refuse: Callable[..., None], *what: str) -> None:
         """Raises `ConfigError` if one of the servers does not know what is needed; as `RemoteServer.check`."""
         for server in self._servers:
@@ -166,44 +188,77 @@ class Hosting:
         """What is answered with the next suspect."""
         return [self._news]
 
-    def look_around(self, threads: Threads, seconds: float) -> None:
-        """Finds out which servers are gone, before this process opens its session.
+    def look_around(self, threads: Threads, timeouts: Timeouts, job: str, decides: bool) -> None:
+        """Finds out which servers are gone, or were, before this process opens its session.
 
-        Returns once all answer, or one of those that do holds a job that goes on without others.
+        A running job may not know yet that one of its servers was lost: another process answers in its place, or none.
+        That is no new job: this process takes the server for gone, as all will, once the chief knows it.
 
         Args:
             threads: for the calls.
-            seconds: how long to try.
+            timeouts: how long to try, and how long a server of a running job may be silent.
+            job: the identity of this process's job.
+            decides: True if this process is the chief.
 
         Raises:
-            Unreachable: a server does not answer, and no other says that it is gone.
+            Unreachable, ServerLost: a server does not answer, and no job goes on without it.
         """
-        until = time.monotonic() + seconds
+        for server in self._servers:
+            if isinstance(server, RemoteServer):
+                look_again(server)
+        began = time.monotonic()
         asked: dict[int, Future[ServerStatus]] = {}
         known: dict[int, ServerStatus] = {}
-        while len(known) < len(self._servers):
-            for index, server in enumerate(self._servers):
-                if index not in known and index not in asked:
-                    asked[index] = threads.submit(server.status)
-            wait(asked.values(), PAUSE, FIRST_COMPLETED)
+        lost: dict[int, PSError] = {}
+        while True:
+            asked |= {i: threads.submit(server.status) for i, server in enumerate(self._servers) if i not in asked}
+            wait(asked.values(), PAUSE)
+            seconds = time.monotonic() - began
             for index in [index for index, future in asked.items() if future.done()]:
                 future = asked.pop(index)
-                # Of one that an earlier session of this process has found gone the others tell it again.
-                if isinstance(future.exception(), Unreachable | ServerGone) and time.monotonic() < until:
-                    continue
-                known[index] = future.result()
-            if self._take_over(known):
+                error = future.exception()
+                if isinstance(error, ServerLost):
+                    lost[index] = error
+                    known.pop(index, None)
+                elif not isinstance(error, Unreachable) or seconds > timeouts.start:
+                    known[index] = future.result()
+                    lost.pop(index, None)
+            if self._take_over(known, lost, job, decides, seconds > timeouts.lease):
                 return
 
-    def _take_over(self, known: Mapping[int, ServerStatus]) -> bool:
+    def _take_over(
+        self, known: Mapping[int, ServerStatus], lost: Mapping[int, PSError], job: str, decides: bool, late: bool
+    ) -> bool:
+        """Takes in how a job goes on that runs; returns whether enough is known."""
+        silent = set(range(len(self._servers))) - known.keys()
         running = [status for status in known.values() if status.incarnations and not status.over]
         newest = max(running, key=lambda status: status.log, default=None)
-        if newest is None or not newest.gone:
+        goes_on = job in {status.job for status in running} and not any(status.broken for status in running)
+        gone = set(newest.gone) if newest else set[int]()
+        found: dict[int, str] = {}
+        if newest and goes_on:
+            if decides and late:  # but for the one that keeps the log: another chief may be there with it
+                order = in_order(set(range(len(self._servers))) - gone, newest.losses)
+                found |= dict.fromkeys(silent & set(order[1:]), "does not answer")
+            found |= {server: error.message for server, error in lost.items()}
+            replaced = (i for i, status in known.items() if status.incarnation != newest.incarnations[i])
+            found |= dict.fromkeys(replaced, "was replaced by a new process")
+        missing = silent - gone - found.keys()
+        if missing & lost.keys():
+            raise lost[min(missing & lost.keys())]
+        if missing:
             return False
-        with self._lock:
-            self.losses = newest.losses or newest.gone
-            self._set(frozenset(newest.gone))
-        self.lives = dict(enumerate(newest.incarnations))
-        for server in newest.gone:
-            self._fail(server, "it was lost before this process came")
+        if newest and (gone or goes_on):
+            with self._lock:
+                self.losses = newest.losses or newest.gone
+                self._set(frozenset(gone | found.keys()))
+            self.lives = dict(enumerate(newest.incarnations))
+            for server in self.gone:
+                self._fail(server, "it was lost before this process came")
+            for there in (self._servers[server] for server in self.live):
+                if isinstance(there, RemoteServer):
+                    expect(there)
+            if decides:
+                told = {server: ServerLost(why, str(Task("ps", server))) for server, why in found.items()}
+                self.suspects |= {server: error for server, error in told.items() if server not in gone}
         return True

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
+
+from pswire.errors import TaskTaken
+from pswire.limits import Timeouts
+
+log = logging.getLogger("psclient")
+
+T = TypeVar("T")
 
 
 class Patience:
@@ -75,3 +84,22 @@ class Deadline:
     def left(self) -> float:
         """Seconds until then, as far as is known now; 0 and less once it has passed."""
         return self._end + self._patience.stood() - self._clock()
+
+
+def until_free(call: Callable[[], T], timeouts: Timeouts, pause: Callable[[float], object]) -> T:
+    """Repeats a call while another process has this task: if that is gone, until its lease is over.
+
+    Raises:
+        TaskTaken: it is there.
+    """
+    until, told = time.monotonic() + timeouts.lease + 2 * timeouts.beat, False
+    while True:
+        try:
+            return call()
+        except TaskTaken as error:
+            if time.monotonic() > until:
+                raise
+            if not told:
+                told = True
+                log.warning("waits for it to end, for at most its lease of %g s: %s", timeouts.lease, error)
+        pause(timeouts.beat / 2)

@@ -21,7 +21,7 @@ from psclient._src.transport.hosting import Hosting
 from psclient._src.transport.lane import Lane
 from psclient._src.transport.lane_reader import LaneReader
 from psclient._src.transport.log_calls import LogCalls, Proposals
-from psclient._src.transport.patience import Deadline, Patience
+from psclient._src.transport.patience import Deadline, Patience, until_free
 from psclient._src.transport.remote_server import RemoteServer
 from pswire.api import UNTIL_ENDED, UNTIL_GONE, Opened, ParameterServer, Watched
 from pswire.cluster import Task
@@ -33,7 +33,6 @@ from pswire.errors import (
     PSError,
     ServerGone,
     ServerLost,
-    TaskTaken,
     Unreachable,
 )
 from pswire.limits import Timeouts
@@ -151,49 +150,49 @@ class Session(LogCalls):
             ServerLost: a server of the running job was lost meanwhile.
         """
         key = secrets.randbits(62) | 1
-        if self.copied:
-            self.hosting.look_around(self._threads, self.timeouts.start)
-        keeper, *others = self.hosting.live
-        first = self._open_first(key) if waits else self._open_at(self.log_server, key)
-        opened = {keeper: first}
-        self.number, self.token = first.session, first.token
-        logging_setup.follow(lambda: (-1, self.number))
-        self._hold(keeper)
-        self._start_beating(keeper)
-        for index in others:
-            opened[index] = self._unless_broken(partial(self._open_at, self.servers[index], self.number))
-            # A server that is not there yet, or hangs, must not cost the lease that the first one keeps.
-            self._start_beating(index)
+        until, opened = time.monotonic() + self.timeouts.start, dict[int, Opened]()
+        while True:
             if self.copied:
-                self._hold(index)
+                self.hosting.look_around(self._threads, self.timeouts, self.job, self._drives)
+            try:
+                self._open_all(opened, key, waits)
+                break
+            except (ServerGone, ServerLost):
+                # It was lost just now: with copies the job may go on without it.
+                if not self.copied or self._ended.is_set() or time.monotonic() > until:
+                    raise
+        first = next(iter(opened))
         term = max(answer.term for answer in opened.values())
-        if self._drives and term > first.term:
+        if self._drives and term > opened[first].term:
             # Another server remembers a later chief: this one's token has to be above that.
-            opened[keeper] = self._open_at(self.log_server, key, term)
-        self.token = opened[keeper].token
+            opened[first] = self._open_at(self.servers[first], key, term)
+        self.token = opened[first].token
         self.window = max(min(answer.window for answer in opened.values()), 1)
         answers = [opened.get(index) or self.hosting.left_by(index) for index in range(len(self.servers))]
         self.incarnations = tuple(answer.incarnation for answer in answers)
         self.devices = tuple(Device.parse(answer.device).full_name(Task("ps", answer.server)) for answer in answers)
         self.domains = tuple(answer.domain for answer in answers)
 
+    def _open_all(self, opened: dict[int, Opened], key: int, waits: bool) -> None:
+        """Opens the session on every server on which it is not open yet, first on the one that keeps the sessions."""
+        for index in self.hosting.live:
+            if index in opened:
+                continue
+            if not opened:
+                first = partial(self._open_at, self.servers[index], key)
+                opened[index] = until_free(first, self.timeouts, self._ended.wait) if waits else first()
+                self.number, self.token = opened[index].session, opened[index].token
+                logging_setup.follow(lambda: (-1, self.number))
+            else:
+                opened[index] = self._unless_broken(partial(self._open_at, self.servers[index], self.number))
+            # A server that is not there yet, or hangs, must not cost the lease that the first one keeps.
+            self._start_beating(index)
+            if self.copied or len(opened) == 1:
+                self._hold(index)
+
     def _open_at(self, server: ParameterServer, session: int, term: int = 0) -> Opened:
         mode, backup, staleness = self.consistency, self.backup_workers, self.staleness
         return server.open(self.task, self.replicas, session, self._drives, mode, self.job, term, backup, staleness)
-
-    def _open_first(self, key: int) -> Opened:
-        """Opens the session at server 0; where another process has the task, waits until its lease is over."""
-        until, told = time.monotonic() + self.timeouts.lease + 2 * self.timeouts.beat, False
-        while True:
-            try:
-                return self._open_at(self.log_server, key)
-            except TaskTaken as error:
-                if time.monotonic() > until:
-                    raise
-                if not told:
-                    told = True
-                    log.warning("waits for it to end, for at most its lease of %g s: %s", self.timeouts.lease, error)
-            self._ended.wait(self.timeouts.beat / 2)
 
     def _unless_broken(self, work: Callable[[], T]) -> T:
         """Returns what a call gives that may wait for long, or what ends the session meanwhile."""
@@ -221,7 +220,7 @@ class Session(LogCalls):
             if self._ended.is_set():
                 return
             if error is None:
-                self.lose([entry for entry in told.result().entries if isinstance(entry, Gone)], 0)
+                self.lose([entry for entry in told.result().entries if isinstance(entry, Gone)])
                 self._hold(index)
             elif isinstance(error, PSError):
                 self._unheard(index, error)
@@ -241,14 +240,14 @@ class Session(LogCalls):
         ):
             self.end(error)
 
-    def lose(self, losses: Sequence[Gone], first: int) -> None:
+    def lose(self, losses: Sequence[Gone]) -> None:
         """Goes on without servers that are lost; what waits for their answers is told, and asks others.
 
         Args:
-            losses, first: as `Hosting.lose` takes them.
+            losses: all that the log tells of, from the first one on.
         """
         keeper = self.hosting.keeper
-        for entry in self.hosting.lose(losses, first):
+        for entry in self.hosting.lose(losses):
             self._patience.forget(entry.server)
             self.wakes[entry.server].set()  # its beats end
         if self.hosting.keeper != keeper:

@@ -1,0 +1,75 @@
+"""Servers that are lost: the chief tells the others, so that the job goes on where copies of all that lay there are."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from psclient._src.chief.job_log import JobLog
+from psclient._src.transport.remote_server import RemoteServer
+from psclient._src.transport.session import Session
+from pswire.errors import PSError, ServerGone, ServerLost
+from pswire.model.log import Gone, Lost
+
+
+class Losses:
+    """The servers that are lost. Used by the thread that drives.
+
+    Args:
+        servers: connections to all servers.
+        session: the chief's session.
+        job_log: the log.
+    """
+
+    def __init__(self, servers: Sequence[RemoteServer], session: Session, job_log: JobLog) -> None:
+        self._servers = servers
+        self._session = session
+        self._log = job_log
+
+    def go_on_without(self, error: ServerGone | ServerLost) -> None:
+        """Goes on where all that lies on a server that is lost lies on others as well; raises the error where not."""
+        losses = list[Gone]()
+        # A server that is to be told of losses may be found lost itself: then the next one is told of all.
+        while losses := self._untold(losses, error):
+            gone = self._log.state.gone | {entry.server for entry in losses}
+            if len(gone) == len(self._servers):
+                raise error
+            lives = self._log.state.survives(gone)
+            ends = [] if lives else [Lost(losses[0].server, f"{losses[0].reason}; so were its copies")]
+            try:
+                self._log.lose(losses, ends, self._session.timeouts.call)
+            except (ServerGone, ServerLost) as another:
+                error = another
+            else:
+                if not lives:
+                    raise error
+                return
+
+    def _untold(self, losses: Sequence[Gone], error: ServerGone | ServerLost) -> list[Gone]:
+        """Returns the servers that are lost and of which the log does not tell; raises the error if it is of none.
+
+        Those come first of which a server may have told somebody before it was lost itself: all processes are to hear
+        of losses in one order.
+
+        Args:
+            losses: those that such a server was to be told of, in order.
+            error: how one was found now.
+        """
+        hosting, state = self._session.hosting, self._log.state
+        found = [server.task.index for server in self._servers if str(server.task) == error.task]
+        if not (self._session.copied and found):
+            raise error
+        suspects: dict[int, PSError] = {index: hosting.suspects.pop(index) for index in list(hosting.suspects)}
+        suspects[found[0]] = error
+        reasons = {entry.server: entry.reason for entry in losses}
+        for server in Counter(hosting.losses) - Counter(state.losses):
+            reasons.setdefault(server, "was lost")
+        for server in sorted(suspects):
+            reasons.setdefault(server, _how(suspects[server]))
+        return [Gone(server, reason) for server, reason in reasons.items() if server not in state.gone]
+
+
+def _how(error: PSError) -> str:
+    """Returns how a server was lost, without what that would mean were there no copies."""
+    return re.split("; (?:its variables are gone|restart from)", error.message)[0]
