@@ -32,6 +32,7 @@ def test_the_newest_chief_counts():
     assert seen(chief("open", 2.6)) == "gone"
     assert {seen(chief("open"), chief(state)) for state in ("lost", "failed", "hung")} == {"gone"}
     assert seen(chief("left"), worker) == seen(chief("open"), over=True) == "over"
+    assert seen(over=True) == "over"  # a server that keeps no sessions says so as well
 
 
 def test_a_lost_job_is_none_to_go_on_with():
