@@ -161,8 +161,7 @@ class Session(LogCalls):
                 # It was lost just now: with copies the job may go on without it.
                 if not self.copied or self._ended.is_set() or time.monotonic() > until:
                     raise
-        first = next(iter(opened))
-        term = max(answer.term for answer in opened.values())
+        first, term = next(iter(opened)), max(answer.term for answer in opened.values())
         if self._drives and term > opened[first].term:
             # Another server remembers a later chief: this one's token has to be above that.
             opened[first] = self._open_at(self.servers[first], key, term)
@@ -175,12 +174,9 @@ class Session(LogCalls):
 
     def _open_all(self, opened: dict[int, Opened], key: int, waits: bool) -> None:
         """Opens the session on every server on which it is not open yet, first on the one that keeps the sessions."""
-        for index in self.hosting.live:
-            if index in opened:
-                continue
+        for index in [index for index in self.hosting.live if index not in opened]:
             if not opened:
-                first = partial(self._open_at, self.servers[index], key)
-                opened[index] = until_free(first, self.timeouts, self._ended.wait) if waits else first()
+                opened[index] = self._open_first(key) if waits else self._open_at(self.log_server, key)
                 self.number, self.token = opened[index].session, opened[index].token
                 logging_setup.follow(lambda: (-1, self.number))
             else:
@@ -193,6 +189,10 @@ class Session(LogCalls):
     def _open_at(self, server: ParameterServer, session: int, term: int = 0) -> Opened:
         mode, backup, staleness = self.consistency, self.backup_workers, self.staleness
         return server.open(self.task, self.replicas, session, self._drives, mode, self.job, term, backup, staleness)
+
+    def _open_first(self, key: int) -> Opened:
+        """Opens the session on the server that keeps them; waits while another process has the task."""
+        return until_free(partial(self._open_at, self.log_server, key), self.timeouts, self._ended.wait)
 
     def _unless_broken(self, work: Callable[[], T]) -> T:
         """Returns what a call gives that may wait for long, or what ends the session meanwhile."""
