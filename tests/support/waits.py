@@ -62,6 +62,7 @@ BRIEF: dict[str, str] = {
     "psclient._src.transport.pacing._await_epoch": "for the chief's next call, at most Timeouts.call; it says so in Session.wait",
     "psclient._src.transport.session.Session.pause": "between two questions; who asks again and again speaks itself",
     "psclient._src.transport.session.Session._beat": "the pause between two beats",
+    "psclient._src.transport.patience.until_free": "at most a lease and two beats; it says at once for whom (test_verdicts)",
     "psclient._src.transport.session.Session._unless_broken": "for a call that speaks itself, in until_answered",
     "psclient._src.transport.session.Session.check": OVER,
     "psclient._src.transport.session.Session._take": OVER,

@@ -86,7 +86,7 @@ class Deadline:
         return self._end + self._patience.stood() - self._clock()
 
 
-def until_free(call: Callable[[], T], timeouts: Timeouts, pause: Callable[[float], object]) -> T:
+def until_free(call: Callable[[], T], timeouts: Timeouts, ended: threading.Event) -> T:
     """Repeats a call while another process has this task: if that is gone, until its lease is over.
 
     Raises:
@@ -102,4 +102,4 @@ def until_free(call: Callable[[], T], timeouts: Timeouts, pause: Callable[[float
             if not told:
                 told = True
                 log.warning("waits for it to end, for at most its lease of %g s: %s", timeouts.lease, error)
-        pause(timeouts.beat / 2)
+        ended.wait(timeouts.beat / 2)

@@ -192,7 +192,7 @@ class Session(LogCalls):
 
     def _open_first(self, key: int) -> Opened:
         """Opens the session on the server that keeps them; waits while another process has the task."""
-        return until_free(partial(self._open_at, self.log_server, key), self.timeouts, self._ended.wait)
+        return until_free(partial(self._open_at, self.log_server, key), self.timeouts, self._ended)
 
     def _unless_broken(self, work: Callable[[], T]) -> T:
         """Returns what a call gives that may wait for long, or what ends the session meanwhile."""
