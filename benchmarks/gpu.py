@@ -203,10 +203,15 @@ def _step(card: Card, case: Case, size: int, laps: int) -> list[float]:
             assigned, _ = execution.step(values, frozenset(), lambda id: None)
             values.update(assigned)
 
-        for _ in range(3):
-            once()
-            kernels.compiler.wait()
-        found = card.waited(once, laps)
+        return _compiled(card, kernels, once, laps)
+
+
+def _compiled(card: Card, kernels: Kernels, once: Callable[[], None], laps: int) -> list[float]:
+    """Times array work by the host's clock, once its kernels are there; closes them."""
+    for _ in range(3):
+        once()
+        kernels.compiler.wait()
+    found = card.waited(once, laps)
     kernels.close()
     return found
 
@@ -246,12 +251,7 @@ def _rows(card: Card, device: Device, fn: Update, tables: int, laps: int) -> lis
             inputs = [operands[id(o)] if isinstance(o, np.ndarray) else known[o] for o in traced.origins]
             apply_rows(kernels, traced.program, inputs, random.integers(0, TABLE[0], ROWS))
 
-        for _ in range(3):
-            once()
-            kernels.compiler.wait()
-        found = card.waited(once, laps)
-    kernels.close()
-    return found
+        return _compiled(card, kernels, once, laps)
 
 
 def _lookup(card: Card, device: Device, laps: int) -> list[float]:

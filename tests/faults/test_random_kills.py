@@ -33,6 +33,14 @@ def endure(rounds, rates):
     say("sums", [float(v[0]), float(u[0])])
 
 
+def check_counts(job, totals, deaths):
+    """Each contribution that was answered is in the sums, and of the others at most one for each death."""
+    for total in totals:
+        for task in (W0, W1, W2):
+            count, did = int(total) // 1000**task.index % 1000, len(job.said(task, "did"))
+            assert did <= count <= did + deaths[task], (task, count, did, deaths)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("seed", "rates"),
@@ -58,10 +66,7 @@ def test_every_contribution_counts_once_and_whole(tmp_path, seed, rates):
             time.sleep(choices.random() * 1.5)
         job.finish(120)
         sums = {tuple(job.said(task, "sums")[-1]) for task in (W0, W1, W2)}
-        for total in sums.pop():
-            for task in (W0, W1, W2):
-                count, did = int(total) // 1000**task.index % 1000, len(job.said(task, "did"))
-                assert did <= count <= did + deaths[task], (task, count, did, deaths)
+        check_counts(job, sums.pop(), deaths)
     assert not sums
     assert sum(deaths.values()) >= 5
 
@@ -91,10 +96,7 @@ def test_a_server_is_among_the_dead(tmp_path, seed):
         for task in (W0, W1, W2, CHIEF):
             assert job.exited(task) == 0
         sums = {tuple(job.said(task, "sums")[-1]) for task in (W0, W1, W2)}
-        for total in sums.pop():
-            for task in (W0, W1, W2):
-                count, did = int(total) // 1000**task.index % 1000, len(job.said(task, "did"))
-                assert did <= count <= did + deaths[task], (task, count, did, deaths)
+        check_counts(job, sums.pop(), deaths)
     assert not sums
 
 
@@ -121,10 +123,7 @@ def test_all_die_and_come_back(tmp_path, seed):
             job.start(task)
             time.sleep(choices.random() * 2.5)
         sums = {tuple(job.hear(task, "sums")) for task in (W0, W1, W2)}
-        for total in sums.pop():
-            for task in (W0, W1, W2):
-                count, did = int(total) // 1000**task.index % 1000, len(job.said(task, "did"))
-                assert did <= count <= did + deaths[task], (task, count, did, deaths)
+        check_counts(job, sums.pop(), deaths)
         for task in (W0, W1, W2, CHIEF):
             assert job.exited(task) == 0
     assert not sums

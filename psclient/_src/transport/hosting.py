@@ -258,7 +258,6 @@ class Hosting:
             for there in (self._servers[server] for server in self.live):
                 if isinstance(there, RemoteServer):
                     expect(there)
-            if decides:
-                told = {server: ServerLost(why, str(Task("ps", server))) for server, why in found.items()}
-                self.suspects |= {server: error for server, error in told.items() if server not in gone}
+            for server in found.keys() - gone if decides else ():
+                self.suspects[server] = ServerLost(found[server], str(Task("ps", server)))
         return True
