@@ -22,7 +22,10 @@ def two(job: Job):
 
 
 def push(worker, plan, values=(), **keys):
-    """Makes its next round; returns the answer to come."""
+    """Makes its next round; returns the answer to come.
+
+    Calls overtake each other on the way: who does not wait for the answer of one says in the next which was before it.
+    """
     future = worker.push(plan, values, **keys)
     worker.round += 1
     return future
@@ -87,8 +90,8 @@ def test_who_does_not_wait_is_applied_no_further(job, two):
     assert int(job.value(other, variable)) == 103
     assert futures[1].result(SOON).round == 1
     assert not futures[2].done()
-    for _ in range(2):
-        push(other, plan, [100])
+    for number in (1, 2):
+        push(other, plan, [100], previous=number - 1)
     futures[3].result(SOON)
     assert int(job.value(other, variable)) == 304
 
@@ -151,8 +154,8 @@ def test_a_newcomer_begins_where_the_slowest_is(job, two):
     """Nobody waits for it before it tells that it makes rounds, nor for it to catch up."""
     one, other = two
     _, plan = adder(job, one)
-    for _ in range(3):
-        push(one, plan, [1])
+    for number in range(3):
+        push(one, plan, [1], previous=number - 1)
         push(other, plan, [1]).result(SOON)
     (new,) = job.join(C, mode="bounded", k=1)
     push(one, plan, [1]).result(SOON)
