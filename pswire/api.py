@@ -24,6 +24,7 @@ from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.rows import Int64s
 from pswire.model.saved import Shard
 from pswire.model.status import STILL, Happened, Pace, ServerStatus, SessionState
+from pswire.place_api import PlaceServer
 from pswire.transport.payload import Payload
 
 
@@ -347,7 +348,7 @@ Begun = Callable[[Payload], object]
 """Told, once, of the payload of an answer that begins to grow."""
 
 
-class ParameterServer(ClosureServer, ChunkServer, Protocol):
+class ParameterServer(ClosureServer, ChunkServer, PlaceServer, Protocol):
     """One server, as its clients see it. All methods may be called from any thread.
 
     Attributes:

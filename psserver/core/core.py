@@ -47,6 +47,7 @@ from pswire.errors import PSError, ServerGone
 from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
 from pswire.model.log import Approved, LogEntry, Member, Mode, Start
+from pswire.model.places import Offered, Spare
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.saved import Shard
 from pswire.model.status import STILL, Happened, Pace, ServerStatus
@@ -368,6 +369,14 @@ class Core:
         answer: Future[Chunks] = Future()
         answer.set_result(self._enter(self.machine.hand_out, session, ask))
         return answer
+
+    # ---- Places ----
+
+    def offer(self, spare: Spare) -> Offered:
+        return self._enter(self.machine.offer, spare)
+
+    def move(self, server: int, address: str = "", token: int = 0) -> str:
+        return self._enter(self.machine.move, server, address, token)
 
     # ---- What is there, and the end ----
 
