@@ -14,8 +14,6 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from pswire.chunk_api import ChunkServer
-from pswire.closure_api import ClosureServer
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError
 from pswire.model.closures import ClosureName
@@ -24,7 +22,9 @@ from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.rows import Int64s
 from pswire.model.saved import Shard
 from pswire.model.status import STILL, Happened, Pace, ServerStatus, SessionState
-from pswire.place_api import PlaceServer
+from pswire.servers.chunks import ChunkServer
+from pswire.servers.closures import ClosureServer
+from pswire.servers.places import PlaceServer
 from pswire.transport.payload import Payload
 
 

@@ -12,8 +12,7 @@ from psclient.psctl.certs import certs
 from psclient.psctl.checkpoint import checkpoint
 from psclient.psctl.doctor import doctor
 from psclient.psctl.health import health
-from psclient.psctl.job import job
-from psclient.psctl.move import drain, move, rebalance
+from psclient.psctl.job import drain, job, move, rebalance
 from psclient.psctl.output import say
 from psclient.psctl.settings import CommandSettings, options
 from psclient.psctl.status import status

@@ -363,14 +363,12 @@ class Core:
         self._enter(self.machine.fetch, session, number, offset, future)
         return future
 
-    # ---- Batches that are handed out ----
+    # ---- Batches that are handed out, and places ----
 
     def hand_out(self, session: int, ask: ChunkAsk) -> Future[Chunks]:
         answer: Future[Chunks] = Future()
         answer.set_result(self._enter(self.machine.hand_out, session, ask))
         return answer
-
-    # ---- Places ----
 
     def offer(self, spare: Spare) -> Offered:
         return self._enter(self.machine.offer, spare)

@@ -17,7 +17,7 @@ import grpc
 from psserver.config import ServerConfig
 from pswire.cluster import Task
 from pswire.encoding import messages
-from pswire.encoding.protocol import PROTOCOL
+from pswire.encoding.protocol import PROTOCOL, check_protocol
 from pswire.encoding.verbs import TOKEN_KEY, VERBS, bearer, parse, refused
 from pswire.errors import ConfigError, Forbidden, Unauthenticated
 from pswire.model.places import NOWHERE, Offered, Spare
@@ -170,7 +170,9 @@ class StandingOffer:
 def _answer(future: Any) -> Offered | None:
     """Returns a server's answer; None if it has none, or refuses for now."""
     try:
-        return messages.OFFERED.from_pb(parse(pb.OfferReply, future.result()))
+        reply = parse(pb.OfferReply, future.result())
+        check_protocol(reply.protocol, "a server of the job", "this process")
+        return messages.OFFERED.from_pb(reply)
     except grpc.RpcError as error:
         if not isinstance(error, grpc.Call):
             return None

@@ -29,6 +29,8 @@ MAY: dict[Caller, set[str]] = {
     "reader": {"worker-1"},
     "chief": {"chief-0", "worker-0"},
     "server": {"ps-0"},
+    "spare": {"ps-0"},
+    "mover": {"ps-0", "admin", "chief-0", "worker-0"},
     "anyone": {*CALLERS} - {"nobody"},
 }
 """Who may make a call for worker 1, with its session where the verb has one."""
@@ -55,6 +57,8 @@ VERBS_OF: dict[str, Caller] = {
     "Exchange": "anyone",
     "Introduce": "server",
     "Vote": "session",
+    "Offer": "spare",
+    "Move": "mover",
 }
 
 
@@ -114,10 +118,17 @@ def test_who_drives_is_a_chief_as_well(access: Access) -> None:
     assert those_let_in(access, "Open", request_of("Open", task=WORKERS[0], drives=True)) == {"worker-0"}
 
 
+def test_who_moves_a_server(access: Access) -> None:
+    """A server moves itself alone, and no other; that one has moved, a chief alone says."""
+    assert those_let_in(access, "Move", pb.MoveRequest(server=1)) == {"admin", "chief-0", "worker-0"}
+    assert those_let_in(access, "Move", pb.MoveRequest(server=0, token=1)) == {"chief-0", "worker-0"}
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_what_is_checked_is_in_the_request(verb: str) -> None:
     """A verb whose caller is somebody in particular has a request that says who."""
-    particular = {"session": {"session"}, "reader": {"session"}, "task": {"task", "drives"}, "server": {"server"}}
+    particular = {"session": {"session"}, "reader": {"session"}, "task": {"task", "drives"}}
+    particular |= {"server": {"server"}, "mover": {"server", "token"}}
     needed = particular.get(VERBS[verb].caller, set())
     assert needed <= {*VERBS[verb].request.DESCRIPTOR.fields_by_name}
 

@@ -18,7 +18,7 @@ from functools import partial
 
 from psclient._src.chief.job_log import JobLog
 from psclient._src.transport.daemon_threads import Threads
-from psclient._src.transport.remote_server import RemoteServer, expect
+from psclient._src.transport.remote_server import RemoteServer, elsewhere, expect
 from psclient._src.transport.session import Session
 from pswire.cluster import Task
 from pswire.errors import PSError
@@ -109,7 +109,7 @@ class Returns:
 
     def farewell(self, server: int) -> Callable[[], object]:
         """Returns what tells the process that is a server now that it has moved, for when the job goes on elsewhere."""
-        there = self._servers[server].elsewhere(self._servers[server].address)
+        there = elsewhere(self._servers[server], self._servers[server].address)
         token = self._session.token
 
         def say() -> None:
@@ -158,7 +158,7 @@ class Returns:
             return there
         key = server, address or there.address
         if key not in self._elsewhere:
-            self._elsewhere[key] = there.elsewhere(key[1])
+            self._elsewhere[key] = elsewhere(there, key[1])
         return self._elsewhere[key]
 
     def _begin_to_look(self, server: int, address: str) -> None:

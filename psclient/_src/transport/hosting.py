@@ -15,6 +15,7 @@ from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.remote_server import RemoteServer, expect, follow_moves, look_again
 from pswire.api import Opened, ParameterServer
 from pswire.cluster import Task
+from pswire.encoding import protocol
 from pswire.errors import PSError, ServerGone, ServerLost, Unreachable
 from pswire.limits import Timeouts
 from pswire.model.log import Gone, in_order
@@ -188,6 +189,22 @@ class Hosting:
         for server in self._servers:
             if isinstance(server, RemoteServer):
                 server.check(refuse, *what)
+
+    def check_tables(self, table: str) -> None:
+        """Raises `ConfigError` if one of the servers knows no dynamic tables, of which one is to be created."""
+        self.check(protocol.check_tables, table)
+
+    def check_compression(self, variable: str) -> None:
+        """Raises `ConfigError` if one of the servers takes what is compressed for a variable for what is not."""
+        self.check(protocol.check_compression, variable)
+
+    def check_closures(self) -> None:
+        """Raises `ConfigError` if one of the servers knows no closures, which are to be run."""
+        self.check(protocol.check_closures)
+
+    def check_changes(self) -> None:
+        """Raises `ConfigError` if one of the servers knows no changes of consistency, of which one is to be made."""
+        self.check(protocol.check_changes)
 
     @property
     def suspected(self) -> list[Future[None]]:

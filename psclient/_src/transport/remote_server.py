@@ -385,12 +385,6 @@ class RemoteServer(PlainCalls):
             before.fail(ServerGone(f"has moved to {address}", str(self.task)))
             before.close()
 
-    def elsewhere(self, address: str) -> RemoteServer:
-        """Returns a connection to a process at another address that is to be the same server."""
-        decides, streams, told = self._options
-        how = self._interceptors, self._lane, self._security, decides, streams, told
-        return RemoteServer(address, self.task, self._timeouts, *how)
-
     def close(self) -> None:
         """Ends the connection; calls under way and later ones raise `PSError`."""
         self.fail(PSError(f"the connection to {self.address} is closed", str(self.task)))
@@ -421,6 +415,13 @@ def look_again(server: RemoteServer) -> None:
     if server.failed:
         server.begin_anew()
         expect(server)
+
+
+def elsewhere(server: RemoteServer, address: str) -> RemoteServer:
+    """Returns a connection to a process at another address that is to be the same server."""
+    decides, streams, told = server._options
+    how = server._interceptors, server._lane, server._security, decides, streams, told
+    return RemoteServer(address, server.task, server._timeouts, *how)
 
 
 def follow_moves(servers: Sequence[ParameterServer], moved: Sequence[Moved]) -> list[int]:

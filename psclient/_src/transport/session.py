@@ -25,7 +25,6 @@ from psclient._src.transport.patience import Deadline, Patience, until_free
 from psclient._src.transport.remote_server import RemoteServer
 from pswire.api import UNTIL_ENDED, UNTIL_GONE, Opened, ParameterServer, Watched
 from pswire.cluster import Task
-from pswire.encoding import protocol
 from pswire.errors import (
     ChiefLost,
     Diverged,
@@ -396,22 +395,6 @@ class Session(LogCalls):
             if spoken is None or spoken.done():
                 # In a thread of its own: it asks servers, and one that is lost would hold up the verdict.
                 spoken = self._threads.submit(lambda: self._speak(word, needs_chief))
-
-    def check_tables(self, table: str) -> None:
-        """Raises `ConfigError` if one of the servers knows no dynamic tables, of which one is to be created."""
-        self.hosting.check(protocol.check_tables, table)
-
-    def check_compression(self, variable: str) -> None:
-        """Raises `ConfigError` if one of the servers takes what is compressed for a variable for what is not."""
-        self.hosting.check(protocol.check_compression, variable)
-
-    def check_closures(self) -> None:
-        """Raises `ConfigError` if one of the servers knows no closures, which are to be run."""
-        self.hosting.check(protocol.check_closures)
-
-    def check_changes(self) -> None:
-        """Raises `ConfigError` if one of the servers knows no changes of consistency, of which one is to be made."""
-        self.hosting.check(protocol.check_changes)
 
     def lane(self, index: int) -> Lane | None:
         """Returns the lane to a server, by its number; None for gRPC."""
