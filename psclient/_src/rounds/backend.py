@@ -69,20 +69,19 @@ class RemoteBackend:
     between_graph = True
 
     def __init__(self, exchange: Exchange, placement: Placement, nonfinite: Nonfinite = "apply") -> None:
-        self._task = exchange.session.task
-        self.parameter_devices = exchange.session.devices
+        session = exchange.session
+        self._task, self.parameter_devices = session.task, session.devices
         self.worker_devices = tuple(map(self.full_name, exchange.group.devices))
         self._copies: list[SyncOnReadVariable] = []
         self.exchange = self._exchange = exchange
         self._reads, self._creation = exchange.reads, exchange.creation
         self.reader = VariableReader(exchange, self)
-        checks = exchange.session.hosting.check_compression
-        self.residuals = Residuals(self.group, self, self._creation.was_restored, checks)
+        self.residuals = Residuals(self.group, self, self._creation.was_restored, session.hosting.check_compression)
         self.compress = self.residuals.compress
         self.checkpoints = ServerCheckpoints(exchange, self._order_snapshot, self.residuals)
         self.group.departure.hand_over = self._order_snapshot
         self._placement = placement
-        exchange.session.nonfinite = nonfinite
+        session.nonfinite = nonfinite
         self._host_buffers = HostBuffers()
         self._opening = threading.Condition()  # guards that one section is open, and no other is opened beside it
         self._section: Section | None = None
