@@ -157,6 +157,32 @@ def test_a_job_that_was_not_left_cleanly_is_discarded(tmp_path):
         assert {job.exited(task) for task in (PS0, PS1)} == {0}
 
 
+def test_a_job_that_goes_on_without_its_first_server_is_discarded(tmp_path):
+    """The server that keeps its sessions is asked whether anybody is there, and told that it is over."""
+    keys = {**KEYS, "workers": 2, "replication": 1, "timeouts": QUICK}
+    with ProcessCluster(count, tmp_path, (20, [[0, 5]]), **keys, gates=["0 at 5"]) as job:
+        servers = ",".join(job.cluster.addresses[task] for task in (PS0, PS1))
+        psctl = [sys.executable, "-m", "psclient.psctl", "--address", servers, "job", "end"]
+        environ = os.environ | job.cluster._options.variables()
+
+        def end():
+            return subprocess.run(psctl, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
+
+        job.hear(W0, "at", 5)
+        job.kill(PS0)
+        job.hear_error(W0, f"goes on without {PS0}")
+        refused = end()
+        assert refused.returncode == 2
+        assert f"{CHIEF}, {W0}, {W1} of the job are here" in refused.stderr
+        for task in (CHIEF, W0, W1):
+            job.kill(task)
+        with job.server(PS1) as server:
+            job.until(lambda: not [s for s in server.status().sessions if s.state == "open"])
+        done = end()
+        assert (done.returncode, done.stdout) == (0, f"the job {job.cluster.job!r} is over\n"), done.stderr
+        assert job.exited(PS1) == 0
+
+
 def differ(rounds, stops):
     """Counts in rounds; the second life of a worker runs another program than all others, the third the same."""
     strategy = ps.ParameterServerStrategy()

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 from psclient._src.chief.abandonment import is_here
 from psclient._src.chief.job_log import JobLog
+from psclient._src.transport.remote_server import follow_moves
 from psclient._src.transport.session import Session
 from pswire.api import ParameterServer
 from pswire.cluster import Task
-from pswire.errors import ConfigError
+from pswire.errors import ConfigError, PSError
 from pswire.limits import Timeouts
-from pswire.model.log import Done
+from pswire.model.log import Done, in_order
+from pswire.model.status import ServerStatus
 
 
 def discard(task: Task, servers: Sequence[ParameterServer], timeouts: Timeouts) -> str:
@@ -29,17 +31,15 @@ def discard(task: Task, servers: Sequence[ParameterServer], timeouts: Timeouts) 
         ConfigError: they hold none, or processes of it are there.
         PSError: a server does not answer.
     """
-    status = servers[0].status()
-    if not status.incarnations or status.over:
-        raise ConfigError("these servers hold no job: nothing is to be discarded")
+    status = _keeper(servers)
     here = sorted({str(s.member.task) for s in status.sessions if is_here(s, timeouts.lease)})
     if here:
         raise ConfigError(f"{', '.join(here)} of the job are here; end these processes first, then discard it")
-    session = Session(task, servers, 0, True, timeouts, job=status.job)
+    session = Session(task, servers, 0, True, timeouts, job=status.job, copied=bool(status.losses))
     session.open(waits=False)
     error = "the job could not be discarded"
     try:
-        log = JobLog(servers, session)
+        log = JobLog(servers, session, takes_over=True)
         log.attach()
         log.insist(Done(), timeouts.call)
         log.copy()
@@ -47,3 +47,28 @@ def discard(task: Task, servers: Sequence[ParameterServer], timeouts: Timeouts) 
     finally:
         session.leave(error)
     return status.job
+
+
+def _keeper(servers: Sequence[ParameterServer]) -> ServerStatus:
+    """Returns the status of the server that keeps the log and the sessions, wherever it is.
+
+    Raises:
+        ConfigError: the servers hold no job that is not over.
+        PSError: none of them answers.
+    """
+    statuses, errors = list[ServerStatus](), list[PSError]()
+    for server in servers:
+        try:
+            statuses.append(server.status())
+        except PSError as error:
+            errors.append(error)
+    if errors and not statuses:
+        raise errors[0]
+    newest = max((status for status in statuses if status.incarnations), key=lambda each: each.log, default=None)
+    if newest is None or newest.over:
+        raise ConfigError("these servers hold no job: nothing is to be discarded")
+    if errors and not newest.gone and not newest.moved:
+        raise errors[0]
+    follow_moves(servers, newest.moved)
+    live = set(range(len(newest.incarnations))) - set(newest.gone)
+    return servers[in_order(live, newest.losses)[0]].status()
