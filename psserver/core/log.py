@@ -71,7 +71,8 @@ class Log:
         """The incarnations of all servers of the job, as they are now; empty while there is no job."""
         self.lost_incarnations: set[int] = set()
         """The incarnations of servers that were lost, in whose place others may have come since."""
-        self._job = JobStarted(0, ())
+        self.started = JobStarted(0, ())
+        """The beginning of the job; of no meaning while there is none."""
         self.over = False
         """True once the job is done."""
         self.lost: ServerLost | None = None
@@ -148,7 +149,7 @@ class Log:
             case JobStarted():
                 self._store.copied = bool(entry.copies)
                 self._rounds.votes.begin(entry.job)
-                self.incarnations, self._job = entry.incarnations, entry
+                self.incarnations, self.started = entry.incarnations, entry
                 effects += self._introduce()
             case EpochClosed():
                 back = entry.epoch.returns
@@ -172,7 +173,7 @@ class Log:
         """
         if self.away:
             return []
-        addresses = self._addresses or self._job.addresses or ("",) * len(self.incarnations)
+        addresses = self._addresses or self.started.addresses or ("",) * len(self.incarnations)
         places = map(Peer, addresses, self.incarnations)
         return [Know(tuple(NOWHERE if number in self.gone else place for number, place in enumerate(places)))]
 
