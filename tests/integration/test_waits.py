@@ -395,12 +395,13 @@ def for_a_job_to_join(site: Site) -> Iterator[Said]:
         with Joiner([site.address], site.timeouts, Security(), None, "") as joiner:
             assert joiner.take().task == Task("worker", 2)
 
-    site.start(join)
+    joining = site.start(join)
     word = f"waits for a job at {site.address}: no chief has begun a job there yet"
     yield Said(
         word, "there is no job to join at .* no chief has begun a job there yet; start its servers and its chief"
     )
     site.drive()
+    joining.result(SOON)
     for task in (W0, W1):
         site.work(task, nothing, "x:3")
 
