@@ -1,0 +1,196 @@
+"""Workers that join a running job by `psworker --join`: real processes, which come and go in the middle of a pass."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from pstesting.processes import CALM, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster
+from pstesting.script import ME, TASK, add_all, gate, say
+from pswire.cluster import Task
+
+W3, W4 = Task("worker", 3), Task("worker", 4)
+TOLD = "told to end (SIGTERM)"
+
+EXAMPLES, BATCH = 240, 6
+STEPS = EXAMPLES // BATCH
+GROW, SHRINK = 6, 16
+"""The rounds before which workers join, and before which they leave."""
+
+
+def train(examples, batch, stops):
+    """A pass of gradient descent; what each step's loss was, and how often each example came, the servers know.
+
+    Each step is a round. Before those at which it stops, a process waits at a gate.
+    """
+    strategy = ps.ParameterServerStrategy()
+    say("open", ME)
+    steps = examples // batch
+    x = np.random.default_rng(7).normal(size=(examples, 3))
+    y = x @ np.array([1.0, -2.0, 3.0])
+    with strategy.scope():
+        w = ps.Variable(np.zeros(3), name="w")
+        losses = ps.Variable(np.zeros(steps), name="losses")
+        seen = ps.Variable(np.zeros(examples, "int64"), name="seen")
+    data = ps.ArrayDataset((x, y, np.arange(examples))).shuffle(seed=3).batch(batch)
+
+    def step(x, y, which):
+        error = x @ w.numpy() - y
+        loss = np.zeros(steps)
+        loss[strategy.round] = np.sum(error**2) / batch
+        counts = np.bincount(np.asarray(which), minlength=examples)
+        add_all([(w, -0.05 * (x.T @ error) / batch), (losses, loss), (seen, counts)])
+        say("replicas", ps.get_replica_context().num_replicas_in_sync)
+
+    batches = strategy.experimental_distribute_dataset(data)
+    for each in batches:
+        if strategy.round in stops:
+            say("at", strategy.round)
+            gate(stops[strategy.round])
+        strategy.run(step, args=each)
+        say("round", strategy.round)
+        say("missed", list(strategy.last_round.left_out))
+    say("end", [w.numpy(), losses.numpy(), seen.numpy()])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What two workers end with that nobody joins, and none leaves: a variable, losses, and the visits of examples."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    with ProcessCluster(train, directory, (EXAMPLES, BATCH, {}), ps=2, workers=2) as job:
+        job.finish()
+        return [np.array(each) for each in job.said(W0, "end")[0]]
+
+
+def waiting(job, *tasks):
+    """Whether these wait to be taken in."""
+    with job.server(PS0) as server:
+        there = {each.member.task for each in server.status().sessions if each.join_point and each.state == "open"}
+    return there >= set(tasks)
+
+
+def members(job, count):
+    """Whether the newest epoch has so many members."""
+    with job.server(PS0) as server:
+        epoch = server.status().epoch
+    return epoch is not None and len(epoch.members) == count
+
+
+def test_two_become_four_and_then_one(tmp_path, undisturbed):
+    """In the middle of a pass: each example comes once, and each step has the loss that it has where nobody comes."""
+    gates = {GROW: "grow", SHRINK: "shrink"}
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": CALM, "gates": gates.values()}
+    with ProcessCluster(train, tmp_path, (EXAMPLES, BATCH, gates), **keys) as job:
+        for task in (W0, W1):
+            job.hear(task, "at", GROW)
+        for task, server in ((W2, PS0), (W3, PS1)):
+            job.join(task, server=server)
+        assert {job.hear(task, "open") for task in (W2, W3)} == {2, 3}, "both at once, and each has its own"
+        job.until(lambda: waiting(job, W2, W3) and members(job, 4))
+        job.open("grow")
+        for task in (W0, W1, W2, W3):
+            job.hear(task, "at", SHRINK)
+        time.sleep(0.5)  # what waits at a gate is in the call by then, which a signal interrupts
+        for task in (W1, W2, W3):
+            job.kill(task, signal.SIGTERM)
+            job.hear_error(task, TOLD)
+        job.until(lambda: members(job, 1))
+        job.open("shrink")
+        assert [job.exited(task) for task in (W1, W2, W3)] == [0, 0, 0]
+        w, losses, seen = (np.array(each) for each in job.hear(W0, "end"))
+        job.finish()
+        assert set(seen) == {1}
+        np.testing.assert_allclose(losses, undisturbed[1], rtol=1e-12)
+        np.testing.assert_allclose(w, undisturbed[0], rtol=1e-12)
+        replicas = job.said(W0, "replicas")
+        assert sorted(set(replicas), key=replicas.index) == [2, 4, 1]
+        assert len(replicas) == STEPS
+        assert not any(job.said(W0, "missed"))
+        assert all(0 < len(job.said(task, "round")) < STEPS - GROW for task in (W2, W3))
+
+
+def stay(rounds):
+    """Makes rounds until the servers count enough, and says who it is."""
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        count = ps.Variable(np.zeros((), "int64"), name="count")
+    say("is", [TASK, os.getpid()])
+    while strategy.round < rounds:
+        strategy.run(lambda: add_all([(count, np.int64(1))]))
+        say("made", strategy.round)
+        if strategy.round == 3:
+            gate("go")
+    say("end", strategy.round)
+
+
+GOES_ON = {"ps": 1, "workers": 1, "chief": "driver", "gates": ["go"]}
+
+
+def test_an_index_is_free_again_when_its_worker_is_gone(tmp_path):
+    """Once the session of the one that was killed has ended, and not before: who joins meanwhile has the next one."""
+    with ProcessCluster(stay, tmp_path, (400,), helpers=(), timeouts=QUICK, **GOES_ON) as job:
+        job.hear(W0, "made", 3)
+        job.join(W1)
+        assert job.hear(W1, "is")[0] == str(W1)
+        job.join(W2)
+        assert job.hear(W2, "is")[0] == str(W2)
+        job.kill(W1)
+        with job.server(PS0) as server:
+            job.until(lambda: any(s.state == "lost" and s.member.task == W1 for s in server.status().sessions))
+        job.join(W3)
+        assert job.hear(W3, "is")[0] == str(W1), "the first that is free"
+        job.open("go")
+        for task in (W0, W2, W3):
+            job.hear(task, "end")
+            assert job.exited(task) == 0
+
+
+def test_a_worker_that_is_started_again_keeps_its_index(tmp_path):
+    """With --restarts: whoever joins while it is down gets another one."""
+    with ProcessCluster(stay, tmp_path, (400,), timeouts=CALM, **GOES_ON) as job:
+        job.hear(W0, "made", 3)
+        job.join(W1, "--restarts", "1")
+        task, process = job.hear(W1, "is")
+        assert task == str(W1)
+        assert process != job.cluster.processes[W1].pid
+        os.kill(process, signal.SIGKILL)
+        assert "failed (killed by SIGKILL); starts again, 0 restarts left" in job.hear_error(W1, "starts again")
+        job.join(W2)
+        assert job.hear(W2, "is")[0] == str(W2)
+        again, other = job.hear(W1, "is")
+        assert again == task
+        assert other != process
+        job.open("go")
+        job.finish()
+
+
+def test_a_signal_reaches_the_script_of_a_worker_with_restarts(tmp_path):
+    """It leaves where its next step begins, and is not started again."""
+    with ProcessCluster(stay, tmp_path, (400,), timeouts=CALM, **GOES_ON) as job:
+        job.hear(W0, "made", 3)
+        job.join(W1, "--restarts", "3")
+        job.hear(W1, "is")
+        job.until(lambda: waiting(job, W1) and members(job, 2))
+        job.kill(W1, signal.SIGTERM)
+        job.hear_error(W1, TOLD)
+        job.open("go")
+        assert job.exited(W1) == 0
+        job.finish()
+        assert len(job.said(W1, "is")) == 1
+
+
+@pytest.mark.parametrize("restarts", ["1", "0"])
+def test_a_script_that_fails_again_and_again(tmp_path, restarts):
+    """Ends with its own code, once no restarts are left."""
+    with ProcessCluster(stay, tmp_path, (400,), timeouts=CALM, **GOES_ON) as job:
+        job.hear(W0, "made", 3)
+        script = tmp_path / "program.py"
+        script.write_text("import sys; print('{\"tried\": 1}', flush=True); sys.exit(7)")
+        job.join(W1, "--restarts", restarts)
+        assert job.exited(W1, SECONDS) == 7
+        job.until(lambda: len(job.said(W1, "tried")) == 1 + int(restarts))
