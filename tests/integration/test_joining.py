@@ -13,6 +13,7 @@ import psclient as ps
 from pstesting.processes import CALM, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster
 from pstesting.script import ME, TASK, add_all, gate, say
 from pswire.cluster import Task
+from tests.support.certificates import options
 
 W3, W4 = Task("worker", 3), Task("worker", 4)
 TOLD = "told to end (SIGTERM)"
@@ -194,3 +195,135 @@ def test_a_script_that_fails_again_and_again(tmp_path, restarts):
         job.join(W1, "--restarts", restarts)
         assert job.exited(W1, SECONDS) == 7
         job.until(lambda: len(job.said(W1, "tried")) == 1 + int(restarts))
+
+
+def test_with_certificates(certificates, tmp_path):
+    """Whoever joins is the worker that its certificate names, by TLS on all connections, and again after a failure."""
+    files = {"PS_TLS_CERT": "tls.crt", "PS_TLS_KEY": "tls.key", "PS_TLS_CA": "ca.crt", "PS_TOKEN_FILE": "token"}
+    shown = {name: str(certificates.out / "worker-1" / file) for name, file in files.items()}
+    keys = GOES_ON | {"ps": 2, "security": options(certificates.out), "timeouts": QUICK}
+    with ProcessCluster(stay, tmp_path, (400,), **keys) as job:
+        job.hear(W0, "made", 3)
+        job.join(W1, "--restarts", "1", server=PS1, **shown)
+        task, process = job.hear(W1, "is")
+        assert task == str(W1)
+        os.kill(process, signal.SIGKILL)
+        assert job.hear(W1, "is")[0] == task
+        job.join(W2, server=PS1, **shown)
+        assert job.exited(W2) == 2
+        job.hear_error(W2, f"error: {W1}: another process is {W1} of this job; end it first, or join with")
+        del job.cluster.processes[W2]
+        job.open("go")
+        job.finish()
+
+
+def take(examples, batch, dynamic):
+    """An asynchronous pass that counts how often each example came; worker 0 waits amid it."""
+    strategy = ps.ParameterServerStrategy(consistency=ps.Async())
+    with strategy.scope():
+        seen = ps.Variable(np.zeros(examples, "int64"), name="seen")
+    policy = ps.AutoShardPolicy.DYNAMIC if dynamic else ps.AutoShardPolicy.AUTO
+    data = ps.ArrayDataset(np.arange(examples)).batch(batch)
+    batches = strategy.experimental_distribute_dataset(data, ps.InputOptions(auto_shard_policy=policy))
+    for mine in batches:
+        say("took", len(np.asarray(mine)))
+        if ME == 0 and strategy.round == 3:
+            gate("go")
+        counts = np.bincount(np.asarray(mine), minlength=examples)
+        strategy.run(lambda counts: add_all([(seen, counts)]), args=(counts,))
+    say("done")
+    gate("end")
+    say("seen", seen.numpy())
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_an_asynchronous_worker_that_joins(tmp_path, dynamic):
+    """Takes whichever batch comes next; where those of the beginning have their shares, it is told that it has none."""
+    keys = {"ps": 2, "workers": 1, "chief": "driver", "gates": ["go", "end"], "timeouts": CALM}
+    with ProcessCluster(take, tmp_path, (120, 4, dynamic), **keys) as job:
+        for _ in range(4):
+            job.hear(W0, "took")
+        job.join(W1)
+        if dynamic:
+            for _ in range(4):
+                job.hear(W1, "took", 4)
+        else:
+            job.hear_error(
+                W1, "has no share; give the dataset ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYN"
+            )
+        job.hear(W1, "done")
+        job.open("go")
+        job.hear(W0, "done")
+        job.open("end")
+        for task in (W0, W1):
+            assert set(job.hear(task, "seen")) == {1}
+        job.finish()
+        assert (sum(job.said(W1, "took")) > 0) == dynamic
+
+
+def coordinate():
+    """The chief schedules a function for each of two workers, once the second is there."""
+    strategy = ps.ParameterServerStrategy(consistency=ps.Async())
+    with strategy.scope():
+        count = ps.Variable(np.zeros((), "int64"), name="count")
+
+    @ps.coordinator.function
+    def work():
+        say("runs", TASK)
+        gate("both")
+        strategy.run(lambda: add_all([(count, np.int64(1))]))
+        return TASK
+
+    if ps.coordinator.is_coordinator():
+        coordinator = ps.coordinator.ClusterCoordinator(strategy)
+        results = [coordinator.schedule(work) for _ in range(2)]
+        say("who", sorted(coordinator.fetch(results)))
+        say("count", count.numpy())
+
+
+def test_a_worker_that_joins_runs_what_a_coordinator_schedules(tmp_path):
+    """It is as any other worker."""
+    keys = {"workers": 1, "chief": "script", "gates": ["both"], "timeouts": CALM}
+    with ProcessCluster(coordinate, tmp_path, **keys) as job:
+        job.hear(W0, "runs")
+        job.join(W1)
+        assert job.hear(W1, "runs") == str(W1)
+        job.open("both")
+        assert job.hear(Task("chief", 0), "who") == [str(W0), str(W1)]
+        assert job.hear(Task("chief", 0), "count") == 2
+        job.finish()
+
+
+def test_copies_and_the_job_s_name_need_not_be_told(tmp_path):
+    """Who joins learns from the servers that variables have copies, and finds those that are left when one is lost."""
+    keys = GOES_ON | {"ps": 2, "replication": 1, "timeouts": QUICK}
+    with ProcessCluster(stay, tmp_path, (400,), **keys) as job:
+        job.hear(W0, "made", 3)
+        job.join(W1, server=PS1, PS_REPLICATION="0")
+        assert job.hear(W1, "is")[0] == str(W1)
+        job.kill(PS0)
+        job.hear_error(W0, f"goes on without {PS0}")
+        job.join(W2, server=PS1)
+        assert job.hear(W2, "is")[0] == str(W2), "by the server that keeps the sessions now"
+        job.open("go")
+        for task in (W0, W1, W2):
+            job.hear(task, "end")
+            assert job.exited(task) == 0
+
+
+def test_a_worker_that_has_joined_drives_the_job_on(tmp_path):
+    """Where nobody of the cluster is left: it waits for none of those that joined before it."""
+    keys = GOES_ON | {"chief": "none", "timeouts": QUICK, "gates": ["go"]}
+    with ProcessCluster(stay, tmp_path, (400,), **keys) as job:
+        job.hear(W0, "made", 3)
+        job.join(W1)
+        job.hear(W1, "is")
+        job.join(W2)
+        assert job.hear(W2, "is")[0] == str(W2)
+        job.until(lambda: waiting(job, W1, W2))
+        job.kill(W1)
+        job.kill(W0)
+        job.hear_error(W2, f"nobody drives the job any more: {W2} does, from now on")
+        assert job.hear(W2, "end") == 400
+        assert job.exited(W2) == 0
+        assert job.exited(PS0) == 0
