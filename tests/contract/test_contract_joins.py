@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pswire.cluster import Task
 from pswire.errors import ConfigError, InvalidRequest, TaskTaken
 from pswire.model.joins import Place
 from pswire.model.log import Done, JobStarted
-from tests.support.rig import CHIEF, WORKERS, Job
+from tests.support.rig import CHIEF, SOON, WORKERS, Job
 
 LEASE = 12
 """Seconds after which a place that nobody keeps is free: more than a lease."""
@@ -120,3 +122,15 @@ def test_who_cannot_join(serve):
     job.append(Done())
     with pytest.raises(InvalidRequest, match="is over"):
         enlist(job, ONE)
+
+
+def test_an_older_server_s_log_is_of_the_same_job(grown):
+    """It keeps nothing of the cluster: a new chief that has read its log does not begin the job anew elsewhere."""
+    first, second = grown.verbs
+    v = grown.open(WORKERS[0])
+    (begun,) = first.watch(v.session, 0, 0).result(SOON).entries
+    assert (begun.workers, begun.chief) == (("a:0", "b:0"), "c:0")
+    assert second.approve(grown.token, 0, [replace(begun, workers=(), chief=""), Done()]) == 2
+    assert second.status().over
+    assert begun == replace(begun, workers=(), chief="")
+    assert second.watch(0, 0, 0).result(SOON).entries[0].workers == begun.workers

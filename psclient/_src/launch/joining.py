@@ -146,6 +146,7 @@ class Joiner:
         self._name = name
         self._key = secrets.randbits(62) | 1
         self._servers: dict[tuple[str, Task], RemoteServer] = {}
+        self._tasks: dict[str, Task] = {}  # of the addresses, as certificates there say
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # the thread that keeps the place asks as well
@@ -157,8 +158,7 @@ class Joiner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        for server in self._servers.values():
-            server.close()
+        self._close()
 
     # ---- A place ----
 
@@ -215,6 +215,7 @@ class Joiner:
             try:
                 with self._lock:
                     if self._renew(joined) and not always:
+                        self._close()
                         return
             except PSError as error:
                 # The server that kept the sessions may be lost, or the job be over: the script is told, and not here.
@@ -244,6 +245,7 @@ class Joiner:
                 server = self._connect(address, self._task_at(address))
                 status = server.status()
             except (Unreachable, ServerLost) as error:
+                self._tasks.pop(address, None)
                 refusals.append(error)
             else:
                 found[status.server] = server, status
@@ -263,12 +265,6 @@ class Joiner:
             raise JobIsOver(f"the job at {where} is over: there is nothing to join")
         if status.broken:
             raise Unreachable(f"the job there has lost a server, and is not begun anew yet: {status.broken}")
-        if self._name and self._name != status.job:
-            held = f"the job {status.job!r}" if status.job else "a job without a name"
-            raise ConfigError(
-                f"this process is to join the job {self._name!r} (PS_JOB), and the servers at {where} hold {held}; "
-                "unset PS_JOB to join that one, or correct --join"
-            )
 
     def _told(self, server: RemoteServer, status: ServerStatus, given: Mapping[int, str]) -> RunningJob:
         """Returns the job of which a server tells; at the given addresses servers have answered, by their numbers."""
@@ -279,13 +275,23 @@ class Joiner:
         began = entries.entries[0] if entries.entries else None
         if not isinstance(began, JobStarted):
             raise Unreachable("no chief has begun a job there yet")
+        self._check_name(began.name)
         if len(began.addresses) < len(began.incarnations):
             raise ConfigError("the job's chief is of a version that does not tell where the servers are; install ours")
         servers = tuple(given.get(index, address) for index, address in enumerate(began.addresses))
         live = (index for index in range(len(servers)) if index not in status.gone)
         keeper = in_order(live, status.losses or status.gone)[0]
         _check_reachable(servers, set(status.gone) | given.keys(), next(iter(given.values())))
-        return RunningJob(status.job, servers, keeper, began.workers, began.chief, bool(began.copies))
+        return RunningJob(began.name, servers, keeper, began.workers, began.chief, bool(began.copies))
+
+    def _check_name(self, name: str) -> None:
+        """Raises `ConfigError` if this process was told to join another job than the one of that name."""
+        if self._name and self._name != name:
+            held = f"the job {name!r}" if name else "a job without a name"
+            raise ConfigError(
+                f"this process is to join the job {self._name!r} (PS_JOB), and the servers at "
+                f"{', '.join(self._addresses)} hold {held}; unset PS_JOB to join that one, or correct --join"
+            )
 
     def _cluster(self, job: RunningJob, task: Task) -> ClusterSpec:
         """The cluster as this task's TF_CONFIG says it: that of the others, and this task.
@@ -302,9 +308,11 @@ class Joiner:
 
     def _task_at(self, address: str) -> Task:
         """Returns which server is at an address, as far as its certificate has to be asked for by that name."""
-        names = names_shown(address, self._security) if self._security.tls else ()
-        numbers = sorted(int(match[1]) for name in names if (match := _SERVER.fullmatch(name)))
-        return Task("ps", numbers[0] if numbers else 0)
+        if address not in self._tasks:
+            names = names_shown(address, self._security) if self._security.tls else ()
+            numbers = sorted(int(match[1]) for name in names if (match := _SERVER.fullmatch(name)))
+            self._tasks[address] = Task("ps", numbers[0] if numbers else 0)
+        return self._tasks[address]
 
     def _connect(self, address: str, task: Task) -> RemoteServer:
         key = address, task
@@ -312,6 +320,11 @@ class Joiner:
             timeouts = replace(self._timeouts, call=min(self._timeouts.call, LOOK_SECONDS))
             self._servers[key] = RemoteServer(address, task, timeouts, security=self._security)
         return self._servers[key]
+
+    def _close(self) -> None:
+        servers, self._servers = self._servers, {}
+        for server in servers.values():
+            server.close()
 
 
 def _check_reachable(servers: Sequence[str], known: set[int], answered: str) -> None:
