@@ -115,8 +115,11 @@ def test_two_become_four_and_then_one(tmp_path, undisturbed):
         assert all(0 < len(job.said(task, "round")) < STEPS - GROW for task in (W2, W3))
 
 
-def stay(rounds):
-    """Makes rounds until the servers count enough, and says who it is."""
+def stay(rounds, early=False):
+    """Makes rounds until the servers count enough, and says who it is; with `early` those who join wait before."""
+    if early and ME:
+        say("early", TASK)
+        gate("go")
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         count = ps.Variable(np.zeros((), "int64"), name="count")
@@ -130,6 +133,19 @@ def stay(rounds):
 
 
 GOES_ON = {"ps": 1, "workers": 1, "chief": "driver", "gates": ["go"]}
+
+
+def test_two_that_join_at_once(tmp_path):
+    """Each has its index before its script runs, however long that takes to open a session."""
+    with ProcessCluster(stay, tmp_path, (400, True), timeouts=CALM, **GOES_ON) as job:
+        job.hear(W0, "made", 3)
+        for task in (W1, W2):
+            job.join(task)
+        assert {job.hear(task, "early") for task in (W1, W2)} == {str(W1), str(W2)}
+        with job.server(PS0) as server:
+            assert {each.member.task for each in server.status().sessions if not each.drives} == {W0}
+        job.open("go")
+        job.finish()
 
 
 def test_an_index_is_free_again_when_its_worker_is_gone(tmp_path):
