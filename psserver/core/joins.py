@@ -35,10 +35,12 @@ class Places:
 
     Args:
         lease: seconds for which an index is kept that its process does not ask for again.
+        limit: the most indices that are kept.
     """
 
-    def __init__(self, lease: float) -> None:
+    def __init__(self, lease: float, limit: int) -> None:
         self._lease = lease
+        self._limit = limit
         self._kept: dict[int, _Kept] = {}
 
     def clear(self) -> None:
@@ -57,10 +59,15 @@ class Places:
 
         Raises:
             TaskTaken: another process has the one that it wants.
-            ConfigError: that one is the cluster's own.
+            ConfigError: that one is the cluster's own; there are too many.
         """
         self._kept = {index: kept for index, kept in self._kept.items() if now - kept.seen <= self._lease}
         mine = next((index for index, kept in self._kept.items() if kept.key == key), None)
+        if mine is None and len(self._kept) >= self._limit:
+            raise ConfigError(
+                f"{self._limit} workers join this job just now, and no more may; wait until they are there, or start "
+                "the servers with a larger --max-sessions"
+            )
         if mine is None or wanted not in (None, mine):
             mine = self._new(wanted, first, open)
             self._kept = {index: kept for index, kept in self._kept.items() if kept.key != key}

@@ -121,7 +121,7 @@ class Machine(PeerStimuli, ClosureStimuli, ChunkStimuli, JoinStimuli):
         self._handover = Handover(self.store, self.restores, root)
         self.closures = Closures()
         self._creation = Creation(self.store, self.log, self.restores)
-        self._places = Places(timeouts.lease)
+        self._places = Places(timeouts.lease, config.max_sessions)
         self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self._reply)
         self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally, self.waiters)
         self._admission = Admission(self.task, self.registry, self.members, self.rounds, self.runner, self.log)

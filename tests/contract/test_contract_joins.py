@@ -104,6 +104,15 @@ def test_another_job_knows_nobody(grown):
         enlist(grown, ONE, 2)
 
 
+def test_there_is_an_end_to_it(grown):
+    """Whoever asks under many names fills no memory."""
+    limit = grown.servers.cores[0].registry.limit
+    assert [enlist(grown, key) for key in range(1, limit + 1)] == [*range(2, limit + 2)]
+    with pytest.raises(ConfigError, match=f"{limit} workers join this job"):
+        enlist(grown, limit + 1)
+    assert enlist(grown, 1) == 2
+
+
 def test_who_cannot_join(serve):
     """Each is told why."""
     servers = serve(2)

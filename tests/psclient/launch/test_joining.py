@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
 from psclient._src.cluster_resolver.tf_config import TFConfigClusterResolver, task_of
 from psclient._src.config import task_config
+from psclient._src.launch import psworker
 from psclient._src.launch.joining import Joined, Joiner, RunningJob, _check_reachable, certified_task
+from psclient._src.launch.psworker import Invocation
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts
@@ -86,6 +89,28 @@ def test_a_place_is_kept_between_two_attempts(job):
         assert joining.take() == joined
         thread = joining._thread
     eventually(lambda: not thread.is_alive())
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_psworker_keeps_the_place_as_long_as_it_needs_it(job, monkeypatch, restarts):
+    """Until a session is open; where it may start the script again, until that is over."""
+
+    def keeps():
+        session = job.open(W2).session
+        for _ in range(3):
+            job.servers.spend(LEASE / 2, job.opened.session, session)
+            if restarts:
+                eventually(lambda: kept(job) == {2: job.servers.clock.now})
+        eventually(lambda: bool(restarts) or not [each for each in threading.enumerate() if each.name == "place"])
+        return 7
+
+    monkeypatch.setattr(psworker, "end_on_sigterm", lambda: None)
+    monkeypatch.setattr(psworker, "set_variables", lambda variables: None)
+    monkeypatch.setattr(psworker, "run_task", lambda *given: keeps())
+    monkeypatch.setattr(psworker, "supervise", lambda *given: keeps())
+    monkeypatch.setenv("PS_TIMEOUT_BEAT", "0.02")
+    said = Invocation("x.py", (), None, 0, "warning", "text", False, join=(job.verbs[0].address,), restarts=restarts)
+    assert psworker.run_joined(said) == 7
 
 
 def test_a_job_that_is_begun_anew_has_the_same_place(job):
