@@ -19,7 +19,7 @@ from pswire.closure_api import ClosureServer
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError
 from pswire.model.closures import ClosureName
-from pswire.model.joins import Place
+from pswire.model.joins import Enlisted
 from pswire.model.log import Epoch, LogEntry, Mode, Position, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.rows import Int64s
@@ -389,7 +389,7 @@ class ParameterServer(ClosureServer, ChunkServer, Protocol):
         """
         ...
 
-    def enlist(self, task: Task | None, key: int) -> Place:
+    def enlist(self, task: Task | None, key: int) -> Enlisted:
         """Gives a worker a place in the running job. Key: `key`, drawn by lot; a repeat keeps the place for a lease.
 
         Args:

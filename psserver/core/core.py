@@ -46,7 +46,7 @@ from pswire.cluster import Task
 from pswire.errors import PSError, ServerGone
 from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
-from pswire.model.joins import Place
+from pswire.model.joins import Enlisted
 from pswire.model.log import Approved, LogEntry, Member, Mode, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.saved import Shard
@@ -214,7 +214,7 @@ class Core:
         drawn, opens = secrets.randbits(DRAWN), Member(task, 0, replicas, mode, backup_workers, staleness)
         return self._enter(self.machine.open, opens, session, drives, job, term, drawn)
 
-    def enlist(self, task: Task | None, key: int) -> Place:
+    def enlist(self, task: Task | None, key: int) -> Enlisted:
         return self._enter(self.machine.enlist, task, key)
 
     def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> bool:

@@ -1,6 +1,6 @@
 """Workers that join a running job: which index each of them has, and the stimulus by which it asks for one.
 
-The server that keeps the sessions gives the indices. A place is kept for a lease, or as long as a session of its task
+The server that keeps the sessions gives the indices. One is kept for a lease, or as long as a session of its task
 is open, whichever is longer; then it is free again.
 """
 
@@ -15,9 +15,9 @@ from psserver.effects import Effect
 from psserver.state.sessions import Membership
 from pswire.cluster import Task
 from pswire.errors import ConfigError, InvalidRequest, TaskTaken
-from pswire.model.joins import Place
+from pswire.model.joins import Enlisted
 
-Outcome = tuple[Place, list[Effect]]
+Outcome = tuple[Enlisted, list[Effect]]
 """A stimulus's answer to its caller, and its effects."""
 
 WORKER = "worker"
@@ -30,7 +30,7 @@ class _Kept:
     seen: float
 
 
-class Places:
+class Indices:
     """The indices that processes have which join a job. A plain state machine, without a clock.
 
     Args:
@@ -100,7 +100,7 @@ class JoinStimuli:
     task: Task
     log: Log
     members: Membership
-    _places: Places
+    _indices: Indices
 
     def enlist(self, now: float, task: Task | None, key: int) -> Outcome:
         """Gives a process that joins the job the task that it is to be, or keeps that for it."""
@@ -112,8 +112,8 @@ class JoinStimuli:
         states = self.members.states(now)
         open = {each.member.task.index for each in states if each.state == "open" and each.member.task.job == WORKER}
         workers, wanted = self.log.started.workers, None if task is None else task.index
-        index = self._places.take(key, wanted, len(workers), open, now)
-        return Place(Task(WORKER, index), index in open), []
+        index = self._indices.take(key, wanted, len(workers), open, now)
+        return Enlisted(Task(WORKER, index), index in open), []
 
     def _check_joinable(self) -> None:
         log, here = self.log, str(self.task)

@@ -21,7 +21,7 @@ from psserver.core.admission import Admission
 from psserver.core.chunks import ChunkStimuli
 from psserver.core.closures import ClosureStimuli
 from psserver.core.creation import Creation
-from psserver.core.joins import JoinStimuli, Places
+from psserver.core.joins import Indices, JoinStimuli
 from psserver.core.links import Links
 from psserver.core.log import Log
 from psserver.core.peers import PeerStimuli
@@ -121,7 +121,7 @@ class Machine(PeerStimuli, ClosureStimuli, ChunkStimuli, JoinStimuli):
         self._handover = Handover(self.store, self.restores, root)
         self.closures = Closures()
         self._creation = Creation(self.store, self.log, self.restores)
-        self._places = Places(timeouts.lease, config.max_sessions)
+        self._indices = Indices(timeouts.lease, config.max_sessions)
         self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self._reply)
         self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally, self.waiters)
         self._admission = Admission(self.task, self.registry, self.members, self.rounds, self.runner, self.log)
@@ -362,7 +362,7 @@ class Machine(PeerStimuli, ClosureStimuli, ChunkStimuli, JoinStimuli):
         effects = self._abandon(error, lambda session: session in ended)
         self._job += 1
         self.members.begin_anew(ended)
-        for part in (self.log, self.store, self.rounds, self.runner, self._links, self.closures, self._places):
+        for part in (self.log, self.store, self.rounds, self.runner, self._links, self.closures, self._indices):
             part.clear()
         return effects
 

@@ -67,7 +67,7 @@ def _open(core: ParameterServer, m: pb.OpenRequest, server: str) -> pb.OpenReply
 def _enlist(core: ParameterServer, m: pb.EnlistRequest) -> Message:
     task = messages.TASK.from_pb(m.task) if m.HasField("task") else None
     check_protocol(m.protocol, str(task or "a worker that joins"), "this server")
-    reply = messages.PLACE.to_pb(core.enlist(task, m.key))
+    reply = messages.ENLISTED.to_pb(core.enlist(task, m.key))
     reply.protocol = PROTOCOL
     return reply
 

@@ -8,8 +8,8 @@ from pswire.cluster import Task
 
 
 @dataclass(frozen=True)
-class Place:
-    """A worker's place in a job that runs.
+class Enlisted:
+    """The task that a worker has got in a job that runs.
 
     Attributes:
         task: the task that the process is to be.

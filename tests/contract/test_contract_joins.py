@@ -8,7 +8,7 @@ import pytest
 
 from pswire.cluster import Task
 from pswire.errors import ConfigError, InvalidRequest, TaskTaken
-from pswire.model.joins import Place
+from pswire.model.joins import Enlisted
 from pswire.model.log import Done, JobStarted
 from tests.support.rig import CHIEF, SOON, WORKERS, Job
 
@@ -63,7 +63,7 @@ def test_a_session_keeps_the_place_of_its_task(grown):
     """As long as it is open: no word is needed beside its beats; then the index is free."""
     enlist(grown, ONE)
     session = grown.open(WORKERS[2]).session
-    assert grown.verbs[0].enlist(WORKERS[2], ONE) == Place(WORKERS[2], True)
+    assert grown.verbs[0].enlist(WORKERS[2], ONE) == Enlisted(WORKERS[2], True)
     grown.servers.spend(2 * LEASE, grown.opened.session, session)
     assert enlist(grown, OTHER) == 3
     with pytest.raises(TaskTaken, match="another process is /job:worker/task:2"):

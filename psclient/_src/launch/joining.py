@@ -25,7 +25,7 @@ from psclient._src.transport.tls_diagnosis import names_shown
 from pswire.cluster import ClusterSpec, Task, check_address, join_address
 from pswire.errors import ConfigError, InvalidRequest, PSError, ServerGone, ServerLost, Unreachable
 from pswire.limits import Timeouts
-from pswire.model.joins import Place
+from pswire.model.joins import Enlisted
 from pswire.model.log import JobStarted, in_order
 from pswire.model.status import ServerStatus
 from pswire.security.identity import PLACEHOLDER, Security, SecurityOptions
@@ -195,8 +195,8 @@ class Joiner:
         job = self._find()
         keeper = self._connect(job.servers[job.keeper], Task("ps", job.keeper))
         task = self._wanted if self.joined is None else self.joined.task
-        place: Place = until_free(partial(keeper.enlist, task, self._key), self._timeouts, self._ended)
-        return Joined(place.task, self._cluster(job, place.task), job)
+        found: Enlisted = until_free(partial(keeper.enlist, task, self._key), self._timeouts, self._ended)
+        return Joined(found.task, self._cluster(job, found.task), job)
 
     def hold(self, always: bool) -> None:
         """Keeps the place from now on, in a thread of its own.

@@ -16,7 +16,7 @@ from pswire.encoding.protocol import PROTOCOL, check_protocol
 from pswire.encoding.verbs import parse
 from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
-from pswire.model.joins import Place
+from pswire.model.joins import Enlisted
 from pswire.model.plan import Turn
 from pswire.model.saved import Shard
 from pswire.model.status import Happened, ServerStatus
@@ -32,13 +32,13 @@ class PlainCalls:
     def _ask(self, name: str, request: Message, ends: bool = False) -> bytes:
         raise NotImplementedError
 
-    def enlist(self, task: Task | None, key: int) -> Place:
+    def enlist(self, task: Task | None, key: int) -> Enlisted:
         """Implements `ParameterServer.enlist`."""
         asked = None if task is None else messages.TASK.to_pb(task)
         request = pb.EnlistRequest(key=key, task=asked, protocol=PROTOCOL)
         m = parse(pb.EnlistReply, self._ask("Enlist", request))
         check_protocol(m.protocol, str(self.task), str(task or "a worker that joins"))
-        return messages.PLACE.from_pb(m)
+        return messages.ENLISTED.from_pb(m)
 
     def leave(self, session: int, error: str) -> None:
         """Implements `ParameterServer.leave`."""

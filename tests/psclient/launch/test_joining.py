@@ -48,7 +48,7 @@ def joiner(*addresses, name="", wanted=None):
 
 def kept(job):
     """The indices that are kept, and when they were asked for last."""
-    places = job.servers.cores[0].machine._places._kept
+    places = job.servers.cores[0].machine._indices._kept
     return {index: place.seen for index, place in places.items()}
 
 
