@@ -23,7 +23,7 @@ from psclient._src.transport.patience import until_free
 from psclient._src.transport.remote_server import RemoteServer
 from psclient._src.transport.tls_diagnosis import names_shown
 from pswire.cluster import ClusterSpec, Task, check_address, join_address
-from pswire.errors import ConfigError, InvalidRequest, PSError, ServerGone, ServerLost, Unreachable
+from pswire.errors import ConfigError, InvalidRequest, PSError, ServerGone, ServerLost, TaskTaken, Unreachable
 from pswire.limits import Timeouts
 from pswire.model.joins import Enlisted
 from pswire.model.log import JobStarted, in_order
@@ -214,18 +214,24 @@ class Joiner:
                 continue
             try:
                 with self._lock:
-                    if self._renew(joined) and not always:
-                        self._close()
-                        return
+                    opened = self._renew(joined)
+            except TaskTaken:
+                opened = True  # most likely by this process: its place was not renewed for a lease
             except PSError as error:
                 # The server that kept the sessions may be lost, or the job be over: the script is told, and not here.
                 log.debug("%s could not renew its place: %s", joined.task, error)
+                continue
+            if opened and not always:
+                self._close()
+                return
 
     def _renew(self, joined: Joined) -> bool:
         """Keeps the place for another lease; returns whether a session of the task is open."""
         try:
             keeper = self._connect(joined.job.servers[joined.job.keeper], Task("ps", joined.job.keeper))
             return keeper.enlist(joined.task, self._key).opened
+        except TaskTaken:
+            raise
         except PSError:
             job = self._find()  # another server may keep the sessions by now
             keeper = self._connect(job.servers[job.keeper], Task("ps", job.keeper))
