@@ -11,7 +11,7 @@ import pytest
 
 import psclient as ps
 from pstesting.processes import CALM, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster
-from pstesting.script import ME, TASK, add_all, gate, say
+from pstesting.script import DIRECTORY, ME, TASK, add_all, gate, say
 from pswire.cluster import Task
 from tests.support.certificates import options
 
@@ -22,6 +22,19 @@ EXAMPLES, BATCH = 240, 6
 STEPS = EXAMPLES // BATCH
 GROW, SHRINK = 6, 16
 """The rounds before which workers join, and before which they leave."""
+
+
+def doze(name):
+    """Waits at a gate, and hears signals meanwhile, also one that comes just before it waits."""
+    pipe = os.open(DIRECTORY / name, os.O_RDONLY | os.O_NONBLOCK)
+    while True:
+        try:
+            os.read(pipe, 1)
+        except BlockingIOError:
+            time.sleep(0.01)
+        else:
+            os.close(pipe)
+            return
 
 
 def train(examples, batch, stops):
@@ -52,7 +65,7 @@ def train(examples, batch, stops):
     for each in batches:
         if strategy.round in stops:
             say("at", strategy.round)
-            gate(stops[strategy.round])
+            doze(stops[strategy.round])
         strategy.run(step, args=each)
         say("round", strategy.round)
         say("missed", list(strategy.last_round.left_out))
@@ -63,7 +76,7 @@ def train(examples, batch, stops):
 def undisturbed(tmp_path_factory):
     """What two workers end with that nobody joins, and none leaves: a variable, losses, and the visits of examples."""
     directory = tmp_path_factory.mktemp("undisturbed")
-    with ProcessCluster(train, directory, (EXAMPLES, BATCH, {}), ps=2, workers=2) as job:
+    with ProcessCluster(train, directory, (EXAMPLES, BATCH, {}), (doze,), ps=2, workers=2) as job:
         job.finish()
         return [np.array(each) for each in job.said(W0, "end")[0]]
 
@@ -86,7 +99,7 @@ def test_two_become_four_and_then_one(tmp_path, undisturbed):
     """In the middle of a pass: each example comes once, and each step has the loss that it has where nobody comes."""
     gates = {GROW: "grow", SHRINK: "shrink"}
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": CALM, "gates": gates.values()}
-    with ProcessCluster(train, tmp_path, (EXAMPLES, BATCH, gates), **keys) as job:
+    with ProcessCluster(train, tmp_path, (EXAMPLES, BATCH, gates), (doze,), **keys) as job:
         for task in (W0, W1):
             job.hear(task, "at", GROW)
         for task, server in ((W2, PS0), (W3, PS1)):
@@ -96,7 +109,6 @@ def test_two_become_four_and_then_one(tmp_path, undisturbed):
         job.open("grow")
         for task in (W0, W1, W2, W3):
             job.hear(task, "at", SHRINK)
-        time.sleep(0.5)  # what waits at a gate is in the call by then, which a signal interrupts
         for task in (W1, W2, W3):
             job.kill(task, signal.SIGTERM)
             job.hear_error(task, TOLD)
@@ -194,7 +206,7 @@ def test_a_signal_reaches_the_script_of_a_worker_with_restarts(tmp_path):
         job.hear(W1, "is")
         job.until(lambda: waiting(job, W1) and members(job, 2))
         job.kill(W1, signal.SIGTERM)
-        job.hear_error(W1, TOLD)
+        assert f" W {W1} psclient: " in job.hear_error(W1, TOLD), "no launcher says whose line it is"
         job.open("go")
         assert job.exited(W1) == 0
         job.finish()
