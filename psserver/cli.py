@@ -17,8 +17,9 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,13 @@ import click
 from psserver.config import ListenOptions, ServerConfig, server_config
 from psserver.core.core import Core
 from psserver.telemetry import serve_metrics
-from psserver.transport.server import Server, leave_nothing
+from psserver.transport.joining import StandingOffer, await_place
+from psserver.transport.server import Server, check_listening, leave_nothing
 from pswire.checkpoint.manifest import MANIFEST
 from pswire.cluster import join_address
 from pswire.errors import ConfigError, PSError
 from pswire.flags import flag, flags
+from pswire.model.places import NOWHERE
 from pswire.model.status import ServerStatus
 from pswire.security.identity import SecurityOptions
 from pswire.server_options import DEFAULT_ROOT, ServerOptions
@@ -71,6 +74,11 @@ def command(until_done: bool, lifeline: bool, log_level: str, log_format: str, d
     logging_setup.configure(log_format, log_level, relayed=lifeline)
     try:
         config = server_config(**given)
+        if config.join:
+            found = joined(config, until_done, lifeline, given)
+            if found is None:
+                return 0
+            config = found
         logging_setup.name(str(config.task))
         outlived = asyncio.run(serve(config, until_done, lifeline))
     except PSError as error:
@@ -78,6 +86,48 @@ def command(until_done: bool, lifeline: bool, log_level: str, log_format: str, d
             raise
         return _refuse(str(error))
     return 0 if outlived is None else OUTLIVED
+
+
+def joined(config: ServerConfig, until_done: bool, lifeline: bool, given: Mapping[str, Any]) -> ServerConfig | None:
+    """Waits for the place of a server; returns the configuration there, None where it is told to end before.
+
+    Raises:
+        PSError: why it cannot wait.
+    """
+    if lifeline:
+        raise ConfigError("--lifeline is for servers with a place of their own; leave it or --join out")
+    logging_setup.name("psserver")
+    check_listening(config)
+    _say(f"psserver waits at {config.address} for the place of a server of {', '.join(config.join)}")
+    try:
+        with _raising(signal.SIGTERM, signal.SIGINT):
+            place, addresses = await_place(config, until_done)
+    except _Stopped:
+        place = NOWHERE
+    if place == NOWHERE:
+        _say("psserver ended; it had no place")
+        return None
+    placed = server_config(**{**given, "task": place, "join": None, "advertise": None})
+    return replace(placed, address=config.address, join=addresses)
+
+
+class _Stopped(BaseException):
+    """A signal has come while the process waits for a place."""
+
+
+@contextlib.contextmanager
+def _raising(*numbers: signal.Signals) -> Iterator[None]:
+    """Makes signals raise `_Stopped`."""
+
+    def stop(number: int, frame: object) -> None:
+        raise _Stopped
+
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool = False) -> PSError | None:
@@ -91,8 +141,8 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
     """
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
+    loop.add_signal_handler(signal.SIGINT, stopped.set)
+    loop.add_signal_handler(signal.SIGTERM, stopped.set)  # until there is something that could move
     if lifeline:
         _hold_lifeline(loop, stopped)
     # Rounds do not wait for a disk: files have a thread of their own.
@@ -104,7 +154,7 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
         logging_setup.follow(lambda: (core.tally.round, 0))
         server = Server(core, config, core.well)
         port = await server.start()
-        page = None
+        page = offer = departure = None
         try:
             if config.metrics_port is not None:
                 page = serve_metrics(core, server.traffic, config, config.metrics_port)
@@ -112,17 +162,73 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
             _mention_old_root(config)
             if page:
                 _say(f"psserver {config.task} serves metrics at {page.url}")
+            offer = StandingOffer(config, config.join, lambda: _is_taken_in(core)) if config.join else None
+            departure = Departure(core, stopped)
+            loop.add_signal_handler(signal.SIGTERM, departure.begin)
             alone = max(config.timeouts.alone, config.timeouts.lease)
             await _until_end(core, stopped, alone if until_done else math.inf)
         finally:
             held = summary(core.status())
+            if departure:
+                departure.end()
+            if offer:
+                await asyncio.to_thread(offer.close)
             if page:
                 page.close()
             core.close()
             await server.stop(GRACE)
             await leave_nothing(GRACE)
-    _say(f"psserver {config.task} ended; it held {held}")
+    moved = f"and has moved to {core.machine.moved_to}" if core.machine.moved_to else f"it held {held}"
+    _say(f"psserver {config.task} ended; {moved}")
     return core.machine.outlived
+
+
+class Departure:
+    """The end of a server after SIGTERM: where a process waits for a place, its variables move there before.
+
+    All methods are called on the event loop.
+
+    Args:
+        core: the server.
+        stopped: set to end the process.
+    """
+
+    def __init__(self, core: Core, stopped: asyncio.Event) -> None:
+        self._core = core
+        self._stopped = stopped
+        self._moving: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Moves the server, and ends it then; ends it at once where it cannot move, and when it is called again."""
+        if self._moving is None and not self._stopped.is_set():
+            self._moving = asyncio.ensure_future(self._move())
+        else:
+            self._stopped.set()
+
+    def end(self) -> None:
+        """Moves it no more."""
+        if self._moving is not None:
+            self._moving.cancel()
+
+    async def _move(self) -> None:
+        core, told = self._core, ""
+        until = time.monotonic() + core.config.timeouts.grace
+        try:
+            while not core.machine.left.done() and time.monotonic() < until:
+                address = core.move(core.server)  # again: who waits for a place may have got another one meanwhile
+                if address != told:
+                    log.warning("%s was told to end: it moves to %s before", core.task, address)
+                told = address
+                await asyncio.sleep(TICK)
+        except PSError as error:
+            log.info("%s ends, and does not move before: %s", core.task, error)
+        self._stopped.set()
+
+
+def _is_taken_in(core: Core) -> bool:
+    """Returns whether a server is a part of a job."""
+    status = core.status()
+    return status.server < len(status.incarnations) and status.incarnations[status.server] == status.incarnation
 
 
 def _mention_old_root(config: ServerConfig) -> None:
@@ -172,10 +278,10 @@ async def _thread(config: ServerConfig, name: str, does: str) -> AsyncIterator[T
 
 
 async def _until_end(core: Core, stopped: asyncio.Event, alone: float) -> None:
-    """Waits for a signal, or for the end of the job; only for a signal if `alone` is infinite."""
-    if alone < math.inf:
-        loop = asyncio.get_running_loop()
-        core.done.add_done_callback(lambda _: loop.call_soon_threadsafe(stopped.set))
+    """Waits for a signal, until the job goes on without this server, and, unless `alone` is infinite, for its end."""
+    loop = asyncio.get_running_loop()
+    for end in [core.machine.left, *([core.done] if alone < math.inf else [])]:
+        end.add_done_callback(lambda _: loop.call_soon_threadsafe(stopped.set))
     ticker = asyncio.ensure_future(_tick(core, alone))
     waiter = asyncio.ensure_future(stopped.wait())
     await asyncio.wait((ticker, waiter), return_when=asyncio.FIRST_COMPLETED)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from psserver.devices import Device
-from pswire.cluster import Task, TaskConfig, check_address, parse_tf_config
+from pswire.cluster import Task, TaskConfig, check_address, join_address, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts
 from pswire.options import SWITCH, WHOLE, option
@@ -60,6 +60,8 @@ class ServerConfig:
         addresses: the addresses of all servers in `TF_CONFIG`; empty without one: then the chief says them.
         kernel_cache: the folder of compiled kernels, an absolute path; "" for none.
         domain: the part of the machines that fails as one, in which it runs.
+        address: the address at which others reach it; "" where nobody has to be told it.
+        join: the addresses of servers of a job, of which it gets the place of one; empty for a server with a place.
     """
 
     task: Task
@@ -82,6 +84,8 @@ class ServerConfig:
     addresses: tuple[str, ...] = ()
     kernel_cache: str = ""
     domain: str = ""
+    address: str = ""
+    join: tuple[str, ...] = ()
 
     @property
     def max_payload_bytes(self) -> int:
@@ -123,6 +127,14 @@ class ListenOptions:
         variable="PS_DOMAIN",
         otherwise="the host's name",
     )
+    join: str | None = option(
+        None,
+        "Addresses of a job's servers, in their order, with commas: waits for the place of one of them.",
+        otherwise="has a place of its own",
+    )
+    advertise: str | None = option(
+        None, "With --join: address at which others reach this server.", otherwise="--host and --port"
+    )
 
 
 @dataclass(frozen=True)
@@ -142,6 +154,7 @@ def server_config(environ: Mapping[str, str] = os.environ, **flags: Any) -> Serv
     """
     given = ServerFlags(**flags)
     cluster = parse_tf_config(environ.get("TF_CONFIG", ""))
+    join = _join(given, cluster)
     name = _task(given.task, cluster)
     listed = check_address(cluster.cluster.address(name), "TF_CONFIG") if cluster else (LOCAL_HOST, 0)
     host = listed[0] if given.host is None else given.host
@@ -166,7 +179,39 @@ def server_config(environ: Mapping[str, str] = os.environ, **flags: Any) -> Serv
         addresses=tuple(cluster.cluster.address(task) for task in cluster.cluster.tasks("ps")) if cluster else (),
         kernel_cache=_kernel_cache(environ),
         domain=given.domain or socket.gethostname(),
+        address=_advertised(given, host) if join else "",
+        join=join,
     )
+
+
+def _join(given: ServerFlags, cluster: TaskConfig | None) -> tuple[str, ...]:
+    """Returns the addresses of the servers that a process joins; empty for a server with a place of its own."""
+    if given.join is None:
+        if given.advertise is not None:
+            raise ConfigError("--advertise belongs to --join; others reach this server where TF_CONFIG says")
+        return ()
+    if given.task is not None:
+        raise ConfigError("--join waits for the place of any server; leave --task out")
+    if cluster is not None:
+        raise ConfigError(f"--join waits for the place of any server, and TF_CONFIG says {cluster.task}; unset it")
+    addresses = tuple(address.strip() for address in given.join.split(","))
+    for address in addresses:
+        check_address(address, "--join")
+    return addresses
+
+
+def _advertised(given: ServerFlags, host: str) -> str:
+    """Returns the address at which others reach a process that joins a job."""
+    if given.advertise is not None:
+        check_address(given.advertise, "--advertise")
+        if not given.port:
+            raise ConfigError(f"--advertise {given.advertise} needs --port: the port to listen on")
+        return given.advertise
+    if not given.port:
+        raise ConfigError("--join needs --port: others have to know where this server will listen")
+    if host in ("0.0.0.0", "::", "[::]"):
+        raise ConfigError(f"--host {host} says nothing of where others reach this server; give --advertise HOST:PORT")
+    return join_address(host, given.port)
 
 
 def _kernel_cache(environ: Mapping[str, str]) -> str:

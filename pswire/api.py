@@ -14,8 +14,6 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from pswire.chunk_api import ChunkServer
-from pswire.closure_api import ClosureServer
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError
 from pswire.model.closures import ClosureName
@@ -25,6 +23,9 @@ from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.rows import Int64s
 from pswire.model.saved import Shard
 from pswire.model.status import STILL, Happened, Pace, ServerStatus, SessionState
+from pswire.servers.chunks import ChunkServer
+from pswire.servers.closures import ClosureServer
+from pswire.servers.places import PlaceServer
 from pswire.transport.payload import Payload
 
 
@@ -348,7 +349,7 @@ Begun = Callable[[Payload], object]
 """Told, once, of the payload of an answer that begins to grow."""
 
 
-class ParameterServer(ClosureServer, ChunkServer, Protocol):
+class ParameterServer(ClosureServer, ChunkServer, PlaceServer, Protocol):
     """One server, as its clients see it. All methods may be called from any thread.
 
     Attributes:

@@ -88,6 +88,12 @@ MAX_BATCH_VARIABLES = 4096
 MAX_SESSIONS = 1024
 """Default maximum of concurrent sessions."""
 
+MAX_SPARES = 64
+"""Processes that may wait for the place of a server at a time."""
+
+SPARE_SECONDS = 5.0
+"""Seconds after which a process that waits is forgotten; it says once a second that it is there."""
+
 MAX_NAME = 512
 """Characters in a variable's name."""
 

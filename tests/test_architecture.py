@@ -29,6 +29,7 @@ ONLY_IN = {
         "psclient._src.transport.retries",
         "psclient._src.transport.grpc_calls",
         "pswire.transport.grpc_channel",
+        "psserver.transport.joining",
         "psserver.transport.peers",
         "psclient._src.transport.remote_server",
         "psclient.psctl.health",

@@ -67,7 +67,7 @@ class Worker:
         self._strategy = strategy
         self._exchange = strategy._exchange
         self._session = self._exchange.session
-        self._session.check_closures()
+        self._session.hosting.check_closures()
         if not self._exchange.group.has_chief:
             raise ConfigError(
                 f"{strategy.task} has registered functions for a coordinator, and nobody coordinates: the chief of "

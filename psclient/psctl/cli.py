@@ -12,7 +12,7 @@ from psclient.psctl.certs import certs
 from psclient.psctl.checkpoint import checkpoint
 from psclient.psctl.doctor import doctor
 from psclient.psctl.health import health
-from psclient.psctl.job import job
+from psclient.psctl.job import drain, job, move, rebalance
 from psclient.psctl.output import say
 from psclient.psctl.settings import CommandSettings, options
 from psclient.psctl.status import status
@@ -30,7 +30,7 @@ def command() -> None:
     """
 
 
-for each in (status, top, recent, variables, read, health, doctor, certs, checkpoint, job):
+for each in (status, top, recent, variables, read, health, doctor, certs, checkpoint, job, move, drain, rebalance):
     command.add_command(each)
 
 

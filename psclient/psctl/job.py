@@ -1,19 +1,48 @@
-"""`psctl job`: what is done about a job as a whole."""
+"""What is done about a running job: it is ended (`psctl job end`), or its servers move (`move`, `drain`, `rebalance`).
+
+Servers go to processes that wait for a place, as `psserver --join` does. The chief moves them, one after the other,
+each where a step begins; these commands ask for it, and wait until it is done.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 import click
 
 from psclient._src.chief.discard import discard
 from psclient._src.transport.remote_server import connect
+from psclient.psctl.observer import Servers, connected
 from psclient.psctl.settings import CommandSettings, options, settings
 from pswire.cluster import ClusterSpec, Task
+from pswire.errors import ConfigError, PSError, RoundTimeout
 from pswire.limits import Timeouts
+from pswire.model.places import NOWHERE, Spare
+from pswire.model.status import ServerStatus
 from pswire.security.names import task_name
 
 CHIEF = Task("chief", 0)
+
+LOOK_SECONDS = 0.5
+"""Seconds between two looks at whether a server has moved."""
+
+WAIT_SECONDS = 600.0
+"""Seconds that a server has to move: as long as a round may take."""
+
+Choose = Callable[["JobPlaces"], "tuple[int, str] | None"]
+"""Returns the server that moves next, and the address to which; None once all have."""
+
+waits = click.option(
+    "--wait",
+    "wait",
+    type=click.FloatRange(0, min_open=True),
+    default=WAIT_SECONDS,
+    metavar="SECONDS",
+    help=f"How long one server may take to move [default: {WAIT_SECONDS:g}].",
+)
 
 
 @click.group(no_args_is_help=False)
@@ -39,3 +68,193 @@ def end(told: CommandSettings) -> int:
         for server in servers:
             server.close()
     return told.tell({"job": name}, f"the job {name!r} is over" if name else "the job without a name is over")
+
+
+# ---- Servers that move ----
+
+
+class JobPlaces:
+    """Where the servers of a job are, and which processes wait for a place.
+
+    Args:
+        statuses: the answers of its servers.
+    """
+
+    def __init__(self, statuses: Sequence[ServerStatus]) -> None:
+        job = [status for status in statuses if status.incarnations]
+        if not job:
+            raise ConfigError("no job runs on these servers: nothing is to be moved")
+        newest = max(job, key=lambda status: status.log)
+        lives = dict(enumerate(newest.incarnations))
+        found = {s.server: s for s in job if lives.get(s.server) == s.incarnation}
+        self.servers: Mapping[int, ServerStatus] = {server: found[server] for server in sorted(found)}
+        self.count = len(newest.incarnations)
+        self.moved = {moved.server: moved.address for moved in newest.moved}
+        # Each says to all servers that it is there; one that all servers have heard is known to the chief as well.
+        self.spares = {spare.address: spare for status in job for spare in status.spares}
+
+    def free(self) -> list[Spare]:
+        """Returns the processes that wait, and have got no place yet."""
+        return [spare for spare in self.spares.values() if spare.place == NOWHERE]
+
+    def in_domain(self, domain: str) -> list[int]:
+        """Returns the servers of a domain."""
+        return [server for server, status in self.servers.items() if status.domain == domain]
+
+    def domains(self) -> Counter[str]:
+        """Returns how many servers each domain has, those with a process that waits included."""
+        found = Counter({spare.domain: 0 for spare in self.free()})
+        found.update(status.domain for status in self.servers.values())
+        return found
+
+
+@click.command()
+@click.argument("task")
+@click.option("--to", "to", metavar="HOST:PORT", default="", help="Where [default: any process that waits].")
+@waits
+@options
+@settings
+def move(told: CommandSettings, task: str, to: str, wait: float) -> int:
+    """Moves a server to a process that waits for a place, while the job goes on.
+
+    TASK is a server, such as ps:1. Start the process with psserver --join. The server ends once the job goes on with
+    the process. Needs PS_REPLICATION=1.
+    """
+    server = _server(task)
+    left = iter([server])
+
+    def choose(places: JobPlaces) -> tuple[int, str] | None:
+        return next(((each, to) for each in left), None)
+
+    return _move_each(told, choose, wait)
+
+
+@click.command()
+@click.argument("what")
+@waits
+@options
+@settings
+def drain(told: CommandSettings, what: str, wait: float) -> int:
+    """Moves away a server, or all servers of a failure domain, so that their machine can be taken.
+
+    WHAT is a server, such as ps:1, or a domain (psserver --domain, the host's name by default). They go to processes of
+    other domains that wait for a place.
+    """
+
+    def choose(places: JobPlaces) -> tuple[int, str] | None:
+        if what in (*places.domains(), *(spare.domain for spare in places.spares.values())):
+            domain, servers = what, places.in_domain(what)
+        elif done:
+            return None
+        else:
+            server = _server(what)
+            domain, servers = places.servers[server].domain if server in places.servers else "", [server]
+        if not servers:
+            return None
+        done.append(servers[0])
+        free = [spare.address for spare in places.free() if spare.domain != domain]
+        if not free:
+            raise ConfigError(
+                f"no process of another domain than {domain!r} waits for the place of {Task('ps', servers[0])}; start "
+                "one on another machine with psserver --join"
+            )
+        return servers[0], free[0]
+
+    done: list[int] = []
+    return _move_each(told, choose, wait)
+
+
+@click.command()
+@waits
+@options
+@settings
+def rebalance(told: CommandSettings, wait: float) -> int:
+    """Spreads the servers over the failure domains in which processes wait for a place.
+
+    The servers with the most bytes of variables go first. Start processes with psserver --join on the machines that
+    came, and give the job as many servers at its start as it may have machines later.
+    """
+
+    def choose(places: JobPlaces) -> tuple[int, str] | None:
+        counts = places.domains()
+        targets = [spare for spare in places.free() if spare.domain]
+        if not targets:
+            return None
+        target = min(targets, key=lambda spare: counts[spare.domain])
+        fullest = max(counts, key=lambda domain: counts[domain])
+        if counts[fullest] - counts[target.domain] < 2:
+            return None
+        heaviest = max(places.in_domain(fullest), key=lambda server: places.servers[server].nbytes)
+        return heaviest, target.address
+
+    return _move_each(told, choose, wait)
+
+
+def _server(text: str) -> int:
+    """Reads `ps:1`, or `/job:ps/task:1`."""
+    job, colon, index = text.partition(":")
+    task = Task(job, int(index)) if colon and job == "ps" and index.isdecimal() else _task(text)
+    if task.job != "ps":
+        raise ConfigError(f"{task} is no server; write ps:0")
+    return task.index
+
+
+def _task(text: str) -> Task:
+    try:
+        return Task.parse(text)
+    except ConfigError:
+        raise ConfigError(f"{text!r} is no server, nor a domain of one; write ps:0") from None
+
+
+def _move_each(told: CommandSettings, choose: Choose, wait: float) -> int:
+    """Moves servers until there is none to move, and says which; the exit code is 0."""
+    done = list[dict[str, str]]()
+    with connected(told) as servers:
+        while (chosen := choose(_look(servers))) is not None:
+            server, to = chosen
+            before = _look(servers)
+            if server not in range(before.count):
+                raise ConfigError(f"the job has {before.count} servers, and no {Task('ps', server)}")
+            address = servers.move(server, to)
+            _await(servers, server, address, wait)
+            done.append({"task": str(Task("ps", server)), "to": address})
+    text = "\n".join(f"{each['task']} has moved to {each['to']}" for each in done) or "no server has to move"
+    return told.tell({"moved": done}, text)
+
+
+def _look(servers: Servers) -> JobPlaces:
+    looked = servers.look()
+    statuses = [found.status for found in looked if found.status]
+    errors = [found.error for found in looked if found.error]
+    if not statuses and errors:
+        raise errors[0]
+    return JobPlaces(statuses)
+
+
+def _await(servers: Servers, server: int, address: str, wait: float) -> None:
+    """Waits until a server has moved.
+
+    Raises:
+        RoundTimeout: it has not, within this time.
+        ConfigError: the process that waited is gone.
+    """
+    until, task = time.monotonic() + wait, Task("ps", server)
+    absent = 0
+    while True:
+        try:
+            places = _look(servers)
+        except PSError:  # in the moment in which the server ends
+            places = None
+        if places is not None:
+            if places.moved.get(server) == address and server in places.servers:
+                return
+            absent = 0 if address in places.spares or places.moved.get(server) == address else absent + 1
+            if absent > 2:
+                raise ConfigError(f"{task} stays where it is: the process at {address} waits no more; see its log")
+        if time.monotonic() > until:
+            raise RoundTimeout(
+                f"{task} has not moved to {address} within {wait:g} s; it moves where a step of the job begins: see "
+                "the chief's log, and psctl status",
+                str(task),
+            )
+        time.sleep(LOOK_SECONDS)

@@ -75,6 +75,7 @@ class ServerView:
     lanes: Mapping[str, int] = _told(dict, lambda s, p: _lanes(s.epoch, p))
     saving: tuple[Mapping[str, object], ...] = _told((), lambda s, p: tuple(map(_saving, s.saving)))
     device: str = _told("", lambda s, p: s.device)
+    domain: str = _told("", lambda s, p: s.domain)
     version: str = _told("", lambda s, p: p.versions.get("paramserver", ""))
     traffic: Mapping[str, int] = _told(dict, lambda s, p: p.traffic)
 
@@ -118,6 +119,21 @@ class TaskView:
 
 
 @dataclass(frozen=True)
+class SpareView:
+    """A process that waits for the place of a server.
+
+    Attributes:
+        address: its address.
+        domain: the part of the machines that fails as one in which it runs.
+        place: the server whose place it gets; "" for none yet.
+    """
+
+    address: str
+    domain: str
+    place: str
+
+
+@dataclass(frozen=True)
 class JobView:
     """The state of a job.
 
@@ -133,6 +149,7 @@ class JobView:
         gap: in the mode "bounded" the rounds between the foremost and the hindmost task that is waited for, on any
             server; one more than `staleness` where the foremost has pushed, and waits for its answer.
         servers, tasks: the view of each.
+        spares: processes that wait for the place of a server.
         problems: all problems that were found.
     """
 
@@ -146,6 +163,7 @@ class JobView:
     servers: tuple[ServerView, ...]
     tasks: tuple[TaskView, ...]
     problems: tuple[Problem, ...]
+    spares: tuple[SpareView, ...] = ()
 
 
 def view_of(looked: Sequence[Looked], expected: Sequence[Task] = ()) -> JobView:
@@ -172,7 +190,17 @@ def view_of(looked: Sequence[Looked], expected: Sequence[Task] = ()) -> JobView:
         servers=servers,
         tasks=tasks,
         problems=(*_problems_of_servers(looked, log_server), *_problems_of_tasks(tasks, log_server)),
+        spares=tuple(_spares(statuses)),
     )
+
+
+def _spares(statuses: Iterable[ServerStatus]) -> Iterable[SpareView]:
+    """Returns the processes that wait, without those that are a server already."""
+    serve = {(moved.server, moved.address) for status in statuses for moved in status.moved}
+    found = {spare.address: spare for status in statuses for spare in status.spares}
+    for spare in found.values():
+        if (spare.place, spare.address) not in serve:
+            yield SpareView(spare.address, spare.domain, str(Task("ps", spare.place)) if spare.place >= 0 else "")
 
 
 def _state(statuses: Sequence[ServerStatus], newest: Epoch | None) -> str:
@@ -248,7 +276,9 @@ def _problems_of_servers(looked: Sequence[Looked], log_server: ServerStatus | No
         task, status = str(found.task), found.status
         if found.task.index in gone:
             yield Problem(
-                "gone", task, "it was lost, and the job goes on with copies; start this task again: it is taken back"
+                "gone",
+                task,
+                "it was lost, and the job goes on with copies; start it again, or psserver --join: it is taken back",
             )
             continue
         if status is None:

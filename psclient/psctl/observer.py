@@ -9,7 +9,7 @@ from functools import partial
 from types import TracebackType
 
 from psclient._src.transport.daemon_threads import Threads
-from psclient._src.transport.remote_server import RemoteServer
+from psclient._src.transport.remote_server import RemoteServer, follow_moves
 from psclient.psctl.settings import CommandSettings, ObservedCluster
 from pswire.cluster import Task
 from pswire.errors import ConfigError, PSError, Unreachable
@@ -75,14 +75,33 @@ class Servers:
         self._threads.close()
 
     def look(self) -> list[Looked]:
-        """Asks all servers at once."""
+        """Asks all servers at once; those that have moved, where they are now."""
         return self._each(_ask)
 
     def recent(self) -> list[Looked]:
         """Asks all servers at once, and what they were told last."""
         return self._each(_ask_recent)
 
+    def move(self, server: int, address: str) -> str:
+        """Has a server moved to a process that waits; returns its address.
+
+        Args:
+            server: index of the server.
+            address: the address of the process; "" for any.
+
+        Raises:
+            PSError: it cannot move there, or the server that keeps the log does not answer.
+        """
+        keeper, _ = self._find(keeper_of(self._statuses()))
+        return keeper.move(server, address)
+
     def _each(self, ask: Callable[[RemoteServer], Looked]) -> list[Looked]:
+        looked = self._ask_each(ask)
+        newest = _newest(found.status for found in looked if found.status)
+        moved = [each for each in newest.moved if each.server < len(looked)] if newest and not newest.over else []
+        return self._ask_each(ask) if follow_moves(self._remote, moved) else looked
+
+    def _ask_each(self, ask: Callable[[RemoteServer], Looked]) -> list[Looked]:
         futures = [self._threads.submit(partial(ask, server)) for server in self._remote]
         return [future.result() for future in futures]
 

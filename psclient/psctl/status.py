@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from psclient.psctl.job_view import JobView, ServerView, TaskView, view_of
+from psclient.psctl.job_view import JobView, ServerView, SpareView, TaskView, view_of
 from psclient.psctl.observer import connected
 from psclient.psctl.output import breadth, duration, short, size, table, terminal
 from psclient.psctl.settings import CommandSettings, options, settings
@@ -75,6 +75,7 @@ def lines(view: JobView, rates: Rates | None = None, width: int | None = None) -
     width = width or terminal().width
     shown: list[RenderableType] = [heading(view), server_table(view.servers, rates or {}, width)]
     shown += [task_table(view.tasks, width)] if view.tasks else []
+    shown += [spare_line(spare) for spare in view.spares]
     return shown + [problem_line(problem.task, problem.message) for problem in view.problems]
 
 
@@ -87,6 +88,12 @@ def heading(view: JobView) -> Text:
         if view.mode == "bounded":
             said += f", {view.gap} of at most {view.staleness} rounds apart"
     return Text(said, style="bold")
+
+
+def spare_line(spare: SpareView) -> Text:
+    """Returns where a process waits, and for which place."""
+    place = f"gets the place of {short(spare.place)}" if spare.place else "waits for the place of a server"
+    return Text(f"{spare.address} (in {spare.domain}) {place}")
 
 
 def problem_line(task: str, message: str) -> Text:

@@ -48,6 +48,7 @@ from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
 from pswire.model.joins import Enlisted
 from pswire.model.log import Approved, LogEntry, Member, Mode, Start
+from pswire.model.places import Offered, Spare
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.saved import Shard
 from pswire.model.status import STILL, Happened, Pace, ServerStatus
@@ -366,12 +367,18 @@ class Core:
         self._enter(self.machine.fetch, session, number, offset, future)
         return future
 
-    # ---- Batches that are handed out ----
+    # ---- Batches that are handed out, and places ----
 
     def hand_out(self, session: int, ask: ChunkAsk) -> Future[Chunks]:
         answer: Future[Chunks] = Future()
         answer.set_result(self._enter(self.machine.hand_out, session, ask))
         return answer
+
+    def offer(self, spare: Spare) -> Offered:
+        return self._enter(self.machine.offer, spare)
+
+    def move(self, server: int, address: str = "", token: int = 0) -> str:
+        return self._enter(self.machine.move, server, address, token)
 
     # ---- What is there, and the end ----
 

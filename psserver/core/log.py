@@ -67,6 +67,8 @@ class Log:
         self._names: dict[str, int] = {}
         self._creators: dict[int, Task] = {}
         self._ordered = 0
+        self.moved: dict[int, str] = {}
+        """The addresses of servers that are not where they were when the job began."""
         self.incarnations: tuple[int, ...] = ()
         """The incarnations of all servers of the job, as they are now; empty while there is no job."""
         self.lost_incarnations: set[int] = set()
@@ -86,7 +88,7 @@ class Log:
 
     def clear(self) -> None:
         """Forgets a job: its entries, its names, its proposals."""
-        for table in (self.entries, self.proposed, self._names, self._creators, self.lost_incarnations):
+        for table in (self.entries, self.proposed, self._names, self._creators, self.lost_incarnations, self.moved):
             table.clear()
         self.incarnations = ()
         self._ordered, self.over, self.lost = 0, False, None
@@ -107,6 +109,15 @@ class Log:
     def losses(self) -> Sequence[int]:
         """The servers that were lost, one after the other; those that have come back included."""
         return self._store.losses
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses of all servers, in their order; empty where nobody has said them.
+
+        They are where this server's own configuration says, else where the chief does, unless they have moved.
+        """
+        begun = self._addresses or self.started.addresses
+        return tuple(self.moved.get(server, address) for server, address in enumerate(begun))
 
     @property
     def servers(self) -> int:
@@ -150,6 +161,7 @@ class Log:
                 self._store.copied = bool(entry.copies)
                 self._rounds.votes.begin(entry.job)
                 self.incarnations, self.started = entry.incarnations, entry
+                self._find_keeper()
                 effects += self._introduce()
             case EpochClosed():
                 back = entry.epoch.returns
@@ -166,22 +178,26 @@ class Log:
         self.entries.append(entry)
         return effects
 
+    def _find_keeper(self) -> None:
+        self.keeps = self._store.leads(range(self.servers)) and not self.away
+
     def _introduce(self) -> list[Effect]:
-        """Tells where the other servers are: where this server's own configuration says, else where the chief.
+        """Tells where the other servers are.
 
         Not while this server is away: they would refuse it.
         """
         if self.away:
             return []
-        addresses = self._addresses or self.started.addresses or ("",) * len(self.incarnations)
-        places = map(Peer, addresses, self.incarnations)
+        places = map(Peer, self.addresses or ("",) * len(self.incarnations), self.incarnations)
         return [Know(tuple(NOWHERE if number in self.gone else place for number, place in enumerate(places)))]
 
     def _take_back(self, back: Return) -> list[Effect]:
         """Goes on with a server that was gone, which has its variables again; raises nothing."""
         self._store.gone.pop(back.server, None)
         self.incarnations = back.among(self.incarnations)
-        self.keeps = self._store.leads(range(self.servers))
+        if back.address:
+            self.moved[back.server] = back.address
+        self._find_keeper()
         if back.server != self._store.server:
             self._rounds.votes.take_back(back.server, back.round - 1)
         elif not self.away:
@@ -198,7 +214,7 @@ class Log:
         self._store.losses.append(entry.server)
         self._store.gone[entry.server] = entry.reason
         self.lost_incarnations.add(self.incarnations[entry.server])
-        self.keeps = self._store.leads(range(self.servers))
+        self._find_keeper()
         if self.keeps:
             named = self._named()
             # Their creators were answered, and the one that kept the log may have told nobody else.

@@ -25,6 +25,7 @@ from psserver.core.joins import Indices, JoinStimuli
 from psserver.core.links import Links
 from psserver.core.log import Log
 from psserver.core.peers import PeerStimuli
+from psserver.core.places import PlaceStimuli
 from psserver.core.runner import Runner
 from psserver.core.status import status_of
 from psserver.core.waiting import Asked, Owed, Read, Waiters, Watch
@@ -37,6 +38,7 @@ from psserver.state.counters import ServerCounters
 from psserver.state.first_values import FirstValues
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import DRAWN, STILL_SECONDS, Membership
+from psserver.state.spares import Spares
 from psserver.state.variables import FirstValue, Store
 from psserver.tables.native import Native
 from pswire.api import (
@@ -74,7 +76,7 @@ NUMBERS = 20
 """Bits of a session's number that count within one incarnation of server 0; the bits above are the incarnation's."""
 
 
-class Machine(PeerStimuli, ClosureStimuli, ChunkStimuli, JoinStimuli):
+class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimuli):
     """All state of a server. Each stimulus takes the time first, in monotonic seconds; a `PSError` refuses it.
 
     Args:
@@ -86,6 +88,7 @@ class Machine(PeerStimuli, ClosureStimuli, ChunkStimuli, JoinStimuli):
     Attributes:
         began: the time at which it was made, in monotonic seconds.
         done: answered once the job has ended and everybody has left, or goes on without this server.
+        left: answered in the second case.
         registry: its sessions, which the rims may look up.
         store, rounds, members, closures, log, waiters, runner, snapshots, restores, tally: its parts.
     """
@@ -95,6 +98,7 @@ class Machine(PeerStimuli, ClosureStimuli, ChunkStimuli, JoinStimuli):
         self.incarnation = incarnation
         self._domain = config.domain
         self.done: Future[None] = Future()
+        self.left: Future[None] = Future()
         root, timeouts = storage_at(config.checkpoint_root), config.timeouts
         self.store = Store(self.server, kernels.device, config.memory_limit, Native(kernels.on_host.compiler))
         self.rounds = Rounds(lambda plan_id: self.log.describe(plan_id), self.server)
@@ -126,6 +130,7 @@ class Machine(PeerStimuli, ClosureStimuli, ChunkStimuli, JoinStimuli):
         self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally, self.waiters)
         self._admission = Admission(self.task, self.registry, self.members, self.rounds, self.runner, self.log)
         self._links = Links(self.task, self.rounds)
+        self._spares = Spares(self.task)
         self._token = self._job = 0
         self.began = self._ticked = clock()
 
@@ -420,7 +425,7 @@ class Machine(PeerStimuli, ClosureStimuli, ChunkStimuli, JoinStimuli):
         """Returns the server's status: its state, and the open rounds with the members they wait for."""
         missed = self._links.missed(now)
         parts = self.store, self.rounds, self.members, self.log, self.snapshots, self.runner, self.waiters
-        return status_of(self.incarnation, *parts, now, missed)
+        return status_of(self.incarnation, self._domain, *parts, now, missed, self._spares.waiting(now))
 
     def close(self, now: float) -> Outcome[None]:
         """Fails all calls that wait. Answered calls lose nothing."""

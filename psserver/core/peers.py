@@ -38,6 +38,7 @@ class PeerStimuli:
     runner: Runner
     tally: ServerCounters
     done: Future[None]
+    left: Future[None]
     outlived: ServerLost | None = None
     _links: Links
 
@@ -85,7 +86,7 @@ class PeerStimuli:
         """The job goes on without this server, which was paused, or cut off: nothing that it has is of use."""
         log.error("%s ends: %s", self.task, error.message)
         self.outlived = self.runner.broken = ServerLost(error.message, str(self.task))
-        return None, [Reply(self.done, None)]
+        return None, [Reply(self.left, None), Reply(self.done, None)]
 
     def meet(self, now: float, server: int) -> Outcome:
         """Another server is connected anew: what was said to it may be lost."""

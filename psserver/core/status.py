@@ -11,11 +11,13 @@ from psserver.core.waiting import Waiters
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import Membership
 from psserver.state.variables import Store
+from pswire.model.places import Moved, Spare
 from pswire.model.status import MissedPeer, OpenRound, ServerStatus
 
 
 def status_of(
     incarnation: int,
+    domain: str,
     store: Store,
     rounds: Rounds,
     members: Membership,
@@ -25,6 +27,7 @@ def status_of(
     waiters: Waiters,
     now: float,
     missed: tuple[MissedPeer, ...],
+    spares: tuple[Spare, ...],
 ) -> ServerStatus:
     """Returns a server's status; `now` is a time of the core's clock, in seconds."""
     broken = runner.broken or log.lost
@@ -54,6 +57,9 @@ def status_of(
         gap=rounds.clocks.gap,
         gone=tuple(sorted(log.gone)),
         losses=tuple(log.losses),
+        spares=spares,
+        moved=tuple(Moved(server, address) for server, address in sorted(log.moved.items())),
+        domain=domain,
     )
 
 

@@ -16,7 +16,7 @@ from pswire.encoding.verbs import TOKEN_KEY, VERBS, Caller, Verb, bearer
 from pswire.errors import Forbidden, InvalidRequest, Unauthenticated
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
-from pswire.security.names import certificate_name, named, task_name
+from pswire.security.names import ADMIN, certificate_name, named, task_name
 
 DNS_NAMES = "peer_dns"
 """gRPC's key for the DNS names of a certificate. Its URIs and mail addresses may look like one, and do not count."""
@@ -46,6 +46,8 @@ class Access:
             "reader": self._check_reader,
             "chief": self._check_chief,
             "server": self._check_server,
+            "spare": self._check_spare,
+            "mover": self._check_mover,
             "anyone": self._check_known,
         }
 
@@ -164,6 +166,18 @@ class Access:
 
     def _check_server(self, names: frozenset[str], request: Any) -> None:
         self._check_names(names, Task("ps", request.server))
+
+    def _check_spare(self, names: frozenset[str], request: Any) -> None:
+        if not any(name.startswith("ps-") for name in names):
+            raise Forbidden(
+                f"who waits for the place of a server needs a server's certificate, and this is {_whose(names)}; psctl "
+                "certs --extra-ps makes some",
+                self._server,
+            )
+
+    def _check_mover(self, names: frozenset[str], request: Any) -> None:
+        if request.token or not {ADMIN, task_name(Task("ps", request.server))} & names:
+            self._check_chief(names, request)
 
     def _check_known(self, names: frozenset[str], request: Any) -> None:
         if not names:

@@ -104,6 +104,17 @@ def _recent(core: ParameterServer, m: pb.Empty) -> Message:
     return pb.RecentReply(recent=map(messages.HAPPENED.to_pb, core.recent()))
 
 
+def _offer(core: ParameterServer, m: pb.OfferRequest) -> Message:
+    check_protocol(m.protocol, m.spare.address, "this server")
+    reply: pb.OfferReply = messages.OFFERED.to_pb(core.offer(messages.SPARE.from_pb(m.spare)))
+    reply.protocol = PROTOCOL
+    return reply
+
+
+def _move(core: ParameterServer, m: pb.MoveRequest) -> Message:
+    return pb.MoveReply(address=core.move(m.server, m.address, m.token))
+
+
 @dataclass(frozen=True)
 class Prompt:
     """A verb that answers at once.
@@ -126,6 +137,8 @@ PROMPT: Mapping[str, Prompt] = {
     "Propose": Prompt(_propose),
     "Approve": Prompt(_approve),
     "Recent": Prompt(_recent),
+    "Offer": Prompt(_offer),
+    "Move": Prompt(_move),
 }
 
 

@@ -74,7 +74,7 @@ class Server:
                 without TLS and a token.
         """
         config = self._config
-        await asyncio.get_running_loop().run_in_executor(None, _check, config)
+        await asyncio.get_running_loop().run_in_executor(None, check_listening, config)
         server = grpc.aio.server(handlers=(self._service,), options=_options())
         try:
             port = _listen(server, join_address(config.host, config.port), config.security)
@@ -211,7 +211,7 @@ def _listen(server: grpc.aio.Server, address: str, security: Security) -> int:
     return server.add_secure_port(address, grpc.ssl_server_credentials([pair], security.ca, require_client_auth=True))
 
 
-def _check(config: ServerConfig) -> None:
+def check_listening(config: ServerConfig) -> None:
     """Checks that the server can listen on its address, and may."""
     host, port = config.host, config.port
     try:

@@ -45,6 +45,7 @@ from pswire.model.closures import (
 from pswire.model.compression import CodecKind
 from pswire.model.joins import Enlisted
 from pswire.model.log import Epoch, Examples, LogEntry, Member, Mode, Position, Return, Start
+from pswire.model.places import Moved, Offered, Spare
 from pswire.model.plan import (
     Form,
     Nonfinite,
@@ -194,6 +195,9 @@ MAPPER.pair(SavedTensor, pb.NamedTensor)
 SHARD = MAPPER.pair(Shard, pb.SnapshotReply)
 ORDER = MAPPER.pair(RestoreOrder, pb.RestoreOrder, flags={"names": "named"})
 RESTORED = MAPPER.pair(RestoreReply, pb.RestoreReply)
+SPARE = MAPPER.pair(Spare, pb.Spare)
+MAPPER.pair(Moved, pb.Moved)
+OFFERED = MAPPER.pair(Offered, pb.OfferReply)
 STATUS = MAPPER.pair(ServerStatus, pb.StatusReply)
 ROW_READ = MAPPER.pair(RowRead, pb.RowRead)
 TABLE_READ = MAPPER.pair(TableRead, pb.TableRead)

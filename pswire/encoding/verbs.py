@@ -35,7 +35,7 @@ MAX_DETAILS_BYTES = 2048
 """Of an error's message; gRPC refuses headers above 8 KiB, and escapes what is not ASCII threefold."""
 
 
-Caller = Literal["task", "joiner", "session", "reader", "chief", "server", "anyone"]
+Caller = Literal["task", "joiner", "session", "reader", "chief", "server", "spare", "mover", "anyone"]
 """The certificate that a verb asks for, where servers ask for certificates:
 
 - `task`: that of the task which the request names, and a chief's if it drives
@@ -44,6 +44,8 @@ Caller = Literal["task", "joiner", "session", "reader", "chief", "server", "anyo
 - `reader`: as `session`; as `anyone` for a request without a session, 0
 - `chief`: that of a chief task, or of worker 0
 - `server`: that of the ps task which the request names
+- `spare`: that of any ps task
+- `mover`: that of the ps task which the request names, of a chief, or of `psctl`; a chief's if it shows a token
 - `anyone`: that of any task of the job, or of `psctl`
 """
 
@@ -107,6 +109,8 @@ VERBS: dict[str, Verb] = {
         Verb("Recent", pb.Empty, "anyone", "call", guarded=False, newer=True),
         Verb("Introduce", pb.IntroduceRequest, "server", "call"),
         Verb("Vote", pb.ServerVote, "session", "call"),
+        Verb("Offer", pb.OfferRequest, "spare", "call", guarded=False, newer=True),
+        Verb("Move", pb.MoveRequest, "mover", "call", guarded=False, newer=True),
     )
 }
 """Every verb of the service. A test holds that the .proto has the same."""

@@ -101,6 +101,8 @@ is a batch, or outside of every pass a `run`."""
 class Return:
     """The return of a server that was gone, as a new process. Two epochs tell of it, and those closed in between.
 
+    A server that is there moves in the same way: it is lost where the last of these epochs begins.
+
     The members of the first hand over its variables where a step begins, in a round that orders a checkpoint of them,
     and wait. The last one tells that the server has them, or, without a return, that it does not come back.
 
@@ -110,6 +112,7 @@ class Return:
         epoch: number of the first of these epochs.
         ready: True in the last one.
         round: in that one the first round that it takes part in.
+        address: its address, where it is another one than before; "" where it is the same.
     """
 
     server: int
@@ -117,6 +120,7 @@ class Return:
     epoch: int
     ready: bool = False
     round: int = 0
+    address: str = ""
 
     def among(self, incarnations: Sequence[int]) -> tuple[int, ...]:
         """Returns the lives of all servers once it is ready; `incarnations` are those before."""

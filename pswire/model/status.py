@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pswire.cluster import Task
 from pswire.model.log import Epoch, Member, Position
+from pswire.model.places import Moved, Spare
 from pswire.model.program import PROGRAM_VERSION
 
 
@@ -209,6 +210,9 @@ class ServerStatus:
         gap: with bounded staleness the rounds between the foremost and the hindmost worker that counts.
         gone: the job's servers that are lost, and without which it goes on.
         losses: the job's servers that were lost, one after the other; those that have come back included.
+        spares: processes that wait for the place of a server.
+        moved: the job's servers that are not where they were when it began.
+        domain: the part of the machines that fails as one in which the server runs.
     """
 
     server: int
@@ -238,3 +242,6 @@ class ServerStatus:
     gap: int = 0
     gone: tuple[int, ...] = ()
     losses: tuple[int, ...] = ()
+    spares: tuple[Spare, ...] = ()
+    moved: tuple[Moved, ...] = ()
+    domain: str = ""

@@ -302,6 +302,60 @@ class IntroduceReply(_message.Message):
     protocol: int
     def __init__(self, data_port: _Optional[int] = ..., lane_token: _Optional[bytes] = ..., protocol: _Optional[int] = ...) -> None: ...
 
+class OfferRequest(_message.Message):
+    __slots__ = ("spare", "protocol")
+    SPARE_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    spare: Spare
+    protocol: int
+    def __init__(self, spare: _Optional[_Union[Spare, _Mapping]] = ..., protocol: _Optional[int] = ...) -> None: ...
+
+class OfferReply(_message.Message):
+    __slots__ = ("place", "addresses", "over", "protocol")
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    place: int
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    over: bool
+    protocol: int
+    def __init__(self, place: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., over: _Optional[bool] = ..., protocol: _Optional[int] = ...) -> None: ...
+
+class MoveRequest(_message.Message):
+    __slots__ = ("server", "address", "token")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    server: int
+    address: str
+    token: int
+    def __init__(self, server: _Optional[int] = ..., address: _Optional[str] = ..., token: _Optional[int] = ...) -> None: ...
+
+class MoveReply(_message.Message):
+    __slots__ = ("address",)
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    def __init__(self, address: _Optional[str] = ...) -> None: ...
+
+class Spare(_message.Message):
+    __slots__ = ("address", "domain", "place")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    domain: str
+    place: int
+    def __init__(self, address: _Optional[str] = ..., domain: _Optional[str] = ..., place: _Optional[int] = ...) -> None: ...
+
+class Moved(_message.Message):
+    __slots__ = ("server", "address")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    server: int
+    address: str
+    def __init__(self, server: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+
 class ServerVote(_message.Message):
     __slots__ = ("session", "job", "round", "plan_id", "epoch", "attempt", "whole", "error", "closed", "testimony")
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -929,18 +983,20 @@ class Epoch(_message.Message):
     def __init__(self, number: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., entry: _Optional[str] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., leaving: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., save: _Optional[int] = ..., returns: _Optional[_Union[Return, _Mapping]] = ...) -> None: ...
 
 class Return(_message.Message):
-    __slots__ = ("server", "incarnation", "epoch", "ready", "round")
+    __slots__ = ("server", "incarnation", "epoch", "ready", "round", "address")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     server: int
     incarnation: int
     epoch: int
     ready: bool
     round: int
-    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., ready: _Optional[bool] = ..., round: _Optional[int] = ...) -> None: ...
+    address: str
+    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., ready: _Optional[bool] = ..., round: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class JobStarted(_message.Message):
     __slots__ = ("job", "incarnations", "name", "addresses", "copies", "workers", "chief")
@@ -1599,7 +1655,7 @@ class ProcessStatus(_message.Message):
     def __init__(self, clock: _Optional[float] = ..., resident: _Optional[int] = ..., versions: _Optional[_Mapping[str, str]] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., lanes: _Optional[_Mapping[int, str]] = ..., traffic: _Optional[_Mapping[str, int]] = ..., uptime: _Optional[float] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("server", "incarnation", "log", "epoch", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "program_version", "held", "snapshot_limit", "saving", "sessions", "incarnations", "over", "broken", "device", "process", "job", "missed", "gap", "gone", "losses")
+    __slots__ = ("server", "incarnation", "log", "epoch", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "program_version", "held", "snapshot_limit", "saving", "sessions", "incarnations", "over", "broken", "device", "process", "job", "missed", "gap", "gone", "losses", "spares", "moved", "domain")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LOG_FIELD_NUMBER: _ClassVar[int]
@@ -1627,6 +1683,9 @@ class StatusReply(_message.Message):
     GAP_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
     LOSSES_FIELD_NUMBER: _ClassVar[int]
+    SPARES_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_FIELD_NUMBER: _ClassVar[int]
     server: int
     incarnation: int
     log: int
@@ -1654,7 +1713,10 @@ class StatusReply(_message.Message):
     gap: int
     gone: _containers.RepeatedScalarFieldContainer[int]
     losses: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., program_version: _Optional[int] = ..., held: _Optional[int] = ..., snapshot_limit: _Optional[int] = ..., saving: _Optional[_Iterable[_Union[Saving, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., incarnations: _Optional[_Iterable[int]] = ..., over: _Optional[bool] = ..., broken: _Optional[str] = ..., device: _Optional[str] = ..., process: _Optional[_Union[ProcessStatus, _Mapping]] = ..., job: _Optional[str] = ..., missed: _Optional[_Iterable[_Union[MissedPeer, _Mapping]]] = ..., gap: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., losses: _Optional[_Iterable[int]] = ...) -> None: ...
+    spares: _containers.RepeatedCompositeFieldContainer[Spare]
+    moved: _containers.RepeatedCompositeFieldContainer[Moved]
+    domain: str
+    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., program_version: _Optional[int] = ..., held: _Optional[int] = ..., snapshot_limit: _Optional[int] = ..., saving: _Optional[_Iterable[_Union[Saving, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., incarnations: _Optional[_Iterable[int]] = ..., over: _Optional[bool] = ..., broken: _Optional[str] = ..., device: _Optional[str] = ..., process: _Optional[_Union[ProcessStatus, _Mapping]] = ..., job: _Optional[str] = ..., missed: _Optional[_Iterable[_Union[MissedPeer, _Mapping]]] = ..., gap: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., losses: _Optional[_Iterable[int]] = ..., spares: _Optional[_Iterable[_Union[Spare, _Mapping]]] = ..., moved: _Optional[_Iterable[_Union[Moved, _Mapping]]] = ..., domain: _Optional[str] = ...) -> None: ...
 
 class MissedPeer(_message.Message):
     __slots__ = ("server", "round", "seconds", "reason")

@@ -30,6 +30,8 @@ MAY: dict[Caller, set[str]] = {
     "reader": {"worker-1"},
     "chief": {"chief-0", "worker-0"},
     "server": {"ps-0"},
+    "spare": {"ps-0"},
+    "mover": {"ps-0", "admin", "chief-0", "worker-0"},
     "anyone": {*CALLERS} - {"nobody"},
 }
 """Who may make a call for worker 1, with its session where the verb has one."""
@@ -57,6 +59,8 @@ VERBS_OF: dict[str, Caller] = {
     "Exchange": "anyone",
     "Introduce": "server",
     "Vote": "session",
+    "Offer": "spare",
+    "Move": "mover",
 }
 
 
@@ -124,10 +128,17 @@ def test_who_joins_with_a_certificate_says_which_worker_it_is(access: Access) ->
     access.check(VERBS["Enlist"], pb.EnlistRequest(key=1), None)
 
 
+def test_who_moves_a_server(access: Access) -> None:
+    """A server moves itself alone, and no other; that one has moved, a chief alone says."""
+    assert those_let_in(access, "Move", pb.MoveRequest(server=1)) == {"admin", "chief-0", "worker-0"}
+    assert those_let_in(access, "Move", pb.MoveRequest(server=0, token=1)) == {"chief-0", "worker-0"}
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_what_is_checked_is_in_the_request(verb: str) -> None:
     """A verb whose caller is somebody in particular has a request that says who."""
-    particular = {"session": {"session"}, "reader": {"session"}, "task": {"task", "drives"}, "server": {"server"}}
+    particular = {"session": {"session"}, "reader": {"session"}, "task": {"task", "drives"}}
+    particular |= {"server": {"server"}, "mover": {"server", "token"}}
     particular |= {"joiner": {"task"}}
     needed = particular.get(VERBS[verb].caller, set())
     assert needed <= {*VERBS[verb].request.DESCRIPTOR.fields_by_name}

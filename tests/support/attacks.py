@@ -327,6 +327,19 @@ class Attacker:
                     looks=draw(st.booleans()),
                 ),
             ),
+            "Offer": lambda: pb.OfferRequest(
+                spare=pb.Spare(
+                    address=draw(st.sampled_from(["", "127.0.0.1:1", "127.0.0.1", "a" * 1000, *WORDS])),
+                    domain=draw(st.sampled_from(WORDS)),
+                    place=draw(st.sampled_from([-1, 0, 1, -(1 << 31), (1 << 31) - 1])),
+                ),
+                protocol=draw(st.sampled_from([0, PROTOCOL, 99])),
+            ),
+            "Move": lambda: pb.MoveRequest(
+                server=draw(st.sampled_from([0, 1, (1 << 32) - 1])),
+                address=draw(st.sampled_from(["", "127.0.0.1:1", *WORDS])),
+                token=draw(st.sampled_from([0, 1, 1 << 63])),
+            ),
             "Status": pb.Empty,
             "Recent": pb.Empty,
         }

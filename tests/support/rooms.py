@@ -37,9 +37,8 @@ ROOMS = {
         _room("pswire.security", 1, "pswire"),
         _room("pswire.telemetry", 1, "pswire"),
         _room("pswire.transport", 2, "pswire wire.model wire.security"),
-        _room("pswire.closure_api", 2, "wire.model"),
-        _room("pswire.chunk_api", 2, "wire.model"),
-        _room("pswire.api", 3, "pswire wire.model wire.transport wire.closure_api wire.chunk_api"),
+        _room("pswire.servers", 2, "wire.model"),
+        _room("pswire.api", 3, "pswire wire.model wire.transport wire.servers"),
         _room("pswire.checkpoint", 4, "pswire wire.model wire.api"),
         _room("pswire.encoding", 4, "pswire wire.model wire.transport wire.api"),
         _room("psserver", 4, "pswire wire.model wire.security wire.transport wire.api"),
@@ -55,7 +54,7 @@ ROOMS = {
         _room(
             "psserver.transport",
             7,
-            "pswire wire.model wire.security psserver wire.transport wire.api wire.encoding",
+            "pswire wire.model wire.security wire.telemetry psserver wire.transport wire.api wire.encoding",
         ),
         _room(
             "psserver.checkpoints",

@@ -69,6 +69,7 @@ from pswire.model.log import (
     Start,
     Started,
 )
+from pswire.model.places import Moved, Offered, Spare
 from pswire.model.plan import (
     Apply,
     Operand,
@@ -243,7 +244,7 @@ ENTRIES: tuple[LogEntry, ...] = (
     Approved(PLAN),
     Approved(RAISING),
     EpochClosed(EPOCH),
-    EpochClosed(Epoch(7, MEMBERS[1:], STEP, None, MEMBERS[:1], 7, Return(3, INCARNATION, 6, True, 44))),
+    EpochClosed(Epoch(7, MEMBERS[1:], STEP, None, MEMBERS[:1], 7, Return(3, INCARNATION, 6, True, 44, "ps3:1"))),
     Started(START),
     Snapshotted(PLAN_ID, 41, "root/run/ckpt-7", "no room"),
     Lost(2, "it was silent"),
@@ -285,6 +286,9 @@ STATUS = ServerStatus(
     gap=4,
     gone=(3, 5),
     losses=(5, 3, 3, 5),
+    spares=(Spare("ps9:1", "rack-9", 3), Spare("ps8:1")),
+    moved=(Moved(3, "ps3:2"),),
+    domain="rack-2",
 )
 HAPPENED = Happened(2.5, "push", "worker 300, session 7", "Fenced: it ended")
 BARE = ServerStatus(0, INCARNATION, 0, None, 0, (), (), 0, 0, 0, float("inf"), program_version=0, process=PROCESS)
@@ -499,6 +503,10 @@ SAMPLES = (
     Sample("HandOut", "least", (1, ChunkAsk(0, 0, 0, 0)), Chunks()),
     Sample("Push", "of chunks", (contribution(chunks=(_HANDED.chunks[0].ticket, 3)), small()), reply(small())),
     Sample("Push", "of a closure", (contribution(closure=_NAME), small()), reply(small())),
+    Sample("Offer", "full", (Spare("ps9:1", "rack-9", 3),), Offered(3, ("ps0:1", "ps1:1"), True)),
+    Sample("Offer", "least", (Spare("ps9:1"),), Offered()),
+    Sample("Move", "full", (3, "ps9:1", 1 << 40), "ps9:1"),
+    Sample("Move", "least", (0, "", 0), "ps9:1"),
     Sample("Status", "full", (), STATUS),
     Sample("Status", "least", (), BARE),
     Sample("Recent", "full", (), (HAPPENED, Happened(0.25, "close", ""))),
@@ -675,6 +683,14 @@ class Fixed:
     def fetch(self, *args: Any) -> Future[Any]:
         """As all verbs here."""
         return self._later(args)
+
+    def offer(self, *args: Any) -> Any:
+        """As all verbs here."""
+        return self._now(args)
+
+    def move(self, *args: Any) -> Any:
+        """As all verbs here."""
+        return self._now(args)
 
     def hand_out(self, *args: Any) -> Future[Any]:
         """As all verbs here."""

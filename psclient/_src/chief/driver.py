@@ -99,6 +99,7 @@ class Chief:
         self._returns = Returns(self._servers, self._session, self._log, self._threads)
         self._hung = HungMembers(self._session, self._timeouts, self._period, self._threads)
         self._watching: Future[Watched] | None = None
+        self._version = 0  # of the news that were seen, as the server counts them that keeps the log
 
     def _new_session(self) -> Session:
         return Session(self._task, self._servers, 0, True, self._timeouts, job=self._job, copied=self._copied)
@@ -219,6 +220,7 @@ class Chief:
                 except Fenced as error:
                     self._reopen(error)
         finally:
+            self._returns.close()
             for server in self._servers:
                 server.close()
             self._threads.close()
@@ -231,7 +233,7 @@ class Chief:
         logging_setup.SESSION.set(self._session.number)
         try:
             self._log.attach()
-            version, attached = 0, False
+            attached = False
             while not self._stop.is_set():
                 steps_down = self._steps_down.is_set()
                 try:
@@ -239,16 +241,16 @@ class Chief:
                         self._log.copy()
                         self._returns.take_back()
                         attached = True
-                    watched = self._watch(version)
+                    watched = self._watch()
                     if watched is None:
                         continue
-                    version = watched.version
+                    self._version = watched.version
                     if self._act(watched):
                         error = ""
                         break
                 except (ServerGone, ServerLost) as lost:
                     self._losses.go_on_without(lost)
-                    self._watching, version = None, 0
+                    self._watching, self._version = None, 0
                     continue
                 if steps_down:
                     log.warning("the chief in %s leaves, and another process drives the job on", self._task)
@@ -269,6 +271,7 @@ class Chief:
         if self._stop.is_set():
             raise error
         before = self._session.incarnations
+        self._returns.close()
         self._begin()
         try:
             self._session.open(waits=False)
@@ -294,7 +297,7 @@ class Chief:
 
     # ---- Looking and appending ----
 
-    def _watch(self, version: int) -> Watched | None:
+    def _watch(self) -> Watched | None:
         """Returns what is new at server 0; what there is after a pause, so that checkpoints get on; None at the end."""
         until = time.monotonic() + PAUSE
         while not self._stop.is_set():
@@ -304,7 +307,7 @@ class Chief:
                 raise next(iter(suspects.values()))
             if self._watching is None:
                 known = len(self._log.state.log)
-                self._watching = self._session.log_server.watch(self._session.number, known, version)
+                self._watching = self._session.log_server.watch(self._session.number, known, self._version)
             self._reminder.look()
             news: list[Future[Any]] = [
                 self._watching,
@@ -324,7 +327,7 @@ class Chief:
             self._sessions = watched.sessions
             self._log.take(watched)
             # An answer may be older than a look on which this chief has acted already.
-            if watched.version >= version:
+            if watched.version >= self._version:
                 return watched
         return None
 
@@ -346,7 +349,12 @@ class Chief:
         gives_up = None if done else self._abandoned(watched.sessions)
         if gives_up is not None:
             entries.append(Done())
-        if entries and not self._log.append(entries):
+        leaving = self._returns.leaving(entries)
+        farewells = [self._returns.farewell(gone.server) for gone in leaving]
+        if leaving:
+            self._log.lose(leaving, entries, self._timeouts.call)
+            self._watching, self._version = None, 0
+        elif entries and not self._log.append(entries):
             return False
         self._leave_saves.decided(entries, time.monotonic())
         self._gives_up = gives_up
@@ -354,6 +362,8 @@ class Chief:
             self._checkpoints.told()
         self._returns.take_back()
         self._log.copy()
+        for say in farewells:
+            self._threads.submit(say)
         self._checkpoints.order(state.saves.values(), state.gone)
         over = done or gives_up is not None
         if over:

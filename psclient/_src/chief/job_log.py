@@ -49,6 +49,7 @@ class JobLog:
         self._servers = servers
         self._session = session
         self._copied = [0] * len(servers)
+        self._prepared: dict[str, int] = {}  # entries that processes have which are to be servers, by address
 
     def attach(self) -> None:
         """Begins a job, or goes on with the one that the servers hold; call `copy` then.
@@ -132,10 +133,16 @@ class JobLog:
             self.state.take([*losses, *more])
         self._session.lose([entry for entry in self.state.log if isinstance(entry, Gone)])
 
-    def prepare(self, server: int) -> None:
-        """Copies the whole log to a server that comes back, which takes no part yet."""
-        self._copied[server] = 0
-        self._copy_to(server, self.state.log)
+    def prepare(self, server: ParameterServer) -> None:
+        """Copies the whole log to a process that is to be a server, and takes no part yet."""
+        entries, length = self.state.log, 0
+        while length < len(entries):
+            length = server.approve(self._session.token, length, entries[length:])
+        self._prepared[server.address] = length
+
+    def take_back(self, server: int) -> None:
+        """A server is back, with what was copied to its process before."""
+        self._copied[server] = self._prepared.pop(self._servers[server].address, 0)
 
     def copy(self) -> None:
         """Copies the log to the servers that lack its end."""

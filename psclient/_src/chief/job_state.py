@@ -13,6 +13,7 @@ from pswire.model.log import (
     Epoch,
     EpochClosed,
     Gone,
+    JobStarted,
     LogEntry,
     Member,
     Return,
@@ -101,6 +102,12 @@ class JobState:
         self.approved.add(plan.id)
         if plan.snapshot is not None:
             self.saves[plan.id] = plan
+
+    def beside(self, server: int) -> set[int]:
+        """Returns the servers that have copies of a server's variables, or whose variables it has copies of."""
+        begun = self.log[0] if self.log else None
+        copies = begun.copies if isinstance(begun, JobStarted) else ()
+        return {copies[server]} | {other for other, copy in enumerate(copies) if copy == server} if copies else set()
 
     def survives(self, gone: Set[int]) -> bool:
         """Returns whether all variables lie on some server that is not gone."""

@@ -61,7 +61,10 @@ class Losses:
         if not (self._session.copied and found):
             raise error
         suspects: dict[int, PSError] = {index: hosting.suspects.pop(index) for index in list(hosting.suspects)}
-        suspects[found[0]] = error
+        if isinstance(
+            error, ServerLost
+        ):  # else it is news of a loss that the log tells of, maybe one before its return
+            suspects[found[0]] = error
         reasons = {entry.server: entry.reason for entry in losses}
         for server in Counter(hosting.losses) - Counter(state.losses):
             reasons.setdefault(server, "was lost")

@@ -1,8 +1,9 @@
-"""Servers that were gone and come back: looks for their new processes, and has one after the other read what it held.
+"""Servers that come back, and those that move: has a process read what a server held, and take its place.
 
 The job goes on without a server that is gone. Where a new process answers in its place, the chief closes an epoch that
 tells so. Its members save, where a step begins, what the server held, and wait; the server reads that, and the next
-epoch tells that it is back. If that fails they go on without it.
+epoch tells that it is back. If that fails they go on without it. A process that waits for a place (`psserver --join`)
+gets that of a server that stays away, or of one that is to move: then that one serves until the last of these epochs.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 
 from psclient._src.chief.job_log import JobLog
 from psclient._src.transport.daemon_threads import Threads
-from psclient._src.transport.remote_server import RemoteServer, expect
+from psclient._src.transport.remote_server import RemoteServer, elsewhere, expect
 from psclient._src.transport.session import Session
 from pswire.cluster import Task
 from pswire.errors import PSError
-from pswire.model.log import Return, Snapshotted
+from pswire.model.log import EpochClosed, Gone, LogEntry, Return, Snapshotted
+from pswire.model.places import NOWHERE, Spare
 from pswire.model.status import ServerStatus
 
 log = logging.getLogger("psclient.chief")
@@ -29,8 +32,23 @@ LOOK_SECONDS = 1.0
 """Seconds between two looks for a new process in the place of a server."""
 
 
+@dataclass(frozen=True)
+class _Look:
+    """A question to a process that may be a server from now on.
+
+    Attributes:
+        server: which.
+        there: the connection to the process.
+        answer: what it says of itself.
+    """
+
+    server: int
+    there: RemoteServer
+    answer: Future[ServerStatus]
+
+
 class Returns:
-    """The servers that may come back. Used by the thread that drives.
+    """The servers that may come back, or move. Used by the thread that drives.
 
     Args:
         servers: connections to all servers.
@@ -53,8 +71,13 @@ class Returns:
         self._log = job_log
         self._threads = threads
         self._clock = clock
-        self._looks: dict[int, Future[ServerStatus]] = {}
-        self._looked: dict[int, float] = {}
+        self._homes = [server.address for server in servers]  # where they were when this chief came
+        self._elsewhere: dict[tuple[int, str], RemoteServer] = {}
+        self._looks: dict[tuple[int, str], _Look] = {}
+        self._looked: dict[tuple[int, str], float] = {}
+        self._asked: Future[ServerStatus] | None = None  # for the processes that wait
+        self._spares: tuple[Spare, ...] = ()
+        self._away: dict[int, float] = {}  # since when a server is gone
         self._failed: dict[int, float] = {}  # when it failed, by the life of the server
         self._reading: Future[object] | None = None
 
@@ -66,7 +89,7 @@ class Returns:
         """Returns whether there may be something to decide: something was read, or it is time to look again."""
         if self._reading is not None:
             return self._reading.done()
-        return bool(self._log.state.gone) and any(look.done() for look in self._looks.values())
+        return any(look.answer.done() for look in self._looks.values())
 
     def look(self) -> Return | None:
         """Returns what `decide` needs to know: the server that may be taken back, or how its return stands."""
@@ -78,57 +101,145 @@ class Returns:
             return self._find(epoch.number + 1)
         return self._proceed(epoch.awaited)
 
+    def leaving(self, entries: Sequence[LogEntry]) -> list[Gone]:
+        """Returns the servers that are there, and move by an epoch among these entries."""
+        ready = (e.epoch.returns for e in entries if isinstance(e, EpochClosed) and e.epoch.returns is not None)
+        gone = self._log.state.gone
+        return [Gone(b.server, f"it moved to {b.address}") for b in ready if b.ready and b.server not in gone]
+
+    def farewell(self, server: int) -> Callable[[], object]:
+        """Returns what tells the process that is a server now that it has moved, for when the job goes on elsewhere."""
+        there = elsewhere(self._servers[server], self._servers[server].address)
+        token = self._session.token
+
+        def say() -> None:
+            try:
+                there.move(server, self._servers[server].address, token)
+            except PSError as error:
+                log.info("%s at %s does not hear that it has moved: %s", Task("ps", server), there.address, error)
+            finally:
+                there.close()
+
+        return say
+
     def take_back(self) -> None:
         """Goes on with the servers of which the log tells that they are back."""
         state = self._log.state
         for server in sorted(self._session.hosting.gone - state.gone):
             if (back := state.returned.get(server)) is not None:
                 self._session.take_back(back, state.losses.count(server))
+                self._log.take_back(server)
 
     def end(self) -> None:
         """Tells the processes in the place of servers that are gone, which nobody has taken back, that all is over."""
         for server in self._log.state.gone:
-            self._begin_to_look(server)
-        wait(self._looks.values(), LOOK_SECONDS)
-        for server, look in self._looks.items():
-            if look.done() and look.exception() is None:
+            self._begin_to_look(server, self._servers[server].address)
+        wait([look.answer for look in self._looks.values()], LOOK_SECONDS)
+        for look in self._looks.values():
+            if look.answer.done() and look.answer.exception() is None:
                 try:
-                    self._log.prepare(server)
+                    self._log.prepare(look.there)
                 except PSError as error:
-                    log.info("%s does not know of the end: %s", Task("ps", server), error)
+                    log.info("%s does not know of the end: %s", Task("ps", look.server), error)
+
+    def close(self) -> None:
+        """Closes the connections to processes that are no server."""
+        for there in self._elsewhere.values():
+            there.close()
+        self._elsewhere.clear()
 
     # ---- Before ----
 
-    def _begin_to_look(self, server: int) -> None:
-        if server not in self._looks:
-            self._looked[server] = self._clock()
-            self._servers[server].begin_anew()
-            self._looks[server] = self._threads.submit(self._servers[server].status)
+    def _at(self, server: int, address: str) -> RemoteServer:
+        """Returns a connection to a process that is to be a server, and is none yet."""
+        there = self._servers[server]
+        if address in ("", there.address) and server in self._log.state.gone:
+            there.begin_anew()
+            return there
+        key = server, address or there.address
+        if key not in self._elsewhere:
+            self._elsewhere[key] = elsewhere(there, key[1])
+        return self._elsewhere[key]
+
+    def _begin_to_look(self, server: int, address: str) -> None:
+        key = server, address
+        if key not in self._looks:
+            self._looked[key] = self._clock()
+            there = self._at(server, address)
+            self._looks[key] = _Look(server, there, self._threads.submit(there.status))
 
     def _find(self, number: int) -> Return | None:
-        state, now = self._log.state, self._clock()
-        for server in sorted(state.gone):
-            look = self._looks.get(server)
+        now = self._clock()
+        self._ask_for_spares(now)
+        for server, address in self._places(now):
+            key = server, address
+            look = self._looks.get(key)
             if look is None:
-                if now - self._looked.setdefault(server, now) >= LOOK_SECONDS:
-                    self._begin_to_look(server)
+                if now - self._looked.setdefault(key, now) >= LOOK_SECONDS:
+                    self._begin_to_look(server, address)
                 continue
-            if not look.done():
+            if not look.answer.done():
                 continue
-            del self._looks[server]
-            if look.exception() is None and self._may_return(server, look.result(), now):
-                log.warning("%s answers again, as a new process: it is taken back", Task("ps", server))
-                return Return(server, look.result().incarnation, number)
+            del self._looks[key]
+            if look.answer.exception() is None and self._may_return(server, address, look.answer.result(), now):
+                moves = address != self._servers[server].address
+                text = f"moves to {address}" if moves else "answers again, as a new process: it is taken back"
+                log.warning("%s %s", Task("ps", server), text)
+                return Return(server, look.answer.result().incarnation, number, address=address if moves else "")
         return None
 
-    def _may_return(self, server: int, status: ServerStatus, now: float) -> bool:
+    def _ask_for_spares(self, now: float) -> None:
+        """Reads about once a second which processes wait for a place; one gets that of a server that stays away."""
+        key = NOWHERE, ""
+        if self._asked is not None and self._asked.done():
+            if self._asked.exception() is None:
+                self._spares = self._asked.result().spares
+            self._asked = None
+        if self._asked is None and now - self._looked.get(key, -LOOK_SECONDS) >= LOOK_SECONDS:
+            self._looked[key] = now
+            self._asked = self._threads.submit(self._servers[self._session.hosting.keeper].status)
+        gone = self._log.state.gone
+        self._away = {server: self._away.get(server, now) for server in gone}
+        given = {spare.place for spare in self._spares}
+        for server, since in self._away.items():
+            if now - since >= self._session.timeouts.lease and server not in given and NOWHERE in given:
+                self._away[server] = now  # else it is asked for again at once
+                with suppress(PSError):  # somebody else was faster
+                    self._servers[self._session.hosting.keeper].move(server, self._choose(server))
+
+    def _choose(self, server: int) -> str:
+        """Returns the address of a process that waits, if possible of one that does not fail with the server's copy."""
+        free = [spare for spare in self._spares if spare.place == NOWHERE]
+        near = {self._session.domains[other] for other in self._log.state.beside(server)}
+        return next((spare.address for spare in free if spare.domain not in near), free[0].address)
+
+    def _places(self, now: float) -> list[tuple[int, str]]:
+        """Returns where processes may be that are to be servers, by their indices."""
+        found = list[tuple[int, str]]()
+        for server in sorted(self._log.state.gone):
+            found += dict.fromkeys([(server, self._servers[server].address), (server, self._homes[server])])
+        count = len(self._servers)
+        found += [(s.place, s.address) for s in self._spares if 0 <= s.place < count and not self._serves(s)]
+        return list(dict.fromkeys(found))
+
+    def _serves(self, spare: Spare) -> bool:
+        """Returns whether a process is the server already whose place it has got."""
+        return spare.place not in self._log.state.gone and self._servers[spare.place].address == spare.address
+
+    def _may_return(self, server: int, address: str, status: ServerStatus, now: float) -> bool:
         """Returns whether a process in the place of a server is a new one that holds nothing else, and all know how."""
         failed = self._failed.get(status.incarnation)
         if failed is not None and now - failed < 2 * self._session.timeouts.lease:
             return False
-        free = status.log == 0 or server in status.gone
+        apart = server < len(status.incarnations) and status.incarnations[server] != status.incarnation
+        free = status.log == 0 or server in status.gone or apart
         is_new = status.incarnation not in self._session.incarnations
-        return free and is_new and all(each.status().losses for each in self._session.live)
+        return free and is_new and all(self._knows(each.status(), server, address) for each in self._session.live)
+
+    def _knows(self, status: ServerStatus, server: int, address: str) -> bool:
+        """Returns whether a server is of a version that knows how others come back, or move."""
+        moves = server not in self._log.state.gone or address != self._servers[server].address
+        return any(spare.address == address for spare in status.spares) if moves else bool(status.losses)
 
     # ---- Once members wait ----
 
@@ -140,9 +251,9 @@ class Returns:
             self._give_up(back, saved.error)
             return None
         if self._reading is None:
-            self._servers[back.server].begin_anew()  # another chief may have begun it
-            expect(self._servers[back.server])  # it is lost once nothing listens there any more
-            self._reading = self._threads.submit(partial(self._read, back, saved))
+            there = self._at(back.server, back.address)
+            expect(there)  # it is lost once nothing listens there any more
+            self._reading = self._threads.submit(partial(self._read, there, saved))
         if not self._reading.done():
             return back
         error = self._reading.exception()
@@ -151,12 +262,15 @@ class Returns:
             return None
         return replace(back, ready=True, round=saved.round + 1)
 
-    def _read(self, back: Return, saved: Snapshotted) -> object:
-        self._log.prepare(back.server)
-        return self._servers[back.server].snapshot(self._session.token, saved.plan_id, "").result()
+    def _read(self, there: RemoteServer, saved: Snapshotted) -> object:
+        self._log.prepare(there)
+        return there.snapshot(self._session.token, saved.plan_id, "").result()
 
     def _give_up(self, back: Return, why: str) -> None:
         task, seconds = Task("ps", back.server), 2 * self._session.timeouts.lease
-        log.warning("the job goes on without %s, which could not be taken back: %s", task, why)
-        log.warning("%s is asked again in %g s, or once it is started anew", task, seconds)
+        if back.server in self._log.state.gone:
+            log.warning("the job goes on without %s, which could not be taken back: %s", task, why)
+        else:
+            log.warning("%s stays where it is, and does not move to %s: %s", task, back.address, why)
+        log.warning("%s is asked again in %g s, or once it is started anew", back.address or task, seconds)
         self._failed[back.incarnation] = self._clock()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
-from psclient._src.transport.remote_server import RemoteServer, expect, look_again
+from psclient._src.transport.remote_server import RemoteServer, expect, follow_moves, look_again
 from pswire.api import ParameterServer
 from pswire.cluster import Task
 from pswire.errors import ServerLost
@@ -100,6 +100,7 @@ def _ask(servers: Sequence[RemoteServer]) -> ServerStatus:
         # All have answered the chief that began the job: a server where nobody listens any more has ended.
         for each in servers if status.incarnations else [server]:
             expect(each)
+        follow_moves(servers, [moved for moved in status.moved if moved.server < len(servers)])
         if status.sessions:
             return status
         found.append(status)

@@ -284,7 +284,8 @@ class Joiner:
         self._check_name(began.name)
         if len(began.addresses) < len(began.incarnations):
             raise ConfigError("the job's chief is of a version that does not tell where the servers are; install ours")
-        servers = tuple(given.get(index, address) for index, address in enumerate(began.addresses))
+        known = {moved.server: moved.address for moved in status.moved} | dict(given)
+        servers = tuple(known.get(index, address) for index, address in enumerate(began.addresses))
         live = (index for index in range(len(servers)) if index not in status.gone)
         keeper = in_order(live, status.losses or status.gone)[0]
         _check_reachable(servers, set(status.gone) | given.keys(), next(iter(given.values())))

@@ -88,7 +88,7 @@ class Creation:
             self._session.check()
             spec.check()
             if spec.part is not None:
-                self._session.check_tables(spec.part.table)
+                self._session.hosting.check_tables(spec.part.table)
             large = value.nbytes >= PART_BYTES
             variable = PlacedVariable(len(self.variables), spec, servers)
             recorded = Recorded(variable, value if large or now else np.array(value, order="C"), users_line())

@@ -86,7 +86,7 @@ def check_place(backend: RemoteBackend, coordinates: bool) -> None:
             f"set_consistency is called amid a pass over dataset {dataset}, whose batches are shared as its beginning "
             "has it; change between two passes, or close the iterator before"
         )
-    backend.exchange.session.check_changes()
+    backend.exchange.session.hosting.check_changes()
 
 
 def change(backend: RemoteBackend, now: Consistency, consistency: Consistency) -> bool:

@@ -12,12 +12,14 @@ from contextlib import suppress
 from typing import TypeVar
 
 from psclient._src.transport.daemon_threads import Threads
-from psclient._src.transport.remote_server import RemoteServer, expect, look_again
+from psclient._src.transport.remote_server import RemoteServer, expect, follow_moves, look_again
 from pswire.api import Opened, ParameterServer
 from pswire.cluster import Task
+from pswire.encoding import protocol
 from pswire.errors import PSError, ServerGone, ServerLost, Unreachable
 from pswire.limits import Timeouts
 from pswire.model.log import Gone, in_order
+from pswire.model.places import Moved
 from pswire.model.status import ServerStatus
 
 log = logging.getLogger("psclient")
@@ -100,16 +102,21 @@ class Hosting:
             self._fail(entry.server, entry.reason)
         return told
 
+    def life(self, server: int) -> int:
+        """Returns which life of a server this is: how often it was lost before."""
+        return self.losses.count(server)
+
     def left_by(self, server: int) -> Opened:
         """Returns what is known of a server that was gone before this process came."""
         return Opened(0, self.lives[server], 0, server, "cpu")
 
-    def take_back(self, server: int, times: int, open: Callable[[], T]) -> T | None:
+    def take_back(self, server: int, times: int, address: str, open: Callable[[], T]) -> T | None:
         """Goes on with another process in the place of a server that was gone.
 
         Args:
             server: its number.
             times: how often it was lost before.
+            address: its address; "" for the same as before.
             open: opens the session there.
 
         Returns:
@@ -121,7 +128,7 @@ class Hosting:
                 return None
             self._coming.add(server)
             if isinstance(there, RemoteServer):
-                there.begin_anew()
+                there.begin_anew(address)
         opened: T | None = None
         try:
             with suppress(ServerGone):
@@ -183,6 +190,22 @@ class Hosting:
             if isinstance(server, RemoteServer):
                 server.check(refuse, *what)
 
+    def check_tables(self, table: str) -> None:
+        """Raises `ConfigError` if one of the servers knows no dynamic tables, of which one is to be created."""
+        self.check(protocol.check_tables, table)
+
+    def check_compression(self, variable: str) -> None:
+        """Raises `ConfigError` if one of the servers takes what is compressed for a variable for what is not."""
+        self.check(protocol.check_compression, variable)
+
+    def check_closures(self) -> None:
+        """Raises `ConfigError` if one of the servers knows no closures, which are to be run."""
+        self.check(protocol.check_closures)
+
+    def check_changes(self) -> None:
+        """Raises `ConfigError` if one of the servers knows no changes of consistency, of which one is to be made."""
+        self.check(protocol.check_changes)
+
     @property
     def suspected(self) -> list[Future[None]]:
         """What is answered with the next suspect."""
@@ -223,7 +246,11 @@ class Hosting:
                 elif not isinstance(error, Unreachable) or seconds > timeouts.start:
                     known[index] = future.result()
                     lost.pop(index, None)
-            if self._take_over(known, lost, job, decides, seconds > timeouts.lease):
+            moved = follow_moves(self._servers, _moved(known, job))
+            for index in moved:
+                for found in (asked, known, lost):
+                    found.pop(index, None)
+            if not moved and self._take_over(known, lost, job, decides, seconds > timeouts.lease):
                 return
 
     def _take_over(
@@ -261,3 +288,10 @@ class Hosting:
             for server in found.keys() - gone if decides else ():
                 self.suspects[server] = ServerLost(found[server], str(Task("ps", server)))
         return True
+
+
+def _moved(known: Mapping[int, ServerStatus], job: str) -> tuple[Moved, ...]:
+    """Returns the servers that have moved in a job that runs, as the one says that knows most of it."""
+    running = [status for status in known.values() if status.incarnations and not status.over and status.job == job]
+    newest = max(running, key=lambda status: status.log, default=None)
+    return newest.moved if newest else ()

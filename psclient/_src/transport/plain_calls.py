@@ -17,6 +17,7 @@ from pswire.encoding.verbs import parse
 from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
 from pswire.model.joins import Enlisted
+from pswire.model.places import Offered, Spare
 from pswire.model.plan import Turn
 from pswire.model.saved import Shard
 from pswire.model.status import Happened, ServerStatus
@@ -52,6 +53,18 @@ class PlainCalls:
         """As `ParameterServer.recent`."""
         m = parse(pb.RecentReply, self._ask("Recent", pb.Empty()))
         return tuple(map(messages.HAPPENED.from_pb, m.recent))
+
+    # ---- Places ----
+
+    def offer(self, spare: Spare) -> Offered:
+        """Implements `ParameterServer.offer`."""
+        said = pb.OfferRequest(spare=messages.SPARE.to_pb(spare), protocol=PROTOCOL)
+        return messages.OFFERED.from_pb(parse(pb.OfferReply, self._ask("Offer", said)))
+
+    def move(self, server: int, address: str = "", token: int = 0) -> str:
+        """Implements `ParameterServer.move`."""
+        said = pb.MoveRequest(server=server, address=address, token=token)
+        return parse(pb.MoveReply, self._ask("Move", said)).address
 
     # ---- Checkpoints ----
 

@@ -30,6 +30,7 @@ from pswire.api import (
     CreateBatchReply,
     CreateReply,
     Opened,
+    ParameterServer,
     PullReply,
     RoundReply,
     RowRead,
@@ -46,9 +47,10 @@ from pswire.encoding.protocol import (
     check_tables,
 )
 from pswire.encoding.verbs import VERBS, batches, parse
-from pswire.errors import ConfigError, InvalidRequest, PSError
+from pswire.errors import ConfigError, InvalidRequest, PSError, ServerGone
 from pswire.limits import MAX_BATCH_VARIABLES, Refused, Timeouts
 from pswire.model.log import Done, LogEntry, Mode, Start
+from pswire.model.places import Moved
 from pswire.model.plan import PlacedVariable, Plan, VariableSpec
 from pswire.model.status import STILL, Pace
 from pswire.pb import parameter_server_pb2 as pb
@@ -98,7 +100,6 @@ class RemoteServer(PlainCalls):
         streams: bool = True,
         told: bool = False,
     ) -> None:
-        self.address = address
         self.task = task
         self.traffic = traffic()
         self._timeouts = timeouts or Timeouts()
@@ -108,20 +109,27 @@ class RemoteServer(PlainCalls):
         self._lanes: dict[int, LaneSelector] = {}  # of each session
         self._singly: dict[int, PlacedVariable] | None = None  # what a server has that knows no batches
         self._spoken = PROTOCOL, ""  # the server's protocol, and who has asked for it
-        shown = security or Security()
-        self._tls = shown.client_context() if shown.tls else None
+        self._security = security or Security()
+        self._tls = self._security.client_context() if self._security.tls else None
         self._name = certificate_name(task_name(task))
-        lease = self._timeouts.lease
-        self._calls = GrpcCalls(address, task, shown, self._name, lease, interceptors, self.traffic, streams)
-        mismatch = partial(tls_diagnosis.mismatch, address, shown, self._name)
+        self._interceptors = interceptors
+        self._options = decides, streams, told
+        self._connect(address)
+
+    def _connect(self, address: str) -> None:
+        """Makes the connection to an address."""
+        self.address = address
+        decides, streams, told = self._options
+        shown, lease = self._security, self._timeouts.lease
+        self._calls = GrpcCalls(address, self.task, shown, self._name, lease, self._interceptors, self.traffic, streams)
         self._attempts = Attempts(
             address,
-            task,
+            self.task,
             self._timeouts,
             self._calls.failed,
             self._calls.check,
             self._missing,
-            mismatch,
+            partial(tls_diagnosis.mismatch, address, shown, self._name),
             decides,
             told,
         )
@@ -365,11 +373,17 @@ class RemoteServer(PlainCalls):
         """True since `fail`, and until it begins anew."""
         return self._calls.failed.is_set()
 
-    def begin_anew(self) -> None:
-        """Takes back what `fail` was told: another life of the server is to be found there."""
+    def begin_anew(self, address: str = "") -> None:
+        """Takes back what `fail` was told: another life of the server is to be found there, or at another address."""
         self._lanes.clear()
-        self._attempts.begin_anew()
-        self._calls.begin_anew()
+        if address in ("", self.address):
+            self._attempts.begin_anew()
+            self._calls.begin_anew()
+        else:
+            before = self._calls
+            self._connect(address)
+            before.fail(ServerGone(f"has moved to {address}", str(self.task)))
+            before.close()
 
     def close(self) -> None:
         """Ends the connection; calls under way and later ones raise `PSError`."""
@@ -401,6 +415,24 @@ def look_again(server: RemoteServer) -> None:
     if server.failed:
         server.begin_anew()
         expect(server)
+
+
+def elsewhere(server: RemoteServer, address: str) -> RemoteServer:
+    """Returns a connection to a process at another address that is to be the same server."""
+    decides, streams, told = server._options
+    how = server._interceptors, server._lane, server._security, decides, streams, told
+    return RemoteServer(address, server.task, server._timeouts, *how)
+
+
+def follow_moves(servers: Sequence[ParameterServer], moved: Sequence[Moved]) -> list[int]:
+    """Goes on at the addresses to which servers have moved; returns the indices of those that are found there now."""
+    found = list[int]()
+    for each in moved:
+        server = servers[each.server]
+        if isinstance(server, RemoteServer) and server.address != each.address:
+            server.begin_anew(each.address)
+            found.append(each.server)
+    return found
 
 
 def expect(server: RemoteServer) -> None:

@@ -25,7 +25,6 @@ from psclient._src.transport.patience import Deadline, Patience, until_free
 from psclient._src.transport.remote_server import RemoteServer
 from pswire.api import UNTIL_ENDED, UNTIL_GONE, Opened, ParameterServer, Watched
 from pswire.cluster import Task
-from pswire.encoding import protocol
 from pswire.errors import (
     ChiefLost,
     Diverged,
@@ -205,7 +204,8 @@ class Session(LogCalls):
 
     def _start_beating(self, index: int) -> None:
         self._patience.heard(index)
-        thread = threading.Thread(target=self._beat, args=(index,), daemon=True, name=f"beat-{index}")
+        beats = index, self.hosting.life(index)
+        thread = threading.Thread(target=self._beat, args=beats, daemon=True, name=f"beat-{index}")
         self._beats.append(thread)
         thread.start()
 
@@ -215,9 +215,11 @@ class Session(LogCalls):
         Where variables have copies, it is answered as well when a server is lost.
         """
 
+        life = self.hosting.life(index)
+
         def answered(told: Future[Watched]) -> None:
             error = told.exception()
-            if self._ended.is_set():
+            if self._ended.is_set() or self.hosting.life(index) != life:
                 return
             if error is None:
                 self.lose([entry for entry in told.result().entries if isinstance(entry, Gone)])
@@ -261,8 +263,11 @@ class Session(LogCalls):
             times: how often it was lost before.
         """
         server = back.server
-        if self.hosting.take_back(server, times, partial(self._open_at, self.servers[server], self.number)) is not None:
+        opens = partial(self._open_at, self.servers[server], self.number)
+        opened = self.hosting.take_back(server, times, back.address, opens)
+        if opened is not None:
             self.incarnations = back.among(self.incarnations)
+            self.domains = (*self.domains[:server], opened.domain, *self.domains[server + 1 :])
             self._start_beating(server)
             self._hold(server)
 
@@ -298,17 +303,17 @@ class Session(LogCalls):
         for thread in self._beats:
             thread.join(self.timeouts.beat + self.timeouts.call)
 
-    def _beat(self, index: int) -> None:
+    def _beat(self, index: int, life: int) -> None:
         while True:
             woken = self.wakes[index].wait(self.timeouts.beat)
-            if self._ended.is_set() or index in self.hosting.gone:
+            if self._ended.is_set() or index in self.hosting.gone or self.hosting.life(index) != life:
                 return
             self.wakes[index].clear()
             try:
                 self.beat_now(index, not woken)
                 self._patience.heard(index)
             except PSError as error:
-                if not self._ended.is_set():
+                if not self._ended.is_set() and self.hosting.life(index) == life:
                     self._unheard(index, error)
                 return
 
@@ -390,22 +395,6 @@ class Session(LogCalls):
             if spoken is None or spoken.done():
                 # In a thread of its own: it asks servers, and one that is lost would hold up the verdict.
                 spoken = self._threads.submit(lambda: self._speak(word, needs_chief))
-
-    def check_tables(self, table: str) -> None:
-        """Raises `ConfigError` if one of the servers knows no dynamic tables, of which one is to be created."""
-        self.hosting.check(protocol.check_tables, table)
-
-    def check_compression(self, variable: str) -> None:
-        """Raises `ConfigError` if one of the servers takes what is compressed for a variable for what is not."""
-        self.hosting.check(protocol.check_compression, variable)
-
-    def check_closures(self) -> None:
-        """Raises `ConfigError` if one of the servers knows no closures, which are to be run."""
-        self.hosting.check(protocol.check_closures)
-
-    def check_changes(self) -> None:
-        """Raises `ConfigError` if one of the servers knows no changes of consistency, of which one is to be made."""
-        self.hosting.check(protocol.check_changes)
 
     def lane(self, index: int) -> Lane | None:
         """Returns the lane to a server, by its number; None for gRPC."""

@@ -371,7 +371,7 @@ def test_nothing_outlives_a_killed_launcher(script, tmp_path):
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGINT])
 def test_signals_are_forwarded(script, tmp_path, number):
     """The script sees an ordinary exit, runs what it has at exit, and the launcher returns 128 + signal."""
-    text = f"import atexit\natexit.register(print, 'leaving')\n{READY}time.sleep(600)"
+    text = f"import atexit\natexit.register(print, 'leaving')\n{READY}while True: time.sleep(0.05)"
     launcher, children = standalone(script(text), tmp_path)
     launcher.send_signal(number)
     out, err = launcher.communicate(timeout=SECONDS)

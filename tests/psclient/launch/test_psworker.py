@@ -150,7 +150,7 @@ def test_sigterm_is_an_ordinary_exit(tmp_path):
     """Exit code 143, after `finally` and what runs at exit."""
     text = (
         "import atexit, time\natexit.register(print, 'at exit')\n"
-        "try:\n    print('ready', flush=True)\n    time.sleep(600)\n"
+        "try:\n    print('ready', flush=True)\n    while True: time.sleep(0.01)\n"
         "finally:\n    print('finally', flush=True)"
     )
     command = [sys.executable, "-m", "psclient", write(tmp_path, text)]

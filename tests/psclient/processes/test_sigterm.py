@@ -14,7 +14,10 @@ HEAD = """
 import os, signal, sys, threading, time
 from psclient._src.processes.sigterm import NOTICE
 def say(text): print(text, flush=True)
+def sleep():
+    while True: time.sleep(0.01)
 """
+# Python runs no handler of a signal that comes just before the thread falls asleep: so it sleeps again and again.
 
 
 def ends(tmp_path, text, *numbers):
@@ -43,7 +46,7 @@ def test_who_has_a_part_goes_on_and_leaves_where_it_may(tmp_path, installed):
 
 def test_who_has_no_part_ends_at_once(tmp_path):
     """Under psworker by an ordinary exit, else as Python does; so does one that has left its job."""
-    text = "try:\n    say('ready')\n    time.sleep(600)\nfinally:\n    say('finally')"
+    text = "try:\n    say('ready')\n    sleep()\nfinally:\n    say('finally')"
     assert ends(tmp_path, "NOTICE.install()\n" + text, signal.SIGTERM) == (143, ["finally"])
     assert ends(tmp_path, text, signal.SIGTERM) == (-signal.SIGTERM, [])
     left = "told = lambda: None\nNOTICE.take_part(told, 600.0, False)\nNOTICE.has_left(told)\n"
@@ -52,7 +55,7 @@ def test_who_has_no_part_ends_at_once(tmp_path):
 
 def test_a_second_signal_and_the_end_of_the_grace_period_end_at_once(tmp_path):
     """By an ordinary exit with code 143."""
-    text = "try:\n    say('ready')\n    while not NOTICE.leaving: time.sleep(0.01)\n    {}time.sleep(600)\n"
+    text = "try:\n    say('ready')\n    while not NOTICE.leaving: time.sleep(0.01)\n    {}sleep()\n"
     text += "finally:\n    say('finally')"
     part = "NOTICE.take_part(lambda: None, {}, False)\n"
     twice = part.format(600.0) + text.format("say('ready'); ")
@@ -62,7 +65,7 @@ def test_a_second_signal_and_the_end_of_the_grace_period_end_at_once(tmp_path):
 
 def test_the_launcher_ends_a_process_at_once(tmp_path):
     """Its SIGHUP is a SIGTERM before which nothing is finished; a handler of the script's own is called."""
-    text = "NOTICE.install(True)\nNOTICE.take_part(lambda: None, 600.0, False)\n{}say('ready')\ntime.sleep(600)"
+    text = "NOTICE.install(True)\nNOTICE.take_part(lambda: None, 600.0, False)\n{}say('ready')\nsleep()"
     assert ends(tmp_path, text.format(""), signal.SIGHUP) == (143, [])
     own = "signal.signal(signal.SIGTERM, lambda *_: (say('mine'), sys.exit(3)))\n"
     assert ends(tmp_path, text.format(own), signal.SIGHUP) == (3, ["mine"])
@@ -72,16 +75,16 @@ def test_another_thread_ends_the_process(tmp_path):
     """Where that comes to a step; and a fork of the process has no part in the job."""
     text = "NOTICE.take_part(lambda: None, 600.0, False)\n"
     steps = "def train():\n    while not NOTICE.leaving: time.sleep(0.01)\n    NOTICE.leave()\n"
-    begin = "threading.Thread(target=train).start()\nsay('ready')\ntime.sleep(600)"
+    begin = "threading.Thread(target=train).start()\nsay('ready')\nsleep()"
     assert ends(tmp_path, text + steps + begin, signal.SIGTERM) == (0, [])
-    fork = "child = os.fork()\nif not child: time.sleep(600)\ntime.sleep(0.2)\nos.kill(child, signal.SIGTERM)\n"
+    fork = "child = os.fork()\nif not child: sleep()\ntime.sleep(0.2)\nos.kill(child, signal.SIGTERM)\n"
     assert ends(tmp_path, text + fork + "say(os.waitpid(child, 0)[1])") == (0, [str(int(signal.SIGTERM))])
 
 
 def test_who_only_waits_leaves_at_once(tmp_path):
     """Nothing is to be finished there: as soon as it is told, or if it was told before."""
     text = "NOTICE.take_part(lambda: None, 600.0, False)\n"
-    waits = "with NOTICE.anywhere():\n    say('ready')\n    time.sleep(600)"
+    waits = "with NOTICE.anywhere():\n    say('ready')\n    sleep()"
     assert ends(tmp_path, text + waits, signal.SIGTERM) == (0, [])
     late = "say('ready')\nwhile not NOTICE.leaving: time.sleep(0.01)\nwith NOTICE.anywhere():\n    say('in')"
     assert ends(tmp_path, text + late, signal.SIGTERM) == (0, [])

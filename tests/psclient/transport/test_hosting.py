@@ -85,9 +85,9 @@ def test_a_server_may_have_told_what_its_successor_tells_later(hosting: Hosting)
 def test_who_is_back_may_be_lost_again(hosting: Hosting) -> None:
     """It is the last one to lead."""
     hosting.lose(losses(0))
-    assert hosting.take_back(0, 1, lambda: True)
+    assert hosting.take_back(0, 1, "", lambda: True)
     assert hosting.live == (1, 2, 3, 0)
-    assert hosting.take_back(0, 1, lambda: True) is None
+    assert hosting.take_back(0, 1, "", lambda: True) is None
     assert hosting.lose(losses(0, 0)) == losses(0)
     assert hosting.gone == {0}
 
@@ -100,7 +100,7 @@ def test_who_is_lost_while_it_is_taken_back_stays_away(hosting: Hosting) -> None
         assert hosting.lose(losses(0, 0)) == losses(0)
         return True
 
-    assert hosting.take_back(0, 1, opened) is None
+    assert hosting.take_back(0, 1, "", opened) is None
     assert hosting.gone == {0}
 
 

@@ -1,0 +1,63 @@
+"""The stimuli of processes that wait for the place of a server, and of servers that move there."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+
+from psserver.core.log import Log
+from psserver.effects import Effect, Reply
+from psserver.state.spares import Spares
+from psserver.state.variables import Store
+from pswire.cluster import Task
+from pswire.errors import ConfigError, InvalidRequest
+from pswire.model.places import Offered, Spare
+
+log = logging.getLogger("psserver")
+
+
+class PlaceStimuli:
+    """The part of a server's state machine by which servers get other places.
+
+    Attributes:
+        moved_to: the address of the process that has this server's place now; "" while it has not moved.
+    """
+
+    task: Task
+    server: int
+    log: Log
+    store: Store
+    done: Future[None]
+    left: Future[None]
+    moved_to: str = ""
+    _spares: Spares
+
+    def _check_token(self, token: int) -> None:
+        raise NotImplementedError
+
+    def offer(self, now: float, spare: Spare) -> tuple[Offered, list[Effect]]:
+        """Notes a process that waits for a place; answers which it has got, and where the servers are."""
+        place = self._spares.offer(spare, now)
+        return Offered(place, self.log.addresses, self.log.over), []
+
+    def move(self, now: float, server: int, address: str, token: int) -> tuple[str, list[Effect]]:
+        """Gives the place of a server to a process that waits; of the chief takes that this server has moved."""
+        if token:
+            return self._leave_to(server, address, token)
+        if not self.log.incarnations or self.log.over:
+            raise ConfigError("no job runs on this server: nothing is to be moved", str(self.task))
+        if not self.store.copied:
+            raise ConfigError(
+                "servers move only in a job whose variables have copies; start it with PS_REPLICATION=1", str(self.task)
+            )
+        if server >= self.log.servers:
+            raise InvalidRequest(f"the job has {self.log.servers} servers, and none with index {server}")
+        return self._spares.give(server, address, now), []
+
+    def _leave_to(self, server: int, address: str, token: int) -> tuple[str, list[Effect]]:
+        self._check_token(token)
+        if server != self.server:
+            raise InvalidRequest(f"this is {self.task}, not {Task('ps', server)}", str(self.task))
+        log.warning("%s has moved to %s, and ends here", self.task, address)
+        self.moved_to = address
+        return address, [Reply(self.left, None), Reply(self.done, None)]

@@ -1,0 +1,88 @@
+"""Processes that wait for the place of a server, as one server knows them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pswire.cluster import Task, check_address
+from pswire.errors import ConfigError, InvalidRequest
+from pswire.limits import MAX_SPARES, SPARE_SECONDS
+from pswire.model.places import NOWHERE, Spare
+
+
+class Spares:
+    """The processes that wait, and the places that they have got. Guarded by the core's lock.
+
+    Each says about once a second to all servers that it is there, and which place it has got: so a place that one
+    server has given is known to all, and to one that comes later.
+
+    Args:
+        task: this server, for messages.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = str(task)
+        self._known: dict[str, tuple[Spare, float]] = {}
+
+    def offer(self, spare: Spare, now: float) -> int:
+        """Notes that a process is there; returns its place, `NOWHERE` for none.
+
+        Raises:
+            InvalidRequest: too many wait, or its address is none.
+        """
+        self._forget(now)
+        try:
+            check_address(spare.address, "a process that waits for a place")
+        except ConfigError as error:
+            raise InvalidRequest(error.message, self._task) from None
+        known = self._known.get(spare.address)
+        if known is None and len(self._known) >= MAX_SPARES:
+            raise InvalidRequest(f"{MAX_SPARES} processes wait for the place of a server; no more may", self._task)
+        if spare.place == NOWHERE and known is not None:
+            spare = replace(spare, place=known[0].place)
+        self._known[spare.address] = spare, now
+        return spare.place
+
+    def give(self, server: int, address: str, now: float) -> str:
+        """Gives the place of a server to a process that waits; returns its address.
+
+        Args:
+            server: index of the server.
+            address: of the process; "" for any.
+            now: monotonic seconds.
+
+        Raises:
+            ConfigError: no such process waits.
+        """
+        self._forget(now)
+        task, waiting = Task("ps", server), self.waiting(now)
+        for spare in waiting:
+            if spare.place == server and address in ("", spare.address):
+                return spare.address
+            if spare.place == server:
+                raise ConfigError(
+                    f"{task} moves to {spare.address} already; stop the process there first, to move it elsewhere",
+                    self._task,
+                )
+        free = [spare.address for spare in waiting if spare.place == NOWHERE]
+        if not free:
+            raise ConfigError(
+                f"no process waits for the place of {task}; start one on another machine with psserver --join",
+                self._task,
+            )
+        if address and address not in free:
+            raise ConfigError(
+                f"no process waits at {address} for the place of a server; these do: {', '.join(free)}", self._task
+            )
+        chosen = address or free[0]
+        spare, seen = self._known[chosen]
+        self._known[chosen] = replace(spare, place=server), seen
+        return chosen
+
+    def waiting(self, now: float) -> tuple[Spare, ...]:
+        """Returns the processes that are there, in the order in which they came."""
+        return tuple(spare for spare, seen in self._known.values() if now - seen <= SPARE_SECONDS)
+
+    def _forget(self, now: float) -> None:
+        for address in [address for address, (_, seen) in self._known.items() if now - seen > SPARE_SECONDS]:
+            del self._known[address]

@@ -1,0 +1,131 @@
+"""Servers of a running job move to processes that wait for a place, and the job goes on."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from pstesting.processes import CHIEF, PS0, PS1, QUICK, W0, W1, ProcessCluster
+from pswire.cluster import Task
+from tests.faults.test_lost_servers import BOTH, rows, values
+from tests.faults.test_returning_servers import KEYS, OTHER, learn, lose
+from tests.support.waiting_servers import Waiting, waiting
+
+
+def move(job: ProcessCluster, task: Task, new: Waiting) -> None:
+    """Has a server moved to a process that waits; returns once the next step will wait for it there."""
+    with job.server(OTHER[task]) as other:
+        assert other.move(task.index, new.address) == new.address
+        job.until(lambda: (e := other.status().epoch) is not None and getattr(e.awaited, "address", "") == new.address)
+    job.cluster.addresses[task] = new.address
+
+
+def enough(job: ProcessCluster, directory: Path) -> None:
+    """Ends the job; what it has learnt is what the steps that it says make."""
+    (directory / "enough").touch()
+    found = job.hear(W0, "is")
+    assert found == job.hear(W1, "is") == values(found[2], found[2])
+    assert {job.exited(task) for task in (W0, W1, CHIEF)} == {0}
+
+
+@pytest.mark.parametrize("moved", BOTH, ids=str)
+def test_a_server_moves(tmp_path, moved):
+    """It ends with 0, nobody restarts, and the other server is lost then: what has moved has all."""
+    with ProcessCluster(learn, tmp_path, (None, [20]), **KEYS) as job:
+        job.hear(W0, "at", 20)
+        with waiting(job, tmp_path) as (new,):
+            move(job, moved, new)
+            job.open("go 20")
+            assert job.exited(moved) == 0
+            for task in (CHIEF, W0, W1):
+                job.hear_error(task, f"goes on with {moved}, which is back")
+            lose(job, OTHER[moved])
+            enough(job, tmp_path)
+            assert new.end() == 0
+
+
+@pytest.mark.parametrize("moved", BOTH, ids=str)
+def test_a_server_that_is_told_to_end_moves_before(tmp_path, moved):
+    """And ends with 0; whoever starts later finds it at its new address, also if something is at the old one."""
+    with ProcessCluster(learn, tmp_path, (None, [20]), **KEYS) as job:
+        job.hear(W0, "at", 20)
+        with waiting(job, tmp_path) as (new,):
+            job.kill(moved, signal.SIGTERM)
+            job.hear_error(moved, f"it moves to {new.address} before")
+            job.hear_error(CHIEF, f"{moved} moves to {new.address}")
+            job.open("go 20")
+            assert job.exited(moved) == 0
+            for task in (CHIEF, W0, W1):
+                job.hear_error(task, f"goes on with {moved}, which is back")
+            job.hear(W1, "at", 20)
+            for task in (CHIEF, W1):
+                job.kill(task)
+                job.start(task)
+            job.hear(W1, "at", 20)  # it has found the servers, and is taken in
+            job.start(moved)  # at its old address, as whatever runs it does: it has no part in the job
+            lose(job, OTHER[moved])
+            (tmp_path / "enough").touch()
+            assert job.hear(W0, "is") == job.hear(W1, "is")
+            assert {job.exited(task) for task in (W0, W1, CHIEF)} == {0}
+
+
+def test_who_waits_takes_the_place_of_a_server_that_stays_away(tmp_path):
+    """After a lease; so there are two copies of all again, and the next loss is survived as well."""
+    with ProcessCluster(learn, tmp_path, (None, [20]), **{**KEYS, "timeouts": QUICK}) as job:
+        job.hear(W0, "at", 20)
+        with waiting(job, tmp_path) as (new,):
+            lose(job, PS0)
+            job.hear_error(CHIEF, f"{PS0} moves to {new.address}")
+            job.open("go 20")
+            for task in (CHIEF, W0, W1):
+                job.hear_error(task, f"goes on with {PS0}, which is back")
+            lose(job, PS1)
+            job.start(PS1)
+            for task in (CHIEF, W0, W1):
+                job.hear_error(task, f"goes on with {PS1}, which is back")
+            enough(job, tmp_path)
+
+
+def test_who_waited_dies_before_it_has_the_place(tmp_path):
+    """The server stays where it is, and moves to the next one that waits."""
+    with ProcessCluster(learn, tmp_path, (None, [20]), **KEYS) as job:
+        job.hear(W0, "at", 20)
+        with waiting(job, tmp_path) as (first,):
+            before = job.cluster.addresses[PS1]
+            move(job, PS1, first)
+            first.process.kill()
+            job.open("go 20")
+            job.hear_error(CHIEF, f"{PS1} stays where it is")
+            job.cluster.addresses[PS1] = before
+            with job.server(PS0) as server:
+                job.until(lambda: not server.status().spares)
+        with waiting(job, tmp_path) as (second,):
+            with job.server(PS0) as server:
+                server.move(1, second.address)
+            assert job.exited(PS1) == 0
+            lose(job, PS0)
+            enough(job, tmp_path)
+
+
+def test_rows_and_tables_move(tmp_path):
+    """Each server moves twice while tables grow and rows come and go: all is as in a cluster whose servers stay."""
+    found = []
+    stops = [10, 20, 30, 40]
+    for number, moves in enumerate(((None,) * 4, (PS0, PS1, PS0, PS1))):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        keys = {**KEYS, "gates": [f"go {stop}" for stop in stops], "replication": number}
+        with ExitStack() as stack:
+            job = stack.enter_context(ProcessCluster(rows, directory, (50, stops), **keys))
+            for stop, moved in zip(stops, moves, strict=True):
+                for task in (W0, W1):
+                    job.hear(task, "at", stop)
+                if moved is not None:
+                    (new,) = stack.enter_context(waiting(job, directory))
+                    move(job, moved, new)
+                job.open(f"go {stop}")
+            found.append([job.hear(task, "is") for task in (W0, W1)])
+    assert found[0] == found[1]
