@@ -348,7 +348,7 @@ class Core:
     def restore(self, session: int, path: str, turn: Turn, order: RestoreOrder = ALL) -> Future[RestoreReply]:
         return self._enter(self.machine.restore, session, path, turn, order, Future())
 
-    # ---- Closures ----
+    # ---- Closures, batches that are handed out, and places ----
 
     def schedule(self, session: int, order: ClosureOrder) -> Future[ClosureQueue]:
         future: Future[ClosureQueue] = Future()
@@ -366,8 +366,6 @@ class Core:
         future: Future[Fetched] = Future()
         self._enter(self.machine.fetch, session, number, offset, future)
         return future
-
-    # ---- Batches that are handed out, and places ----
 
     def hand_out(self, session: int, ask: ChunkAsk) -> Future[Chunks]:
         answer: Future[Chunks] = Future()
