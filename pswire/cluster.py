@@ -342,8 +342,10 @@ def check_cluster(cluster: ClusterSpec, where: str) -> None:
     for job in cluster.jobs:
         if job not in JOBS:
             raise ConfigError(f"{where}: unknown job {job!r} in the cluster; known are {', '.join(JOBS)}")
-        # Of workers that join a running job, some may have gone again.
-        if job != "worker" and cluster.task_indices(job) != list(range(counts[job])):
+        indices = cluster.task_indices(job)
+        if job == "worker" and (counts[job] > 1 or counts.get("chief")):
+            indices = indices[:-1]  # the last may be one that has joined, and others before it are gone
+        if indices != list(range(len(indices))):
             raise ConfigError(f"{where}: cluster[{job!r}] must have the indices 0, 1, ... without gaps")
         for task in cluster.tasks(job):
             check_address(cluster.address(task), f"{where}: cluster[{job!r}]")
@@ -351,8 +353,6 @@ def check_cluster(cluster: ClusterSpec, where: str) -> None:
         raise ConfigError(f"{where}: the cluster has no 'ps' task; variables need at least one server")
     if counts.get("chief", 0) > 1:
         raise ConfigError(f"{where}: the cluster has {counts['chief']} chiefs; it can have one")
-    if counts.get("worker") and not counts.get("chief") and 0 not in cluster.task_indices("worker"):
-        raise ConfigError(f"{where}: the cluster has no chief and no worker 0, which would drive the job; name one")
     if not counts.get("worker") and not counts.get("chief"):
         raise ConfigError(f"{where}: the cluster has no 'worker' and no 'chief'; nobody would train")
 
