@@ -98,9 +98,9 @@ def joined(config: ServerConfig, until_done: bool, lifeline: bool, given: Mappin
         raise ConfigError("--lifeline is for servers with a place of their own; leave it or --join out")
     logging_setup.name("psserver")
     check_listening(config)
-    _say(f"psserver waits at {config.address} for the place of a server of {', '.join(config.join)}")
     try:
         with _raising(signal.SIGTERM, signal.SIGINT):
+            _say(f"psserver waits at {config.address} for the place of a server of {', '.join(config.join)}")
             place, addresses = await_place(config, until_done)
     except _Stopped:
         place = NOWHERE

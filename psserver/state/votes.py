@@ -146,10 +146,13 @@ class Votes:
                 yield from votes.values()
 
     def close(self, last: int) -> None:
-        """Rounds up to one are over here. Their votes are kept where another server may have to be told of them."""
+        """Rounds up to one are over here. Their votes are kept where another server may have to be told of them.
+
+        That is the last round that another one has had a part in, also if it is long ago.
+        """
         self._forget(last)
-        kept = min((round for round, _ in self._cast), default=last + 1)
-        for key in [key for key in self._heard if key[0] == self.job and key[1] <= min(last, kept - 1)]:
+        kept = {round for round, _ in self._cast}
+        for key in [key for key in self._heard if key[0] == self.job and key[1] <= last and key[1] not in kept]:
             del self._heard[key]
 
     # ---- Servers that are gone ----

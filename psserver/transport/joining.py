@@ -47,7 +47,7 @@ class Offers:
     """
 
     def __init__(self, config: ServerConfig, addresses: Sequence[str]) -> None:
-        self.addresses = tuple(addresses)
+        self.addresses = self._homes = tuple(addresses)
         self._config = config
         token = config.security.token
         self._metadata = ((TOKEN_KEY, bearer(token)),) if token else ()
@@ -65,16 +65,18 @@ class Offers:
         """
         spare = Spare(self._config.address, self._config.domain, place)
         data = pb.OfferRequest(spare=messages.SPARE.to_pb(spare), protocol=PROTOCOL).SerializeToString()
-        calls = [self._call(server, address) for server, address in enumerate(self.addresses) if address]
+        # Also where they were: the next job begins there.
+        asked = dict.fromkeys([*enumerate(self.addresses), *enumerate(self._homes)])
+        calls = [self._call(server, address) for server, address in asked if address]
         futures = [call.future(data, timeout=ASK_SECONDS, metadata=self._metadata) for call in calls]
         answers = [answer for future in futures if (answer := _answer(future)) is not None]
         if not answers:
             return None
-        told = max((answer.addresses for answer in answers), key=len)
-        if told:
-            self._go_on_at(told)
+        jobs = [answer for answer in answers if answer.addresses]
+        if jobs:
+            self._go_on_at(jobs[0].addresses)
         found = next((answer.place for answer in answers if answer.place != NOWHERE), NOWHERE)
-        return Offered(found, told, all(answer.over for answer in answers))
+        return Offered(found, self.addresses, bool(jobs) and all(answer.over for answer in jobs))
 
     def close(self) -> None:
         """Closes the connections."""
@@ -92,7 +94,7 @@ class Offers:
 
     def _go_on_at(self, addresses: tuple[str, ...]) -> None:
         self.addresses = addresses
-        for key in self._calls.keys() - set(enumerate(addresses)):
+        for key in self._calls.keys() - {*enumerate(addresses), *enumerate(self._homes)}:
             self._calls.pop(key)[0].close()
 
 
@@ -112,9 +114,7 @@ def await_place(config: ServerConfig, until_done: bool) -> tuple[int, tuple[str,
     """
     offers, limits = Offers(config, config.join), config.timeouts
     where, heard, limit = ", ".join(config.join), time.monotonic(), limits.start
-    offered: Offered | None = None
-    states = {True: f"waits at {config.address} for the place of a server", False: f"no server answers at {where} yet"}
-    reminder = Reminder(limits.word, lambda: log.info("%s", states[offered is not None]))
+    silent = Reminder(limits.word, lambda: log.warning("no server answers at %s; asks on", where))
     try:
         while True:
             offered = offers.say(NOWHERE)
@@ -123,11 +123,12 @@ def await_place(config: ServerConfig, until_done: bool) -> tuple[int, tuple[str,
                 raise ConfigError(
                     f"no server answers at {where} for {limit:g} s; name a job's servers in --join, in their order"
                 )
-            if offered is not None:
+            if offered is None:
+                silent.look()
+            else:
                 heard, limit = now, limits.server
                 if offered.place != NOWHERE or (offered.over and until_done):
                     return offered.place, offers.addresses
-            reminder.look()
             time.sleep(PAUSE_SECONDS)
     finally:
         offers.close()

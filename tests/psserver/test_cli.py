@@ -137,6 +137,49 @@ def test_bad_input_is_one_line(flags, environ, said):
     assert said in err
 
 
+JOIN = ["--join", "127.0.0.1:1", "--port", "1"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "said"),
+    [
+        (["--join", "127.0.0.1:1"], {}, "--join needs --port: others have to know where this server will listen"),
+        (["--join", "here", "--port", "1"], {}, "--join: 'here' is no address; write host:port"),
+        ([*JOIN, "--task", "0"], {}, "--join waits for the place of any server; leave --task out"),
+        (JOIN, {"TF_CONFIG": SECOND}, "TF_CONFIG says /job:ps/task:1; unset it"),
+        ([*JOIN, "--host", "0.0.0.0"], {}, "give --advertise HOST:PORT"),
+        ([*JOIN, "--advertise", "here"], {}, "--advertise: 'here' is no address"),
+        (["--advertise", "h:1"], {}, "--advertise belongs to --join"),
+        ([*JOIN, "--lifeline"], {}, "--lifeline is for servers with a place of their own"),
+    ],
+)
+def test_who_joins_says_where_it_is(flags, environ, said):
+    """One line on stderr, exit code 2, before it asks anybody."""
+    with psserver(*flags, **environ) as process:
+        out, err = process.communicate(timeout=SECONDS)
+    assert (process.returncode, out, err.count("\n")) == (2, "", 1)
+    assert said in err
+
+
+def test_who_joins_waits_for_the_servers_and_ends_at_a_signal():
+    """It says so once they do not answer; and ends with an error if they never do, with code 0 at a signal."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    flags = "--join", "127.0.0.1:1", "--port", port
+    with psserver(*flags, PS_TIMEOUT_START="3", PS_TIMEOUT_WORD="0.2") as process:
+        assert first_line(process) == f"psserver waits at 127.0.0.1:{port} for the place of a server of 127.0.0.1:1\n"
+        out, err = process.communicate(timeout=SECONDS)
+    assert (process.returncode, out) == (2, "")
+    assert "no server answers at 127.0.0.1:1; asks on" in err
+    assert err.endswith("no server answers at 127.0.0.1:1 for 3 s; name a job's servers in --join, in their order\n")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with psserver(*flags) as process:
+            first_line(process)
+            process.send_signal(number)
+            out, err = process.communicate(timeout=SECONDS)
+        assert (process.returncode, out, err) == (0, "psserver ended; it had no place\n", "")
+
+
 def test_a_port_in_use_is_one_line():
     """Two servers never share a port."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

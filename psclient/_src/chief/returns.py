@@ -175,7 +175,8 @@ class Returns:
             key = server, address
             look = self._looks.get(key)
             if look is None:
-                if now - self._looked.setdefault(key, now) >= LOOK_SECONDS:
+                first = now if address == self._servers[server].address else now - LOOK_SECONDS
+                if now - self._looked.setdefault(key, first) >= LOOK_SECONDS:
                     self._begin_to_look(server, address)
                 continue
             if not look.answer.done():

@@ -139,3 +139,19 @@ def test_every_order_of_losses_and_words():
             else:
                 waiting.append(me)
         assert [server.verdict(0, 0, ALL).whole for server in servers[:2]] == [{10}, {10}]
+
+
+def test_a_server_that_has_no_part_any_more_keeps_nobody_from_forgetting():
+    """After a round of all servers rounds of two of them are made without an end: each needs the votes of the last."""
+    servers = three()[:2]
+    for server in servers:
+        server.hear(2, vote({10}), -1)
+        server.close(0)
+    for round in range(1, 2 * MAX_HEARD):
+        for server, other in ((0, 1), (1, 0)):
+            servers[server].cast(vote({10}, round, closed=round - 1), (0, 1))
+            servers[other].hear(server, vote({10}, round, closed=round - 1), round - 1)
+        for server in servers:
+            assert server.verdict(round, 0, (0, 1)).whole == {10}
+            server.close(round)
+            assert server.kept(2) == 0  # it may not have heard the vote of the one round that it had a part in
