@@ -76,9 +76,8 @@ class RemoteBackend:
         self.exchange = self._exchange = exchange
         self._reads, self._creation = exchange.reads, exchange.creation
         self.reader = VariableReader(exchange, self)
-        self.residuals = Residuals(
-            self.group, self, self._creation.was_restored, exchange.session.hosting.check_compression
-        )
+        checks = exchange.session.hosting.check_compression
+        self.residuals = Residuals(self.group, self, self._creation.was_restored, checks)
         self.compress = self.residuals.compress
         self.checkpoints = ServerCheckpoints(exchange, self._order_snapshot, self.residuals)
         self.group.departure.hand_over = self._order_snapshot
