@@ -122,7 +122,7 @@ def test_the_readme_from_the_top(home):
 
 def test_a_job_that_grows(home):
     """The drill for it: two workers join, and each leaves again with code 0."""
-    (drill,) = [block for block in blocks("docs/operations.md") if any("--join" in line for line in block)]
+    (drill,) = [block for block in blocks("docs/operations.md") if any("psworker --join" in line for line in block)]
     out = run(typed(drill), home)
     shown = [line.split(", ")[2] for line in out.splitlines() if line.startswith("job runs")]
     assert shown == ["4 replicas", "3 replicas", "2 replicas"]
