@@ -20,9 +20,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from psclient._src.config import child_environ
 from psclient._src.launch.cluster import NAME_ONLY, Cluster
 from psclient._src.launch.outcome import Outcome
 from psclient._src.processes.output import Line
+from psclient._src.processes.process import spawn
 from psclient._src.transport.remote_server import RemoteServer
 from pswire.cluster import Task
 from pswire.limits import Timeouts
@@ -144,6 +146,24 @@ class ProcessCluster:
             return self.cluster._client(task)
         finally:
             self.cluster._more = kept
+
+    def join(self, task: Task, *flags: str, server: Task = PS0, **variables: str) -> None:
+        """Starts one more worker, which joins the job at a server, as `psworker --join` does.
+
+        Args:
+            task: the name by which the test speaks of it; the servers may give it another index.
+            flags: more flags of `psworker`.
+            server: the server at which it asks.
+            variables: environment variables that it gets as well.
+        """
+        cluster = self.cluster
+        command = [sys.executable, "-P", "-m", "psclient", "--join", cluster.addresses[server], *flags]
+        told = cluster._options.variables() | variables
+        environ = child_environ(cluster.config.workers + 1, cluster.config.timeouts, told)
+        command += ["--", cluster.config.script, *cluster.config.args]
+        cluster.processes[task] = spawn(command, environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        cluster._restarts.started(task, time.monotonic())
+        cluster._listen(task)
 
     # ---- What its processes say ----
 

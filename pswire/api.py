@@ -17,6 +17,7 @@ import numpy as np
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError
 from pswire.model.closures import ClosureName
+from pswire.model.joins import Enlisted
 from pswire.model.log import Epoch, LogEntry, Mode, Position, Start
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.rows import Int64s
@@ -386,6 +387,20 @@ class ParameterServer(ClosureServer, ChunkServer, PlaceServer, Protocol):
         Raises:
             TaskTaken: another process is this task, and is alive.
             ConfigError: the servers hold another job; another process of this one makes its rounds otherwise.
+        """
+        ...
+
+    def enlist(self, task: Task | None, key: int) -> Enlisted:
+        """Gives a worker a place in the running job. Key: `key`, drawn by lot; a repeat keeps the place for a lease.
+
+        Args:
+            task: the worker that it wants to be; None for the first index above the cluster's own that is free.
+            key: names the process.
+
+        Raises:
+            TaskTaken: another process is that worker.
+            ConfigError: it is one of the cluster's own; the job or the server is of an older version.
+            InvalidRequest: there is no job here, or it is over; another server keeps the sessions.
         """
         ...
 

@@ -44,6 +44,9 @@ LANE = "PS_LANE"
 GRPC_STREAM = "PS_GRPC_STREAM"
 """The environment variable that says whether pushes and pulls over gRPC share a stream: 1, or 0."""
 
+TF_CONFIG = "TF_CONFIG"
+"""The environment variable that describes the cluster, and says which task of it this process is."""
+
 JOB = "PS_JOB"
 """The environment variable that names the job."""
 
@@ -170,7 +173,7 @@ def task_config(environ: Mapping[str, str] = os.environ) -> TaskConfig | None:
 
 def tf_config_text(environ: Mapping[str, str] = os.environ) -> str:
     """Returns the value of `TF_CONFIG`, "" if it is not set."""
-    return environ.get("TF_CONFIG", "")
+    return environ.get(TF_CONFIG, "")
 
 
 def slurm_variable(name: str, environ: Mapping[str, str] = os.environ) -> str:
@@ -308,6 +311,11 @@ def set_security(options: SecurityOptions, environ: MutableMapping[str, str] = o
     environ.update({name: value for name, value in options.variables().items() if value})
 
 
+def set_variables(variables: Mapping[str, str], environ: MutableMapping[str, str] = os.environ) -> None:
+    """Sets environment variables for this process and its children."""
+    environ.update(variables)
+
+
 def threads_chosen(environ: Mapping[str, str] = os.environ) -> bool:
     """Returns whether the user has said in how many threads libraries compute."""
     return any(environ.get(name) for name in THREADS)
@@ -329,7 +337,7 @@ def child_environ(tasks: int, timeouts: Timeouts | None, more: Mapping[str, str]
     environ = dict.fromkeys(THREADS, str(threads_of(tasks)))
     environ |= {"GLIBC_TUNABLES": GLIBC_TUNABLES, "PYTHONUNBUFFERED": "1"}
     # Two processes cannot serve their metrics at one port.
-    environ |= {name: value for name, value in os.environ.items() if name not in ("TF_CONFIG", METRICS_PORT)}
+    environ |= {name: value for name, value in os.environ.items() if name not in (TF_CONFIG, METRICS_PORT)}
     return environ | (timeouts.environ() if timeouts else {}) | dict(more or {})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pswire.errors import ConfigError
-from pswire.security.certificates import PemFile, load
+from pswire.security.certificates import PemFile, load, names
 from pswire.security.identity import PLACEHOLDER, TOKEN_BYTES, SecurityOptions
 from pswire.security.names import certificate_name
 
@@ -86,15 +86,16 @@ class Authority:
         if self._root.not_valid_after_utc < datetime.now(UTC):
             raise ConfigError(f"{folder / ROOT} has expired; remove {out}, and make all certificates anew")
 
-    def issue(self, name: str, renew: bool) -> Issued:
+    def issue(self, name: str, renew: bool, also: Sequence[str] = ()) -> Issued:
         """Makes the files of a task, if they are not there.
 
         Args:
             name: name of the task, as `task_name` writes it.
             renew: True to make its key and certificate anew.
+            also: names of the tasks whose place it may take, which its certificate names as well.
 
         Raises:
-            ConfigError: half of the files is there, or they are another CA's.
+            ConfigError: half of the files is there, or they are another CA's, or of other tasks.
         """
         folder = _directory(self._out / name)
         if not renew:
@@ -103,22 +104,30 @@ class Authority:
         if made:
             key = ec.generate_private_key(ec.SECP256R1())
             _write(folder / KEY, _key_pem(key))
-            _write(folder / CERTIFICATE, self._sign(name, key).public_bytes(Encoding.PEM))
+            _write(folder / CERTIFICATE, self._sign((name, *also), key).public_bytes(Encoding.PEM))
         for file, data in ((ROOT, self._pem), (TOKEN, self._token)):
             if not (folder / file).exists() or renew:
                 _write(folder / file, data)
         certificate = load(PemFile(str(folder / CERTIFICATE), (folder / CERTIFICATE).read_bytes()))[0]
         if certificate.issuer != self._root.subject or (folder / ROOT).read_bytes() != self._pem:
             raise ConfigError(f"{folder} is of another CA than {self._out / CA}; --renew makes it anew")
+        shown = names(certificate)
+        if also and shown != {name, *also}:
+            raise ConfigError(
+                f"{folder} is of {', '.join(sorted(shown))}, and the cluster has {', '.join(also)} now; remove this "
+                "directory to make it anew"
+            )
         return Issued(folder, made, certificate.not_valid_after_utc)
 
-    def _sign(self, name: str, key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
-        builder = _builder(name, self._root.subject, key, self._days, self._root.not_valid_after_utc)
+    def _sign(self, names: Sequence[str], key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
+        builder = _builder(names[0], self._root.subject, key, self._days, self._root.not_valid_after_utc)
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._root.public_key())  # type: ignore[arg-type]
         builder = (
             builder.add_extension(x509.BasicConstraints(False, None), critical=True)
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName(certificate_name(name))]), critical=False)
+            .add_extension(
+                x509.SubjectAlternativeName([x509.DNSName(certificate_name(name)) for name in names]), critical=False
+            )
             .add_extension(_usage(signs=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
             .add_extension(issuer, critical=False)

@@ -11,7 +11,7 @@ from psclient._src.config import tf_config_text
 from psclient.psctl.settings import CommandSettings, as_json, settings
 from pswire.cluster import EVALUATOR, ClusterSpec, Task, TFConfig
 from pswire.errors import ConfigError
-from pswire.security.names import ADMIN, task_name
+from pswire.security.names import ADMIN, spare_name, task_name
 
 DAYS = 365
 """Days that certificates are valid by default."""
@@ -23,6 +23,18 @@ DAYS = 365
 @click.option("--workers", type=click.IntRange(0), help="Workers [default: TF_CONFIG's].")
 @click.option("--chief/--no-chief", "has_chief", default=True, help="Whether there is a chief task; else worker 0 is.")
 @click.option("--evaluator", is_flag=True, help="An evaluator, too.")
+@click.option(
+    "--extra-workers",
+    type=click.IntRange(0),
+    default=0,
+    help="Workers that may join beyond those of the cluster: they have the next indices.",
+)
+@click.option(
+    "--extra-ps",
+    type=click.IntRange(0),
+    default=0,
+    help="Spare servers: the certificate of each names all servers of the cluster, whose place it may take.",
+)
 @click.option(
     "--cluster",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -39,21 +51,28 @@ def certs(
     workers: int | None,
     has_chief: bool,
     evaluator: bool,
+    extra_workers: int,
+    extra_ps: int,
     cluster: Path | None,
     days: int,
     renew: bool,
 ) -> int:
     """Makes OUT/ca, and for each task a directory such as OUT/ps-0 with tls.crt, tls.key, ca.crt and token.
 
-    What is there stays: tasks that are added later get certificates of the same CA. OUT/admin is for psctl. Each
-    process needs its own directory alone, and none needs OUT/ca.
+    What is there stays: tasks that are added later get certificates of the same CA. OUT/admin is for psctl, and
+    OUT/ps-spare-0 for a spare server. Each process needs its own directory alone, and none needs OUT/ca.
     """
-    tasks = _tasks(ps, workers, has_chief, evaluator, cluster)
+    tasks = list(_tasks(ps, workers, has_chief, evaluator, cluster))
+    known = [task.index for task in tasks if task.job == "worker"]
+    tasks += [Task("worker", max(known, default=-1) + more) for more in range(1, extra_workers + 1)]
+    servers = tuple(task_name(task) for task in tasks if task.job == "ps")
     # Only here: to load it takes a while.
     from psclient.psctl.certificate_authority import CA, ROOT_KEY, Authority, paths
 
     authority = Authority(out, days)
-    made = [authority.issue(name, renew) for name in [*map(task_name, tasks), ADMIN]]
+    made = [authority.issue(name, renew) for name in map(task_name, tasks)]
+    made += [authority.issue(spare_name(number), renew, servers) for number in range(extra_ps)]
+    made += [authority.issue(ADMIN, renew)]
     rows = [{"path": str(one.path), "made": one.made, "until": one.until.isoformat()} for one in made]
     environment = " ".join(f"{name}={path}" for name, path in paths(out).variables().items() if path)
     return told.tell(

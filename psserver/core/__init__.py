@@ -7,6 +7,7 @@ creation     names and declares variables
 array_queue  runs array work, one piece after another; brief pieces in the thread that asks
 stimuli      the last stimuli, for people; all of them, for a replay
 closures     the stimuli of closures, a part of the machine's; chunks that of batches that are handed out
+joins        which index each worker has that joins the job, and their stimulus, a part of the machine's
 peers        the stimuli of other servers, a part of the machine's
 log          server 0's log: epochs, plans, checkpoints
 runner       runs rounds that are complete

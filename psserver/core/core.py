@@ -46,6 +46,7 @@ from pswire.cluster import Task
 from pswire.errors import PSError, ServerGone
 from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
+from pswire.model.joins import Enlisted
 from pswire.model.log import Approved, LogEntry, Member, Mode, Start
 from pswire.model.places import Offered, Spare
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
@@ -214,6 +215,9 @@ class Core:
         drawn, opens = secrets.randbits(DRAWN), Member(task, 0, replicas, mode, backup_workers, staleness)
         return self._enter(self.machine.open, opens, session, drives, job, term, drawn)
 
+    def enlist(self, task: Task | None, key: int) -> Enlisted:
+        return self._enter(self.machine.enlist, task, key)
+
     def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> bool:
         error, drives = self._enter(self.machine.beat, session, round, plan_id, pace, clock)
         _raise(error)
@@ -344,7 +348,7 @@ class Core:
     def restore(self, session: int, path: str, turn: Turn, order: RestoreOrder = ALL) -> Future[RestoreReply]:
         return self._enter(self.machine.restore, session, path, turn, order, Future())
 
-    # ---- Closures ----
+    # ---- Closures, batches that are handed out, and places ----
 
     def schedule(self, session: int, order: ClosureOrder) -> Future[ClosureQueue]:
         future: Future[ClosureQueue] = Future()
@@ -362,8 +366,6 @@ class Core:
         future: Future[Fetched] = Future()
         self._enter(self.machine.fetch, session, number, offset, future)
         return future
-
-    # ---- Batches that are handed out, and places ----
 
     def hand_out(self, session: int, ask: ChunkAsk) -> Future[Chunks]:
         answer: Future[Chunks] = Future()

@@ -73,7 +73,8 @@ class Log:
         """The incarnations of all servers of the job, as they are now; empty while there is no job."""
         self.lost_incarnations: set[int] = set()
         """The incarnations of servers that were lost, in whose place others may have come since."""
-        self._job = JobStarted(0, ())
+        self.started = JobStarted(0, ())
+        """The beginning of the job; of no meaning while there is none."""
         self.over = False
         """True once the job is done."""
         self.lost: ServerLost | None = None
@@ -115,7 +116,7 @@ class Log:
 
         They are where this server's own configuration says, else where the chief does, unless they have moved.
         """
-        begun = self._addresses or self._job.addresses
+        begun = self._addresses or self.started.addresses
         return tuple(self.moved.get(server, address) for server, address in enumerate(begun))
 
     @property
@@ -159,7 +160,7 @@ class Log:
             case JobStarted():
                 self._store.copied = bool(entry.copies)
                 self._rounds.votes.begin(entry.job)
-                self.incarnations, self._job = entry.incarnations, entry
+                self.incarnations, self.started = entry.incarnations, entry
                 self._find_keeper()
                 effects += self._introduce()
             case EpochClosed():

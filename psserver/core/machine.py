@@ -21,6 +21,7 @@ from psserver.core.admission import Admission
 from psserver.core.chunks import ChunkStimuli
 from psserver.core.closures import ClosureStimuli
 from psserver.core.creation import Creation
+from psserver.core.joins import Indices, JoinStimuli
 from psserver.core.links import Links
 from psserver.core.log import Log
 from psserver.core.peers import PeerStimuli
@@ -75,7 +76,7 @@ NUMBERS = 20
 """Bits of a session's number that count within one incarnation of server 0; the bits above are the incarnation's."""
 
 
-class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli):
+class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimuli):
     """All state of a server. Each stimulus takes the time first, in monotonic seconds; a `PSError` refuses it.
 
     Args:
@@ -124,6 +125,7 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli):
         self._handover = Handover(self.store, self.restores, root)
         self.closures = Closures()
         self._creation = Creation(self.store, self.log, self.restores)
+        self._indices = Indices(timeouts.lease, config.max_sessions)
         self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self._reply)
         self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally, self.waiters)
         self._admission = Admission(self.task, self.registry, self.members, self.rounds, self.runner, self.log)
@@ -365,7 +367,7 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli):
         effects = self._abandon(error, lambda session: session in ended)
         self._job += 1
         self.members.begin_anew(ended)
-        for part in (self.log, self.store, self.rounds, self.runner, self._links, self.closures):
+        for part in (self.log, self.store, self.rounds, self.runner, self._links, self.closures, self._indices):
             part.clear()
         return effects
 

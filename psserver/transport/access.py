@@ -41,6 +41,7 @@ class Access:
         self._bearer = bearer(security.token).encode() if security.token else b""
         self._checks: Mapping[Caller, Callable[[frozenset[str], Any], None]] = {
             "task": self._check_task,
+            "joiner": self._check_joiner,
             "session": self._check_session,
             "reader": self._check_reader,
             "chief": self._check_chief,
@@ -116,15 +117,26 @@ class Access:
     # ---- The callers that a row of the table may name ----
 
     def _check_task(self, names: frozenset[str], request: Any) -> None:
-        task = messages.TASK.from_pb(request.task)
+        self._check_names(names, messages.TASK.from_pb(request.task))
+        if request.drives:
+            self._check_chief(names, request)
+
+    def _check_joiner(self, names: frozenset[str], request: Any) -> None:
+        if not request.HasField("task"):
+            raise Forbidden(
+                f"with certificates a worker joins as the task that its own names, which is {_whose(names)}, and this "
+                "one has not said which; install the same version of paramserver for both",
+                self._server,
+            )
+        self._check_names(names, messages.TASK.from_pb(request.task))
+
+    def _check_names(self, names: frozenset[str], task: Task) -> None:
         if task_name(task) not in names:
             raise Forbidden(
                 f"the caller says that it is {task}, and its certificate is {_whose(names)}; start {task} with the "
                 f"certificate of {certificate_name(task_name(task))} (--tls-cert, PS_TLS_CERT)",
                 self._server,
             )
-        if request.drives:
-            self._check_chief(names, request)
 
     def _check_session(self, names: frozenset[str], request: Any) -> None:
         found = self.registry.find(request.session)
@@ -153,13 +165,7 @@ class Access:
             )
 
     def _check_server(self, names: frozenset[str], request: Any) -> None:
-        said = Task("ps", request.server)
-        if task_name(said) not in names:
-            raise Forbidden(
-                f"the caller says that it is {said}, and its certificate is {_whose(names)}; start {said} with the "
-                f"certificate of {certificate_name(task_name(said))} (--tls-cert, PS_TLS_CERT)",
-                self._server,
-            )
+        self._check_names(names, Task("ps", request.server))
 
     def _check_spare(self, names: frozenset[str], request: Any) -> None:
         if not any(name.startswith("ps-") for name in names):

@@ -64,6 +64,14 @@ def _open(core: ParameterServer, m: pb.OpenRequest, server: str) -> pb.OpenReply
     return messages.OPENED.to_pb(opened)
 
 
+def _enlist(core: ParameterServer, m: pb.EnlistRequest) -> Message:
+    task = messages.TASK.from_pb(m.task) if m.HasField("task") else None
+    check_protocol(m.protocol, str(task or "a worker that joins"), "this server")
+    reply = messages.ENLISTED.to_pb(core.enlist(task, m.key))
+    reply.protocol = PROTOCOL
+    return reply
+
+
 def _beat(core: ParameterServer, m: pb.BeatRequest) -> Message:
     return pb.BeatReply(drive=core.beat(m.session, m.round, m.plan_id, messages.PACE.from_pb(m.pace), m.clock))
 
@@ -122,6 +130,7 @@ class Prompt:
 
 
 PROMPT: Mapping[str, Prompt] = {
+    "Enlist": Prompt(_enlist),
     "Beat": Prompt(_beat, threaded=False),
     "Leave": Prompt(_leave),
     "CreateBatch": Prompt(_create_batch),

@@ -43,6 +43,7 @@ from pswire.model.closures import (
     Taken,
 )
 from pswire.model.compression import CodecKind
+from pswire.model.joins import Enlisted
 from pswire.model.log import Epoch, Examples, LogEntry, Member, Mode, Position, Return, Start
 from pswire.model.places import Moved, Offered, Spare
 from pswire.model.plan import (
@@ -185,6 +186,7 @@ ENTRY: Codec[LogEntry, pb.Entry] = MAPPER.choice(
 )
 
 OPENED = MAPPER.pair(Opened, pb.OpenReply)
+ENLISTED = MAPPER.pair(Enlisted, pb.EnlistReply)
 CREATED = MAPPER.pair(CreateReply, pb.CreateReply)
 PACE = MAPPER.pair(Pace, pb.Pace)
 SESSION = MAPPER.pair(SessionState, pb.SessionState, names={"join_point": "entry"})

@@ -35,10 +35,11 @@ MAX_DETAILS_BYTES = 2048
 """Of an error's message; gRPC refuses headers above 8 KiB, and escapes what is not ASCII threefold."""
 
 
-Caller = Literal["task", "session", "reader", "chief", "server", "spare", "mover", "anyone"]
+Caller = Literal["task", "joiner", "session", "reader", "chief", "server", "spare", "mover", "anyone"]
 """The certificate that a verb asks for, where servers ask for certificates:
 
 - `task`: that of the task which the request names, and a chief's if it drives
+- `joiner`: that of the task which the request names; it has to name one
 - `session`: that of the task which has opened the request's session
 - `reader`: as `session`; as `anyone` for a request without a session, 0
 - `chief`: that of a chief task, or of worker 0
@@ -86,6 +87,7 @@ VERBS: dict[str, Verb] = {
     verb.name: verb
     for verb in (
         Verb("Open", pb.OpenRequest, "task", "start", guarded=False),
+        Verb("Enlist", pb.EnlistRequest, "joiner", "call", guarded=False, newer=True),
         Verb("Beat", pb.BeatRequest, "session", ""),  # until the server has been silent for a lease, and is lost
         Verb("Leave", pb.LeaveRequest, "session", "call"),
         Verb("Create", pb.CreateHeader, "session", "call", streams=(True, False)),

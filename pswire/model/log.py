@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pswire.cluster import Task
@@ -195,6 +195,9 @@ class JobStarted:
         name: the job's identity, "" for the one without a name.
         addresses: the addresses at which the chief reaches the servers, `host:port`.
         copies: for each server the one that has a copy of its variables; empty where there are no copies.
+        workers: the addresses of the cluster's workers, in their order.
+        chief: the address of the chief task; "" where the cluster has none, and worker 0 drives. Older servers keep
+            neither, so that logs are equal without these two.
     """
 
     job: int
@@ -202,6 +205,8 @@ class JobStarted:
     name: str = ""
     addresses: tuple[str, ...] = ()
     copies: tuple[int, ...] = ()
+    workers: tuple[str, ...] = field(default=(), compare=False)
+    chief: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

@@ -184,6 +184,26 @@ class OpenReply(_message.Message):
     domain: str
     def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., token: _Optional[int] = ..., server: _Optional[int] = ..., device: _Optional[str] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., lane_token: _Optional[bytes] = ..., in_flight: _Optional[int] = ..., term: _Optional[int] = ..., protocol: _Optional[int] = ..., window: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., domain: _Optional[str] = ...) -> None: ...
 
+class EnlistRequest(_message.Message):
+    __slots__ = ("key", "task", "protocol")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    key: int
+    task: Task
+    protocol: int
+    def __init__(self, key: _Optional[int] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., protocol: _Optional[int] = ...) -> None: ...
+
+class EnlistReply(_message.Message):
+    __slots__ = ("task", "opened", "protocol")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    task: Task
+    opened: bool
+    protocol: int
+    def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., opened: _Optional[bool] = ..., protocol: _Optional[int] = ...) -> None: ...
+
 class LaneHello(_message.Message):
     __slots__ = ("session", "token", "lease", "replaces", "protocol")
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -979,18 +999,22 @@ class Return(_message.Message):
     def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., ready: _Optional[bool] = ..., round: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class JobStarted(_message.Message):
-    __slots__ = ("job", "incarnations", "name", "addresses", "copies")
+    __slots__ = ("job", "incarnations", "name", "addresses", "copies", "workers", "chief")
     JOB_FIELD_NUMBER: _ClassVar[int]
     INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     COPIES_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    CHIEF_FIELD_NUMBER: _ClassVar[int]
     job: int
     incarnations: _containers.RepeatedScalarFieldContainer[int]
     name: str
     addresses: _containers.RepeatedScalarFieldContainer[str]
     copies: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, job: _Optional[int] = ..., incarnations: _Optional[_Iterable[int]] = ..., name: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., copies: _Optional[_Iterable[int]] = ...) -> None: ...
+    workers: _containers.RepeatedScalarFieldContainer[str]
+    chief: str
+    def __init__(self, job: _Optional[int] = ..., incarnations: _Optional[_Iterable[int]] = ..., name: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., copies: _Optional[_Iterable[int]] = ..., workers: _Optional[_Iterable[str]] = ..., chief: _Optional[str] = ...) -> None: ...
 
 class Gone(_message.Message):
     __slots__ = ("server", "reason")

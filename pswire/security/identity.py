@@ -128,6 +128,18 @@ class SecurityOptions:
         """
         return Security(*self._certificates(name), token=self._token(name))
 
+    def names(self) -> frozenset[str]:
+        """The tasks that the certificate names, as `task_name` writes them; none without one.
+
+        Raises:
+            ConfigError: the file cannot be read, or is no certificate.
+        """
+        if not self.tls_cert:
+            return frozenset()
+        from pswire.security.certificates import PemFile, load, names
+
+        return names(load(PemFile(self.tls_cert, _read(flag_name("tls_cert"), self.tls_cert)))[0])
+
     def _certificates(self, name: str) -> tuple[bytes, bytes, bytes, float]:
         paths = {field: getattr(self, field) for field in ("tls_cert", "tls_key", "tls_ca")}
         missing = [flag_name(field) for field, path in paths.items() if not path]

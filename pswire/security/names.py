@@ -27,6 +27,11 @@ def task_name(task: Task) -> str:
     return f"{task.job}-{task.index}"
 
 
+def spare_name(number: int) -> str:
+    """The name of a spare server, which may take the place of any ps task: `ps-spare-0`."""
+    return f"ps-spare-{number}"
+
+
 def certificate_name(name: str) -> str:
     """The DNS name on the certificate of a task or of `ADMIN`: `ps-0.paramserver`."""
     return name + DOMAIN

@@ -12,7 +12,7 @@ from tests.support.rig import Job, Servers, serving
 
 Serve = Callable[..., Servers]
 
-ON_GRPC = {"checkpoints", "failed_saves", "log", "looking", "restore", "rows", "sessions"}
+ON_GRPC = {"checkpoints", "failed_saves", "joins", "log", "looking", "restore", "rows", "sessions"}
 """What is hardly about pushes and pulls, the only verbs that lanes carry."""
 
 ON_CALLS = {"rounds", "errors"}

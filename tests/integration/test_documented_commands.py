@@ -120,6 +120,14 @@ def test_the_readme_from_the_top(home):
     assert {path.name for path in (home / "runs").iterdir()} == {"digits", "digits-sgd", "digits.npz"}
 
 
+def test_a_job_that_grows(home):
+    """The drill for it: two workers join, and each leaves again with code 0."""
+    (drill,) = [block for block in blocks("docs/operations.md") if any("psworker --join" in line for line in block)]
+    out = run(typed(drill), home)
+    shown = [line.split(", ")[2] for line in out.splitlines() if line.startswith("job runs")]
+    assert shown == ["4 replicas", "3 replicas", "2 replicas"]
+
+
 def test_the_quickstart_from_the_top(home):
     """Each command of the quickstart ends well; the last run goes on although its processes are killed."""
     ((_, rest),) = shells_and_the_rest("docs/quickstart.md")

@@ -25,6 +25,7 @@ import pytest
 import psclient as ps
 from psclient._src.chief.driver import Chief
 from psclient._src.launch.cluster import Cluster
+from psclient._src.launch.joining import Joiner
 from psclient._src.processes.process import await_listening
 from psclient._src.transport.remote_server import RemoteServer, connect
 from psclient.coordinator.worker import Worker
@@ -33,6 +34,7 @@ from psserver.transport.server import ServerThread
 from pstesting.script import add
 from pswire.cluster import ClusterSpec, Task
 from pswire.limits import Timeouts
+from pswire.security.identity import Security
 from tests.support.checkpoints import write_checkpoint
 from tests.support.rig import SOON, core, eventually
 from tests.support.waits import TRIED
@@ -386,6 +388,24 @@ def for_a_server_that_listens(site: Site) -> Iterator[Said]:
     process.stdin.write(b"\n")
 
 
+def for_a_job_to_join(site: Site) -> Iterator[Said]:
+    """A worker beyond the cluster, before a chief has begun the job."""
+
+    def join() -> None:
+        with Joiner([site.address], site.timeouts, Security(), None, "") as joiner:
+            assert joiner.take().task == Task("worker", 2)
+
+    joining = site.start(join)
+    word = f"waits for a job at {site.address}: no chief has begun a job there yet"
+    yield Said(
+        word, "there is no job to join at .* no chief has begun a job there yet; start its servers and its chief"
+    )
+    site.drive()
+    joining.result(SOON)
+    for task in (W0, W1):
+        site.work(task, nothing, "x:3")
+
+
 def for_a_script_of_a_cluster(site: Site) -> Iterator[Said]:
     """The launcher, once another has ended."""
     (site.directory / "script.py").write_text(
@@ -459,6 +479,7 @@ WAITS = [
     for_others_to_leave,
     for_a_server_that_answers,
     for_a_server_that_listens,
+    for_a_job_to_join,
     for_a_script_of_a_cluster,
     for_a_newer_checkpoint,
     for_a_disk,
@@ -493,6 +514,7 @@ def test_it_names_whom_it_waits_for_and_ends_when_that_one_comes(tmp_path, caplo
 
 LATE = [for_a_chief, for_a_first_value, for_workers, for_a_worker_that_starts, for_a_checkpoint_to_be_written]
 LATE += [for_a_checkpoint_to_be_read, for_others_that_never_came, for_a_server_that_answers, for_a_server_that_listens]
+LATE += [for_a_job_to_join]
 
 
 @pytest.mark.parametrize("wait", LATE, ids=lambda wait: wait.__name__)

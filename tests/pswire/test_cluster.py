@@ -88,6 +88,11 @@ BAD: dict[str, tuple[str, str]] = {
         config({**CLUSTER, "ps": {"0": "a:1", "2": "b:2"}}),
         r"cluster\['ps'\].*without gaps",
     ),
+    "workers with a gap": (
+        config({**CLUSTER, "worker": {"0": "a:1", "2": "b:2", "3": "c:3"}}),
+        r"cluster\['worker'\].*without gaps",
+    ),
+    "no worker to drive": (config({"ps": ["a:1"], "worker": {"1": "a:1"}}), r"cluster\['worker'\].*without gaps"),
     "a number without end": (
         '{"task": ' + "9" * 5000 + "}",
         "not JSON",

@@ -25,6 +25,7 @@ OWNER, MADE_UP = 7, 1 << 60
 CALLERS = ("worker-0", "worker-1", "chief-0", "ps-0", "admin", "nobody")
 MAY: dict[Caller, set[str]] = {
     "task": {"worker-1"},
+    "joiner": {"worker-1"},
     "session": {"worker-1"},
     "reader": {"worker-1"},
     "chief": {"chief-0", "worker-0"},
@@ -37,6 +38,7 @@ MAY: dict[Caller, set[str]] = {
 
 VERBS_OF: dict[str, Caller] = {
     "Open": "task",
+    "Enlist": "joiner",
     "Beat": "session",
     "Leave": "session",
     "Create": "session",
@@ -79,6 +81,8 @@ def request_of(verb: str, session: int = OWNER, task: Task = WORKERS[1], drives:
     said: dict[str, Any] = {"session": session} if "session" in kind.DESCRIPTOR.fields_by_name else {}
     if verb == "Open":
         said = {"task": messages.TASK.to_pb(task), "drives": drives}
+    if verb == "Enlist":
+        said = {"task": messages.TASK.to_pb(task)}
     return kind(**said)
 
 
@@ -118,6 +122,12 @@ def test_who_drives_is_a_chief_as_well(access: Access) -> None:
     assert those_let_in(access, "Open", request_of("Open", task=WORKERS[0], drives=True)) == {"worker-0"}
 
 
+def test_who_joins_with_a_certificate_says_which_worker_it_is(access: Access) -> None:
+    """Whichever index is free is for those without: a certificate is of one worker."""
+    assert those_let_in(access, "Enlist", pb.EnlistRequest(key=1)) == set()
+    access.check(VERBS["Enlist"], pb.EnlistRequest(key=1), None)
+
+
 def test_who_moves_a_server(access: Access) -> None:
     """A server moves itself alone, and no other; that one has moved, a chief alone says."""
     assert those_let_in(access, "Move", pb.MoveRequest(server=1)) == {"admin", "chief-0", "worker-0"}
@@ -129,6 +139,7 @@ def test_what_is_checked_is_in_the_request(verb: str) -> None:
     """A verb whose caller is somebody in particular has a request that says who."""
     particular = {"session": {"session"}, "reader": {"session"}, "task": {"task", "drives"}}
     particular |= {"server": {"server"}, "mover": {"server", "token"}}
+    particular |= {"joiner": {"task"}}
     needed = particular.get(VERBS[verb].caller, set())
     assert needed <= {*VERBS[verb].request.DESCRIPTOR.fields_by_name}
 

@@ -260,6 +260,43 @@ def test_without_a_chief(tmp_path: Path) -> None:
     assert not (tmp_path / "chief-0").exists()
 
 
+def names_in(folder: Path) -> frozenset[str]:
+    """The tasks that the certificate in a directory names."""
+    return SecurityOptions(tls_cert=str(folder / "tls.crt")).names()
+
+
+def test_certificates_of_workers_that_join_and_of_spare_servers(tmp_path: Path) -> None:
+    """Workers have the next indices, and each names itself alone; a spare server names all servers, and nobody else."""
+    certs(tmp_path, "--ps", 2, "--workers", 2, "--extra-workers", 2, "--extra-ps", 1)
+    assert {path.name for path in tmp_path.iterdir()} == {*NAMES, "ca", "worker-2", "worker-3", "ps-spare-0"}
+    for name in ("worker-2", "worker-3", "ps-0", "ps-1"):
+        assert names_in(tmp_path / name) == {name}
+    assert names_in(tmp_path / "ps-spare-0") == {"ps-spare-0", "ps-0", "ps-1"}
+    for name in ("ps-0", "ps-1", "ps-spare-0"):
+        files = (str(tmp_path / "ps-spare-0" / file) for file in ("tls.crt", "tls.key", "ca.crt", "token"))
+        assert SecurityOptions(*files).read(name).tls
+
+
+def test_more_that_join_than_a_file_has(tmp_path: Path) -> None:
+    """The cluster of a file says which indices are the next, also where there are no workers yet."""
+    certs(tmp_path / "one", "--extra-workers", 1, "--extra-ps", 2, TF_CONFIG=TF_CONFIG)
+    expected = {"ps-0", "ps-1", "worker-0", "chief-0", "admin", "ca", "worker-1", "ps-spare-0", "ps-spare-1"}
+    assert {path.name for path in (tmp_path / "one").iterdir()} == expected
+    certs(tmp_path / "two", "--ps", 1, "--workers", 0, "--extra-workers", 1)
+    assert names_in(tmp_path / "two" / "worker-0") == {"worker-0"}
+
+
+def test_a_spare_server_of_a_smaller_cluster(tmp_path: Path) -> None:
+    """It could take the place of some servers alone: it is said, and not replaced unasked."""
+    certs(tmp_path, "--ps", 1, "--workers", 1, "--extra-ps", 1)
+    said = certs(tmp_path, "--ps", 2, "--workers", 1, "--extra-ps", 1, code=2)
+    assert f"{tmp_path}/ps-spare-0 is of ps-0, ps-spare-0, and the cluster has ps-0, ps-1 now; remove" in said
+    shutil.rmtree(tmp_path / "ps-spare-0")
+    certs(tmp_path, "--ps", 2, "--workers", 1, "--extra-ps", 1)
+    certs(tmp_path, "--ps", 2, "--workers", 1, "--extra-ps", 1)
+    assert names_in(tmp_path / "ps-spare-0") == {"ps-spare-0", "ps-0", "ps-1"}
+
+
 def test_in_json(tmp_path: Path) -> None:
     """Machines read which directories there are."""
     rows = json.loads(certs(tmp_path, "--ps", 1, "--workers", 0, "--json"))["certificates"]

@@ -306,6 +306,11 @@ class Attacker:
             "Fetch": lambda: pb.FetchRequest(
                 session=session, number=draw(st.sampled_from(NUMBERS)), offset=draw(st.sampled_from(NUMBERS))
             ),
+            "Enlist": lambda: pb.EnlistRequest(
+                key=draw(st.sampled_from(NUMBERS)),
+                task=draw(st.sampled_from([None, pb.Task(job="worker", index=(1 << 32) - 1), pb.Task(job="ps")])),
+                protocol=draw(st.sampled_from([0, PROTOCOL])),
+            ),
             "HandOut": lambda: pb.HandOutRequest(
                 session=session,
                 ask=pb.ChunkAsk(

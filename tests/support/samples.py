@@ -49,6 +49,7 @@ from pswire.model.closures import (
     Piece,
     Taken,
 )
+from pswire.model.joins import Enlisted
 from pswire.model.log import (
     STEP,
     Approved,
@@ -233,7 +234,9 @@ OF_TABLES = Plan(
     trims=(Trim(162, (1, 2), 70_004), Trim(163, (3,), 0)),
 )
 ENTRIES: tuple[LogEntry, ...] = (
-    JobStarted(77, (INCARNATION, 1), "the-job", ("ps-0:2222", "[::1]:2223"), (1, 0)),
+    JobStarted(
+        77, (INCARNATION, 1), "the-job", ("ps-0:2222", "[::1]:2223"), (1, 0), ("worker-0:0", "worker-1:0"), "chief-0:0"
+    ),
     Created(VARIABLE),
     Created(SCRATCH),
     Created(PART),
@@ -414,6 +417,8 @@ SAMPLES = (
     Sample("Open", "bounded", (WORKER, 4, SESSION, False, "bounded", "the-job", 8, 0, 3), _OPENED),
     Sample("Open", "whole", (WORKER, 4, SESSION, False, "whole", "the-job", 8, 2, 0), _OPENED),
     Sample("Open", "least", (CHIEF, 0, 0, False, "sync", "", 0, 0, 0), Opened(1, INCARNATION, 0, 0, "cpu")),
+    Sample("Enlist", "full", (WORKER, SESSION), Enlisted(Task("worker", 301), True)),
+    Sample("Enlist", "least", (None, 1), Enlisted(Task("worker", 0), False)),
     Sample("Beat", "full", (SESSION, 41, PLAN_ID, _PACE, 40), True),
     Sample("Beat", "leaving", (SESSION, 42, PLAN_ID, Pace(30, 62, 32, True, True, True, True), 0), False),
     Sample("Beat", "at rest", (SESSION, -1, b"", _PACE, RESTS), False),
@@ -644,6 +649,10 @@ class Fixed:
         return self._now(args)
 
     def propose(self, *args: Any) -> Any:
+        """As all verbs here."""
+        return self._now(args)
+
+    def enlist(self, *args: Any) -> Any:
         """As all verbs here."""
         return self._now(args)
 

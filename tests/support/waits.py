@@ -31,6 +31,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     "psclient._src.chief.checkpoints.CheckpointCommitter._awaited": ("for_a_shard",),
     # Whoever starts processes. Scripts may take as long as they like.
     "psclient._src.launch.cluster.Cluster.wait": ("for_a_script_of_a_cluster",),
+    "psclient._src.launch.joining.Joiner.take": ("for_a_job_to_join",),
     "psclient._src.processes.process.await_listening": ("for_a_server_that_listens",),
     # An evaluator; without a timeout of its own for ever, as in TensorFlow.
     "psclient.train.iterator._next": ("for_a_newer_checkpoint",),
@@ -97,6 +98,9 @@ BRIEF: dict[str, str] = {
     "psclient.train.iterator.checkpoints_iterator": ASKED,
     # ---- Of the launcher and the embedded server ----
     "psclient._src.launch.psworker.run_cluster": "Cluster.wait",
+    "psclient._src.launch.joining.Joiner._hold": "the pause between two words that keep a place",
+    "psclient._src.launch.joining.Joiner._told": "at most LOOK_SECONDS, for an answer that comes at once",
+    "psclient._src.launch.supervisor._Child.run": "for the user's script, whose output is there to see",
     "psclient._src.launch.cluster.Cluster.kill": "for the kernel, after SIGKILL",
     "psclient._src.launch.cluster.Cluster.stop": "for the kernel, after SIGKILL",
     "psclient._src.launch.cluster.Cluster._await": "at most LEAVE_SECONDS, then who still runs is named, or TERM_SECONDS",

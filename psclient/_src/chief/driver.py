@@ -74,6 +74,7 @@ class Chief:
         self._task = task
         self._servers = servers
         self._timeouts = timeouts
+        self._cluster = cluster
         self._expected = set(cluster.tasks("worker")) | ({task} if runs_script else set())
         self._threads = Threads("checkpoint")
         self._took = Histogram()
@@ -92,7 +93,7 @@ class Chief:
     def _begin(self) -> None:
         """Knows nothing yet: what it has to know the servers tell."""
         self._session = self._new_session()
-        self._log = JobLog(self._servers, self._session, self._takes_over)
+        self._log = JobLog(self._servers, self._session, self._takes_over, self._cluster)
         self._checkpoints = CheckpointCommitter(self._servers, self._session, self._threads, self._took)
         self._losses = Losses(self._servers, self._session, self._log)
         self._returns = Returns(self._servers, self._session, self._log, self._threads)

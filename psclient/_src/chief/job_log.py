@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from psclient._src.chief.job_state import JobState
 from psclient._src.transport.session import Session
 from pswire.api import ParameterServer, Watched
+from pswire.cluster import ClusterSpec
 from pswire.errors import ConfigError, Fenced, ServerGone, ServerLost, Unreachable
 from pswire.model.log import Done, Gone, JobStarted, LogEntry, holds_job
 
 log = logging.getLogger("psclient.chief")
+
+NO_CLUSTER = ClusterSpec({})
+"""Of a process that begins no job."""
 
 
 class JobOver(Fenced):
@@ -25,15 +29,23 @@ class JobLog:
         servers: all of them; server 0 has the log.
         session: the chief's session, opened before anything else is done here.
         takes_over: see below.
+        cluster: the tasks that begin a job together, which the log tells to workers that join.
 
     Attributes:
         state: the job's state, as far as the log was read.
         takes_over: True for a chief that only goes on with a job that is there.
     """
 
-    def __init__(self, servers: Sequence[ParameterServer], session: Session, takes_over: bool = False) -> None:
+    def __init__(
+        self,
+        servers: Sequence[ParameterServer],
+        session: Session,
+        takes_over: bool = False,
+        cluster: ClusterSpec = NO_CLUSTER,
+    ) -> None:
         self.state = JobState()
         self.takes_over = takes_over
+        self._cluster = cluster
         self._servers = servers
         self._session = session
         self._copied = [0] * len(servers)
@@ -54,7 +66,12 @@ class JobLog:
         else:
             addresses = tuple(server.address for server in self._servers)
             copies = copies_by(session.domains) if session.copied else ()
-            begin = JobStarted(session.number, session.incarnations, session.job, addresses, copies)
+            workers, chief = (
+                tuple(map(self._cluster.address, self._cluster.tasks(job))) for job in ("worker", "chief")
+            )
+            begin = JobStarted(
+                session.number, session.incarnations, session.job, addresses, copies, workers, "".join(chief)
+            )
             # Server 0 last: once it has the job, clients create variables, which another server that began
             # the job only then would drop.
             for server in reversed(self._servers):

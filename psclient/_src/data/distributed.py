@@ -508,7 +508,17 @@ class DistributedDataset(_Distributed):
                 yield cut(batch, first, local, size)
 
     def _warn(self) -> None:
-        if self._source.order_is_own and not self._warned and self._group.share()[1] > len(self._group.devices):
+        if self._warned:
+            return
+        first, replicas = self._group.share()
+        if first >= replicas and self._options.auto_shard_policy is not AutoShardPolicy.OFF:
+            self._warned = True
+            log.warning(
+                "dataset %d is shared by the asynchronous workers that began the job, and this one joined it later and "
+                "has no share; give the dataset ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC)",
+                self._number,
+            )
+        elif self._source.order_is_own and replicas > len(self._group.devices):
             self._warned = True
             log.warning(
                 "dataset %d is shuffled by each process for itself, so that examples are seen twice or not at all; "

@@ -17,6 +17,7 @@ import click
 from psclient._src.config import (
     LaunchConfig,
     job_from,
+    metrics_from,
     refused_from,
     replication_from,
     security_from,
@@ -25,16 +26,20 @@ from psclient._src.config import (
     set_metrics,
     set_save_on_sigterm,
     set_security,
+    set_variables,
     task_config,
+    tf_config_text,
     timeouts_from,
     wants_colour,
 )
 from psclient._src.launch.chief import drive
 from psclient._src.launch.cluster import Cluster
+from psclient._src.launch.joining import JobIsOver, Joiner, certified_task, own_name
 from psclient._src.launch.script import die_with, end_on_sigterm, run_module, run_script, say
+from psclient._src.launch.supervisor import supervise
 from psclient._src.processes.output import Printer
 from psclient._src.processes.shutdown import code_of
-from pswire.cluster import EVALUATOR, TaskConfig
+from pswire.cluster import EVALUATOR, TaskConfig, check_address
 from pswire.errors import ConfigError, PSError
 from pswire.flags import flag, flags
 from pswire.options import flag_name, said
@@ -63,6 +68,9 @@ class Invocation:
         debug: True to show tracebacks of this package.
         module: the module that a worker imports in place of the script; "" for none.
         standby: True for a chief that waits until nobody drives the job any more.
+        join: addresses of servers whose job is to be joined; none for a task of TF_CONFIG.
+        restarts: with `join` the failures after which the script is started again.
+        named: True if lines of the log say the task though there is a parent, which does not relay them.
     """
 
     script: str
@@ -74,6 +82,9 @@ class Invocation:
     debug: bool
     module: str = ""
     standby: bool = False
+    join: tuple[str, ...] = ()
+    restarts: int = 0
+    named: bool = False
 
 
 @click.command(context_settings={"allow_interspersed_args": False}, options_metavar="[OPTIONS]")
@@ -87,12 +98,18 @@ class Invocation:
 )
 @click.option("--chief-runs-script", is_flag=True, help="Run the script in the chief as well.")
 @click.option("--standby", is_flag=True, help="Be a chief that takes over once the job's chief is gone.")
+@click.option(
+    "--join",
+    metavar="HOST:PORT[,...]",
+    help="Run SCRIPT as one more worker of the job that these servers hold, without TF_CONFIG; one server is enough.",
+)
 @flags(LaunchConfig, unsaid=True, without=("chief", "script", "log_level", "log_format"))
 @flags(ServerOptions, unsaid=True)
 @flags(SecurityOptions, unsaid=True)
 @flag("log_level", logging_setup.LOG_LEVEL, unsaid=True, environ=True)
 @flag("log_format", logging_setup.LOG_FORMAT, "text", unsaid=True, environ=True)
 @click.option("--die-with-parent", "parent", type=int, default=0, hidden=True)
+@click.option("--named", is_flag=True, hidden=True)
 @click.version_option(package_name="paramserver", message="%(prog)s %(version)s")
 @click.argument("script", default="")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -100,6 +117,9 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
     """Runs SCRIPT as the task that TF_CONFIG names. A chief without SCRIPT only drives the job.
 
     With --module a worker imports that module instead, and runs what a chief with SCRIPT schedules.
+
+    With --join the servers say which task it is: one more worker of the job that they hold. With --restarts it is
+    started again as the same task where it fails.
 
     With --standalone, or --config, starts servers, workers and a chief on this machine instead. Flags
     win over the file.
@@ -124,15 +144,45 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
         set_metrics(given["metrics_host"], given["metrics_port"])
         if given["save_on_sigterm"]:
             set_save_on_sigterm()
-        for name in (name for name in cluster | server if name not in OF_A_TASK):
+        of_a_task = (*OF_A_TASK, "restarts") if given["join"] else OF_A_TASK
+        for name in (name for name in cluster | server if name not in of_a_task):
             raise ConfigError(f"{flag_name(name)} describes a local cluster; add --standalone")
     level, kind = given["log_level"] or "warning", launch.log_format if launch else given["log_format"] or "text"
     module = given["module"] or ""
     if given["standby"] and (launch or script):
         raise ConfigError("--standby is for one more process of the chief task, which runs no script")
-    return Invocation(
+    invocation = Invocation(
         script, args, launch, given["parent"], level, kind, bool(given["debug"]), module, given["standby"]
     )
+    if given["join"] is not None:
+        invocation = dataclasses.replace(invocation, join=_addresses(given["join"]), restarts=given["restarts"] or 0)
+        _check_join(invocation)
+    return dataclasses.replace(invocation, named=given["named"])
+
+
+def _addresses(text: str) -> tuple[str, ...]:
+    """The addresses of `--join`; raises `ConfigError` for what is none."""
+    given = tuple(part.strip() for part in text.split(","))
+    for address in given:
+        check_address(address, "--join")
+    return given
+
+
+def _check_join(invocation: Invocation) -> None:
+    """Raises `ConfigError` if a process with these arguments cannot join a job, whatever the servers say."""
+    if invocation.launch or invocation.standby:
+        raise ConfigError(
+            "--join is for one more worker of a job that runs; leave out --standalone, --config, --standby"
+        )
+    if tf_config_text().strip():
+        raise ConfigError(
+            "TF_CONFIG says which task this process is, and with --join the servers do; unset TF_CONFIG to join the "
+            "job, or leave out --join"
+        )
+    if not (invocation.script or invocation.module):
+        raise ConfigError("a worker needs a script; write psworker --join HOST:PORT [OPTIONS] SCRIPT [ARGS]")
+    if invocation.script and not Path(invocation.script).exists():
+        raise ConfigError(f"there is no script {invocation.script!r} in {Path.cwd()}")
 
 
 def _launch_config(
@@ -199,6 +249,40 @@ def _named(job: str) -> str:
     return f"an {job}" if job == EVALUATOR else f"a {job}"
 
 
+def run_joined(invocation: Invocation) -> int:
+    """Runs a script as one more worker of a running job; returns the exit code, 0 where the job is over.
+
+    Raises:
+        PSError: there is no job, or it does not take this process.
+    """
+    end_on_sigterm()
+    options = security_options()
+    wanted = certified_task(options)
+    security = options.read(own_name(wanted))
+    with Joiner(invocation.join, timeouts_from(), security, wanted, job_from()) as joiner:
+        try:
+            joined = joiner.take()
+        except JobIsOver as error:
+            say(None, str(error))
+            return 0
+        logging_setup.name(str(joined.task))
+        log.warning("joins the job %r as %s, beside the %d workers of its cluster", *joined.said)
+        joiner.hold(always=invocation.restarts > 0)
+        if invocation.restarts:
+            return supervise(joiner, joined, _arguments(invocation), invocation.restarts)
+        set_variables(joined.variables())
+        return run_task(invocation, task_config())
+
+
+def _arguments(invocation: Invocation) -> list[str]:
+    """The arguments of a process that runs the same script as one task; what else there is the environment tells it."""
+    host, port = metrics_from()
+    flags = ["--named", "--log-level", invocation.log_level, "--log-format", invocation.log_format]
+    flags += ["--debug"] * invocation.debug + (["--module", invocation.module] if invocation.module else [])
+    flags += [] if port is None else ["--metrics-host", host, "--metrics-port", str(port)]
+    return [*flags, "--", *([invocation.script] if invocation.script else []), *invocation.args]
+
+
 def run_cluster(config: LaunchConfig) -> int:
     """Runs a local cluster to its end; returns the exit code.
 
@@ -227,11 +311,15 @@ def _report(text: str) -> None:
 
 def run(invocation: Invocation) -> int:
     """Runs the command line; returns the exit code."""
-    logging_setup.configure(invocation.log_format, invocation.log_level, relayed=bool(invocation.parent))
+    logging_setup.configure(
+        invocation.log_format, invocation.log_level, relayed=bool(invocation.parent) and not invocation.named
+    )
     config: TaskConfig | None = None
     try:
         if invocation.launch:
             return run_cluster(invocation.launch)
+        if invocation.join:
+            return run_joined(invocation)
         config = task_config()
         logging_setup.name(str(config.task) if config else "")
         return run_task(invocation, config)

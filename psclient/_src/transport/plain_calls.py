@@ -12,10 +12,11 @@ from psclient._src.transport.daemon_threads import Threads
 from pswire.api import ALL, RestoreOrder, RestoreReply
 from pswire.cluster import Task
 from pswire.encoding import messages
-from pswire.encoding.protocol import PROTOCOL
+from pswire.encoding.protocol import PROTOCOL, check_protocol
 from pswire.encoding.verbs import parse
 from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.closures import ClosureOrder, ClosureQueue, ClosureResult, Fetched, Taken
+from pswire.model.joins import Enlisted
 from pswire.model.places import Offered, Spare
 from pswire.model.plan import Turn
 from pswire.model.saved import Shard
@@ -31,6 +32,14 @@ class PlainCalls:
 
     def _ask(self, name: str, request: Message, ends: bool = False) -> bytes:
         raise NotImplementedError
+
+    def enlist(self, task: Task | None, key: int) -> Enlisted:
+        """Implements `ParameterServer.enlist`."""
+        asked = None if task is None else messages.TASK.to_pb(task)
+        request = pb.EnlistRequest(key=key, task=asked, protocol=PROTOCOL)
+        m = parse(pb.EnlistReply, self._ask("Enlist", request))
+        check_protocol(m.protocol, str(self.task), str(task or "a worker that joins"))
+        return messages.ENLISTED.from_pb(m)
 
     def leave(self, session: int, error: str) -> None:
         """Implements `ParameterServer.leave`."""

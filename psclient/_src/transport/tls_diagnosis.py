@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 import ssl
+from typing import cast
 
 from pswire.security.identity import Security
+from pswire.security.names import named
 
 SECONDS = 2.0
 """Seconds that one step of the probe may take."""
@@ -55,6 +57,27 @@ def mismatch(address: str, security: Security, name: str) -> str:
     found = _found(address, security, name)
     # A server that ends may look the same, once.
     return found if found != REFUSED else _found(address, security, name)
+
+
+def names_shown(address: str, security: Security) -> frozenset[str]:
+    """Returns the tasks that the certificate of the server at an address names, which our CA has signed.
+
+    Empty where none answers with such a certificate.
+    """
+    host, _, port = address.rpartition(":")
+    context = security.client_context()
+    context.check_hostname = False  # which task it is, is what is asked for
+    context.set_alpn_protocols([PROTOCOL])
+    try:
+        with (
+            socket.create_connection((host.strip("[]"), int(port)), SECONDS) as sock,
+            context.wrap_socket(sock) as sealed,
+        ):
+            shown = sealed.getpeercert() or {}
+    except (OSError, ValueError):
+        return frozenset()
+    pairs = cast(tuple[tuple[str, str], ...], shown.get("subjectAltName", ()))
+    return named(name for kind, name in pairs if kind == "DNS")
 
 
 def _found(address: str, security: Security, name: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from psclient._src.chief.job_log import JobLog, JobOver
 from psclient._src.transport.hosting import Hosting
-from pswire.cluster import Task
+from pswire.cluster import ClusterSpec, Task
 from pswire.errors import ServerLost
 from pswire.model.log import Done, Epoch, EpochClosed, JobStarted
 
@@ -67,3 +67,21 @@ def test_what_is_over_is_not_taken_over():
     """Nor is another job."""
     with pytest.raises(JobOver):
         reader([*LOG, Done()], LOG).attach()
+
+
+def test_a_job_begins_with_what_those_need_who_join_it():
+    """Where the servers are, the workers of its cluster, in their order, and its chief."""
+    told = []
+    servers = [
+        SimpleNamespace(
+            address=f"s{n}:1", approve=lambda *said: told.append(said), status=lambda: SimpleNamespace(log=0)
+        )
+        for n in range(2)
+    ]
+    hosting = Hosting(Task("chief", 0), servers)
+    session = SimpleNamespace(hosting=hosting, copied=False, incarnations=(11, 12), job="mine", number=5, token=7)
+    cluster = ClusterSpec({"ps": ["s0:1", "s1:1"], "worker": ["a:0", "b:0"], "chief": ["c:0"]})
+    JobLog(servers, session, cluster=cluster).attach()
+    assert [said[:2] for said in told] == [(7, 0)] * 2
+    for begun in (entry for *_, entries in told for entry in entries):
+        assert (begun.addresses, begun.workers, begun.chief) == (("s0:1", "s1:1"), ("a:0", "b:0"), "c:0")

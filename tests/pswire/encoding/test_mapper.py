@@ -60,6 +60,7 @@ REQUESTS: list[type[Message]] = [
     *(pb.Part, pb.CreateFrame, pb.PushFrame, pb.RoundFrame, pb.PullFrame, pb.LaneHello, pb.LaneAlive),
     *(pb.IntroduceRequest, pb.IntroduceReply, pb.ExchangeHeader, pb.AskFrame, pb.AnswerFrame, pb.BeatReply),
     *(pb.CreateBatchRequest, pb.ScheduleRequest, pb.TakeRequest, pb.FetchRequest, pb.HandOutRequest),
+    pb.EnlistRequest,
     *(pb.OfferRequest, pb.MoveRequest, pb.MoveReply),
 ]
 """What the rims write themselves: the arguments of a verb, and the envelopes of payloads."""
@@ -67,7 +68,7 @@ REQUESTS: list[type[Message]] = [
 OF_THE_RIMS = {
     f"paramserver.v1.OpenReply.{name}"
     for name in ("data_port", "data_path", "lane_token", "in_flight", "buffer_bytes", "protocol")
-} | {"paramserver.v1.OfferReply.protocol"}
+} | {"paramserver.v1.EnlistReply.protocol", "paramserver.v1.OfferReply.protocol"}
 """What the rims add to a message of the table: no core knows of it."""
 
 OF_SENDERS = {"paramserver.v1.ServerVote.session"}

@@ -1,0 +1,129 @@
+"""Workers that join a running job: which index each of them has, and the stimulus by which it asks for one.
+
+The server that keeps the sessions gives the indices. One is kept for a lease, or as long as a session of its task
+is open, whichever is longer; then it is free again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from itertools import count
+
+from psserver.core.log import Log
+from psserver.effects import Effect
+from psserver.state.sessions import Membership
+from pswire.cluster import Task
+from pswire.errors import ConfigError, InvalidRequest, TaskTaken
+from pswire.model.joins import Enlisted
+
+Outcome = tuple[Enlisted, list[Effect]]
+"""A stimulus's answer to its caller, and its effects."""
+
+WORKER = "worker"
+"""The job of all who join."""
+
+
+@dataclass
+class _Kept:
+    key: int
+    seen: float
+
+
+class Indices:
+    """The indices that processes have which join a job. A plain state machine, without a clock.
+
+    Args:
+        lease: seconds for which an index is kept that its process does not ask for again.
+        limit: the most indices that are kept.
+    """
+
+    def __init__(self, lease: float, limit: int) -> None:
+        self._lease = lease
+        self._limit = limit
+        self._kept: dict[int, _Kept] = {}
+
+    def clear(self) -> None:
+        """Forgets all of them: another job begins."""
+        self._kept.clear()
+
+    def take(self, key: int, wanted: int | None, first: int, open: Set[int], now: float) -> int:
+        """Gives an index to a process, and keeps it; gives it the same one again.
+
+        Args:
+            key: of the process.
+            wanted: the index that it wants; None for the first that is free.
+            first: the first index above those of the cluster.
+            open: indices of which a session is open.
+            now: monotonic seconds.
+
+        Raises:
+            TaskTaken: another process has the one that it wants.
+            ConfigError: that one is the cluster's own; there are too many.
+        """
+        self._kept = {index: kept for index, kept in self._kept.items() if now - kept.seen <= self._lease}
+        mine = next((index for index, kept in self._kept.items() if kept.key == key), None)
+        if mine is None and len(self._kept) >= self._limit:
+            raise ConfigError(
+                f"{self._limit} workers join this job just now, and no more may; wait until they are there, or start "
+                "the servers with a larger --max-sessions"
+            )
+        if mine is None or wanted not in (None, mine):
+            mine = self._new(wanted, first, open)
+            self._kept = {index: kept for index, kept in self._kept.items() if kept.key != key}
+        self._kept[mine] = _Kept(key, now)
+        return mine
+
+    def _new(self, wanted: int | None, first: int, open: Set[int]) -> int:
+        if wanted is None:
+            return next(index for index in count(first) if index not in open and index not in self._kept)
+        task = Task(WORKER, wanted)
+        if wanted < first:
+            raise ConfigError(
+                f"{task} is one of the {first} workers of the job's cluster; start it with the cluster's TF_CONFIG and "
+                f"without --join, or join with a certificate of {Task(WORKER, first)} or a later one (psctl certs OUT "
+                "--extra-workers N makes them)",
+                str(task),
+            )
+        if wanted in open or wanted in self._kept:
+            raise TaskTaken(
+                f"another process is {task} of this job; end it first, or join with the certificate of another worker "
+                "(psctl certs OUT --extra-workers N makes them)",
+                str(task),
+            )
+        return wanted
+
+
+class JoinStimuli:
+    """The part of a server's state machine that lets workers join."""
+
+    task: Task
+    log: Log
+    members: Membership
+    _indices: Indices
+
+    def enlist(self, now: float, task: Task | None, key: int) -> Outcome:
+        """Gives a process that joins the job the task that it is to be, or keeps that for it."""
+        if task is not None and task.job != WORKER:
+            raise InvalidRequest(f"{task} is no worker, and only workers join a running job", str(self.task))
+        if not key:
+            raise InvalidRequest("who joins a job names itself by a number drawn by lot", str(self.task))
+        self._check_joinable()
+        states = self.members.states(now)
+        open = {each.member.task.index for each in states if each.state == "open" and each.member.task.job == WORKER}
+        workers, wanted = self.log.started.workers, None if task is None else task.index
+        index = self._indices.take(key, wanted, len(workers), open, now)
+        return Enlisted(Task(WORKER, index), index in open), []
+
+    def _check_joinable(self) -> None:
+        log, here = self.log, str(self.task)
+        if log.servers and not log.keeps:
+            raise InvalidRequest("another server keeps the sessions, and gives places to workers", here)
+        if log.over or log.lost is not None:
+            raise InvalidRequest("the job is over: nobody can join it", here)
+        if not (log.started.workers or log.started.chief):
+            raise ConfigError(
+                "the chief that began this job is of an older version, which does not say how many workers its "
+                "cluster has; nobody can join the job before it is begun anew with this version",
+                here,
+            )

@@ -1,0 +1,391 @@
+"""Workers that join a running job by `psworker --join`: real processes, which come and go in the middle of a pass."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from pstesting.processes import CALM, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster
+from pstesting.script import DIRECTORY, ME, TASK, add_all, gate, open_gate, say
+from pswire.cluster import Task
+from tests.support.certificates import options
+
+W3, W4 = Task("worker", 3), Task("worker", 4)
+TOLD = "told to end (SIGTERM)"
+
+EXAMPLES, BATCH = 240, 6
+STEPS = EXAMPLES // BATCH
+GROW, SHRINK = 6, 16
+"""The rounds before which workers join, and before which they leave."""
+
+
+def doze(name):
+    """Waits at a gate, and hears signals meanwhile, also one that comes just before it waits."""
+    pipe = os.open(DIRECTORY / name, os.O_RDONLY | os.O_NONBLOCK)
+    while True:
+        try:
+            os.read(pipe, 1)
+        except BlockingIOError:
+            time.sleep(0.01)
+        else:
+            os.close(pipe)
+            return
+
+
+def train(examples, batch, stops):
+    """A pass of gradient descent; what each step's loss was, and how often each example came, the servers know.
+
+    Each step is a round. Before those at which it stops, a process waits at a gate.
+    """
+    strategy = ps.ParameterServerStrategy()
+    say("open", ME)
+    steps = examples // batch
+    x = np.random.default_rng(7).normal(size=(examples, 3))
+    y = x @ np.array([1.0, -2.0, 3.0])
+    with strategy.scope():
+        w = ps.Variable(np.zeros(3), name="w")
+        losses = ps.Variable(np.zeros(steps), name="losses")
+        seen = ps.Variable(np.zeros(examples, "int64"), name="seen")
+    data = ps.ArrayDataset((x, y, np.arange(examples))).shuffle(seed=3).batch(batch)
+
+    def step(x, y, which):
+        error = x @ w.numpy() - y
+        loss = np.zeros(steps)
+        loss[strategy.round] = np.sum(error**2) / batch
+        counts = np.bincount(np.asarray(which), minlength=examples)
+        add_all([(w, -0.05 * (x.T @ error) / batch), (losses, loss), (seen, counts)])
+        say("replicas", ps.get_replica_context().num_replicas_in_sync)
+
+    batches = strategy.experimental_distribute_dataset(data)
+    for each in batches:
+        if strategy.round in stops:
+            say("at", strategy.round)
+            doze(stops[strategy.round])
+        strategy.run(step, args=each)
+        say("round", strategy.round)
+        say("missed", list(strategy.last_round.left_out))
+    say("end", [w.numpy(), losses.numpy(), seen.numpy()])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What two workers end with that nobody joins, and none leaves: a variable, losses, and the visits of examples."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    with ProcessCluster(train, directory, (EXAMPLES, BATCH, {}), (doze,), ps=2, workers=2) as job:
+        job.finish()
+        return [np.array(each) for each in job.said(W0, "end")[0]]
+
+
+def waiting(job, *tasks):
+    """Whether these wait to be taken in."""
+    with job.server(PS0) as server:
+        there = {each.member.task for each in server.status().sessions if each.join_point and each.state == "open"}
+    return there >= set(tasks)
+
+
+def members(job, count):
+    """Whether the newest epoch has so many members."""
+    with job.server(PS0) as server:
+        epoch = server.status().epoch
+    return epoch is not None and len(epoch.members) == count
+
+
+def test_two_become_four_and_then_one(tmp_path, undisturbed):
+    """In the middle of a pass: each example comes once, and each step has the loss that it has where nobody comes."""
+    gates = {GROW: "grow", SHRINK: "shrink"}
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": CALM, "gates": gates.values()}
+    with ProcessCluster(train, tmp_path, (EXAMPLES, BATCH, gates), (doze,), **keys) as job:
+        for task in (W0, W1):
+            job.hear(task, "at", GROW)
+        for task, server in ((W2, PS0), (W3, PS1)):
+            job.join(task, server=server)
+        assert {job.hear(task, "open") for task in (W2, W3)} == {2, 3}, "both at once, and each has its own"
+        job.until(lambda: waiting(job, W2, W3) and members(job, 4))
+        job.open("grow")
+        for task in (W0, W1, W2, W3):
+            job.hear(task, "at", SHRINK)
+        for task in (W1, W2, W3):
+            job.kill(task, signal.SIGTERM)
+            job.hear_error(task, TOLD)
+        job.until(lambda: members(job, 1))
+        job.open("shrink")
+        assert [job.exited(task) for task in (W1, W2, W3)] == [0, 0, 0]
+        w, losses, seen = (np.array(each) for each in job.hear(W0, "end"))
+        job.finish()
+        assert set(seen) == {1}
+        np.testing.assert_allclose(losses, undisturbed[1], rtol=1e-12)
+        np.testing.assert_allclose(w, undisturbed[0], rtol=1e-12)
+        replicas = job.said(W0, "replicas")
+        assert sorted(set(replicas), key=replicas.index) == [2, 4, 1]
+        assert len(replicas) == STEPS
+        assert not any(job.said(W0, "missed"))
+        assert all(0 < len(job.said(task, "round")) < STEPS - GROW for task in (W2, W3))
+
+
+def stay(rounds, early=False):
+    """Makes rounds until the servers count enough, and says who it is; with `early` those who join wait before."""
+    if early and ME:
+        say("early", TASK)
+        gate("go")
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        count = ps.Variable(np.zeros((), "int64"), name="count")
+    say("is", [TASK, os.getpid()])
+    while strategy.round < rounds:
+        strategy.run(lambda: add_all([(count, np.int64(1))]))
+        say("made", strategy.round)
+        if strategy.round == 3:
+            gate("go")
+    say("end", strategy.round)
+
+
+GOES_ON = {"ps": 1, "workers": 1, "chief": "driver", "gates": ["go"]}
+
+
+def test_two_that_join_at_once(tmp_path):
+    """Each has its index before its script runs, however long that takes to open a session."""
+    with ProcessCluster(stay, tmp_path, (400, True), timeouts=CALM, **GOES_ON) as job:
+        job.hear(W0, "made", 3)
+        for task in (W1, W2):
+            job.join(task)
+        assert {job.hear(task, "early") for task in (W1, W2)} == {str(W1), str(W2)}
+        with job.server(PS0) as server:
+            assert {each.member.task for each in server.status().sessions if not each.drives} == {W0}
+        job.open("go")
+        job.finish()
+
+
+def test_an_index_is_free_again_when_its_worker_is_gone(tmp_path):
+    """Once the session of the one that was killed has ended, and not before: who joins meanwhile has the next one."""
+    with ProcessCluster(stay, tmp_path, (400,), helpers=(), timeouts=QUICK, **GOES_ON) as job:
+        job.hear(W0, "made", 3)
+        job.join(W1)
+        assert job.hear(W1, "is")[0] == str(W1)
+        job.join(W2)
+        assert job.hear(W2, "is")[0] == str(W2)
+        job.kill(W1)
+        with job.server(PS0) as server:
+            job.until(lambda: any(s.state == "lost" and s.member.task == W1 for s in server.status().sessions))
+        job.join(W3)
+        assert job.hear(W3, "is")[0] == str(W1), "the first that is free"
+        job.open("go")
+        for task in (W0, W2, W3):
+            job.hear(task, "end")
+            assert job.exited(task) == 0
+
+
+def test_a_worker_that_is_started_again_keeps_its_index(tmp_path):
+    """With --restarts: whoever joins while it is down gets another one."""
+    with ProcessCluster(stay, tmp_path, (400,), timeouts=CALM, **GOES_ON) as job:
+        job.hear(W0, "made", 3)
+        job.join(W1, "--restarts", "1")
+        task, process = job.hear(W1, "is")
+        assert task == str(W1)
+        assert process != job.cluster.processes[W1].pid
+        os.kill(process, signal.SIGKILL)
+        assert "failed (killed by SIGKILL); starts again, 0 restarts left" in job.hear_error(W1, "starts again")
+        job.join(W2)
+        assert job.hear(W2, "is")[0] == str(W2)
+        again, other = job.hear(W1, "is")
+        assert again == task
+        assert other != process
+        job.open("go")
+        job.finish()
+
+
+def test_a_signal_reaches_the_script_of_a_worker_with_restarts(tmp_path):
+    """It leaves where its next step begins, and is not started again."""
+    with ProcessCluster(stay, tmp_path, (400,), timeouts=CALM, **GOES_ON) as job:
+        job.hear(W0, "made", 3)
+        job.join(W1, "--restarts", "3")
+        job.hear(W1, "is")
+        job.until(lambda: waiting(job, W1) and members(job, 2))
+        job.kill(W1, signal.SIGTERM)
+        assert f" W {W1} psclient: " in job.hear_error(W1, TOLD), "no launcher says whose line it is"
+        job.open("go")
+        assert job.exited(W1) == 0
+        job.finish()
+        assert len(job.said(W1, "is")) == 1
+
+
+def begin_anew(rounds):
+    """Makes rounds; in its first life worker 0 waits amid them, in its second until the other one has come again."""
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        count = ps.Variable(np.zeros((), "int64"), name="count")
+    say("is", TASK)
+    mark = DIRECTORY / f"lived {ME}"
+    again = mark.exists()
+    mark.touch()
+    if again and ME:
+        open_gate("again")
+    while strategy.round < rounds:
+        strategy.run(lambda: add_all([(count, np.int64(1))]))
+        if strategy.round == 3 and not ME:
+            say("at")
+            gate("again" if again else "first")
+    say("end")
+
+
+def test_a_job_that_is_begun_anew(tmp_path):
+    """Who joined it before a server was lost joins it again, as the same worker."""
+    keys = GOES_ON | {"restarts": 2, "gates": ["first", "again"], "timeouts": CALM}
+    with ProcessCluster(begin_anew, tmp_path, (100,), **keys) as job:
+        job.hear(W0, "at")
+        job.join(W1, "--restarts", "1")
+        job.until(lambda: waiting(job, W1) and members(job, 2))
+        job.kill(PS0)
+        job.open("first")
+        job.finish()
+        assert job.said(W1, "is") == [str(W1)] * 2
+        assert len(job.said(W0, "is")) == 2
+        assert "failed (exit code 75); starts again" in job.errors(W1)
+
+
+@pytest.mark.parametrize("restarts", ["1", "0"])
+def test_a_script_that_fails_again_and_again(tmp_path, restarts):
+    """Ends with its own code, once no restarts are left."""
+    with ProcessCluster(stay, tmp_path, (400,), timeouts=CALM, **GOES_ON) as job:
+        job.hear(W0, "made", 3)
+        script = tmp_path / "program.py"
+        script.write_text("import sys; print('{\"tried\": 1}', flush=True); sys.exit(7)")
+        job.join(W1, "--restarts", restarts)
+        assert job.exited(W1, SECONDS) == 7
+        job.until(lambda: len(job.said(W1, "tried")) == 1 + int(restarts))
+
+
+def test_with_certificates(certificates, tmp_path):
+    """Whoever joins is the worker that its certificate names, by TLS on all connections, and again after a failure."""
+    files = {"PS_TLS_CERT": "tls.crt", "PS_TLS_KEY": "tls.key", "PS_TLS_CA": "ca.crt", "PS_TOKEN_FILE": "token"}
+    shown = {name: str(certificates.out / "worker-1" / file) for name, file in files.items()}
+    keys = GOES_ON | {"ps": 2, "security": options(certificates.out), "timeouts": QUICK}
+    with ProcessCluster(stay, tmp_path, (400,), **keys) as job:
+        job.hear(W0, "made", 3)
+        job.join(W1, "--restarts", "1", server=PS1, **shown)
+        task, process = job.hear(W1, "is")
+        assert task == str(W1)
+        os.kill(process, signal.SIGKILL)
+        assert job.hear(W1, "is")[0] == task
+        job.join(W2, server=PS1, **shown)
+        assert job.exited(W2) == 2
+        job.hear_error(W2, f"error: {W1}: another process is {W1} of this job; end it first, or join with")
+        del job.cluster.processes[W2]
+        job.open("go")
+        job.finish()
+
+
+def take(examples, batch, dynamic):
+    """An asynchronous pass that counts how often each example came; worker 0 waits amid it."""
+    strategy = ps.ParameterServerStrategy(consistency=ps.Async())
+    with strategy.scope():
+        seen = ps.Variable(np.zeros(examples, "int64"), name="seen")
+    policy = ps.AutoShardPolicy.DYNAMIC if dynamic else ps.AutoShardPolicy.AUTO
+    data = ps.ArrayDataset(np.arange(examples)).batch(batch)
+    batches = strategy.experimental_distribute_dataset(data, ps.InputOptions(auto_shard_policy=policy))
+    for mine in batches:
+        say("took", len(np.asarray(mine)))
+        if ME == 0 and strategy.round == 3:
+            gate("go")
+        counts = np.bincount(np.asarray(mine), minlength=examples)
+        strategy.run(lambda counts: add_all([(seen, counts)]), args=(counts,))
+    say("done")
+    gate("end")
+    say("seen", seen.numpy())
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_an_asynchronous_worker_that_joins(tmp_path, dynamic):
+    """Takes whichever batch comes next; where those of the beginning have their shares, it is told that it has none."""
+    keys = {"ps": 2, "workers": 1, "chief": "driver", "gates": ["go", "end"], "timeouts": CALM}
+    with ProcessCluster(take, tmp_path, (120, 4, dynamic), **keys) as job:
+        for _ in range(4):
+            job.hear(W0, "took")
+        job.join(W1)
+        if dynamic:
+            for _ in range(4):
+                job.hear(W1, "took", 4)
+        else:
+            job.hear_error(
+                W1, "has no share; give the dataset ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYN"
+            )
+        job.hear(W1, "done")
+        job.open("go")
+        job.hear(W0, "done")
+        job.open("end")
+        for task in (W0, W1):
+            assert set(job.hear(task, "seen")) == {1}
+        job.finish()
+        assert (sum(job.said(W1, "took")) > 0) == dynamic
+
+
+def coordinate():
+    """The chief schedules a function for each of two workers, once the second is there."""
+    strategy = ps.ParameterServerStrategy(consistency=ps.Async())
+    with strategy.scope():
+        count = ps.Variable(np.zeros((), "int64"), name="count")
+
+    @ps.coordinator.function
+    def work():
+        say("runs", TASK)
+        gate("both")
+        strategy.run(lambda: add_all([(count, np.int64(1))]))
+        return TASK
+
+    if ps.coordinator.is_coordinator():
+        coordinator = ps.coordinator.ClusterCoordinator(strategy)
+        results = [coordinator.schedule(work) for _ in range(2)]
+        say("who", sorted(coordinator.fetch(results)))
+        say("count", count.numpy())
+
+
+def test_a_worker_that_joins_runs_what_a_coordinator_schedules(tmp_path):
+    """It is as any other worker."""
+    keys = {"workers": 1, "chief": "script", "gates": ["both"], "timeouts": CALM}
+    with ProcessCluster(coordinate, tmp_path, **keys) as job:
+        job.hear(W0, "runs")
+        job.join(W1)
+        assert job.hear(W1, "runs") == str(W1)
+        job.open("both")
+        assert job.hear(Task("chief", 0), "who") == [str(W0), str(W1)]
+        assert job.hear(Task("chief", 0), "count") == 2
+        job.finish()
+
+
+def test_copies_and_the_job_s_name_need_not_be_told(tmp_path):
+    """Who joins learns from the servers that variables have copies, and finds those that are left when one is lost."""
+    keys = GOES_ON | {"ps": 2, "replication": 1, "timeouts": QUICK}
+    with ProcessCluster(stay, tmp_path, (400,), **keys) as job:
+        job.hear(W0, "made", 3)
+        job.join(W1, server=PS1, PS_REPLICATION="0")
+        assert job.hear(W1, "is")[0] == str(W1)
+        job.kill(PS0)
+        job.hear_error(W0, f"goes on without {PS0}")
+        job.join(W2, server=PS1)
+        assert job.hear(W2, "is")[0] == str(W2), "by the server that keeps the sessions now"
+        job.open("go")
+        for task in (W0, W1, W2):
+            job.hear(task, "end")
+            assert job.exited(task) == 0
+
+
+def test_a_worker_that_has_joined_drives_the_job_on(tmp_path):
+    """Where nobody of the cluster is left: it waits for none of those that joined before it."""
+    keys = GOES_ON | {"chief": "none", "timeouts": QUICK, "gates": ["go"]}
+    with ProcessCluster(stay, tmp_path, (400,), **keys) as job:
+        job.hear(W0, "made", 3)
+        job.join(W1)
+        job.hear(W1, "is")
+        job.join(W2)
+        assert job.hear(W2, "is")[0] == str(W2)
+        job.until(lambda: waiting(job, W1, W2))
+        job.kill(W1)
+        job.kill(W0)
+        job.hear_error(W2, f"nobody drives the job any more: {W2} does, from now on")
+        assert job.hear(W2, "end") == 400
+        assert job.exited(W2) == 0
+        assert job.exited(PS0) == 0
