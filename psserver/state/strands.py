@@ -1,17 +1,18 @@
 """Strands: open rounds that gather contributions, the last complete round, and the answers that are kept.
 
-In synchronous mode all members share one strand. In asynchronous mode each task has its own, and each closure that is
-run: whichever worker makes a closure's n-th round, it is made once.
+In synchronous mode all members share one strand; beside it a session has one of its own for variables that are `alone`.
+In asynchronous mode each task has its own, and each closure that is run: whichever worker makes a closure's n-th round,
+it is made once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from psserver.effects import Effect, Fail
-from psserver.plans.round import Key, ReadyRound
+from psserver.plans.round import Key, Own, ReadyRound
 from psserver.state.pending_round import PendingRound, Push, Waiter
 from pswire.api import Contribution
 from pswire.cluster import Task
@@ -227,6 +228,19 @@ class Strand:
         pending = self.open.pop(number)
         self.settled = pending.positions or self.settled
         return pending.waiters
+
+
+def shared_rounds(strands: Mapping[Key, Strand]) -> list[tuple[int, PendingRound]]:
+    """Returns the open rounds for which anybody may wait, by number; not those of one worker beside those of all."""
+    found = (strand.open.items() for key, strand in strands.items() if not isinstance(key, Own))
+    return sorted((item for items in found for item in items), key=lambda item: item[0])
+
+
+def forget_own(strands: MutableMapping[Key, Strand], fenced: Set[int]) -> None:
+    """Forgets the own rounds of sessions that have ended, but for those that are open: what is whole still counts."""
+    for key in [key for key in strands if isinstance(key, Own) and key.session in fenced]:
+        if not strands[key].open:
+            del strands[key]
 
 
 def places_of(strands: Mapping[Key, Strand], clocks: Iterable[tuple[Member, int]]) -> tuple[WorkerProgress, ...]:

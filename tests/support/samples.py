@@ -143,6 +143,7 @@ MEMBERS = (
 EPOCH = Epoch(6, MEMBERS, "dataset:1", START)
 PLAN_ID = bytes(range(32))
 VARIABLE = PlacedVariable(150, VariableSpec("dense/kernel:0", VECTOR, True, "kernel"), (0, 3))
+ALONE = replace(VARIABLE, spec=replace(VARIABLE.spec, alone=True))
 PART = PlacedVariable(153, VariableSpec("table/part_1", VECTOR, shard=ShardOf("table", 3, 1 << 33)), (1,))
 SCRATCH = PlacedVariable(151, VariableSpec("scratch", MATRIX, False, ""), (1,))
 
@@ -427,6 +428,7 @@ SAMPLES = (
     Sample("Create", "refused", (*_CREATE, _VALUE), error("VariableMismatch")),
     Sample("CreateBatch", "full", (SESSION, _BATCH), CreateBatchReply(2, (150, 151), (151,), error("MemoryLimit"))),
     Sample("CreateBatch", "least", (1, ()), CreateBatchReply(0)),
+    Sample("CreateBatch", "alone", (SESSION, (ALONE,)), CreateBatchReply(1, (150,))),
     Sample("CreateBatch", "of tables", (SESSION, TABLES), CreateBatchReply(6, (160, 161, 162, 163, 164, 165))),
     Sample("Propose", "full", (SESSION, PLAN, "plan:00ff", START)),
     Sample("Propose", "least", (SESSION, None, "", None)),
@@ -494,6 +496,7 @@ SAMPLES = (
     Sample("HandOut", "least", (1, ChunkAsk(0, 0, 0, 0)), Chunks()),
     Sample("Push", "of chunks", (contribution(chunks=(_HANDED.chunks[0].ticket, 3)), small()), reply(small())),
     Sample("Push", "of a closure", (contribution(closure=_NAME), small()), reply(small())),
+    Sample("Push", "alone", (contribution(alone=True), small()), reply(small())),
     Sample("Status", "full", (), STATUS),
     Sample("Status", "least", (), BARE),
     Sample("Recent", "full", (), (HAPPENED, Happened(0.25, "close", ""))),
