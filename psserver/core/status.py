@@ -62,8 +62,5 @@ def _explained(rounds: Rounds, runner: Runner, waiters: Waiters) -> tuple[OpenRo
     """Returns the open rounds, that one of them waits for a checkpoint, and the answers that are held."""
     job, why = runner.held, "waits until more of a checkpoint is written"
     held = job.round if job is not None and not isinstance(job.strand, Own) else None
-        runner.held.round if runner.held and not isinstance(runner.held.strand, Own) else None,
-        "waits until more of a checkpoint is written",
-    )
     waiting = [replace(w, section=f"{w.section}; {why}") if w.round == held else w for w in rounds.waiting()]
     return (*waiting, *waiters.held)
