@@ -327,6 +327,8 @@ class Exchange:
         waits = not coming and (first or shares.refuses or window.waits_for_each)
         if shares.large and not (waits or coming):
             waits = any(_nbytes(outgoing.sent(share), unchanged) > PART_BYTES for share in shares.shares.values())
+        if plan.streams and not alone:
+            self.own.take_all()  # what lies on its way unused would leave no room on the lane for what streams
         window.make_room()
         round = self._push_all(outgoing, shares, observes, waits, unchanged, self._alone if alone else self._shared)
         window.add(round)
