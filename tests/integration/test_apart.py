@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 import psclient as ps
 from pstesting.processes import CALM, PS0, W0, W1, ProcessCluster
