@@ -51,3 +51,131 @@ def test_a_step_does_not_wait_for_others_where_it_need_not(tmp_path):
         for task in (W0, W1):
             assert job.hear(task, "sums") == [total(6, 6)] * 3
         job.finish()
+
+
+def train(steps, directory, stop):
+    """Trains a dense layer and a dynamic table together; saves in the middle, and restores what was saved there."""
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        w = ps.Variable(np.zeros(4, "float32"), name="w")
+        table = ps.dynamic_embedding.get_variable("table", dim=2, initializer=0, consistency=ps.Async())
+        optimizer = ps.optimizers.SGD(1.0)
+    checkpoint = ps.train.Checkpoint(w=w, table=table, optimizer=optimizer)
+
+    def step(number):
+        rows = table.lookup([number % 3, 5 + ME])
+        pairs = [(np.ones(4, "float32"), w), (rows.gradient(np.ones((2, 2), "float32")), table)]
+        optimizer.apply_gradients(pairs)
+
+    def told():
+        return [w.numpy().tolist(), table.lookup([0, 1, 2, 5, 6]).numpy()[:, 0].tolist()]
+
+    for number in range(steps):
+        strategy.run(step, (number,))
+        if number == stop:
+            path = checkpoint.save(directory)
+    say("counts", [int(each) for each in optimizer.variables])
+    gate("end")
+    say("after", told())
+    checkpoint.restore(path).assert_consumed()
+    say("restored", told())
+    say("counted", [int(each) for each in optimizer.variables])
+    gate("more")
+    strategy.run(step, (0,))
+    gate("over")
+    say("more", told())
+
+
+def test_a_table_is_trained_beside_dense_layers(tmp_path):
+    """Everything counts once; a checkpoint has all that each worker had added before it saved, and no more; so it is
+    what a restore gives back, with the counts of steps, of which a table has its own: those of all workers."""
+    keys = {"ps": 2, "workers": 2, "gates": ["end", "more", "over"], "timeouts": CALM}
+    with ProcessCluster(train, tmp_path, (9, "run/ckpt", 5), **keys) as job:
+        for task in (W0, W1):
+            assert job.hear(task, "counts")[0] == 9
+        job.open("end")
+        for task in (W0, W1):
+            assert job.hear(task, "after") == [[-18.0] * 4, [-6.0, -6.0, -6.0, -9.0, -9.0]]
+            assert job.hear(task, "restored") == [[-12.0] * 4, [-4.0, -4.0, -4.0, -6.0, -6.0]]
+            assert job.hear(task, "counted") == [6, 12]
+        job.open("more")
+        job.open("over")
+        for task in (W0, W1):
+            w, rows = job.hear(task, "more")
+            assert w == [-14.0] * 4
+            assert rows[3 + task.index] == -7.0
+        job.finish()
+
+
+def skip():
+    """Worker 1 contributes NaN in one of its steps, to a variable of each kind."""
+    strategy = ps.ParameterServerStrategy(consistency=ps.Sync(nonfinite="skip"))
+    with strategy.scope():
+        w = ps.Variable(np.zeros(2), name="w")
+        t = ps.Variable(np.zeros(2), name="t", consistency=ps.Async(nonfinite="skip"))
+    for number in range(4):
+        bad = ME == 1 and number == 2
+        mine = np.full(2, np.nan if bad else 1000.0**ME)
+        strategy.run(lambda mine=mine: add_all([(t, mine), (w, mine)]))
+    gate("end")
+    say("sums", [w.numpy().tolist(), t.numpy().tolist()])
+
+
+def test_a_round_is_skipped_by_itself(tmp_path):
+    """That of all where anybody's contribution is not finite; of a worker's own rounds only its own."""
+    keys = {"ps": 1, "workers": 2, "gates": ["end"], "timeouts": CALM}
+    with ProcessCluster(skip, tmp_path, (), **keys) as job:
+        job.open("end")
+        for task in (W0, W1):
+            w, t = job.hear(task, "sums")
+            assert w == [3003.0] * 2
+            assert t[0] in (4.0, 1004.0, 2004.0, 3004.0)
+        job.finish()
+
+
+def test_processes_that_differ_are_told(tmp_path):
+    """One creates the variable with the consistency of all: then updates of one would wait for those of the other."""
+
+    def differ():
+        strategy = ps.ParameterServerStrategy()
+        if ME:
+            gate("go")
+        with strategy.scope():
+            v = ps.Variable(np.zeros(2), name="v", consistency=None if ME else ps.Async())
+        say("has", v.alone)
+        v.numpy()
+        say("created")
+        gate("end")
+
+    with ProcessCluster(differ, tmp_path, (), workers=2, gates=["go", "end"], timeouts=CALM) as job:
+        job.hear(W0, "created")
+        job.open("go")
+        assert job.exited(W1) != 0
+        assert "'v' float64[2] with ps.Async()" in job.errors(W1)
+
+
+def change(rounds):
+    """The job becomes asynchronous, and synchronous again; one variable is asynchronous all the time."""
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        w = ps.Variable(np.zeros(2), name="w")
+        t = ps.Variable(np.zeros(2), name="t", consistency=ps.Async())
+    mine = np.full(2, 1000.0**ME)
+    for consistency in (ps.Async(), ps.Sync(), ps.Async(), ps.Sync()):
+        for _ in range(rounds):
+            strategy.run(lambda: add_all([(t, mine), (w, mine)]))
+        strategy.set_consistency(consistency)
+        say("sums", [v.numpy().tolist() for v in (w, t)])
+        strategy.set_consistency(strategy.consistency)
+    say("round", strategy.round)
+
+
+def test_a_job_that_changes_its_consistency(tmp_path):
+    """At a change everybody has all that was added, to variables of both kinds; so it is after the way back."""
+    with ProcessCluster(change, tmp_path, (5,), ps=2, workers=2, timeouts=CALM) as job:
+        job.finish()
+        for task in (W0, W1):
+            told = job.said(task, "sums")
+            # Where each goes on by itself the other may have gone on already.
+            assert [told[1], told[3]] == [[[5005.0 * k] * 2] * 2 for k in (2, 4)]
+            assert job.said(task, "round") == [20]

@@ -295,6 +295,12 @@ class OwnWindow(Window):
     the members is nothing to this process, which learns it from the rounds of all.
     """
 
+    def __init__(
+        self, session: Session, group: Group, reads: ReadCache, awaited: Awaited, measures: RoundCounters
+    ) -> None:
+        super().__init__(session, group, reads, awaited, measures)
+        self._approved: set[bytes] = set()  # plans of which one was made
+
     @property
     def size(self) -> int:
         """The most rounds under way: one where there are several servers, on which they have no common order."""
@@ -314,19 +320,20 @@ class OwnWindow(Window):
         """Does nothing: nobody else waits in them."""
 
     def _note(self, round: UnderWay, replies: Mapping[int, RoundReply]) -> None:
-        """Does nothing: see the class."""
+        """Notes that the chief has approved its section."""
+        self._approved.add(round.plan.id)
 
     def _await(self, round: UnderWay, server: int, future: Future[RoundReply], deadline: Deadline) -> RoundReply:
         session, task = self._session, Task("ps", server)
-        said = f"the update of its own, number {round.number}, of variables with consistency=ps.Async()"
+        new = round.plan.id not in self._approved
+        whom = f"{task}, or the chief, who has to approve it once," if new else str(task)
+        said = f"update {round.number} of its own variables, with ps.Async()"
         return session.wait(
             future,
             deadline,
-            lambda: RoundTimeout(
-                f"{said} was not made within {session.round_limit:g} s by {task}; is the chief running, which approves "
-                "it once?"
-            ),
-            lambda: f"waits for {task} to make {said}",
+            lambda: RoundTimeout(f"{said} was not made within {session.round_limit:g} s: it waits for {whom}"),
+            lambda: f"waits for {whom} to make {said}",
+            lambda: new,
         )
 
 
