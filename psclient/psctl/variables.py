@@ -109,7 +109,7 @@ def _report(variable: PlacedVariable, primaries: Mapping[str, str]) -> dict[str,
 
 def _name(said: Mapping[str, Any]) -> str:
     apart = f" ({said['consistency']})" if said["consistency"] else ""
-    return "  " * bool(said["slot_of"]) + said["name"] + apart
+    return f"{'  ' * bool(said['slot_of'])}{said['name']}{apart}"
 
 
 def _tables(said: Mapping[str, Any]) -> Iterator[Table]:
