@@ -262,12 +262,12 @@ class Exchange:
             PSError: as `send`.
         """
         if not marks:
-            return partial(self.window.values, self.send(outgoing, observes))
+            return partial(self.window.values, self.send(outgoing, observes=observes))
         sent: list[tuple[PlanPart, UnderWay]] = []
         parts = self._cutter.cut(outgoing.plan, marks)
         # An error of the first is every process's, and then none makes the second. A checkpoint has both.
         for part in parts if outgoing.plan.snapshot is None else reversed(parts):
-            round = self.send(outgoing.part(part), observes and not part.alone, part.alone)
+            round = self.send(outgoing.part(part), observes=observes and not part.alone, alone=part.alone)
             sent.append((part, round))
             if part.alone and outgoing.plan.snapshot is not None:
                 self.own.take_all()
