@@ -107,7 +107,7 @@ class Parked:
     """Pushes for an epoch that is not known here yet. They belong to no round of this server so far."""
 
     def __init__(self) -> None:
-        self._pushes: dict[int, list[Push]] = {}
+        self._pushes: dict[tuple[int, bool], list[Push]] = {}  # of a session those to rounds of all, and its own
 
     def put(self, push: Push) -> list[Effect]:
         """Keeps a push; fails the oldest of too many attempts.
@@ -115,7 +115,8 @@ class Parked:
         Raises:
             InvalidRequest: its session waits in too many other rounds already.
         """
-        round, parked = push.said.round, self._pushes.get(push.said.session, [])
+        name = push.said.session, push.said.alone
+        round, parked = push.said.round, self._pushes.get(name, [])
         check_window({other.said.round for other in parked}, round)
         effects: list[Effect] = []
         attempts = [other for other in parked if other.said.round == round]
@@ -123,7 +124,7 @@ class Parked:
             # Its sender, on a network that loses answers, has sent it again and waits for later attempts.
             parked = [other for other in parked if other is not attempts[0]]
             effects.append(Fail(attempts[0].future, InvalidRequest(f"round {round} was sent {RESENDS} times since")))
-        self._pushes[push.said.session] = [*parked, push]
+        self._pushes[name] = [*parked, push]
         return effects
 
     def take(self) -> list[Push]:
@@ -133,17 +134,19 @@ class Parked:
 
     def fail_session(self, session: int, error: PSError) -> list[Effect]:
         """Fails the pushes of one session."""
-        return [Fail(push.future, error) for push in self._pushes.pop(session, [])]
+        found = [push for alone in (False, True) for push in self._pushes.pop((session, alone), [])]
+        return [Fail(push.future, error) for push in found]
 
     @property
     def sessions(self) -> set[int]:
         """The sessions that wait."""
-        return set(self._pushes)
+        return {session for session, _ in self._pushes}
 
     @property
     def waiting(self) -> tuple[OpenRound, ...]:
-        """The rounds of the pushes, for people."""
-        rounds = [round for each in self._pushes.values() for round in sorted({push.said.round for push in each})]
+        """The rounds of the pushes, for people; as `shared_rounds`."""
+        shared = [pushes for (_, alone), pushes in self._pushes.items() if not alone]
+        rounds = [round for each in shared for round in sorted({push.said.round for push in each})]
         return tuple(
             OpenRound(round, "a section of an epoch that is not known here yet", (), False) for round in rounds
         )
