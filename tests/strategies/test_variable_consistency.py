@@ -361,3 +361,134 @@ def test_it_is_the_default_strategy_of_one(shared):
     assert not v.alone
     with opened("mirrored-2") as strategy, strategy.scope():
         assert not ps.Variable(1.0, consistency=ps.Async()).alone
+
+
+# ---- What else is done with variables, and when it waits ----
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_all_else_is_done_alike(shared, kind):
+    """Compressed contributions, rows that are written, tables that are cut, a save and a restore: as in a job of one
+    kind, bit for bit."""
+    strategy, found, replicas = shared(kind), [], len(shared(kind).extended.worker_devices)
+    for number, consistency in enumerate((None, ps.Async())):
+        with strategy.scope():
+            v = ps.Variable(np.zeros(50, "float32"), compression=ps.compression.TopK(0.1), consistency=consistency)
+            s = ps.Variable(
+                np.zeros((5, 2), "float32"), aggregation=ps.VariableAggregation.SUM, consistency=consistency
+            )
+            name = f"cut{number}"
+            table = ps.dynamic_embedding.get_variable(name, dim=2, initializer=0, consistency=consistency)
+            optimizer = ps.optimizers.SGD(1.0)
+            s.scatter_add(ps.IndexedSlices(np.ones((2, 2), "float32"), [1, 3]))
+            table.scatter_update(ps.IndexedSlices(np.full((1, 2), 5, "float32"), [10]))
+
+        def step(v=v, s=s, table=table, optimizer=optimizer):
+            s.assign_add(np.full((5, 2), 1.0, "float32"))
+            rows = table.lookup([10, 11])
+            pairs = [(np.arange(50, dtype="float32"), v), (rows.gradient(rows.values + 1), table)]
+            optimizer.apply_gradients(pairs)
+
+        def told(v=v, s=s, table=table):
+            with strategy.scope():
+                return [v.numpy(), s.numpy(), table.lookup([10, 11]).numpy()]
+
+        for _ in range(3):
+            strategy.run(step)
+        checkpoint = ps.train.Checkpoint(v=v, s=s, table=table, optimizer=optimizer)
+        path = checkpoint.save(f"consistency/{kind}/{number}/ckpt")
+        saved = told()
+        strategy.run(step)
+        after = told()
+        checkpoint.restore(path)
+        restored = told()
+        assert all(one.tobytes() == other.tobytes() for one, other in zip(saved, restored, strict=True))
+        strategy.run(step)
+        again = told()
+        with strategy.scope():
+            table.scatter_add(ps.IndexedSlices(np.ones((20_000, 2), "float32"), np.arange(100, 20_100)))
+            table.restrict(16_384)
+            kept = table.size()
+        found.append([*saved, *after, *(again if replicas == 1 else ()), np.array(kept)])
+    for one, other in zip(*found, strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+def test_where_it_waits(two):
+    """A step, and the next batch, for what all make; a save, a change and the end for all; one at a time is under way
+    on several servers."""
+    strategy, exchange = two, two._exchange
+    with strategy.scope():
+        w = ps.Variable(np.zeros(2))
+        t = ps.Variable(np.zeros(2), consistency=ps.Async())
+        u = ps.Variable(np.zeros(2), consistency=ps.Async())
+
+    def merge(s, x):
+        for v in (w, t, u):
+            s.extended.update(v, lambda v, x: v.assign_add(x), (s.extended.reduce_to("sum", x, v),))
+
+    def step(*_):
+        ps.get_replica_context().merge_call(merge, (np.ones(2),))
+
+    strategy.run(step)  # the first of its plans is waited for
+    dataset = ps.ArrayDataset(np.zeros(4)).batch(1)
+    for batch in strategy.experimental_distribute_dataset(dataset):
+        strategy.run(step, (batch,))
+        assert exchange.own.busy
+        assert len(exchange.own._rounds) == 1
+        assert t.place != u.place
+    strategy.backend.settle()
+    assert not exchange.busy
+    strategy.run(step)
+    assert exchange.own.busy
+    ps.train.Checkpoint(w=w, t=t).save("consistency/waits/ckpt")
+    assert not exchange.own.busy
+    strategy.run(step)
+    strategy.set_consistency(ps.Sync(whole_rounds=False))
+    assert not exchange.own.busy
+    strategy.set_consistency(ps.Sync())
+
+
+def test_a_large_round_has_the_lane_for_itself(two, monkeypatch):
+    """What this worker has on its way of its own is taken in before: it would lie in memory that streams need."""
+    strategy, exchange = two, two._exchange
+    with strategy.scope():
+        large = ps.Variable(np.zeros(1 << 20))
+        t = ps.Variable(np.zeros(2), consistency=ps.Async())
+    push, busy = exchange._push_all, []
+
+    def pushed(outgoing, *rest):
+        busy.append(exchange.own.busy) if outgoing.plan.streams else None
+        return push(outgoing, *rest)
+
+    monkeypatch.setattr(exchange, "_push_all", pushed)
+
+    def merge(s, x, y):
+        for v, z in ((large, x), (t, y)):
+            s.extended.update(v, lambda v, z: v.assign_add(z), (s.extended.reduce_to("sum", z, v),))
+
+    for _ in range(3):
+        strategy.run(lambda: ps.get_replica_context().merge_call(merge, (np.ones(1 << 20), np.ones(2))))
+        assert exchange.own.busy or len(busy) == 1
+    assert busy == [False] * 3
+
+
+def test_an_error_of_all_leaves_nothing():
+    """The part of all comes first: where it is refused, nobody makes the rest, which others could not take back."""
+    with ps.ParameterServerStrategy(consistency=ps.Sync(nonfinite="raise")) as strategy:
+        with strategy.scope():
+            w = ps.Variable(np.zeros(2), name="w")
+            t = ps.Variable(np.zeros(2), name="t", consistency=ps.Async(nonfinite="raise"))
+            optimizer = ps.optimizers.SGD(1.0)
+
+        def step(*gradients):
+            optimizer.apply_gradients([(np.full(2, gradients[0]), t), (np.full(2, gradients[1]), w)])
+
+        strategy.run(step, (1.0, 1.0))
+        with pytest.raises(ps.errors.NonfiniteError, match="'w'"):
+            strategy.run(step, (1.0, np.nan))
+        assert [v.numpy().tolist() for v in (w, t)] == [[-1.0, -1.0]] * 2
+        with pytest.raises(ps.errors.NonfiniteError, match="'t'"):
+            strategy.run(step, (np.inf, 1.0))
+        assert [v.numpy().tolist() for v in (w, t)] == [[-2.0, -2.0], [-1.0, -1.0]]
+        assert strategy.round == 3
