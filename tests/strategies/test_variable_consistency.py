@@ -328,13 +328,10 @@ def test_a_job_keeps_to_what_goes_with_its_variables():
         with pytest.raises(ps.errors.ConfigError, match=r"variable 'v'.*take ps\.Sync"):
             strategy.set_consistency(ps.BoundedStaleness(1))
 
-        def step():
-            ps.get_replica_context().merge_call(merge, (np.ones(2),))
+        optimizer = ps.optimizers.SGD(1.0)
 
-        def merge(s, x):
-            for each in (v, w):
-                total = s.extended.reduce_to("sum", x, each)
-                s.extended.update(each, lambda v, x: v.assign_add(x), (total,))
+        def step():  # which is repeated without being recorded anew
+            optimizer.apply_gradients([(-np.ones(2), v), (-np.ones(2), w)])
 
         rounds = []
         for consistency in (ps.Async(), ps.Sync(), ps.Async(), ps.Sync()):
