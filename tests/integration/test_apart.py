@@ -226,6 +226,8 @@ def shares(rows, batch, stop):
         if [ME, strategy.round] == stop:
             say("at", strategy.round)
             gate("go")
+        if [ME, strategy.round] == [0, 10]:
+            gate("on")
         strategy.run(lambda mine=mine: add_all([(t, mine.sum()), (w, mine.sum())]))
         strategy.run(lambda: t.read_value())
         say("took", mine)
@@ -238,13 +240,19 @@ def shares(rows, batch, stop):
 
 def test_who_comes_back_amid_a_pass(tmp_path):
     """It is taken in before a batch, with the others' numbers of rounds, and with numbers of its own for the rest."""
-    keys = {"workers": 2, "chief": "driver", "gates": ["go", "end"], "timeouts": QUICK}
-    with ProcessCluster(shares, tmp_path, (2400, 8, [1, 3]), **keys) as job:
+    keys = {"workers": 2, "chief": "driver", "gates": ["go", "on", "end"], "timeouts": QUICK}
+    with ProcessCluster(shares, tmp_path, (600, 8, [1, 3]), **keys) as job, job.server(PS0) as server:
+
+        def sessions():
+            return {member.session for member in server.status().epoch.members if member.task == W1}
+
         job.hear(W1, "at", 3)
+        before = sessions()
         job.kill(W1)
-        job.hear(W0, "made", 5)
         job.open("go")
         job.start(W1)
+        job.until(lambda: sessions() - before)
+        job.open("on")  # worker 0 goes on when the other one is a member again
         job.hear(W1, "took")
         for task in (W0, W1):
             job.hear(task, "over")
