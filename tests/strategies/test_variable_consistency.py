@@ -489,3 +489,21 @@ def test_an_error_of_all_leaves_nothing():
             strategy.run(step, (np.inf, 1.0))
         assert [v.numpy().tolist() for v in (w, t)] == [[-2.0, -2.0], [-1.0, -1.0]]
         assert strategy.round == 3
+
+
+def test_what_is_open_comes_before_a_save(two):
+    """A checkpoint is of a section of all; what this worker has recorded alone is sent before it."""
+    strategy = two
+    with strategy.scope():
+        t = ps.Variable(np.zeros(2), name="open", consistency=ps.Async())
+        w = ps.Variable(np.zeros(2), name="open too")
+        mine = strategy.extended.reduce_to("sum", np.ones(2), t)
+        strategy.extended.update(t, lambda v, x: v.assign_add(x), (mine,))
+        ours = strategy.extended.reduce_to("sum", np.ones(2), w)
+        left = strategy.extended.reduce_to("sum", np.full(2, 3.0), t)
+        checkpoint = ps.train.Checkpoint(t=t, w=w)
+        path = checkpoint.save("consistency/open/ckpt")
+        assert [np.asarray(x).tolist() for x in (ours, left)] == [[1.0, 1.0], [3.0, 3.0]]
+        t.assign([7.0, 7.0])
+        checkpoint.restore(path).assert_consumed()
+        assert t.numpy().tolist() == [1.0, 1.0]

@@ -149,8 +149,6 @@ class PlanCutter:
 
     def cut(self, plan: Plan, marks: Marks) -> tuple[PlanPart, ...]:
         """Returns the parts of a plan: what all workers make together comes first, if there is any of it."""
-        if plan.snapshot is not None:
-            return _cut(plan, marks)
         key = plan.id, marks.key
         if key not in self._parts:
             self._parts[key] = _cut(plan, marks)
@@ -190,7 +188,6 @@ def _part(plan: Plan, marks: Marks, alone: bool) -> PlanPart:
             for place in applies
         ),
         tuple(sorted(returned)),
-        None if alone else plan.snapshot,
         nonfinite=plan.nonfinite if applies else "apply",
         trims=tuple(plan.trims[place] for place in _places(len(plan.trims), marks.trims, alone)),
         copied=plan.copied,

@@ -397,6 +397,8 @@ class RemoteBackend(_RemoteVariables):
         if not returns:
             _save_copies(self._copies)
             self.residuals.save(lambda local, to: self.reduce([(local, to)])[0])
+        if self.section_here.marks:
+            self.flush()  # what this worker makes alone is no part of it, and comes before
         self._exchange.settle()  # It is of the values that all rounds before it have left.
         section = self.section_here
         section.order_snapshot(path, self.group.round, state, returns)
@@ -406,9 +408,9 @@ class RemoteBackend(_RemoteVariables):
         """Forgets the calling thread's open section: what recorded it failed."""
         section = self._mine()
         if section is not None:
-            # The other processes make this section's round. This one leaves it out, and is told so if it goes on.
             self._end_section()
             if not section.is_alone:
+                # The other processes make this section's round. This one leaves it out, and is told so if it goes on.
                 self.group.skip_round()
 
     # ---- The end ----

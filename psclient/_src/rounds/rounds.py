@@ -263,14 +263,11 @@ class Exchange:
         """
         if not marks:
             return partial(self.window.values, self.send(outgoing, observes=observes))
-        sent: list[tuple[PlanPart, UnderWay]] = []
-        parts = self._cutter.cut(outgoing.plan, marks)
-        # An error of the first is every process's, and then none makes the second. A checkpoint has both.
-        for part in parts if outgoing.plan.snapshot is None else reversed(parts):
-            round = self.send(outgoing.part(part), observes=observes and not part.alone, alone=part.alone)
-            sent.append((part, round))
-            if part.alone and outgoing.plan.snapshot is not None:
-                self.own.take_all()
+        # An error of the first is every process's, and then none makes the second.
+        sent = [
+            (part, self.send(outgoing.part(part), observes=observes and not part.alone, alone=part.alone))
+            for part in self._cutter.cut(outgoing.plan, marks)
+        ]
         return partial(self._values_of, sent)
 
     def _values_of(self, sent: Sequence[tuple[PlanPart, UnderWay]]) -> dict[Ref, Array | Rows]:
