@@ -161,6 +161,8 @@ class Contribution:
         closure: the closure that makes it: `round` is then its own count, from 0, whichever worker runs it; None for no
             closure.
         chunks: tickets of the batches that were handed out and that it is made of: once it is applied, they are done.
+        alone: True for a round of its sender alone, in a job whose workers make rounds together: `round` is then the
+            session's own count of such rounds, from 0, and its plan updates variables that are `alone`, and no others.
     """
 
     session: int
@@ -181,6 +183,7 @@ class Contribution:
     seconds: int = 0
     closure: ClosureName | None = None
     chunks: tuple[int, ...] = ()
+    alone: bool = False
 
 
 @dataclass(frozen=True)

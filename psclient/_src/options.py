@@ -321,7 +321,7 @@ class Async:
 
     `num_replicas_in_sync` is then this worker's number of replicas, and what a step reads may have been changed by
     others since. The examples of a dataset are shared by all workers all the same, or with `AutoShardPolicy.DYNAMIC`
-    handed out to whichever asks next.
+    handed out to whichever asks next. In a job with `Sync()` single variables may have it: see `Variable`.
 
     Attributes:
         mode: "async".

@@ -13,6 +13,8 @@ import numpy.typing as npt
 from psclient._src import context, values
 from psclient._src.distribute.tables import TableExtended
 from psclient._src.nest import Nest
+from psclient._src.options import Consistency
+from psclient._src.variables.consistency import check_consistency
 from psclient._src.variables.table_views import KEY_BITS, MAX_VIEWS, TableGroup
 from psclient._src.variables.tables import TableVariable
 from psclient.dynamic_embedding.options import HashPartitioner, StorageOption, check_shards, limit_of
@@ -33,6 +35,7 @@ class _Request:
     table: TableSpec
     trainable: bool
     shards: int | None
+    consistency: Consistency | None
 
 
 def get_variable(
@@ -54,6 +57,7 @@ def get_variable(
     hash_seed: int = 0,
     shards: int | None = None,
     compression: None = None,
+    consistency: Consistency | None = None,
 ) -> TableVariable:
     """Gets or creates a dynamic table of the current strategy, by its name: a variable of rows by 64-bit keys.
 
@@ -88,6 +92,9 @@ def get_variable(
             checkpoint is restored into a table with the same one.
         shards: number of parts, each on a server of its own; None, and more than there are servers, for all servers.
         compression: None: rows travel and are kept as they are.
+        consistency: how updates of it by different workers relate, the same in all processes: `ps.Async()` in a
+            strategy with `ps.Sync()` for a table that each worker updates alone; None for what the strategy says. See
+            `docs/concepts.md`.
 
     Returns:
         The table.
@@ -97,6 +104,7 @@ def get_variable(
         ValueError: a number or a word that is none; there is another table of this name, or another variable.
         TypeError: an argument of another kind.
         VariableMismatch: another process has created something else in its place.
+        ConfigError: its consistency does not go together with that of the job.
     """
     if not isinstance(name, str):
         raise TypeError(f"name is {name!r}; the name of a table is a text, such as 'users'")
@@ -107,6 +115,7 @@ def get_variable(
             f"table {name!r}: compression of rows does not exist yet; leave compression out, or take "
             "value_dtype='float16'"
         )
+    check_consistency(consistency, name)
     if isinstance(storage, str):
         storage = StorageOption(storage)
     if not isinstance(storage, StorageOption | None):
@@ -133,7 +142,7 @@ def get_variable(
     except (InvalidRequest, ConfigError) as error:
         raise ValueError(f"table {name!r}: {error.message}") from None
     parts = check_shards(shards if partitioner is None or shards is not None else partitioner.shards)
-    return _get(_Request(name, table, bool(trainable), parts))
+    return _get(_Request(name, table, bool(trainable), parts, consistency))
 
 
 def group(
@@ -220,5 +229,6 @@ def _create_together(strategy: Any, requests: Nest) -> TableVariable:
 
 
 def _create(strategy: Any, request: _Request) -> TableVariable:
-    made: TableVariable = strategy.extended.table(request.name, request.table, request.trainable, request.shards)
+    asked = request.name, request.table, request.trainable, request.shards, request.consistency
+    made: TableVariable = strategy.extended.table(*asked)
     return made

@@ -14,6 +14,10 @@ from psclient.optimizers.step_functions import state_dtype
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import Array, spec_of
 
+APART = "async"
+"""The word before the names of what steps share that each worker makes alone, in a job whose workers make others
+together."""
+
 
 @dataclass(frozen=True)
 class Needs:
@@ -131,7 +135,8 @@ class State:
         Returns:
             What steps share by name, what each variable has by the slot's name and the variable's path.
         """
-        found = dict(self._shared[0]) if self._shared else {}
+        found = dict(self._first_of(False))
+        found |= {f"{APART}/{name}": v for name, v in self._first_of(True).items()}
         for own in self._own.values():
             found |= {f"{name}/{path_of(own.variable)}": v for name, v in own.saved()}
         return found
@@ -142,7 +147,7 @@ class State:
             raise RuntimeError(f"this optimizer keeps no {name}: that comes with loss_scale_factor=DynamicLossScale()")
         if not self._shared:
             raise RuntimeError("the optimizer has no state yet; apply gradients first, or call build(variables)")
-        return self._shared[0][name]
+        return (self._first_of(False) or self._shared[0])[name]
 
     def beside(self, v: Variable) -> dict[str, Variable]:
         """Returns what steps share, where a variable lives."""
@@ -160,7 +165,12 @@ class State:
 
     @staticmethod
     def _covers(shared: Mapping[str, Variable], v: Variable) -> bool:
-        return set(v.devices) <= set(shared["iterations"].devices)
+        count = shared["iterations"]
+        return count.alone == v.alone and set(v.devices) <= set(count.devices)
+
+    def _first_of(self, alone: bool) -> dict[str, Variable]:
+        """Returns what the steps of all workers together share, or those of each worker alone; empty for nothing."""
+        return next((shared for shared in self._shared if shared["iterations"].alone == alone), {})
 
     def build(
         self, variables: Sequence[Variable], needs: Callable[[Variable], Needs], staged: Sequence[Variable] = ()
@@ -174,7 +184,9 @@ class State:
         """
         self.strategy = variables[0].strategy
         new = [v for v in variables if id(v) not in self._own]
-        self._build_shared([v for v in new if not any(self._covers(shared, v) for shared in self._shared)])
+        for alone in (False, True):
+            mine = [v for v in new if v.alone == alone]
+            self._build_shared([v for v in mine if not any(self._covers(shared, v) for shared in self._shared)], alone)
         for v in new:
             with self.strategy.extended.colocate_vars_with(v):
                 self._own[id(v)] = self._first_own(v, needs(v))
@@ -183,21 +195,25 @@ class State:
             if own.staged is None:
                 with self.strategy.extended.colocate_vars_with(v):
                     zeros = np.zeros(v.shape, state_dtype(v.dtype))
-                    own.staged = self._saved_as("", f"{self._name}/{v.name}/gradient_staged", zeros)
+                    own.staged = self._saved_as("", f"{self._name}/{v.name}/gradient_staged", zeros, v.alone)
 
-    def _build_shared(self, uncounted: Sequence[Variable]) -> None:
-        """Variables that came later may live where the count is not: there it gets another copy."""
+    def _build_shared(self, uncounted: Sequence[Variable], alone: bool) -> None:
+        """Variables that came later may live where the count is not: there it gets another copy.
+
+        Those that each worker updates alone have a count of their own: of the updates of all workers, which are no
+        steps of all together.
+        """
         if not uncounted:
             return
-        first = self._shared[0] if self._shared else {}
+        first, consistency = self._first_of(alone), next((v.consistency for v in uncounted if v.alone), None)
         now = {name: v.numpy() for name, v in first.items()}
-        extended = self.strategy.extended
+        extended, prefix = self.strategy.extended, f"{self._name}/{APART}" if alone else self._name
         with extended.colocate_vars_with(extended.non_slot_devices(uncounted)):
             if first:
                 # A name of its own kind: how many copies there are must not number what else is saved.
-                made = {n: self._saved_as(v.name, f"{v.name}.copy", now[n]) for n, v in first.items()}
+                made = {n: self._saved_as(v.name, f"{v.name}.copy", now[n], alone) for n, v in first.items()}
             else:
-                made = {n: Variable(value, False, f"{self._name}/{n}") for n, value in self._first.items()}
+                made = {n: Variable(x, False, f"{prefix}/{n}", consistency=consistency) for n, x in self._first.items()}
         self._shared.append(made)
 
     def _first_own(self, v: Variable, needs: Needs) -> Own:
@@ -208,12 +224,12 @@ class State:
         accumulator = self._beside(v, "gradient_accumulator", zeros) if needs.accumulator else None
         return Own(v, tuple(needs.slots), slots, average, accumulator, needs.running)
 
-    def _saved_as(self, saved_as: str, name: str, value: Array) -> Variable:
+    def _saved_as(self, saved_as: str, name: str, value: Array, alone: bool) -> Variable:
         """Creates a variable that checkpoints do not have by its own name, where `colocate_vars_with` says.
 
         What there is depends on how many servers there are, and a checkpoint is for any number of them.
         """
-        spec = VariableSpec(name, spec_of(value), False, saved_as)
+        spec = VariableSpec(name, spec_of(value), False, saved_as, alone=alone)
         extended = self.strategy.extended
         made: Variable = extended.create_variable(spec, value, extended.colocation, False, VariableAggregation.NONE)
         return made

@@ -290,7 +290,14 @@ class StepDriver:
 
     def in_stages(self, strategy: Strategy, variables: Sequence[Variable]) -> bool:
         """Returns whether a step takes two rounds: what it has to know of a gradient, or all, is on several servers."""
-        alone = strategy.backend.group.alone
+        own = [v for v in variables if v.alone]
+        alone = strategy.backend.group.alone or bool(own)
+        if len(own) < len(variables) and own and self._measures:
+            raise ValueError(
+                f"global_clipnorm and DynamicLossScale need all gradients of a step, and that of {own[0].name!r}, "
+                "which has consistency=ps.Async(), is each worker's own; give such variables an optimizer of their "
+                "own, or use clipnorm"
+            )
         if alone and isinstance(self._rule.loss_scale_factor, DynamicLossScale):
             raise ValueError(
                 "with DynamicLossScale another asynchronous worker may change the scale between a loss and its "

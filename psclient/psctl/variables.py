@@ -103,12 +103,18 @@ def _report(variable: PlacedVariable, primaries: Mapping[str, str]) -> dict[str,
         "servers": [str(Task("ps", server)) for server in variable.servers],
         "trainable": spec.trainable,
         "slot_of": primaries.get(spec.name),
+        "consistency": "async" if spec.alone else None,
     }
+
+
+def _name(said: Mapping[str, Any]) -> str:
+    apart = f" ({said['consistency']})" if said["consistency"] else ""
+    return f"{'  ' * bool(said['slot_of'])}{said['name']}{apart}"
 
 
 def _tables(said: Mapping[str, Any]) -> Iterator[Table]:
     rows = (
-        ("  " * bool(each["slot_of"]) + each["name"], shape(each["shape"]), each["dtype"], _bytes(each["bytes"]), where)
+        (_name(each), shape(each["shape"]), each["dtype"], _bytes(each["bytes"]), where)
         for each in said["variables"]
         for where in [", ".join(map(short, each["servers"]))]
     )

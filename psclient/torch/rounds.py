@@ -107,6 +107,12 @@ class StepRounds:
             if out.skips:
                 section.skip_nonfinite()
             self._groups.driver.record(self._strategy, settings, out.gradients, out.variables)
+            if out.skips and section.marks:
+                raise ValueError(
+                    "a GradScaler leaves a step out as a whole where any worker's gradient is not finite, and for "
+                    "variables with consistency=ps.Async() no worker waits to know that; train these by an optimizer "
+                    "without a scaler"
+                )
 
         backend.replay(self._cache, self._key(out, settings), settings.numbers, local, record)
         return section

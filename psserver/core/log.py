@@ -361,6 +361,7 @@ class Log:
     def _verify(self, prepared: PreparedPlan) -> None:
         """Raises `PSError` if a plan may not run here."""
         plan = prepared.plan.verify(self._store.variables, self.servers)
+        prepared.look(self._store.variables)
         limit, need = self._store.memory_limit, prepared.nbytes
         if self._rounds.epoch is not None and self._rounds.epoch.whole:
             need += self._second_bytes(prepared)

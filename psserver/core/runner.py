@@ -117,7 +117,7 @@ class Runner:
 
     def listen(self, said: Contribution, future: Future[RoundReply], begun: Begun) -> list[Effect]:
         """Registers a callback for when the answer to a contribution begins to stream."""
-        runs = self._execution is not None and self._execution.job.round == said.round
+        runs = self._execution is not None and self._execution.job.is_of(said)
         return self._answers.listen(said, future, begun, runs)
 
     def replies(self, record: Record, waiters: Sequence[Waiter]) -> list[Effect]:

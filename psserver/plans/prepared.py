@@ -12,7 +12,7 @@ from psserver.plans.outline import Outline, outline
 from psserver.programs.kernels.kernels import Kernels
 from pswire.api import Contribution
 from pswire.errors import InvalidRequest
-from pswire.model.plan import Operand, Plan, Reduction, Ref, Trim
+from pswire.model.plan import Operand, PlacedVariable, Plan, Reduction, Ref, Trim
 from pswire.model.rows import ID_BYTES, KEY_BYTES, MAX_ROWS, row_bytes
 from pswire.model.tables import ROWS
 from pswire.model.tensor import TensorSpec
@@ -32,6 +32,9 @@ class PreparedPlan:
         server: the number of this server.
         limited: True if the server's memory is limited: then the needs of the programs are computed now.
 
+    Attributes:
+        is_alone: True if a worker may make a round of it alone, in a job whose workers make rounds together.
+
     Raises:
         ProgramError: a program cannot be run.
     """
@@ -43,6 +46,13 @@ class PreparedPlan:
         self._needs = [Need.of(program) for program in plan.programs] if limited else None
         self._layouts: dict[tuple[bool, tuple[bool, ...]], ContributionLayout] = {}
         self._settled: dict[tuple[Kernels, int], PlanKernels] = {}
+        self.is_alone = False
+
+    def look(self, variables: Mapping[int, PlacedVariable]) -> None:
+        """Looks at the variables that it assigns, once it is verified."""
+        written = {id for server in self.plan.servers for id in self.plan.writes(server)}
+        orders = self.plan.snapshot is not None or self.plan.restore is not None
+        self.is_alone = not orders and all(variables[id].spec.alone for id in written)
 
     @cached_property
     def nbytes(self) -> int:
@@ -153,6 +163,11 @@ class PreparedPlan:
     def check(self, said: Contribution, size: int) -> None:
         """Raises `InvalidRequest` if a contribution with a payload of this size does not fit the plan."""
         reductions = self.plan.reductions
+        if said.alone and not self.is_alone:
+            raise InvalidRequest(
+                "a round of one worker alone is of variables that were created with ps.Async(), and this section "
+                "does something else; all workers make it together"
+            )
         if not said.observes and (len(said.rows) != len(self.plan.rows) or max(said.rows, default=0) > MAX_ROWS):
             raise InvalidRequest(
                 f"a contribution says {said.rows[:8]} rows to a section with {len(self.plan.rows)} reductions of rows; "

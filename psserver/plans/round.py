@@ -6,6 +6,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
@@ -26,9 +27,20 @@ BRIEF_ALONE_BYTES = 1 << 21
 BRIEF_INTERPRETED_BYTES = 1 << 18
 """The same where the interpreter runs some of its programs: of some ops a byte takes long."""
 
-Key = Task | int | None
-"""The key of a strand: the task of an asynchronous worker, or the number of the closure that it runs; None for the
-strand of all synchronous members."""
+
+class Own(NamedTuple):
+    """The key of the rounds of one session alone, in a job whose members make rounds together.
+
+    They update variables that are `alone`. The strand is the session's and no task's: a process that comes back begins
+    another one, from 0, and nobody has to be asked how far the one before it had come.
+    """
+
+    session: int
+
+
+Key = Task | int | Own | None
+"""The key of a strand: the task of an asynchronous worker, or the number of the closure that it runs, or the session of
+a synchronous member for its own rounds; None for the strand of all synchronous members."""
 
 
 class Commit(Enum):
@@ -104,6 +116,10 @@ class ReadyRound:
     def sessions(self) -> frozenset[int]:
         """Whose contributions it has."""
         return frozenset(part.said.session for part in self.parts)
+
+    def is_of(self, said: Contribution) -> bool:
+        """Returns whether a contribution is one to this round; numbers alone are of one strand."""
+        return (self.round, self.plan.id) == (said.round, said.plan_id)
 
     def only(self, sessions: Set[int]) -> ReadyRound:
         """Returns the same round with the contributions of some sessions; the other members are left out."""

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 from psserver.plans.round import ReadyRound
 from psserver.state.strands import Record
+from pswire.cluster import Task
 from pswire.model.saved import Shard
 from pswire.telemetry.metrics import Histogram
 
@@ -78,7 +79,7 @@ class ServerCounters:
         self.left_out += len(record.left_out)
         self.waiting.observe(max(now - job.since - ran, 0.0))
         self.applying.observe(ran)
-        if job.strand is not None:
+        if isinstance(job.strand, Task | int):
             for part in job.parts:
                 seen = self._seen.get(part.member.session, last - 1)  # later where a change has set the number back
                 self.staleness.observe(max(last - 1 - seen, 0))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from math import isfinite
 
 from psserver.effects import Effect, Fail, Run
 from psserver.plans.prepared import PreparedPlan
-from psserver.plans.round import Key, MemberShare, ReadyRound
+from psserver.plans.round import Key, MemberShare, Own, ReadyRound
 from psserver.state.changes import go_on, left_out
 from psserver.state.chunks import ChunkQueue
 from psserver.state.clocks import Clocks
@@ -21,7 +22,17 @@ from psserver.state.closure_rounds import ClosuresOver, same_closure, take_over
 from psserver.state.pending_round import PendingRound, Push, Waiter
 from psserver.state.sections import Sections, joins, only_newcomers
 from psserver.state.sessions import diverged
-from psserver.state.strands import Given, Parked, Record, Strand, check_window, kept, places_of
+from psserver.state.strands import (
+    Given,
+    Parked,
+    Record,
+    Strand,
+    check_window,
+    forget_own,
+    kept,
+    places_of,
+    shared_rounds,
+)
 from psserver.state.votes import Votes
 from pswire.api import Contribution, RoundReply, Vote
 from pswire.cluster import Task
@@ -91,8 +102,7 @@ class Rounds:
     @property
     def in_flight(self) -> int:
         """Bytes of contributions that are held and not released."""
-        payloads = [part.payload for _, pending in self._open() for part in pending.parts.values()]
-        return sum(payload.end - payload.begin for payload in payloads)
+        return sum(p.payload.end - p.payload.begin for _, each in self._open() for p in each.parts.values())
 
     def approve(self, plan: PreparedPlan) -> list[Effect]:
         """Approves a plan: its rounds may run from now on."""
@@ -123,6 +133,7 @@ class Rounds:
             self._effects += go_on(self.strands, self.epoch, epoch, self._running)
             self.last, self.clocks = change.round - 1, Clocks()
         self.fenced |= left_out(self.epoch, epoch)
+        forget_own(self.strands, self.fenced)
         self.clocks.close_epoch(self.epoch if change is None else None, epoch)
         self.epoch = self.epochs[epoch.number] = epoch
         for push in self._parked.take():
@@ -159,7 +170,7 @@ class Rounds:
         if epoch is None:
             self._effects += self._parked.put(push)
             return
-        member = epoch.session(said.session)
+        member = _member(epoch, said)
         if member is None:
             raise Fenced(f"this session is no member of epoch {said.epoch}; restart the process")
         key = _key(member, said)
@@ -274,7 +285,7 @@ class Rounds:
             Fenced: the round was completed without this session.
         """
         epoch = self.epochs.get(said.epoch)
-        member = epoch.session(said.session) if epoch else None
+        member = _member(epoch, said) if epoch else None
         strand = self.strands.get(_key(member, said)) if epoch else None
         record = strand.records.get(said.round) if strand else None
         if epoch is None or strand is None or record is None or record.error is not None:
@@ -380,7 +391,7 @@ class Rounds:
 
     def _close(self, key: Key, number: int, record: Record) -> list[Waiter]:
         self._running = None
-        self.last = self.last + 1 if key else number
+        self.last = number if key is None else self.last + (not isinstance(key, Own))
         plan = self.plans.get(record.plan_id)
         saves = plan is not None and plan.plan.snapshot is not None
         self.closed += key is None or saves
@@ -388,7 +399,7 @@ class Rounds:
         strand = self.strands[key] = self.strands.pop(key)
         if key is None:
             self.votes.close(number)
-        else:
+        elif not isinstance(key, Own):
             self.clocks.over(strand.open[number].members[0].session, number, saves)
         return strand.close(number, record, CLOSURE_ROUNDS if isinstance(key, int) else kept(self.epoch))
 
@@ -406,9 +417,9 @@ class Rounds:
         return self._parked.sessions.union(self.chunks.sessions, *(pending.sessions for _, pending in self._open()))
 
     def waiting(self) -> tuple[OpenRound, ...]:
-        """Returns the open rounds, for people and for the chief."""
-        own = sorted(self._open(), key=lambda item: item[0])
-        told = (w.told(number, self._describe, self.fenced, w.plan_id in self.plans) for number, w in own)
+        """Returns the open rounds, for people and for the chief; without those of one worker beside those of all."""
+        found = shared_rounds(self.strands)
+        told = (w.told(number, self._describe, self.fenced, w.plan_id in self.plans) for number, w in found)
         return (*told, *self._parked.waiting)
 
     def _open(self) -> Iterator[tuple[int, PendingRound]]:
@@ -436,8 +447,16 @@ def _check_weights(said: Contribution) -> None:
         raise InvalidRequest("who observes contributes nothing")
 
 
+def _member(epoch: Epoch, said: Contribution) -> Member | None:
+    """Returns the sender of a contribution, as it makes its round; None if it is no member of the epoch."""
+    member = epoch.session(said.session)
+    return member if member is None or not said.alone else replace(member, mode="async", backup_workers=0)
+
+
 def _key(member: Member | None, said: Contribution) -> Key:
     """Returns the key of the strand of a contribution."""
+    if said.alone:
+        return Own(said.session)
     if member is None or not member.alone:
         return None
     return member.task if said.closure is None else said.closure.number

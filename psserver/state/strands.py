@@ -1,17 +1,18 @@
 """Strands: open rounds that gather contributions, the last complete round, and the answers that are kept.
 
-In synchronous mode all members share one strand. In asynchronous mode each task has its own, and each closure that is
-run: whichever worker makes a closure's n-th round, it is made once.
+In synchronous mode all members share one strand; beside it a session has one of its own for variables that are `alone`.
+In asynchronous mode each task has its own, and each closure that is run: whichever worker makes a closure's n-th round,
+it is made once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from psserver.effects import Effect, Fail
-from psserver.plans.round import Key, ReadyRound
+from psserver.plans.round import Key, Own, ReadyRound
 from psserver.state.pending_round import PendingRound, Push, Waiter
 from pswire.api import Contribution
 from pswire.cluster import Task
@@ -106,7 +107,7 @@ class Parked:
     """Pushes for an epoch that is not known here yet. They belong to no round of this server so far."""
 
     def __init__(self) -> None:
-        self._pushes: dict[int, list[Push]] = {}
+        self._pushes: dict[tuple[int, bool], list[Push]] = {}  # of a session those to rounds of all, and its own
 
     def put(self, push: Push) -> list[Effect]:
         """Keeps a push; fails the oldest of too many attempts.
@@ -114,7 +115,8 @@ class Parked:
         Raises:
             InvalidRequest: its session waits in too many other rounds already.
         """
-        round, parked = push.said.round, self._pushes.get(push.said.session, [])
+        name = push.said.session, push.said.alone
+        round, parked = push.said.round, self._pushes.get(name, [])
         check_window({other.said.round for other in parked}, round)
         effects: list[Effect] = []
         attempts = [other for other in parked if other.said.round == round]
@@ -122,7 +124,7 @@ class Parked:
             # Its sender, on a network that loses answers, has sent it again and waits for later attempts.
             parked = [other for other in parked if other is not attempts[0]]
             effects.append(Fail(attempts[0].future, InvalidRequest(f"round {round} was sent {RESENDS} times since")))
-        self._pushes[push.said.session] = [*parked, push]
+        self._pushes[name] = [*parked, push]
         return effects
 
     def take(self) -> list[Push]:
@@ -132,17 +134,19 @@ class Parked:
 
     def fail_session(self, session: int, error: PSError) -> list[Effect]:
         """Fails the pushes of one session."""
-        return [Fail(push.future, error) for push in self._pushes.pop(session, [])]
+        found = [push for alone in (False, True) for push in self._pushes.pop((session, alone), [])]
+        return [Fail(push.future, error) for push in found]
 
     @property
     def sessions(self) -> set[int]:
         """The sessions that wait."""
-        return set(self._pushes)
+        return {session for session, _ in self._pushes}
 
     @property
     def waiting(self) -> tuple[OpenRound, ...]:
-        """The rounds of the pushes, for people."""
-        rounds = [round for each in self._pushes.values() for round in sorted({push.said.round for push in each})]
+        """The rounds of the pushes, for people; as `shared_rounds`."""
+        shared = [pushes for (_, alone), pushes in self._pushes.items() if not alone]
+        rounds = [round for each in shared for round in sorted({push.said.round for push in each})]
         return tuple(
             OpenRound(round, "a section of an epoch that is not known here yet", (), False) for round in rounds
         )
@@ -227,6 +231,19 @@ class Strand:
         pending = self.open.pop(number)
         self.settled = pending.positions or self.settled
         return pending.waiters
+
+
+def shared_rounds(strands: Mapping[Key, Strand]) -> list[tuple[int, PendingRound]]:
+    """Returns the open rounds for which anybody may wait, by number; not those of one worker beside those of all."""
+    found = (strand.open.items() for key, strand in strands.items() if not isinstance(key, Own))
+    return sorted((item for items in found for item in items), key=lambda item: item[0])
+
+
+def forget_own(strands: MutableMapping[Key, Strand], fenced: Set[int]) -> None:
+    """Forgets the own rounds of sessions that have ended, but for those that are open: what is whole still counts."""
+    for key in [key for key in strands if isinstance(key, Own) and key.session in fenced]:
+        if not strands[key].open:
+            del strands[key]
 
 
 def places_of(strands: Mapping[Key, Strand], clocks: Iterable[tuple[Member, int]]) -> tuple[WorkerProgress, ...]:

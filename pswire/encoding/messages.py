@@ -254,6 +254,7 @@ def contribution_to_pb(contribution: Contribution, size: int) -> pb.PushHeader:
         seconds=contribution.seconds,
         closure=None if contribution.closure is None else CLOSURE.to_pb(contribution.closure),
         chunks=contribution.chunks,
+        alone=contribution.alone,
     )
 
 
@@ -278,6 +279,7 @@ def contribution_from_pb(message: pb.PushHeader) -> Contribution:
         message.seconds,
         CLOSURE.from_pb(message.closure) if message.HasField("closure") else None,
         tuple(message.chunks),
+        message.alone,
     )
 
 

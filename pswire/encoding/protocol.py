@@ -40,6 +40,9 @@ CHUNKS = 4
 CHANGES = 4
 """The first number whose servers change the consistency of a job that runs."""
 
+ALONE = 4
+"""The first number whose servers know rounds of one worker in a job whose workers make rounds together."""
+
 OLDEST = 2
 """That of the version before this one; the numbers after it are of this one's making, and of no other version."""
 
@@ -136,6 +139,22 @@ def check_compression(number: int, variable: str, theirs: str, ours: str) -> Non
     if number < COMPRESSION:
         does = f"compresses contributions to variable {variable!r}"
         raise _lacks(number, "compression", theirs, ours, does, "leave it out", "or")
+
+
+def check_alone(number: int, variable: str, theirs: str, ours: str) -> None:
+    """Refuses a variable with a consistency of its own on a server that would take its rounds for those of all.
+
+    Args:
+        number: the server's protocol number.
+        variable: name of the variable.
+        theirs, ours: as `check_protocol` has them.
+
+    Raises:
+        ConfigError: the server knows one consistency for all variables.
+    """
+    if number < ALONE:
+        does = f"creates variable {variable!r} with ps.Async()"
+        raise _lacks(number, "consistency for each variable", theirs, ours, does, "leave it out", "or")
 
 
 def check_consistency(number: int, mode: Mode, backup_workers: int, staleness: int, theirs: str, ours: str) -> None:

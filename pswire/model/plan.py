@@ -59,6 +59,7 @@ class VariableSpec:
             that of another variable, whose value it always has.
         shard: which rows of a partitioned variable it has, as whose part checkpoints have it; None for a whole one.
         part: which part of a dynamic table it is, or lies beside; None for an array.
+        alone: True if each worker updates it in rounds of its own, also where all others are made by all together.
     """
 
     name: str
@@ -67,9 +68,10 @@ class VariableSpec:
     saved_as: str | None = None
     shard: ShardOf | None = None
     part: TablePart | None = None
+    alone: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name!r} {self.tensor}"
+        return f"{self.name!r} {self.tensor}{' with ps.Async()' if self.alone else ''}"
 
     @property
     def nbytes(self) -> int:

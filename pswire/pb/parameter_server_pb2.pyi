@@ -393,20 +393,22 @@ class Testimony(_message.Message):
     def __init__(self, job: _Optional[int] = ..., gone: _Optional[int] = ..., votes: _Optional[_Iterable[_Union[ServerVote, _Mapping]]] = ..., before: _Optional[int] = ...) -> None: ...
 
 class VariableSpec(_message.Message):
-    __slots__ = ("name", "tensor", "trainable", "saved_as", "shard", "part")
+    __slots__ = ("name", "tensor", "trainable", "saved_as", "shard", "part", "alone")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     TRAINABLE_FIELD_NUMBER: _ClassVar[int]
     SAVED_AS_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
+    ALONE_FIELD_NUMBER: _ClassVar[int]
     name: str
     tensor: TensorSpec
     trainable: bool
     saved_as: str
     shard: ShardOf
     part: TablePart
-    def __init__(self, name: _Optional[str] = ..., tensor: _Optional[_Union[TensorSpec, _Mapping]] = ..., trainable: _Optional[bool] = ..., saved_as: _Optional[str] = ..., shard: _Optional[_Union[ShardOf, _Mapping]] = ..., part: _Optional[_Union[TablePart, _Mapping]] = ...) -> None: ...
+    alone: bool
+    def __init__(self, name: _Optional[str] = ..., tensor: _Optional[_Union[TensorSpec, _Mapping]] = ..., trainable: _Optional[bool] = ..., saved_as: _Optional[str] = ..., shard: _Optional[_Union[ShardOf, _Mapping]] = ..., part: _Optional[_Union[TablePart, _Mapping]] = ..., alone: _Optional[bool] = ...) -> None: ...
 
 class TablePart(_message.Message):
     __slots__ = ("table", "spec", "first", "count", "slot")
@@ -1335,7 +1337,7 @@ class HandOutReply(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., over: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite", "follows", "first_values", "rows", "lookups", "seconds", "closure", "chunks")
+    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite", "follows", "first_values", "rows", "lookups", "seconds", "closure", "chunks", "alone")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -1355,6 +1357,7 @@ class PushHeader(_message.Message):
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     CLOSURE_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    ALONE_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     round: int
@@ -1374,7 +1377,8 @@ class PushHeader(_message.Message):
     seconds: int
     closure: ClosureName
     chunks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ..., first_values: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., lookups: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ..., seconds: _Optional[int] = ..., closure: _Optional[_Union[ClosureName, _Mapping]] = ..., chunks: _Optional[_Iterable[int]] = ...) -> None: ...
+    alone: bool
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ..., first_values: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., lookups: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ..., seconds: _Optional[int] = ..., closure: _Optional[_Union[ClosureName, _Mapping]] = ..., chunks: _Optional[_Iterable[int]] = ..., alone: _Optional[bool] = ...) -> None: ...
 
 class RoundHeader(_message.Message):
     __slots__ = ("round", "epoch", "more", "left_out", "size", "warnings", "observers", "rows", "over")

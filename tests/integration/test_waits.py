@@ -226,6 +226,31 @@ def for_approval(site: Site) -> Iterator[Said]:
     site.drive()
 
 
+def for_approval_of_its_own(site: Site) -> Iterator[Said]:
+    """Of a section that is new, of a variable that each worker updates alone, while no chief is there."""
+    gate, chief = site.gate(), site.drive()
+
+    def script(strategy: Any) -> None:
+        with strategy.scope():
+            v = ps.Variable(np.zeros(2), consistency=ps.Async())
+        v.numpy()
+        step(strategy)
+        met.wait()
+        gate.wait()
+        v.assign([1.0, 2.0])
+
+    met = threading.Barrier(3)
+    for task in (W0, W1):
+        site.work(task, script, "x:3")
+    met.wait(SOON)
+    chief.stop(abandon=True)
+    eventually(site.results[0].done)
+    gate.set()
+    said = "update 0 of its own variables, with ps.Async()"
+    yield Said(f"{W0} waits for {PS0}, or the chief, who has to approve it once, to make {said}")
+    site.drive()
+
+
 def for_the_others_in_a_change(site: Site) -> Iterator[Said]:
     gate = site.gate()
     site.work(W0, lambda strategy: strategy.set_consistency(ps.Async()))
@@ -466,6 +491,7 @@ WAITS = [
     for_a_worker_that_starts,
     for_a_worker_in_a_round,
     for_approval,
+    for_approval_of_its_own,
     for_the_others_in_a_change,
     for_the_others_to_take_it_in,
     for_a_server_to_take_first_values,

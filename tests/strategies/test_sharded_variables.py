@@ -140,8 +140,10 @@ def test_a_slice_asks_only_the_servers_that_have_it(strategy, table, monkeypatch
     """And a lookup only those with an id."""
     asked = []
     reads = strategy.backend._reads
-    pull = reads._pull
-    monkeypatch.setattr(reads, "_pull", lambda asks: asked.extend(ask.named.spec.name for ask in asks) or pull(asks))
+    pull = reads._pulls.ask
+    monkeypatch.setattr(
+        reads._pulls, "ask", lambda asks: asked.extend(ask.named.spec.name for ask in asks) or pull(asks)
+    )
     one, two, three = (v.name for v in table.variables)
     same(table[5:7], FIRST[5:7])
     same(table.lookup([0, 9, 0]).numpy(), FIRST[[0, 9, 0]])
@@ -279,8 +281,10 @@ def test_rows_come_with_the_round(strategy, table, monkeypatch):
     table.assign_add(1.0)
     asked = []
     reads = strategy.backend._reads
-    pull = reads._pull
-    monkeypatch.setattr(reads, "_pull", lambda asks: asked.extend(ask.named.spec.name for ask in asks) or pull(asks))
+    pull = reads._pulls.ask
+    monkeypatch.setattr(
+        reads._pulls, "ask", lambda asks: asked.extend(ask.named.spec.name for ask in asks) or pull(asks)
+    )
     same(table.lookup([0, 5, 9]).numpy(), FIRST[[0, 5, 9]] + 1)
     same(table.lookup([9]).numpy(), FIRST[[9]] + 1)
     assert asked == []

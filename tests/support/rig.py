@@ -272,9 +272,11 @@ class Job:
         name: str = "",
         saved_as: str | None = None,
         shard: ShardOf | None = None,
+        alone: bool = False,
     ) -> PlacedVariable:
         """Creates a variable with its first value, as the next of the job."""
-        spec = VariableSpec(name or f"v{len(self.variables)}", spec_of(np.asarray(value)), True, saved_as, shard)
+        called, tensor = name or f"v{len(self.variables)}", spec_of(np.asarray(value))
+        spec = VariableSpec(called, tensor, True, saved_as, shard, alone=alone)
         ordinal = len(self.variables)
         named = self.verbs[0].create(creator.session, ordinal, -1, spec, servers, None)
         variable = PlacedVariable(named.id, spec, named.servers)
@@ -364,6 +366,7 @@ class Worker:
         restores: how many it has begun.
         backup_workers: whom its rounds do not wait for.
         k: how far it may be ahead of others, with bounded staleness.
+        own: its next round of its own, beside those of all.
     """
 
     job: Job
@@ -376,6 +379,7 @@ class Worker:
     restores: int = 0
     backup_workers: int = 0
     k: int = 0
+    own: int = 0
 
     def turn(self) -> Turn:
         """Its next restore."""
@@ -400,13 +404,14 @@ class Worker:
         server: int = 0,
         previous: int = -1,
         chunks: tuple[int, ...] = (),
+        alone: bool = False,
     ) -> Future[RoundReply]:
-        """Contributes to its next round, on one server; the test turns the round."""
+        """Contributes to its next round, on one server, or to one of its own; the test turns the round."""
         given = tuple(weights) if weights is not None else (float(self.replicas),) * len(plan.reductions)
         said = Contribution(
             self.session,
             self.epoch,
-            self.round,
+            self.own if alone else self.round,
             plan.id,
             given,
             more,
@@ -414,6 +419,7 @@ class Worker:
             want,
             previous=previous,
             chunks=chunks,
+            alone=alone,
         )
         return self.job.verbs[server].push(said, payload(plan, server, values, given, operands))
 

@@ -150,8 +150,8 @@ ROOMS = {
         _room(
             "src.strategies",
             8,
-            "pswire wire.model wire.security wire.transport psclient._src src.cluster_resolver src.processes "
-            "src.variables src.distribute src.transport src.chief src.rounds src.telemetry",
+            "pswire wire.model wire.security wire.transport wire.encoding psclient._src src.cluster_resolver "
+            "src.processes src.variables src.distribute src.transport src.chief src.rounds src.telemetry",
         ),
         _room(
             "psclient.coordinator",

@@ -145,6 +145,7 @@ MEMBERS = (
 EPOCH = Epoch(6, MEMBERS, "dataset:1", START)
 PLAN_ID = bytes(range(32))
 VARIABLE = PlacedVariable(150, VariableSpec("dense/kernel:0", VECTOR, True, "kernel"), (0, 3))
+ALONE = replace(VARIABLE, spec=replace(VARIABLE.spec, alone=True))
 PART = PlacedVariable(153, VariableSpec("table/part_1", VECTOR, shard=ShardOf("table", 3, 1 << 33)), (1,))
 SCRATCH = PlacedVariable(151, VariableSpec("scratch", MATRIX, False, ""), (1,))
 
@@ -436,6 +437,7 @@ SAMPLES = (
     Sample("Create", "refused", (*_CREATE, _VALUE), error("VariableMismatch")),
     Sample("CreateBatch", "full", (SESSION, _BATCH), CreateBatchReply(2, (150, 151), (151,), error("MemoryLimit"))),
     Sample("CreateBatch", "least", (1, ()), CreateBatchReply(0)),
+    Sample("CreateBatch", "alone", (SESSION, (ALONE,)), CreateBatchReply(1, (150,))),
     Sample("CreateBatch", "of tables", (SESSION, TABLES), CreateBatchReply(6, (160, 161, 162, 163, 164, 165))),
     Sample("Propose", "full", (SESSION, PLAN, "plan:00ff", START)),
     Sample("Propose", "least", (SESSION, None, "", None)),
@@ -507,6 +509,7 @@ SAMPLES = (
     Sample("Offer", "least", (Spare("ps9:1"),), Offered()),
     Sample("Move", "full", (3, "ps9:1", 1 << 40), "ps9:1"),
     Sample("Move", "least", (0, "", 0), "ps9:1"),
+    Sample("Push", "alone", (contribution(alone=True), small()), reply(small())),
     Sample("Status", "full", (), STATUS),
     Sample("Status", "least", (), BARE),
     Sample("Recent", "full", (), (HAPPENED, Happened(0.25, "close", ""))),

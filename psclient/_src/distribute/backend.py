@@ -12,6 +12,7 @@ from psclient._src.data import dynamic
 from psclient._src.devices import Device, Value
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.nest import Nest
+from psclient._src.options import Consistency
 from psclient._src.variables.compression import Compressed
 from psclient._src.variables.feedback import Feedback
 from psclient._src.variables.variable import Variable, VariableAggregation
@@ -41,11 +42,13 @@ class Beside:
         place: the parameter devices.
         label: name of the variable that it is beside, for messages, or "".
         feedback: what compression leaves over of contributions to that variable; None where they travel as they are.
+        alone: True if that variable is updated by each worker alone: the value is then of this one's contributions.
     """
 
     place: ServerIds
     label: str = ""
     feedback: Feedback | None = None
+    alone: bool = False
 
     def plain(self) -> Beside:
         """Returns the same, to which contributions travel as they are."""
@@ -159,6 +162,18 @@ class Backend(Protocol):
             place: the servers that hold it; empty lets the backend choose.
             on_read: True if each replica has a copy of its own.
             how: the variable's aggregation.
+        """
+        ...
+
+    def is_apart(self, consistency: Consistency, name: str) -> bool:
+        """Returns whether a variable with a consistency is updated by each worker alone, though others are not.
+
+        Args:
+            consistency: what was given for the variable.
+            name: its name, for messages.
+
+        Raises:
+            ConfigError: a variable of this job cannot have it.
         """
         ...
 

@@ -23,6 +23,7 @@ from psclient._src.nest import Nest
 from psclient._src.options import ReduceOp, ReduceOpName
 from psclient._src.values import DistributedValues, container, local_results, merge_copies
 from psclient._src.variables.compression import Compressed
+from psclient._src.variables.consistency import created_beside
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import CopiedVariable, LocalVariable, SyncOnReadVariable
 from psclient._src.variables.sharded import Sharding
@@ -182,6 +183,8 @@ class StrategyExtended:
     def colocate_vars_with(self, colocate_with_variable: Variable | Sequence[str]) -> Iterator[None]:
         """Variables created within live on the same devices. In replica and cross-replica context of the scope.
 
+        Beside a variable they have its consistency as well, if they do not say otherwise.
+
         Args:
             colocate_with_variable: a variable of this strategy, or what `non_slot_devices` returned.
 
@@ -192,9 +195,10 @@ class StrategyExtended:
         place = self._placed(colocate_with_variable)
         if context.get_strategy() is not self._strategy:
             raise RuntimeError("colocate_vars_with is called outside of its scope; enter strategy.scope() first")
-        token = self._colocated.set(place)
+        token, whole = self._colocated.set(place), container(colocate_with_variable)
         try:
-            yield
+            with created_beside(whole) if isinstance(whole, Variable) else contextlib.nullcontext():
+                yield
         finally:
             self._colocated.reset(token)
 
@@ -399,7 +403,7 @@ class StrategyExtended:
             destinations.check_strategy(self._strategy)
             if isinstance(destinations, CopiedVariable | LocalVariable):
                 return devices
-            return Beside(destinations.place, repr(destinations.name), destinations.feedback)
+            return Beside(destinations.place, repr(destinations.name), destinations.feedback, destinations.alone)
         if destinations is value or isinstance(destinations, DistributedValues | Readable) or is_array(destinations):
             return devices
         names = [destinations] if isinstance(destinations, str) else destinations

@@ -15,6 +15,7 @@ from psclient._src.distribute.host_buffers import HostBuffers
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.distribute.row_updates import update_rows
 from psclient._src.nest import Leaf, Nest
+from psclient._src.options import Consistency
 from psclient._src.tracing.diagnostics import refuse_result
 from psclient._src.variables.compression import Compressed
 from psclient._src.variables.indexed_slices import IndexedSlices
@@ -105,6 +106,10 @@ class LocalBackend:
         self._restored = list[Variable]()
         self._buffers = HostBuffers()
         self.worker_devices = self.parameter_devices = tuple(map(self.full_name, devices))
+
+    def is_apart(self, consistency: Consistency, name: str) -> bool:
+        """Returns False: there is nobody whom an update could wait for."""
+        return False
 
     def compress(self, variable: Variable, given: Compressed, names: dict[str, int]) -> None:
         """Does nothing: nothing travels."""

@@ -182,6 +182,7 @@ class ShardedExtended(extended_v1.StrategyExtended):
             return BesideShards(
                 found.place,
                 found.label,
+                alone=found.alone,
                 sharding=destinations.sharding,
                 shape=destinations.shape,
                 feedbacks=feedbacks,
@@ -281,7 +282,7 @@ def _cut_to(local: LocalValue, place: Destination) -> list[tuple[LocalValue, Des
     keyed = isinstance(local, LocalKeys)
     if isinstance(place, BesideShards) and (keyed or place.sharding.cuts(local.spec.shape, place.shape)):
         each = zip(_cut(local, place.sharding), place.sharding.places, place.feedbacks, strict=True)
-        return [(part, Beside(servers, place.label, feedback)) for part, servers, feedback in each]
+        return [(part, Beside(servers, place.label, feedback, place.alone)) for part, servers, feedback in each]
     if isinstance(local, LocalKeys):
         refuse_keys(local.space.table)
     return [(local, place)]

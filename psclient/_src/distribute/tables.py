@@ -9,6 +9,8 @@ from typing import Any, Protocol
 from psclient._src.context import StrategyFace
 from psclient._src.distribute.backend import ServerIds
 from psclient._src.distribute.sharded import ShardedExtended, ShardingBackend
+from psclient._src.options import Consistency
+from psclient._src.variables.consistency import is_apart
 from psclient._src.variables.keys import KeySpace, starts_of
 from psclient._src.variables.partitioners import PartitionFn
 from psclient._src.variables.sharded import Sharding
@@ -45,7 +47,14 @@ class TableExtended(ShardedExtended):
         self._table_backend = backend
         self._tables: dict[str, TableVariable] = {}
 
-    def table(self, name: str, table: TableSpec, trainable: bool, parts: int | None) -> TableVariable:
+    def table(
+        self,
+        name: str,
+        table: TableSpec,
+        trainable: bool,
+        parts: int | None,
+        consistency: Consistency | None = None,
+    ) -> TableVariable:
         """Gets or creates a dynamic table, by its name. In cross-replica context.
 
         Args:
@@ -53,6 +62,7 @@ class TableExtended(ShardedExtended):
             table: the table, checked.
             trainable: True if optimizers should train it.
             parts: number of parts, each on its server; where there are fewer servers, or for None, one on each.
+            consistency: how updates of it by different workers relate; None for what the strategy says.
 
         Raises:
             ValueError: there is a table of this name, and it is another one, or another variable.
@@ -60,16 +70,17 @@ class TableExtended(ShardedExtended):
         with self._cross_replica("get_variable"):
             servers = len(self.parameter_devices)
             space = KeySpace(name, table, starts_of(min(parts or servers, servers)))
-            known = self._tables.get(name)
+            known, alone = self._tables.get(name), is_apart(self._strategy, consistency, name)
             if known is not None:
-                _check_same(known, space, trainable)
+                _check_same(known, space, trainable, alone)
                 return known
             if self._names.get(name):
                 raise ValueError(f"there is a variable {name!r} already, which is no table; choose another name")
-            spec = VariableSpec(name, TensorSpec(table.dtype, (ROWS, *table.shape)), trainable)
+            spec = VariableSpec(name, TensorSpec(table.dtype, (ROWS, *table.shape)), trainable, alone=alone)
             unplaced = KeySharding.of(space, ((),) * space.parts).parts(spec)
             sharding = KeySharding.of(space, self._table_backend.places_for(unplaced))
             made = self._create_parts(spec, sharding.parts(spec), sharding, chosen=True)
+            made.consistency = consistency
             self._tables[name] = made
             self._take_names(name)
             return made
@@ -111,10 +122,12 @@ class TableExtended(ShardedExtended):
         return TableVariable.stored(self._strategy, spec, aggregation, sharding, made, self._table_backend.reader)
 
 
-def _check_same(known: TableVariable, space: KeySpace, trainable: bool) -> None:
+def _check_same(known: TableVariable, space: KeySpace, trainable: bool, alone: bool) -> None:
     """Raises `ValueError`, which says in what they differ, if a table of this name is another one."""
     own: dict[str, Any] = {"trainable": known.trainable, "shards": known.sharding.space.parts}
     asked: dict[str, Any] = {"trainable": trainable, "shards": space.parts}
+    if known.alone != alone:
+        own["consistency"], asked["consistency"] = ("Async()" if each else None for each in (known.alone, alone))
     for field in fields(TableSpec):
         own[field.name] = getattr(known.table_spec, field.name)
         asked[field.name] = getattr(space.spec, field.name)

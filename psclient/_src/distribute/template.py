@@ -11,6 +11,7 @@ import numpy as np
 from psclient._src.arraylike import HostArray
 from psclient._src.devices import Coming, Pending
 from psclient._src.distribute.reduction import Absent
+from psclient._src.distribute.strands import Marks
 from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.tracing.update_function import Trace
 from psclient._src.variables.feedback import Feedback
@@ -28,6 +29,7 @@ class SectionTemplate:
         traces: of its update functions, each with whether there were numbers among its arguments.
         sources: for each operand of the plan, of which trace it is which input.
         feedback: for each reduction what compresses contributions to it; None where they travel as they are.
+        marks: what of it each worker makes alone; None where that was not asked.
     """
 
     plan: Plan
@@ -35,6 +37,7 @@ class SectionTemplate:
     traces: Mapping[Trace, bool]
     sources: tuple[tuple[Trace, int], ...]
     feedback: tuple[Feedback | None, ...]
+    marks: Marks | None = None
 
     def operands(self, numbers: list[Number]) -> tuple[Array, ...] | None:
         """Returns the operands for other numbers; None where an update function would record something else."""

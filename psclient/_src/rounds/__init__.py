@@ -4,6 +4,7 @@ backend      carries out the operations of the model on servers
 section      collects reductions and updates of one stretch of code, which become one round
 prepared     what goes to each server and comes back; found once for each plan
 rounds       sends one round: a push to each server
+numbering    names the rounds that this process makes: with all, of a closure, alone
 window       takes the answers of the rounds that are under way, in order; under_way is one of them
 buffers      arrays that are sent from where they are, and arrays into which rounds write values
 creation     records the variables that the script creates, and sends them in batches

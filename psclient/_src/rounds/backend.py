@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -20,8 +19,10 @@ from psclient._src.distribute.host_buffers import HostBuffers
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.distribute.replicas import RunAgain
 from psclient._src.distribute.residuals import Residuals
+from psclient._src.distribute.strands import Marks
 from psclient._src.distribute.template import TemplateCache
 from psclient._src.nest import Nest
+from psclient._src.options import Consistency
 from psclient._src.rounds.checkpoints import ServerCheckpoints
 from psclient._src.rounds.creation import NO_VALUE
 from psclient._src.rounds.membership import Group
@@ -29,14 +30,14 @@ from psclient._src.rounds.placement import Placement
 from psclient._src.rounds.reader import VariableReader
 from psclient._src.rounds.rounds import Exchange, Outgoing
 from psclient._src.rounds.section import Section, ServerValue
-from psclient._src.rounds.under_way import UnderWay
 from psclient._src.tracing.symbolic_numbers import Number
 from psclient._src.variables.kinds import Cell, ServerVariable, SyncOnReadVariable
 from psclient._src.variables.tables import PartOfTable, TableVariable, refuse_whole
 from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.cluster import Task
-from pswire.model.plan import Nonfinite, Plan, VariableSpec
+from pswire.model.plan import Nonfinite, Plan, Ref, VariableSpec
 from pswire.model.plan import PlacedVariable as Handle
+from pswire.model.rows import Rows
 from pswire.model.tensor import Array
 
 log = logging.getLogger("psclient")
@@ -47,59 +48,48 @@ LOOK_SECONDS = 0.1
 T = TypeVar("T")
 
 
-class RemoteBackend:
-    """Variables on parameter servers.
-
-    One section is open at a time, and one thread records it. All threads may read variables.
+class _RemoteVariables:
+    """The variables of a strategy on parameter servers. Used by the thread that creates them.
 
     Args:
         exchange: the rounds of this process.
         placement: chooses the servers of new variables.
-        nonfinite: what becomes of updates if a contribution has NaN or infinity.
 
     Attributes:
-        between_graph: True: every worker runs the script.
-        checkpoints: those that this process saves and restores.
         exchange: the rounds of this process.
         reader: reads variables.
-        residuals: what compression leaves over of this process's contributions.
-        compress: see `Backend.compress`.
+        consistencies: says of a consistency that was given for a variable, and the variable's name, whether each
+            worker updates that alone; raises `ConfigError` for one that it cannot have.
     """
 
-    between_graph = True
+    reader: VariableReader
 
-    def __init__(self, exchange: Exchange, placement: Placement, nonfinite: Nonfinite = "apply") -> None:
-        session = exchange.session
-        self._task, self.parameter_devices = session.task, session.devices
-        self.worker_devices = tuple(map(self.full_name, exchange.group.devices))
-        self._copies: list[SyncOnReadVariable] = []
+    def __init__(self, exchange: Exchange, placement: Placement) -> None:
         self.exchange = self._exchange = exchange
-        self._reads, self._creation = exchange.reads, exchange.creation
-        self.reader = VariableReader(exchange, self)
-        self.residuals = Residuals(self.group, self, self._creation.was_restored, session.hosting.check_compression)
-        self.compress = self.residuals.compress
-        self.checkpoints = ServerCheckpoints(exchange, self._order_snapshot, self.residuals)
-        self.group.departure.hand_over = self._order_snapshot
-        self._placement = placement
-        session.nonfinite = nonfinite
-        self._host_buffers = HostBuffers()
-        self._opening = threading.Condition()  # guards that one section is open, and no other is opened beside it
-        self._section: Section | None = None
+        self.consistencies: Callable[[Consistency, str], bool] = lambda consistency, name: False
+        self._creation, self._placement = exchange.creation, placement
+        self._copies: list[SyncOnReadVariable] = []
         self._before: list[tuple[Cell, AnyArray]] | None = None
         """In a run that may have to be made again: the replicas' copies of variables as they were before it."""
         self._closed = False
-        self._together = False  # while updates are recorded that are of one round; of the thread that records
 
     @property
     def group(self) -> Group:
         """The processes that train together."""
         return self._exchange.group
 
-    def full_name(self, device: Device) -> str:
-        """Returns the device's name, `/job:worker/task:1/device:GPU:0`."""
-        return device.full_name(self._task)
+    def close(self) -> None:
+        """Closes the backend: nothing can be read, created or recorded any more."""
+        self._closed = True
 
-    # ---- Variables ----
+    def check_open(self) -> None:
+        """Raises `RuntimeError` once the strategy is closed."""
+        if self._closed:
+            raise RuntimeError("this strategy is closed; do what needs its servers before close(), or make another one")
+
+    def is_apart(self, consistency: Consistency, name: str) -> bool:
+        """Returns whether a variable with a consistency is updated by each worker alone; see `Backend.is_apart`."""
+        return self.consistencies(consistency, name)
 
     def create(
         self,
@@ -157,6 +147,49 @@ class RemoteBackend:
         handle = self._creation.create(spec, place, value, not self._placement.has_room(place, spec))
         self._placement.created(handle, chosen)
         return handle
+
+
+class RemoteBackend(_RemoteVariables):
+    """Variables on parameter servers.
+
+    One section is open at a time, and one thread records it. All threads may read variables.
+
+    Args:
+        exchange: the rounds of this process.
+        placement: chooses the servers of new variables.
+        nonfinite: what becomes of updates if a contribution has NaN or infinity.
+
+    Attributes:
+        between_graph: True: every worker runs the script.
+        checkpoints: those that this process saves and restores.
+        residuals: what compression leaves over of this process's contributions.
+        compress: see `Backend.compress`.
+    """
+
+    between_graph = True
+
+    def __init__(self, exchange: Exchange, placement: Placement, nonfinite: Nonfinite = "apply") -> None:
+        super().__init__(exchange, placement)
+        self._task = exchange.session.task
+        self.parameter_devices = exchange.session.devices
+        self.worker_devices = tuple(map(self.full_name, exchange.group.devices))
+        self._reads = exchange.reads
+        self.reader = VariableReader(exchange, self)
+        self.residuals = Residuals(
+            self.group, self, self._creation.was_restored, exchange.session.hosting.check_compression
+        )
+        self.compress = self.residuals.compress
+        self.checkpoints = ServerCheckpoints(exchange, self._order_snapshot, self.residuals)
+        self.group.departure.hand_over = self._order_snapshot
+        exchange.session.nonfinite = nonfinite
+        self._host_buffers = HostBuffers()
+        self._opening = threading.Condition()  # guards that one section is open, and no other is opened beside it
+        self._section: Section | None = None
+        self._together = False  # while updates are recorded that are of one round; of the thread that records
+
+    def full_name(self, device: Device) -> str:
+        """Returns the device's name, `/job:worker/task:1/device:GPU:0`."""
+        return device.full_name(self._task)
 
     @property
     def idle(self) -> bool:
@@ -294,7 +327,8 @@ class RemoteBackend:
             while self._section is None or not self._section.mine:
                 if self._section is None:
                     said, with_copies = self.exchange.session.nonfinite, self._placement.with_copies
-                    self._section = Section(len(self.parameter_devices), self._send, said, with_copies)
+                    marks = Marks() if self._creation.any_alone and not self.group.alone else None
+                    self._section = Section(len(self.parameter_devices), self._send, said, with_copies, marks)
                 elif not self._section.alive:
                     log.warning("a thread has ended within a scope; what it recorded there is lost")
                     self._section = None
@@ -312,7 +346,7 @@ class RemoteBackend:
     def settle(self) -> None:
         """Ends the calling thread's open section, and takes in the answers to all rounds."""
         self.flush()
-        self._exchange.window.settle()
+        self._exchange.settle()
 
     def flush(self, returned: object = None) -> None:
         """Ends the calling thread's open section, if there is one: sends what it recorded.
@@ -365,29 +399,28 @@ class RemoteBackend:
         if not returns:
             _save_copies(self._copies)
             self.residuals.save(lambda local, to: self.reduce([(local, to)])[0])
-        self._exchange.window.settle()  # It is of the values that all rounds before it have left.
+        if self.section_here.marks:
+            self.flush()  # what this worker makes alone is no part of it, and comes before
+        self._exchange.settle()  # It is of the values that all rounds before it have left.
         section = self.section_here
         section.order_snapshot(path, self.group.round, state, returns)
         return self._send(section).id
 
     def drop(self) -> None:
         """Forgets the calling thread's open section: what recorded it failed."""
-        if self._mine() is not None:
-            # The other processes make this section's round. This one leaves it out, and is told so if it goes on.
+        section = self._mine()
+        if section is not None:
             self._end_section()
-            self.group.skip_round()
+            if not section.is_alone:
+                # The other processes make this section's round. This one leaves it out, and is told so if it goes on.
+                self.group.skip_round()
 
     # ---- The end ----
 
     def close(self) -> None:
         """Closes the backend: nothing can be read, created or recorded any more."""
-        self._closed = True
+        super().close()
         self._end_section()
-
-    def check_open(self) -> None:
-        """Raises `RuntimeError` once the strategy is closed."""
-        if self._closed:
-            raise RuntimeError("this strategy is closed; do what needs its servers before close(), or make another one")
 
     def _send(self, section: Section) -> Plan:
         self.check_open()
@@ -398,10 +431,7 @@ class RemoteBackend:
         try:
             self._creation.send()
             outgoing = section.outgoing()
-            if outgoing.plan.servers:
-                section.sent(partial(self._exchange.window.values, self._make_round(outgoing)))
-            else:
-                section.sent(dict)
+            section.sent(self._make_rounds(outgoing, section.marks) if outgoing.plan.servers else dict)
         finally:
             # Only now: a section of another thread would be a second round at the same time.
             self._end_section()
@@ -412,13 +442,13 @@ class RemoteBackend:
             self._section = None
             self._opening.notify_all()
 
-    def _make_round(self, outgoing: Outgoing) -> UnderWay:
+    def _make_rounds(self, outgoing: Outgoing, marks: Marks | None) -> Callable[[], Mapping[Ref, Array | Rows]]:
         outdated = self._exchange.enter(outgoing.plan)
         if outdated and self._before is not None:
             raise RunAgain
         if outdated and outgoing.plan.reductions:
             _warn_of_loss(self._task, outgoing.plan, self.group.round)
-        return self._exchange.send(outgoing, observes=outdated)
+        return self._exchange.make(outgoing, marks, observes=outdated)
 
 
 def _reduced(
@@ -426,7 +456,7 @@ def _reduced(
 ) -> ServerValue:
     if to is None:
         return section.reduce(local, None)
-    return section.reduce(local, with_copies(to.place), to.label, to.feedback)
+    return section.reduce(local, with_copies(to.place), to.label, to.feedback, to.alone)
 
 
 def _save_copies(copies: Sequence[SyncOnReadVariable]) -> None:

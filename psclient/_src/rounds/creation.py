@@ -52,10 +52,12 @@ class Creation:
 
     Attributes:
         variables: all that this process has created, by number, sent or not.
+        any_alone: True if each worker updates one of them alone.
     """
 
     def __init__(self, session: Session, group: Group, reads: ReadCache) -> None:
         self.variables: dict[int, PlacedVariable] = {}
+        self.any_alone = False
         self._session = session
         self._reads = reads
         self._first_values = FirstValues(session, group)
@@ -93,6 +95,7 @@ class Creation:
             variable = PlacedVariable(len(self.variables), spec, servers)
             recorded = Recorded(variable, value if large or now else np.array(value, order="C"), users_line())
             self.variables[variable.id] = variable
+            self.any_alone |= spec.alone
             if not self._recorded:
                 self._since = time.monotonic()
             self._recorded.append(recorded)

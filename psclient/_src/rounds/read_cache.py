@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -65,6 +65,107 @@ class _Ask:
         return found
 
 
+T = TypeVar("T")
+
+
+class _Pulls:
+    """Asks servers for values. May be used by any thread.
+
+    Args:
+        session, group, awaited, measures: as of `ReadCache`.
+        looked: told of each answer: which server, and the round that its values have seen.
+
+    Attributes:
+        touched: for each server the last round of this process that touched it.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        group: Group,
+        awaited: Awaited,
+        measures: RoundCounters,
+        looked: Callable[[int, int], object],
+    ) -> None:
+        self.touched = [-1] * len(session.servers)
+        self._session = session
+        self._group = group
+        self._awaited = awaited
+        self._measures = measures
+        self._looked = looked
+
+    def values(self, variables: Sequence[PlacedVariable]) -> list[Array]:
+        """Returns the values of variables of one server."""
+        return self.ask([_Ask(variables[0], variables)])[0]
+
+    def values_by_server(self, variables: Sequence[PlacedVariable]) -> list[Array]:
+        """Returns the values of variables of several servers, as `values` does of one."""
+        by_server: dict[int, list[PlacedVariable]] = {}
+        for variable in variables:
+            by_server.setdefault(self._home(variable), []).append(variable)
+        found: dict[int, Array] = {}
+        asked = list(by_server.values())
+        for some, arrays in zip(asked, self.ask([_Ask(some[0], some) for some in asked]), strict=True):
+            found |= zip([variable.id for variable in some], arrays, strict=True)
+        return [found[variable.id] for variable in variables]
+
+    def ask(self, asked: Sequence[_Ask]) -> list[list[Array]]:
+        """Asks servers, all at once; returns of each the values of variables, or rows of one."""
+        answers = zip(asked, self._answers(asked), strict=True)
+        return [[frozen(array) for array in reply.payload.tensors(ask.specs(reply))] for ask, reply in answers]
+
+    def tables(self, asked: Sequence[tuple[PlacedVariable, TableRead]]) -> list[tuple[int, list[Array]]]:
+        """Asks parts of dynamic tables: see `ReadCache.ask_tables`."""
+        asks = [_Ask(part, table=question) for part, question in asked]
+        answers = zip(asks, self._answers(asks), strict=True)
+        return [(reply.rows[0], reply.payload.tensors(ask.specs(reply))) for ask, reply in answers]
+
+    def _home(self, variable: PlacedVariable) -> int:
+        """Returns the server that is asked for a variable."""
+        return self._session.hosting.home(variable.servers)
+
+    def _answers(self, asked: Sequence[_Ask]) -> list[PullReply]:
+        began = time.monotonic()
+        while True:
+            try:
+                found = self._answers_of(asked)
+                break
+            except ServerGone:  # all once more, of those that are left: what was asked of one lay on others as well
+                self._session.check()
+        self._measures.read(time.monotonic() - began)
+        return found
+
+    def _answers_of(self, asked: Sequence[_Ask]) -> list[PullReply]:
+        session, limit = self._session, self._session.round_limit
+        homes = [self._home(ask.named) for ask in asked]
+        futures = [
+            session.servers[server].pull(
+                session.number,
+                [each.id for each in ask.variables],
+                # The rounds of asynchronous workers are no places in time; a push is answered when it was applied.
+                -1 if self._group.alone else self.touched[server],
+                [] if ask.rows is None else [ask.rows[0]],
+                *([] if ask.table is None else [[ask.table]]),
+            )
+            for server, ask in zip(homes, asked, strict=True)
+        ]
+        return [self._answer(*one, limit) for one in zip(homes, asked, futures, strict=True)]
+
+    def _answer(self, server: int, ask: _Ask, future: Future[PullReply], limit: float) -> PullReply:
+        session, name = self._session, repr(ask.named.spec.name)
+        reply = session.wait(
+            future,
+            session.deadline(limit),
+            lambda: RoundTimeout(
+                f"reading {name} of {Task('ps', server)}{self._awaited.held_up(server)} took longer than {limit:g} s"
+            ),
+            lambda: f"waits for variable {name} of {Task('ps', server)}{self._awaited.held_up(server)}",
+            lambda: False,
+        )
+        self._looked(server, reply.round)
+        return reply
+
+
 class ReadCache:
     """Reads variables, and keeps what was read.
 
@@ -88,9 +189,7 @@ class ReadCache:
     def __init__(self, session: Session, group: Group, awaited: Awaited, measures: RoundCounters) -> None:
         self._session = session
         self._group = group
-        self._awaited = awaited
-        self._measures = measures
-        self._touched = [-1] * len(session.servers)
+        self._pulls = _Pulls(session, group, awaited, measures, self._looked)
         # The lock guards what was read: replicas read in threads of their own.
         self._lock = threading.Lock()
         self._values: dict[int, Array] = {}
@@ -102,6 +201,7 @@ class ReadCache:
         self._changing: dict[int, UnderWay] = {}  # variables with the last round under way that assigns them
         self.take: Callable[[UnderWay], object] = lambda round: None
         self._known: dict[int, PlacedVariable] = {}
+        self._alone: set[int] = set()  # variables that each worker updates alone
         # Of each server those that come with the next that is pulled.
         self._ahead: list[dict[int, PlacedVariable]] = [{} for _ in session.servers]
         # What rounds bring, by variable: increasing ids, in pieces that are joined where a round asks for them.
@@ -125,7 +225,7 @@ class ReadCache:
         changing = self._changing.get(variable.id) if waits else None
         if changing is not None:
             self.take(changing)
-        if now and self._group.alone:
+        if now and (self._group.alone or variable.spec.alone):
             return self.pull([variable])[0]
         self.renew()
         with self._lock:
@@ -142,8 +242,8 @@ class ReadCache:
         changing = [self._changing[v.id] for v in variables if waits and v.id in self._changing]
         for round in dict.fromkeys(changing):
             self.take(round)
-        if now and self._group.alone:
-            return self._pull_by_server(variables)
+        if now and (self._group.alone or any(variable.spec.alone for variable in variables)):
+            return self._pulls.values_by_server(variables)
         self.renew()
         with self._lock:
             ids = [variable.id for variable in variables]
@@ -153,13 +253,15 @@ class ReadCache:
             for variable in variables:
                 self._unasked.pop(variable.id, None)
                 self._ahead[self._home(variable)].pop(variable.id, None)
-            self._values |= zip([v.id for v in missing], self._pull_by_server(missing), strict=True)
+            self._values |= zip([v.id for v in missing], self._pulls.values_by_server(missing), strict=True)
             return [self._values[id] for id in ids]
 
     def created(self, variables: Iterable[PlacedVariable]) -> None:
         """Takes variables that this process has created, and that have a value."""
         with self._lock:
             for variable in variables:
+                if variable.spec.alone:
+                    self._alone.add(variable.id)
                 if variable.spec.part is None and variable.spec.tensor.nbytes <= PART_BYTES:
                     self._known[variable.id] = self._ahead[self._home(variable)][variable.id] = variable
 
@@ -180,7 +282,7 @@ class ReadCache:
         with self._lock:
             missing = [variable for variable in self.targets.among(ids) if variable.id not in self._changing]
         if missing:
-            values = self._pull_by_server(missing)
+            values = self._pulls.values_by_server(missing)
             with self._lock:
                 self.targets.write(missing, values)
 
@@ -221,16 +323,17 @@ class ReadCache:
     def begin_anew(self) -> None:
         """Forgets all values, where all rounds so far were applied for everybody: a change has begun."""
         with self._lock:
-            self._touched = [-1] * len(self._touched)
+            self._pulls.touched = [-1] * len(self._pulls.touched)
             self._renewed = True
             self._forget_all()
 
     def begin_step(self) -> None:
-        """Begins a step: where workers are asynchronous only what the last round brought is still up to date."""
-        if self._group.alone:
+        """Begins a step: of what each worker updates alone only what its last round brought is still up to date."""
+        if self._group.alone or self._alone:
+            own = None if self._group.alone else self._alone
             with self._lock:
-                self._values = {id: value for id, value in self._values.items() if id in self._brought}
-                self._rows = {id: rows for id, rows in self._rows.items() if id in self._rows_brought}
+                self._values = _fresh(self._values, self._brought, own)
+                self._rows = _fresh(self._rows, self._rows_brought, own)
 
     def renew(self) -> bool:
         """Forgets values read before this process was taken in, if rounds were made since; returns True if any were.
@@ -267,14 +370,15 @@ class ReadCache:
                 for parts, variable, ids in missing
                 if first < (len(ids) or 1)
             ]
-            for (parts, _), more in zip(asked, self._pull([ask for _, ask in asked]), strict=True):
+            for (parts, _), more in zip(asked, self._pulls.ask([ask for _, ask in asked]), strict=True):
                 parts += more
         return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in found]
 
     def _rows_here(self, variable: PlacedVariable, ids: Int64s, waits: bool) -> Array | None:
         """Returns rows of a variable, if they are here already."""
         # Not `kept`, which counts as a read of the whole: it would come back with each round that changes a row.
-        value = self._values.get(variable.id) if self._renewed and variable.id not in self._changing else None
+        here = self._renewed and variable.id not in self._changing and not variable.spec.alone
+        value = self._values.get(variable.id) if here else None
         if value is not None:
             return value[ids]
         changing = self._changing.get(variable.id) if waits else None
@@ -322,23 +426,7 @@ class ReadCache:
 
     def pull(self, variables: Sequence[PlacedVariable]) -> list[Array]:
         """Returns the values of variables as their first server has them, which is the same; keeps nothing."""
-        return self._pull([_Ask(variables[0], variables)])[0]
-
-    def _pull_by_server(self, variables: Sequence[PlacedVariable]) -> list[Array]:
-        """Returns the values of variables of several servers, as `pull` does of one."""
-        by_server: dict[int, list[PlacedVariable]] = {}
-        for variable in variables:
-            by_server.setdefault(self._home(variable), []).append(variable)
-        found: dict[int, Array] = {}
-        asked = list(by_server.values())
-        for some, arrays in zip(asked, self._pull([_Ask(some[0], some) for some in asked]), strict=True):
-            found |= zip([variable.id for variable in some], arrays, strict=True)
-        return [found[variable.id] for variable in variables]
-
-    def _pull(self, asked: Sequence[_Ask]) -> list[list[Array]]:
-        """Asks servers, all at once; returns of each the values of variables, or rows of one."""
-        answers = zip(asked, self._answers(asked), strict=True)
-        return [[frozen(array) for array in reply.payload.tensors(ask.specs(reply))] for ask, reply in answers]
+        return self._pulls.values(variables)
 
     def ask_tables(
         self, asked: Sequence[tuple[PlacedVariable, TableRead]], waits: bool
@@ -356,56 +444,17 @@ class ReadCache:
         for round in dict.fromkeys(changing):
             self.take(round)
         self.renew()
-        asks = [_Ask(part, table=question) for part, question in asked]
-        answers = zip(asks, self._answers(asks), strict=True)
-        return [(reply.rows[0], reply.payload.tensors(ask.specs(reply))) for ask, reply in answers]
+        return self._pulls.tables(asked)
 
     def _home(self, variable: PlacedVariable) -> int:
         """Returns the server that is asked for a variable."""
         return self._session.hosting.home(variable.servers)
 
-    def _answers(self, asked: Sequence[_Ask]) -> list[PullReply]:
-        began = time.monotonic()
-        while True:
-            try:
-                found = self._answers_of(asked)
-                break
-            except ServerGone:  # all once more, of those that are left: what was asked of one lay on others as well
-                self._session.check()
-        self._measures.read(time.monotonic() - began)
-        return found
-
-    def _answers_of(self, asked: Sequence[_Ask]) -> list[PullReply]:
-        session, limit = self._session, self._session.round_limit
-        homes = [self._home(ask.named) for ask in asked]
-        futures = [
-            session.servers[server].pull(
-                session.number,
-                [each.id for each in ask.variables],
-                # The rounds of asynchronous workers are no places in time; a push is answered when it was applied.
-                -1 if self._group.alone else self._touched[server],
-                [] if ask.rows is None else [ask.rows[0]],
-                *([] if ask.table is None else [[ask.table]]),
-            )
-            for server, ask in zip(homes, asked, strict=True)
-        ]
-        return [self._answer(*one, limit) for one in zip(homes, asked, futures, strict=True)]
-
-    def _answer(self, server: int, ask: _Ask, future: Future[PullReply], limit: float) -> PullReply:
-        session, name = self._session, repr(ask.named.spec.name)
-        reply = session.wait(
-            future,
-            session.deadline(limit),
-            lambda: RoundTimeout(
-                f"reading {name} of {Task('ps', server)}{self._awaited.held_up(server)} took longer than {limit:g} s"
-            ),
-            lambda: f"waits for variable {name} of {Task('ps', server)}{self._awaited.held_up(server)}",
-            lambda: False,
-        )
+    def _looked(self, server: int, round: int) -> None:
+        """A server has answered with values of a round; told before this process takes part, too."""
         if not self._renewed:
             self._seen_as = self._seen_as if self._seen else self._session.change
-            self._seen[server] = min(reply.round, self._seen.get(server, reply.round))
-        return reply
+            self._seen[server] = min(round, self._seen.get(server, round))
 
     # ---- What rounds do to it ----
 
@@ -433,15 +482,27 @@ class ReadCache:
             if self._changing:
                 self._changing = {id: last for id, last in self._changing.items() if last is not round}
 
-    def bring(self, fresh: Mapping[int, Array], servers: Iterable[int], round: int, rows: Mapping[int, Rows]) -> None:
-        """Keeps the values, and rows, that a round brought back from the servers that it touched."""
+    def bring(self, fresh: Mapping[int, Array], rows: Mapping[int, Rows], servers: Collection[int], round: int) -> None:
+        """Keeps the values, and rows, that a round brought back.
+
+        Args:
+            fresh: values by number.
+            rows: rows by number.
+            servers: those that it touched; none for a round of this process alone, beside those of all.
+            round: its number, by which later reads ask these servers.
+        """
         for server in servers:
-            self._touched[server] = round
+            self._pulls.touched[server] = round
         with self._lock:
             self._values |= fresh
-            self._brought = set(fresh)
             self._rows |= rows
-            self._rows_brought = set(rows)
+            if self._group.alone or not servers:
+                self._brought, self._rows_brought = set(fresh), set(rows)
+
+
+def _fresh(kept: dict[int, T], brought: Set[int], alone: Set[int] | None) -> dict[int, T]:
+    """Returns what is kept without what others may have changed, of some variables alone or, for None, of all."""
+    return {id: value for id, value in kept.items() if id in brought or (alone is not None and id not in alone)}
 
 
 def frozen(array: Array) -> Array:

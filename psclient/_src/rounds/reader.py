@@ -52,22 +52,22 @@ class VariableReader:
 
         Flushes this thread's open section first if that assigns the variable.
         """
-        if self._sections.idle:
+        if self._sections.idle and not handle.spec.alone:
             value = self._reads.kept(handle.id)
             if value is not None:
                 return value
         in_replica = self._begin([handle])
         # Threads that make no rounds see what came last: they wait for nobody.
-        return self._reads.read(handle, now=not in_replica, waits=in_replica or self._exchange.window.mine)
+        return self._reads.read(handle, now=not in_replica, waits=in_replica or self._exchange.mine)
 
     def read_all(self, handles: Sequence[Handle]) -> list[Array]:
         """Returns the values of variables, as `read`; their servers are asked together."""
-        if self._sections.idle:
+        if self._sections.idle and not any(handle.spec.alone for handle in handles):
             found = [value for handle in handles if (value := self._reads.kept(handle.id)) is not None]
             if len(found) == len(handles):
                 return found
         in_replica = self._begin(handles)
-        return self._reads.read_all(handles, now=not in_replica, waits=in_replica or self._exchange.window.mine)
+        return self._reads.read_all(handles, now=not in_replica, waits=in_replica or self._exchange.mine)
 
     def read_rows(self, handle: Handle, ids: Int64s) -> Array:
         """Returns rows of a variable, as `read` would have them in its value."""
@@ -76,12 +76,12 @@ class VariableReader:
     def read_rows_of_all(self, wanted: Sequence[tuple[Handle, Int64s]]) -> list[Array]:
         """Returns rows of each of some variables, as `read_rows`; their servers are asked together."""
         in_replica = self._begin([handle for handle, _ in wanted])
-        return self._reads.read_rows_of_all(wanted, waits=in_replica or self._exchange.window.mine)
+        return self._reads.read_rows_of_all(wanted, waits=in_replica or self._exchange.mine)
 
     def read_tables(self, handles: Sequence[Handle], what: TableQuestion) -> list[TableContent]:
         """Returns what parts of dynamic tables have; see `contents`."""
         in_replica = self._begin(handles)
-        return contents(self._reads, handles, what, in_replica or self._exchange.window.mine)
+        return contents(self._reads, handles, what, in_replica or self._exchange.mine)
 
     def look_ahead(self, handle: Handle, *ids: Int64s) -> None:
         """Rounds that assign a variable bring these rows of it: see `ReadCache.look_ahead`."""
@@ -114,7 +114,7 @@ class VariableReader:
 
     def take_all(self) -> None:
         """Waits for all rounds that were sent, and takes their values."""
-        self._exchange.window.take_all()
+        self._exchange.take_all()
 
     def begin_step(self) -> None:
         """A step of a loop without `strategy.run` begins: asynchronous workers read anew, and its waits are counted."""

@@ -64,7 +64,7 @@ class Restoring:
             PSError: the reason why the round that commits did not happen; the session is over.
         """
         damaged: dict[str, str] = {}
-        self._exchange.window.settle()
+        self._exchange.settle()
         while True:
             turn = self._last = self._next_turn()
             # Server 0 says which one is the newest, so that all read the same.

@@ -19,16 +19,18 @@ from typing import cast
 from psclient._src.devices import Coming
 from psclient._src.distribute.compressed import compress
 from psclient._src.distribute.reduction import SentRows
+from psclient._src.distribute.strands import Marks, PlanCutter, PlanPart
 from psclient._src.rounds.awaited import Awaited
 from psclient._src.rounds.buffers import Buffer, Buffers
 from psclient._src.rounds.buffers import pack as pack_buffers
 from psclient._src.rounds.counters import RoundCounters
 from psclient._src.rounds.creation import Creation
 from psclient._src.rounds.membership import Group
+from psclient._src.rounds.numbering import ClosureRounds, Numbering, OwnRounds, SharedRounds
 from psclient._src.rounds.prepared import PlanShares, ServerShare
 from psclient._src.rounds.read_cache import ReadCache
 from psclient._src.rounds.under_way import Lookup, UnderWay
-from psclient._src.rounds.window import Window
+from psclient._src.rounds.window import OwnWindow, Window
 from psclient._src.tracing.diagnostics import users_line
 from psclient._src.transport.daemon_threads import follow
 from psclient._src.transport.pacing import passes
@@ -36,11 +38,13 @@ from psclient._src.transport.session import Session
 from psclient._src.transport.staging import Sent, any_pending, fill, host, keep, pack
 from psclient._src.variables.feedback import Feedback
 from pswire.api import Contribution, RoundReply, RowRead
+from pswire.cluster import Task
 from pswire.errors import Fenced, PSError, PushAgain, ServerGone
 from pswire.limits import PART_BYTES
 from pswire.model.closures import ClosureName
 from pswire.model.finite import is_finite
-from pswire.model.plan import Plan, SnapshotOrder
+from pswire.model.plan import Plan, Ref, SnapshotOrder
+from pswire.model.rows import Rows
 from pswire.model.status import Pace
 from pswire.model.tensor import Array, TensorSpec
 from pswire.telemetry.reminder import Reminder
@@ -82,6 +86,16 @@ class Outgoing:
             contributions=tuple(found.contributions),
             flawed=frozenset(found.flawed),
             own=frozenset(map(id, found.own)),
+        )
+
+    def part(self, part: PlanPart) -> Outgoing:
+        """Returns what is sent of it in one of the rounds of its section."""
+        return Outgoing(
+            part.plan,
+            part.of_reductions(self.weights),
+            part.of_reductions(self.contributions),
+            part.of_operands(self.operands),
+            part.of_reductions(self.feedback),
         )
 
     def nonfinite(self) -> tuple[int, ...]:
@@ -133,23 +147,11 @@ class Outgoing:
         return pack_buffers(hosts, buffers)
 
 
-@dataclass
-class ClosureRounds:
-    """The rounds of the closure that this process runs; they are named by it, whichever worker makes them.
-
-    Attributes:
-        name: the closure.
-        round: its next round, from 0.
-        pushed: for each server its last round that was pushed there; -1 for none.
-    """
-
-    name: ClosureName
-    pushed: list[int]
-    round: int = 0
-
-
 class Exchange:
     """The rounds of this process. Used by the thread that runs cross-replica code.
+
+    Those of all members come one after the other; beside them may be those of this process alone, of variables that
+    each worker updates alone. Neither waits for the other.
 
     Args:
         session: this process's session, open.
@@ -160,6 +162,7 @@ class Exchange:
         creation: creates variables.
         reads: the variables' values as they were read between the rounds.
         window: the rounds under way.
+        own: those of this process alone that are under way.
         buffers: arrays that are sent from where they are.
     """
 
@@ -171,13 +174,20 @@ class Exchange:
         self._awaited = Awaited(session, group)
         self.reads = ReadCache(session, group, self._awaited, self.measures)
         self.window = Window(session, group, self.reads, self._awaited, self.measures)
-        self.buffers = Buffers(session.lane, self.window.take)
+        self.own = OwnWindow(session, group, self.reads, self._awaited, self.measures)
+        group.settle, self.reads.take = self.window.settle, self._take
+        self.buffers = Buffers(session.lane, self._take)
         self.creation = Creation(session, group, self.reads)
         self._variables = self.creation.variables
         self._proposed: set[bytes] = set()
         self._prepared: dict[bytes, PlanShares] = {}
-        self._pushed = [-1] * len(session.servers)  # the last round that each server was sent
-        self._closure: ClosureRounds | None = None
+        self._shared: SharedRounds | ClosureRounds = SharedRounds(group, self._none_pushed())
+        self._alone = OwnRounds(self._none_pushed())
+        self._cutter = PlanCutter()
+
+    def _none_pushed(self) -> list[int]:
+        """For each server the last round that it was sent, before the first."""
+        return [-1] * len(self.session.servers)
 
     def begin_run(self) -> None:
         """The program begins a `run` that is within no other."""
@@ -199,16 +209,73 @@ class Exchange:
         """
         self.window.settle()
         self.reads.begin_step()
-        self._closure, self.group.apart = ClosureRounds(name, [-1] * len(self.session.servers)), True
+        shared, self.group.apart = self._shared, True
+        self._shared = ClosureRounds(self.group, name, self._none_pushed())
         try:
             yield
         finally:
             try:
                 self.window.settle()
             finally:
-                self._closure, self.group.apart = None, False
+                self._shared, self.group.apart = shared, False
+
+    # ---- What was sent ----
+
+    def _take(self, round: UnderWay) -> None:
+        """Waits for a round, and for those before it in its strand; see `Window.take`."""
+        (self.own if round.alone else self.window).take(round)
+
+    def settle(self) -> None:
+        """Takes in the answers to all rounds, of both strands."""
+        self.window.settle()
+        self.own.take_all()
+
+    def take_all(self) -> None:
+        """Waits for all rounds that were sent, and takes their values."""
+        self.window.take_all()
+        self.own.take_all()
+
+    @property
+    def mine(self) -> bool:
+        """True in the thread that has sent the last rounds, or where none was sent."""
+        return self.window.mine and self.own.mine
+
+    @property
+    def busy(self) -> bool:
+        """True while rounds are under way whose values were not taken."""
+        return self.window.busy or self.own.busy
 
     # ---- Rounds ----
+
+    def make(self, outgoing: Outgoing, marks: Marks | None, observes: bool) -> Callable[[], Mapping[Ref, Array | Rows]]:
+        """Sends the rounds of a section, whose place was entered: that of all members, and this process's own.
+
+        Args:
+            outgoing: this process's contribution.
+            marks: what of the section each worker makes alone; None for nothing.
+            observes: True if nothing shall count of what all make together.
+
+        Returns:
+            Waits for the values that the section returns, and returns them.
+
+        Raises:
+            PSError: as `send`.
+        """
+        if not marks:
+            return partial(self.window.values, self.send(outgoing, observes=observes))
+        # An error of the first is every process's, and then none makes the second.
+        sent = [
+            (part, self.send(outgoing.part(part), observes=observes and not part.alone, alone=part.alone))
+            for part in self._cutter.cut(outgoing.plan, marks)
+        ]
+        return partial(self._values_of, sent)
+
+    def _values_of(self, sent: Sequence[tuple[PlanPart, UnderWay]]) -> dict[Ref, Array | Rows]:
+        found: dict[Ref, Array | Rows] = {}
+        for part, round in sent:
+            values = (self.own if part.alone else self.window).values(round)
+            found |= {name: values[ref] for ref, name in part.names.items()}
+        return found
 
     def enter(self, plan: Plan) -> bool:
         """Comes to where a section's round is made; a process that does not take part yet waits until it does.
@@ -226,7 +293,7 @@ class Exchange:
         changed = self.session.change is not change
         return waiting and (stale or changed or group.given not in (None, group.slice()))
 
-    def send(self, outgoing: Outgoing, observes: bool = False) -> UnderWay:
+    def send(self, outgoing: Outgoing, observes: bool = False, alone: bool = False) -> UnderWay:
         """Sends one round of a section, whose place was entered.
 
         It returns once the contribution's arrays may be changed. Waits for the round if an error may have to be told
@@ -236,6 +303,7 @@ class Exchange:
         Args:
             outgoing: this process's contribution.
             observes: True if nothing of it shall count.
+            alone: True for a round of this process alone, beside those of all members.
 
         Returns:
             The round, whose values are taken by `Window.values`.
@@ -243,7 +311,7 @@ class Exchange:
         Raises:
             PSError: the reason why the round did not happen; the same on every process.
         """
-        plan = outgoing.plan
+        plan, window = outgoing.plan, self.own if alone else self.window
         first = plan.id not in self._prepared
         self._propose(plan)
         shares = self._prepare(plan)
@@ -253,16 +321,20 @@ class Exchange:
             with self._copied():
                 outgoing = outgoing.compressed()
         unchanged = {**buffers, **dict.fromkeys(outgoing.own)} if outgoing.own else buffers
-        waits = not coming and (first or shares.refuses or self.window.size == 1)
+        waits = not coming and (first or shares.refuses or window.waits_for_each)
         if shares.large and not (waits or coming):
             waits = any(_nbytes(outgoing.sent(share), unchanged) > PART_BYTES for share in shares.shares.values())
-        round = self._push_all(outgoing, shares, observes, waits, unchanged)
+        if plan.streams and not alone:
+            self.own.take_all()  # what lies on its way unused would leave no room on the lane for what streams
+        window.make_room()
+        round = self._push_all(outgoing, shares, observes, waits, unchanged, self._alone if alone else self._shared)
+        window.add(round)
         for buffer in buffers.values():
             buffer.round = round
         for each in coming:
             each.when(partial(self._came, round))
         if waits:
-            self.window.values(round)
+            window.values(round)
         return round
 
     def _came(self, round: UnderWay, array: Array) -> None:
@@ -272,14 +344,21 @@ class Exchange:
             buffer.round = round
 
     def _push_all(
-        self, outgoing: Outgoing, shares: PlanShares, observes: bool, waits: bool, buffers: Mapping[int, Buffer | None]
+        self,
+        outgoing: Outgoing,
+        shares: PlanShares,
+        observes: bool,
+        waits: bool,
+        buffers: Mapping[int, Buffer | None],
+        strand: Numbering,
     ) -> UnderWay:
-        """Pushes a contribution to all servers of its plan, and goes on to the next round."""
+        """Pushes a contribution to all servers of its plan, and goes on to the next round of its strand."""
         plan, group, gone = outgoing.plan, self.group, self.session.hosting.gone
         parts = {server: share for server, share in shares.shares.items() if server not in gone}
         want = {server: self._want(share.writes, server) for server, share in parts.items()}
         lookups = {server: self.reads.lookups(share.writes, server) for server, share in parts.items()}
-        if self.session.waits[0] < 0 and not group.alone:
+        alone = isinstance(strand, OwnRounds)
+        if self.session.waits[0] < 0 and not (group.alone or alone):
             self.session.waits = (group.round, plan.id)
         try:
             payloads = {
@@ -293,7 +372,14 @@ class Exchange:
                     server,
                     plan,
                     self._said(
-                        outgoing, server, want[server], lookups[server], observes, nonfinite, server in shares.timed
+                        outgoing,
+                        server,
+                        want[server],
+                        lookups[server],
+                        observes,
+                        nonfinite,
+                        server in shares.timed,
+                        strand,
                     ),
                     payload,
                 )
@@ -304,20 +390,17 @@ class Exchange:
         except BaseException as error:
             if not isinstance(error, PSError):
                 # An interrupt: some servers have this contribution, and others wait for it.
-                self.session.end(Fenced(f"interrupted in round {group.round}, which was on its way; restart"))
+                self.session.end(Fenced(f"interrupted in round {strand.round}, which was on its way; restart"))
             raise
         line = "" if waits else users_line()
-        if self._closure is not None:
-            self._closure.round += 1
-        round = UnderWay(
-            group.round, plan, shares, want, lookups, futures, group.epoch, group.sent(plan.trains), waits, line
-        )
+        number = strand.round if alone else group.round
+        passed = strand.sent(plan.trains)
+        round = UnderWay(number, plan, shares, want, lookups, futures, group.epoch, passed, waits, line, alone)
         if self.session.clock is not None:
             group.saved += plan.snapshot is not None
             here = range(len(self.session.servers))
             passes(self.session, [server for server in here if server not in shares.shares], group.round - group.saved)
         self.reads.change(shares.written, round, everything=shares.restores)
-        self.window.add(round)
         return round
 
     def _propose(self, plan: Plan) -> None:
@@ -327,19 +410,7 @@ class Exchange:
         self.session.propose(plan)
         self._proposed.add(plan.id)
         if plan.snapshot is not None and self.group.late:
-            self._warn_of_state(plan.snapshot)
-
-    def _warn_of_state(self, order: SnapshotOrder) -> None:
-        """Says whose state a checkpoint has, where nobody is left who began the job."""
-        own = [repr(path) for path in json.loads(order.state or "{}").get("state", {}) if not path.startswith(".")]
-        if own:
-            log.warning(
-                "%s came to a running job, and saves: in checkpoint %r the state of %s is what this process has, "
-                "which was not restored; what those had who began the job is lost. Keep in variables what must not be",
-                self.session.task,
-                order.path,
-                ", ".join(own),
-            )
+            _warn_of_state(self.session.task, plan.snapshot)
 
     def _stand_in(self, plan: Plan, futures: Iterable[Future[RoundReply]]) -> None:
         """Waits until a plan that others have to propose is answered; proposes it should all of them be gone."""
@@ -403,30 +474,26 @@ class Exchange:
         observes: bool,
         nonfinite: tuple[int, ...],
         timed: bool,
+        strand: Numbering,
     ) -> Contribution:
         """Returns what this process says to a server that it contributes to."""
-        group, closure = self.group, self._closure
-        round, pushed = (group.round, self._pushed) if closure is None else (closure.round, closure.pushed)
-        previous, pushed[server] = pushed[server], round
+        epoch = self.group.epoch
+        previous, strand.pushed[server] = strand.pushed[server], strand.round
         return Contribution(
             self.session.number,
-            group.epoch.number if group.epoch else 0,
-            round,
+            epoch.number if epoch else 0,
+            strand.round,
             outgoing.plan.id,
             (0.0,) * len(outgoing.weights) if observes else outgoing.weights,
-            group.more if closure is None else False,
-            group.positions if closure is None else (),
-            tuple([id for id, _ in want]),
-            observes,
-            group.start if closure is None else -1,
-            nonfinite,
+            want=tuple([id for id, _ in want]),
+            observes=observes,
+            nonfinite=nonfinite,
             previous=previous,
             rows=() if observes else outgoing.rows,
             lookups=tuple([RowRead.of(each.variable, each.ids) for each in lookups]),
             # The time at which rows were updated, where some live for a time: it goes no further than to their tables.
             seconds=int(time.time()) if timed else 0,
-            closure=None if closure is None else closure.name,
-            chunks=() if observes or closure is not None else group.chunks,
+            **strand.said(observes),
         )
 
     def _push(self, server: int, plan: Plan, said: Contribution, payload: Payload) -> Future[RoundReply]:
@@ -447,6 +514,19 @@ class Exchange:
             answer: Future[RoundReply] = Future()
             answer.set_exception(error)
             return answer
+
+
+def _warn_of_state(task: Task, order: SnapshotOrder) -> None:
+    """Says whose state a checkpoint has, where nobody is left who began the job."""
+    own = [repr(path) for path in json.loads(order.state or "{}").get("state", {}) if not path.startswith(".")]
+    if own:
+        log.warning(
+            "%s came to a running job, and saves: in checkpoint %r the state of %s is what this process has, which was "
+            "not restored; what those had who began the job is lost. Keep in variables what must not be",
+            task,
+            order.path,
+            ", ".join(own),
+        )
 
 
 def _numbers(sent: Sent | SentRows) -> Sent:

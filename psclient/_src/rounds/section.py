@@ -19,10 +19,11 @@ from psclient._src.arraylike import LazyArray, LazyCopy, Mirrored, Readable
 from psclient._src.context import StrategyFace
 from psclient._src.devices import is_array, to_numpy
 from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine
+from psclient._src.distribute.sparse import how_sparse
+from psclient._src.distribute.strands import Marks
 from psclient._src.distribute.template import HostValue, SectionTemplate
 from psclient._src.nest import Leaf, Nest
 from psclient._src.rounds.rounds import Outgoing
-from psclient._src.rounds.sparse import how_sparse
 from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.tracing.recorder import AssignedLeaf, OutputLeaf, Recording, Traced, trace
 from psclient._src.tracing.symbolic_numbers import Number
@@ -122,6 +123,7 @@ class Section:
         flush: sends the section and gives the returned values back through `arrived`.
         nonfinite: what becomes of its updates if a contribution has NaN or infinity.
         with_copies: returns the servers that hold what lies on one, which are more where variables have copies.
+        marks: takes what of it each worker makes alone; None where all of it is of one kind.
     """
 
     def __init__(
@@ -130,21 +132,18 @@ class Section:
         flush: Callable[[Section], object],
         nonfinite: Nonfinite = "apply",
         with_copies: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda servers: servers,
+        marks: Marks | None = None,
     ) -> None:
-        self._nonfinite, self._with_copies = nonfinite, with_copies
-        self._servers = servers
-        self._flush = flush
+        self._nonfinite, self._with_copies, self.marks = nonfinite, with_copies, marks
+        self._servers, self._flush = servers, flush
         self._reductions: list[Reduction] = []
         self._floating: set[int] = set()  # reductions that get their place where they are used
         self._local: list[LocalValue | HostValue] = []
         self._feedback: list[Feedback | None] = []  # of each reduction whose contributions are compressed
         self._operands: list[tuple[Array, tuple[int, ...]]] = []
-        self._programs: dict[Program, int] = {}
-        self._numbers: dict[int, int] = {}
-        self._kept: list[Program] = []  # An id is a name as long as what has it is kept.
+        self._programs = _Programs()
         self._shared: dict[tuple[int, tuple[int, ...]], Ref] = {}
-        self._applies: list[Apply] = []
-        self._results = 0
+        self._applies, self._results = list[Apply](), 0
         self._returned: set[Ref] = set()
         self._snapshot: SnapshotOrder | None = None
         self._trims: list[Trim] = []
@@ -187,6 +186,11 @@ class Section:
         return len(self._applies)
 
     @property
+    def is_alone(self) -> bool:
+        """True if all that it has is of variables that each worker updates alone: nobody else makes its round."""
+        return self.marks is not None and self.marks.cover(self._reductions, self._applies, self._trims)
+
+    @property
     def flushed(self) -> bool:
         """True if the section has been sent."""
         return self._take is not None
@@ -203,6 +207,7 @@ class Section:
         servers: tuple[int, ...] | None,
         target: str = "",
         feedback: Feedback | None = None,
+        alone: bool = False,
     ) -> ServerValue:
         """Records a reduction.
 
@@ -211,6 +216,7 @@ class Section:
             servers: the servers where the value shall be; None where it only has to come back here.
             target: purpose of the value, in words, for messages.
             feedback: compresses the contribution, if it can; the first one of the section alone.
+            alone: True if it is for a variable that each worker updates alone.
         """
         self._check_more()
         kind = ReducedValue if servers is None else ServerValue
@@ -224,6 +230,8 @@ class Section:
         self._reductions.append(Reduction(local.op, local.spec, place, target, local.form, codec))
         self._local.append(local)
         self._feedback.append(feedback if codec else None)
+        if alone and self.marks is not None:
+            self.marks.reductions.add(located.ref.index)
         if servers is None:
             self._floating.add(located.ref.index)
             self.give_back(located)
@@ -273,13 +281,16 @@ class Section:
                 "given, and with variables"
             )
         written = [refs[target].index for target, _ in traced.program.assigns]
+        if self.marks is not None:
+            results = range(self._results, self._results + len(traced.program.outputs))
+            self.marks.judge(len(self._applies), refs, written, inputs.variables, self._own, results)
         for id in written:
             self._check_copies(inputs.variables[id], servers)
         self._written.update(written)
         given = [i for i, ref in enumerate(refs) if ref.kind == "reduction" and self._is_rows(ref.index)]
         sparse = how_sparse(traced.program, refs, given, wish, [*inputs.variables.values()])
         optional = wish is not None and wish.optional and any(ref.kind == "reduction" for ref in refs)
-        self._applies.append(Apply(self._program(traced.program), servers, tuple(refs), sparse, optional))
+        self._applies.append(Apply(self._programs.number(traced.program), servers, tuple(refs), sparse, optional))
         return self._result(traced, refs, inputs.variables, servers)
 
     def _is_rows(self, number: int) -> bool:
@@ -304,15 +315,6 @@ class Section:
             return variables[refs[value.input].index] if isinstance(value, AssignedLeaf) else value
 
         return None if traced.result is None else nest.map_structure(leaf, traced.result)
-
-    def _program(self, program: Program) -> int:
-        """Returns the program's number in the plan; finds the same object again without a hash."""
-        found = self._numbers.get(id(program))
-        if found is None:
-            found = self._programs.setdefault(program, len(self._programs))
-            self._numbers[id(program)] = found
-            self._kept.append(program)
-        return found
 
     def _refs_of_call(self, call: TracedCall, servers: tuple[int, ...]) -> list[Ref]:
         """Returns the origins of the inputs of a traced call; calls with the same numbers share operands."""
@@ -362,6 +364,8 @@ class Section:
     def trim(self, part: Handle, rows: int) -> None:
         """Records that a part of a dynamic table is cut to its share of a number of rows."""
         self._check_more()
+        if self.marks is not None and part.spec.alone:
+            self.marks.trims.add(len(self._trims))
         self._trims.append(Trim(part.id, part.servers, rows))
         self._written.add(part.id)
 
@@ -394,9 +398,8 @@ class Section:
             return None
         self._whole = self._plan()
         traces = {call.trace: bool(call.numbers) for call in self._calls}
-        return SectionTemplate(
-            self._whole, frozenset(self._written), traces, tuple(self._sources), tuple(self._feedback)
-        )
+        written, sources, feedback = frozenset(self._written), tuple(self._sources), tuple(self._feedback)
+        return SectionTemplate(self._whole, written, traces, sources, feedback, self.marks)
 
     def repeat(
         self, kept: SectionTemplate, numbers: list[Number], local: Sequence[LocalValue | HostValue] = ()
@@ -414,7 +417,7 @@ class Section:
         """
         only_reduced = not (self._applies or self._operands or self._returned or self._snapshot or self._trims)
         same = not self._reductions if local else tuple(self._reductions) == kept.plan.reductions
-        if not (only_reduced and same):
+        if not (only_reduced and same and (self.marks is None) == (kept.marks is None)):
             return False
         operands = kept.operands(numbers)
         if operands is None:
@@ -425,7 +428,7 @@ class Section:
             self._reductions, self._local = list(kept.plan.reductions), list(local)
             self._feedback = list(kept.feedback)
         self._written.update(kept.written)
-        self._whole = kept.plan
+        self._whole, self.marks = kept.plan, kept.marks
         return True
 
     def _check_more(self) -> None:
@@ -445,7 +448,7 @@ class Section:
         return Plan(
             tuple(r if r.servers else replace(r, servers=self._place()) for r in self._reductions),
             tuple(Operand(spec_of(array), servers) for array, servers in self._operands),
-            tuple(self._programs),
+            self._programs.all,
             tuple(self._applies),
             tuple(sorted(self._returned)),
             self._snapshot,
@@ -485,6 +488,29 @@ class Section:
         if self._values is None:
             return "not flushed yet" if self._take is None else "under way"
         return f"value={self._values[ref]}" if ref in self._values else "stayed on the servers"
+
+
+class _Programs:
+    """The programs of a section, each once."""
+
+    def __init__(self) -> None:
+        self._places: dict[Program, int] = {}
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Program] = []  # An id is a name as long as what has it is kept.
+
+    @property
+    def all(self) -> tuple[Program, ...]:
+        """The programs, by number."""
+        return tuple(self._places)
+
+    def number(self, program: Program) -> int:
+        """Returns a program's number; finds the same object again without a hash."""
+        found = self._numbers.get(id(program))
+        if found is None:
+            found = self._places.setdefault(program, len(self._places))
+            self._numbers[id(program)] = found
+            self._kept.append(program)
+        return found
 
 
 class _Inputs:

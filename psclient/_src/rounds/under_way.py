@@ -47,6 +47,7 @@ class UnderWay:
         passed: the pass over a dataset that it belongs to; None outside of all.
         waited: True if the call that makes it waits for it: that call is told where it fails.
         line: the user's line that made it.
+        alone: True if this process makes it alone, beside those of all members.
         values: what its plan returns; None until they are taken.
         failure: why it failed, for every process; None if it did not.
     """
@@ -61,6 +62,7 @@ class UnderWay:
     passed: Pass | None
     waited: bool
     line: str
+    alone: bool = False
     values: Mapping[Ref, Array | Rows] | None = None
     failure: PSError | None = None
 

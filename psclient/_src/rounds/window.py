@@ -70,7 +70,6 @@ class Window:
         self._lines: dict[str, None] = {}  # where this step has waited, each once
         self._told = False
         self._thread = 0
-        group.settle, reads.take = self.settle, self.take
 
     @property
     def size(self) -> int:
@@ -83,6 +82,14 @@ class Window:
         if session.clock is not None or (self._group.alone and len(session.servers) > 1):
             return 1
         return session.window
+
+    @property
+    def waits_for_each(self) -> bool:
+        """True if each round is waited for by its call."""
+        return self.size == 1
+
+    def make_room(self) -> None:
+        """Waits until one more round may be sent; of those of all members `take_in` has seen to it."""
 
     @property
     def mine(self) -> bool:
@@ -204,13 +211,19 @@ class Window:
         # Of a variable that several servers hold each of them says the same.
         for words in dict.fromkeys(words for reply in replies.values() for words in reply.warnings):
             log.warning("%s", words)
-        self._reads.bring(fresh, shares.shares, round.number, looked_up)
+        self._reads.bring(fresh, looked_up, () if round.alone else shares.shares, round.number)
         if len(replies) < len(round.futures) and failure is None:
             gone = round.futures.keys() - replies.keys()
             self._reads.fetch_targets({id for server in gone for id, _ in round.want[server]})
+        self._measures.rounds["completed" if failure is None else "failed"] += 1
+        self._note(round, replies)
+        round.failure, round.futures = failure, {}
+        round.values = values  # last: who sees it looks at no lock
+
+    def _note(self, round: UnderWay, replies: Mapping[int, RoundReply]) -> None:
+        """Notes what the answers say of the members."""
         if replies:
             self.last_round = self._members(round, replies)
-        self._measures.rounds["completed" if failure is None else "failed"] += 1
         newest = max((reply.epoch for reply in replies.values()), key=lambda epoch: epoch.number, default=None)
         more = any(reply.more for reply in replies.values())
         out = frozenset[Task]()
@@ -218,8 +231,6 @@ class Window:
             out = frozenset({task for reply in replies.values() for task in reply.left_out})
         over = max((reply.over for reply in replies.values()), default=0)
         self._answered.append(Answered(round.number, round.passed, newest, more, out, over))
-        round.failure, round.futures = failure, {}
-        round.values = values  # last: who sees it looks at no lock
 
     def _gather(self, round: UnderWay) -> tuple[dict[int, RoundReply], PSError | None]:
         """Returns the answers, and the error if the round failed on some server: then it failed for every process."""
@@ -274,6 +285,55 @@ class Window:
             label.number if label else 0,
             tuple(map(str, sorted(everybody - out - idle))),
             tuple(map(str, sorted(out))),
+        )
+
+
+class OwnWindow(Window):
+    """The rounds of this process alone that are under way, beside those of all members: see `OwnRounds`.
+
+    They are as those of an asynchronous worker, but that their calls do not wait for them. What their answers say of
+    the members is nothing to this process, which learns it from the rounds of all.
+    """
+
+    def __init__(
+        self, session: Session, group: Group, reads: ReadCache, awaited: Awaited, measures: RoundCounters
+    ) -> None:
+        super().__init__(session, group, reads, awaited, measures)
+        self._approved: set[bytes] = set()  # plans of which one was made
+
+    @property
+    def size(self) -> int:
+        """The most rounds under way: one where there are several servers, on which they have no common order."""
+        return self._session.window if len(self._session.servers) == 1 else 1
+
+    @property
+    def waits_for_each(self) -> bool:
+        """False: the next one waits for it."""
+        return False
+
+    def make_room(self) -> None:
+        """Waits until one more round may be sent."""
+        while len(self._rounds) >= self.size:
+            self.take(self._rounds[0])
+
+    def _say_waits(self) -> None:
+        """Does nothing: nobody else waits in them."""
+
+    def _note(self, round: UnderWay, replies: Mapping[int, RoundReply]) -> None:
+        """Notes that the chief has approved its section."""
+        self._approved.add(round.plan.id)
+
+    def _await(self, round: UnderWay, server: int, future: Future[RoundReply], deadline: Deadline) -> RoundReply:
+        session, task = self._session, Task("ps", server)
+        new = round.plan.id not in self._approved
+        whom = f"{task}, or the chief, who has to approve it once," if new else str(task)
+        said = f"update {round.number} of its own variables, with ps.Async()"
+        return session.wait(
+            future,
+            deadline,
+            lambda: RoundTimeout(f"{said} was not made within {session.round_limit:g} s: it waits for {whom}"),
+            lambda: f"waits for {whom} to make {said}",
+            lambda: new,
         )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from psclient._src import context
 from psclient._src.options import Async, BoundedStaleness, Consistency, Sync
 from psclient._src.rounds.backend import RemoteBackend
+from psclient._src.transport.session import Session
 from pswire.cluster import TaskConfig
+from pswire.encoding import protocol
 from pswire.errors import ConfigError
 from pswire.model.changes import Change
 
@@ -45,6 +47,77 @@ def check_backup_workers(backup_workers: int, config: TaskConfig | None) -> None
         )
 
 
+def is_apart(
+    given: Consistency, name: str, job: Consistency, deterministic: bool, session: Session, began: Consistency
+) -> bool:
+    """Returns whether each worker updates a variable alone, which all workers would update together without a word.
+
+    It has a consistency of its own also in a job that is asynchronous now: that may be changed.
+
+    Args:
+        given: the variable's consistency.
+        name: its name.
+        job: the consistency of the job by now.
+        deterministic: True if the user insists on the same bits.
+        session: this process's session.
+        began: the consistency with which the job began.
+
+    Raises:
+        ConfigError: a variable of this job cannot have it.
+    """
+    if not isinstance(given, Async):
+        if given in (job, began):
+            return False
+        raise ConfigError(
+            f"variable {name!r} has consistency={_said(given)}, and the job has {_said(job)}; a variable may have "
+            "that, or ps.Async() in a job with ps.Sync()"
+        )
+    what = f"variable {name!r} has consistency={_said(given)}"
+    if given.nonfinite not in (job.nonfinite, began.nonfinite):
+        raise ConfigError(
+            f"{what}, and the job has {_said(job)}: NaN and infinity are treated alike in all of a job; write "
+            f"{_said(Async(job.nonfinite))}"
+        )
+    if deterministic:
+        raise ConfigError(
+            f"{what}, which lets each update come when it comes, and deterministic=True needs rounds that all workers "
+            "make together; leave one of them out"
+        )
+    if session.copied:
+        raise ConfigError(
+            f"{what}, and PS_REPLICATION=1 needs rounds that have the same contributions on all servers; leave the "
+            "consistency out, or set PS_REPLICATION=0"
+        )
+    check_variables(job, name)
+    session.hosting.check(protocol.check_alone, name)
+    return True
+
+
+def check_variables(job: Consistency, name: str) -> None:
+    """Raises `ConfigError` for a consistency of a job that goes not together with variables with `ps.Async()`.
+
+    Args:
+        job: the consistency that a job has, or is to have.
+        name: the name of such a variable.
+    """
+    if job.backup_workers:
+        raise ConfigError(
+            f"variable {name!r} has consistency=ps.Async(), and with {_said(job)} the examples of a late worker are "
+            "handed out again, which have updated that variable already; take ps.Sync() without backup workers"
+        )
+    if isinstance(job, BoundedStaleness):
+        raise ConfigError(
+            f"variable {name!r} has consistency=ps.Async(), and with {_said(job)} no worker gets further ahead than "
+            f"{job.k} rounds, in none of its variables; take ps.Sync() or ps.Async() for the job, or leave the "
+            "variable's consistency out"
+        )
+
+
+def _said(consistency: Consistency) -> str:
+    """Returns a consistency as users write it."""
+    return _change_to(consistency).said
+
+
 def consistency_of(change: Change) -> Consistency:
     """Returns what a change has given to all processes of a job."""
     if change.mode == "async":
@@ -59,16 +132,18 @@ def _change_to(consistency: Consistency) -> Change:
     return Change(0, 0, consistency.mode, consistency.backup_workers, k, consistency.nonfinite)
 
 
-def check_place(backend: RemoteBackend, coordinates: bool) -> None:
-    """Raises what is wrong with the place of a call of `set_consistency`.
+def check_place(backend: RemoteBackend, consistency: Consistency, coordinates: bool) -> None:
+    """Raises what is wrong with a call of `set_consistency`, where it is made.
 
     Args:
         backend: the strategy's.
+        consistency: the one that the job is to have.
         coordinates: True if this process schedules functions.
 
     Raises:
         RuntimeError: it is in a replica's or an update function, in `merge_call`, or amid a pass over a dataset.
-        ConfigError: the workers run what a coordinator schedules; a server knows no changes.
+        ConfigError: the workers run what a coordinator schedules; a server knows no changes; variables have another
+            consistency, with which it does not go together.
     """
     if context.in_merge_call() or (context.has_strategy() and not context.in_cross_replica_context()):
         raise RuntimeError(
@@ -87,6 +162,9 @@ def check_place(backend: RemoteBackend, coordinates: bool) -> None:
             "has it; change between two passes, or close the iterator before"
         )
     backend.exchange.session.hosting.check_changes()
+    for variable in backend.exchange.creation.variables.values():
+        if variable.spec.alone:
+            check_variables(consistency, variable.spec.name)
 
 
 def change(backend: RemoteBackend, now: Consistency, consistency: Consistency) -> bool:

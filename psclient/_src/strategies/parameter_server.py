@@ -46,6 +46,7 @@ from psclient._src.strategies.consistency import (
     check_deterministic,
     check_place,
     consistency_of,
+    is_apart,
 )
 from psclient._src.telemetry import Exporter
 from psclient._src.transport.remote_server import RemoteServer, connect
@@ -198,7 +199,12 @@ class ParameterServerStrategy(Strategy):
         nonfinite = self.consistency.nonfinite
         self._remote = RemoteBackend(self._exchange, placement, nonfinite)
         self._remote.residuals.default = self._compression
+        self._remote.consistencies = self._is_apart
         super().__init__(TableExtended(self, self._remote, self._partitioner))
+
+    def _is_apart(self, consistency: Consistency, name: str) -> bool:
+        """Returns whether each worker updates a variable alone: see `consistency.is_apart`."""
+        return is_apart(consistency, name, self.consistency, self._deterministic, self._session, self._given)
 
     def _make_chief(self, security: Security, runs_script: bool = False) -> Chief:
         cluster, task = self._config.cluster, self._config.task
@@ -271,13 +277,14 @@ class ParameterServerStrategy(Strategy):
                 `PS_TIMEOUT_ROUND`.
             RuntimeError: it is called in a replica's function, or amid a pass over a distributed dataset.
             ConfigError: it does not go together with `deterministic`, `PS_REPLICATION=1`, the number of workers or a
-                `ClusterCoordinator`, as for a new strategy; a server is of a version that cannot.
+                `ClusterCoordinator`, as for a new strategy, or with the consistency of a variable; a server is of a
+                version that cannot.
             TypeError: it is no consistency.
         """
         if not isinstance(consistency, Consistency):
             raise TypeError(f"{consistency!r} is no consistency; give ps.Sync(), ps.BoundedStaleness(k) or ps.Async()")
         self._remote.check_open()
-        check_place(self._remote, self._coordinator is not None)
+        check_place(self._remote, consistency, self._coordinator is not None)
         check_deterministic(self._deterministic, consistency)
         if self._session.copied:
             check_copied(consistency)
@@ -381,7 +388,7 @@ class ParameterServerStrategy(Strategy):
 
     def _flush_last(self) -> str:
         # What ends a script's last rounds is raised by nothing else.
-        untold = self._exchange.window.busy and not self._session.told
+        untold = self._exchange.busy and not self._session.told
         try:
             # A script that has caught why its session ended does not leave cleanly either.
             self._session.check()

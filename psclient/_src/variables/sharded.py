@@ -110,6 +110,7 @@ class Sharding:
                 spec.trainable,
                 spec.saved_as,
                 None if spec.saved_as == "" else ShardOf(spec.name, first, self.rows),
+                alone=spec.alone,
             )
             for number, (tensor, first) in enumerate(zip(self.tensors(spec.tensor), self.starts, strict=False))
         ]

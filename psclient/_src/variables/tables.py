@@ -57,7 +57,7 @@ class KeySharding(Sharding):
         """Returns the parts of the table, or of a tensor beside its rows, as they are created, but for their names."""
         made = [TablePart(self.space.table, self.space.spec, b.start, b.stop - b.start, slot) for b in self.bounds]
         return [
-            VariableSpec(f"{spec.name}/part_{number}", part.tensor, spec.trainable, part=part)
+            VariableSpec(f"{spec.name}/part_{number}", part.tensor, spec.trainable, part=part, alone=spec.alone)
             for number, part in enumerate(made)
         ]
 

@@ -16,7 +16,9 @@ from psclient._src import context, values
 from psclient._src.context import StrategyFace
 from psclient._src.devices import Value, to_numpy
 from psclient._src.nest import Nest
+from psclient._src.options import Consistency
 from psclient._src.variables.compression import Compressed, check_compression, is_compressible
+from psclient._src.variables.consistency import check_consistency, consistency_here, is_apart
 from psclient._src.variables.feedback import Feedback
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.scatter import SCATTERS, RowWritable
@@ -88,6 +90,7 @@ class _Request:
     aggregation: VariableAggregation
     place: Any
     compression: Compressed
+    consistency: Consistency | None
 
 
 class _VariableType(type):
@@ -102,6 +105,7 @@ class _VariableType(type):
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
         compression: Compressed = None,
+        consistency: Consistency | None = None,
     ) -> Any:
         if context.in_update():
             raise RuntimeError("an update function cannot create variables; create them before, in strategy.scope()")
@@ -119,10 +123,18 @@ class _VariableType(type):
                 "a variable with synchronization ON_READ gets no contributions that could be compressed; leave "
                 "compression out, or take ON_WRITE"
             )
+        check_consistency(consistency, name or "Variable")
+        if consistency is not None and on_read:
+            raise ValueError(
+                "a variable with synchronization ON_READ has a copy for each replica, which nobody else updates; leave "
+                "consistency out, or take ON_WRITE"
+            )
         strategy = context.get_strategy()
         trained = not on_read if trainable is None else bool(trainable)
-        place = strategy.extended.colocation
-        request = _Request(initial_value, dtype, name or "Variable", trained, on_read, aggregation, place, compression)
+        if consistency is None and not on_read:
+            consistency = consistency_here(strategy)
+        how = on_read, aggregation, strategy.extended.colocation, compression, consistency
+        request = _Request(initial_value, dtype, name or "Variable", trained, *how)
         replica = context.get_replica_context()
         if replica is None or not context.has_strategy():
             return _create(strategy, request)
@@ -157,7 +169,8 @@ def _create(strategy: StrategyFace, request: _Request) -> Any:
         raise ValueError(
             "a variable of bool cannot hold a sum; take an integer dtype, or aggregate by ONLY_FIRST_REPLICA"
         )
-    spec = VariableSpec(request.name, spec_of(value), request.trainable)
+    alone = is_apart(strategy, request.consistency, request.name)
+    spec = VariableSpec(request.name, spec_of(value), request.trainable, alone=alone)
     if request.compression and not is_compressible(spec.tensor.dtype):
         raise ValueError(
             f"contributions to variable {request.name!r} of {spec.tensor.dtype} cannot be compressed; leave "
@@ -168,6 +181,7 @@ def _create(strategy: StrategyFace, request: _Request) -> Any:
     made = strategy.extended.create_variable(spec, value, request.place, request.on_read, request.aggregation, **more)
     if more:
         made.compression = request.compression
+    made.consistency = request.consistency
     return made
 
 
@@ -197,6 +211,9 @@ class Variable(RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]
         aggregation: combines the replicas' values in `assign*` in replica context, or when ON_READ copies are read.
         compression: how contributions to it travel to servers, one of `ps.compression`, the same in all processes;
             False for as they are, None for what the strategy says. See `docs/compression.md`.
+        consistency: how updates of it by different workers relate, the same in all processes: `ps.Async()` in a
+            strategy with `ps.Sync()` for a variable that each worker updates alone; None for what the strategy says,
+            or, in `colocate_vars_with`, for what that variable has. See `docs/concepts.md`.
 
     Attributes:
         strategy: the strategy that owns it.
@@ -206,15 +223,18 @@ class Variable(RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]
         synchronization: ON_WRITE or ON_READ.
         aggregation: the constructor's aggregation.
         compression: the constructor's compression.
+        consistency: the constructor's consistency, or that of the variable beside which it was created.
+        alone: True if each worker updates it alone, also where all other variables are updated by all together.
         feedback: what compression has left over of this process's contributions; None where they are not compressed.
         residual: where they are, the variable that has the sum of all processes' residuals as of the last checkpoint.
 
     Raises:
         RuntimeError: it is created in an update function.
-        TypeError: the name is no text; compression is none.
+        TypeError: the name is no text; compression or consistency is none.
         ValueError: synchronization is NONE; ON_READ and trainable; MEAN of an integer dtype; SUM of bool; compression
-            of an integer dtype, or with ON_READ.
-        ConfigError: contributions are to be compressed, and a server is of a version that knows no compression.
+            of an integer dtype, or with ON_READ; consistency with ON_READ.
+        ConfigError: contributions are to be compressed, or it has a consistency of its own, and a server is of a
+            version that does not know that; it has one that does not go together with that of the job.
         InvalidRequest: its dtype cannot travel.
         VariableMismatch: another process created something else in its place.
         MemoryLimit: its server has no room for it.
@@ -224,6 +244,8 @@ class Variable(RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]
     place: tuple[int, ...]
     """The parameter devices that hold it, by number."""
     compression: Compressed = None
+    consistency: Consistency | None = None
+    alone = False
     feedback: Feedback | None = None
     residual: Variable | None = None
 
@@ -238,6 +260,7 @@ class Variable(RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]
             synchronization: VariableSynchronization = VariableSynchronization.AUTO,
             aggregation: VariableAggregation = VariableAggregation.NONE,
             compression: Compressed = None,
+            consistency: Consistency | None = None,
         ) -> None: ...
 
     def _describe(self, strategy: StrategyFace, spec: VariableSpec, aggregation: VariableAggregation) -> None:
@@ -245,6 +268,7 @@ class Variable(RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]
         self.spec = spec.tensor
         self.name = spec.name
         self.trainable = spec.trainable
+        self.alone = spec.alone
         self.aggregation = aggregation
 
     @classmethod

@@ -31,6 +31,7 @@ from psclient._src.rounds.rounds import Exchange, Outgoing
 from psclient._src.rounds.under_way import UnderWay
 from psclient._src.transport.session import Session
 from psserver.core.core import Core
+from psserver.plans.round import Own
 from psserver.state.strands import Record
 from pstesting.clock import Clock
 from pstesting.replay import Recording, Replay
@@ -192,6 +193,7 @@ class Worker:
         self.session.await_job()
         create = self.exchange.creation.create
         created = [create(spec, at, np.zeros(spec.tensor.shape, "int64"), now=True) for spec, at in model.variables]
+        own = [create(spec, at, np.zeros((), "int64"), now=True) for spec, at in model.own.variables]
         batch = 0
         while True:
             if model.datasets:
@@ -199,7 +201,7 @@ class Worker:
                 begins = group.position(0)
                 batch = max(batch, begins.index if begins else 0)
             if group.epoch is not None and group.round >= model.rounds:
-                self.exchange.window.settle()
+                self.exchange.settle()
                 while self.sent:
                     self._look(self.sent.pop())
                 return
@@ -214,6 +216,8 @@ class Worker:
             self.exchange.enter(outgoing.plan)
             self.sent.append(self.exchange.send(outgoing))
             batch += 1
+            if own and next(model.unique) % 3:
+                self._push_own(own)
             if next(model.unique) % 2:
                 self._look(self.sent.pop(self.model.luck.randrange(len(self.sent))))
             if next(model.unique) % 3 == 0:
@@ -224,6 +228,16 @@ class Worker:
     def _look(self, round: UnderWay) -> None:
         """Looks at what a round returned, perhaps while later ones are under way; all before it come with it."""
         self.model.answered(self, round, self.exchange.window.values(round))
+
+    def _push_own(self, own: Sequence[Any]) -> None:
+        """Makes a round of its own, for which nobody waits, and which waits for nobody; reads what came of it."""
+        model = self.model
+        sent = self.exchange.send(model.own.section(next(model.unique), model.luck), alone=True)
+        if next(model.unique) % 3 == 0:
+            variable = own[sent.plan.servers[0]]
+            value = int(self.exchange.reads.read(variable, now=True))
+            model.take_in()
+            model.own.check_read(sent, self.session.number, value)
 
     def _read(self, variable: Any) -> None:
         """Sees the last round of this process that touched the server; as long as it lives there is no later one.
@@ -259,7 +273,7 @@ class Worker:
         self.model.take_in()
         if self.model.is_open(self.session.number):
             (server,) = table.servers
-            last = self.model._name(server, self.task, self.exchange.reads._touched[server])
+            last = self.model._name(server, self.task, self.exchange.reads._pulls.touched[server])
             if self.model.backup_workers:
                 self.model.tables.check_read_late(server, table.id, ids, rows)
             elif self.group.alone:
@@ -367,6 +381,72 @@ class Driver:
                 self.session.end(error)
 
 
+class OwnRounds:
+    """The ledger of what each worker adds to variables that it updates alone, beside the rounds of all.
+
+    Args:
+        servers: number of servers, each of which has one such variable; 0 for none.
+        first: number of the first of them.
+    """
+
+    def __init__(self, servers: int, first: int) -> None:
+        self.variables = [(VariableSpec(f"own{n}", VALUE, alone=True), (n,)) for n in range(servers)]
+        self.plans = [self._plan(where, first) for size in (1, 2, 3) for where in combinations(range(servers), size)]
+        self.sent: dict[tuple[int, int, int], int] = {}
+        self.whole: set[tuple[int, int, int]] = set()
+        self.made: set[tuple[int, int, int]] = set()
+        self.totals = [0] * servers
+        self._first = first
+
+    def _plan(self, where: tuple[int, ...], first: int) -> Plan:
+        """A section that adds a number to the variable of each of some servers."""
+        applies = (Apply(0, (s,), (Ref("variable", first + s), Ref("reduction", i))) for i, s in enumerate(where))
+        reductions = tuple(Reduction("sum", VALUE, (server,), "own") for server in where)
+        returned = tuple(Ref("reduction", i) for i in range(len(where)))
+        return Plan(reductions, (), (adding(VALUE),), tuple(applies), returned)
+
+    def section(self, number: int, luck: Random) -> Outgoing:
+        """What one process sends: numbers whose sums tell whose they are."""
+        plan = luck.choice(self.plans)
+        value = np.asarray(pow(3, number, PRIME), "int64")
+        return Outgoing(plan, (1.0,) * len(plan.reductions), (value,) * len(plan.reductions), ())
+
+    def came(self, message: Message, payload: Payload) -> None:
+        """Notes how much of a contribution is there; another attempt at it says the same."""
+        name = message.server, message.said.session, message.said.round
+        value = int(message.payload.pieces(0, VALUE)[0][0])
+        assert self.sent.setdefault(name, value) == value, "two contributions have one name"
+        self.whole |= {name} if payload.whole else set()
+
+    def recorded(self, server: int, session: int, round: int, record: Record) -> None:
+        """A round is over: it has the contribution of its session alone, once, and whole."""
+        name = server, session, round
+        if name not in self.made:
+            assert (record.error, record.left_out, record.sessions) == (None, (), frozenset({session}))
+            assert name in self.whole, "what has not arrived is counted"
+            self.made.add(name)
+            self.totals[server] += self.sent[name]
+
+    def check(self, server: int, values: Mapping[int, Array]) -> None:
+        """A variable is the sum of the rounds that are over."""
+        if self.totals:
+            assert int(values.get(self._first + server, 0)) == self.totals[server], "an own round was not counted once"
+
+    def check_answer(self, message: Message, reply: RoundReply) -> None:
+        """What is given back is what was sent, to whoever and however often it is asked."""
+        name = message.server, message.said.session, message.said.round
+        assert name in self.made, "who is answered was not counted"
+        specs = [VALUE] * (len(message.said.want) + 1)
+        assert int(reply.payload.tensors(specs)[-1]) == self.sent[name]
+
+    def check_read(self, sent: UnderWay, session: int, value: int) -> None:
+        """Its sender has all of its own, and of the others what has come."""
+        server = sent.plan.servers[0]
+        mine = [number for at, who, number in self.made if (at, who) == (server, session)]
+        assert sent.number in mine, "a worker does not see what it has added"
+        assert value <= self.totals[server], "a worker sees what nobody has added"
+
+
 Content = list[tuple[int, int]]
 """The numbers that a message brings to a server, and where each ends in its payload."""
 
@@ -382,6 +462,7 @@ class Model(RuleBasedStateMachine):
 
     mode: Mode = "sync"
     backup_workers = 0
+    apart = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -414,6 +495,7 @@ class Model(RuleBasedStateMachine):
         self.counts: list[int] = []
         self.lasts: dict[tuple[int, Strand], int] = {}
         self.tables = Tables(1, 0)
+        self.own = OwnRounds(0, 0)
 
     @initialize(
         servers=st.integers(1, 3),
@@ -458,6 +540,7 @@ class Model(RuleBasedStateMachine):
         tensors = [VALUE] * 3 * servers + [TABLE] * len(KINDS) * servers
         self.tables = Tables(servers, 3 * servers)
         self.variables = [(VariableSpec(f"v{n}", tensor), (n % servers,)) for n, tensor in enumerate(tensors)]
+        self.own = OwnRounds(servers if self.apart else 0, len(self.variables))
         sections = st.lists(st.sampled_from(every), min_size=1, unique=True).map(sorted).map(tuple)
         script = data.draw(st.lists(sections, min_size=1, max_size=3), "script")
         # What has no table may stream.
@@ -721,6 +804,9 @@ class Model(RuleBasedStateMachine):
 
     def _came(self, message: Message, payload: Payload) -> None:
         """Notes how much of a contribution is there."""
+        if message.said.alone:
+            self.own.came(message, payload)
+            return
         key, session = self._name(message.server, message.task, message.said.round), message.said.session
         if key not in self.records:
             self.begun[key].setdefault(session, message.said)
@@ -768,7 +854,9 @@ class Model(RuleBasedStateMachine):
         for number, one in enumerate(self.cores):
             for key, strand in one.machine.rounds.strands.items():
                 for round in sorted(strand.records):
-                    if (number, key, round) not in self.records:
+                    if isinstance(key, Own):
+                        self.own.recorded(number, key.session, round, strand.records[round])
+                    elif (number, key, round) not in self.records:
                         self._check_record((number, key, round), strand.records[round])
             slow = {attempt.message.task for attempt in self.attempts}
             assert self.mode != "async" or all(slow.issuperset(open.missing) for open in one.status().waiting), (
@@ -780,6 +868,7 @@ class Model(RuleBasedStateMachine):
                     "a variable is not the sum of its rounds, or a round was not counted once"
                 )
                 self.tables.check(number, one.machine.store)
+                self.own.check(number, one.machine.store.values())
             self.tables.looked_at(number)
         for message in self.messages:
             self._check_answers(message)
@@ -888,11 +977,10 @@ class Model(RuleBasedStateMachine):
                 assert not self.is_open(message.said.session), "a living session is told that it is not"
             else:
                 reply = answer.result()
-                name = self._name(message.server, message.task, message.said.round)
-                given, rows = self._given(message, reply)
-                told = reply.epoch, reply.left_out, reply.more, given
-                assert self.replies.setdefault(name, told) == told
-                self.tables.check_answer(name, answer, message.said.lookups, rows, self.mode == "async")
+                if message.said.alone:
+                    self.own.check_answer(message, reply)
+                else:
+                    self._check_reply(message, answer)
                 assert all(payload is reply.payload for payload in begun), "the answer is not what was begun"
                 assert len(begun) <= 1
             if not message.travels and not message.reply.done():
@@ -900,6 +988,15 @@ class Model(RuleBasedStateMachine):
                     message.reply.set_exception(error)
                 else:
                     message.reply.set_result(reply)
+
+    def _check_reply(self, message: Message, answer: Future[RoundReply]) -> None:
+        """An answer of a round of all is that of all other answers of it."""
+        reply = answer.result()
+        name = self._name(message.server, message.task, message.said.round)
+        given, rows = self._given(message, reply)
+        told = reply.epoch, reply.left_out, reply.more, given
+        assert self.replies.setdefault(name, told) == told
+        self.tables.check_answer(name, answer, message.said.lookups, rows, self.mode == "async")
 
     def _given(self, message: Message, reply: RoundReply) -> tuple[list[Any], list[Array]]:
         """What an answer gives back of its round, and the rows that it looks up."""
@@ -1022,6 +1119,12 @@ class Whole(Model):
             self.attempts = [attempt for attempt in self.attempts if attempt.message.server != server]
 
 
+class Apart(Whole):
+    """The same, and each worker makes rounds of its own beside those of all, for which nobody waits."""
+
+    apart = True
+
+
 class Late(Whole):
     """The same with rounds that do not wait for the last of their members: servers have others, and agree."""
 
@@ -1047,6 +1150,10 @@ class TestWhole(Whole.TestCase):
     """Runs the model of whole rounds."""
 
 
+class TestApart(Apart.TestCase):
+    """Runs the model of rounds of one worker beside those of all."""
+
+
 class TestLate(Late.TestCase):
     """Runs the model of backup workers."""
 
@@ -1054,5 +1161,6 @@ class TestLate(Late.TestCase):
 if settings.get_current_profile_name() != "soak":
     TestModel.settings = settings(max_examples=20, stateful_step_count=40)
     TestWhole.settings = settings(max_examples=25, stateful_step_count=40)
+    TestApart.settings = settings(max_examples=25, stateful_step_count=40)
     TestLate.settings = settings(max_examples=25, stateful_step_count=40)
     TestAlone.settings = settings(max_examples=10, stateful_step_count=40)

@@ -23,6 +23,7 @@ from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import EMPTY
 from tests.support.samples import (
+    ALONE,
     ENTRIES,
     HAPPENED,
     PEER_INCARNATION,
@@ -85,8 +86,8 @@ def values() -> Iterator[tuple[Codec[Any, Any], Any]]:
             yield PAIRS[type(value)], value
     for entry in ENTRIES:
         yield PAIRS[LogEntry], entry
-    for table in TABLES:
-        yield messages.VARIABLE, table
+    for variable in (*TABLES, ALONE):
+        yield messages.VARIABLE, variable
     for question in QUESTIONS:
         yield messages.TABLE_READ, question
     yield messages.HAPPENED, HAPPENED

@@ -1,0 +1,97 @@
+"""How the rounds that this process makes are named: those of all members, a closure's, and its own beside those of all.
+
+A strand is a sequence of rounds, which its numbers name; see `psserver.state.strands`. Used by the thread that runs
+cross-replica code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from psclient._src.data.progress import Pass
+from psclient._src.rounds.membership import Group
+from pswire.model.closures import ClosureName
+
+
+@dataclass
+class SharedRounds:
+    """The rounds of all members; of an asynchronous worker those of its task.
+
+    Attributes:
+        group: counts them.
+        pushed: for each server the last round that was pushed there; -1 for none.
+    """
+
+    group: Group
+    pushed: list[int]
+
+    @property
+    def round(self) -> int:
+        """The next round."""
+        return self.group.round
+
+    def said(self, observes: bool) -> dict[str, Any]:
+        """Returns what a contribution says of where this process stands: fields of `Contribution`."""
+        group = self.group
+        return {
+            "more": group.more,
+            "positions": group.positions,
+            "start": group.start,
+            "chunks": () if observes else group.chunks,
+        }
+
+    def sent(self, trains: bool) -> Pass | None:
+        """A round was sent: see `Group.sent`."""
+        return self.group.sent(trains)
+
+
+@dataclass
+class ClosureRounds:
+    """The rounds of the closure that this process runs; they are named by it, whichever worker makes them.
+
+    Attributes:
+        group: counts the rounds of this process.
+        name: the closure.
+        pushed: as of `SharedRounds`.
+        round: its next round, from 0.
+    """
+
+    group: Group
+    name: ClosureName
+    pushed: list[int]
+    round: int = 0
+
+    def said(self, observes: bool) -> dict[str, Any]:
+        """Returns what a contribution says of where this process stands: which closure makes it."""
+        return {"closure": self.name}
+
+    def sent(self, trains: bool) -> Pass | None:
+        """A round was sent: see `Group.sent`."""
+        self.round += 1
+        return self.group.sent(trains)
+
+
+@dataclass
+class OwnRounds:
+    """The rounds that this process makes alone, beside those of all: of variables that each worker updates alone.
+
+    Attributes:
+        pushed: as of `SharedRounds`.
+        round: the next of them, from 0.
+    """
+
+    pushed: list[int]
+    round: int = field(default=0)
+
+    def said(self, observes: bool) -> dict[str, Any]:
+        """Returns what a contribution says of where this process stands: that it is alone."""
+        return {"alone": True}
+
+    def sent(self, trains: bool) -> Pass | None:
+        """A round was sent; datasets count those of all members."""
+        self.round += 1
+        return None
+
+
+Numbering = SharedRounds | ClosureRounds | OwnRounds

@@ -1,0 +1,513 @@
+"""A consistency for each variable: in one process a script computes what it would without; what is refused, and how."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from pstesting.in_process import InProcessCluster
+from tests.support.strategies import KINDS, opened
+
+SERVERS = tuple(kind for kind in KINDS if kind.startswith(("embedded", "servers")))
+
+
+@pytest.fixture(scope="module")
+def two():
+    """A strategy on two servers, with one replica."""
+    with InProcessCluster(2) as cluster, ps.ParameterServerStrategy(cluster_resolver=cluster.resolver()) as found:
+        yield found
+
+
+def whole(strategy, v):
+    """What a variable is, read outside of every replica."""
+    with strategy.scope():
+        return np.asarray(v.numpy())
+
+
+OPTIMIZERS = {
+    "SGD": lambda: ps.optimizers.SGD(0.1, momentum=0.9),
+    "Adam": lambda: ps.optimizers.Adam(0.1),
+    "clipnorm": lambda: ps.optimizers.Adam(0.1, clipnorm=0.5, use_ema=True),
+    "accumulates": lambda: ps.optimizers.Adam(0.1, gradient_accumulation_steps=2),
+    "schedule": lambda: ps.optimizers.SGD(ps.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_process_trains_alike(strategy, name):
+    """Each step of variables of both kinds, dense ones and rows, is that of a job of one kind, bit for bit."""
+    found = []
+    for consistency in (None, ps.Async()):
+        with strategy.scope():
+            dense = ps.Variable(np.ones((3, 2), "float32"), name="dense")
+            apart = ps.Variable(np.ones((3, 2), "float32"), name="apart", consistency=consistency)
+            rows = ps.Variable(np.ones((6, 2), "float32"), name="rows", consistency=consistency)
+            optimizer = OPTIMIZERS[name]()
+
+        def step(number, dense=dense, apart=apart, rows=rows, optimizer=optimizer):
+            taken = rows.lookup([number % 6, 0])
+            d = np.full((3, 2), number + 1, "float32")
+            pairs = [(d + dense, dense), (d * apart, apart), (taken.gradient(taken.values * 0.5), rows)]
+            optimizer.apply_gradients(pairs)
+
+        for number in range(6):
+            strategy.run(step, (number,))
+        found.append([whole(strategy, v) for v in (dense, apart, rows)])
+    for one, other in zip(*found, strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_what_lies_beside_has_its_consistency(shared, kind):
+    """Slots, averages, and what a user creates in colocate_vars_with; not what says otherwise."""
+    strategy = shared(kind)
+    with strategy.scope():
+        v = ps.Variable(np.zeros(4, "float32"), consistency=ps.Async())
+        plain = ps.Variable(np.zeros(4, "float32"))
+        with strategy.extended.colocate_vars_with(v):
+            beside = ps.Variable(np.zeros(4, "float32"))
+            other = ps.Variable(np.zeros(4, "float32"), consistency=ps.Sync())
+        with strategy.extended.colocate_vars_with(strategy.extended.non_slot_devices([v])):
+            of_all = ps.Variable(0)
+        optimizer = ps.optimizers.Adam(0.1, use_ema=True)
+    optimizer.build([v, plain])
+    assert [each.alone for each in (v, plain, beside, other, of_all)] == [True, False, True, False, False]
+    assert v.consistency == beside.consistency == ps.Async()
+    kept = {each.name.rpartition("/")[2]: each.alone for each in optimizer._state.of(v)}
+    assert kept == dict.fromkeys(kept, True)
+    assert not any(each.alone for each in optimizer._state.of(plain))
+    counts = [shared["iterations"] for shared in optimizer._state.everywhere]
+    assert [count.alone for count in counts] == [False, True]
+    assert optimizer.iterations is counts[0]
+
+
+def test_shards_and_tables_have_it(two):
+    """Each shard of a partitioned variable, each part of a dynamic table, and the slots beside them."""
+    with InProcessCluster(2) as cluster:
+        cut = ps.experimental.partitioners.FixedShardsPartitioner(2)
+        resolver = cluster.resolver()
+        with ps.ParameterServerStrategy(cluster_resolver=resolver, variable_partitioner=cut) as strategy:
+            with strategy.scope():
+                v = ps.Variable(np.zeros((6, 2), "float32"), consistency=ps.Async())
+                table = ps.dynamic_embedding.get_variable("t", dim=2, initializer=0, consistency=ps.Async())
+                again = ps.dynamic_embedding.get_variable("t", dim=2, initializer=0, consistency=ps.Async())
+                optimizer = ps.optimizers.SGD(0.5, momentum=0.5)
+            assert again is table
+            with strategy.scope(), pytest.raises(ValueError, match=r"consistency 'Async\(\)', not None"):
+                ps.dynamic_embedding.get_variable("t", dim=2, initializer=0)
+            taken = np.float32([[1, 1], [2, 2]])
+
+            def step():
+                slices = ps.IndexedSlices(taken, [0, 5])
+                optimizer.apply_gradients([(slices, v), (table.lookup([7, 8]).gradient(taken), table)])
+
+            for _ in range(2):
+                strategy.run(step)
+            slots = [slot for each in (v, table) for slot in optimizer._state.of(each)]
+            assert all(part.alone for each in (v, table, *slots) for part in each.variables)
+            assert v.numpy()[[0, 5]].tolist() == table.lookup([7, 8]).numpy().tolist() == [[-1.25] * 2, [-2.5] * 2]
+            assert strategy.round == 0  # nothing of it is a round of all
+
+
+def test_a_section_of_such_variables_is_no_round(two):
+    """Neither updates, nor assignments, nor values that are reduced to them; a failed one is left out of nothing."""
+    strategy = two
+    with strategy.scope():
+        v = ps.Variable(np.zeros(2), name="mine", consistency=ps.Async())
+        before = strategy.round
+        v.assign([1.0, 2.0])
+        v.assign_add([1.0, 1.0])
+        assert np.asarray(strategy.extended.reduce_to("sum", np.ones(2), v)).tolist() == [1.0, 1.0]
+        squares = strategy.extended.update(v, lambda v: np.sum(v.value()))
+        assert float(squares) == 5.0
+
+    def fails(s, _):
+        s.extended.reduce_to("sum", np.ones(2), v)
+        raise KeyError("the user's")
+
+    with pytest.raises(KeyError):
+        strategy.run(lambda: ps.get_replica_context().merge_call(fails, (1,)))
+    assert strategy.round == before
+    assert v.numpy().tolist() == [2.0, 3.0]
+
+
+def test_values_of_both_come_back_by_their_names(two):
+    """A section of both kinds is two plans; what it returns is what it would be of one, in whichever order it is
+    recorded, and again where the step is repeated."""
+    strategy = two
+    with strategy.scope():
+        first = ps.Variable(np.zeros(2), consistency=ps.Async())
+        second = ps.Variable(np.zeros(2))
+        third = ps.Variable(np.zeros(2), consistency=ps.Async())
+
+    def merge(s, x):
+        e = s.extended
+        found = [e.reduce_to("sum", x * k, v) for k, v in ((1, first), (10, second), (100, third))]
+        pairs = [(first, found[0]), (second, found[1]), (third, found[2])]
+        after = [e.update(v, lambda v, x: v.assign_add(x).value() * 2.0, (x,)) for v, x in pairs]
+        return [*found, *after]
+
+    for number in (1, 2):
+        values = strategy.run(lambda: ps.get_replica_context().merge_call(merge, (np.ones(2),)))
+        assert [float(np.asarray(x)[0]) for x in values] == [1, 10, 100, 2 * number, 20 * number, 200 * number]
+
+
+def test_a_replica_computes_with_one_value(two):
+    """Within a step; outside of one a read is of now."""
+    strategy = two
+    with strategy.scope():
+        v = ps.Variable(np.zeros(2), consistency=ps.Async())
+    session, reader = strategy._session, strategy._remote.reader
+    pulls = []
+    for server in session.servers:
+        server.pull = lambda *args, pull=server.pull: pulls.append(args[1]) or pull(*args)
+
+    def step():
+        return [v.read_value(), v.read_value(), v.read_value()]
+
+    try:
+        strategy.run(step)
+        assert sum(v.handle.id in asked for asked in pulls) == 1
+        v.numpy()
+        v.numpy()
+        assert sum(v.handle.id in asked for asked in pulls) == 3
+        strategy.run(step)
+        assert sum(v.handle.id in asked for asked in pulls) == 4
+    finally:
+        for server in session.servers:
+            del server.pull
+    assert reader is not None
+
+
+def test_the_next_read_has_what_was_added(two):
+    """A worker sees its own updates: in the next step without asking, as its push brings them."""
+    strategy = two
+    with strategy.scope():
+        v = ps.Variable(np.zeros(2), consistency=ps.Async())
+
+    def step():
+        before = float(v.read_value()[0])
+        ps.get_replica_context().merge_call(
+            lambda s, x: s.extended.update(v, lambda v, x: v.assign_add(x), (s.extended.reduce_to("sum", x, v),)),
+            (np.ones(2),),
+        )
+        return before
+
+    assert [strategy.run(step) for _ in range(4)] == [0.0, 1.0, 2.0, 3.0]
+    assert v.numpy().tolist() == [4.0, 4.0]
+
+
+# ---- What is refused ----
+
+
+def of_both(strategy):
+    """A variable of each kind, on one server."""
+    with strategy.scope():
+        apart = ps.Variable(np.zeros(2), name="apart", consistency=ps.Async())
+        with strategy.extended.colocate_vars_with(apart):
+            shared = ps.Variable(np.zeros(2), name="shared", consistency=ps.Sync())
+    return apart, shared
+
+
+def assigned_together(extended, apart, shared):
+    extended.update(apart, lambda v, w: (v.assign_add([1.0, 1.0]), w.assign_add([1.0, 1.0])), (shared,))
+
+
+def read_by_all(extended, apart, shared):
+    extended.update(shared, lambda v, w: v.assign_add(w.value()), (apart,))
+
+
+def reduced_alone(extended, apart, shared):
+    mine = extended.reduce_to("sum", np.ones(2), apart)
+    extended.update(shared, lambda v, x: v.assign_add(x), (mine,))
+
+
+def reduced_together(extended, apart, shared):
+    ours = extended.reduce_to("sum", np.ones(2), shared)
+    extended.update(apart, lambda v, x: v.assign_add(x), (ours,))
+
+
+def result_of_all(extended, apart, shared):
+    ours = extended.update(shared, lambda v: v.value() * 2.0)
+    extended.update(apart, lambda v, x: v.assign_add(x), (ours,))
+
+
+CROSSINGS = {
+    assigned_together: "assigns both 'apart.*make an update of each",
+    read_by_all: "the update of variable 'shared.*takes variable 'apart.*not the same for all of them at any time",
+    reduced_alone: "the update of variable 'shared.*takes a reduced value, which is not the same",
+    reduced_together: "the update of variable 'apart.*takes a reduced value of all workers, for which it does not wait",
+    result_of_all: "the update of variable 'apart.*takes the result of an update of all workers",
+}
+
+
+@pytest.mark.parametrize("crossing", CROSSINGS, ids=lambda crossing: crossing.__name__)
+def test_what_may_not_cross(two, crossing):
+    """Where the user's line is, with what to do; nothing of the section is made, and the strategy goes on."""
+    apart, shared = of_both(two)
+    before = two.round
+
+    def merge(s, _):
+        crossing(s.extended, apart, shared)
+
+    with pytest.raises(ValueError, match=CROSSINGS[crossing]):
+        two.run(lambda: ps.get_replica_context().merge_call(merge, (1,)))
+    with two.scope():
+        assert [v.numpy().tolist() for v in (apart, shared)] == [[0.0, 0.0]] * 2
+        shared.assign([1.0, 1.0])
+        apart.assign([2.0, 2.0])
+        assert [v.numpy().tolist() for v in (apart, shared)] == [[2.0, 2.0], [1.0, 1.0]]
+    assert two.round > before
+
+
+def test_an_asynchronous_update_may_read_what_all_have(two):
+    """As of the last round that is over."""
+    apart, shared = of_both(two)
+    with two.scope():
+        shared.assign([3.0, 4.0])
+        two.extended.update(apart, lambda v, w: v.assign(w.value() * 2.0), (shared,))
+        assert apart.numpy().tolist() == [6.0, 8.0]
+
+
+def test_optimizers_that_need_all_gradients(two):
+    """A norm of all gradients is of all workers, or of one; of both kinds it is neither."""
+    apart, shared = of_both(two)
+    ones = np.ones(2)
+    both = ps.optimizers.SGD(1.0, global_clipnorm=1.0)
+    with pytest.raises(ValueError, match=r"global_clipnorm .*'apart.*each worker's own; give such variables an"):
+        two.run(lambda: both.apply_gradients([(ones, apart), (ones, shared)]))
+    scaled = ps.optimizers.SGD(1.0, loss_scale_factor=ps.optimizers.DynamicLossScale())
+    with pytest.raises(ValueError, match="DynamicLossScale"):
+        two.run(lambda: scaled.apply_gradients([(ones, apart)]))
+    alone = ps.optimizers.SGD(1.0, global_clipnorm=1.0)
+    two.run(lambda: alone.apply_gradients([(np.float64([3.0, 4.0]), apart)]))
+    np.testing.assert_allclose(apart.numpy(), [-0.6, -0.8])
+
+
+@pytest.mark.parametrize("given", ["async", ps.Async, 3])
+def test_what_is_no_consistency(two, given):
+    """Is refused where it is written."""
+    with two.scope(), pytest.raises(TypeError, match=r"is no consistency; give ps\.Async"):
+        ps.Variable(0.0, consistency=given)
+    with two.scope(), pytest.raises(TypeError, match=r"is no consistency; give ps\.Async"):
+        ps.dynamic_embedding.get_variable("none", dim=1, consistency=given)
+
+
+def test_copies_of_replicas_have_none(two):
+    """They are nobody else's."""
+    with two.scope(), pytest.raises(ValueError, match="ON_READ"):
+        ps.Variable(0.0, synchronization=ps.VariableSynchronization.ON_READ, consistency=ps.Async())
+
+
+JOBS = {
+    "bounded": ({"consistency": ps.BoundedStaleness(2)}, ps.Async(), "no worker gets further ahead than 2 rounds"),
+    "deterministic": ({"deterministic": True}, ps.Async(), "deterministic=True needs rounds"),
+    "nonfinite": ({"consistency": ps.Sync(nonfinite="skip")}, ps.Async(), r"write ps.Async\(nonfinite='skip'\)"),
+    "staleness": ({}, ps.BoundedStaleness(2), r"has consistency=ps.BoundedStaleness\(2\), and the job has ps.Sync\(\)"),
+    "sync": ({"consistency": ps.Async()}, ps.Sync(), r"has consistency=ps.Sync\(\), and the job has ps.Async\(\)"),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_jobs_that_have_none_of_it(name):
+    """The first variable is refused, before anything is sent of it."""
+    keys, given, words = JOBS[name]
+    with ps.ParameterServerStrategy(**keys) as strategy, strategy.scope():
+        with pytest.raises(ps.errors.ConfigError, match=words):
+            ps.Variable(0.0, name="v", consistency=given)
+        assert ps.Variable(0.0, name="v", consistency=strategy.consistency).name == "v"
+
+
+def test_a_job_keeps_to_what_goes_with_its_variables():
+    """A change of the job's consistency that its variables do not have is refused in each process, before it waits."""
+    with ps.ParameterServerStrategy() as strategy:
+        with strategy.scope():
+            v = ps.Variable(np.zeros(2), name="v", consistency=ps.Async())
+            w = ps.Variable(np.zeros(2), name="w")
+        with pytest.raises(ps.errors.ConfigError, match=r"variable 'v'.*take ps\.Sync"):
+            strategy.set_consistency(ps.BoundedStaleness(1))
+
+        optimizer = ps.optimizers.SGD(1.0)
+
+        def step():  # which is repeated without being recorded anew
+            optimizer.apply_gradients([(-np.ones(2), v), (-np.ones(2), w)])
+
+        rounds = []
+        for consistency in (ps.Async(), ps.Sync(), ps.Async(), ps.Sync()):
+            for _ in range(2):
+                strategy.run(step)
+            strategy.set_consistency(consistency)
+            rounds.append(strategy.round)
+        assert rounds == [2, 4, 6, 8]
+        assert [each.numpy().tolist() for each in (v, w)] == [[8.0, 8.0]] * 2
+        assert strategy._exchange._alone.round == 4  # in the two synchronous stretches
+
+
+def test_copies_refuse_them(two, monkeypatch):
+    """Copies of one variable could come to differ."""
+    with two.scope(), monkeypatch.context() as patched:
+        patched.setattr(two._session, "copied", True)
+        with pytest.raises(ps.errors.ConfigError, match="PS_REPLICATION=1 needs rounds"):
+            ps.Variable(0.0, consistency=ps.Async())
+
+
+def test_it_is_the_default_strategy_of_one(shared):
+    """Outside of every scope, and in a strategy of one process, it says nothing new."""
+    v = ps.Variable(1.0, consistency=ps.Async())
+    assert not v.alone
+    with opened("mirrored-2") as strategy, strategy.scope():
+        assert not ps.Variable(1.0, consistency=ps.Async()).alone
+
+
+# ---- What else is done with variables, and when it waits ----
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_all_else_is_done_alike(shared, kind):
+    """Compressed contributions, rows that are written, tables that are cut, a save and a restore: as in a job of one
+    kind, bit for bit."""
+    strategy, found, replicas = shared(kind), [], len(shared(kind).extended.worker_devices)
+    for number, consistency in enumerate((None, ps.Async())):
+        with strategy.scope():
+            v = ps.Variable(np.zeros(50, "float32"), compression=ps.compression.TopK(0.1), consistency=consistency)
+            s = ps.Variable(
+                np.zeros((5, 2), "float32"), aggregation=ps.VariableAggregation.SUM, consistency=consistency
+            )
+            name = f"cut{number}"
+            table = ps.dynamic_embedding.get_variable(name, dim=2, initializer=0, consistency=consistency)
+            optimizer = ps.optimizers.SGD(1.0)
+            s.scatter_add(ps.IndexedSlices(np.ones((2, 2), "float32"), [1, 3]))
+            table.scatter_update(ps.IndexedSlices(np.full((1, 2), 5, "float32"), [10]))
+
+        def step(v=v, s=s, table=table, optimizer=optimizer):
+            s.assign_add(np.full((5, 2), 1.0, "float32"))
+            rows = table.lookup([10, 11])
+            pairs = [(np.arange(50, dtype="float32"), v), (rows.gradient(rows.values + 1), table)]
+            optimizer.apply_gradients(pairs)
+
+        def told(v=v, s=s, table=table):
+            with strategy.scope():
+                return [v.numpy(), s.numpy(), table.lookup([10, 11]).numpy()]
+
+        for _ in range(3):
+            strategy.run(step)
+        checkpoint = ps.train.Checkpoint(v=v, s=s, table=table, optimizer=optimizer)
+        path = checkpoint.save(f"consistency/{kind}/{number}/ckpt")
+        saved = told()
+        strategy.run(step)
+        after = told()
+        checkpoint.restore(path)
+        restored = told()
+        assert all(one.tobytes() == other.tobytes() for one, other in zip(saved, restored, strict=True))
+        strategy.run(step)
+        again = told()
+        with strategy.scope():
+            table.scatter_add(ps.IndexedSlices(np.ones((20_000, 2), "float32"), np.arange(100, 20_100)))
+            table.restrict(16_384)
+            kept = table.size()
+        found.append([*saved, *after, *(again if replicas == 1 else ()), np.array(kept)])
+    for one, other in zip(*found, strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+def on(strategy, server, create):
+    """Creates a variable on a server."""
+    with strategy.extended.colocate_vars_with(strategy.extended.parameter_devices[server : server + 1]):
+        return create()
+
+
+def test_where_it_waits(two):
+    """A step, and the next batch, for what all make; a save, a change and the end for all; one at a time is under way
+    on several servers."""
+    strategy, exchange = two, two._exchange
+    with strategy.scope():
+        w = ps.Variable(np.zeros(2))
+        t, u = (on(strategy, n, lambda: ps.Variable(np.zeros(2), consistency=ps.Async())) for n in (0, 1))
+
+    def merge(s, x):
+        for v in (w, t, u):
+            s.extended.update(v, lambda v, x: v.assign_add(x), (s.extended.reduce_to("sum", x, v),))
+
+    def step(*_):
+        ps.get_replica_context().merge_call(merge, (np.ones(2),))
+
+    strategy.run(step)  # the first of its plans is waited for
+    dataset = ps.ArrayDataset(np.zeros(4)).batch(1)
+    for batch in strategy.experimental_distribute_dataset(dataset):
+        strategy.run(step, (batch,))
+        assert exchange.own.busy
+        assert len(exchange.own._rounds) == 1
+    strategy.backend.settle()
+    assert not exchange.busy
+    strategy.run(step)
+    assert exchange.own.busy
+    ps.train.Checkpoint(w=w, t=t).save("consistency/waits/ckpt")
+    assert not exchange.own.busy
+    strategy.run(step)
+    strategy.set_consistency(ps.Sync(whole_rounds=False))
+    assert not exchange.own.busy
+    strategy.set_consistency(ps.Sync())
+
+
+def test_a_large_round_has_the_lane_for_itself(two, monkeypatch):
+    """What this worker has on its way of its own is taken in before: it would lie in memory that streams need."""
+    strategy, exchange = two, two._exchange
+    with strategy.scope():
+        large = ps.Variable(np.zeros(1 << 20))
+        t = ps.Variable(np.zeros(2), consistency=ps.Async())
+    push, busy = exchange._push_all, []
+
+    def pushed(outgoing, *rest):
+        busy.append(exchange.own.busy) if outgoing.plan.streams else None
+        return push(outgoing, *rest)
+
+    monkeypatch.setattr(exchange, "_push_all", pushed)
+
+    def merge(s, x, y):
+        for v, z in ((large, x), (t, y)):
+            s.extended.update(v, lambda v, z: v.assign_add(z), (s.extended.reduce_to("sum", z, v),))
+
+    for _ in range(3):
+        strategy.run(lambda: ps.get_replica_context().merge_call(merge, (np.ones(1 << 20), np.ones(2))))
+        assert exchange.own.busy or len(busy) == 1
+    assert busy == [False] * 3
+
+
+def test_an_error_of_all_leaves_nothing():
+    """The part of all comes first: where it is refused, nobody makes the rest, which others could not take back."""
+    with ps.ParameterServerStrategy(consistency=ps.Sync(nonfinite="raise")) as strategy:
+        with strategy.scope():
+            w = ps.Variable(np.zeros(2), name="w")
+            t = ps.Variable(np.zeros(2), name="t", consistency=ps.Async(nonfinite="raise"))
+            optimizer = ps.optimizers.SGD(1.0)
+
+        def step(*gradients):
+            optimizer.apply_gradients([(np.full(2, gradients[0]), t), (np.full(2, gradients[1]), w)])
+
+        strategy.run(step, (1.0, 1.0))
+        with pytest.raises(ps.errors.NonfiniteError, match="'w'"):
+            strategy.run(step, (1.0, np.nan))
+        assert [v.numpy().tolist() for v in (w, t)] == [[-1.0, -1.0]] * 2
+        with pytest.raises(ps.errors.NonfiniteError, match="'t'"):
+            strategy.run(step, (np.inf, 1.0))
+        assert [v.numpy().tolist() for v in (w, t)] == [[-2.0, -2.0], [-1.0, -1.0]]
+        assert strategy.round == 3
+
+
+def test_what_is_open_comes_before_a_save(two):
+    """A checkpoint is of a section of all; what this worker has recorded alone is sent before it."""
+    strategy = two
+    with strategy.scope():
+        t = ps.Variable(np.zeros(2), name="open", consistency=ps.Async())
+        w = ps.Variable(np.zeros(2), name="open too")
+        mine = strategy.extended.reduce_to("sum", np.ones(2), t)
+        strategy.extended.update(t, lambda v, x: v.assign_add(x), (mine,))
+        ours = strategy.extended.reduce_to("sum", np.ones(2), w)
+        left = strategy.extended.reduce_to("sum", np.full(2, 3.0), t)
+        checkpoint = ps.train.Checkpoint(t=t, w=w)
+        path = checkpoint.save("consistency/open/ckpt")
+        assert [np.asarray(x).tolist() for x in (ours, left)] == [[1.0, 1.0], [3.0, 3.0]]
+        t.assign([7.0, 7.0])
+        checkpoint.restore(path).assert_consumed()
+        assert t.numpy().tolist() == [1.0, 1.0]
