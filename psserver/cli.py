@@ -162,7 +162,7 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
             _mention_old_root(config)
             if page:
                 _say(f"psserver {config.task} serves metrics at {page.url}")
-            offer = StandingOffer(config, config.join, lambda: _is_taken_in(core)) if config.join else None
+            offer = StandingOffer(config, config.join, lambda: core.status().takes_part) if config.join else None
             departure = Departure(core, stopped)
             loop.add_signal_handler(signal.SIGTERM, departure.begin)
             alone = max(config.timeouts.alone, config.timeouts.lease)
@@ -223,12 +223,6 @@ class Departure:
         except PSError as error:
             log.info("%s ends, and does not move before: %s", core.task, error)
         self._stopped.set()
-
-
-def _is_taken_in(core: Core) -> bool:
-    """Returns whether a server is a part of a job."""
-    status = core.status()
-    return status.server < len(status.incarnations) and status.incarnations[status.server] == status.incarnation
 
 
 def _mention_old_root(config: ServerConfig) -> None:

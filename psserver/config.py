@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from psserver.devices import Device
-from pswire.cluster import Task, TaskConfig, check_address, join_address, parse_tf_config
+from pswire.cluster import Task, TaskConfig, check_address, check_addresses, join_address, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts
 from pswire.options import SWITCH, WHOLE, option
@@ -194,10 +194,7 @@ def _join(given: ServerFlags, cluster: TaskConfig | None) -> tuple[str, ...]:
         raise ConfigError("--join waits for the place of any server; leave --task out")
     if cluster is not None:
         raise ConfigError(f"--join waits for the place of any server, and TF_CONFIG says {cluster.task}; unset it")
-    addresses = tuple(address.strip() for address in given.join.split(","))
-    for address in addresses:
-        check_address(address, "--join")
-    return addresses
+    return check_addresses(given.join, "--join")
 
 
 def _advertised(given: ServerFlags, host: str) -> str:

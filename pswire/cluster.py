@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -360,6 +361,22 @@ def check_cluster(cluster: ClusterSpec, where: str) -> None:
 def join_address(host: str, port: int) -> str:
     """`host:port`, with the brackets that an IPv6 address needs."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def check_addresses(text: str, where: str) -> tuple[str, ...]:
+    """Splits `host:port,host:port`; raises `ConfigError` naming `where` for what is no address."""
+    addresses = tuple(part.strip() for part in text.split(","))
+    for address in addresses:
+        check_address(address, where)
+    return addresses
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether a host, as an address has it, is this machine alone."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def check_address(address: str, where: str) -> tuple[str, int]:

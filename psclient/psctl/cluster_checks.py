@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from collections import Counter
@@ -17,7 +16,7 @@ from psclient.psctl.findings import Check, Finding, Patient, fail, ok, warn
 from psclient.psctl.job_view import view_of
 from psclient.psctl.observer import Looked
 from psclient.psctl.output import duration, short
-from pswire.cluster import TaskConfig, check_address, parse_tf_config
+from pswire.cluster import TaskConfig, check_address, is_loopback, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.model.program import PROGRAM_VERSION
 from pswire.model.status import ServerStatus
@@ -64,17 +63,10 @@ def _addresses(config: TaskConfig) -> Iterator[Finding]:
     for task, address in servers:
         if check_address(address, "TF_CONFIG")[1] == 0:
             yield fail(f"{task} has port 0: nobody can find it", "write the port on which it listens")
-    near = [_is_loopback(check_address(address, "TF_CONFIG")[0]) for _, address in servers]
+    near = [is_loopback(check_address(address, "TF_CONFIG")[0]) for _, address in servers]
     if any(near) and not all(near):
         task = servers[near.index(True)][0]
         yield warn(f"{task} is at a loopback address, and others are not", "write an address that all hosts can reach")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 # ---- Names and ports ----
@@ -158,7 +150,7 @@ def tls(patient: Patient) -> Iterator[Finding]:
         return
     if security.tls:
         yield _validity(security, patient.name)
-    elif patient.looked and all(_is_loopback(host) for _, host, _ in patient.places()):
+    elif patient.looked and all(is_loopback(host) for _, host, _ in patient.places()):
         yield ok("there is none, and all servers are on this machine")
     elif patient.looked:
         advice = (

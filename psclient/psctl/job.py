@@ -21,7 +21,7 @@ from pswire.cluster import ClusterSpec, Task
 from pswire.errors import ConfigError, PSError, RoundTimeout
 from pswire.limits import Timeouts
 from pswire.model.places import NOWHERE, Spare
-from pswire.model.status import ServerStatus
+from pswire.model.status import ServerStatus, newest_of
 from pswire.security.names import task_name
 
 CHIEF = Task("chief", 0)
@@ -32,8 +32,11 @@ LOOK_SECONDS = 0.5
 WAIT_SECONDS = 600.0
 """Seconds that a server has to move: as long as a round may take."""
 
-Choose = Callable[["JobPlaces"], "tuple[int, str] | None"]
-"""Returns the server that moves next, and the address to which; None once all have."""
+Choose = Callable[["JobPlaces", bool], "tuple[int, str] | None"]
+"""Returns the server that moves next, and the address to which, "" for any; None once all have.
+
+It is given where all are now, and whether one has moved already.
+"""
 
 waits = click.option(
     "--wait",
@@ -81,17 +84,15 @@ class JobPlaces:
     """
 
     def __init__(self, statuses: Sequence[ServerStatus]) -> None:
-        job = [status for status in statuses if status.incarnations]
-        if not job:
+        newest = newest_of(statuses)
+        if newest is None:
             raise ConfigError("no job runs on these servers: nothing is to be moved")
-        newest = max(job, key=lambda status: status.log)
-        lives = dict(enumerate(newest.incarnations))
-        found = {s.server: s for s in job if lives.get(s.server) == s.incarnation}
+        found = {s.server: s for s in statuses if s.incarnation in newest.incarnations}
         self.servers: Mapping[int, ServerStatus] = {server: found[server] for server in sorted(found)}
         self.count = len(newest.incarnations)
         self.moved = {moved.server: moved.address for moved in newest.moved}
         # Each says to all servers that it is there; one that all servers have heard is known to the chief as well.
-        self.spares = {spare.address: spare for status in job for spare in status.spares}
+        self.spares = {spare.address: spare for status in statuses for spare in status.spares}
 
     def free(self) -> list[Spare]:
         """Returns the processes that wait, and have got no place yet."""
@@ -121,12 +122,7 @@ def move(told: CommandSettings, task: str, to: str, wait: float) -> int:
     the process. Needs PS_REPLICATION=1.
     """
     server = _server(task)
-    left = iter([server])
-
-    def choose(places: JobPlaces) -> tuple[int, str] | None:
-        return next(((each, to) for each in left), None)
-
-    return _move_each(told, choose, wait)
+    return _move_each(told, lambda places, moved: None if moved else (server, to), wait)
 
 
 @click.command()
@@ -141,17 +137,16 @@ def drain(told: CommandSettings, what: str, wait: float) -> int:
     other domains that wait for a place.
     """
 
-    def choose(places: JobPlaces) -> tuple[int, str] | None:
+    def choose(places: JobPlaces, moved: bool) -> tuple[int, str] | None:
         if what in (*places.domains(), *(spare.domain for spare in places.spares.values())):
             domain, servers = what, places.in_domain(what)
-        elif done:
+        elif moved:
             return None
         else:
             server = _server(what)
             domain, servers = places.servers[server].domain if server in places.servers else "", [server]
         if not servers:
             return None
-        done.append(servers[0])
         free = [spare.address for spare in places.free() if spare.domain != domain]
         if not free:
             raise ConfigError(
@@ -160,7 +155,6 @@ def drain(told: CommandSettings, what: str, wait: float) -> int:
             )
         return servers[0], free[0]
 
-    done: list[int] = []
     return _move_each(told, choose, wait)
 
 
@@ -175,7 +169,7 @@ def rebalance(told: CommandSettings, wait: float) -> int:
     came, and give the job as many servers at its start as it may have machines later.
     """
 
-    def choose(places: JobPlaces) -> tuple[int, str] | None:
+    def choose(places: JobPlaces, moved: bool) -> tuple[int, str] | None:
         counts = places.domains()
         targets = [spare for spare in places.free() if spare.domain]
         if not targets:
@@ -210,11 +204,10 @@ def _move_each(told: CommandSettings, choose: Choose, wait: float) -> int:
     """Moves servers until there is none to move, and says which; the exit code is 0."""
     done = list[dict[str, str]]()
     with connected(told) as servers:
-        while (chosen := choose(_look(servers))) is not None:
+        while (chosen := choose(places := _look(servers), bool(done))) is not None:
             server, to = chosen
-            before = _look(servers)
-            if server not in range(before.count):
-                raise ConfigError(f"the job has {before.count} servers, and no {Task('ps', server)}")
+            if server not in range(places.count):
+                raise ConfigError(f"the job has {places.count} servers, and no {Task('ps', server)}")
             address = servers.move(server, to)
             _await(servers, server, address, wait)
             done.append({"task": str(Task("ps", server)), "to": address})

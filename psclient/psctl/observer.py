@@ -14,9 +14,9 @@ from psclient.psctl.settings import CommandSettings, ObservedCluster
 from pswire.cluster import Task
 from pswire.errors import ConfigError, PSError, Unreachable
 from pswire.limits import Timeouts
-from pswire.model.log import Created, LogEntry, in_order
+from pswire.model.log import Created, LogEntry
 from pswire.model.plan import PlacedVariable
-from pswire.model.status import Happened, ServerStatus
+from pswire.model.status import Happened, ServerStatus, newest_of
 from pswire.model.tensor import Array
 from pswire.security.identity import Security
 
@@ -92,12 +92,11 @@ class Servers:
         Raises:
             PSError: it cannot move there, or the server that keeps the log does not answer.
         """
-        keeper, _ = self._find(keeper_of(self._statuses()))
-        return keeper.move(server, address)
+        return self._find(keeper_of).move(server, address)
 
     def _each(self, ask: Callable[[RemoteServer], Looked]) -> list[Looked]:
         looked = self._ask_each(ask)
-        newest = _newest(found.status for found in looked if found.status)
+        newest = newest_of(found.status for found in looked if found.status)
         moved = [each for each in newest.moved if each.server < len(looked)] if newest and not newest.over else []
         return self._ask_each(ask) if follow_moves(self._remote, moved) else looked
 
@@ -111,7 +110,7 @@ class Servers:
         Raises:
             PSError: server 0 does not answer.
         """
-        server, _ = self._find(keeper_of(self._statuses()))
+        server = self._find(keeper_of)
         entries: list[LogEntry] = []
         while True:
             # A long log comes in several answers; one of another job, from its beginning.
@@ -130,20 +129,22 @@ class Servers:
         Raises:
             PSError: its server does not answer, or has no value of it yet.
         """
-        gone = gone_of(self._statuses())
-        server, _ = self._find(next((each for each in variable.servers if each not in gone), variable.servers[0]))
+
+        def home(statuses: Iterable[ServerStatus]) -> int:
+            gone = gone_of(statuses)
+            return next((each for each in variable.servers if each not in gone), variable.servers[0])
+
+        server = self._find(home)
         reply = server.pull(NOBODY, [variable.id], -1).result()
         return reply.round, reply.payload.tensors([variable.spec.tensor])[0]
 
-    def _statuses(self) -> list[ServerStatus]:
-        return [found.status for found in self.look() if found.status]
-
-    def _find(self, number: int) -> tuple[RemoteServer, ServerStatus]:
-        """The server with a number, wherever it is in the list of addresses."""
+    def _find(self, choose: Callable[[Iterable[ServerStatus]], int]) -> RemoteServer:
+        """Returns the server whose number is chosen by what all say, wherever it is in the list of addresses."""
         looked = self.look()
+        number = choose([found.status for found in looked if found.status])
         for server, found in zip(self._remote, looked, strict=True):
             if found.status and found.status.server == number:
-                return server, found.status
+                return server
         errors = [found.error for found in looked if found.error]
         if errors:
             raise errors[0]
@@ -152,22 +153,14 @@ class Servers:
 
 def gone_of(statuses: Iterable[ServerStatus]) -> frozenset[int]:
     """Returns the servers that are lost, and without which the job goes on, as the one says that knows most."""
-    newest = _newest(statuses)
+    newest = newest_of(statuses)
     return frozenset(newest.gone if newest else ())
 
 
 def keeper_of(statuses: Iterable[ServerStatus]) -> int:
     """Returns the server that keeps the log and the sessions."""
-    newest = _newest(statuses)
-    if newest is None:
-        return 0
-    live = (server for server in range(len(newest.incarnations)) if server not in newest.gone)
-    return next(iter(in_order(live, newest.losses or newest.gone)), 0)
-
-
-def _newest(statuses: Iterable[ServerStatus]) -> ServerStatus | None:
-    """Returns the status with the longest log of a job; None where there is no job."""
-    return max((status for status in statuses if status.incarnations), key=lambda status: status.log, default=None)
+    newest = newest_of(statuses)
+    return newest.keeper if newest else 0
 
 
 def connected(settings: CommandSettings, cluster: ObservedCluster | None = None) -> Servers:

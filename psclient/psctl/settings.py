@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import click
@@ -11,7 +12,7 @@ from rich.console import RenderableType
 
 from psclient._src.config import security_options, tf_config_text
 from psclient.psctl.output import say, show
-from pswire.cluster import Task, TFConfig, check_address
+from pswire.cluster import Task, TFConfig, check_address, check_addresses
 from pswire.errors import ConfigError
 from pswire.options import flag_name, options_of
 from pswire.security.identity import FLAGS, Security, SecurityOptions
@@ -115,14 +116,6 @@ def cluster_of(text: str) -> ObservedCluster:
     return ObservedCluster(servers, (*spec.tasks("chief"), *spec.tasks("worker")))
 
 
-def _addresses(text: str) -> tuple[str, ...]:
-    """The addresses of `--address`."""
-    given = tuple(part.strip() for part in text.split(","))
-    for address in given:
-        check_address(address, "--address")
-    return given
-
-
 def _option(
     name: str, *flags: str, read: Callable[[Any], object] = lambda value: value, **keys: Any
 ) -> Callable[[Command], Command]:
@@ -141,7 +134,7 @@ OPTIONS = (
     _option(
         "addresses",
         "--address",
-        read=_addresses,
+        read=partial(check_addresses, where="--address"),
         metavar="HOST:PORT[,...]",
         help="All servers, in order [default: TF_CONFIG's].",
     ),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pswire.cluster import Task
-from pswire.model.log import Epoch, Member, Position
+from pswire.model.log import Epoch, Member, Position, in_order
 from pswire.model.places import Moved, Spare
 from pswire.model.program import PROGRAM_VERSION
 
@@ -245,3 +245,19 @@ class ServerStatus:
     spares: tuple[Spare, ...] = ()
     moved: tuple[Moved, ...] = ()
     domain: str = ""
+
+    @property
+    def keeper(self) -> int:
+        """Index of the server that keeps the log and the sessions of the job that it tells of."""
+        live = set(range(len(self.incarnations))) - set(self.gone)
+        return next(iter(in_order(live, self.losses or self.gone)), 0)
+
+    @property
+    def takes_part(self) -> bool:
+        """True if it is a part of the job that it tells of, and no new process in the place of one that was."""
+        return self.server < len(self.incarnations) and self.incarnations[self.server] == self.incarnation
+
+
+def newest_of(statuses: Iterable[ServerStatus]) -> ServerStatus | None:
+    """Returns the status with the longest log of a job; None where there is no job."""
+    return max((status for status in statuses if status.incarnations), key=lambda status: status.log, default=None)

@@ -12,8 +12,8 @@ from pswire.api import ParameterServer
 from pswire.cluster import Task
 from pswire.errors import ConfigError, PSError
 from pswire.limits import Timeouts
-from pswire.model.log import Done, in_order
-from pswire.model.status import ServerStatus
+from pswire.model.log import Done
+from pswire.model.status import ServerStatus, newest_of
 
 
 def discard(task: Task, servers: Sequence[ParameterServer], timeouts: Timeouts) -> str:
@@ -64,11 +64,10 @@ def _keeper(servers: Sequence[ParameterServer]) -> ServerStatus:
             errors.append(error)
     if errors and not statuses:
         raise errors[0]
-    newest = max((status for status in statuses if status.incarnations), key=lambda each: each.log, default=None)
+    newest = newest_of(statuses)
     if newest is None or newest.over:
         raise ConfigError("these servers hold no job: nothing is to be discarded")
     if errors and not newest.gone and not newest.moved:
         raise errors[0]
     follow_moves(servers, newest.moved)
-    live = set(range(len(newest.incarnations))) - set(newest.gone)
-    return servers[in_order(live, newest.losses)[0]].status()
+    return servers[newest.keeper].status()

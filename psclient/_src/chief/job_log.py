@@ -135,10 +135,7 @@ class JobLog:
 
     def prepare(self, server: ParameterServer) -> None:
         """Copies the whole log to a process that is to be a server, and takes no part yet."""
-        entries, length = self.state.log, 0
-        while length < len(entries):
-            length = server.approve(self._session.token, length, entries[length:])
-        self._prepared[server.address] = length
+        self._prepared[server.address] = self._send(server, 0, self.state.log)
 
     def take_back(self, server: int) -> None:
         """A server is back, with what was copied to its process before."""
@@ -157,9 +154,13 @@ class JobLog:
                 log.info("server %d did not say that it knows of the end: %s", number, error)
 
     def _copy_to(self, number: int, entries: Sequence[LogEntry]) -> None:
-        while self._copied[number] < len(entries):
-            index = self._copied[number]
-            self._copied[number] = self._servers[number].approve(self._session.token, index, entries[index:])
+        self._copied[number] = self._send(self._servers[number], self._copied[number], entries)
+
+    def _send(self, server: ParameterServer, length: int, entries: Sequence[LogEntry]) -> int:
+        """Sends what a server lacks that has so many entries, or fewer; returns how many it has then."""
+        while length < len(entries):
+            length = server.approve(self._session.token, length, entries[length:])
+        return length
 
 
 def copies_by(domains: Sequence[str]) -> tuple[int, ...]:

@@ -61,9 +61,8 @@ class Losses:
         if not (self._session.copied and found):
             raise error
         suspects: dict[int, PSError] = {index: hosting.suspects.pop(index) for index in list(hosting.suspects)}
-        if isinstance(
-            error, ServerLost
-        ):  # else it is news of a loss that the log tells of, maybe one before its return
+        # Else it is news of a loss that the log tells of, maybe of one before its return.
+        if isinstance(error, ServerLost):
             suspects[found[0]] = error
         reasons = {entry.server: entry.reason for entry in losses}
         for server in Counter(hosting.losses) - Counter(state.losses):

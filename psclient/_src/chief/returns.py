@@ -9,6 +9,7 @@ gets that of a server that stays away, or of one that is to move: then that one 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -76,6 +77,7 @@ class Returns:
         self._looks: dict[tuple[int, str], _Look] = {}
         self._looked: dict[tuple[int, str], float] = {}
         self._asked: Future[ServerStatus] | None = None  # for the processes that wait
+        self._asked_at = -math.inf
         self._spares: tuple[Spare, ...] = ()
         self._away: dict[int, float] = {}  # since when a server is gone
         self._failed: dict[int, float] = {}  # when it failed, by the life of the server
@@ -171,7 +173,8 @@ class Returns:
     def _find(self, number: int) -> Return | None:
         now = self._clock()
         self._ask_for_spares(now)
-        for server, address in self._places(now):
+        self._give_places(now)
+        for server, address in self._places():
             key = server, address
             look = self._looks.get(key)
             if look is None:
@@ -190,15 +193,17 @@ class Returns:
         return None
 
     def _ask_for_spares(self, now: float) -> None:
-        """Reads about once a second which processes wait for a place; one gets that of a server that stays away."""
-        key = NOWHERE, ""
+        """Reads about once a second which processes wait for a place."""
         if self._asked is not None and self._asked.done():
             if self._asked.exception() is None:
                 self._spares = self._asked.result().spares
             self._asked = None
-        if self._asked is None and now - self._looked.get(key, -LOOK_SECONDS) >= LOOK_SECONDS:
-            self._looked[key] = now
+        if self._asked is None and now - self._asked_at >= LOOK_SECONDS:
+            self._asked_at = now
             self._asked = self._threads.submit(self._servers[self._session.hosting.keeper].status)
+
+    def _give_places(self, now: float) -> None:
+        """Gives the place of a server that has stayed away for a lease to a process that waits."""
         gone = self._log.state.gone
         self._away = {server: self._away.get(server, now) for server in gone}
         given = {spare.place for spare in self._spares}
@@ -214,7 +219,7 @@ class Returns:
         near = {self._session.domains[other] for other in self._log.state.beside(server)}
         return next((spare.address for spare in free if spare.domain not in near), free[0].address)
 
-    def _places(self, now: float) -> list[tuple[int, str]]:
+    def _places(self) -> list[tuple[int, str]]:
         """Returns where processes may be that are to be servers, by their indices."""
         found = list[tuple[int, str]]()
         for server in sorted(self._log.state.gone):
@@ -232,8 +237,7 @@ class Returns:
         failed = self._failed.get(status.incarnation)
         if failed is not None and now - failed < 2 * self._session.timeouts.lease:
             return False
-        apart = server < len(status.incarnations) and status.incarnations[server] != status.incarnation
-        free = status.log == 0 or server in status.gone or apart
+        free = status.log == 0 or server in status.gone or not status.takes_part
         is_new = status.incarnation not in self._session.incarnations
         return free and is_new and all(self._knows(each.status(), server, address) for each in self._session.live)
 

@@ -5,7 +5,6 @@ Any server of the job tells where all of them are; the one that keeps the sessio
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import re
@@ -22,12 +21,12 @@ from psclient._src.config import JOB, REPLICATION, TF_CONFIG
 from psclient._src.transport.patience import until_free
 from psclient._src.transport.remote_server import RemoteServer
 from psclient._src.transport.tls_diagnosis import names_shown
-from pswire.cluster import ClusterSpec, Task, check_address, join_address
+from pswire.cluster import ClusterSpec, Task, check_address, is_loopback, join_address
 from pswire.errors import ConfigError, InvalidRequest, PSError, ServerGone, ServerLost, TaskTaken, Unreachable
 from pswire.limits import Timeouts
 from pswire.model.joins import Enlisted
-from pswire.model.log import JobStarted, in_order
-from pswire.model.status import ServerStatus
+from pswire.model.log import JobStarted
+from pswire.model.status import ServerStatus, newest_of
 from pswire.security.identity import PLACEHOLDER, Security, SecurityOptions
 from pswire.security.names import task_name
 from pswire.telemetry.reminder import Reminder
@@ -257,12 +256,11 @@ class Joiner:
                 found[status.server] = server, status
         if not found:
             raise refusals[0]
-        began = [each for each in found.values() if each[1].incarnations]
-        if not began:
+        newest = newest_of(each for _, each in found.values())
+        if newest is None:
             raise Unreachable("no chief has begun a job there yet")
-        server, status = max(began, key=lambda each: each[1].log)
-        self._check(status)
-        return self._told(server, status, {index: each.address for index, (each, _) in found.items()})
+        self._check(newest)
+        return self._told(found[newest.server][0], newest, {index: each.address for index, (each, _) in found.items()})
 
     def _check(self, status: ServerStatus) -> None:
         """Raises why nobody can join the job that a server tells of."""
@@ -286,10 +284,8 @@ class Joiner:
             raise ConfigError("the job's chief is of a version that does not tell where the servers are; install ours")
         known = {moved.server: moved.address for moved in status.moved} | dict(given)
         servers = tuple(known.get(index, address) for index, address in enumerate(began.addresses))
-        live = (index for index in range(len(servers)) if index not in status.gone)
-        keeper = in_order(live, status.losses or status.gone)[0]
         _check_reachable(servers, set(status.gone) | given.keys(), next(iter(given.values())))
-        return RunningJob(began.name, servers, keeper, began.workers, began.chief, bool(began.copies))
+        return RunningJob(began.name, servers, status.keeper, began.workers, began.chief, bool(began.copies))
 
     def _check_name(self, name: str) -> None:
         """Raises `ConfigError` if this process was told to join another job than the one of that name."""
@@ -306,7 +302,7 @@ class Joiner:
         It gets the name of this host, unless all is on one machine.
         """
         host = check_address(job.servers[0], "the job's log")[0]
-        mine = join_address(host if _is_loopback(host) else socket.gethostname(), 0)
+        mine = join_address(host if is_loopback(host) else socket.gethostname(), 0)
         workers = dict(enumerate(job.workers)) | {task.index: mine}
         jobs: dict[str, Sequence[str] | Mapping[int, str]] = {"ps": job.servers, "worker": workers}
         return ClusterSpec(jobs | ({"chief": [job.chief]} if job.chief else {}))
@@ -342,22 +338,14 @@ def _check_reachable(servers: Sequence[str], known: set[int], answered: str) -> 
         known: numbers of those that have answered, and of those that are not needed.
         answered: the address at which one has answered.
     """
-    if _is_loopback(check_address(answered, "--join")[0]):
+    if is_loopback(check_address(answered, "--join")[0]):
         return
     for index, address in enumerate(servers):
-        if index not in known and _is_loopback(check_address(address, "the job's log")[0]):
+        if index not in known and is_loopback(check_address(address, "the job's log")[0]):
             raise ConfigError(
                 f"the job's chief reaches {Task('ps', index)} at {address}, which is another machine from here; write "
                 "the addresses of all servers, --join HOST:PORT,HOST:PORT"
             )
-
-
-def _is_loopback(host: str) -> bool:
-    host = host.strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def own_name(task: Task | None) -> str:

@@ -39,7 +39,7 @@ from psclient._src.launch.script import die_with, end_on_sigterm, run_module, ru
 from psclient._src.launch.supervisor import supervise
 from psclient._src.processes.output import Printer
 from psclient._src.processes.shutdown import code_of
-from pswire.cluster import EVALUATOR, TaskConfig, check_address
+from pswire.cluster import EVALUATOR, TaskConfig, check_addresses
 from pswire.errors import ConfigError, PSError
 from pswire.flags import flag, flags
 from pswire.options import flag_name, said
@@ -155,17 +155,11 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
         script, args, launch, given["parent"], level, kind, bool(given["debug"]), module, given["standby"]
     )
     if given["join"] is not None:
-        invocation = dataclasses.replace(invocation, join=_addresses(given["join"]), restarts=given["restarts"] or 0)
+        invocation = dataclasses.replace(
+            invocation, join=check_addresses(given["join"], "--join"), restarts=given["restarts"] or 0
+        )
         _check_join(invocation)
     return dataclasses.replace(invocation, named=given["named"])
-
-
-def _addresses(text: str) -> tuple[str, ...]:
-    """The addresses of `--join`; raises `ConfigError` for what is none."""
-    given = tuple(part.strip() for part in text.split(","))
-    for address in given:
-        check_address(address, "--join")
-    return given
 
 
 def _check_join(invocation: Invocation) -> None:

@@ -20,7 +20,7 @@ from pswire.errors import PSError, ServerGone, ServerLost, Unreachable
 from pswire.limits import Timeouts
 from pswire.model.log import Gone, in_order
 from pswire.model.places import Moved
-from pswire.model.status import ServerStatus
+from pswire.model.status import ServerStatus, newest_of
 
 log = logging.getLogger("psclient")
 
@@ -259,14 +259,13 @@ class Hosting:
         """Takes in how a job goes on that runs; returns whether enough is known."""
         silent = set(range(len(self._servers))) - known.keys()
         running = [status for status in known.values() if status.incarnations and not status.over]
-        newest = max(running, key=lambda status: status.log, default=None)
+        newest = newest_of(running)
         goes_on = job in {status.job for status in running} and not any(status.broken for status in running)
         gone = set(newest.gone) if newest else set[int]()
         found: dict[int, str] = {}
         if newest and goes_on:
             if decides and late:  # but for the one that keeps the log: another chief may be there with it
-                order = in_order(set(range(len(self._servers))) - gone, newest.losses)
-                found |= dict.fromkeys(silent & set(order[1:]), "does not answer")
+                found |= dict.fromkeys(silent - gone - {newest.keeper}, "does not answer")
             found |= {server: error.message for server, error in lost.items()}
             replaced = (i for i, status in known.items() if status.incarnation != newest.incarnations[i])
             found |= dict.fromkeys(replaced, "was replaced by a new process")
@@ -292,6 +291,5 @@ class Hosting:
 
 def _moved(known: Mapping[int, ServerStatus], job: str) -> tuple[Moved, ...]:
     """Returns the servers that have moved in a job that runs, as the one says that knows most of it."""
-    running = [status for status in known.values() if status.incarnations and not status.over and status.job == job]
-    newest = max(running, key=lambda status: status.log, default=None)
+    newest = newest_of(status for status in known.values() if not status.over and status.job == job)
     return newest.moved if newest else ()
