@@ -196,6 +196,7 @@ def _options() -> list[tuple[str, int]]:
         # A host that loses power closes nothing: without pings its half-sent messages would be kept for ever.
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),  # of a ping for another reason, beside which there is none
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),
         ("grpc.http2.max_pings_without_data", 0),  # no limit

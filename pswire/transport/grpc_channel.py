@@ -62,7 +62,9 @@ def open_channel(address: str, security: Security, name: str, lease: float = Tim
             another one.
     """
     pause = int(1000 * min(lease / 4, KEEPALIVE))
-    options = (*OPTIONS, ("grpc.keepalive_time_ms", pause), ("grpc.keepalive_timeout_ms", pause))
+    # The last one is for a ping that was under way for another reason: gRPC sends no keepalive beside it.
+    names = "grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"
+    options = (*OPTIONS, *((name, pause) for name in names))
     if not security.tls:
         return grpc.insecure_channel(address, options=options)
     credentials = grpc.ssl_channel_credentials(security.ca, security.key, security.certificate)

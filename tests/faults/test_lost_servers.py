@@ -92,7 +92,7 @@ def test_the_job_goes_on_without_a_server(tmp_path, lost):
         assert job.exited(PS0 if lost == PS1 else PS1) == 0
 
 
-@pytest.mark.parametrize("lost", [PS1, pytest.param(PS0, marks=pytest.mark.soak)], ids=str)
+@pytest.mark.parametrize("lost", BOTH, ids=str)
 def test_a_server_that_wakes_up_too_late_answers_nobody(tmp_path, lost):
     """It was paused for longer than a lease. The others have gone on; it is told so, and ends."""
     with ProcessCluster(learn, tmp_path, (120, [20, 60]), **{**KEYS, "timeouts": QUICK}) as job:
