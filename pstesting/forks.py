@@ -42,6 +42,9 @@ LOADED = ("GLIBC_TUNABLES", "LANG", "LC_ALL", "LD_PRELOAD", "TZ")
 LONGEST = 1 << 18
 """Most bytes of a command with its environment."""
 
+PYTHON = sys.executable
+"""Whose programs are forked: a test may start those of another Python."""
+
 CLONE = {"x86_64": 56}
 """Numbers of the system call, by processor: on others, processes are started."""
 
@@ -77,7 +80,7 @@ forked_from = set[int]()
 
 
 def _is_ours(command: list[str]) -> bool:
-    return command[:3] == [sys.executable, "-P", "-m"] and command[3] in PROGRAMS and platform.machine() in CLONE
+    return command[:3] == [PYTHON, "-P", "-m"] and command[3] in PROGRAMS and platform.machine() in CLONE
 
 
 def _loaded(environ: Mapping[str, str]) -> dict[str, str]:

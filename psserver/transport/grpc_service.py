@@ -27,7 +27,7 @@ from psserver.transport.served import Served
 from pswire.api import ParameterServer, RoundReply, Watched
 from pswire.cluster import Task
 from pswire.encoding import messages
-from pswire.encoding.protocol import PROTOCOL, check_protocol
+from pswire.encoding.protocol import check_protocol, spoken_with
 from pswire.encoding.verbs import INCARNATION_KEY, VERBS, Verb, fitting, parse, refusal, refusal_to_pb
 from pswire.errors import InvalidRequest, PSError, ServerLost
 from pswire.limits import MAX_BATCH_VARIABLES
@@ -68,7 +68,7 @@ def _enlist(core: ParameterServer, m: pb.EnlistRequest) -> Message:
     task = messages.TASK.from_pb(m.task) if m.HasField("task") else None
     check_protocol(m.protocol, str(task or "a worker that joins"), "this server")
     reply = messages.ENLISTED.to_pb(core.enlist(task, m.key))
-    reply.protocol = PROTOCOL
+    reply.protocol = spoken_with(m.protocol)
     return reply
 
 
@@ -107,7 +107,7 @@ def _recent(core: ParameterServer, m: pb.Empty) -> Message:
 def _offer(core: ParameterServer, m: pb.OfferRequest) -> Message:
     check_protocol(m.protocol, m.spare.address, "this server")
     reply: pb.OfferReply = messages.OFFERED.to_pb(core.offer(messages.SPARE.from_pb(m.spare)))
-    reply.protocol = PROTOCOL
+    reply.protocol = spoken_with(m.protocol)
     return reply
 
 
@@ -320,7 +320,7 @@ class Service(grpc.GenericRpcHandler):
 
     async def _open(self, m: pb.OpenRequest, context: Context, first: Frame) -> bytes:
         reply = await asyncio.to_thread(_open, self._core, m, self._task)
-        reply.protocol = PROTOCOL
+        reply.protocol = spoken_with(m.protocol)
         reply.data_port, reply.data_path = self._lanes.port, self._lanes.path
         reply.lane_token, reply.in_flight = self._access.registry.lane_token(reply.session), self._lanes.in_flight
         reply.buffer_bytes = self._lanes.buffer_bytes
@@ -334,7 +334,7 @@ class Service(grpc.GenericRpcHandler):
         check_protocol(m.protocol, str(Task("ps", m.server)), self._task)
         self._core.introduce(m.server, m.incarnation)
         token = self._access.registry.lane_token(m.incarnation)
-        reply = pb.IntroduceReply(data_port=self._lanes.port, lane_token=token, protocol=PROTOCOL)
+        reply = pb.IntroduceReply(data_port=self._lanes.port, lane_token=token, protocol=spoken_with(m.protocol))
         return reply.SerializeToString()
 
     async def _vote(self, m: pb.ServerVote, context: Context, first: Frame) -> bytes:

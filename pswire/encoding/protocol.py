@@ -49,6 +49,11 @@ OLDEST = 2
 SERVED = tuple(range(OLDEST, PROTOCOL + 1))
 
 
+def spoken_with(number: int) -> int:
+    """Returns the number that this end answers a peer with: the lower one of both, since older peers know no higher."""
+    return min(number, PROTOCOL)
+
+
 def check_protocol(number: int, theirs: str, ours: str) -> None:
     """Refuses a peer whose protocol this end does not serve.
 

@@ -240,7 +240,7 @@ class SnapshotOrder:
     servers: tuple[int, ...]
     round: int = 0
     state: str = field(default="", compare=False, repr=False)
-    returns: int = 0
+    returns: int = field(default=0, repr=False)
 
 
 @dataclass(frozen=True, order=True)
@@ -311,8 +311,9 @@ class Plan:
         tables = (self.keys, f"keys {self.keys}"), (self.trims, f"trims {self.trims}")
         optional = [number for number, apply in enumerate(self.applies) if apply.optional]
         codecs = [(number, self.reductions[number].codec) for number in self.compressed]
+        returns = self.snapshot.returns if self.snapshot else 0
         own = (optional, f"optional {optional}"), (codecs, f"codecs {codecs}"), (self.copied, "copied")
-        choices = (self.nonfinite != "apply", self.nonfinite), *rows, *tables, *own
+        choices = (self.nonfinite != "apply", self.nonfinite), *rows, *tables, *own, (returns, f"returns {returns}")
         words = " ".join([repr(self), *(word for chosen, word in choices if chosen)])
         return hashlib.sha256(words.encode()).digest()
 

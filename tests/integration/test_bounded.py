@@ -235,7 +235,7 @@ def test_all_processes_have_one_bound(tmp_path):
 def test_an_older_server_is_refused(monkeypatch, how):
     """Both are named: one that says that it speaks protocol 2, and one that refuses the mode, as those do."""
     if how == "it says so":
-        monkeypatch.setattr(grpc_service, "PROTOCOL", 2)
+        monkeypatch.setattr(grpc_service, "spoken_with", lambda spoken: 2)
     else:
         monkeypatch.setattr(messages, "MODES", _Older(messages.MODES))
     one = core(clock=time.monotonic)

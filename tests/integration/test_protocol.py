@@ -27,11 +27,13 @@ PART = VariableSpec("users/part_0", TABLE.tensor, part=TABLE)
 
 
 def speak(number):
-    """Worker 1 says that it speaks another protocol; both make rounds over the tcp lane."""
+    """Worker 1 speaks another protocol, and knows none after it; both make rounds over the tcp lane."""
     from psclient._src.transport import lane, remote_server
+    from pswire.encoding import protocol
 
     if ME == 1:
         lane.PROTOCOL = remote_server.PROTOCOL = number
+        protocol.SERVED = (number - 1, number)
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         v = ps.Variable(np.zeros(4), name="v")
@@ -59,7 +61,7 @@ def test_an_unknown_protocol_is_refused_with_both_ends_named(tmp_path):
 @pytest.mark.parametrize("number", [OLDEST, PROTOCOL + 1], ids=["the one before", "an unknown one"])
 def test_a_client_serves_the_same_protocols(monkeypatch, number):
     """A server of the one before answers it; one that lets in anybody, with an unknown one, is refused."""
-    monkeypatch.setattr(grpc_service, "PROTOCOL", number)
+    monkeypatch.setattr(grpc_service, "spoken_with", lambda spoken: number)
     with rig.remote(rig.core()) as server:
         if number < PROTOCOL:
             assert server.open(W0, 1, 0, False).session

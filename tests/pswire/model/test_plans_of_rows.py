@@ -8,7 +8,18 @@ import pytest
 
 from pswire.errors import InvalidRequest, ProgramError
 from pswire.limits import PART_BYTES
-from pswire.model.plan import Apply, Operand, PlacedVariable, Plan, Reduction, Ref, VariableSpec
+from pswire.model.plan import (
+    Apply,
+    Operand,
+    PlacedVariable,
+    Plan,
+    Reduction,
+    Ref,
+    RestoreCommit,
+    SnapshotOrder,
+    Turn,
+    VariableSpec,
+)
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 
@@ -52,6 +63,15 @@ def test_dense_plans_are_called_what_they_were_called():
     """As by the versions that know no rows: who is of one of these takes part in the same job."""
     assert dense().id.hex() == "c1d08810fc8b7d2f7b4df388907d76577a28e1a78aa64f338b978ebb059409ff"
     assert dense(nonfinite="skip").id.hex() == "0b2540f1701de4991a48931b5826f09079f43eb3201f35537b840815a307b346"
+
+
+def test_plans_of_checkpoints_are_called_what_they_were_called():
+    """By the version before, whose workers save and restore on servers of this one."""
+    saves = Plan(snapshot=SnapshotOrder("run/ckpt-7", (0, 1), 7))
+    assert saves.id.hex() == "39e0bfe1827d24c4d251261e99e3b1e7d976a509eba3406b1a3b3e556074232b"
+    assert replace(saves, snapshot=SnapshotOrder("run/ckpt-7", (0, 1), 7, returns=2)).id != saves.id
+    restores = Plan(restore=RestoreCommit("run", (0, 1), Turn(3, 1, 0), "ab"))
+    assert restores.id.hex() == "8100afc112c3b20b90f473b480a8938c15805f9a51df81c2d2c106c9fc889ebc"
 
 
 def test_rows_and_laziness_are_of_a_plan_s_identity():
