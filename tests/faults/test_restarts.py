@@ -88,6 +88,56 @@ def test_a_server_with_copies_is_replaced_alone(tmp_path):
         assert [replaced(job, task) for task in (PS0, W0, W1, CHIEF)] == [[]] * 4
 
 
+def resume(rounds):
+    """Rounds with a momentum, by which each leaves its trace, and a checkpoint after ten of them; then a gate."""
+    strategy = ps.ParameterServerStrategy(devices=["cpu:0"])
+    with strategy.scope():
+        v, w = (ps.Variable(np.zeros(4, "float32"), name=name) for name in "vw")
+        optimizer = ps.optimizers.SGD(1.0, momentum=0.5)
+        optimizer.build([v, w])
+    manager = ps.train.CheckpointManager(ps.train.Checkpoint(v=v, w=w, optimizer=optimizer), "run", max_to_keep=2)
+    found = manager.restore_or_initialize()
+    say("from", int(optimizer.iterations.numpy()))
+    for step in range(int(optimizer.iterations.numpy()), rounds):
+        if step == 10 and not found:
+            manager.save()
+            manager.sync()
+        if step == 20 and not found:
+            say("at")
+            gate("go")
+        grads = [(np.full(4, -float(step % 4), "float32"), v), (np.full(4, -1.0, "float32"), w)]
+        strategy.run(lambda grads=grads: optimizer.apply_gradients(grads))
+    say("is", [float(v[0]), float(w[0])])
+
+
+@pytest.mark.parametrize("restarts", [2, 0], ids=["replaced", "not replaced"])
+def test_a_server_and_its_copy_are_lost(tmp_path, restarts):
+    """The job goes back to its checkpoint, bit for bit; without restarts every process ends, and says what was lost."""
+    keys = {**KEYS, "replication": 1, "restarts": restarts}
+    with ProcessCluster(resume, tmp_path, (40,), **keys) as job, ThreadPoolExecutor(1) as pool:
+        for task in (W0, W1):
+            assert job.hear(task, "from") == 0
+            job.hear(task, "at")
+        if not restarts:
+            job.kill(PS0)
+            job.kill(PS1)
+            job.open("go")
+            assert [job.exited(task) for task in (W0, W1, CHIEF)] == [SERVER_LOST] * 3
+            return
+        ended = pool.submit(job.finish)
+        job.kill(PS0)
+        job.kill(PS1)
+        job.open("go")
+        ended.result(SECONDS)
+        v = w = moment = other = np.float32(0)
+        for step in range(40):
+            moment, other = 0.5 * moment + 2 * np.float32(step % 4), 0.5 * other + np.float32(2)
+            v, w = v + moment, w + other
+        for task in (W0, W1):
+            assert job.said(task, "from")[-1] == 10
+            assert job.said(task, "is") == [[float(v), float(w)]]
+
+
 @pytest.mark.parametrize(
     ("killed", "blamed"),
     [

@@ -75,11 +75,12 @@ class Attempts:
         self._mismatch = mismatch
         self._decides = decides
         self._silent_since: float | None = None  # when the answers stopped; the next one resets it
+        self._lost_since: float | None = None  # since when whoever answers says that the server is lost
 
     def begin_anew(self) -> None:
         """Another life of the server is to be found: calls to the one before end, and there is no session to lose."""
         self._life += 1
-        self.opened, self._silent_since = False, None
+        self.opened, self._silent_since, self._lost_since = False, None, None
 
     def until_answered(self, verb: Verb, once: Callable[[float], T], extra: float = 0.0, ends: bool = False) -> T:
         """Repeats an attempt until it is answered, its deadline has passed, or the server is lost.
@@ -116,7 +117,7 @@ class Attempts:
             self._check()
             if self.awaits_verdict(why):
                 why = str(why)
-                self._silent_since = self._silent_since or time.monotonic()
+                self._lost_since = self._lost_since or time.monotonic()
             if isinstance(why, PSError):
                 raise why
             gone = ends and why == NOBODY
@@ -177,8 +178,8 @@ class Attempts:
 
     def _give_up(self, verb: Verb, limit: float, elapsed: float, why: str, gone: bool) -> None:
         """Raises what is to be told to the caller, if there is no use in trying again."""
-        since = self._silent_since
-        silence = 0.0 if since is None else time.monotonic() - since
+        since = [each for each in (self._silent_since, self._lost_since) if each is not None]
+        silence = time.monotonic() - min(since) if since else 0.0
         if self.opened:
             if gone or (why == NOBODY and self._decides):
                 raise ServerLost(
