@@ -158,7 +158,7 @@ def test_after_a_silence_of_server_0_the_job_goes_on_from_its_variables(tmp_path
     at most once, and all that the next lives do.
     """
     keys = {**KEYS, "timeouts": IMPATIENT, "gates": ["go", "on"]}
-    with ProcessCluster(go_on, tmp_path, (20, [[1, 5], [0, 12], [1, 12]]), **keys) as job, job.server(PS0) as server:
+    with ProcessCluster(go_on, tmp_path, (20, [[1, 5], [0, 16], [1, 16]]), **keys) as job, job.server(PS0) as server:
         end_by_silence(job, PS0)
         for task in (W0, W1):
             assert job.hear(task, "restored") is False
