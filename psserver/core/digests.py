@@ -43,8 +43,8 @@ class _Pair:
         span: the span of the last digest, or of the first round that both have made.
         plans: plans of the rounds since then that both have made, by id.
         rows: of each variable of which rounds since then have updated rows the last of these rows.
-        mine: the last digest of this server.
-        told: True if the other server was told of it.
+        untold: the last digest of this server; None once the other server was told of it.
+        mine: the same; None once it was compared.
         theirs: the last digest of the other server.
         agreed: how often the two were equal.
         warned: True if the log tells that the two differ.
@@ -55,8 +55,8 @@ class _Pair:
     span: int
     plans: dict[bytes, PreparedPlan] = field(default_factory=dict)
     rows: dict[int, Int64s] = field(default_factory=dict)
+    untold: Digest | None = None
     mine: Digest | None = None
-    told: bool = True
     theirs: Digest | None = None
     agreed: int = 0
     warned: bool = False
@@ -171,7 +171,7 @@ class Digests:
             log.warning("%s could not hash its values after round %d: %s", self._store.task, round, error)
         for (pair, _), hashes in zip(asked, found or (), strict=False):
             ids = sorted(hashes)
-            pair.mine, pair.told = Digest(round, tuple(ids), tuple(hashes[id] for id in ids)), False
+            pair.mine = pair.untold = Digest(round, tuple(ids), tuple(hashes[id] for id in ids))
         for server in sorted(self._pairs):
             self._compare(server)
         return []
@@ -181,8 +181,8 @@ class Digests:
         said: dict[int, Digest] = {}
         for server in servers:
             pair = self._pair(server)
-            if pair is not None and pair.mine is not None and not pair.told:
-                pair.told, said[server] = True, pair.mine
+            if pair is not None and pair.untold is not None:
+                said[server], pair.untold = pair.untold, None
         return said
 
     # ---- The others' ----

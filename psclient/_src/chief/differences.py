@@ -18,7 +18,7 @@ from psclient._src.transport.remote_server import RemoteServer, elsewhere
 from psclient._src.transport.session import Session
 from pswire.cluster import Task
 from pswire.errors import PSError, ServerLost
-from pswire.model.log import Gone, in_order
+from pswire.model.log import Gone
 from pswire.model.status import Difference, ServerStatus
 
 log = logging.getLogger("psclient.chief")
@@ -102,8 +102,8 @@ class Differences:
     def choose(self, pair: Pair, statuses: Sequence[ServerStatus]) -> int:
         """Returns which of two servers that differ is given up.
 
-        It is the one that differs from more servers. Else it is the one whose values nobody has read: the other one
-        leads wherever they differ. Else it is the higher one.
+        It is the one that differs from more servers. Else it is the one whose values nobody has read: where they
+        differ the other one is asked. Else it is the higher one.
 
         Args:
             pair: the two.
@@ -114,11 +114,10 @@ class Differences:
         counts = Counter(server for each in found for server in each)
         if counts[one] != counts[other]:
             return max(pair, key=counts.__getitem__)
-        state = self._log.state
-        names = set(found[pair].variables)
-        servers = [set(v.servers) - state.gone for v in state.variables if v.spec.name in names]
-        lead = {in_order(each, state.losses)[0] for each in servers if each} & set(pair)
-        return next(iter(set(pair) - lead)) if len(lead) == 1 else other
+        hosting, names = self._session.hosting, set(found[pair].variables)
+        variables = [each for each in self._log.state.variables if each.spec.name in names]
+        homes = {hosting.home(each.servers) for each in variables} & set(pair)
+        return next(iter(set(pair) - homes)) if len(homes) == 1 else other
 
     def tell(self, error: PSError) -> None:
         """Tells a server that it was given up, where that is why the job goes on without it: it answers still."""
