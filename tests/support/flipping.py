@@ -29,8 +29,10 @@ if "psserver" in args and args[args.index("--task") + 1] == "{server}":
             mark = os.path.join("{directory}", name.replace("/", "-"))
             if os.path.exists(mark):
                 value = self._values[id] = self._values[id].copy()
-                value.reshape(-1).view("uint32")[0] ^= {bit}
-                if not {always}:
+                if {always}:
+                    value.reshape(-1)[0] *= 1.001
+                else:
+                    value.reshape(-1).view("uint32")[0] ^= {bit}
                     os.unlink(mark)
 
     Store.commit = failing
@@ -43,7 +45,8 @@ def flips(directory: Path, server: int, always: bool = False) -> dict[str, str]:
     Args:
         directory: where `fail` marks variables.
         server: the number of the server.
-        always: True if each value fails that a round assigns, False for the next alone.
+        always: True if each value that a round assigns is a thousandth too large; False if the next one has another
+            bit, and all others are right.
     """
     place = directory / "failing"
     place.mkdir()
