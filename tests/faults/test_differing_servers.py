@@ -46,7 +46,7 @@ def everything():
         grads = [
             (draw.standard_normal(5).astype("float32"), small),
             (ps.IndexedSlices(draw.standard_normal((5, 2)).astype("float32"), keys % 40), cut),
-            (found.gradient(draw.standard_normal((5, 2)).astype("float32")), table),
+            (found.gradient(draw.standard_normal(found.values.shape).astype("float32")), table),
         ]
         if number % 16 == 0:
             grads.append((np.full(1_200_000, 0.3 + ME, "float32"), large))
