@@ -16,6 +16,7 @@ from functools import partial
 from psserver.effects import Effect, Work
 from psserver.execution.execution import Execution
 from psserver.execution.hashing import hash_rows, hash_wholes
+from psserver.execution.nonfinite import NonfiniteVariables
 from psserver.plans.prepared import PreparedPlan
 from psserver.state.counters import ServerCounters
 from psserver.state.variables import Store
@@ -79,13 +80,15 @@ class Digests:
     Args:
         store: the variables.
         tally: counts comparisons.
+        nonfinite: the variables with NaN, of which processors may make one in several ways.
 
     Attributes:
         hashes: True while values are hashed: no round may begin, since it would write into them.
     """
 
-    def __init__(self, store: Store, tally: ServerCounters) -> None:
+    def __init__(self, store: Store, tally: ServerCounters, nonfinite: NonfiniteVariables) -> None:
         self._store = store
+        self._nonfinite = nonfinite
         self._tally = tally
         self.clear()
 
@@ -103,15 +106,10 @@ class Digests:
 
     # ---- This server's ----
 
-    def over(self, execution: Execution, skip: Iterable[int]) -> list[Effect]:
-        """A round is over that several servers may have made; hashes what is due.
-
-        Args:
-            execution: the round's.
-            skip: variables with NaN, of which processors may make one in several ways.
-        """
+    def over(self, execution: Execution, error: PSError | None) -> list[Effect]:
+        """A round is over, or has failed, that several servers may have made; hashes what is due."""
         job, store = execution.job, self._store
-        if not store.copied or len(job.voters) < 2:
+        if error is not None or not store.copied or len(job.voters) < 2:
             return []
         self._inexact |= job.prepared.inexact
         touched, span = _owned(execution.touched), job.round // ROUNDS
@@ -127,18 +125,18 @@ class Digests:
                 due.append((server, pair))
         if not due:
             return []
-        asked = [(pair, self._asked(server, pair, skip)) for server, pair in due]
+        asked = [(pair, self._asked(server, pair)) for server, pair in due]
         self.hashes = True
         then = partial(self._hashed, job.round, asked, self._pairs)
         return [Work("arrays", self._hash, ([one for _, one in asked],), then=then)]
 
-    def _asked(self, server: int, pair: _Pair, skip: Iterable[int]) -> _Asked:
+    def _asked(self, server: int, pair: _Pair) -> _Asked:
         """Returns what is hashed for a server, and begins to gather what will be the next time."""
         plans, rows = pair.plans, pair.rows
         pair.plans, pair.rows = {}, {}
         assigned = rows.keys() | {id for prepared in plans.values() for id in prepared.replaces}
         shared = {id for id in assigned if {server, self._store.server} <= set(self._store.variables[id].servers)}
-        shared -= self._inexact.union(skip)
+        shared -= self._inexact | self._nonfinite.ids
         return _Asked(frozenset(shared - rows.keys()), {id: rows[id] for id in shared & rows.keys()})
 
     def _hash(self, asked: Sequence[_Asked]) -> list[dict[int, int]]:

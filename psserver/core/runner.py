@@ -106,7 +106,7 @@ class Runner:
         self._voted = 0.0  # when this server voted in it
         self._assigned: dict[int, Array] = {}  # the values of a trial run so far
         self._answers = Answers(store)
-        self.digests = Digests(store, tally)
+        self.digests = Digests(store, tally, self._nonfinite)
         self.broken: PSError | None = None
 
     def clear(self) -> None:
@@ -411,11 +411,10 @@ class Runner:
         self._tally.over(job, record, self._rounds.last, execution.ran, now)
         self._execution = None
         waiters = self._waiters.hold(record, waiters)
-        found = self.broken, self._rounds.last + 1, ready, execution.lookups.found
-        replies = self._answers.replies(record, waiters, *found)
+        found = self._rounds.last + 1, ready, execution.lookups.found
+        replies = self._answers.replies(record, waiters, self.broken, *found)
         self._answers.drop()
-        effects += [*replies, Run(self._tally.answered, (now,))]
-        return effects if error is not None else effects + self.digests.over(execution, self._nonfinite.ids)
+        return [*effects, *replies, Run(self._tally.answered, (now,)), *self.digests.over(execution, error)]
 
 
 def _tell(begins: Sequence[Run]) -> None:

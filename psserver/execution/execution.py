@@ -394,8 +394,7 @@ class Execution:
     def _run_rows(self, call: RowsCall) -> None:
         rows = call.rows
         if call.is_keyed and self._rounds is not None:
-            assigned = self._rounds.run(call, lambda ref: self._device.get(self._value(ref)))
-            ids = self._rounds.keys_of(call)
+            assigned, ids = self._rounds.run(call, lambda ref: self._device.get(self._value(ref)))
         else:
             missed = self._variables.make_up(call, self._kernels)
             self._variables.set_aside(call.assigned, call.ids)

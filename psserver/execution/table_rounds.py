@@ -115,15 +115,16 @@ class TableRounds:
         found = Rows(slots, values), len(stored.table.arrays[0])
         return RowsCall(number, application, use, self._kernels, self._contributions, found, self._on_trial)
 
-    def run(self, call: RowsCall, value: Callable[[Ref], Any]) -> dict[int, Array]:
-        """Updates the rows of a call, in place; returns the tensors that it has assigned, by slots."""
+    def run(self, call: RowsCall, value: Callable[[Ref], Any]) -> tuple[dict[int, Array], Int64s]:
+        """Updates the rows of a call, in place.
+
+        Returns:
+            The tensors that it has assigned, by slots, and all keys that the round has for their table, as int64, each
+            maybe several times.
+        """
         missed = self._make_up(call)
         self._calls.append(call)
-        return call.run(value, missed)
-
-    def keys_of(self, call: RowsCall) -> Int64s:
-        """Returns all keys, as int64 and maybe several times, that the round has for the table of a call."""
-        return self._keys[next(self._tensors[id].stored for id in call.assigned)]
+        return call.run(value, missed), self._keys[next(self._tensors[id].stored for id in call.assigned)]
 
     def _make_up(self, call: RowsCall) -> MissedUpdates | None:
         """Makes the rows of a call have all updates before it; returns what it has to note itself in."""
