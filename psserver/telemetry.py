@@ -123,6 +123,25 @@ ROWS: tuple[Row[Seen], ...] = (
         lambda s: {ALL: len(s.status.missed)},
     ),
     Row(
+        SERVER + "digests",
+        "counter",
+        "Comparisons of the values of variables with another server that has them, too.",
+        lambda s: _by_outcome(s.tally.digests),
+        OUTCOME,
+    ),
+    Row(
+        SERVER + "digest_seconds",
+        "counter",
+        "Seconds for which values were hashed for them.",
+        lambda s: {ALL: s.tally.hashing},
+    ),
+    Row(
+        SERVER + "servers_differing",
+        "gauge",
+        "Other servers that have other values of the same variables.",
+        lambda s: {ALL: len(s.status.differences)},
+    ),
+    Row(
         SERVER + "nonfinite_contributions",
         "counter",
         "Contributions with NaN or infinity, one for each member, reduction and round.",

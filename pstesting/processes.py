@@ -15,9 +15,10 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from psclient._src.config import child_environ
@@ -76,6 +77,7 @@ class ProcessCluster:
         gates: names for `gate`.
         between: the addresses, in order, at which servers reach one another, as their own `TF_CONFIG` says them; by
             default those at which they listen.
+        servers_environ: environment variables that servers get as well.
         keys: attributes of the cluster, by the names of its YAML file: `ps`, `workers`, `chief`, `restarts`, `lane`,
             `timeouts`, ...
 
@@ -91,6 +93,7 @@ class ProcessCluster:
         helpers: Sequence[Callable[..., object]] = (),
         gates: Collection[str] = (),
         between: Sequence[str] = (),
+        servers_environ: Mapping[str, str] = MappingProxyType({}),
         **keys: Any,
     ) -> None:
         sources = [textwrap.dedent(inspect.getsource(function)) for function in (*helpers, program)]
@@ -106,7 +109,8 @@ class ProcessCluster:
         given = {"script": str(script), "chief": "none", "timeouts": CALM, "server": root, **keys}
         jobs = {"ps": list(between), "worker": [NAME_ONLY]}
         config = json.dumps({"cluster": jobs, "task": {"type": "ps", "index": 0}})  # --task says which
-        self.cluster = Cluster(sink=self._take, servers_more={"TF_CONFIG": config} if between else {}, **given)
+        more = {**servers_environ, **({"TF_CONFIG": config} if between else {})}
+        self.cluster = Cluster(sink=self._take, servers_more=more, **given)
 
     def __enter__(self) -> ProcessCluster:
         self.cluster.start()

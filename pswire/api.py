@@ -187,6 +187,15 @@ class Contribution:
 
 
 @dataclass(frozen=True)
+class Digest:
+    """Hashes of variables on one server, as they were after a `round`: 64 bits for each of `variables`, by number."""
+
+    round: int
+    variables: tuple[int, ...]
+    hashes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Vote:
     """What one server says to the others of a plan about a round, so that all count the same contributions.
 
@@ -197,6 +206,7 @@ class Vote:
         whole: the sessions whose contributions are whole on this server.
         error: why the round cannot run on this server; then it fails on all.
         closed: the last round that is over on this server.
+        digest: what earlier rounds have made of the variables that both servers hold; None but in some rounds.
     """
 
     job: int
@@ -207,6 +217,7 @@ class Vote:
     whole: frozenset[int] = frozenset()
     error: PSError | None = None
     closed: int = -1
+    digest: Digest | None = None
 
 
 @dataclass(frozen=True)

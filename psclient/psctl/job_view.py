@@ -16,6 +16,12 @@ from pswire.errors import Unreachable
 from pswire.model.log import Epoch
 from pswire.model.status import OpenRound, ProcessStatus, Saving, ServerStatus, SessionState, held_up
 
+DIFFERS = (
+    "one of them computes otherwise, or its memory is bad: the chief gives one up, once, which is to be started again; "
+    "where it comes back, run both on processors of one kind"
+)
+"""What becomes of two servers with other values, and what to do."""
+
 CHIEF = "the chief"
 """The one that a plan waits for that nobody has approved."""
 
@@ -301,6 +307,10 @@ def _problems_of_servers(looked: Sequence[Looked], log_server: ServerStatus | No
             f"it has not reached {Task('ps', missed.server)} for {missed.seconds:.0f} s ({missed.reason}); rounds wait"
         )
         yield Problem("cut_off", str(Task("ps", server)), said)
+    for status in (found.status for found in looked if found.status):
+        for each in status.differences:
+            said = f"it has other values than {Task('ps', each.server)} since round {each.round} ({each.told})"
+            yield Problem("differs", str(Task("ps", status.server)), f"{said}; {DIFFERS}")
     if log_server is None and seen:
         keeper = str(Task("ps", keeper_of([found.status for found in looked if found.status])))
         yield Problem("no_keeper", keeper, "it keeps the sessions: nobody else knows who is there")

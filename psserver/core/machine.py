@@ -335,6 +335,8 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         self._check_token(token)
         effects = self._restart() if self.log.begins_anew(entries) else []
         self._admission.check_unbroken()
+        if ends := self._left_behind(now, index, entries):
+            return index, effects + ends
         kept = self.log.keeps
         agreed, follows = self.log.append(index, entries, prepared)
         effects += self._heard(follows)
@@ -367,7 +369,8 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         effects = self._abandon(error, lambda session: session in ended)
         self._job += 1
         self.members.begin_anew(ended)
-        for part in (self.log, self.store, self.rounds, self.runner, self._links, self.closures, self._indices):
+        parts = self.log, self.store, self.rounds, self.runner, self._links, self.closures, self._indices
+        for part in (*parts, self.runner.digests):
             part.clear()
         return effects
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 from psserver.core.links import Links
 from psserver.core.log import Log
@@ -16,6 +17,7 @@ from psserver.state.rounds import Rounds
 from pswire.api import Testimony, Vote
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, ServerGone, ServerLost, Unreachable
+from pswire.model.log import Gone, LogEntry
 
 log = logging.getLogger("psserver")
 
@@ -61,6 +63,10 @@ class PeerStimuli:
         """Another server has voted."""
         self._check_there(server)
         self.tally.votes["received"] += 1
+        if vote.digest is not None:
+            if vote.job == self.rounds.votes.job:
+                self.runner.digests.hear(server, vote.digest)
+            vote = replace(vote, digest=None)  # it is no part of what is kept
         self.rounds.votes.hear(server, vote, self.rounds.strands[None].last)
         self._open((vote,), now)
         return None, []
@@ -87,6 +93,20 @@ class PeerStimuli:
         log.error("%s ends: %s", self.task, error.message)
         self.outlived = self.runner.broken = ServerLost(error.message, str(self.task))
         return None, [Reply(self.left, None), Reply(self.done, None)]
+
+    def _left_behind(self, now: float, index: int, entries: Sequence[LogEntry]) -> list[Effect]:
+        """Takes entries of the log from `index` on that say that this server, as it is, is gone; it ends then.
+
+        So the chief tells one that answers still.
+        """
+
+        def gone(log: Sequence[LogEntry]) -> list[Gone]:
+            return [entry for entry in log if isinstance(entry, Gone) and entry.server == self.server]
+
+        new = gone(entries)[len(gone(self.log.entries[index:])) :]
+        if not new or not self.log.incarnations or self.log.away:
+            return []  # it is a new process, and the log tells of those before
+        return self.outlive(now, ServerGone(f"the job goes on without it: it {new[-1].reason}", str(self.task)))[1]
 
     def meet(self, now: float, server: int) -> Outcome:
         """Another server is connected anew: what was said to it may be lost."""

@@ -16,6 +16,7 @@ from functools import partial
 from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.snapshots import Snapshots
 from psserver.core.answers import Answers
+from psserver.core.digests import Digests
 from psserver.core.waiting import Waiters
 from psserver.effects import Await, Effect, Run, Work
 from psserver.execution.execution import NO_TABLES, Execution, StepTables
@@ -77,6 +78,7 @@ class Runner:
     Attributes:
         broken: the error of a round that failed halfway and left variables unusable; None until then, and in a new job.
         held: the round that waits until more of a checkpoint is written; None if none does.
+        digests: compares what rounds have made with other servers.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Runner:
         self._voted = 0.0  # when this server voted in it
         self._assigned: dict[int, Array] = {}  # the values of a trial run so far
         self._answers = Answers(store)
+        self.digests = Digests(store, tally, self._nonfinite)
         self.broken: PSError | None = None
 
     def clear(self) -> None:
@@ -135,7 +138,7 @@ class Runner:
             return self._go_on(self._execution)
         if self._ballot is not None:
             return self._count(self._ballot)
-        job = self.held or self._rounds.next_job()
+        job = None if self.digests.hashes else self.held or self._rounds.next_job()
         if job is None or self._holds(job):
             return []
         self._tally.round = job.round
@@ -167,7 +170,7 @@ class Runner:
         vote = job.vote(self._rounds.votes.job, ballot.attempt, self._rounds.strands[None].last)
         self._voted = self._tally.clock()
         self._tally.votes["sent"] += len(job.voters) - 1
-        return self._rounds.votes.cast(vote, job.voters) + self._count(ballot)
+        return self._rounds.votes.cast(vote, job.voters, self.digests.say(job.voters)) + self._count(ballot)
 
     def _count(self, ballot: _Ballot) -> list[Effect]:
         """Goes on with a round once all servers have voted; until then nothing of it is visible."""
@@ -411,7 +414,7 @@ class Runner:
         found = self._rounds.last + 1, ready, execution.lookups.found
         replies = self._answers.replies(record, waiters, self.broken, *found)
         self._answers.drop()
-        return [*effects, *replies, Run(self._tally.answered, (now,))]
+        return [*effects, *replies, Run(self._tally.answered, (now,)), *self.digests.over(execution, error)]
 
 
 def _tell(begins: Sequence[Run]) -> None:

@@ -61,6 +61,7 @@ def status_of(
         spares=spares,
         moved=tuple(Moved(server, address) for server, address in sorted(log.moved.items())),
         domain=domain,
+        differences=runner.digests.differences,
     )
 
 

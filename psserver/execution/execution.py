@@ -39,6 +39,7 @@ from pswire.cluster import Task
 from pswire.errors import MemoryLimit, ProgramError, PSError
 from pswire.limits import PART_BYTES
 from pswire.model.plan import Ref
+from pswire.model.rows import Int64s
 from pswire.model.tensor import DTYPES, Array
 
 log = logging.getLogger("psserver")
@@ -81,6 +82,7 @@ class Execution:
         lookups: the rows that members have asked for, once all steps have run.
         found: NaN and infinite values found in the steps so far.
         missed: what rows of variables have missed, where the steps so far have changed that; None for nothing.
+        touched: of each variable of which rows were updated so far these rows, the last ones; of a dynamic table keys.
     """
 
     def __init__(self, job: ReadyRound, kernels: Kernels) -> None:
@@ -94,6 +96,7 @@ class Execution:
         self.given = Given(self._returned, self._rows)
         self.lookups = Lookups(job)
         self.missed: dict[int, MissedUpdates | None] = {}
+        self.touched: dict[int, Int64s] = {}
         self._progressive = job.commit is Commit.PROGRESSIVE
         self._outline = outline = job.prepared.outline
         self._kernels, self._device = kernels, kernels.device
@@ -391,12 +394,13 @@ class Execution:
     def _run_rows(self, call: RowsCall) -> None:
         rows = call.rows
         if call.is_keyed and self._rounds is not None:
-            assigned = self._rounds.run(call, lambda ref: self._device.get(self._value(ref)))
+            assigned, ids = self._rounds.run(call, lambda ref: self._device.get(self._value(ref)))
         else:
             missed = self._variables.make_up(call, self._kernels)
             self._variables.set_aside(call.assigned, call.ids)
-            assigned = call.run(self._value, missed)
+            assigned, ids = call.run(self._value, missed), call.ids
             self._variables.assigned |= assigned
+        self.touched |= dict.fromkeys(call.assigned, ids)
         self.found.forget(assigned)
         self.found.look_at_rows(call.reduction, rows, assigned, call.is_keyed)
 

@@ -51,6 +51,7 @@ class TableRounds:
         self._kernels = kernels
         self._begun: list[StoredTable] = []
         self._slots: dict[int, tuple[StoredTable, Int64s]] = {}  # by reduction: of all its keys, in task order
+        self._keys: dict[StoredTable, Int64s] = {}
         self._calls: list[RowsCall] = []
 
     def begin(self, room: int) -> None:
@@ -85,7 +86,7 @@ class TableRounds:
                 tensor.take_place(room)
         parts = [self._contributions.keys(index) for index in reductions]
         keys, times = np.concatenate([np.empty((2, 0), np.int64), *(each for part in parts for each in part)], axis=1)
-        table = stored.table
+        table, self._keys[stored] = stored.table, keys
         sizes = [each.shape[1] for part in parts for each in part]
         opened = table.begin(table.round + 1, stored.keys(keys), times, room, sizes)
         self._begun.append(stored)
@@ -114,11 +115,16 @@ class TableRounds:
         found = Rows(slots, values), len(stored.table.arrays[0])
         return RowsCall(number, application, use, self._kernels, self._contributions, found, self._on_trial)
 
-    def run(self, call: RowsCall, value: Callable[[Ref], Any]) -> dict[int, Array]:
-        """Updates the rows of a call, in place; returns the tensors that it has assigned, by slots."""
+    def run(self, call: RowsCall, value: Callable[[Ref], Any]) -> tuple[dict[int, Array], Int64s]:
+        """Updates the rows of a call, in place.
+
+        Returns:
+            The tensors that it has assigned, by slots, and all keys that the round has for their table, as int64, each
+            maybe several times.
+        """
         missed = self._make_up(call)
         self._calls.append(call)
-        return call.run(value, missed)
+        return call.run(value, missed), self._keys[next(self._tensors[id].stored for id in call.assigned)]
 
     def _make_up(self, call: RowsCall) -> MissedUpdates | None:
         """Makes the rows of a call have all updates before it; returns what it has to note itself in."""

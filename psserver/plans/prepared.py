@@ -87,6 +87,12 @@ class PreparedPlan:
         return frozenset(id for each in rows for id in each.assigned)
 
     @cached_property
+    def inexact(self) -> frozenset[int]:
+        """Numbers of the variables whose last bits depend on when updates that rows have missed are made up."""
+        rows = ((each.assigned, each.rows) for each in self.outline.applications)
+        return frozenset(id for ids, use in rows if use is not None and use.closed and use.tables for id in ids)
+
+    @cached_property
     def makes_up(self) -> bool:
         """True if it may take long to make up what rows have missed."""
         return any(each.rows is not None and each.rows.tables for each in self.outline.applications)

@@ -43,6 +43,8 @@ class ServerCounters:
         restores: number of restores by outcome: "restored" or "failed".
         votes: votes on whose contributions a round has, by direction: "sent" or "received".
         voting: seconds from a server's vote until a round was decided.
+        digests: digests of values that were compared with another server's, by outcome: "equal" or "different".
+        hashing: seconds for which values were hashed for them.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -59,6 +61,8 @@ class ServerCounters:
         self.restores = Counter[str](restored=0, failed=0)
         self.votes = Counter[str](sent=0, received=0)
         self.voting = Histogram()
+        self.digests = Counter[str](equal=0, different=0)
+        self.hashing = 0.0
         self._seen: dict[int, int] = {}  # the last round in the oldest values of each session
 
     def read(self, session: int, last: int) -> None:

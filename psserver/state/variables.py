@@ -233,6 +233,10 @@ class Store:
         """Returns True if the variable has a value here."""
         return id in self._values or id in self._parts
 
+    def is_settled(self, id: int) -> bool:
+        """Returns True if the variable has an array here, and rows of it have missed no updates."""
+        return id in self._values and id not in self._missed
+
     def initialize(self, id: int, value: FirstValue) -> bool:
         """Gives a variable its first value, an array with no other holder; returns False if it has a value already.
 

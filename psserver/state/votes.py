@@ -11,15 +11,22 @@ once it has more, and the others with it, until enough are, or nothing has chang
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from psserver.effects import Effect, Send
-from pswire.api import Testimony, Vote
+from pswire.api import Digest, Testimony, Vote
 from pswire.errors import InvalidRequest, PSError
 
 MAX_HEARD = 1024
 """Votes of rounds that are not over here, beyond which none is kept: a server that works is one round ahead."""
+
+
+ByServer = Mapping[int, Digest]
+"""What is said with a vote, by the server to which it is said."""
+
+NOTHING: ByServer = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class Votes:
         # Who has said it before it was known here, by the job, the server, and how often that was lost before.
         self._early: dict[tuple[int, int, int], set[int]] = defaultdict(set)
         self._testimonies: dict[int, Testimony] = {}  # what this server has said of them
-        self._cast: dict[tuple[int, int], tuple[Vote, tuple[int, ...]]] = {}
+        self._cast: dict[tuple[int, int], tuple[Vote, tuple[int, ...], ByServer]] = {}
         self._heard: dict[tuple[int, int, int], dict[int, Vote]] = defaultdict(dict)  # by job, round and attempt
         self._closed: dict[int, int] = defaultdict(lambda: -1)
 
@@ -74,15 +81,21 @@ class Votes:
         for key in [key for key in self._heard if key[0] != job]:
             del self._heard[key]
 
-    def cast(self, vote: Vote, servers: Sequence[int]) -> list[Effect]:
-        """Says to all other servers of a plan what this one has of a round; it has not voted in this attempt before."""
+    def cast(self, vote: Vote, servers: Sequence[int], digests: ByServer = NOTHING) -> list[Effect]:
+        """Says to all other servers of a plan what this one has of a round; it has not voted in this attempt before.
+
+        Args:
+            vote: what it has.
+            servers: all servers of the plan.
+            digests: what some of them are told with it.
+        """
         key = vote.round, vote.attempt
         if key in self._cast:
             raise ValueError(f"a second vote in round {vote.round}")
         others = tuple(server for server in servers if server != self._server and server not in self._gone)
-        self._cast[key] = vote, others
+        self._cast[key] = vote, others, digests
         self._heard[vote.job, *key][self._server] = vote
-        return [Send(server, vote) for server in others]
+        return [Send(server, _with(vote, digests.get(server))) for server in others]
 
     def hear(self, server: int, vote: Vote, last: int) -> None:
         """Takes in another server's vote; `last` is the last round that is over here."""
@@ -96,7 +109,7 @@ class Votes:
 
     def _forget(self, last: int) -> None:
         """Forgets the votes that every peer of their round has used."""
-        for key, (_, others) in list(self._cast.items()):
+        for key, (_, others, _) in list(self._cast.items()):
             if key[0] <= min([last, *(self._closed[other] for other in others if other not in self._gone)]):
                 del self._cast[key]
 
@@ -111,7 +124,7 @@ class Votes:
         """Returns the votes that a server may not have heard."""
         if server in self._gone:
             return []
-        unheard = (vote for vote, others in self._cast.values() if server in others)
+        unheard = (_with(vote, said.get(server)) for vote, others, said in self._cast.values() if server in others)
         return [vote for vote in unheard if self._closed[server] < vote.round]
 
     def kept(self, server: int) -> int:
@@ -199,3 +212,7 @@ class Votes:
         self._gone.pop(server, None)
         self._testimonies.pop(server, None)
         self._closed[server] = last
+
+
+def _with(vote: Vote, digest: Digest | None) -> Vote:
+    return vote if digest is None else replace(vote, digest=digest)

@@ -12,6 +12,7 @@ from pswire.api import (
     Contribution,
     CreateBatchReply,
     CreateReply,
+    Digest,
     Opened,
     PullReply,
     RestoreOrder,
@@ -201,6 +202,7 @@ OFFERED = MAPPER.pair(Offered, pb.OfferReply)
 STATUS = MAPPER.pair(ServerStatus, pb.StatusReply)
 ROW_READ = MAPPER.pair(RowRead, pb.RowRead)
 TABLE_READ = MAPPER.pair(TableRead, pb.TableRead)
+DIGEST = MAPPER.pair(Digest, pb.Digest)
 HAPPENED = MAPPER.pair(Happened, pb.Happened)
 
 MAPPER.pair(Piece, pb.Piece)
@@ -416,12 +418,24 @@ def _vote_to_pb(vote: Vote, session: int) -> pb.ServerVote:
         whole=sorted(vote.whole),
         error=None if vote.error is None else refusal_to_pb(vote.error),
         closed=vote.closed,
+        digest=None if vote.digest is None else DIGEST.to_pb(vote.digest),
     )
 
 
 def _vote_from_pb(message: pb.ServerVote) -> Vote:
     error = refusal_from_pb(message.error) if message.HasField("error") else None
     whole = frozenset(message.whole)
+    digest = DIGEST.from_pb(message.digest) if message.HasField("digest") else None
+    if digest is not None and len(digest.variables) != len(digest.hashes):
+        raise InvalidRequest(f"a digest has {len(digest.hashes)} hashes of {len(digest.variables)} variables")
     return Vote(
-        message.job, message.round, message.plan_id, message.epoch, message.attempt, whole, error, message.closed
+        message.job,
+        message.round,
+        message.plan_id,
+        message.epoch,
+        message.attempt,
+        whole,
+        error,
+        message.closed,
+        digest,
     )

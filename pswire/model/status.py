@@ -168,6 +168,30 @@ class MissedPeer:
     reason: str
 
 
+@dataclass(frozen=True)
+class Difference:
+    """Another server that has other values of the same variables.
+
+    Attributes:
+        server: index of the other server.
+        round: the round after which that was found.
+        variables: names of the variables that differ, the first of them.
+        more: how many more of them there are.
+        agreed: how often the two were found to have the same values since they both are there.
+    """
+
+    server: int
+    round: int
+    variables: tuple[str, ...]
+    more: int = 0
+    agreed: int = 0
+
+    @property
+    def told(self) -> str:
+        """The variables in words."""
+        return ", ".join(map(repr, self.variables)) + (f" and {self.more} more" if self.more else "")
+
+
 def held_up(statuses: Sequence[ServerStatus]) -> Iterator[tuple[int, MissedPeer]]:
     """Yields the missed servers that hold a round up, each with the server that misses it."""
     rounds = {status.server: status.round for status in statuses}
@@ -213,6 +237,7 @@ class ServerStatus:
         spares: processes that wait for the place of a server.
         moved: the job's servers that are not where they were when it began.
         domain: the part of the machines that fails as one in which the server runs.
+        differences: other servers that have other values of the same variables.
     """
 
     server: int
@@ -245,6 +270,7 @@ class ServerStatus:
     spares: tuple[Spare, ...] = ()
     moved: tuple[Moved, ...] = ()
     domain: str = ""
+    differences: tuple[Difference, ...] = ()
 
     @property
     def keeper(self) -> int:

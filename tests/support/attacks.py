@@ -236,6 +236,11 @@ class Attacker:
                 epoch=site.job.epoch.number,
                 whole=[session],
                 closed=draw(st.sampled_from([-1, 0, 1 << 62])),
+                digest=pb.Digest(
+                    round=draw(st.sampled_from([0, 1 << 63])),
+                    variables=draw(st.sampled_from([[], [ids[0]], [1 << 31]])),
+                    hashes=draw(st.sampled_from([[], [1], [1, 2]])),
+                ),
             ),
             "Open": lambda: pb.OpenRequest(task=messages.TASK.to_pb(STRANGER), replicas=1, mode=pb.SYNC),
             "Beat": lambda: pb.BeatRequest(session=session, round=site.workers[0].round, plan_id=b"p" * 32),

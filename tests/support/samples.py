@@ -88,6 +88,7 @@ from pswire.model.program import Input, Node, Program
 from pswire.model.saved import PartOf, SavedTable, SavedTensor, Shard
 from pswire.model.status import (
     STILL,
+    Difference,
     Happened,
     MissedPeer,
     OpenRound,
@@ -284,6 +285,7 @@ STATUS = ServerStatus(
     process=PROCESS,
     job="the-job",
     missed=(MissedPeer(1, 40, 6.5, "nothing listens there"),),
+    differences=(Difference(1, 64, ("v", "w"), 3, 2),),
     gap=4,
     gone=(3, 5),
     losses=(5, 3, 3, 5),
@@ -521,6 +523,7 @@ SAMPLES = (
 VOTES = (
     Vote(77, 41, PLAN_ID, 6, 2, frozenset((SESSION, 9)), closed=-1),
     Vote(77, 42, PLAN_ID, 6, error=error("MemoryLimit"), closed=40),
+    Vote(77, 64, PLAN_ID, 6, 0, frozenset((9,)), closed=63, digest=api.Digest(62, (0, 300), (1 << 63, 7))),
     api.Testimony(77, 3, (Vote(77, 43, PLAN_ID, 6, 1, frozenset((9,)), closed=42),), 2),
 )
 """What another server says."""

@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "observability.md"
-COUNTED = ("sessions", "variables", "members", "missing", "round", "rounds", "checkpoints", "info", "rows")
+COUNTED = ("sessions", "variables", "members", "missing", "differing", "round", "rounds", "checkpoints", "info", "rows")
 """What the last word of a name is that has no unit: things that are counted, and numbers of things."""
 
 _ROW = re.compile(r"^\| `(?P<name>paramserver_\w+)` \| (?P<kind>\w+) \|(?P<labels>[^|]*)\|", re.MULTILINE)

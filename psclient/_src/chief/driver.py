@@ -18,6 +18,7 @@ from psclient._src.chief.abandonment import AbandonmentTimer, is_here
 from psclient._src.chief.checkpoints import CheckpointCommitter
 from psclient._src.chief.counters import Driven
 from psclient._src.chief.decisions import Decision, decide, undone
+from psclient._src.chief.differences import Differences
 from psclient._src.chief.epochs import Beginning, came
 from psclient._src.chief.hung_members import HungMembers
 from psclient._src.chief.job_log import JobLog, JobOver
@@ -97,7 +98,8 @@ class Chief:
         self._checkpoints = CheckpointCommitter(self._servers, self._session, self._threads, self._took)
         self._losses = Losses(self._servers, self._session, self._log)
         self._returns = Returns(self._servers, self._session, self._log, self._threads)
-        self._hung = HungMembers(self._session, self._timeouts, self._period, self._threads)
+        self._differences = Differences(self._servers, self._session, self._log, self._threads)
+        self._hung = HungMembers(self._session, self._timeouts, self._period, self._threads, self._differences)
         self._watching: Future[Watched] | None = None
         self._version = 0  # of the news that were seen, as the server counts them that keeps the log
 
@@ -250,6 +252,7 @@ class Chief:
                         break
                 except (ServerGone, ServerLost) as lost:
                     self._losses.go_on_without(lost)
+                    self._differences.tell(lost)
                     self._watching, self._version = None, 0
                     continue
                 if steps_down:

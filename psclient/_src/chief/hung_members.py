@@ -7,6 +7,7 @@ import time
 from concurrent.futures import Future
 
 from psclient._src.chief.decisions import cut_off
+from psclient._src.chief.differences import Differences
 from psclient._src.chief.stalls import Stall, Stalls
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.session import Session
@@ -28,17 +29,21 @@ class HungMembers:
         timeouts: of the cluster.
         period: seconds between two looks.
         threads: for calls, since a server may not answer.
+        differences: the servers that have other values than others, which the same answers tell.
 
     Attributes:
         sessions: of those that were found so far.
     """
 
-    def __init__(self, session: Session, timeouts: Timeouts, period: float, threads: Threads) -> None:
+    def __init__(
+        self, session: Session, timeouts: Timeouts, period: float, threads: Threads, differences: Differences
+    ) -> None:
         self.sessions: set[int] = set()
         self._session = session
         self._timeouts = timeouts
         self._period = period
         self._threads = threads
+        self._differences = differences
         self._stalls = Stalls(timeouts.lease, period)
         self._asked: list[Future[ServerStatus]] = []
         self._ask_at = self._spoke = 0.0
@@ -49,7 +54,7 @@ class HungMembers:
         While a server does not answer, no answer is looked at.
 
         Raises:
-            ServerLost: two servers do not reach one another.
+            ServerLost: two servers do not reach one another, or have other values, so that one is given up.
         """
         now = time.monotonic()
         if epoch is None or any(member.mode == "async" for member in epoch.members) or now < self._ask_at:
@@ -63,7 +68,7 @@ class HungMembers:
         self._ask_at = now + self._period
         lease = self._timeouts.lease + SLACK
         limit = min(self._timeouts.server, lease) if self._session.copied else self._timeouts.server
-        if (lost := cut_off(statuses, limit)) is not None:
+        if (lost := cut_off(statuses, limit) or self._differences.look(statuses)) is not None:
             raise lost
         stall = self._stalls.look(statuses, now)
         if stall is None or not stall.missing:

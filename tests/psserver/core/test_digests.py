@@ -1,0 +1,352 @@
+"""Digests: what servers that hold the same variables find out about each other's values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from psserver.core.digests import MAX_NAMES, ROUNDS
+from psserver.effects import Work
+from pstesting.clock import Clock
+from pswire.api import Digest
+from pswire.errors import ServerGone
+from pswire.model.log import EpochClosed, Gone, JobStarted, Return
+from tests.support.mail import Mail
+from tests.support.rig import SOON, WORKERS, Job, Servers, core, sum_into
+
+ONE = np.ones(2, "float32")
+
+
+class Copies:
+    """Some servers, each of which has the copies of the one before it; one member, and a variable for each server.
+
+    Attributes:
+        votes: what is on its way, as (sender, receiver, vote).
+        cores: the servers.
+    """
+
+    def __init__(self, root, count=2, copied=True):
+        self.clock, self.votes = Clock(), []
+        self.cores = [core(number, 0, 0, root, self.clock) for number in range(count)]
+        for number, one in enumerate(self.cores):
+            one.others = Mail(number, self.votes)
+        self.job = CopiedJob(Servers(list(self.cores), self.cores, self.clock, root, False), copied)
+        (self.worker,) = self.job.join(WORKERS[0], mode="whole")
+        places = [(number, (number + 1) % count) for number in range(count)]
+        self.variables = [self.job.variable(self.worker, np.zeros(2, "float32"), place) for place in places]
+        self.plan = self.job.approve(sum_into(*self.variables, returned=False), self.worker)
+
+    def hear(self, change=lambda vote: [vote]):
+        """All votes arrive, as a test changes them."""
+        while self.votes:
+            sender, receiver, vote = self.votes.pop(0)
+            for each in change(vote):
+                self.cores[receiver].hear(sender, each)
+
+    def round(self, plan=None, servers=None, change=lambda vote: [vote]):
+        """Makes a round."""
+        plan = plan or self.plan
+        pushed = [self.worker.push(plan, [ONE] * len(plan.reductions), server=n) for n in plan.servers]
+        self.hear(change)
+        for future in pushed:
+            future.result(SOON)
+        self.worker.round += 1
+
+    def rounds(self, last, **how):
+        """Makes rounds up to and with the last one."""
+        while self.worker.round <= last:
+            self.round(**how)
+
+    def turn(self, server, variable):
+        """Turns a bit of a variable over on one server, which no sum of these tests rounds away."""
+        value = self.cores[server].machine.store.value(self.variables[variable].id)
+        value.view("uint32")[0] ^= 1 << 20
+
+    def compared(self):
+        """How often each server has found the same values, and others."""
+        return [(one.tally.digests["equal"], one.tally.digests["different"]) for one in self.cores]
+
+    def found(self):
+        """What each server says that differs: the other server, the round, the names, and how often they agreed."""
+        statuses = [one.status() for one in self.cores]
+        return [[(d.server, d.round, d.variables, d.agreed) for d in status.differences] for status in statuses]
+
+
+class CopiedJob(Job):
+    """A job whose variables have copies."""
+
+    def __init__(self, servers, copied):
+        self._copied = copied
+        super().__init__(servers)
+
+    def begin(self):
+        entry = super().begin()
+        if self._copied:
+            count = len(self.servers.cores)
+            copied = replace(entry, job=entry.job + 1, copies=tuple((n + 1) % count for n in range(count)))
+            for server in self.verbs:
+                assert server.approve(self.token, 0, [copied]) == 1
+        return entry
+
+
+@pytest.fixture
+def copies(tmp_path):
+    return Copies(tmp_path)
+
+
+def test_servers_compare_once_in_a_span_of_rounds(copies):
+    """Nothing before the first of the second span is over; its digests come with the votes of the next round."""
+    copies.rounds(ROUNDS)
+    assert copies.compared() == [(0, 0), (0, 0)]
+    copies.rounds(ROUNDS + 1)
+    assert copies.compared() == [(1, 0), (1, 0)]
+    copies.rounds(3 * ROUNDS + 1)
+    assert copies.compared() == [(3, 0), (3, 0)]
+    assert copies.found() == [[], []]
+
+
+def test_nothing_is_hashed_without_copies(tmp_path):
+    """Variables of several servers are compared as little as others are."""
+    one = Copies(tmp_path, copied=False)
+    said = []
+    one.rounds(2 * ROUNDS + 2, change=lambda vote: said.append(vote.digest) or [vote])
+    assert set(said) == {None}
+    assert one.compared() == [(0, 0), (0, 0)]
+    assert not one.cores[0].tally.hashing
+
+
+@pytest.mark.parametrize("server", [0, 1])
+def test_one_bit_is_found_by_both_and_said_once(copies, caplog, server):
+    """In which variable, after which round; as long as it is so the status says it, and the log once."""
+    copies.rounds(ROUNDS + 5)
+    copies.turn(server, 1)
+    copies.rounds(2 * ROUNDS + 1)
+    name, first = "v1", 2 * ROUNDS
+    assert copies.found() == [[(1, first, (name,), 1)], [(0, first, (name,), 1)]]
+    copies.rounds(4 * ROUNDS + 1)
+    assert copies.found() == [[(1, first, (name,), 1)], [(0, first, (name,), 1)]]
+    assert copies.compared() == [(1, 3)] * 2
+    warned = [record.getMessage() for record in caplog.records if "has other values than" in record.getMessage()]
+    assert sorted(warned) == [
+        f"/job:ps/task:{n} has other values than /job:ps/task:{1 - n} after round {first}: of '{name}'. One of the two "
+        "computes otherwise, or its memory is bad"
+        for n in (0, 1)
+    ]
+
+
+def test_what_is_the_same_again_differs_no_more(copies):
+    copies.rounds(ROUNDS + 5)
+    copies.turn(0, 0)
+    copies.rounds(2 * ROUNDS + 1)
+    assert copies.found()[0]
+    first, second = (one.machine.store.value(copies.variables[0].id) for one in copies.cores)
+    first[:] = second
+    copies.rounds(3 * ROUNDS + 1)
+    assert copies.found() == [[], []]
+
+
+def test_a_variable_is_compared_that_the_compared_round_does_not_assign(copies):
+    """Programs make sections in turn: what any of the rounds since the last time has assigned is compared."""
+    even, odd = (copies.job.approve(sum_into(each, returned=False), copies.worker) for each in copies.variables)
+    while copies.worker.round < ROUNDS + 2:
+        copies.round(odd if copies.worker.round % 2 else even)
+        if copies.worker.round == 10:
+            copies.turn(1, 1)
+    assert [names for _, _, names, _ in copies.found()[0]] == [("v1",)]
+
+
+def test_what_no_round_has_assigned_is_not_hashed(copies):
+    """However large it is."""
+    plan = copies.job.approve(sum_into(copies.variables[0], returned=False), copies.worker)
+    said = []
+    copies.rounds(ROUNDS + 1, plan=plan, change=lambda vote: said.append(vote.digest) or [vote])
+    digests = [digest for digest in said if digest is not None]
+    assert [digest.variables for digest in digests] == [(copies.variables[0].id,)] * 2
+
+
+def test_servers_compare_what_both_hold(tmp_path):
+    """Of four, neighbours; who holds nothing that another one holds compares nothing with it."""
+    copies = Copies(tmp_path, 4)
+    copies.rounds(ROUNDS)
+    copies.turn(2, 1)
+    copies.rounds(2 * ROUNDS + 1)
+    assert [[server for server, *_ in found] for found in copies.found()] == [[], [2], [1], []]
+
+
+def test_a_digest_that_is_lost_is_said_again(copies):
+    """With the vote, on the next connection."""
+    copies.rounds(ROUNDS)
+    copies.turn(0, 0)
+    futures = [copies.worker.push(copies.plan, [ONE, ONE], server=n) for n in (0, 1)]
+    assert all(vote.digest is not None for *_, vote in copies.votes)
+    copies.votes.clear()
+    copies.cores[0].meet(1)
+    copies.cores[1].meet(0)
+    copies.hear()
+    assert all(future.done() for future in futures)
+    assert copies.compared() == [(1, 0), (1, 0)]  # of the round before the bit turned
+    copies.worker.round += 1
+    copies.rounds(2 * ROUNDS + 1)
+    assert copies.compared() == [(1, 1), (1, 1)]
+
+
+def test_a_digest_that_is_repeated_counts_once(copies):
+    """And an older one that comes late changes nothing."""
+    kept = []
+    copies.rounds(2 * ROUNDS + 1, change=lambda vote: kept.append(vote) or [*kept, vote])
+    assert copies.compared() == [(2, 0), (2, 0)]
+
+
+def test_a_variable_that_one_server_alone_tells_of_is_not_compared(copies):
+    """One of the two may have begun to make rounds later, or know of NaN in it."""
+    extra = Digest(ROUNDS, (copies.variables[0].id, 12345), (1, 2))
+    without = Digest(ROUNDS, (), ())
+    for said, wanted in ((without, (1, 0)), (extra, (0, 1))):
+        machine = copies.cores[0].machine
+        machine.runner.digests.clear()
+        copies.cores[0].tally.digests.clear()
+        before = copies.worker.round
+        copies.rounds(before | (ROUNDS - 1))
+        copies.rounds(copies.worker.round)
+        said = replace(said, round=copies.worker.round - 1)
+        machine.runner.digests.hear(1, said)
+        tally = copies.cores[0].tally.digests
+        assert (tally["equal"], tally["different"]) == wanted
+        copies.rounds(copies.worker.round + 2)
+
+
+def test_variables_with_nan_are_not_compared(copies):
+    """Processors make NaN in several ways, and there is nothing left to be right."""
+    copies.rounds(3)
+    plan, worker = copies.plan, copies.worker
+    bad = np.array([np.nan, 1], "float32")
+    futures = [worker.push(plan, [bad, ONE], server=n) for n in (0, 1)]
+    copies.hear()
+    assert all(future.result(SOON).warnings for future in futures)
+    worker.round += 1
+    said = []
+    copies.rounds(ROUNDS + 1, change=lambda vote: said.append(vote.digest) or [vote])
+    assert [digest.variables for digest in said if digest] == [(copies.variables[1].id,)] * 2
+
+
+def test_many_differences_are_named_in_part(tmp_path):
+    copies = Copies(tmp_path)
+    more = [copies.job.variable(copies.worker, np.zeros(2, "float32"), (0, 1)) for _ in range(MAX_NAMES + 1)]
+    copies.variables += more
+    plan = copies.job.approve(sum_into(*more, returned=False), copies.worker)
+    copies.rounds(1, plan=plan)
+    for number in range(2, len(copies.variables)):
+        copies.turn(1, number)
+    copies.rounds(ROUNDS + 1, plan=plan)
+    (found,) = copies.cores[0].status().differences
+    assert (len(found.variables), found.more) == (MAX_NAMES, 1)
+    assert found.told.endswith(" and 1 more")
+
+
+def test_no_round_begins_while_values_are_hashed(copies, tmp_path):
+    """It would write into what is read; the answers of the round before have left."""
+    pieces = []
+    one = copies.cores[0]
+    carried = one._arrays.run
+    hashes = one.machine.runner.digests._hash
+
+    def run(piece, brief):
+        (effect,) = piece.args[0]
+        assert isinstance(effect, Work)
+        pieces.append(piece) if effect.call == hashes else carried(piece, brief)
+
+    one._arrays.run = run
+    copies.rounds(ROUNDS)
+    assert len(pieces) == 1
+    futures = [copies.worker.push(copies.plan, [ONE, ONE], server=n) for n in (0, 1)]
+    copies.hear()
+    assert [future.done() for future in futures] == [False, False]
+    pieces.pop()()
+    copies.hear()
+    assert [future.result(SOON).left_out for future in futures] == [(), ()]
+    copies.worker.round += 1
+    assert copies.compared() == [(1, 0), (1, 0)]
+
+
+# ---- Servers that are lost, and come back ----
+
+
+def lose(copies, server):
+    """The chief says that a server is gone; votes to it and of it are lost."""
+    entry = Gone(server, "was lost")
+    for one in copies.cores:
+        if one.server != server:
+            one.approve(copies.job.token, one.status().log, [entry])
+    copies.votes[:] = [vote for vote in copies.votes if server not in vote[:2]]
+
+
+def test_what_differs_from_a_server_that_is_lost_is_forgotten(copies):
+    """Nothing is compared with it, and its last digest, which comes late, is refused with its vote."""
+    copies.rounds(ROUNDS)
+    copies.turn(0, 0)
+    copies.rounds(2 * ROUNDS + 1)
+    assert copies.found()[0]
+    late = []
+    futures = [copies.worker.push(copies.plan, [ONE, ONE], server=n) for n in (0, 1)]
+    late += [vote for vote in copies.votes if vote[0] == 1]
+    lose(copies, 1)
+    assert copies.found()[0] == []
+    with pytest.raises(ServerGone):
+        copies.cores[0].hear(1, late[0][2])
+    assert futures[0].result(SOON)
+    assert copies.compared()[0] == (1, 1)
+
+
+def test_a_server_that_is_back_is_compared_anew(tmp_path):
+    """It makes no digest in the span in which it comes back, and is told apart from its former life."""
+    copies = Copies(tmp_path, 3)
+    copies.rounds(ROUNDS)
+    copies.turn(1, 0)
+    copies.rounds(2 * ROUNDS + 3)
+    assert copies.found()[0]
+    lose(copies, 1)
+    old, new = copies.cores[1], core(1, 777, 0, tmp_path, copies.clock)
+    new.others = Mail(1, copies.votes)
+    back = Return(1, 777, copies.job.epoch.number + 1, True, copies.worker.round)
+    epoch = replace(copies.job.epoch, number=copies.job.epoch.number + 1, returns=back)
+    log = copies.cores[0].machine.log.entries
+    new.approve(copies.job.token, 0, [*log])
+    for one in (copies.cores[0], copies.cores[2], new):
+        one.approve(copies.job.token, one.status().log, [EpochClosed(epoch)])
+    for id, value in old.machine.store.values().items():
+        other = next(c for c in (copies.cores[0], copies.cores[2]) if c.machine.store.initialized(id))
+        new.machine.store.commit({id: other.machine.store.value(id).copy()})
+        assert value.shape
+    new.open(WORKERS[0], 1, copies.worker.session, False, "whole", "", 0, 0, 0)
+    copies.cores[1] = copies.job.verbs[1] = new
+    copies.worker.epoch = epoch.number
+    copies.job.epoch = epoch
+    assert not copies.found()[0]
+    copies.rounds(3 * ROUNDS)
+    assert new.tally.digests == {"equal": 0, "different": 0}
+    copies.rounds(3 * ROUNDS + 1)
+    assert new.tally.digests == {"equal": 2, "different": 0}
+    assert copies.found() == [[], [], []]
+
+
+def test_a_server_that_reads_that_it_is_gone_ends(copies):
+    """The chief tells it so where it answers still: also the server that keeps the log, which may have more of it."""
+    copies.rounds(3)
+    for one in copies.cores:
+        server, token = one.server, copies.job.token
+        length = one.status().log
+        assert one.approve(token, length - 1, [Gone(server, "had other values")]) == length - 1
+        assert one.machine.outlived.message == "the job goes on without it: it had other values"
+        assert one.machine.left.done()
+        assert one.done.done()
+
+
+def test_a_new_process_reads_of_the_loss_of_the_one_before(tmp_path):
+    """And goes on: it is no part of the job yet."""
+    one = core(1, 5, 0, tmp_path)
+    log = [JobStarted(7 << 20, (100, 101), copies=(1, 0)), Gone(1, "had other values")]
+    assert one.approve(1, 0, log) == 2
+    assert one.approve(1, 2, [Gone(1, "was lost again")]) == 3
+    assert one.machine.outlived is None
