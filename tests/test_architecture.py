@@ -164,8 +164,7 @@ WALL_CLOCK_IN = {
     "pswire.checkpoint.assembly",  # when a checkpoint was saved, for people
     "pswire.security.names",  # certificates
     "psserver.transport.process",  # what its clock says, for psctl doctor
-    "psclient.psctl.observer",  # the same
-    "psclient.psctl.status",  # since when a server is up
+    "psclient._src.telemetry.observer",  # the same
     "psclient._src.rounds.rounds",  # when rows were updated that live for a time
     "psclient.train.manager",  # keep_checkpoint_every_n_hours
     "psclient.summary.writer",  # TensorBoard

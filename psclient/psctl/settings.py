@@ -11,6 +11,7 @@ import click
 from rich.console import RenderableType
 
 from psclient._src.config import security_options, tf_config_text
+from psclient._src.telemetry.observer import Servers
 from psclient.psctl.output import say, show
 from pswire.cluster import Task, TFConfig, check_address, check_addresses
 from pswire.errors import ConfigError
@@ -90,6 +91,15 @@ class CommandSettings:
     def security(self) -> Security:
         """Returns what psctl shows to servers; raises `ConfigError` where a file is not what it should be."""
         return self.paths().read(self.name())
+
+
+def connected(settings: CommandSettings, cluster: ObservedCluster | None = None) -> Servers:
+    """Connections to the servers that the command line names, or to those of a cluster.
+
+    Raises:
+        ConfigError: none are named, or a file is not what it should be.
+    """
+    return Servers((cluster or settings.cluster()).servers, settings.seconds, settings.security())
 
 
 def own_task(text: str) -> Task | None:

@@ -25,7 +25,7 @@ class Room:
 
 
 def _room(name: str, floor: int, imports: str = "") -> Room:
-    expanded = imports.replace("src.", "psclient._src.").replace("wire.", "pswire.")
+    expanded = imports.replace("src.", "psclient._src.").replace("wire.views", "wire.telemetry.views").replace("wire.", "pswire.")
     return Room(name.replace("src.", "psclient._src."), floor, frozenset(expanded.split()))
 
 
@@ -36,6 +36,7 @@ ROOMS = {
         _room("pswire.model", 1, "pswire"),
         _room("pswire.security", 1, "pswire"),
         _room("pswire.telemetry", 1, "pswire"),
+        _room("pswire.telemetry.views", 2, "pswire wire.model"),
         _room("pswire.transport", 2, "pswire wire.model wire.security"),
         _room("pswire.servers", 2, "wire.model"),
         _room("pswire.api", 3, "pswire wire.model wire.transport wire.servers"),
@@ -128,12 +129,13 @@ ROOMS = {
         _room(
             "src.telemetry",
             7,
-            "pswire wire.security wire.telemetry psclient._src src.transport src.chief src.rounds",
+            "pswire wire.model wire.security wire.telemetry wire.views psclient._src src.transport src.chief src.rounds",
         ),
         _room(
             "psclient.psctl",
-            7,
-            "pswire wire.model wire.security wire.transport psclient._src wire.checkpoint src.transport src.chief",
+            8,
+            "pswire wire.model wire.security wire.transport wire.views psclient._src wire.checkpoint src.transport "
+            "src.chief src.telemetry",
         ),
         _room(
             "psclient.train",

@@ -110,10 +110,10 @@ BRIEF: dict[str, str] = {
     "psclient._src.processes.output.Relay.close": "at most a second",
     "psclient._src.processes.output.Relay._run": IDLE,
     # ---- Of psctl: each command ends after --timeout, and names the server ----
-    "psclient.psctl.observer.Servers._ask_each": "at most --timeout",
+    "psclient._src.telemetry.observer.Servers._ask_each": "at most --timeout",
     "psclient.psctl.job._await": "at most --wait, then it says which server has not moved, and where to look",
-    "psclient.psctl.observer.Servers.variables": "at most --timeout",
-    "psclient.psctl.observer.Servers.read": "at most --timeout",
+    "psclient._src.telemetry.observer.Servers.variables": "at most --timeout",
+    "psclient._src.telemetry.observer.Servers.read": "at most --timeout",
     "psclient.psctl.cluster_checks._at_once": "at most --timeout",
     "psclient.psctl.status.status": ASKED,
     "psclient.psctl.activity.top": ASKED,
