@@ -19,7 +19,7 @@ from pswire.limits import refuse_unknown
 from pswire.model.plan import PlacedVariable
 from pswire.model.tensor import DTYPES, Array
 from pswire.telemetry.views.numbers import shape, short, size
-from pswire.telemetry.views.variable_list import beside, described, name_of, slots, totals
+from pswire.telemetry.views.variable_list import beside, described, row_of, slots, totals
 
 
 @click.command("vars")
@@ -44,22 +44,14 @@ def variables(settings: CommandSettings, pattern: str) -> int:
     return settings.tell(said, *(_tables(said) if found else [none]))
 
 
-def _bytes(nbytes: int | None) -> str:
-    return "-" if nbytes is None else f"{nbytes:,}"
-
-
 def _matches(variable: PlacedVariable, primaries: Mapping[str, str], pattern: str) -> bool:
     name = variable.spec.name
     return any(fnmatch.fnmatchcase(each, pattern) for each in (name, primaries.get(name, name)))
 
 
 def _tables(said: Mapping[str, Any]) -> Iterator[Table]:
-    rows = (
-        (name_of(each), shape(each["shape"]), each["dtype"], _bytes(each["bytes"]), where)
-        for each in said["variables"]
-        for where in [", ".join(map(short, each["servers"]))]
-    )
-    yield table(("variable", "shape", "dtype", "bytes", "servers"), rows)
+    rows = [row_of(each) for each in said["variables"]]
+    yield table(rows[0], (tuple(row.values()) for row in rows))
     sums = ((short(each["task"]), str(each["variables"]), size(each["bytes"])) for each in said["servers"])
     yield table(("server", "variables", "bytes"), sums)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -45,13 +46,21 @@ class Servers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connections."""
         for server in self._remote:
             server.close()
         self._threads.close()
 
-    def look(self) -> list[Looked]:
-        """Asks all servers at once; those that have moved, where they are now."""
-        return self._each(_ask)
+    def look(self, recent: bool = False) -> list[Looked]:
+        """Asks all servers at once; those that have moved, where they are now.
+
+        Args:
+            recent: True to ask as well what they were told last; one of an older version tells nothing of it.
+        """
+        return self._each(_ask_more if recent else _ask)
 
     def recent(self) -> list[Looked]:
         """Asks all servers at once, and what they were told last."""
@@ -135,6 +144,14 @@ def _ask(server: RemoteServer) -> Looked:
     ended = time.time()
     skew = status.process.clock - (began + ended) / 2 if status.process else 0.0
     return Looked(Task("ps", status.server), server.address, status, None, skew, ended - began)
+
+
+def _ask_more(server: RemoteServer) -> Looked:
+    looked = _ask(server)
+    if looked.status:
+        with suppress(PSError):
+            return replace(looked, recent=server.recent())
+    return looked
 
 
 def _ask_recent(server: RemoteServer) -> Looked:

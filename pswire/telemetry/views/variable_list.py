@@ -7,6 +7,7 @@ from typing import Any
 
 from pswire.cluster import Task
 from pswire.model.plan import PlacedVariable
+from pswire.telemetry.views.numbers import shape, short
 
 
 def slots(variables: Iterable[PlacedVariable]) -> dict[str, str]:
@@ -31,10 +32,14 @@ def _primary(name: str, names: Mapping[str, PlacedVariable]) -> str:
 
 def beside(variables: Sequence[PlacedVariable], primaries: Mapping[str, str]) -> Iterator[PlacedVariable]:
     """All variables in the order of their creation, but each slot after the variable that it belongs to."""
+    slots: dict[str, list[PlacedVariable]] = {}
+    for variable in variables:
+        if primary := primaries.get(variable.spec.name):
+            slots.setdefault(primary, []).append(variable)
     for variable in variables:
         if variable.spec.name not in primaries:
             yield variable
-            yield from (v for v in variables if primaries.get(v.spec.name) == variable.spec.name)
+            yield from slots.get(variable.spec.name, ())
 
 
 def totals(variables: Iterable[PlacedVariable]) -> list[dict[str, Any]]:
@@ -69,3 +74,14 @@ def name_of(said: Mapping[str, Any]) -> str:
     """The name of a variable as a list shows it: a slot stands below its variable."""
     apart = f" ({said['consistency']})" if said["consistency"] else ""
     return f"{'  ' * bool(said['slot_of'])}{said['name']}{apart}"
+
+
+def row_of(said: Mapping[str, Any]) -> dict[str, str]:
+    """A variable that `described` gives as a row of a table, by heading."""
+    return {
+        "variable": name_of(said),
+        "shape": shape(said["shape"]),
+        "dtype": said["dtype"],
+        "bytes": "-" if said["bytes"] is None else f"{said['bytes']:,}",
+        "servers": ", ".join(map(short, said["servers"])),
+    }
