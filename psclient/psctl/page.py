@@ -121,10 +121,7 @@ def _lines(links: Sequence[Link], has_code: bool) -> Iterator[str]:
     else:
         yield "the job has no token: these pages are shown on the machine of their task alone, and to everybody there"
     if any(link.local for link in links):
-        yield (
-            "127.0.0.1 is the machine of that task; from another one: ssh -L PORT:127.0.0.1:PORT HOST, with the port of "
-            "the link"
-        )
+        yield "127.0.0.1 is the machine of that task; from elsewhere forward the port: ssh -L PORT:127.0.0.1:PORT HOST"
 
 
 def _nothing(view: JobView, number: int | None, of_chief: bool) -> str:

@@ -30,8 +30,8 @@ def make_code(token: str, now: float) -> str:
         token: the job's token.
         now: the time in Unix seconds, by the clock of the server that will check it.
     """
-    end = f"{int(now) + GOOD_SECONDS:x}"
-    return f"{end}-{tag_of(token)}-{_mac(token, end)}"
+    said = f"{int(now) + GOOD_SECONDS:x}-{tag_of(token)}"
+    return f"{said}-{_mac(token, said)}"
 
 
 def check_code(token: str, code: str, now: float) -> Refusal | None:
@@ -48,7 +48,7 @@ def check_code(token: str, code: str, now: float) -> Refusal | None:
     if found is None:
         return "malformed"
     end, tag, mac = found.groups()
-    if not hmac.compare_digest(mac, _mac(token, end)):
+    if not hmac.compare_digest(mac, _mac(token, f"{end}-{tag}")):
         return "wrong" if hmac.compare_digest(tag, tag_of(token)) else "other job"
     return "over" if int(end, 16) <= now else None
 
@@ -63,6 +63,5 @@ def tag_of(token: str) -> str:
     return hmac.new(token.encode(), b"paramserver: tag of a job", hashlib.sha256).hexdigest()[:TAG_DIGITS]
 
 
-def _mac(token: str, end: str) -> str:
-    said = f"paramserver: status page until {end}"
-    return hmac.new(token.encode(), said.encode(), hashlib.sha256).hexdigest()
+def _mac(token: str, said: str) -> str:
+    return hmac.new(token.encode(), f"paramserver: status page until {said}".encode(), hashlib.sha256).hexdigest()

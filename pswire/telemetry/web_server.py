@@ -291,6 +291,7 @@ class _Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Refuses a request that is none; what came in it is not sent back."""
         self.command = getattr(self, "command", "") or ""
+        self.request_version = "HTTP/1.0"  # else who has said none would get no status
         self._send(Reply(b"the request is refused\n", status=code))
 
     def log_message(self, format: str, *args: object) -> None:

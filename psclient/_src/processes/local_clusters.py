@@ -174,5 +174,5 @@ def _read(path: Path) -> LocalCluster | None:
         security = {str(name): str(value) for name, value in said["security"].items()}
         numbers = int(said["pid"]), int(said["started"])
         return LocalCluster(path.name.removesuffix(SUFFIX), *numbers, str(said["script"]), servers, cluster, security)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None

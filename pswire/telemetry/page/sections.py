@@ -15,7 +15,7 @@ from pswire.telemetry.views.history import Event, lives_of
 from pswire.telemetry.views.job_view import JobView, ServerView
 from pswire.telemetry.views.looked import Looked
 from pswire.telemetry.views.numbers import ago, duration, short, size
-from pswire.telemetry.views.rates import Rates, rate_words
+from pswire.telemetry.views.rates import PHASES, Rates, rate_words
 from pswire.telemetry.views.words import OF_SILENT, SERVER_COLUMNS, TASK_COLUMNS, heading, spare_line
 
 MOST_ROWS = 200
@@ -101,9 +101,6 @@ def _time_line(sight: Sight) -> Html:
 
 def _when(event: Event, now: float) -> str:
     return "earlier" if event.time is None else duration(max(now - event.time, 0.0))
-
-
-PHASES = ("waiting", "applying", "answering")
 
 
 def _rounds(sight: Sight) -> Html:
@@ -228,7 +225,7 @@ def _refused(sight: Sight) -> Html:
     ]
     if not rows:
         return paragraph("None among the last calls.")
-    return table("Calls that servers refused, and why", ("ago", "server", "what", "said", "why"), rows)
+    return table("Calls that servers refused, and work that failed", ("ago", "server", "what", "said", "why"), rows)
 
 
 SECTIONS: Mapping[str, tuple[str, Callable[[Sight], Html]]] = {

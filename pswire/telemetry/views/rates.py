@@ -11,6 +11,9 @@ from pswire.telemetry.views.numbers import size
 Rates = Mapping[str, Mapping[str, Any]]
 """For each server its rounds per second, bytes per second by lane and direction, and seconds of a round by phase."""
 
+PHASES = ("waiting", "applying", "answering")
+"""The phases of a round, in their order."""
+
 RateWords = Mapping[str, Mapping[str, str]]
 """Rates for people: by server and column."""
 
@@ -61,5 +64,5 @@ def phase_words(seconds: Mapping[str, float]) -> str:
     whole = sum(seconds.values())
     if not whole:
         return ""
-    shares = ", ".join(f"{name} {100 * each / whole:.0f} %" for name, each in seconds.items())
+    shares = ", ".join(f"{name} {100 * seconds.get(name, 0.0) / whole:.0f} %" for name in PHASES)
     return f"{1000 * whole:.1f} ms: {shares}"
