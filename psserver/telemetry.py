@@ -17,6 +17,7 @@ from psserver.state.counters import ServerCounters
 from psserver.tables.table import Table
 from pswire.cluster import Task
 from pswire.errors import ConfigError
+from pswire.model.log import LogEntry
 from pswire.model.status import Happened, ProcessStatus, ServerStatus
 from pswire.telemetry.metrics import ALL, PROCESS, ProcessReadings, Row, Values
 from pswire.telemetry.views.looked import Looked
@@ -339,4 +340,8 @@ def _source(core: Core, task: Task, rim: Rim) -> Source:
         status = replace(core.status(), process=process)
         return [Looked(task, rim.address, status, recent=tuple(rim.recent()))], ()
 
-    return Source(task, f"{task} as it sees the job; the chief's page shows all servers.", look, core.log_from, True)
+    def read(index: int) -> tuple[LogEntry | None, Sequence[LogEntry]]:
+        entries = core.machine.log.entries  # without the lock: a new job between the two is seen at the next look
+        return next(iter(entries[:1]), None), entries[index:]
+
+    return Source(task, f"{task} as it sees the job; the chief's page shows all servers.", look, read, alone=True)

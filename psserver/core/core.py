@@ -390,12 +390,6 @@ class Core:
             now, last = self._clock(), self.stimuli.last()
         return told(last, now, self.registry)
 
-    def log_from(self, index: int) -> tuple[LogEntry | None, tuple[LogEntry, ...]]:
-        """Returns the first entry of the log, None where there is none, and the entries from an index on."""
-        with self._lock:
-            entries = self.machine.log.entries
-            return next(iter(entries), None), tuple(entries[index:])
-
     @property
     def in_flight(self) -> int:
         """Bytes of contributions that are held and not used yet."""

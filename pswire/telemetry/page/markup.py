@@ -41,7 +41,7 @@ def table(caption: str, headings: Sequence[str], rows: Iterable[Mapping[str, str
     head = "".join(f'<th scope="col">{escaped(name)}</th>' for name in shown)
     body = "".join(f"<tr>{''.join(_cell(name, row, name == shown[0]) for name in shown)}</tr>" for row in found)
     return Html(
-        f"<table><caption>{escaped(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        f"<table><caption><span>{escaped(caption)}</span></caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     )
 
 

@@ -26,6 +26,9 @@ PERIOD = 1.0
 WATCHED_SECONDS = 10.0
 """Seconds after a question for which somebody is taken to watch."""
 
+END_SECONDS = 1.0
+"""Seconds for which the end waits for a look that is under way; nobody needs it any more."""
+
 ANSWER_SECONDS = 10.0
 """Seconds that a question waits for a look."""
 
@@ -109,7 +112,7 @@ class Sampler:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join(ANSWER_SECONDS)
+        self._thread.join(END_SECONDS)  # a server that is gone may be asked just then
 
     def _run(self) -> None:
         while True:
@@ -120,7 +123,12 @@ class Sampler:
                 self._history.follow(began)
                 parts = render(self._look()) if watched else None
             except Exception as error:  # a fault of the page must not end it, nor stay unseen
-                log.warning("the status page could not look at the job: %r", error, exc_info=True)
+                log.log(
+                    logging.DEBUG if self._closed else logging.WARNING,
+                    "the status page could not look at the job: %r",
+                    error,
+                    exc_info=True,
+                )
                 parts = {"problems": paragraph(f"! this page could not look at the job: {error!r}; see the log")}
             with self._changed:
                 if parts is not None:

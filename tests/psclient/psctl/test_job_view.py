@@ -240,7 +240,7 @@ def test_rates_are_of_one_process():
     found = rates(before, after, 4.0)
     assert (found["rounds_per_second"], found["bytes_per_second"]) == (5.0, {"shm sent": 50.0})
     assert found["round_seconds"] == {"waiting": 0.075, "applying": 0.025}
-    assert rate_words({"t": found})["t"]["a round's time"] == "100.0 ms: waiting 75 %, applying 25 %"
+    assert rate_words({"t": found})["t"]["a round's time"] == "100.0 ms: waiting 75 %, applying 25 %, answering 0 %"
     assert rates(after, after, 4.0)["round_seconds"] == {}, "no round, no time of one"
     assert rates(before, ServerView("t", "a", "up", incarnation=2, round=30), 4.0) == {}
     assert rates(before, ServerView("t", "a", "unreachable"), 4.0) == {}
