@@ -17,17 +17,18 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from psserver.config import ListenOptions, ServerConfig, server_config
 from psserver.core.core import Core
-from psserver.telemetry import serve_metrics
+from psserver.telemetry import MetricsPort, Rim
 from psserver.transport.joining import StandingOffer, await_place
 from psserver.transport.server import Server, check_listening, leave_nothing
 from pswire.checkpoint.manifest import MANIFEST
@@ -44,6 +45,9 @@ from pswire.telemetry import logging_setup
 TICK = 0.25
 """Seconds between two looks at leases and deadlines."""
 
+LOOP_SECONDS = 2.0
+"""Seconds that the status page waits for the event loop."""
+
 OUTLIVED = 76
 """The exit code of a server without which the job goes on: it was paused, or cut off, for longer than a lease."""
 
@@ -55,6 +59,8 @@ OLD_ROOT = "checkpoints"
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt."""
+
+T = TypeVar("T")
 
 log = logging.getLogger("psserver")
 
@@ -157,7 +163,9 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
         page = offer = departure = None
         try:
             if config.metrics_port is not None:
-                page = serve_metrics(core, server.traffic, config, config.metrics_port)
+                rim = Rim(join_address(config.host, port), partial(_on, loop, server.process), server.recent)
+                page = MetricsPort(core, server.traffic, config, config.metrics_port, rim)
+                server.serve_page(page.page_url)
             _say(f"psserver {config.task} listening on {join_address(config.host, port)} ({config.describe()})")
             _mention_old_root(config)
             if page:
@@ -174,13 +182,20 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
             if offer:
                 await asyncio.to_thread(offer.close)
             if page:
-                page.close()
+                await asyncio.to_thread(page.close)  # a look at this loop may be under way
             core.close()
             await server.stop(GRACE)
             await leave_nothing(GRACE)
     moved = f"and has moved to {core.machine.moved_to}" if core.machine.moved_to else f"it held {held}"
     _say(f"psserver {config.task} ended; {moved}")
     return core.machine.outlived
+
+
+def _on(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
+    """Calls a function on an event loop, from another thread; raises `TimeoutError` where it is too busy for that."""
+    made: Future[T] = Future()
+    loop.call_soon_threadsafe(lambda: made.set_result(call()))
+    return made.result(LOOP_SECONDS)
 
 
 class Departure:

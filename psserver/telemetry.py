@@ -1,4 +1,4 @@
-"""A server's metrics for Prometheus, computed from its counters when they are asked for.
+"""A server's metrics for Prometheus, computed from its counters when they are asked for, and its status page.
 
 docs/observability.md explains each metric.
 """
@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from psserver.config import ServerConfig
 from psserver.core.core import Core
 from psserver.state.counters import ServerCounters
 from psserver.tables.table import Table
-from pswire.model.status import ServerStatus
+from pswire.cluster import Task
+from pswire.errors import ConfigError
+from pswire.model.log import LogEntry
+from pswire.model.status import Happened, ProcessStatus, ServerStatus
 from pswire.telemetry.metrics import ALL, PROCESS, ProcessReadings, Row, Values
+from pswire.telemetry.views.looked import Looked
 from pswire.transport.traffic import LaneName, Traffic
 
 if TYPE_CHECKING:
-    from pswire.telemetry.prometheus import Page
+    from pswire.telemetry.page.sampler import Source
 
 
 @dataclass(frozen=True)
@@ -274,19 +278,89 @@ ROWS: tuple[Row[Seen], ...] = (
 )
 
 
-def serve_metrics(core: Core, traffic: Mapping[LaneName, Traffic], config: ServerConfig, port: int) -> Page:
-    """Serves a server's metrics over HTTP in a thread of its own; returns the page, to be closed.
+@dataclass(frozen=True)
+class Rim:
+    """What the network side of a server tells, for its status page. Its functions are called in any thread.
+
+    Attributes:
+        address: the server's address.
+        process: returns the status of its process; raises `TimeoutError` where it does not come at once.
+        recent: returns what it was told last, the newest last.
+    """
+
+    address: str
+    process: Callable[[], ProcessStatus]
+    recent: Callable[[], Sequence[Happened]]
+
+
+class MetricsPort:
+    """A server's metrics and its status page over HTTP, in threads of their own.
 
     Args:
         core: the server proper.
         traffic: payload bytes of each lane.
         config: the server's configuration.
         port: the port; 0 picks a free one.
+        rim: tells what the core does not know; None for no status page.
 
     Raises:
         ConfigError: the port is in use or not allowed.
-    """
-    from pswire.telemetry.prometheus import Page
 
-    process = ProcessReadings(config.task, config.security.expiry)
-    return Page(config.metrics_host, port, lambda: [(PROCESS, process), (ROWS, Seen(core, core.status(), traffic))])
+    Attributes:
+        url: URL of the metrics.
+        page_url: URL of the status page, "" for none.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        traffic: Mapping[LaneName, Traffic],
+        config: ServerConfig,
+        port: int,
+        rim: Rim | None = None,
+    ) -> None:
+        from pswire.telemetry.page.status_page import StatusPage
+        from pswire.telemetry.prometheus import PATH, Page
+
+        process = ProcessReadings(config.task, config.security.expiry)
+        self._status = rim and StatusPage(_source(core, config.task, rim), config.security.token)
+        try:
+            self._page = Page(
+                config.metrics_host,
+                port,
+                lambda: [(PROCESS, process), (ROWS, Seen(core, core.status(), traffic))],
+                self._status.answers if self._status else {},
+            )
+        except ConfigError:
+            self._close_status()
+            raise
+        self.url = self._page.url
+        self.page_url = self.url.removesuffix(PATH) + "/" if self._status else ""
+
+    def close(self) -> None:
+        """Stops serving."""
+        self._close_status()
+        self._page.close()
+
+    def _close_status(self) -> None:
+        if self._status:
+            self._status.close()
+
+
+def _source(core: Core, task: Task, rim: Rim) -> Source:
+    """Returns what a server's page shows: what it knows by itself. It asks no other server, which might ask it."""
+    from pswire.telemetry.page.sampler import Source
+
+    def look() -> tuple[Sequence[Looked], Sequence[Task]]:
+        try:
+            process = rim.process()
+        except TimeoutError:  # its event loop is busy: the page says the rest
+            process = None
+        status = replace(core.status(), process=process)
+        return [Looked(task, rim.address, status, recent=tuple(rim.recent()))], ()
+
+    def read(index: int) -> tuple[LogEntry | None, Sequence[LogEntry]]:
+        entries = core.machine.log.entries  # without the lock: a new job between the two is seen at the next look
+        return next(iter(entries[:1]), None), entries[index:]
+
+    return Source(task, f"{task} as it sees the job; the chief's page shows all servers.", look, read, alone=True)

@@ -68,8 +68,10 @@ HAVE_LOCKS = {
     "pswire.transport.tls_socket",
     "pswire.transport.sockets",
     "pswire.transport.traffic",
+    "pswire.telemetry.web_server",
+    "pswire.telemetry.page.sampler",
 }
-"""What is filled by one thread and read by another needs one; of the contract only a page of metrics starts one."""
+"""What is filled by one thread and read by another needs one; of the contract only the port of metrics starts some."""
 
 
 def name_of(path: Path) -> str:
@@ -164,8 +166,9 @@ WALL_CLOCK_IN = {
     "pswire.checkpoint.assembly",  # when a checkpoint was saved, for people
     "pswire.security.names",  # certificates
     "psserver.transport.process",  # what its clock says, for psctl doctor
-    "psclient.psctl.observer",  # the same
-    "psclient.psctl.status",  # since when a server is up
+    "psclient._src.telemetry.observer",  # the same
+    "psclient.psctl.page",  # how long a link is good, by the clock of the server that checks it
+    "pswire.telemetry.page.status_page",  # the same
     "psclient._src.rounds.rounds",  # when rows were updated that live for a time
     "psclient.train.manager",  # keep_checkpoint_every_n_hours
     "psclient.summary.writer",  # TensorBoard

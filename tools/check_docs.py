@@ -17,12 +17,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import click
 
 from psclient._src.launch.psworker import command as psworker
 from psclient.psctl import command as psctl
+from psclient.psctl.local import with_values
 from psserver.cli import command as psserver
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -156,7 +158,13 @@ def _options(command: click.Command, program: str, args: list[str]) -> str:
     if "--help" in args:
         return ""
     try:
+        args = with_values(args) if program == "psctl" else args
         while isinstance(command, click.Group) and args:
+            given = list(takewhile(lambda word: word.startswith("-"), args))
+            command.make_context(program, list(given))
+            args = args[len(given) :]
+            if not args:
+                return ""
             _, found, args = command.resolve_command(click.Context(command, info_name=program), args)
             command = found or command
         context = command.make_context(program, list(args))

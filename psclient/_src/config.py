@@ -341,6 +341,12 @@ def child_environ(tasks: int, timeouts: Timeouts | None, more: Mapping[str, str]
     return environ | (timeouts.environ() if timeouts else {}) | dict(more or {})
 
 
+def runtime_directory(environ: Mapping[str, str] = os.environ) -> str:
+    """Returns the directory in which files of this user's running clusters lie: below `XDG_RUNTIME_DIR`, or /tmp."""
+    above = environ.get("XDG_RUNTIME_DIR", "")
+    return f"{above}/paramserver" if above else f"/tmp/paramserver-{os.getuid()}"
+
+
 def wants_colour(environ: Mapping[str, str] = os.environ) -> bool:
     """Returns whether a terminal should be shown colours (https://no-color.org)."""
     return not environ.get("NO_COLOR")

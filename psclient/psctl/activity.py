@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import click
 from rich.console import Console, Group, RenderableType
@@ -13,17 +12,17 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from psclient.psctl.job_view import JobView, Problem, ServerView, view_of, why_silent
-from psclient.psctl.observer import Looked, Servers, connected
-from psclient.psctl.output import duration, short, size, table, terminal
-from psclient.psctl.settings import CommandSettings, ObservedCluster, options, settings
+from psclient._src.telemetry.observer import Servers
+from psclient.psctl.output import table, terminal
+from psclient.psctl.settings import CommandSettings, ObservedCluster, connected, options, settings
 from psclient.psctl.status import lines, problem_line
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.model.status import Happened
-
-Rates = Mapping[str, Mapping[str, Any]]
-"""For each server its rounds per second, and bytes per second by lane and direction."""
+from pswire.telemetry.views.job_view import JobView, Problem, view_of
+from pswire.telemetry.views.looked import Looked, why_silent
+from pswire.telemetry.views.numbers import ago, short
+from pswire.telemetry.views.rates import RateMeter, Rates, rate_words
 
 
 @click.command()
@@ -45,7 +44,7 @@ def top(settings: CommandSettings, interval: float) -> int:
             return _live(watcher, console, interval)
         time.sleep(interval)
         view, rates = watcher.look()
-    return settings.tell({**dataclasses.asdict(view), "rates": rates}, *lines(view, _words(rates)))
+    return settings.tell({**dataclasses.asdict(view), "rates": rates}, *lines(view, rate_words(rates)))
 
 
 def _live(watcher: Watcher, console: Console, interval: float) -> int:
@@ -53,7 +52,7 @@ def _live(watcher: Watcher, console: Console, interval: float) -> int:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 view, rates = watcher.look()
-                live.update(Group(*lines(view, _words(rates), console.width)), refresh=True)
+                live.update(Group(*lines(view, rate_words(rates), console.width)), refresh=True)
                 time.sleep(interval)
     except KeyboardInterrupt:
         return 0
@@ -70,37 +69,12 @@ class Watcher:
     def __init__(self, servers: Servers, cluster: ObservedCluster) -> None:
         self._servers = servers
         self._cluster = cluster
-        self._last: dict[str, ServerView] = {}
-        self._then = 0.0
+        self._meter = RateMeter()
 
     def look(self) -> tuple[JobView, Rates]:
         """The job now, and its rates since the last look."""
-        view, now = view_of(self._servers.look(), self._cluster.expected), time.monotonic()
-        last, self._last = self._last, {server.task: server for server in view.servers}
-        seconds, self._then = now - self._then, now
-        return view, {s.task: rates(last[s.task], s, seconds) for s in view.servers if s.task in last}
-
-
-def rates(before: ServerView, after: ServerView, seconds: float) -> dict[str, Any]:
-    """Returns a server's rates over some seconds: none where it is not the same process any more."""
-    if before.incarnation != after.incarnation or not after.incarnation:
-        return {}
-    moved = {name: (after.traffic[name] - before.traffic.get(name, 0)) / seconds for name in after.traffic}
-    rounds = max(after.round - before.round, 0) / seconds  # a job that begins anew begins at no round
-    return {"rounds_per_second": rounds, "bytes_per_second": {name: rate for name, rate in moved.items() if rate > 0}}
-
-
-def _words(rates: Rates) -> dict[str, dict[str, str]]:
-    """Rates for people, by server and column."""
-    return {task: _columns(each) for task, each in rates.items() if each}
-
-
-def _columns(rate: Mapping[str, Any]) -> dict[str, str]:
-    found = {"rounds/s": f"{rate['rounds_per_second']:.1f}"}
-    for direction, heading in (("received", "in"), ("sent", "out")):
-        moved = {name.split()[0]: number for name, number in rate["bytes_per_second"].items() if direction in name}
-        found[heading] = ", ".join(f"{lane} {size(number)}/s" for lane, number in sorted(moved.items()))
-    return found
+        view = view_of(self._servers.look(), self._cluster.expected)
+        return view, self._meter.measure(view, time.monotonic())
 
 
 # ---- What servers were told last ----
@@ -142,7 +116,7 @@ def _told(found: Sequence[Looked], problems: Sequence[Problem]) -> Iterator[Rend
 
 def _table(rows: Iterable[tuple[str, Happened]]) -> Table:
     """What all servers were told, in the order in which it came."""
-    cells = ((_ago(each.seconds), short(task), each.what, _said(each)) for task, each in rows)
+    cells = ((ago(each.seconds), short(task), each.what, _said(each)) for task, each in rows)
     return table(("ago", "server", "what", "said"), cells)
 
 
@@ -150,8 +124,3 @@ def _said(happened: Happened) -> Text:
     """By whom and about what; below that, in red, why it was refused."""
     said = Text(short(happened.said))
     return said.append(f"\n{happened.refused}", style="red") if happened.refused else said
-
-
-def _ago(seconds: float) -> str:
-    """A time for people; of rounds that follow each other fast as exact as they are."""
-    return f"{seconds:.2f} s" if seconds < 10 else duration(seconds)

@@ -12,7 +12,7 @@ import click
 
 from psclient.psctl.checkpoint_diff import DIFFERENCES, differences, other_differences
 from psclient.psctl.checkpoint_export import export_npz, export_safetensors, widened
-from psclient.psctl.output import WIDTH, shape, size, table
+from psclient.psctl.output import WIDTH, table
 from psclient.psctl.settings import CommandSettings, as_json, settings
 from pswire.checkpoint.compaction import compact
 from pswire.checkpoint.manifest import MANIFEST, Manifest
@@ -20,6 +20,7 @@ from pswire.checkpoint.reader import FoundCheckpoint, SavedCheckpoint, open_save
 from pswire.checkpoint.storage import storage_at
 from pswire.checkpoint.table_tensors import beside
 from pswire.errors import ConfigError, DamagedCheckpoint
+from pswire.telemetry.views.numbers import shape, size
 
 EXPORTS = {".safetensors": export_safetensors, ".npz": export_npz}
 

@@ -13,24 +13,49 @@ from psclient.psctl.checkpoint import checkpoint
 from psclient.psctl.doctor import doctor
 from psclient.psctl.health import health
 from psclient.psctl.job import drain, job, move, rebalance
+from psclient.psctl.local import clusters, with_values
 from psclient.psctl.output import say
+from psclient.psctl.page import page
 from psclient.psctl.settings import CommandSettings, options
 from psclient.psctl.status import status
 from psclient.psctl.variables import read, variables
 from pswire.errors import PSError
 
 
-@click.group(name="psctl", no_args_is_help=False)
+@click.group(name="psctl", no_args_is_help=False, invoke_without_command=True)
 @click.version_option(package_name="paramserver", message="%(prog)s %(version)s")
 @options
-def command() -> None:
+@click.pass_context
+def command(context: click.Context) -> int:
     """Looks at jobs, and at checkpoints, without a part in them: no round waits for it.
 
-    Exits with 0, with 1 where something is wrong, and with 2 after an error.
+    Exits with 0, with 1 where something is wrong, and with 2 after an error. With --local alone it lists the clusters
+    that the launcher runs on this machine.
     """
+    told = context.ensure_object(CommandSettings)
+    if context.invoked_subcommand is None:
+        if told.local is None:
+            context.fail("Missing command.")
+        return told.tell(*clusters())
+    return 0
 
 
-for each in (status, top, recent, variables, read, health, doctor, certs, checkpoint, job, move, drain, rebalance):
+for each in (
+    status,
+    top,
+    page,
+    recent,
+    variables,
+    read,
+    health,
+    doctor,
+    certs,
+    checkpoint,
+    job,
+    move,
+    drain,
+    rebalance,
+):
     command.add_command(each)
 
 
@@ -38,7 +63,8 @@ def main(args: Sequence[str] | None = None) -> None:
     """The console script; exits with 0, with 1 where faults or differences were found, with 2 after an error."""
     settings = CommandSettings(json="--json" in (sys.argv[1:] if args is None else args))
     try:
-        code = command.main(args, prog_name="psctl", standalone_mode=False, obj=settings)
+        given = with_values(sys.argv[1:] if args is None else args)
+        code = command.main(given, prog_name="psctl", standalone_mode=False, obj=settings)
     except click.ClickException as error:
         where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "psctl"
         code = _fail(settings, "UsageError", f"{error.format_message()} (see {where} --help)")

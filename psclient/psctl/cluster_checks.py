@@ -13,15 +13,15 @@ from functools import partial
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.tls_diagnosis import mismatch
 from psclient.psctl.findings import Check, Finding, Patient, fail, ok, warn
-from psclient.psctl.job_view import view_of
-from psclient.psctl.observer import Looked
-from psclient.psctl.output import duration, short
 from pswire.cluster import TaskConfig, check_address, is_loopback, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.model.program import PROGRAM_VERSION
 from pswire.model.status import ServerStatus
 from pswire.security.identity import Security
 from pswire.security.names import certificate_name, ends_soon, task_name
+from pswire.telemetry.views.job_view import view_of
+from pswire.telemetry.views.looked import Looked
+from pswire.telemetry.views.numbers import duration, short
 
 MOST_SKEW = 1.0
 """Seconds by which clocks may differ: times of logs and checkpoints are compared, leases have clocks of their own."""

@@ -10,14 +10,15 @@ from rich.table import Table
 from rich.text import Text
 
 from psclient._src.config import tf_config_text
+from psclient._src.telemetry.observer import Servers
 from psclient.psctl.cluster_checks import CLUSTER_CHECKS
 from psclient.psctl.findings import Check, Finding, Patient
 from psclient.psctl.host_checks import HOST_CHECKS, here
-from psclient.psctl.observer import Looked, Servers
 from psclient.psctl.output import table
 from psclient.psctl.settings import CommandSettings, ObservedCluster, options, settings
 from pswire.errors import ConfigError
 from pswire.security.identity import Security
+from pswire.telemetry.views.looked import Looked
 
 CHECKS: tuple[Check, ...] = (*CLUSTER_CHECKS, *HOST_CHECKS)
 """All that is looked at, in order."""
@@ -63,7 +64,7 @@ def _look(cluster: ObservedCluster, settings: CommandSettings) -> Sequence[Looke
         security = settings.security()
     except ConfigError:
         security = Security()
-    with Servers(cluster, settings.seconds, security) as servers:
+    with Servers(cluster.servers, settings.seconds, security) as servers:
         return servers.look()
 
 

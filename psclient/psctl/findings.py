@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from psclient._src.devices import GpuReport
-from psclient.psctl.observer import Looked
 from psclient.psctl.settings import ObservedCluster
 from pswire.cluster import check_address
 from pswire.security.identity import SecurityOptions
+from pswire.telemetry.views.looked import Looked
 
 Level = Literal["ok", "warn", "fail"]
 

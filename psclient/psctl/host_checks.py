@@ -10,7 +10,7 @@ from pathlib import Path
 from psclient._src.devices import gpu_report
 from psclient._src.transport.lane import SHARED
 from psclient.psctl.findings import Check, Finding, Host, Patient, fail, ok, warn
-from psclient.psctl.output import size
+from pswire.telemetry.views.numbers import size
 from pswire.transport.shared_memory import CLIENT_BYTES, Segment
 from pswire.versions import versions
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 import click
 
 from psclient._src.chief.discard import discard
+from psclient._src.telemetry.observer import Servers
 from psclient._src.transport.remote_server import connect
-from psclient.psctl.observer import Servers, connected
-from psclient.psctl.settings import CommandSettings, options, settings
+from psclient.psctl.settings import CommandSettings, connected, options, settings
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import ConfigError, PSError, RoundTimeout
 from pswire.limits import Timeouts

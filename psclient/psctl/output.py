@@ -16,10 +16,6 @@ from rich.text import Text
 WIDTH = 200
 """Of tables in characters, where they go into a file or a pipe."""
 
-SIZES = ("bytes", "KiB", "MiB", "GiB", "TiB")
-
-TIMES = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"))
-
 
 def table(headings: Iterable[str], rows: Iterable[Sequence[str | Text]]) -> Table:
     """A table that shows all of each cell, on several lines where it has to; short rows are filled up."""
@@ -53,31 +49,6 @@ def show(*shown: RenderableType) -> None:
 def say(said: Mapping[str, object]) -> None:
     """Prints JSON, in which keys are sorted."""
     click.echo(json.dumps(said, indent=1, sort_keys=True))
-
-
-def size(nbytes: float) -> str:
-    """Bytes for people: `1.5 MiB`."""
-    power = min(int(math.log2(nbytes) // 10), len(SIZES) - 1) if nbytes >= 1 else 0
-    number = nbytes / 1024**power
-    return f"{number:.{0 if power == 0 or number >= 100 else 1}f} {SIZES[power]}"
-
-
-def duration(seconds: float) -> str:
-    """A time for people: `12 s`, `3.5 h`."""
-    for length, unit in TIMES:
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def shape(sizes: Iterable[int | None]) -> str:
-    """A shape for people: `[64,10]`; of a dynamic table, which has no size, `[?,10]`."""
-    return f"[{','.join('?' if n is None else str(n) for n in sizes)}]"
-
-
-def short(task: str) -> str:
-    """A task for tables: `worker-1` for `/job:worker/task:1`; anything else stays."""
-    return task.removeprefix("/job:").replace("/task:", "-")
 
 
 def plain(value: object) -> Any:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import click
 from rich.console import RenderableType
 
 from psclient._src.config import security_options, tf_config_text
+from psclient._src.processes.local_clusters import LocalCluster, choose
+from psclient._src.telemetry.observer import Servers
 from psclient.psctl.output import say, show
 from pswire.cluster import Task, TFConfig, check_address, check_addresses
 from pswire.errors import ConfigError
@@ -45,6 +48,7 @@ class CommandSettings:
         addresses: addresses of the servers, in order; none for those of TF_CONFIG.
         json: True to answer in JSON.
         seconds: time that a server may take to answer.
+        local: name of a cluster of the launcher on this machine, "" for the only one; None for none.
         tls_cert, tls_key, tls_ca, token_file: paths, as in `SecurityOptions`; "" for what the environment says.
     """
 
@@ -55,6 +59,20 @@ class CommandSettings:
     tls_key: str = ""
     tls_ca: str = ""
     token_file: str = ""
+    local: str | None = None
+
+    @cached_property
+    def chosen(self) -> LocalCluster | None:
+        """The cluster of this machine that `--local` names; None without `--local`.
+
+        Raises:
+            ConfigError: there is none, or several.
+        """
+        if self.local is None:
+            return None
+        if self.addresses:
+            raise ConfigError("--local and --address name servers both; leave one of them out")
+        return choose(self.local)
 
     def tell(self, said: Mapping[str, object], *shown: RenderableType, wrong: bool = False) -> int:
         """Answers in JSON, or with texts and tables for people; returns the exit code, 1 where something is wrong."""
@@ -65,18 +83,21 @@ class CommandSettings:
         return int(wrong)
 
     def cluster(self) -> ObservedCluster:
-        """The cluster that `--address` or TF_CONFIG names.
+        """The cluster that `--local`, `--address` or TF_CONFIG names.
 
         Raises:
             ConfigError: there is none, or it is malformed.
         """
+        if self.chosen is not None:
+            return cluster_of(json.dumps({"cluster": self.chosen.cluster}))
         if self.addresses:
             return ObservedCluster({Task("ps", index): address for index, address in enumerate(self.addresses)})
         return cluster_of(tf_config_text())
 
     def paths(self) -> SecurityOptions:
         """Returns where certificates and the token are."""
-        return security_options().under({name: getattr(self, name) for name in FLAGS})
+        found = security_options() if self.chosen is None else SecurityOptions.from_environ(self.chosen.security)
+        return found.under({name: getattr(self, name) for name in FLAGS})
 
     def name(self) -> str:
         """The name on psctl's certificate: `admin`, or that of the task that this process is, where it has no other."""
@@ -90,6 +111,15 @@ class CommandSettings:
     def security(self) -> Security:
         """Returns what psctl shows to servers; raises `ConfigError` where a file is not what it should be."""
         return self.paths().read(self.name())
+
+
+def connected(settings: CommandSettings, cluster: ObservedCluster | None = None) -> Servers:
+    """Connections to the servers that the command line names, or to those of a cluster.
+
+    Raises:
+        ConfigError: none are named, or a file is not what it should be.
+    """
+    return Servers((cluster or settings.cluster()).servers, settings.seconds, settings.security())
 
 
 def own_task(text: str) -> Task | None:
@@ -137,6 +167,12 @@ OPTIONS = (
         read=partial(check_addresses, where="--address"),
         metavar="HOST:PORT[,...]",
         help="All servers, in order [default: TF_CONFIG's].",
+    ),
+    _option(
+        "local",
+        "--local",
+        metavar="[=NAME]",
+        help="The cluster that the launcher runs on this machine, with its token.",
     ),
     _option(
         "seconds",

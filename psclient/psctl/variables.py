@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,15 @@ import click
 import numpy as np
 from rich.table import Table
 
-from psclient.psctl.observer import connected
-from psclient.psctl.output import plain, shape, short, size, table
-from psclient.psctl.settings import CommandSettings, options, settings
+from psclient.psctl.output import plain, table
+from psclient.psctl.settings import CommandSettings, connected, options, settings
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.limits import refuse_unknown
 from pswire.model.plan import PlacedVariable
 from pswire.model.tensor import DTYPES, Array
+from pswire.telemetry.views.numbers import shape, short, size
+from pswire.telemetry.views.variable_list import beside, described, row_of, slots, totals
 
 
 @click.command("vars")
@@ -35,7 +36,7 @@ def variables(settings: CommandSettings, pattern: str) -> int:
     primaries = slots(known)
     found = [v for v in beside(known, primaries) if _matches(v, primaries, pattern)]
     said = {
-        "variables": [_report(variable, primaries) for variable in found],
+        "variables": [described(variable, primaries) for variable in found],
         "servers": totals(found),
         "bytes": sum(variable.spec.nbytes for variable in found),
     }
@@ -43,82 +44,14 @@ def variables(settings: CommandSettings, pattern: str) -> int:
     return settings.tell(said, *(_tables(said) if found else [none]))
 
 
-def slots(variables: Iterable[PlacedVariable]) -> dict[str, str]:
-    """For each variable that an optimizer keeps beside another the name of that one: `adam/w/m` is beside `w`."""
-    names = {v.spec.name: v for v in variables}
-    rows = {(part.table, part.first): name for name, v in names.items() if (part := v.spec.part) and part.slot is None}
-    found = {name: _primary(name, names) for name, v in names.items() if not (v.spec.trainable or v.spec.part)}
-    found |= {
-        name: rows.get((part.table, part.first), "")
-        for name, v in names.items()
-        if (part := v.spec.part) and part.slot is not None
-    }
-    return {name: primary for name, primary in found.items() if primary}
-
-
-def _primary(name: str, names: Mapping[str, PlacedVariable]) -> str:
-    """The longest name of another variable that stands between an optimizer's name and a slot's; "" for none."""
-    words = name.split("/")[:-1]
-    inner = ("/".join(words[first:]) for first in range(1, len(words)))
-    return next((each for each in inner if each in names), "")
-
-
-def beside(variables: Sequence[PlacedVariable], primaries: Mapping[str, str]) -> Iterator[PlacedVariable]:
-    """All variables in the order of their creation, but each slot after the variable that it belongs to."""
-    for variable in variables:
-        if variable.spec.name not in primaries:
-            yield variable
-            yield from (v for v in variables if primaries.get(v.spec.name) == variable.spec.name)
-
-
-def totals(variables: Iterable[PlacedVariable]) -> list[dict[str, Any]]:
-    """Returns how many variables, and of how many bytes, each server holds of these."""
-    held: dict[int, list[int]] = {}
-    for variable in variables:
-        for server in variable.servers:
-            held.setdefault(server, []).append(variable.spec.nbytes)
-    return [
-        {"task": str(Task("ps", server)), "variables": len(sizes), "bytes": sum(sizes)}
-        for server, sizes in sorted(held.items())
-    ]
-
-
-def _bytes(nbytes: int | None) -> str:
-    return "-" if nbytes is None else f"{nbytes:,}"
-
-
 def _matches(variable: PlacedVariable, primaries: Mapping[str, str], pattern: str) -> bool:
     name = variable.spec.name
     return any(fnmatch.fnmatchcase(each, pattern) for each in (name, primaries.get(name, name)))
 
 
-def _report(variable: PlacedVariable, primaries: Mapping[str, str]) -> dict[str, Any]:
-    spec = variable.spec
-    return {
-        "id": variable.id,
-        "name": spec.name,
-        "dtype": spec.tensor.dtype,
-        "shape": [None, *spec.tensor.shape[1:]] if spec.part else list(spec.tensor.shape),
-        "bytes": None if spec.part else spec.nbytes,
-        "servers": [str(Task("ps", server)) for server in variable.servers],
-        "trainable": spec.trainable,
-        "slot_of": primaries.get(spec.name),
-        "consistency": "async" if spec.alone else None,
-    }
-
-
-def _name(said: Mapping[str, Any]) -> str:
-    apart = f" ({said['consistency']})" if said["consistency"] else ""
-    return f"{'  ' * bool(said['slot_of'])}{said['name']}{apart}"
-
-
 def _tables(said: Mapping[str, Any]) -> Iterator[Table]:
-    rows = (
-        (_name(each), shape(each["shape"]), each["dtype"], _bytes(each["bytes"]), where)
-        for each in said["variables"]
-        for where in [", ".join(map(short, each["servers"]))]
-    )
-    yield table(("variable", "shape", "dtype", "bytes", "servers"), rows)
+    rows = [row_of(each) for each in said["variables"]]
+    yield table(rows[0], (tuple(row.values()) for row in rows))
     sums = ((short(each["task"]), str(each["variables"]), size(each["bytes"])) for each in said["servers"])
     yield table(("server", "variables", "bytes"), sums)
 

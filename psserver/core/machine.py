@@ -428,7 +428,7 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         """Returns the server's status: its state, and the open rounds with the members they wait for."""
         missed = self._links.missed(now)
         parts = self.store, self.rounds, self.members, self.log, self.snapshots, self.runner, self.waiters
-        return status_of(self.incarnation, self._domain, *parts, now, missed, self._spares.waiting(now))
+        return status_of(self.incarnation, self._domain, self.tally, *parts, now, missed, self._spares.waiting(now))
 
     def close(self, now: float) -> Outcome[None]:
         """Fails all calls that wait. Answered calls lose nothing."""

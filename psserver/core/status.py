@@ -9,6 +9,7 @@ from psserver.core.log import Log
 from psserver.core.runner import Runner
 from psserver.core.waiting import Waiters
 from psserver.plans.round import Own
+from psserver.state.counters import ServerCounters
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import Membership
 from psserver.state.variables import Store
@@ -19,6 +20,7 @@ from pswire.model.status import MissedPeer, OpenRound, ServerStatus
 def status_of(
     incarnation: int,
     domain: str,
+    tally: ServerCounters,
     store: Store,
     rounds: Rounds,
     members: Membership,
@@ -31,7 +33,7 @@ def status_of(
     spares: tuple[Spare, ...],
 ) -> ServerStatus:
     """Returns a server's status; `now` is a time of the core's clock, in seconds."""
-    broken = runner.broken or log.lost
+    broken, tables = runner.broken or log.lost, store.tables()
     return ServerStatus(
         server=store.server,
         incarnation=incarnation,
@@ -62,6 +64,9 @@ def status_of(
         moved=tuple(Moved(server, address) for server, address in sorted(log.moved.items())),
         domain=domain,
         differences=runner.digests.differences,
+        phases=tally.phases,
+        table_rows={one.part.table: len(one.table) for one in tables},
+        table_bytes={one.part.table: one.table.nbytes for one in tables},
     )
 
 

@@ -65,6 +65,15 @@ class ServerCounters:
         self.hashing = 0.0
         self._seen: dict[int, int] = {}  # the last round in the oldest values of each session
 
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of all rounds so far, by phase."""
+        return {
+            "waiting": self.waiting.total,
+            "applying": self.applying.total,
+            "answering": self.answering.total,
+        }
+
     def read(self, session: int, last: int) -> None:
         """Notes that a session reads values as of this round, unless it holds older ones."""
         self._seen.setdefault(session, last)

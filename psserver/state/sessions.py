@@ -56,6 +56,7 @@ class _SessionRecord:
     member: Member
     drives: bool
     seen: float
+    opened: float
     key: int
     token: int
     state: str = "open"
@@ -69,7 +70,8 @@ class _SessionRecord:
     def told(self, now: float) -> SessionState:
         """Returns what others are told of it."""
         state = "failed" if self.state == "replaced" else self.state
-        return SessionState(self.member, state, self.join_point, now - self.seen, self.drives, self.pace)
+        silent, opened = now - self.seen, now - self.opened
+        return SessionState(self.member, state, self.join_point, silent, self.drives, self.pace, opened)
 
     def vanished(self, beat: float) -> bool:
         """Returns True if its connection ended as it does with a process, and not as with a network that is cut."""
@@ -161,7 +163,7 @@ class Membership:
         self._last += 1
         token = self._next_token(term, drawn) if drives else 0
         self._registry.enter(self._last, task)
-        self._sessions[self._last] = _SessionRecord(opens, drives, now, key, token)
+        self._sessions[self._last] = _SessionRecord(opens, drives, now, now, key, token)
         self.version += 1
         return self._last, token
 
@@ -173,7 +175,7 @@ class Membership:
             if session.drives == drives and (drives or session.member.task == member.task):
                 self._end(session, "replaced")
         self.job = job
-        self._sessions[member.session] = _SessionRecord(member, drives, now, 0, 0)
+        self._sessions[member.session] = _SessionRecord(member, drives, now, now, 0, 0)
 
     def take_over(self, token: int, now: float) -> None:
         """Keeps the sessions from now on: everybody gets a whole lease to be heard of.

@@ -29,8 +29,9 @@ from pswire.cluster import Task
 from pswire.encoding import messages
 from pswire.encoding.protocol import check_protocol, spoken_with
 from pswire.encoding.verbs import INCARNATION_KEY, VERBS, Verb, fitting, parse, refusal, refusal_to_pb
-from pswire.errors import InvalidRequest, PSError, ServerLost
+from pswire.errors import Forbidden, InvalidRequest, PSError, ServerLost, Unauthenticated
 from pswire.limits import MAX_BATCH_VARIABLES
+from pswire.model.status import Happened, ProcessStatus
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.grpc_frames import Frame
 from pswire.transport.parts import Assembly, parts_of
@@ -100,10 +101,6 @@ def _approve(core: ParameterServer, m: pb.ApproveRequest) -> Message:
     return pb.ApproveReply(length=core.approve(m.token, m.index, entries))
 
 
-def _recent(core: ParameterServer, m: pb.Empty) -> Message:
-    return pb.RecentReply(recent=map(messages.HAPPENED.to_pb, core.recent()))
-
-
 def _offer(core: ParameterServer, m: pb.OfferRequest) -> Message:
     check_protocol(m.protocol, m.spare.address, "this server")
     reply: pb.OfferReply = messages.OFFERED.to_pb(core.offer(messages.SPARE.from_pb(m.spare)))
@@ -136,7 +133,6 @@ PROMPT: Mapping[str, Prompt] = {
     "CreateBatch": Prompt(_create_batch),
     "Propose": Prompt(_propose),
     "Approve": Prompt(_approve),
-    "Recent": Prompt(_recent),
     "Offer": Prompt(_offer),
     "Move": Prompt(_move),
 }
@@ -229,6 +225,8 @@ class Service(grpc.GenericRpcHandler):
         self._idle: set[asyncio.Task[Any]] = set()  # of streams between two calls
         self._frames = Frames(lanes.traffic["grpc"])
         self._closed = False
+        self.page = ""
+        """URL of this server's status page, "" for none."""
         own: dict[str, Handler] = {
             "Open": self._open,
             "Create": self._create,
@@ -236,6 +234,7 @@ class Service(grpc.GenericRpcHandler):
             "Pull": self._pull,
             "Exchange": self._exchange,
             "Status": self._status,
+            "Recent": self._recent,
             "Introduce": self._introduce,
             "Vote": self._vote,
         }
@@ -249,6 +248,10 @@ class Service(grpc.GenericRpcHandler):
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
         """The handler of a method, None for a method that is none of ours."""
         return self._methods.get(details.method)
+
+    def process(self) -> ProcessStatus:
+        """Returns the status of this process. On the event loop."""
+        return replace(process_status(self._lanes), page=self.page)
 
     def close(self) -> None:
         """Ends all calls that wait, and all that come, with `ServerLost`. On the event loop."""
@@ -278,6 +281,8 @@ class Service(grpc.GenericRpcHandler):
                 self._access.check(verb, message, names)
                 return await handler(message, context, first)
             except PSError as error:
+                if isinstance(error, Unauthenticated | Forbidden):
+                    self._access.refused.note(verb.name, context.peer(), error)
                 status, details, trailing = refusal(error)
             except Exception:  # a bug of ours must reach the client as an error, not as silence
                 log.exception("internal error in %s", verb.name)
@@ -327,8 +332,17 @@ class Service(grpc.GenericRpcHandler):
         return reply.SerializeToString()
 
     async def _status(self, m: pb.Empty, context: Context, first: Frame) -> bytes:
-        status = replace(self._core.status(), process=process_status(self._lanes))
+        status = replace(self._core.status(), process=self.process())
         return messages.STATUS.to_pb(status).SerializeToString()
+
+    async def _recent(self, m: pb.Empty, context: Context, first: Frame) -> bytes:
+        recent = await asyncio.to_thread(self.recent)
+        return pb.RecentReply(recent=map(messages.HAPPENED.to_pb, recent)).SerializeToString()
+
+    def recent(self) -> tuple[Happened, ...]:
+        """Returns what this server was told last, the newest last, with the callers that it refused. Any thread."""
+        found = [*self._core.recent(), *self._access.refused.recent()]
+        return tuple(sorted(found, key=lambda each: -each.seconds))
 
     async def _introduce(self, m: pb.IntroduceRequest, context: Context, first: Frame) -> bytes:
         check_protocol(m.protocol, str(Task("ps", m.server)), self._task)

@@ -23,6 +23,7 @@ from psserver.transport.peers import Peers
 from psserver.transport.served import Served
 from pswire.cluster import join_address
 from pswire.errors import ConfigError
+from pswire.model.status import Happened, ProcessStatus
 from pswire.security.identity import Security
 from pswire.transport.traffic import LaneName, Traffic
 
@@ -65,6 +66,18 @@ class Server:
     def traffic(self) -> Mapping[LaneName, Traffic]:
         """Payload bytes of each lane."""
         return self._lanes.traffic
+
+    def serve_page(self, url: str) -> None:
+        """Tells those who ask where this server's status page is."""
+        self._service.page = url
+
+    def process(self) -> ProcessStatus:
+        """Returns the status of this process."""
+        return self._service.process()
+
+    def recent(self) -> tuple[Happened, ...]:
+        """Returns what this server was told last, the newest last. May be called from any thread."""
+        return self._service.recent()
 
     async def start(self) -> int:
         """Starts listening; returns the port.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pswire.cluster import Task
 from pswire.model.log import Epoch, Member, Position, in_order
@@ -23,6 +23,7 @@ class Pace:
         leaving: True if it was told to end, and leaves at the beginning of a step.
         saving: True if it asks for a checkpoint before that.
         knows_returns: True if it takes in epochs by which a server comes back.
+        page: URL of its status page, "" for none.
     """
 
     steps: int = 0
@@ -32,6 +33,7 @@ class Pace:
     leaving: bool = False
     saving: bool = False
     knows_returns: bool = False
+    page: str = ""
 
 
 STILL = Pace()
@@ -49,6 +51,7 @@ class SessionState:
         silent: seconds since its last sign of life.
         drives: True for a chief's session, which takes part in no round.
         pace: its steps, rounds and waits, as its last beat has told them.
+        opened: seconds since it was opened; 0 where the server does not tell.
     """
 
     member: Member
@@ -57,6 +60,7 @@ class SessionState:
     silent: float
     drives: bool = False
     pace: Pace = STILL
+    opened: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,7 @@ class ProcessStatus:
         lanes: kind of lane by session, of sessions with a lane other than grpc.
         traffic: payload bytes so far by lane and direction, "shm received" and its like.
         uptime: seconds since it began.
+        page: URL of its status page, "" for none.
     """
 
     clock: float
@@ -149,6 +154,7 @@ class ProcessStatus:
     lanes: Mapping[int, str]
     traffic: Mapping[str, int]
     uptime: float
+    page: str = ""
 
 
 @dataclass(frozen=True)
@@ -238,6 +244,8 @@ class ServerStatus:
         moved: the job's servers that are not where they were when it began.
         domain: the part of the machines that fails as one in which the server runs.
         differences: other servers that have other values of the same variables.
+        phases: seconds of all rounds so far by phase: "waiting", "applying", "answering"; empty where it does not tell.
+        table_rows, table_bytes: rows of each dynamic table here, and the bytes that it takes, by the table's name.
     """
 
     server: int
@@ -271,6 +279,9 @@ class ServerStatus:
     moved: tuple[Moved, ...] = ()
     domain: str = ""
     differences: tuple[Difference, ...] = ()
+    phases: Mapping[str, float] = field(default_factory=dict)
+    table_rows: Mapping[str, int] = field(default_factory=dict)
+    table_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def keeper(self) -> int:

@@ -251,7 +251,7 @@ class BeatRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., clock: _Optional[int] = ...) -> None: ...
 
 class Pace(_message.Message):
-    __slots__ = ("steps", "rounds", "waits", "knows_leaving", "leaving", "saving", "knows_returns")
+    __slots__ = ("steps", "rounds", "waits", "knows_leaving", "leaving", "saving", "knows_returns", "page")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +259,7 @@ class Pace(_message.Message):
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     SAVING_FIELD_NUMBER: _ClassVar[int]
     KNOWS_RETURNS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_FIELD_NUMBER: _ClassVar[int]
     steps: int
     rounds: int
     waits: int
@@ -266,7 +267,8 @@ class Pace(_message.Message):
     leaving: bool
     saving: bool
     knows_returns: bool
-    def __init__(self, steps: _Optional[int] = ..., rounds: _Optional[int] = ..., waits: _Optional[int] = ..., knows_leaving: _Optional[bool] = ..., leaving: _Optional[bool] = ..., saving: _Optional[bool] = ..., knows_returns: _Optional[bool] = ...) -> None: ...
+    page: str
+    def __init__(self, steps: _Optional[int] = ..., rounds: _Optional[int] = ..., waits: _Optional[int] = ..., knows_leaving: _Optional[bool] = ..., leaving: _Optional[bool] = ..., saving: _Optional[bool] = ..., knows_returns: _Optional[bool] = ..., page: _Optional[str] = ...) -> None: ...
 
 class BeatReply(_message.Message):
     __slots__ = ("drive",)
@@ -1103,20 +1105,22 @@ class WatchRequest(_message.Message):
     def __init__(self, session: _Optional[int] = ..., after: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class SessionState(_message.Message):
-    __slots__ = ("member", "state", "entry", "silent", "drives", "pace")
+    __slots__ = ("member", "state", "entry", "silent", "drives", "pace", "opened")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ENTRY_FIELD_NUMBER: _ClassVar[int]
     SILENT_FIELD_NUMBER: _ClassVar[int]
     DRIVES_FIELD_NUMBER: _ClassVar[int]
     PACE_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
     member: Member
     state: str
     entry: str
     silent: float
     drives: bool
     pace: Pace
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., state: _Optional[str] = ..., entry: _Optional[str] = ..., silent: _Optional[float] = ..., drives: _Optional[bool] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ...) -> None: ...
+    opened: float
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., state: _Optional[str] = ..., entry: _Optional[str] = ..., silent: _Optional[float] = ..., drives: _Optional[bool] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., opened: _Optional[float] = ...) -> None: ...
 
 class WatchReply(_message.Message):
     __slots__ = ("version", "start", "entries", "plans", "sessions")
@@ -1630,7 +1634,7 @@ class Saving(_message.Message):
     def __init__(self, path: _Optional[str] = ..., round: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class ProcessStatus(_message.Message):
-    __slots__ = ("clock", "resident", "versions", "data_port", "data_path", "lanes", "traffic", "uptime")
+    __slots__ = ("clock", "resident", "versions", "data_port", "data_path", "lanes", "traffic", "uptime", "page")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -1660,6 +1664,7 @@ class ProcessStatus(_message.Message):
     LANES_FIELD_NUMBER: _ClassVar[int]
     TRAFFIC_FIELD_NUMBER: _ClassVar[int]
     UPTIME_FIELD_NUMBER: _ClassVar[int]
+    PAGE_FIELD_NUMBER: _ClassVar[int]
     clock: float
     resident: int
     versions: _containers.ScalarMap[str, str]
@@ -1668,10 +1673,32 @@ class ProcessStatus(_message.Message):
     lanes: _containers.ScalarMap[int, str]
     traffic: _containers.ScalarMap[str, int]
     uptime: float
-    def __init__(self, clock: _Optional[float] = ..., resident: _Optional[int] = ..., versions: _Optional[_Mapping[str, str]] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., lanes: _Optional[_Mapping[int, str]] = ..., traffic: _Optional[_Mapping[str, int]] = ..., uptime: _Optional[float] = ...) -> None: ...
+    page: str
+    def __init__(self, clock: _Optional[float] = ..., resident: _Optional[int] = ..., versions: _Optional[_Mapping[str, str]] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., lanes: _Optional[_Mapping[int, str]] = ..., traffic: _Optional[_Mapping[str, int]] = ..., uptime: _Optional[float] = ..., page: _Optional[str] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("server", "incarnation", "log", "epoch", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "program_version", "held", "snapshot_limit", "saving", "sessions", "incarnations", "over", "broken", "device", "process", "job", "missed", "gap", "gone", "losses", "spares", "moved", "domain", "differences")
+    __slots__ = ("server", "incarnation", "log", "epoch", "round", "positions", "waiting", "variables", "nbytes", "memory_limit", "chief", "places", "program_version", "held", "snapshot_limit", "saving", "sessions", "incarnations", "over", "broken", "device", "process", "job", "missed", "gap", "gone", "losses", "spares", "moved", "domain", "differences", "phases", "table_rows", "table_bytes")
+    class PhasesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class TableRowsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class TableBytesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     SERVER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LOG_FIELD_NUMBER: _ClassVar[int]
@@ -1703,6 +1730,9 @@ class StatusReply(_message.Message):
     MOVED_FIELD_NUMBER: _ClassVar[int]
     DOMAIN_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
+    TABLE_ROWS_FIELD_NUMBER: _ClassVar[int]
+    TABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
     server: int
     incarnation: int
     log: int
@@ -1734,7 +1764,10 @@ class StatusReply(_message.Message):
     moved: _containers.RepeatedCompositeFieldContainer[Moved]
     domain: str
     differences: _containers.RepeatedCompositeFieldContainer[Difference]
-    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., program_version: _Optional[int] = ..., held: _Optional[int] = ..., snapshot_limit: _Optional[int] = ..., saving: _Optional[_Iterable[_Union[Saving, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., incarnations: _Optional[_Iterable[int]] = ..., over: _Optional[bool] = ..., broken: _Optional[str] = ..., device: _Optional[str] = ..., process: _Optional[_Union[ProcessStatus, _Mapping]] = ..., job: _Optional[str] = ..., missed: _Optional[_Iterable[_Union[MissedPeer, _Mapping]]] = ..., gap: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., losses: _Optional[_Iterable[int]] = ..., spares: _Optional[_Iterable[_Union[Spare, _Mapping]]] = ..., moved: _Optional[_Iterable[_Union[Moved, _Mapping]]] = ..., domain: _Optional[str] = ..., differences: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ...) -> None: ...
+    phases: _containers.ScalarMap[str, float]
+    table_rows: _containers.ScalarMap[str, int]
+    table_bytes: _containers.ScalarMap[str, int]
+    def __init__(self, server: _Optional[int] = ..., incarnation: _Optional[int] = ..., log: _Optional[int] = ..., epoch: _Optional[_Union[Epoch, _Mapping]] = ..., round: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., waiting: _Optional[_Iterable[_Union[OpenRound, _Mapping]]] = ..., variables: _Optional[int] = ..., nbytes: _Optional[int] = ..., memory_limit: _Optional[int] = ..., chief: _Optional[float] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., program_version: _Optional[int] = ..., held: _Optional[int] = ..., snapshot_limit: _Optional[int] = ..., saving: _Optional[_Iterable[_Union[Saving, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., incarnations: _Optional[_Iterable[int]] = ..., over: _Optional[bool] = ..., broken: _Optional[str] = ..., device: _Optional[str] = ..., process: _Optional[_Union[ProcessStatus, _Mapping]] = ..., job: _Optional[str] = ..., missed: _Optional[_Iterable[_Union[MissedPeer, _Mapping]]] = ..., gap: _Optional[int] = ..., gone: _Optional[_Iterable[int]] = ..., losses: _Optional[_Iterable[int]] = ..., spares: _Optional[_Iterable[_Union[Spare, _Mapping]]] = ..., moved: _Optional[_Iterable[_Union[Moved, _Mapping]]] = ..., domain: _Optional[str] = ..., differences: _Optional[_Iterable[_Union[Difference, _Mapping]]] = ..., phases: _Optional[_Mapping[str, float]] = ..., table_rows: _Optional[_Mapping[str, int]] = ..., table_bytes: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class Difference(_message.Message):
     __slots__ = ("server", "round", "variables", "more", "agreed")

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, cast
 
-from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
+from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from pswire.cluster import join_address
 from pswire.errors import ConfigError
 from pswire.telemetry.metrics import Histogram, Reading, Row
+from pswire.telemetry.web_server import Answer, Reply, Request, WebServer
 
-log = logging.getLogger("pswire")
-
-SILENT_SECONDS = 10.0
-"""Seconds that a connection may be silent: it has a thread and a file of ours."""
+PATH = "/metrics"
+"""The path of the page, as Prometheus asks for it by default."""
 
 KINDS: Mapping[str, Any] = {
     "counter": CounterMetricFamily,
@@ -53,6 +52,7 @@ class Page:
         host: address to listen on.
         port: port to listen on; 0 picks one.
         readings: returns the rows and the sources of our metrics.
+        beside: what else the port answers, by path.
 
     Raises:
         ConfigError: the port cannot be had.
@@ -61,25 +61,32 @@ class Page:
         url: URL of the page.
     """
 
-    def __init__(self, host: str, port: int, readings: Readings) -> None:
+    def __init__(self, host: str, port: int, readings: Readings, beside: Mapping[str, Answer] | None = None) -> None:
         registry = CollectorRegistry()
         registry.register(Metrics(readings))
         registry.register(REGISTRY)
+        answers: dict[str, Answer] = {PATH: partial(_answer, make_wsgi_app(registry)), **(beside or {})}
         try:
-            self._server, self._thread = start_http_server(port, host.strip("[]"), registry)
+            self._server = WebServer(host.strip("[]"), port, answers)
         except OSError as error:
             raise ConfigError(
                 f"cannot serve metrics at {join_address(host, port)} ({error.strerror or error}); choose another "
                 "--metrics-port or --metrics-host"
             ) from error
-        _harden(self._server)
-        self.url = f"http://{join_address(host, self._server.server_port)}/metrics"
+        self.url = f"http://{join_address(host, self._server.server_port)}{PATH}"
 
     def close(self) -> None:
         """Stops serving."""
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        self._server.close()
+
+
+def _answer(app: Callable[..., Iterable[bytes]], request: Request) -> Reply:
+    """Lets Prometheus's own application answer, which knows its formats and compression."""
+    said: list[tuple[str, str]] = []
+    headers = {"HTTP_" + name.upper().replace("-", "_"): value for name, value in request.headers.items()}
+    environ = {"REQUEST_METHOD": "GET", "PATH_INFO": PATH, "QUERY_STRING": request.query, **headers}
+    body = b"".join(app(environ, lambda status, headers: said.extend(headers)))
+    return Reply(body, headers=dict(said))
 
 
 def _family(row: Row[Any], source: Any) -> Metric:
@@ -90,13 +97,3 @@ def _family(row: Row[Any], source: Any) -> Metric:
         else:
             family.add_metric(labels, value)
     return cast(Metric, family)
-
-
-def _harden(server: Any) -> None:
-    """Lets go of who says nothing, and prints nothing about who goes away."""
-    server.RequestHandlerClass = type("Handler", (server.RequestHandlerClass,), {"timeout": SILENT_SECONDS})
-    server.handle_error = _note
-
-
-def _note(request: object, address: object) -> None:
-    log.debug("who asked for metrics has gone away", exc_info=True)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient.psctl.job_view import view_of
-from psclient.psctl.observer import Looked
 from pstesting import InProcessCluster
 from pstesting.processes import CALM, PS0, W0, W1, W2, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
+from pswire.telemetry.views.job_view import view_of
+from pswire.telemetry.views.looked import Looked
 
 WORKERS = (W0, W1, W2)
 

@@ -14,7 +14,7 @@ import psclient as ps
 from psclient._src.config import LaunchConfig, metrics_from
 from psclient._src.rounds import counters
 from psclient._src.rounds.counters import RoundCounters
-from psclient._src.telemetry import OF_CHIEFS, OF_WORKERS, Exporter
+from psclient._src.telemetry.exporter import OF_CHIEFS, OF_WORKERS, Exporter
 from pstesting.script import add
 from pswire.cluster import Task
 from pswire.errors import ConfigError

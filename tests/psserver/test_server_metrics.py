@@ -11,11 +11,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from psserver.config import ServerConfig
-from psserver.telemetry import ROWS, Seen, serve_metrics
+from psserver.telemetry import ROWS, MetricsPort, Seen
 from pswire.errors import ConfigError, PSError
 from pswire.model.tensor import TensorSpec
 from pswire.security.identity import Security
-from pswire.telemetry import prometheus
+from pswire.telemetry import prometheus, web_server
 from pswire.transport.traffic import traffic
 from tests.support.rig import SOON, WORKERS, Job, given, reduce_only, serving, sgd, sum_into, together
 from tests.support.scraped import Page, documented, mistakes, queried
@@ -208,7 +208,7 @@ def test_checkpoints_are_counted(job):
 def served(job: Job, port: int = 0):
     """Serves the metrics of a job's first server; gives where."""
     (core,) = job.servers.cores[:1]
-    one = serve_metrics(core, traffic(), ServerConfig(core.task, security=Security(expiry=2e9)), port)
+    one = MetricsPort(core, traffic(), ServerConfig(core.task, security=Security(expiry=2e9)), port)
     try:
         yield one.url
     finally:
@@ -227,7 +227,7 @@ def test_metrics_are_served_over_http(job):
 
 def test_who_asks_for_nothing_is_not_waited_for(job, monkeypatch, capfd):
     """Its connection is closed, which has cost a thread; one that is broken off is nothing to tell."""
-    monkeypatch.setattr(prometheus, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(web_server, "SILENT_SECONDS", 0.05)
     with served(job) as url:
         place = ("127.0.0.1", int(url.rpartition(":")[2].partition("/")[0]))
         silent = [socket.create_connection(place, SOON) for _ in range(5)]

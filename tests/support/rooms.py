@@ -25,8 +25,12 @@ class Room:
 
 
 def _room(name: str, floor: int, imports: str = "") -> Room:
-    expanded = imports.replace("src.", "psclient._src.").replace("wire.", "pswire.")
-    return Room(name.replace("src.", "psclient._src."), floor, frozenset(expanded.split()))
+    expanded = imports.replace("src.", "psclient._src.").replace("wire.", "pswire.").split()
+    return Room(name.replace("src.", "psclient._src."), floor, frozenset(WITHIN.get(one, one) for one in expanded))
+
+
+WITHIN = {f"pswire.{name}": f"pswire.telemetry.{name}" for name in ("views", "page")}
+"""Rooms within `pswire.telemetry`, which rows name as `wire.views` and `wire.page`."""
 
 
 ROOMS = {
@@ -36,6 +40,8 @@ ROOMS = {
         _room("pswire.model", 1, "pswire"),
         _room("pswire.security", 1, "pswire"),
         _room("pswire.telemetry", 1, "pswire"),
+        _room("pswire.telemetry.views", 2, "pswire wire.model"),
+        _room("pswire.telemetry.page", 3, "pswire wire.model wire.security wire.telemetry wire.views"),
         _room("pswire.transport", 2, "pswire wire.model wire.security"),
         _room("pswire.servers", 2, "wire.model"),
         _room("pswire.api", 3, "pswire wire.model wire.transport wire.servers"),
@@ -71,7 +77,8 @@ ROOMS = {
         _room(
             "psserver.telemetry",
             10,
-            "wire.model wire.telemetry psserver wire.transport psserver.tables psserver.state psserver.core",
+            "pswire wire.model wire.telemetry wire.views wire.page psserver wire.transport psserver.tables "
+            "psserver.state psserver.core",
         ),
         _room(
             "psserver.cli",
@@ -128,12 +135,14 @@ ROOMS = {
         _room(
             "src.telemetry",
             7,
-            "pswire wire.security wire.telemetry psclient._src src.transport src.chief src.rounds",
+            "pswire wire.model wire.security wire.telemetry wire.views wire.page psclient._src src.transport "
+            "src.chief src.rounds",
         ),
         _room(
             "psclient.psctl",
-            7,
-            "pswire wire.model wire.security wire.transport psclient._src wire.checkpoint src.transport src.chief",
+            8,
+            "pswire wire.model wire.security wire.transport wire.views psclient._src wire.checkpoint src.transport "
+            "src.chief src.telemetry src.processes",
         ),
         _room(
             "psclient.train",
@@ -145,7 +154,7 @@ ROOMS = {
             "src.launch",
             8,
             "pswire wire.model wire.security wire.telemetry psclient._src src.processes src.transport "
-            "src.chief src.telemetry",
+            "src.chief src.telemetry src.processes",
         ),
         _room(
             "src.strategies",

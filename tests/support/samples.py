@@ -254,11 +254,19 @@ ENTRIES: tuple[LogEntry, ...] = (
     Done(),
 )
 SESSIONS = (
-    SessionState(MEMBERS[0], "open", "plan:00ff", 1.5, False, Pace(7, 9, 8, True)),
+    SessionState(MEMBERS[0], "open", "plan:00ff", 1.5, False, Pace(7, 9, 8, True, page="http://worker-0:9103/"), 77.5),
     SessionState(Member(CHIEF, 10, 0, "sync"), "lost", "", 0.25, True),
 )
 PROCESS = ProcessStatus(
-    1234567890.5, 1 << 31, {"numpy": "2.0.0"}, DATA_PORT, DATA_PATH, {SESSION: "tcp"}, {"tcp sent": 1 << 34}, 98.75
+    1234567890.5,
+    1 << 31,
+    {"numpy": "2.0.0"},
+    DATA_PORT,
+    DATA_PATH,
+    {SESSION: "tcp"},
+    {"tcp sent": 1 << 34},
+    98.75,
+    "http://ps-3:9100/",
 )
 STATUS = ServerStatus(
     server=3,
@@ -292,6 +300,9 @@ STATUS = ServerStatus(
     spares=(Spare("ps9:1", "rack-9", 3), Spare("ps8:1")),
     moved=(Moved(3, "ps3:2"),),
     domain="rack-2",
+    phases={"waiting": 2.5},
+    table_rows={"users": 300},
+    table_bytes={"users": 1 << 33},
 )
 HAPPENED = Happened(2.5, "push", "worker 300, session 7", "Fenced: it ended")
 BARE = ServerStatus(0, INCARNATION, 0, None, 0, (), (), 0, 0, 0, float("inf"), program_version=0, process=PROCESS)

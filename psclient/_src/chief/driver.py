@@ -33,7 +33,7 @@ from pswire.cluster import ClusterSpec, Task
 from pswire.errors import Abandoned, Fenced, PSError, ServerGone, ServerLost, TaskTaken
 from pswire.limits import Timeouts
 from pswire.model.log import Done, EpochClosed, LogEntry, Lost
-from pswire.model.status import SessionState
+from pswire.model.status import Pace, SessionState
 from pswire.telemetry import logging_setup
 from pswire.telemetry.metrics import Histogram
 from pswire.telemetry.reminder import Reminder
@@ -56,6 +56,10 @@ class Chief:
         failed: called with the reason why a chief that drives in a thread cannot go on.
         job: the identity of the job.
         copied: True if variables have copies, so that the job goes on without a server that is lost.
+
+    Attributes:
+        task: the task that drives.
+        page: URL of its status page, which its beats tell; "" for none.
     """
 
     def __init__(
@@ -70,9 +74,10 @@ class Chief:
         copied: bool = False,
     ) -> None:
         self._failed = failed
+        self.task = task
+        self.page = ""
         self._job = job
         self._copied = copied
-        self._task = task
         self._servers = servers
         self._timeouts = timeouts
         self._cluster = cluster
@@ -104,7 +109,9 @@ class Chief:
         self._version = 0  # of the news that were seen, as the server counts them that keeps the log
 
     def _new_session(self) -> Session:
-        return Session(self._task, self._servers, 0, True, self._timeouts, job=self._job, copied=self._copied)
+        session = Session(self.task, self._servers, 0, True, self._timeouts, job=self._job, copied=self._copied)
+        session.pace = lambda: Pace(page=self.page)
+        return session
 
     @property
     def opened(self) -> bool:
@@ -120,6 +127,21 @@ class Chief:
     def _period(self) -> float:
         """Seconds between two looks at all servers' rounds: a small part of what a round may take."""
         return min(max(self._timeouts.round / 40, PAUSE / 4), 5.0)
+
+    @property
+    def addresses(self) -> dict[Task, str]:
+        """The servers and their addresses now. May be read by any thread."""
+        return {server.task: server.address for server in self._servers}
+
+    @property
+    def expected(self) -> list[Task]:
+        """The tasks that the first epoch waits for, and the chief's. May be read by any thread."""
+        return sorted(self._expected | {self.task})
+
+    def log_from(self, index: int) -> tuple[LogEntry | None, Sequence[LogEntry]]:
+        """Returns the first entry of the log, None where there is none, and those from an index on. In any thread."""
+        entries = self._log.state.log
+        return next(iter(entries), None), entries[index:]
 
     @property
     def driven(self) -> Driven:
@@ -161,7 +183,7 @@ class Chief:
             self._thread.join(self._timeouts.word)
             if self._thread.is_alive():
                 awaited = _told(undone(self._sessions, self._expected)) or "the servers to end the job"
-                log.warning("%s has done its part, and drives the job on: waits for %s", self._task, awaited)
+                log.warning("%s has done its part, and drives the job on: waits for %s", self.task, awaited)
 
     @property
     def is_driving(self) -> bool:
@@ -180,15 +202,15 @@ class Chief:
         waited = undone(self._sessions, self._expected)
         missing = {task: state for task, state in waited.items() if state != "still here"}
         if missing and self._thread is None and (self._log.state.epoch is None or missing == waited):
-            log.warning("%s drives the job, and waits for %s", self._task, _told(missing))
+            log.warning("%s drives the job, and waits for %s", self.task, _told(missing))
 
     def _drive_quietly(self) -> None:
         try:
             self._drive()
         except Fenced as error:
-            log.warning("the chief in %s ends: %s", self._task, error)
+            log.warning("the chief in %s ends: %s", self.task, error)
         except Exception as error:  # whatever it is, this process would wait in vain for what needs its chief
-            log.error("the chief in %s failed: %s", self._task, error, exc_info=not isinstance(error, PSError))
+            log.error("the chief in %s failed: %s", self.task, error, exc_info=not isinstance(error, PSError))
             self._failed(error if isinstance(error, PSError) else PSError(f"the chief failed: {error!r}"))
 
     def drive(self, takes_over: bool = False, waits: bool = True) -> None:
@@ -256,7 +278,7 @@ class Chief:
                     self._watching, self._version = None, 0
                     continue
                 if steps_down:
-                    log.warning("the chief in %s leaves, and another process drives the job on", self._task)
+                    log.warning("the chief in %s leaves, and another process drives the job on", self.task)
                     break
         except ServerLost as lost:
             self._announce(lost)  # first: who sees that its session has ended may take its place
@@ -286,7 +308,7 @@ class Chief:
         if self._session.incarnations != before and not self._copied:
             self._session.leave("a server was replaced")
             raise ServerLost("a server of the job was replaced while the chief was away; restart from a checkpoint")
-        log.warning("the chief in %s was away (%s); nobody has taken its place, and it goes on", self._task, error)
+        log.warning("the chief in %s was away (%s); nobody has taken its place, and it goes on", self.task, error)
 
     def _announce(self, error: ServerLost) -> None:
         """Writes to the log that a server is lost: by that all processes know it at once."""

@@ -7,7 +7,7 @@ import logging
 from psclient._src.chief.driver import Chief
 from psclient._src.chief.job_log import JobOver
 from psclient._src.chief.standby import stand_by, taken_over_by
-from psclient._src.telemetry import Exporter
+from psclient._src.telemetry.exporter import Exporter
 from psclient._src.transport.remote_server import connect, expect
 from pswire.cluster import Task, TaskConfig
 from pswire.errors import ServerLost, TaskTaken

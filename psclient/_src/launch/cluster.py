@@ -17,11 +17,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from psclient._src.config import JOB, LANE, REPLICATION, LaunchConfig, child_environ, job_from
 from psclient._src.launch.outcome import Failure, Outcome
 from psclient._src.launch.restarts import Replacement, Restarts
+from psclient._src.processes.local_clusters import register
 from psclient._src.processes.output import Line, Relay
 from psclient._src.processes.process import (
     address_in,
@@ -99,6 +101,7 @@ class Cluster:
         self._more = dict(more or {})
         self._servers_more = dict(servers_more or {})
         self._relay: Relay | None = None
+        self._file: Path | None = None  # tells psctl of this cluster
         self._heard: set[Task] = set()
         self._ended: list[Task] = []
         self._lost: list[Task] = []
@@ -129,6 +132,7 @@ class Cluster:
                 self.addresses[task] = address_in(line)
                 self._tell(task, line, error=False)
                 self._listen(task)
+            self._file = register(self.config.script, *self._told_to_user())
             for task in self.clients():
                 self.start_task(task)
         except BaseException:
@@ -230,6 +234,16 @@ class Cluster:
                     pipe.close()
         if self._relay:
             self._relay.close()
+        if self._file:
+            self._file.unlink(missing_ok=True)
+
+    def _told_to_user(self) -> tuple[list[str], dict[str, list[str]], dict[str, str]]:
+        """Returns the servers' addresses, the cluster, and how it is secured, for psctl in any directory."""
+        servers = [self.addresses[task] for task in sorted(self.addresses)]
+        cluster = json.loads(self.tf_config(Task("ps", 0)))["cluster"]
+        secured = {name: value for name, value in self._options.variables().items() if value}
+        paths = {name: os.path.abspath(path) for name, path in secured.items() if name != "PS_TOKEN"}
+        return servers, cluster, secured | paths
 
     def _server(self, task: Task, port: int) -> subprocess.Popen[bytes]:
         config = self.config

@@ -198,8 +198,9 @@ class Exchange:
         """Returns what beats tell: the counts, and whether this process was told to end, which the chief hears of."""
         notice, alone = self.group.departure.notice, self.group.alone
         asks = notice.leaving and not alone
-        knows = {"knows_leaving": not alone, "knows_returns": not alone}
-        return replace(self.measures.pace(), **knows, leaving=asks, saving=asks and notice.saves)
+        saves = asks and notice.saves
+        pace = self.measures.pace()
+        return replace(pace, knows_leaving=not alone, knows_returns=not alone, leaving=asks, saving=saves)
 
     @contextmanager
     def closure(self, name: ClosureName) -> Iterator[None]:

@@ -48,7 +48,7 @@ from psclient._src.strategies.consistency import (
     consistency_of,
     is_apart,
 )
-from psclient._src.telemetry import Exporter
+from psclient._src.telemetry.exporter import Exporter
 from psclient._src.transport.remote_server import RemoteServer, connect
 from psclient._src.transport.session import Session
 from psclient._src.variables.compression import Compression, check_compression

@@ -20,22 +20,23 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from rich.console import Console
 
 from psclient import psctl
-from psclient.psctl import job_view as view_module
-from psclient.psctl.activity import rates
+from psclient._src.telemetry.observer import Servers as Connections
 from psclient.psctl.doctor import CHECKS
 from psclient.psctl.findings import Finding
-from psclient.psctl.job_view import GONE, JobView, Problem, ServerView, TaskView, view_of
-from psclient.psctl.observer import Looked
-from psclient.psctl.observer import Servers as Connections
-from psclient.psctl.output import duration, plain, short, size
-from psclient.psctl.settings import ObservedCluster
-from psclient.psctl.status import STATES, lines
+from psclient.psctl.output import plain
+from psclient.psctl.status import lines
 from psclient.psctl.variables import stats_of
 from pswire.cluster import Task
 from pswire.model.log import Done, Epoch, JobStarted, Member
 from pswire.model.status import Happened, OpenRound, ServerStatus, SessionState, WorkerProgress
 from pswire.model.tensor import DTYPES
 from pswire.security.identity import Security
+from pswire.telemetry.views import job_view as view_module
+from pswire.telemetry.views.job_view import GONE, JobView, Problem, ServerView, TaskView, view_of
+from pswire.telemetry.views.looked import Looked
+from pswire.telemetry.views.numbers import duration, short, size
+from pswire.telemetry.views.rates import rate_words, rates
+from pswire.telemetry.views.words import STATES
 from tests.support.rig import WORKERS, Job, Servers, core, remote, serving
 
 W0, W1 = WORKERS[:2]
@@ -52,7 +53,7 @@ def serve(tmp_path) -> Iterator[Any]:
 def view(*servers: Any, expected: tuple[Task, ...] = ()) -> JobView:
     """What psctl sees of servers, in this order."""
     addresses = {Task("ps", index): server.address for index, server in enumerate(servers)}
-    with Connections(ObservedCluster(addresses), 2.0, Security()) as connections:
+    with Connections(addresses, 2.0, Security()) as connections:
         return view_of(connections.look(), expected)
 
 
@@ -73,7 +74,7 @@ def test_the_variables_of_a_job_that_ends_meanwhile(serve):
             job.begin()
             return found
 
-    with Late(ObservedCluster({Task("ps", 0): servers.verbs[0].address}), 2.0, Security()) as connections:
+    with Late({Task("ps", 0): servers.verbs[0].address}, 2.0, Security()) as connections:
         assert connections.variables() == []
 
 
@@ -233,9 +234,14 @@ def test_tables_fit_their_terminal(serve, width):
 
 def test_rates_are_of_one_process():
     """Differences in time; none over the life of two processes, or where there is no answer."""
-    before = ServerView("t", "a", "up", incarnation=1, round=10, traffic={"shm sent": 100, "tcp sent": 5})
-    after = ServerView("t", "a", "up", incarnation=1, round=30, traffic={"shm sent": 300, "tcp sent": 5})
-    assert rates(before, after, 4.0) == {"rounds_per_second": 5.0, "bytes_per_second": {"shm sent": 50.0}}
+    moved, later = {"shm sent": 100, "tcp sent": 5}, {"shm sent": 300, "tcp sent": 5}
+    before = ServerView("t", "a", "up", incarnation=1, round=10, traffic=moved, phases={"waiting": 1.0})
+    after = ServerView("t", "a", "up", incarnation=1, round=30, traffic=later, phases={"waiting": 2.5, "applying": 0.5})
+    found = rates(before, after, 4.0)
+    assert (found["rounds_per_second"], found["bytes_per_second"]) == (5.0, {"shm sent": 50.0})
+    assert found["round_seconds"] == {"waiting": 0.075, "applying": 0.025}
+    assert rate_words({"t": found})["t"]["a round's time"] == "100.0 ms: waiting 75 %, applying 25 %, answering 0 %"
+    assert rates(after, after, 4.0)["round_seconds"] == {}, "no round, no time of one"
     assert rates(before, ServerView("t", "a", "up", incarnation=2, round=30), 4.0) == {}
     assert rates(before, ServerView("t", "a", "unreachable"), 4.0) == {}
     assert rates(after, before, 4.0)["rounds_per_second"] == 0

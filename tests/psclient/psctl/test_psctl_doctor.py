@@ -14,14 +14,15 @@ import pytest
 
 from psclient import psctl
 from psclient._src.devices import GpuReport
+from psclient._src.telemetry.observer import Servers
 from psclient.psctl.certificate_authority import Authority
 from psclient.psctl.doctor import CHECKS, examine
 from psclient.psctl.findings import Finding, Host, Patient
 from psclient.psctl.host_checks import here
-from psclient.psctl.observer import Looked, Servers
 from psclient.psctl.settings import ObservedCluster
 from pswire.cluster import Task
 from pswire.security.identity import Security, SecurityOptions
+from pswire.telemetry.views.looked import Looked
 from tests.support.rig import WORKERS, Job, serving
 
 WELL = Host(
@@ -145,7 +146,7 @@ def looked(tmp_path: Path) -> Iterator[list[Looked]]:
         job = Job(servers)
         job.join(WORKERS[0])
         addresses = {Task("ps", index): server.address for index, server in enumerate(servers.verbs)}  # type: ignore[attr-defined]
-        with Servers(ObservedCluster(addresses), 2.0, Security()) as connections:
+        with Servers(addresses, 2.0, Security()) as connections:
             yield connections.look()
 
 
@@ -201,7 +202,7 @@ def test_ports_that_are_closed(looked):
 def test_servers_that_do_not_answer(looked):
     """As `status` says it."""
     address = f"127.0.0.1:{closed_port()}"
-    with Servers(ObservedCluster({Task("ps", 0): address}), 0.2, Security()) as connections:
+    with Servers({Task("ps", 0): address}, 0.2, Security()) as connections:
         silent = connections.look()
     level, said = worst("servers", patient(looked=silent))
     assert level == "fail"

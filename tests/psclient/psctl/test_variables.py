@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from psclient.psctl.output import shape
-from psclient.psctl.variables import _report, beside, slots, totals
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.tables import SlotTensor, TablePart, TableSpec
 from pswire.model.tensor import TensorSpec
+from pswire.telemetry.views.numbers import shape
+from pswire.telemetry.views.variable_list import beside, described, slots, totals
 
 
 def part(id, name, server, slot=None):
@@ -39,7 +39,7 @@ def test_a_slot_is_listed_behind_its_part():
 
 def test_a_part_has_no_size():
     """Neither rows nor bytes are told, and it counts for none."""
-    said = _report(KNOWN[0], {})
+    said = described(KNOWN[0], {})
     assert (said["shape"], said["bytes"]) == ([None, 8], None)
     assert shape(said["shape"]) == "[?,8]"
     assert [server["bytes"] for server in totals(KNOWN)] == [0, 16]

@@ -6,8 +6,10 @@ docs/observability.md says what they are good for. What a script counts with `pr
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from psclient._src.config import metrics_from
@@ -18,10 +20,17 @@ from pswire.telemetry.metrics import ALL, PROCESS, ProcessReadings, Reading, Row
 if TYPE_CHECKING:
     from psclient._src.chief.driver import Chief
     from psclient._src.rounds.rounds import Exchange
+    from psclient._src.telemetry.chief_page import ChiefPage
     from psclient._src.transport.remote_server import RemoteServer
     from pswire.telemetry.prometheus import Page
+    from pswire.telemetry.web_server import Reply, Request
 
 log = logging.getLogger("psclient")
+
+PATHS = ("/", "/events")
+"""The paths of a status page."""
+
+NO_PAGE = "this process drives no job, and has no status page; psctl page says where there is one\n"
 
 
 @dataclass(frozen=True)
@@ -131,7 +140,7 @@ OF_CHIEFS: tuple[Row[Chief], ...] = (
 
 
 class Exporter:
-    """Serves a process's metrics over HTTP, if `PS_METRICS_PORT` says where.
+    """Serves a process's metrics over HTTP, and a chief's status page, if `PS_METRICS_PORT` says where.
 
     Args:
         task: the task that this process is.
@@ -142,14 +151,17 @@ class Exporter:
     """
 
     def __init__(self, task: Task, security: Security) -> None:
+        self._task = task
+        self._security = security
         self._readings: list[Reading] = [(PROCESS, ProcessReadings(task, security.expiry))]
         self._page: Page | None = None
+        self._chief: ChiefPage | None = None
         host, port = metrics_from()
         if port is None:
             return
         from pswire.telemetry.prometheus import Page
 
-        self._page = Page(host, port, self._readings.copy)
+        self._page = Page(host, port, self._readings.copy, {path: partial(self._answer, path) for path in PATHS})
         # Who has it picked has no other way to know.
         log.log(logging.INFO if port else logging.WARNING, "metrics are at %s", self._page.url)
 
@@ -161,9 +173,35 @@ class Exporter:
         """This process drives, by this chief from now on."""
         self._readings[:] = [(rows, of) for rows, of in self._readings if rows is not OF_CHIEFS]
         self._readings.append((OF_CHIEFS, chief))
+        if self._page is None:
+            return
+        from psclient._src.telemetry.chief_page import ChiefPage
+
+        before, self._chief = self._chief, ChiefPage(chief, self._task, self._security)
+        if before is not None:
+            before.close()
+        chief.page = reachable(self._page.url).removesuffix("metrics")
+
+    def _answer(self, path: str, request: Request) -> Reply:
+        """Answers with the chief's page, where this process drives."""
+        if self._chief is None:
+            from pswire.telemetry.web_server import Reply
+
+            return Reply(NO_PAGE.encode(), status=404)
+        return self._chief.answers[path](request)
 
     def stop(self) -> None:
         """Ends; a second call does nothing."""
         page, self._page = self._page, None
+        chief, self._chief = self._chief, None
+        if chief:
+            chief.close()
         if page:
             page.close()
+
+
+def reachable(url: str) -> str:
+    """Returns a URL with the name of this machine, where it is for all of the machine's addresses."""
+    for everywhere in ("//0.0.0.0:", "//[::]:"):
+        url = url.replace(everywhere, f"//{socket.gethostname()}:")
+    return url

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from psclient.psctl.observer import Looked, gone_of, keeper_of
 from pswire.cluster import Task
-from pswire.errors import Unreachable
 from pswire.model.log import Epoch
 from pswire.model.status import OpenRound, ProcessStatus, Saving, ServerStatus, SessionState, held_up
+from pswire.telemetry.views.looked import Looked, gone_of, keeper_of, why_silent
 
 DIFFERS = (
     "one of them computes otherwise, or its memory is bad: the chief gives one up, once, which is to be started again; "
@@ -59,6 +58,10 @@ class ServerView:
         lanes: sessions of tasks by the lane that they use to it.
         version: version of this package there.
         traffic: payload bytes so far by lane and direction, such as "shm received".
+        up_seconds: seconds since its process began.
+        phases: seconds of all rounds so far by phase: "waiting", "applying", "answering".
+        table_rows, table_bytes: rows of each dynamic table there, and the bytes that it takes, by name.
+        page: URL of its status page, "" for none.
     """
 
     task: str
@@ -84,6 +87,11 @@ class ServerView:
     domain: str = _told("", lambda s, p: s.domain)
     version: str = _told("", lambda s, p: p.versions.get("paramserver", ""))
     traffic: Mapping[str, int] = _told(dict, lambda s, p: p.traffic)
+    up_seconds: float = _told(0.0, lambda s, p: p.uptime)
+    phases: Mapping[str, float] = _told(dict, lambda s, p: s.phases)
+    table_rows: Mapping[str, int] = _told(dict, lambda s, p: s.table_rows)
+    table_bytes: Mapping[str, int] = _told(dict, lambda s, p: s.table_bytes)
+    page: str = _told("", lambda s, p: p.page)
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,8 @@ class TaskView:
         lanes: kinds of lanes that it uses, to any server.
         steps, rounds, waits: its calls of `strategy.run`, the rounds that it has made, and how often it has waited
             for rounds.
+        opened_seconds: seconds since its session was opened; 0 where the server does not tell.
+        page: URL of its status page, "" for none.
     """
 
     task: str
@@ -122,6 +132,8 @@ class TaskView:
     steps: int = 0
     rounds: int = 0
     waits: int = 0
+    opened_seconds: float = 0.0
+    page: str = ""
 
 
 @dataclass(frozen=True)
@@ -252,11 +264,6 @@ def _saving(saving: Saving) -> dict[str, Any]:
     return {"path": saving.path, "round": saving.round, "bytes": saving.nbytes}
 
 
-def why_silent(found: Looked) -> str:
-    """The state of a server that has not answered."""
-    return "unreachable" if isinstance(found.error, Unreachable) else "refused"
-
-
 def _open_round(waiting: OpenRound) -> dict[str, Any]:
     return {
         "round": waiting.round,
@@ -356,6 +363,8 @@ def _task(session: SessionState, statuses: Sequence[ServerStatus], newest: Epoch
         steps=session.pace.steps,
         rounds=session.pace.rounds,
         waits=session.pace.waits,
+        opened_seconds=session.opened,
+        page=session.pace.page,
     )
 
 

@@ -3,65 +3,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.remote_server import RemoteServer, follow_moves
-from psclient.psctl.settings import CommandSettings, ObservedCluster
 from pswire.cluster import Task
 from pswire.errors import ConfigError, PSError, Unreachable
 from pswire.limits import Timeouts
 from pswire.model.log import Created, LogEntry
 from pswire.model.plan import PlacedVariable
-from pswire.model.status import Happened, ServerStatus, newest_of
+from pswire.model.status import ServerStatus, newest_of
 from pswire.model.tensor import Array
 from pswire.security.identity import Security
+from pswire.telemetry.views.looked import Looked, gone_of, keeper_of
 
 NOBODY = 0
 """The session of who has none."""
-
-
-@dataclass(frozen=True)
-class Looked:
-    """The answer of one server.
-
-    Attributes:
-        task: the server's task; by its place in the list of addresses, where it does not answer.
-        address: the address at which it was asked.
-        status: its answer; None where it gave none.
-        error: the reason why it gave none.
-        skew: seconds that its clock is ahead of ours; the network makes it wrong by at most half of `took`.
-        took: seconds from the question to the answer.
-        recent: the last calls and work that it tells of, where that was asked.
-    """
-
-    task: Task
-    address: str
-    status: ServerStatus | None = None
-    error: PSError | None = None
-    skew: float = 0.0
-    took: float = 0.0
-    recent: tuple[Happened, ...] = ()
 
 
 class Servers:
     """A connection to each server of a cluster; a context manager that ends them. Used by one thread.
 
     Args:
-        cluster: addresses of the servers.
+        addresses: the servers and their addresses, in order.
         seconds: time that each may take to answer.
-        security: certificate and token that psctl shows to them.
+        security: certificate and token that are shown to them.
     """
 
-    def __init__(self, cluster: ObservedCluster, seconds: float, security: Security) -> None:
+    def __init__(self, addresses: Mapping[Task, str], seconds: float, security: Security) -> None:
         timeouts = Timeouts(call=seconds, round=seconds, lease=2 * seconds)
-        self._remote = [
-            RemoteServer(address, task, timeouts, security=security) for task, address in cluster.servers.items()
-        ]
-        self._threads = Threads("psctl")
+        self._remote = [RemoteServer(address, task, timeouts, security=security) for task, address in addresses.items()]
+        self._threads = Threads("observer")
         self._seconds = seconds
 
     def __enter__(self) -> Servers:
@@ -70,13 +46,21 @@ class Servers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connections."""
         for server in self._remote:
             server.close()
         self._threads.close()
 
-    def look(self) -> list[Looked]:
-        """Asks all servers at once; those that have moved, where they are now."""
-        return self._each(_ask)
+    def look(self, recent: bool = False) -> list[Looked]:
+        """Asks all servers at once; those that have moved, where they are now.
+
+        Args:
+            recent: True to ask as well what they were told last; one of an older version tells nothing of it.
+        """
+        return self._each(_ask_more if recent else _ask)
 
     def recent(self) -> list[Looked]:
         """Asks all servers at once, and what they were told last."""
@@ -151,27 +135,6 @@ class Servers:
         raise ConfigError(f"no address leads to {Task('ps', number)}; name all servers of the job in --address")
 
 
-def gone_of(statuses: Iterable[ServerStatus]) -> frozenset[int]:
-    """Returns the servers that are lost, and without which the job goes on, as the one says that knows most."""
-    newest = newest_of(statuses)
-    return frozenset(newest.gone if newest else ())
-
-
-def keeper_of(statuses: Iterable[ServerStatus]) -> int:
-    """Returns the server that keeps the log and the sessions."""
-    newest = newest_of(statuses)
-    return newest.keeper if newest else 0
-
-
-def connected(settings: CommandSettings, cluster: ObservedCluster | None = None) -> Servers:
-    """Connections to the servers that the command line names, or to those of a cluster.
-
-    Raises:
-        ConfigError: none are named, or a file is not what it should be.
-    """
-    return Servers(cluster or settings.cluster(), settings.seconds, settings.security())
-
-
 def _ask(server: RemoteServer) -> Looked:
     began = time.time()
     try:
@@ -181,6 +144,14 @@ def _ask(server: RemoteServer) -> Looked:
     ended = time.time()
     skew = status.process.clock - (began + ended) / 2 if status.process else 0.0
     return Looked(Task("ps", status.server), server.address, status, None, skew, ended - began)
+
+
+def _ask_more(server: RemoteServer) -> Looked:
+    looked = _ask(server)
+    if looked.status:
+        with suppress(PSError):
+            return replace(looked, recent=server.recent())
+    return looked
 
 
 def _ask_recent(server: RemoteServer) -> Looked:

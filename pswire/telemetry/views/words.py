@@ -1,0 +1,94 @@
+"""The words for a job, its servers and its tasks: those of `psctl status` and `psctl top`, and of the status page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pswire.telemetry.views.job_view import JobView, SpareView
+from pswire.telemetry.views.numbers import duration, short, size
+
+STATES = {
+    "none": "no job: no chief has begun one",
+    "starting": "job starts: nobody takes part yet",
+    "running": "job runs",
+    "over": "job is done",
+    "broken": "job is broken: a round failed halfway",
+    "unknown": "no server answers",
+}
+
+MODES = {
+    "": "nobody takes part",
+    "whole": "sync",
+    "sync": "sync without whole rounds",
+    "async": "async",
+    "bounded": "bounded",
+}
+
+
+def heading(view: JobView) -> str:
+    """The job in one line."""
+    said = STATES[view.state]
+    if view.epoch:
+        rounds = f"round {view.round}" if view.round >= 0 else "no round yet"
+        said += f": epoch {view.epoch}, {rounds}, {view.replicas} replicas, {MODES[view.mode]}"
+        if view.mode == "bounded":
+            said += f", {view.gap} of at most {view.staleness} rounds apart"
+    return said
+
+
+def spare_line(spare: SpareView) -> str:
+    """Returns where a process waits, and for which place."""
+    place = f"gets the place of {short(spare.place)}" if spare.place else "waits for the place of a server"
+    return f"{spare.address} (in {spare.domain}) {place}"
+
+
+Columns = Mapping[str, Callable[[Any], str]]
+"""By its heading what a column has of a server or a task."""
+
+SERVER_COLUMNS: Columns = {
+    "server": lambda s: short(s.task),
+    "address": lambda s: s.address,
+    "state": lambda s: s.state,
+    "up": lambda s: duration(s.up_seconds),
+    "epoch": lambda s: str(s.epoch),
+    "round": lambda s: _round(s.round),
+    "lag": lambda s: str(s.lag),
+    "variables": lambda s: str(s.variables),
+    "their bytes": lambda s: of(s.variable_bytes, s.memory_limit),
+    "memory": lambda s: size(s.resident_bytes) if s.resident_bytes else "",
+    "device": lambda s: s.device,
+    "lanes": lambda s: ", ".join(f"{count} {lane}" for lane, count in sorted(s.lanes.items())),
+    "waits for": lambda s: ", ".join(map(short, s.waits_for)),
+    "saves": lambda s: ", ".join(f"{each['path']} (round {each['round']})" for each in s.saving),
+    "old values": lambda s: of(s.snapshot_bytes, s.snapshot_limit) if s.snapshot_bytes or s.snapshot_limit else "",
+}
+"""Columns of the table of servers; a column that is empty for all is left out."""
+
+OF_SILENT = ("server", "address", "state")
+"""Columns of a server that does not answer."""
+
+TASK_COLUMNS: Columns = {
+    "task": lambda t: short(t.task) + (" (drives)" if t.drives else ""),
+    "state": lambda t: t.state,
+    "session": lambda t: str(t.session & 0xFFFFF) if t.session else "",
+    "replicas": lambda t: str(t.replicas) if t.session and not t.drives else "",
+    "opened": lambda t: f"{duration(t.opened_seconds)} ago" if t.opened_seconds else "",
+    "last heard": lambda t: f"{duration(t.silent_seconds)} ago" if t.session else "",
+    "round": lambda t: _round(t.round),
+    "lag": lambda t: str(t.lag) if t.takes_part else "",
+    "steps": lambda t: str(t.steps) if t.steps else "",
+    "rounds, waits a step": lambda t: f"{t.rounds / t.steps:.1f}, {t.waits / t.steps:.1f}" if t.steps else "",
+    "lanes": lambda t: ", ".join(t.lanes),
+    "waits for": lambda t: ", ".join(map(short, t.waits_for)),
+}
+"""Columns of the table of tasks."""
+
+
+def of(used: int, limit: int) -> str:
+    """Bytes, and of how many."""
+    return f"{size(used)} of {size(limit)}" if limit else size(used)
+
+
+def _round(number: int) -> str:
+    return str(number) if number >= 0 else "-"

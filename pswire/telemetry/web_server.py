@@ -1,0 +1,302 @@
+"""A small HTTP server that answers `GET`, and nothing else. It has a fixed budget of connections, and waits for nobody.
+
+Each connection has a thread, for one request. Who sends no request in time is let go of, and at once where another one
+needs the place, so that silent connections keep nobody out.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs
+
+log = logging.getLogger("pswire")
+
+SILENT_SECONDS = 10.0
+"""Seconds in which a request has to be here, and in which an answer has to be taken."""
+
+HASTE_SECONDS = 1.0
+"""Seconds that a connection has for its request where another one needs its place."""
+
+HEAD_BYTES = 16 << 10
+"""Bytes of a request, which has no body."""
+
+MAX_CONNECTIONS = 40
+"""Connections at a time."""
+
+MAX_STREAMS = 8
+"""How many of them may have an answer that does not end."""
+
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+"""Headers of every answer, unless it has others."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request.
+
+    Attributes:
+        path: its path, as it came; it is compared, and never used as a name of a file.
+        query: the query, as it came.
+        headers: its headers, by name in lower case; of several the last.
+        client: address of the other end, without port.
+    """
+
+    path: str
+    query: str
+    headers: Mapping[str, str]
+    client: str
+
+    def parameter(self, name: str) -> str:
+        """Returns the first value of a parameter of the query; "" if there is none."""
+        return parse_qs(self.query).get(name, [""])[0]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer.
+
+    Attributes:
+        body: the whole of it.
+        kind: its content type.
+        status: HTTP's number.
+        headers: more headers; they win over `HEADERS`.
+        stream: more of the body, piece by piece, as it comes up; None for an answer that is complete.
+    """
+
+    body: bytes
+    kind: str = "text/plain; charset=utf-8"
+    status: int = HTTPStatus.OK
+    headers: Mapping[str, str] = field(default_factory=dict)
+    stream: Iterator[bytes] | None = None
+
+
+Answer = Callable[[Request], Reply]
+"""Answers a request, in a thread of its connection."""
+
+
+class Budget:
+    """The connections that are there. May be used from any thread.
+
+    Args:
+        silent: seconds in which a request has to be here.
+    """
+
+    def __init__(self, silent: float) -> None:
+        self.streams = threading.BoundedSemaphore(MAX_STREAMS)
+        self._silent = silent
+        self._lock = threading.Lock()  # guards the two below
+        self._asking: dict[socket.socket, float] = {}  # since when, the oldest first
+        self._answered: set[socket.socket] = set()
+
+    def admit(self, connection: socket.socket, now: float) -> bool:
+        """Returns whether there is a place for one more; the oldest that has said nothing for a while makes room."""
+        with self._lock:
+            if len(self._asking) + len(self._answered) >= MAX_CONNECTIONS:
+                oldest, since = next(iter(self._asking.items()), (None, now))
+                if oldest is None or now - since < min(HASTE_SECONDS, self._silent):
+                    return False
+                self._drop(oldest)
+            self._asking[connection] = now
+            return True
+
+    def asked(self, connection: socket.socket) -> None:
+        """A request is here."""
+        with self._lock:
+            if self._asking.pop(connection, None) is not None:
+                self._answered.add(connection)
+
+    def leave(self, connection: socket.socket) -> None:
+        """A connection has ended."""
+        with self._lock:
+            self._asking.pop(connection, None)
+            self._answered.discard(connection)
+
+    def drop_silent(self, now: float) -> None:
+        """Drops connections whose request is late, however slowly it comes."""
+        with self._lock:
+            for connection in [one for one, since in self._asking.items() if now - since > self._silent]:
+                self._drop(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        """Ends a connection; its thread sees that, and closes it."""
+        del self._asking[connection]
+        try:
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+
+class WebServer(ThreadingHTTPServer):
+    """Serves some paths, in threads of its own, until it is closed.
+
+    Args:
+        host: address to listen on.
+        port: port to listen on; 0 picks one.
+        answers: for each path what answers it.
+
+    Raises:
+        OSError: the port cannot be had.
+    """
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, host: str, port: int, answers: Mapping[str, Answer]) -> None:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, address = found[0][0], found[0][4]
+        self.answers = answers
+        self.budget = Budget(SILENT_SECONDS)
+        super().__init__((str(address[0]), port), type("Handler", (_Handler,), {"timeout": SILENT_SECONDS}))
+        self._thread = threading.Thread(target=self.serve_forever, daemon=True, name="web server")
+        self._thread.start()
+
+    def server_bind(self) -> None:
+        """Binds the port, and asks no name server for our own name, as the standard library would."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answers a connection in a thread, if there is a place for it."""
+        if self.budget.admit(request, time.monotonic()):
+            super().process_request(request, client_address)
+        else:
+            _turn_away(request)
+            super().shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Ends a connection."""
+        self.budget.leave(request)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called a few times per second."""
+        self.budget.drop_silent(time.monotonic())
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Notes quietly that a connection has broken."""
+        log.debug("a connection for metrics or a status page has broken", exc_info=True)
+
+    def close(self) -> None:
+        """Stops serving; answers that do not end are ended by those who give them."""
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+
+def _turn_away(connection: socket.socket) -> None:
+    """Says that there is no room, if that can be said at once."""
+    text = f"{MAX_CONNECTIONS} connections are open, and no more are allowed; try again\n"
+    head = f"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 2\r\nContent-Length: {len(text)}\r\n\r\n"
+    try:
+        connection.send((head + text).encode(), socket.MSG_DONTWAIT)
+    except OSError:
+        pass
+
+
+class _Head:
+    """The beginning of what a connection sends; what goes beyond `HEAD_BYTES` is its end."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._left = HEAD_BYTES
+
+    def readline(self, size: int) -> bytes:
+        line: bytes = self._file.readline(min(size, self._left))
+        self._left -= len(line)
+        if not self._left and not line.endswith(b"\n"):
+            raise _TooLong
+        return line
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _TooLong(Exception):
+    """A request is longer than `HEAD_BYTES`."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: WebServer
+    server_version, sys_version = "paramserver", ""
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile: Any = _Head(self.rfile)
+
+    def handle_one_request(self) -> None:
+        try:
+            super().handle_one_request()
+        except _TooLong:
+            self.requestline, self.request_version, self.command = "", "HTTP/1.0", ""
+            self._send(Reply(b"the request is too long\n", status=HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE))
+
+    def do_GET(self) -> None:
+        self.server.budget.asked(self.connection)
+        path, _, query = self.path.partition("?")
+        answer = self.server.answers.get(path)
+        if answer is None:
+            self._send(Reply(b"there is nothing here; see /metrics, and / for the status page\n", status=404))
+            return
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        reply = answer(Request(path, query, headers, str(self.client_address[0])))
+        if reply.stream is None or self.command == "HEAD":
+            self._send(reply)
+        elif not self.server.budget.streams.acquire(blocking=False):
+            text = f"{MAX_STREAMS} pages are open, and no more are shown live; reload this one\n"
+            self._send(Reply(text.encode(), status=HTTPStatus.SERVICE_UNAVAILABLE, headers={"Retry-After": "10"}))
+        else:
+            try:
+                self._send(reply)
+            finally:
+                self.server.budget.streams.release()
+
+    do_HEAD = do_GET
+
+    def refuse(self) -> None:
+        """Refuses a method by which something could be changed."""
+        text = b"this port is for reading: GET, and no other method\n"
+        self._send(Reply(text, status=HTTPStatus.METHOD_NOT_ALLOWED, headers={"Allow": "GET, HEAD"}))
+
+    do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = refuse
+
+    def _send(self, reply: Reply) -> None:
+        self.send_response(reply.status)
+        if reply.stream is None:
+            self.send_header("Content-Length", str(len(reply.body)))
+        for name, value in {"Content-Type": reply.kind, **HEADERS, **reply.headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        self.wfile.write(reply.body)
+        for piece in reply.stream or ():
+            self.wfile.write(piece)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Refuses a request that is none; what came in it is not sent back."""
+        self.command = getattr(self, "command", "") or ""
+        self.request_version = "HTTP/1.0"  # else who has said none would get no status
+        self._send(Reply(b"the request is refused\n", status=code))
+
+    def log_message(self, format: str, *args: object) -> None:
+        log.debug("web server: " + format, *map(_printable, args))
+
+
+def _printable(value: object) -> str:
+    return "".join(each if each.isprintable() else "?" for each in str(value))
