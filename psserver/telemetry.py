@@ -256,7 +256,7 @@ ROWS: tuple[Row[Seen], ...] = (
 
 
 def serve_metrics(core: Core, traffic: Mapping[LaneName, Traffic], config: ServerConfig, port: int) -> Page:
-    """Serves a server's metrics over HTTP in a thread of its own; returns the page, to be closed.
+    """Serves a server's metrics and health over HTTP in a thread of its own; returns the page, to be closed.
 
     Args:
         core: the server proper.
@@ -270,4 +270,5 @@ def serve_metrics(core: Core, traffic: Mapping[LaneName, Traffic], config: Serve
     from pswire.telemetry.prometheus import Page
 
     process = ProcessReadings(config.task, config.security.expiry)
-    return Page(config.metrics_host, port, lambda: [(PROCESS, process), (ROWS, Seen(core, core.status(), traffic))])
+    rows = lambda: [(PROCESS, process), (ROWS, Seen(core, core.status(), traffic))]  # noqa: E731
+    return Page(config.metrics_host, port, rows, core.well)

@@ -1,4 +1,7 @@
-"""A page of metrics as Prometheus asks for them, that waits for nobody; loaded only where one is served."""
+"""A page of metrics as Prometheus asks for them, that waits for nobody; loaded only where one is served.
+
+Beside it is a page for probes that speak plain HTTP alone, as Kubernetes' do.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,9 @@ from pswire.errors import ConfigError
 from pswire.telemetry.metrics import Histogram, Reading, Row
 
 log = logging.getLogger("pswire")
+
+HEALTH = "/healthz"
+"""The path of the page for probes."""
 
 SILENT_SECONDS = 10.0
 """Seconds that a connection may be silent: it has a thread and a file of ours."""
@@ -49,10 +55,13 @@ class Metrics(Collector):
 class Page:
     """Metrics over HTTP, with those of the process and of whatever else it counts with `prometheus_client`.
 
+    At `HEALTH` it answers 200 while the process serves, else 503.
+
     Args:
         host: address to listen on.
         port: port to listen on; 0 picks one.
         readings: returns the rows and the sources of our metrics.
+        well: returns True if the process serves; called in any thread.
 
     Raises:
         ConfigError: the port cannot be had.
@@ -61,7 +70,7 @@ class Page:
         url: URL of the page.
     """
 
-    def __init__(self, host: str, port: int, readings: Readings) -> None:
+    def __init__(self, host: str, port: int, readings: Readings, well: Callable[[], bool] = lambda: True) -> None:
         registry = CollectorRegistry()
         registry.register(Metrics(readings))
         registry.register(REGISTRY)
@@ -73,6 +82,7 @@ class Page:
                 "--metrics-port or --metrics-host"
             ) from error
         _harden(self._server)
+        self._server.set_app(_beside_health(self._server.get_app(), well))
         self.url = f"http://{join_address(host, self._server.server_port)}/metrics"
 
     def close(self) -> None:
@@ -90,6 +100,19 @@ def _family(row: Row[Any], source: Any) -> Metric:
         else:
             family.add_metric(labels, value)
     return cast(Metric, family)
+
+
+def _beside_health(metrics: Any, well: Callable[[], bool]) -> Any:
+    """A WSGI application that answers probes itself, and leaves all else to another one."""
+
+    def answer(environ: Any, start_response: Any) -> Iterable[bytes]:
+        if environ["PATH_INFO"] != HEALTH:
+            return cast(Iterable[bytes], metrics(environ, start_response))
+        serves = well()
+        start_response("200 OK" if serves else "503 Service Unavailable", [("Content-Type", "text/plain")])
+        return [b"serving\n" if serves else b"not serving\n"]
+
+    return answer
 
 
 def _harden(server: Any) -> None:
