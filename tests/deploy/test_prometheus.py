@@ -30,11 +30,16 @@ BOARD: dict[str, Any] = json.loads(TARGET.read_text(encoding="utf-8"))
 RULES: list[dict[str, Any]] = yaml.safe_load(ALARMS.read_text(encoding="utf-8"))["groups"][0]["rules"]
 
 
-def queries() -> Iterator[tuple[str, str]]:
-    """All queries of the dashboard and of the alarms, with their titles."""
+def panels() -> Iterator[tuple[str, str]]:
+    """All queries of the dashboard, with their titles."""
     for panel in BOARD["panels"]:
         for target in panel.get("targets", ()):
             yield panel["title"], target["expr"]
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """All queries of the dashboard and of the alarms, with their titles."""
+    yield from panels()
     for rule in RULES:
         yield rule["alert"], rule["expr"]
 
