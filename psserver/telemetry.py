@@ -270,5 +270,9 @@ def serve_metrics(core: Core, traffic: Mapping[LaneName, Traffic], config: Serve
     from pswire.telemetry.prometheus import Page
 
     process = ProcessReadings(config.task, config.security.expiry)
-    rows = lambda: [(PROCESS, process), (ROWS, Seen(core, core.status(), traffic))]  # noqa: E731
-    return Page(config.metrics_host, port, rows, core.well)
+    return Page(
+        config.metrics_host,
+        port,
+        lambda: [(PROCESS, process), (ROWS, Seen(core, core.status(), traffic))],
+        core.well,
+    )
