@@ -330,6 +330,7 @@ class MetricsPort:
                 port,
                 lambda: [(PROCESS, process), (ROWS, Seen(core, core.status(), traffic))],
                 self._status.answers if self._status else {},
+                core.well,
             )
         except ConfigError:
             self._close_status()

@@ -18,6 +18,9 @@ from pswire.telemetry.web_server import Answer, Reply, Request, WebServer
 PATH = "/metrics"
 """The path of the page, as Prometheus asks for it by default."""
 
+HEALTH = "/healthz"
+"""The path that probes ask."""
+
 KINDS: Mapping[str, Any] = {
     "counter": CounterMetricFamily,
     "gauge": GaugeMetricFamily,
@@ -48,11 +51,14 @@ class Metrics(Collector):
 class Page:
     """Metrics over HTTP, with those of the process and of whatever else it counts with `prometheus_client`.
 
+    At `HEALTH` it answers 200 while the process serves, else 503.
+
     Args:
         host: address to listen on.
         port: port to listen on; 0 picks one.
         readings: returns the rows and the sources of our metrics.
         beside: what else the port answers, by path.
+        well: returns True if the process serves; called in any thread.
 
     Raises:
         ConfigError: the port cannot be had.
@@ -61,11 +67,19 @@ class Page:
         url: URL of the page.
     """
 
-    def __init__(self, host: str, port: int, readings: Readings, beside: Mapping[str, Answer] | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        readings: Readings,
+        beside: Mapping[str, Answer] | None = None,
+        well: Callable[[], bool] = lambda: True,
+    ) -> None:
         registry = CollectorRegistry()
         registry.register(Metrics(readings))
         registry.register(REGISTRY)
-        answers: dict[str, Answer] = {PATH: partial(_answer, make_wsgi_app(registry)), **(beside or {})}
+        metrics = partial(_answer, make_wsgi_app(registry))
+        answers: dict[str, Answer] = {PATH: metrics, HEALTH: partial(_answer_probe, well), **(beside or {})}
         try:
             self._server = WebServer(host.strip("[]"), port, answers)
         except OSError as error:
@@ -87,6 +101,11 @@ def _answer(app: Callable[..., Iterable[bytes]], request: Request) -> Reply:
     environ = {"REQUEST_METHOD": "GET", "PATH_INFO": PATH, "QUERY_STRING": request.query, **headers}
     body = b"".join(app(environ, lambda status, headers: said.extend(headers)))
     return Reply(body, headers=dict(said))
+
+
+def _answer_probe(well: Callable[[], bool], request: Request) -> Reply:
+    serves = well()
+    return Reply(b"serving\n" if serves else b"not serving\n", "text/plain", 200 if serves else 503)
 
 
 def _family(row: Row[Any], source: Any) -> Metric:

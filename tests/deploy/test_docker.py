@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -18,14 +19,17 @@ from psclient._src.config import GLIBC_TUNABLES
 from psclient._src.launch.psworker import command as psworker
 from psclient.psctl.cli import command as psctl
 from psserver.cli import command as psserver
-from pswire.cluster import Task, parse_tf_config
-from pswire.security.names import task_name
+from pswire.cluster import Task, check_addresses, parse_tf_config
+from pswire.security.names import spare_name, task_name
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text(encoding="utf-8"))
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
-TASKS = {name: service for name, service in SERVICES.items() if name != "certs"}
+RUNS = {name: service for name, service in SERVICES.items() if name not in ("certs", "prometheus")}
+"""Containers that run a program of ours, after the certificates are made."""
+TASKS = {name: service for name, service in RUNS.items() if "TF_CONFIG" in service["environment"]}
+"""Those that are tasks from the start: all but spare servers."""
 PROGRAMS: dict[str, click.Command] = {"psserver": psserver, "psworker": psworker, "psctl": psctl}
 
 
@@ -102,12 +106,11 @@ def test_each_container_sees_its_own_key() -> None:
     """The CA's key and each task's are on volumes of their own, and a task has the one of its own, to read."""
     (words,) = [shlex.split(part) for part in SERVICES["certs"]["command"][2].split("&&") if "psctl" in part]
     made = parse(words).params
-    assert (made["ps"], made["workers"]) == (2, 2)
+    assert (made["ps"], made["workers"], made["extra_ps"]) == (2, 2, len(RUNS) - len(TASKS))
     volumes = dict(volume.split(":", 1) for volume in SERVICES["certs"]["volumes"])
-    for service in TASKS.values():
-        config = parse_tf_config(service["environment"]["TF_CONFIG"])
-        assert config is not None
-        name = task_name(config.task)
+    for service in RUNS.values():
+        config = parse_tf_config(service["environment"].get("TF_CONFIG", ""))
+        name = task_name(config.task) if config else spare_name(0)
         mine = [volume for volume in service["volumes"] if volume.startswith("certs")]
         assert mine == [f"certs-{name}:/certs:ro"]
         assert volumes[f"certs-{name}"] == f"/out/{name}"
@@ -115,14 +118,75 @@ def test_each_container_sees_its_own_key() -> None:
 
 
 def test_containers_may_do_little() -> None:
-    """A root that nobody writes on, no new privileges, no capabilities but what changes owners, no network outside."""
+    """A root that nobody writes on, no new privileges, no capabilities but what changes owners, no network outside.
+
+    Prometheus alone is reached from the host, and from there alone.
+    """
     for name, service in SERVICES.items():
         assert service["read_only"] is True
         assert service["security_opt"] == ["no-new-privileges:true"]
         assert service["cap_drop"] == ["ALL"]
-        assert ("user" in service, "cap_add" in service) == (name == "certs", name == "certs")
+        assert ("cap_add" in service) == (name == "certs")
+        root = str(service.get("user", "10001")).startswith("0")
+        assert root == (name == "certs")
+        assert ("networks" in service, "ports" in service) == (name == "prometheus", name == "prometheus")
     assert SERVICES["certs"]["network_mode"] == "none"
-    assert COMPOSE["networks"] == {"default": {"internal": True}}
+    assert COMPOSE["networks"] == {"default": {"internal": True}, "outside": None}
+    assert all(port.startswith("127.0.0.1:") for port in SERVICES["prometheus"]["ports"])
+
+
+def test_containers_may_use_so_much() -> None:
+    """Of memory, processors, processes and log; libraries compute in as many threads as there are processors."""
+    for name, service in SERVICES.items():
+        assert set(service["logging"]["options"]) == {"max-size", "max-file"}
+        if name != "certs":
+            assert {"cpus", "mem_limit", "pids_limit"} <= set(service)
+    for service in RUNS.values():
+        assert service["environment"]["OMP_NUM_THREADS"] == service["cpus"]
+
+
+def test_prometheus_scrapes_all_that_runs() -> None:
+    """Each container that runs a program of ours is a target at the port that it is told, under the job's name."""
+    config = yaml.safe_load((ROOT / "configs" / "prometheus" / "prometheus.yaml").read_text(encoding="utf-8"))
+    (scraped,) = config["scrape_configs"]
+    (targets,) = scraped["static_configs"]
+    ports = {service["environment"]["PS_METRICS_PORT"] for service in RUNS.values()}
+    assert ports == {"9090"}
+    assert set(targets["targets"]) == {f"{name}:9090" for name in RUNS}
+    assert {service["environment"]["PS_METRICS_HOST"] for service in RUNS.values()} == {"0.0.0.0"}
+    assert {service["environment"]["PS_JOB"] for service in RUNS.values()} == {scraped["job_name"]}
+    assert all((ROOT / "configs" / "prometheus" / name).exists() for name in config["rule_files"])
+    (mounted, where, _) = SERVICES["prometheus"]["volumes"][0].split(":")
+    assert (ROOT / "docker" / mounted).resolve() == ROOT / "configs" / "prometheus"
+    assert f"--config.file={where}/prometheus.yaml" in SERVICES["prometheus"]["command"]
+    assert SERVICES["prometheus"]["profiles"] == ["metrics"]
+
+
+def test_a_spare_server_waits_for_a_place() -> None:
+    """It knows all servers, says where it is, and is started with its profile alone; nothing probes it."""
+    (spare,) = [name for name in RUNS if name not in TASKS]
+    flags = parse(SERVICES[spare]["command"]).params
+    config = parse_tf_config(SERVICES["chief"]["environment"]["TF_CONFIG"])
+    assert config is not None
+    servers = tuple(config.cluster.task_address("ps", index) for index in range(config.cluster.num_tasks("ps")))
+    assert check_addresses(flags["join"], "--join") == servers
+    assert (flags["advertise"], flags["port"], flags["until_done"]) == (f"{spare}:2222", 2222, True)
+    assert SERVICES[spare]["profiles"] == ["spare"]
+    assert SERVICES[spare]["healthcheck"] == {"disable": True}
+
+
+@pytest.mark.parametrize("profiles", [(), ("metrics",), ("spare",), ("metrics", "spare")])
+def test_compose_reads_the_file(profiles: tuple[str, ...]) -> None:
+    """docker-compose, where it is at hand, finds no fault, and the services of the profiles."""
+    compose = shutil.which("docker-compose")
+    if compose is None:
+        pytest.skip("no docker-compose: the file is read by the tests alone")
+    words = [word for profile in profiles for word in ("--profile", profile)]
+    command = [compose, "-f", str(ROOT / "docker" / "compose.yaml"), *words, "config", "--services"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    expected = {name for name, service in SERVICES.items() if set(service.get("profiles", ())) <= set(profiles)}
+    assert expected <= set(done.stdout.split()) <= set(SERVICES)  # Compose 1 lists those of all profiles
 
 
 def test_commands_are_ours() -> None:

@@ -6,6 +6,7 @@ What is not tried: Slurm itself, more than one node, and GPUs.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -22,14 +23,19 @@ SECONDS = 240
 
 SRUN = """#!{python}
 import os, signal, subprocess, sys, time
-words = [word for word in sys.argv[1:] if not word.startswith("--kill-on-bad-exit")]
+assert sys.argv[1:3] == ["--kill-on-bad-exit=1", "--cpus-per-task=" + os.environ.get("SLURM_CPUS_PER_TASK", "1")]
+words = sys.argv[3:]
 step = {{"SLURM_STEP_NUM_TASKS": "{tasks}", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_STEP_TASKS_PER_NODE": "{tasks}"}}
 environs = [os.environ | step | {{"SLURM_PROCID": str(rank)}} for rank in range({tasks})]
 tasks = [subprocess.Popen(words, env=environ, start_new_session=True) for environ in environs]
-codes, told = [None], False
+codes, told, signalled = [None], False, False
 while None in codes:
     time.sleep(0.05)
     codes = [task.poll() for task in tasks]
+    if os.path.exists("limit") and not signalled:  # --signal, to every process of the step
+        signalled = True
+        for task, code in zip(tasks, codes):
+            code is None and os.killpg(task.pid, {signal})
     if any(codes) and not told:  # --kill-on-bad-exit
         told = True
         for task, code in zip(tasks, codes):
@@ -42,7 +48,10 @@ def sbatch(directory: Path, tasks: int, *words: str, **environ: str) -> subproce
     """Runs the script as the first node of an allocation would."""
     srun = directory / "bin" / "srun"
     srun.parent.mkdir(exist_ok=True)
-    srun.write_text(SRUN.format(python=sys.executable, tasks=tasks), encoding="utf-8")
+    signal = re.search(r"^#SBATCH --signal=(\w+)@", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
+    assert signal
+    told = f"signal.SIG{signal[1]}"
+    srun.write_text(SRUN.format(python=sys.executable, tasks=tasks, signal=told), encoding="utf-8")
     srun.chmod(0o755)
     path = f"{srun.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PS_", "TF_CONFIG"))}
@@ -110,6 +119,50 @@ def test_the_job_is_what_its_chief_says(tmp_path: Path, failing: set[int]) -> No
     told = [f"train.sbatch: task {2 + worker}, a worker, has failed: exit code 1" for worker in (0, 1)]
     assert [line in done.stderr for line in told] == [worker in failing for worker in (0, 1)]
     assert ("The job is given up" in done.stderr) == fails
+
+
+LEAVING = """
+import os, time
+from pathlib import Path
+import numpy as np, psclient as ps
+assert {name: os.environ[name] for name in ("OMP_NUM_THREADS", "PS_PORT")} == {"OMP_NUM_THREADS": "3", "PS_PORT": "%s"}
+strategy = ps.ParameterServerStrategy()
+with strategy.scope():
+    total = ps.Variable(np.zeros(3), name="total")
+def step():
+    ps.get_replica_context().merge_call(lambda strategy: strategy.extended.update(total, lambda v: v.assign_add(v + 1)))
+for turn in range(10_000):
+    strategy.run(step)
+    if turn == 3:
+        Path("limit").touch()
+    time.sleep(0.02)
+raise SystemExit("nobody has told it to leave")
+"""
+
+
+def test_workers_save_and_leave_before_the_time_limit(tmp_path: Path) -> None:
+    """The signal reaches every process; workers alone heed it, a checkpoint is written, and the job ends well.
+
+    Libraries compute in as many threads as Slurm gives a task.
+    """
+    made = shell(["psctl", "certs", "certs", "--ps", "1", "--workers", "2"], tmp_path)
+    assert made.code == 0, made.err
+    port = str(free_ports(4))
+    (tmp_path / "script.py").write_text(LEAVING % port, encoding="utf-8")
+    done = sbatch(tmp_path, 4, "script.py", PS_SERVERS="1", PS_PORT=port, SLURM_CPUS_PER_TASK="3")
+    assert done.returncode == 0, done.stderr
+    for rank in (2, 3):
+        assert f"train.sbatch: task {rank}, a worker, is told to leave before the time limit" in done.stderr
+    assert "has failed" not in done.stderr
+    assert "psserver /job:ps/task:0 ended; it held" in done.stdout
+    assert list((tmp_path / "runs" / "sigterm").glob("ckpt-*/manifest.json"))
+
+
+def test_the_port_is_nobody_s() -> None:
+    """Jupyter begins at 8888, and Linux gives ports above 32768 to whoever connects."""
+    found = re.search(r"PS_PORT:-(\d+)", SCRIPT.read_text(encoding="utf-8"))
+    assert found
+    assert 10_000 < int(found[1]) < 32_768 - 1_000
 
 
 @pytest.mark.parametrize(

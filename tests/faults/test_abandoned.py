@@ -9,7 +9,7 @@ import pytest
 
 import psclient as ps
 from psclient._src.chief.driver import Chief
-from psclient._src.processes.shutdown import SERVER_LOST
+from psclient._src.processes.shutdown import ABANDONED, SERVER_LOST
 from psclient._src.transport.remote_server import connect
 from psserver.config import ServerConfig
 from psserver.transport.server import ServerThread
@@ -46,7 +46,7 @@ def test_a_chief_whose_workers_are_all_gone_gives_the_job_up(tmp_path):
             job.hear(task, "at")
         for task in (W0, W1):
             job.kill(task)
-        assert job.exited(CHIEF) == 1
+        assert job.exited(CHIEF) == ABANDONED
         told = job.hear_error(CHIEF, "no worker has been here for")
         assert f"{W0} lost, {W1} lost. The job is given up" in told
         assert [job.exited(task) for task in (PS0, PS1)] == [0, 0]
@@ -94,7 +94,7 @@ def fail():
 def test_a_script_that_fails_everywhere_ends_its_job(tmp_path):
     """Its processes say so before they go; nobody waits for ever for others in their place."""
     with ProcessCluster(fail, tmp_path, ps=2, workers=2, chief="driver", timeouts=SOON) as job:
-        assert [job.exited(task) for task in (W0, W1, CHIEF)] == [1, 1, 1]
+        assert [job.exited(task) for task in (W0, W1, CHIEF)] == [1, 1, ABANDONED]
         job.hear_error(CHIEF, f"{W0} failed, {W1} failed. The job is given up")
         assert [job.exited(task) for task in (PS0, PS1)] == [0, 0]
 

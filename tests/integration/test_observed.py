@@ -13,9 +13,8 @@ import pytest
 import psclient as ps
 from pstesting.processes import CHIEF, PS0, PS1, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import add, gate, say
-from pswire.cluster import Task
 from pswire.telemetry import logging_setup
-from tests.support.scraped import Page, documented, mistakes
+from tests.support.scraped import Page, documented, metrics_url, mistakes
 
 ROUNDS = 5
 TASKS = (PS0, PS1, CHIEF, W0, W1)
@@ -37,25 +36,12 @@ def observed(rounds: int) -> None:
     strategy.close()
 
 
-def page(job: ProcessCluster, task: Task) -> Page:
-    """A task's metrics, at the port that it has picked."""
-    if task.job == "ps":
-        said = " serves metrics at "
-        job.until(lambda: any(said in line for line in job.cluster.output(task)))
-        (line,) = [line for line in job.cluster.output(task) if said in line]
-    else:
-        found = logging_setup.read(job.hear_error(task, "metrics are at "))
-        assert found is not None
-        line = found["message"].partition(",")[0]
-    return Page.at(line.rpartition(" ")[2])
-
-
 def test_every_task_tells_what_it_does(tmp_path):
     """Servers, workers and the chief agree on the rounds; each line of a log says whose it is."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "metrics_port": 0, "log_format": "json"}
     with ProcessCluster(observed, tmp_path, (ROUNDS,), gates=["on"], **keys) as job:
         assert {job.hear(task, "rounds") for task in (W0, W1)} == {ROUNDS}
-        pages = {task: page(job, task) for task in TASKS}
+        pages = {task: Page.at(metrics_url(job, task)) for task in TASKS}
         job.open("on")
         job.finish()
         said = {task: _own(job.errors(task)) for task in TASKS}

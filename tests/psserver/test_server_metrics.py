@@ -5,17 +5,21 @@ from __future__ import annotations
 import socket
 import struct
 from contextlib import contextmanager
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from psserver.config import ServerConfig
+from psserver.state.sessions import STILL_SECONDS
 from psserver.telemetry import ROWS, MetricsPort, Seen
 from pswire.errors import ConfigError, PSError
 from pswire.model.tensor import TensorSpec
 from pswire.security.identity import Security
 from pswire.telemetry import prometheus, web_server
+from pswire.telemetry.prometheus import HEALTH
 from pswire.transport.traffic import traffic
 from tests.support.rig import SOON, WORKERS, Job, given, reduce_only, serving, sgd, sum_into, together
 from tests.support.scraped import Page, documented, mistakes, queried
@@ -223,6 +227,29 @@ def test_metrics_are_served_over_http(job):
     (build,) = found.families["paramserver_build_info"].samples
     assert build.labels["task"] == "/job:ps/task:0"
     assert found("certificate_expiry_timestamp_seconds") == 2e9
+
+
+def health(url: str) -> tuple[int, str]:
+    """What a probe is told: the status, and the text."""
+    try:
+        with urlopen(url.removesuffix("/metrics") + HEALTH, timeout=SOON) as answer:
+            return answer.status, answer.read().decode()
+    except HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_probes_over_http_are_told_what_grpc_s_health_service_tells(job):
+    """A server whose leases nobody checks is not ready, and is so again once somebody does; metrics are served on."""
+    (core,) = job.servers.cores[:1]
+    core.tick()
+    with served(job) as url:
+        assert health(url) == (200, "serving\n")
+        job.servers.clock.now += STILL_SECONDS
+        assert not core.well()
+        assert health(url) == (503, "not serving\n")
+        Page.at(url)
+        core.tick()
+        assert health(url) == (200, "serving\n")
 
 
 def test_who_asks_for_nothing_is_not_waited_for(job, monkeypatch, capfd):

@@ -1,4 +1,4 @@
-"""Kubernetes manifests as a cluster would see them: what kustomize renders, and the pods that controllers make of it.
+"""Kubernetes manifests as a cluster would see them: what kustomize and Helm render, and the pods that controllers make.
 
 Knows what ours use, and refuses the rest.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,28 @@ Manifest = dict[str, Any]
 
 _FIELD = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
 _VARIABLE = re.compile(r"\$\((\w+)\)")
+
+NODE = "node-7"
+"""The node of every pod."""
+
+
+# ---- Helm ----
+
+
+def helm(program: str, chart: Path, release: str, values: Mapping[str, Any], namespace: str) -> list[Manifest]:
+    """What `helm template` prints, as objects in the release's namespace.
+
+    Raises:
+        ValueError: helm refuses the values, or the chart; with what it says.
+    """
+    command = [program, "template", release, str(chart), "--namespace", namespace, "--values", "-"]
+    done = subprocess.run(command, input=json.dumps(values), capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        raise ValueError(done.stderr)
+    objects = [item for item in yaml.safe_load_all(done.stdout) if item]
+    for item in objects:
+        item["metadata"]["namespace"] = namespace
+    return objects
 
 
 # ---- kustomize ----
@@ -178,19 +202,36 @@ def _environ(container: Manifest, metadata: Manifest, objects: list[Manifest]) -
     for source in container.get("envFrom", []):
         environ |= maps[source["configMapRef"]["name"]]
     for variable in container.get("env", []):
-        environ[variable["name"]] = _value(variable, environ, metadata, maps)
+        environ[variable["name"]] = _value(variable, environ, metadata, maps, container)
     return environ
 
 
-def _value(variable: Manifest, environ: Mapping[str, str], metadata: Manifest, maps: Mapping[str, Any]) -> str:
+def _value(
+    variable: Manifest,
+    environ: Mapping[str, str],
+    metadata: Manifest,
+    maps: Mapping[str, Any],
+    container: Manifest,
+) -> str:
     if "value" in variable:
         return expanded(variable["value"], environ)
     source = variable["valueFrom"]
+    if "resourceFieldRef" in source:
+        return _amount(container["resources"], source["resourceFieldRef"])
     if "configMapKeyRef" in source:
         return str(maps[source["configMapKeyRef"]["name"]][source["configMapKeyRef"]["key"]])
+    if source["fieldRef"]["fieldPath"] == "spec.nodeName":
+        return NODE
     field = _FIELD.fullmatch(source["fieldRef"]["fieldPath"])
     assert field, source
     return str(metadata[field[1]][field[2]])
+
+
+def _amount(resources: Manifest, source: Manifest) -> str:
+    """As the kubelet computes it: cores over the divisor, rounded up."""
+    assert source == {"resource": "requests.cpu", "divisor": "1"}, source
+    cores = str(resources["requests"]["cpu"])
+    return str(math.ceil(float(cores.removesuffix("m")) / 1000 if cores.endswith("m") else float(cores)))
 
 
 def expanded(text: str, environ: Mapping[str, str]) -> str:

@@ -10,6 +10,10 @@ from urllib.request import urlopen
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from pstesting.processes import ProcessCluster
+from pswire.cluster import Task
+from pswire.telemetry import logging_setup
+
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "observability.md"
 COUNTED = ("sessions", "variables", "members", "missing", "differing", "round", "rounds", "checkpoints", "info", "rows")
 """What the last word of a name is that has no unit: things that are counted, and numbers of things."""
@@ -50,6 +54,19 @@ class Page:
     def ours(self) -> list[Metric]:
         """Those of this package."""
         return [family for name, family in self.families.items() if name.startswith("paramserver_")]
+
+
+def metrics_url(job: ProcessCluster, task: Task) -> str:
+    """Where a task of a running job serves its metrics, at the port that it has picked; its log is JSON."""
+    if task.job == "ps":
+        said = " serves metrics at "
+        job.until(lambda: any(said in line for line in job.cluster.output(task)))
+        (line,) = [line for line in job.cluster.output(task) if said in line]
+    else:
+        found = logging_setup.read(job.hear_error(task, "metrics are at "))
+        assert found is not None
+        line = found["message"].partition(",")[0]
+    return line.rpartition(" ")[2]
 
 
 def documented() -> dict[str, tuple[str, tuple[str, ...]]]:

@@ -16,9 +16,13 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-from pswire.errors import CheckpointError, ConfigError, Forbidden, PSError, ServerLost
+from pswire.errors import Abandoned, CheckpointError, ConfigError, Forbidden, PSError, ServerLost
 
 log = logging.getLogger("psclient")
+
+ABANDONED = 69
+"""The exit code of a chief that has given its job up, since no worker was there: EX_UNAVAILABLE of sysexits.h. Another
+attempt is of use where servers and workers are started again as well."""
 
 NOT_SAVED = 73
 """The exit code of a process whose script ended well, and what was to be done after it was not: EX_CANTCREAT of
@@ -28,7 +32,7 @@ SERVER_LOST = 75
 """The exit code of a process that `ServerLost` ended, EX_TEMPFAIL of sysexits.h: nothing is wrong with the process
 itself, and another attempt goes on from a checkpoint."""
 
-_CODES = {KeyboardInterrupt: 130, ConfigError: 2, Forbidden: 2, ServerLost: SERVER_LOST}
+_CODES = {KeyboardInterrupt: 130, ConfigError: 2, Forbidden: 2, ServerLost: SERVER_LOST, Abandoned: ABANDONED}
 
 _endings: list[Callable[[], None]] = []
 _first: list[Callable[[], None]] = []

@@ -51,7 +51,7 @@ def test_an_error_of_ours_is_one_line_with_the_user_s_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [("ServerLost", 75), ("Fenced", 1), ("Forbidden", 2), ("ConfigError", 2), ("Abandoned", 1)]
+    ("error", "code"), [("ServerLost", 75), ("Fenced", 1), ("Forbidden", 2), ("ConfigError", 2), ("Abandoned", 69)]
 )
 def test_the_code_says_whether_another_attempt_helps(tmp_path, error, code):
     """2 that none will, 75 that this process is not to blame and that the next attempt goes on from a checkpoint."""
