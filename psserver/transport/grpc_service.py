@@ -251,7 +251,8 @@ class Service(grpc.GenericRpcHandler):
 
     def process(self) -> ProcessStatus:
         """Returns the status of this process. On the event loop."""
-        return replace(process_status(self._lanes), page=self.page)
+        found = process_status(self._lanes)
+        return replace(found, page=self.page) if self.page else found
 
     def close(self) -> None:
         """Ends all calls that wait, and all that come, with `ServerLost`. On the event loop."""
