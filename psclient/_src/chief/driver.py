@@ -32,7 +32,7 @@ from pswire.api import Watched
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import Abandoned, Fenced, PSError, ServerGone, ServerLost, TaskTaken
 from pswire.limits import Timeouts
-from pswire.model.log import Done, EpochClosed, LogEntry, Lost
+from pswire.model.log import Done, EpochClosed, LogEntry
 from pswire.model.status import Pace, SessionState
 from pswire.telemetry import logging_setup
 from pswire.telemetry.metrics import Histogram
@@ -230,7 +230,7 @@ class Chief:
         try:
             self._session.open(waits)
         except ServerLost as lost:
-            self._announce(lost)  # by the token that server 0 has just given
+            self._losses.announce(lost)  # by the token that server 0 has just given
             raise
 
     def _drive(self) -> None:
@@ -281,7 +281,7 @@ class Chief:
                     log.warning("the chief in %s leaves, and another process drives the job on", self.task)
                     break
         except ServerLost as lost:
-            self._announce(lost)  # first: who sees that its session has ended may take its place
+            self._losses.announce(lost)  # first: who sees that its session has ended may take its place
             raise
         finally:
             self._session.leave(error)
@@ -303,22 +303,12 @@ class Chief:
         except TaskTaken as taken:
             raise Fenced(f"{error.message}; {taken.message}", error.task) from None
         except ServerLost as lost:
-            self._announce(lost)  # by the token that server 0 has just given
+            self._losses.announce(lost)  # by the token that server 0 has just given
             raise
         if self._session.incarnations != before and not self._copied:
             self._session.leave("a server was replaced")
             raise ServerLost("a server of the job was replaced while the chief was away; restart from a checkpoint")
         log.warning("the chief in %s was away (%s); nobody has taken its place, and it goes on", self.task, error)
-
-    def _announce(self, error: ServerLost) -> None:
-        """Writes to the log that a server is lost: by that all processes know it at once."""
-        lost = next((server.task for server in self._servers[1:] if str(server.task) == error.task), None)
-        if lost is None:
-            return  # server 0 keeps the log: each process sees for itself
-        try:
-            self._log.insist(Lost(lost.index, error.message), self._timeouts.call)
-        except (PSError, TimeoutError) as failure:
-            log.warning("the chief cannot say that %s is lost: %s", lost, failure)
 
     # ---- Looking and appending ----
 

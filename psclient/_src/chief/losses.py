@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from psclient._src.transport.remote_server import RemoteServer
 from psclient._src.transport.session import Session
 from pswire.errors import PSError, ServerGone, ServerLost
 from pswire.model.log import Gone, Lost
+
+log = logging.getLogger("psclient.chief")
 
 
 class Losses:
@@ -45,6 +48,16 @@ class Losses:
                 if not lives:
                     raise error
                 return
+
+    def announce(self, error: ServerLost) -> None:
+        """Writes to the log that a server is lost, so that the job ends: by that all processes know it at once."""
+        lost = next((server.task for server in self._servers[1:] if str(server.task) == error.task), None)
+        if lost is None:
+            return  # server 0 keeps the log: each process sees for itself
+        try:
+            self._log.insist(Lost(lost.index, error.message), self._session.timeouts.call)
+        except (PSError, TimeoutError) as failure:
+            log.warning("the chief cannot say that %s is lost: %s", lost, failure)
 
     def _untold(self, losses: Sequence[Gone], error: ServerGone | ServerLost) -> list[Gone]:
         """Returns the servers that are lost and of which the log does not tell; raises the error if it is of none.

@@ -103,7 +103,7 @@ def serve(stack: ExitStack, core: Fixed, in_flight: int = IN_FLIGHT) -> ServerTh
     patch = stack.enter_context(pytest.MonkeyPatch.context())
     # Of the registry alone: the name of the Unix socket is from chance as ever, else tests at a time would share it.
     patch.setattr(registry, "secrets", SimpleNamespace(token_bytes=lambda count: LANE_TOKEN[:count]))
-    patch.setattr(grpc_service, "process_status", lambda lanes: PROCESS)
+    patch.setattr(grpc_service.Service, "process", lambda self: PROCESS)
     config = ServerConfig(PS, security=SECURITY, shared_memory=IN_FLIGHT, in_flight=in_flight)
     return stack.enter_context(ServerThread(core, config, grace=0.0))
 
