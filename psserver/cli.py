@@ -163,7 +163,8 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
         page = offer = departure = None
         try:
             if config.metrics_port is not None:
-                rim = Rim(join_address(config.host, port), partial(_on, loop, server.process), server.recent)
+                process = partial(_on, loop, server.process)
+                rim = Rim(join_address(config.host, port), process, server.recent, server.refused)
                 page = MetricsPort(core, server.traffic, config, config.metrics_port, rim)
                 server.serve_page(page.page_url)
             _say(f"psserver {config.task} listening on {join_address(config.host, port)} ({config.describe()})")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from psserver.config import ServerConfig
@@ -35,11 +35,13 @@ class Seen:
         core: the server proper.
         status: its status.
         traffic: payload bytes of each lane.
+        refused: how many callers were refused before they reached the core, by reason.
     """
 
     core: Core
     status: ServerStatus
     traffic: Mapping[LaneName, Traffic]
+    refused: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def tally(self) -> ServerCounters:
@@ -261,6 +263,13 @@ ROWS: tuple[Row[Seen], ...] = (
         "Programs, or steps of them, that ran without a kernel.",
         lambda s: {ALL: s.core.kernels.interpretations},
     ),
+    Row(
+        SERVER + "refused",
+        "counter",
+        "Callers that were refused before they reached the server proper, by what they lacked.",
+        lambda s: {(reason,): count for reason, count in s.refused.items()},
+        ("reason",),
+    ),
     # Sessions and the chief, which server 0 knows.
     Row(SERVER + "sessions", "gauge", "Sessions of workers, on server 0.", _sessions, ("state",)),
     Row(
@@ -286,11 +295,13 @@ class Rim:
         address: the server's address.
         process: returns the status of its process; raises `TimeoutError` where it does not come at once.
         recent: returns what it was told last, the newest last.
+        refused: returns how many callers were refused, by reason.
     """
 
     address: str
     process: Callable[[], ProcessStatus]
     recent: Callable[[], Sequence[Happened]]
+    refused: Callable[[], Mapping[str, int]]
 
 
 class MetricsPort:
@@ -328,7 +339,7 @@ class MetricsPort:
             self._page = Page(
                 config.metrics_host,
                 port,
-                lambda: [(PROCESS, process), (ROWS, Seen(core, core.status(), traffic))],
+                lambda: [(PROCESS, process), (ROWS, Seen(core, core.status(), traffic, rim.refused() if rim else {}))],
                 self._status.answers if self._status else {},
                 core.well,
             )

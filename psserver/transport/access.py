@@ -6,17 +6,15 @@ It knows certificates and tokens, and no network.
 from __future__ import annotations
 
 import hmac
-import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from psserver.registry import Registry
+from psserver.transport.refused_callers import RefusedCallers
 from pswire.cluster import Task
 from pswire.encoding import messages
 from pswire.encoding.verbs import TOKEN_KEY, VERBS, Caller, Verb, bearer
-from pswire.errors import Forbidden, InvalidRequest, PSError, Unauthenticated
-from pswire.model.status import Happened
+from pswire.errors import Forbidden, InvalidRequest, Unauthenticated
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.security.names import ADMIN, certificate_name, named, task_name
@@ -26,48 +24,6 @@ DNS_NAMES = "peer_dns"
 
 Names = frozenset[str] | None
 """The tasks that a caller's certificate names, maybe none; None where certificates are not asked for."""
-
-
-MOST_REFUSED = 30
-"""Refused callers that are kept: the newest. Who is refused may come as often as it likes."""
-
-
-class RefusedCallers:
-    """The callers that were refused before they reached the core, and why. May be used from any thread.
-
-    Args:
-        clock: monotonic seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()  # guards the table
-        self._found: dict[tuple[str, str, str], tuple[float, int]] = {}  # when last, and how often; the newest last
-
-    def note(self, verb: str, peer: str, error: PSError) -> None:
-        """Notes a call that was refused.
-
-        Args:
-            verb: what it asked for.
-            peer: the other end, as gRPC names it; the port is left out, which is another one each time.
-            error: the reason.
-        """
-        key = verb, peer.rpartition(":")[0] or peer, f"{type(error).__name__}: {error.message}"
-        with self._lock:
-            _, count = self._found.pop(key, (0.0, 0))
-            self._found[key] = self._clock(), count + 1
-            while len(self._found) > MOST_REFUSED:
-                del self._found[next(iter(self._found))]
-
-    def recent(self) -> list[Happened]:
-        """Returns them, the oldest first."""
-        now = self._clock()
-        with self._lock:
-            found = list(self._found.items())
-        return [
-            Happened(now - then, verb.lower(), f"a caller at {peer}" + (f", {count} times" if count > 1 else ""), why)
-            for (verb, peer, why), (then, count) in found
-        ]
 
 
 class Access:
@@ -81,7 +37,7 @@ class Access:
 
     def __init__(self, server: Task, security: Security, registry: Registry) -> None:
         self.registry = registry
-        self.refused = RefusedCallers()
+        self.refused = RefusedCallers(str(server))
         self._server = str(server)
         self._tls = security.tls
         self._bearer = bearer(security.token).encode() if security.token else b""

@@ -23,6 +23,7 @@ from psserver.transport.access import Access, Names
 from psserver.transport.grpc_answers import Bell, Frames, GrpcAnswer, StreamedCalls
 from psserver.transport.lane_server import LaneServer
 from psserver.transport.process import process_status
+from psserver.transport.refused_callers import reason_of
 from psserver.transport.served import Served
 from pswire.api import ParameterServer, RoundReply, Watched
 from pswire.cluster import Task
@@ -254,6 +255,10 @@ class Service(grpc.GenericRpcHandler):
         found = process_status(self._lanes)
         return replace(found, page=self.page) if self.page else found
 
+    def refused(self) -> Mapping[str, int]:
+        """Returns how many callers were refused before they reached the core, by reason. From any thread."""
+        return self._access.refused.counts
+
     def close(self) -> None:
         """Ends all calls that wait, and all that come, with `ServerLost`. On the event loop."""
         self._closed = True
@@ -283,7 +288,8 @@ class Service(grpc.GenericRpcHandler):
                 return await handler(message, context, first)
             except PSError as error:
                 if isinstance(error, Unauthenticated | Forbidden):
-                    self._access.refused.note(verb.name, context.peer(), error)
+                    why = f"{type(error).__name__}: {error.message}"
+                    self._access.refused.note(verb.name.lower(), context.peer(), reason_of(error), why)
                 status, details, trailing = refusal(error)
             except Exception:  # a bug of ours must reach the client as an error, not as silence
                 log.exception("internal error in %s", verb.name)

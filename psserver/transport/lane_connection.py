@@ -125,16 +125,18 @@ class Connection:
         lanes: the acceptor.
         sock: the connection.
         shared: True if data are in memory that the client will hand over.
+        peer: where the client is, for messages.
         names: the names in the client's certificate; None where the lane asks for none. A client that shares memory
             shows only its token, which came over a channel that has asked.
     """
 
-    def __init__(self, lanes: Hub, sock: Stream, shared: bool, names: Names = None) -> None:
+    def __init__(self, lanes: Hub, sock: Stream, shared: bool, peer: str = "", names: Names = None) -> None:
         self.session: int | None = None
         """The client's session; None before its hello."""
         self.lane: LaneName = "shm" if shared else "tcp"
         self.names = names
         self._lanes = lanes
+        self._peer = peer
         self._traffic = lanes.traffic[self.lane]
         self.sock = sock
         self._shared = shared
@@ -210,6 +212,14 @@ class Connection:
         if self.session is None:
             self.close("no hello")
 
+    def _refuse_all(self, error: PSError) -> None:
+        """Closes the connection, since what has come on it is refused."""
+        if self.session is None:
+            self._lanes.access.refused.note("connect", self._peer, "lane", error.message)
+        else:
+            log.warning("a lane of session %d is closed, since what came is refused: %s", self.session, error.message)
+        self.close(error.message)
+
     # ---- The socket ----
 
     def _readable(self) -> None:
@@ -225,8 +235,7 @@ class Connection:
         except ConnectionResetError as error:
             self.close(str(error), gone=True)
         except (InvalidRequest, Forbidden, ConfigError) as error:
-            log.warning("a lane is closed, since what came is refused: %s", error.message)
-            self.close(error.message)
+            self._refuse_all(error)
         except OSError as error:
             self.close(str(error))
         except Exception:  # a bug of ours, or no memory: the client goes another way

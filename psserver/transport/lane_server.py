@@ -13,6 +13,7 @@ import logging
 import os
 import resource
 import socket
+from functools import partial
 from pathlib import Path
 
 from psserver.config import ServerConfig
@@ -21,6 +22,7 @@ from psserver.transport.access import Access
 from psserver.transport.lane_connection import Connection
 from psserver.transport.served import Served
 from psserver.transport.tls_handshake import Handshake
+from pswire.cluster import join_address
 from pswire.encoding.messages import RoundEncoder
 from pswire.errors import MemoryLimit, PSError
 from pswire.limits import BUFFER_BYTES
@@ -42,6 +44,9 @@ MAX_CONNECTIONS = 8
 
 REST_SECONDS = 1.0
 """Seconds without an accept once the system has no room for a connection."""
+
+SAME_HOST = "this host:"
+"""The other end of a connection over shared memory."""
 
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Error numbers of a system that has no room for a connection."""
@@ -144,7 +149,7 @@ class LaneServer:
 
     def _accept(self, listener: socket.socket, shared: bool) -> None:
         try:
-            sock, _ = listener.accept()
+            sock, address = listener.accept()
             if not shared:
                 tune(sock, SILENCE_SECONDS, breaks=True)
         except OSError as error:
@@ -156,16 +161,19 @@ class LaneServer:
         strangers += [connection for connection in self.connections if connection.session is None]
         if len(strangers) >= MAX_STRANGERS:
             strangers[0].close("too many connections that say nothing")
+        peer = SAME_HOST if shared else join_address(*address[:2])
         if self._tls is None or shared:
-            self.connections.append(Connection(self, sock, shared))
+            self.connections.append(Connection(self, sock, shared, peer))
         else:
-            self._handshakes.append(Handshake(self._tls, sock, self._shaken))
+            self._handshakes.append(Handshake(self._tls, sock, partial(self._shaken, peer)))
 
-    def _shaken(self, handshake: Handshake, sealed: Sealed | None) -> None:
+    def _shaken(self, peer: str, handshake: Handshake, sealed: Sealed | None) -> None:
         """Removes a handshake that is over; adds its connection if it has succeeded."""
         self._handshakes.remove(handshake)
         if sealed is not None:
-            self.connections.append(Connection(self, sealed, False, named(sealed.peer_names())))
+            self.connections.append(Connection(self, sealed, False, peer, named(sealed.peer_names())))
+        elif handshake.failure:
+            self.access.refused.note("connect", peer, "handshake", handshake.failure)
 
     def _rest(self, listener: socket.socket, shared: bool, error: OSError) -> None:
         """Stops accepting for a moment: a waiting client would keep the loop busy with failing accepts."""

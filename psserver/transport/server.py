@@ -79,6 +79,10 @@ class Server:
         """Returns what this server was told last, the newest last. May be called from any thread."""
         return self._service.recent()
 
+    def refused(self) -> Mapping[str, int]:
+        """Returns how many callers were refused before they reached the core, by reason. From any thread."""
+        return self._service.refused()
+
     async def start(self) -> int:
         """Starts listening; returns the port.
 

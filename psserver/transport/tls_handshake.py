@@ -23,11 +23,15 @@ class Handshake:
         context: the server's certificate, and those that it accepts.
         sock: the connection.
         over: called at the end with the encrypted connection, or None if the handshake has failed.
+
+    Attributes:
+        failure: how the other end has failed; "" if it did not.
     """
 
     def __init__(
         self, context: ssl.SSLContext, sock: socket.socket, over: Callable[[Handshake, Sealed | None], None]
     ) -> None:
+        self.failure = ""
         self._loop = asyncio.get_running_loop()
         self._over = over
         sock.setblocking(False)
@@ -53,7 +57,8 @@ class Handshake:
         except BlockingIOError:
             return
         except OSError as error:
-            self.close(getattr(error, "reason", None) or str(error))
+            self.failure = getattr(error, "reason", None) or str(error)
+            self.close(self.failure)
         else:
             self._let_go()
             self._over(self, self._sealed)

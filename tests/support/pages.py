@@ -60,7 +60,7 @@ def page_of(job: Job, token: str = TOKEN) -> Iterator[Served]:
     """Serves the metrics and the page of a job's first server."""
     core = job.servers.cores[0]
     process = ProcessStatus(time.time(), 1 << 20, {}, 1, "", {}, {"shm received": 1 << 21}, 99.0)
-    rim = Rim("127.0.0.1:2222", lambda: process, core.recent)
+    rim = Rim("127.0.0.1:2222", lambda: process, core.recent, dict)
     port = MetricsPort(core, traffic(), ServerConfig(core.task, security=Security(token=token)), 0, rim)
     try:
         yield Served(int(port.url.rpartition(":")[2].partition("/")[0]))
