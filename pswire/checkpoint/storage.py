@@ -21,6 +21,9 @@ log = logging.getLogger("pswire")
 BLOCK = 16 << 20
 """Bytes that are asked of an object store at once."""
 
+FOR_NO_OTHERS = 0o660
+"""Permissions of a new file, less the process's umask: a model is for its owner and the group, and for nobody else."""
+
 
 class Storage(Protocol):
     """The storage of checkpoints. All paths are below the root, as `below` gives them.
@@ -207,7 +210,7 @@ def _make(directory: Path) -> None:
     """Makes a directory, and those above it; each is lasting once the one above it is synced."""
     if not directory.is_dir():
         _make(directory.parent)
-        directory.mkdir(exist_ok=True)
+        directory.mkdir(FOR_NO_OTHERS | 0o110, exist_ok=True)
         _sync(directory.parent)
 
 
@@ -222,7 +225,7 @@ def _begun(path: Path) -> IO[bytes]:
 
 
 def _follow_no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    return os.open(path, flags | os.O_NOFOLLOW, FOR_NO_OTHERS)
 
 
 def _sync(path: Path) -> None:

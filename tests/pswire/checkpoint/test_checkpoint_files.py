@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import uuid
 from contextlib import contextmanager, nullcontext
@@ -318,6 +319,18 @@ def unprivileged():
         os.seteuid(uid)
 
 
+def test_others_may_not_read_it(tmp_path):
+    """Whatever the umask allows: neither its files nor its directories; the group may, as far as that says."""
+    before = os.umask(0)
+    try:
+        save(tmp_path / "root", "run/ckpt-1")
+    finally:
+        os.umask(before)
+    found = {path: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "root").rglob("*")}
+    assert found
+    assert all(mode == (0o770 if path.is_dir() else 0o660) for path, mode in found.items()), found
+
+
 def test_what_lies_beside_does_not_matter(caplog):
     """A link out of the root, or a directory that cannot be read, stops neither the newest nor the sweep; said once."""
     with tempfile.TemporaryDirectory() as above:
@@ -326,6 +339,8 @@ def test_what_lies_beside_does_not_matter(caplog):
         save(root, "run/ckpt-1")
         write(root, "run/ckpt-2")  # crashed
         (root / "run/elsewhere").symlink_to(above)
+        for path in (root, *root.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)  # for who is unprivileged
         (root / "run/secret").mkdir(mode=0o300 if os.geteuid() else 0o700)
         with unprivileged():
             where = storage_at(root)
