@@ -339,7 +339,7 @@ def _hold_lifeline(loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> N
 def _say(line: str) -> None:
     """Prints a line. The reader of stdout may be gone, which must not change how the server ends."""
     try:
-        print(line, flush=True)  # noqa: T201
+        print(logging_setup.line_of(line, "psserver"), flush=True)  # noqa: T201
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 

@@ -113,6 +113,18 @@ class Json(logging.Formatter):
         return json.dumps(said)
 
 
+def line_of(text: str, logger: str) -> str:
+    """Returns a line for stdout, written as the log is: the text itself, or one JSON object.
+
+    Args:
+        text: what the line says.
+        logger: name of the logger that would say it.
+    """
+    if not structured():
+        return text
+    return Json().format(logging.makeLogRecord({"name": logger, "levelname": "INFO", "msg": text}))
+
+
 def _message(record: logging.LogRecord) -> str:
     """Formats a record, also where its arguments do not fit: else the error would be printed, and not as JSON."""
     try:

@@ -18,6 +18,7 @@ import psclient
 from psserver.config import server_config
 from pswire.checkpoint.manifest import MANIFEST
 from pswire.limits import Timeouts
+from pswire.telemetry import logging_setup
 
 SECONDS = 30
 WORKER = '{"cluster": {"ps": ["127.0.0.1:0"], "worker": ["h:1"]}, "task": {"type": "worker", "index": 0}}'
@@ -64,6 +65,19 @@ def test_a_signal_is_a_clean_end(number):
     assert process.returncode == 0
     assert out == "psserver /job:ps/task:0 ended; it held 0 variables, 0 bytes of them here, after no round on cpu\n"
     assert "Traceback" not in err
+
+
+def test_each_line_is_json_if_the_log_is():
+    """Those on stdout as well: where it listens, where its metrics are, and how it ends."""
+    with psserver("--log-format", "json", "--metrics-port", "0", "--lifeline") as process:
+        lines = [first_line(process), first_line(process)]
+        out, err = process.communicate(timeout=SECONDS)
+    said = [logging_setup.read(line) for line in (*lines, *out.splitlines(), *err.splitlines())]
+    assert all(said), (lines, out, err)
+    told = [each["message"] for each in said[:3]]
+    assert "listening on" in told[0]
+    assert "serves metrics at" in told[1]
+    assert "ended; it held" in told[2]
 
 
 def test_it_does_not_outlive_who_holds_its_lifeline():
