@@ -115,6 +115,26 @@ def test_servers_that_are_cut_off_for_a_while(tmp_path, stack):
         job.finish()
 
 
+def test_a_server_and_its_copy_that_do_not_reach_each_other(tmp_path, stack):
+    """With copies the job goes on with one of them, by the chief's word alone; the other one answers nobody any more."""
+    relays = [Relay(stack, APART), Relay(stack, APART)]
+    between = [relay.address for relay in relays]
+    keys = {**KEYS, "replication": 1, "timeouts": dataclasses.replace(QUICK, lease=4.0)}
+    with ProcessCluster(count, tmp_path, (12, 5), between=between, gates=["go"], **keys) as job:
+        lead(relays, job)
+        for task in (W0, W1):
+            job.hear(task, "at", 5)
+        for relay in relays:
+            relay.cut()
+        job.open("go")
+        for task in (CHIEF, W0, W1):
+            said = job.hear_error(task, f"goes on without {PS1}")
+            assert f"{PS0} has not reached {PS1}" in said or f"{PS1} has not reached {PS0}" in said
+        for task in (W0, W1):  # each round counts once, as the script itself checks
+            assert job.hear(task, "sums") == [1212.0, 1212.0]
+        assert {job.exited(task) for task in (PS0, CHIEF, W0, W1)} == {0}
+
+
 @pytest.mark.parametrize(
     "words",
     [pytest.param(b"", marks=pytest.mark.soak), b"HTTP/1.1 400 Bad Request\r\nServer: nobody we know of here\r\n\r\n"],
