@@ -14,7 +14,7 @@ import pytest
 import yaml
 from prometheus_client import REGISTRY
 
-from psclient._src.telemetry import OF_CHIEFS, OF_WORKERS
+from psclient._src.telemetry.exporter import OF_CHIEFS, OF_WORKERS
 from psserver.telemetry import ROWS
 from pswire.telemetry.metrics import PROCESS
 from tests.support.promql import names

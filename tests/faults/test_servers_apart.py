@@ -116,7 +116,7 @@ def test_servers_that_are_cut_off_for_a_while(tmp_path, stack):
 
 
 def test_a_server_and_its_copy_that_do_not_reach_each_other(tmp_path, stack):
-    """With copies the job goes on with one of them, by the chief's word alone; the other one answers nobody any more."""
+    """With copies the job goes on with one of them, by the chief's word alone; the other answers nobody any more."""
     relays = [Relay(stack, APART), Relay(stack, APART)]
     between = [relay.address for relay in relays]
     keys = {**KEYS, "replication": 1, "timeouts": dataclasses.replace(QUICK, lease=4.0)}

@@ -7,7 +7,7 @@ import numpy as np
 import psclient as ps
 from pstesting.processes import PS0, PS1, W0, ProcessCluster
 from pstesting.script import gate, say
-from tests.integration.test_observed import page
+from tests.support.scraped import Page, metrics_url
 
 SIZE = 1 << 16
 SERVERS = (PS0, PS1)
@@ -47,10 +47,10 @@ def run(directory) -> dict:
     keys = {"ps": 2, "workers": 1, "metrics_port": 0}
     with ProcessCluster(program, directory, (SIZE,), gates=["after 3", "after 2"], **keys) as job:
         assert job.hear(W0, "values") == [-1.5] * 2
-        job.until(lambda: all(sum(kernels(page(job, task))) == 1 for task in SERVERS))
+        job.until(lambda: all(sum(kernels(Page.at(metrics_url(job, task)))) == 1 for task in SERVERS))
         job.open("after 3")
         assert job.hear(W0, "values") == [-2.5] * 2
-        pages = {task: page(job, task) for task in SERVERS}
+        pages = {task: Page.at(metrics_url(job, task)) for task in SERVERS}
         assert all(each("server_kernel_seconds_total") > 0 for each in pages.values())
         found = {task: (*kernels(pages[task]), libraries(job, task)) for task in SERVERS}
         job.open("after 2")

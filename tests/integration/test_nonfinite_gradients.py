@@ -9,7 +9,7 @@ import psclient as ps
 from pstesting.processes import PS0, PS1, W0, W1, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
 from pswire.telemetry import logging_setup
-from tests.support.scraped import Page
+from tests.support.scraped import Page, metrics_url
 
 LARGE = (3 << 20) // 4
 """Elements of float32 of which two are more than a part: such a round streams."""
@@ -49,7 +49,7 @@ def test_a_poisoned_variable_is_told_once_in_every_terminal(tmp_path, size, lane
     keys = {"ps": len(servers), "workers": 2, "metrics_port": 0, "log_format": "json", "lane": lane}
     with ProcessCluster(poisoned, tmp_path, (size, False), gates=["on"], **keys) as job:
         assert [job.hear(task, "finite") for task in (W0, W1)] == [[True, False, True]] * 2
-        pages = [page(job, task) for task in servers]
+        pages = [Page.at(metrics_url(job, task)) for task in servers]
         job.open("on")
         job.finish()
         told = {task: warnings_of(job, task) for task in (W0, W1, *servers)}
@@ -76,11 +76,3 @@ def test_an_asynchronous_worker_reads_of_its_own_gradients(tmp_path):
     (words,) = told[W1]
     assert str(W1) in words
     assert (told[W0], told[PS0]) == ([], [words])
-
-
-def page(job: ProcessCluster, task) -> Page:
-    """A server's metrics, at the port that it has picked."""
-    said = " serves metrics at "
-    job.until(lambda: any(said in line for line in job.cluster.output(task)))
-    (line,) = [line for line in job.cluster.output(task) if said in line]
-    return Page.at(line.rpartition(" ")[2])

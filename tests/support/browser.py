@@ -86,7 +86,7 @@ class Browser:
 
     def text(self, place: str = "body") -> str:
         """Returns the text that somebody sees in the element of a selector."""
-        return str(self.run(f"document.querySelector({json.dumps(place)}).innerText"))
+        return str(self.run(f"document.querySelector({json.dumps(place)})?.innerText ?? ''"))  # none while it loads
 
     def look(self, width: int = 1200, dark: bool = False, script: bool = True) -> None:
         """Sets the width of the window, the colours that its user likes, and whether pages may run scripts."""

@@ -62,6 +62,7 @@ def metrics_url(job: ProcessCluster, task: Task) -> str:
         said = " serves metrics at "
         job.until(lambda: any(said in line for line in job.cluster.output(task)))
         (line,) = [line for line in job.cluster.output(task) if said in line]
+        line = (logging_setup.read(line) or {"message": line})["message"]
     else:
         found = logging_setup.read(job.hear_error(task, "metrics are at "))
         assert found is not None

@@ -321,7 +321,7 @@ class Stepping(Chief):
     pause: Callable[[], None] = staticmethod(lambda: None)
 
     def _new_session(self) -> Stepped:
-        session = Stepped(self._task, self._servers, 0, True, TIMEOUTS)
+        session = Stepped(self.task, self._servers, 0, True, TIMEOUTS)
         session.pause = lambda: self.pause()
         return session
 
