@@ -72,6 +72,9 @@ class Hub(Protocol):
     def let_in(self, connection: Connection, hello: pb.LaneHello) -> None:
         """Admits a client, or refuses one whose hello does not show its session."""
 
+    def refuse(self, connection: Connection, error: PSError) -> None:
+        """Closes a connection, since what has come on it is refused."""
+
     def replace(self, connection: Connection) -> None:
         """Closes all other connections of its session."""
 
@@ -136,7 +139,7 @@ class Connection:
         self.lane: LaneName = "shm" if shared else "tcp"
         self.names = names
         self._lanes = lanes
-        self._peer = peer
+        self.peer = peer
         self._traffic = lanes.traffic[self.lane]
         self.sock = sock
         self._shared = shared
@@ -212,14 +215,6 @@ class Connection:
         if self.session is None:
             self.close("no hello")
 
-    def _refuse_all(self, error: PSError) -> None:
-        """Closes the connection, since what has come on it is refused."""
-        if self.session is None:
-            self._lanes.access.refused.note("connect", self._peer, "lane", error.message)
-        else:
-            log.warning("a lane of session %d is closed, since what came is refused: %s", self.session, error.message)
-        self.close(error.message)
-
     # ---- The socket ----
 
     def _readable(self) -> None:
@@ -235,7 +230,7 @@ class Connection:
         except ConnectionResetError as error:
             self.close(str(error), gone=True)
         except (InvalidRequest, Forbidden, ConfigError) as error:
-            self._refuse_all(error)
+            self._lanes.refuse(self, error)
         except OSError as error:
             self.close(str(error))
         except Exception:  # a bug of ours, or no memory: the client goes another way

@@ -102,6 +102,15 @@ class LaneServer:
         if len(others) >= MAX_CONNECTIONS:
             others[0].close("its client has opened too many others")
 
+    def refuse(self, connection: Connection, error: PSError) -> None:
+        """Closes a connection, since what has come on it is refused; strangers are counted, and seldom told of."""
+        if connection.session is None:
+            self.access.refused.note("connect", connection.peer, "lane", error.message)
+        else:
+            said = "a lane of session %d is closed, since what came is refused: %s"
+            log.warning(said, connection.session, error.message)
+        connection.close(error.message)
+
     def replace(self, connection: Connection) -> None:
         """Closes all other connections of a session: its client has given them up, and perhaps could not say so."""
         for other in [other for other in self.connections if other.session == connection.session]:
