@@ -79,8 +79,9 @@ def _tables(value: Callable[[Table], float]) -> Callable[[Seen], Values]:
     return lambda seen: {(one.part.table,): value(one.table) for one in seen.core.machine.store.tables()}
 
 
-def _by_outcome(counter: Counter[str]) -> Values:
-    return {(outcome,): count for outcome, count in counter.items()}
+def _by_label(numbers: Mapping[str, float]) -> Values:
+    """Returns a number for each value of a metric's one label."""
+    return {(value,): number for value, number in numbers.items()}
 
 
 OUTCOME = ("outcome",)
@@ -89,7 +90,7 @@ SERVER = "paramserver_server_"
 
 ROWS: tuple[Row[Seen], ...] = (
     # Rounds.
-    Row(SERVER + "rounds", "counter", "Rounds that are over.", lambda s: _by_outcome(s.tally.rounds), OUTCOME),
+    Row(SERVER + "rounds", "counter", "Rounds that are over.", lambda s: _by_label(s.tally.rounds), OUTCOME),
     Row(
         SERVER + "round",
         "gauge",
@@ -113,7 +114,7 @@ ROWS: tuple[Row[Seen], ...] = (
         SERVER + "votes",
         "counter",
         "Votes on whose contributions a round of several servers has.",
-        lambda s: {(direction,): count for direction, count in s.tally.votes.items()},
+        lambda s: _by_label(s.tally.votes),
         ("direction",),
     ),
     Row(
@@ -132,7 +133,7 @@ ROWS: tuple[Row[Seen], ...] = (
         SERVER + "digests",
         "counter",
         "Comparisons of the values of variables with another server that has them, too.",
-        lambda s: _by_outcome(s.tally.digests),
+        lambda s: _by_label(s.tally.digests),
         OUTCOME,
     ),
     Row(
@@ -194,8 +195,10 @@ ROWS: tuple[Row[Seen], ...] = (
         lambda s: {ALL: s.status.memory_limit},
     ),
     # Dynamic tables.
-    Row(SERVER + "table_rows", "gauge", "Rows of a dynamic table here.", _tables(len), TABLE),
-    Row(SERVER + "table_bytes", "gauge", "Bytes that it takes here.", _tables(lambda t: t.nbytes), TABLE),
+    Row(
+        SERVER + "table_rows", "gauge", "Rows of a dynamic table here.", lambda s: _by_label(s.status.table_rows), TABLE
+    ),
+    Row(SERVER + "table_bytes", "gauge", "Bytes that it takes here.", lambda s: _by_label(s.status.table_bytes), TABLE),
     Row(SERVER + "table_evicted", "counter", "Rows that left it.", _tables(lambda t: t.evicted), TABLE),
     Row(
         SERVER + "table_refused",
@@ -221,7 +224,7 @@ ROWS: tuple[Row[Seen], ...] = (
         SERVER + "checkpoint_shards",
         "counter",
         "This server's parts of checkpoints.",
-        lambda s: _by_outcome(s.tally.shards),
+        lambda s: _by_label(s.tally.shards),
         OUTCOME,
     ),
     Row(
@@ -240,7 +243,7 @@ ROWS: tuple[Row[Seen], ...] = (
         SERVER + "restores",
         "counter",
         "Checkpoints that were read into variables.",
-        lambda s: _by_outcome(s.tally.restores),
+        lambda s: _by_label(s.tally.restores),
         OUTCOME,
     ),
     # Kernels.
@@ -267,7 +270,7 @@ ROWS: tuple[Row[Seen], ...] = (
         SERVER + "refused",
         "counter",
         "Callers that were refused before they reached the server proper, by what they lacked.",
-        lambda s: {(reason,): count for reason, count in s.refused.items()},
+        lambda s: _by_label(s.refused),
         ("reason",),
     ),
     # Sessions and the chief, which server 0 knows.

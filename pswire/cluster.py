@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pswire.errors import ConfigError
+from pswire.errors import ConfigError, PSError
 
 EVALUATOR = "evaluator"
 """The job of a task that has no part in the training: it follows the checkpoints."""
@@ -191,6 +191,12 @@ def _addresses(job: Any, tasks: Any) -> dict[int, str]:
 
 def _dense(tasks: Mapping[int, str]) -> bool:
     return bool(tasks) and max(tasks) + 1 == len(tasks)
+
+
+def server_of(error: PSError) -> int | None:
+    """Returns the index of the server that an error is about; None where it is about none."""
+    match = _TASK.fullmatch(error.task)
+    return int(match[2]) if match and match[1] == "ps" else None
 
 
 def parse_index(index: Any, where: str) -> int:

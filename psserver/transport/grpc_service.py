@@ -255,10 +255,6 @@ class Service(grpc.GenericRpcHandler):
         found = process_status(self._lanes)
         return replace(found, page=self.page) if self.page else found
 
-    def refused(self) -> Mapping[str, int]:
-        """Returns how many callers were refused before they reached the core, by reason. From any thread."""
-        return self._access.refused.counts
-
     def close(self) -> None:
         """Ends all calls that wait, and all that come, with `ServerLost`. On the event loop."""
         self._closed = True

@@ -81,7 +81,7 @@ class Server:
 
     def refused(self) -> Mapping[str, int]:
         """Returns how many callers were refused before they reached the core, by reason. From any thread."""
-        return self._service.refused()
+        return self._lanes.access.refused.counts
 
     async def start(self) -> int:
         """Starts listening; returns the port.

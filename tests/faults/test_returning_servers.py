@@ -70,6 +70,17 @@ def await_return(job, server):
         job.until(lambda: (epoch := other.status().epoch) is not None and epoch.returns is not None)
 
 
+def replace(job, server):
+    """Ends a server in good order, and starts it again; returns once all go on with it."""
+    job.kill(server, signal.SIGTERM)
+    for task in (CHIEF, W0, W1):
+        job.hear_error(task, f"goes on without {server}")
+    assert job.exited(server) == 0  # it has said so before, and listens until then
+    job.start(server)
+    for task in (CHIEF, W0, W1):
+        job.hear_error(task, f"goes on with {server}, which is back")
+
+
 def go_on(job, number, *tasks):
     """Lets workers go on that wait before a step."""
     for task in tasks:
@@ -166,13 +177,7 @@ def test_servers_are_started_anew_one_after_the_other(tmp_path):
     with ProcessCluster(learn, tmp_path, (None, [20]), **KEYS) as job:
         go_on(job, 20, W0, W1)
         for server in (PS0, PS1, PS0):
-            job.kill(server, signal.SIGTERM)
-            for task in (CHIEF, W0, W1):
-                job.hear_error(task, f"goes on without {server}")
-            assert job.exited(server) == 0  # it has said so before, and listens until then
-            job.start(server)
-            for task in (CHIEF, W0, W1):
-                job.hear_error(task, f"goes on with {server}, which is back")
+            replace(job, server)
         (tmp_path / "enough").touch()
         found = job.hear(W0, "is")
         assert found == job.hear(W1, "is") == values(found[2], found[2])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 
 from pstesting.in_process import InProcessCluster
 from pstesting.processes import CHIEF, PS0, PS1, W0, W1, ProcessCluster
-from tests.faults.test_returning_servers import KEYS, go_on, learn, values
+from tests.faults.test_returning_servers import KEYS, go_on, learn, replace, values
 
 BEFORE = os.environ.get("PS_TEST_BEFORE", "")
 
@@ -70,13 +69,7 @@ def test_servers_are_upgraded_one_after_the_other(tmp_path, job):
     """Nobody restarts, and each step counts once: bit for bit as in a job of one version."""
     go_on(job, 20, W0, W1)
     for server in (PS0, PS1):
-        job.kill(server, signal.SIGTERM)
-        for task in (CHIEF, W0, W1):
-            job.hear_error(task, f"goes on without {server}")
-        assert job.exited(server) == 0
-        job.start(server)
-        for task in (CHIEF, W0, W1):
-            job.hear_error(task, f"goes on with {server}, which is back")
+        replace(job, server)
     (tmp_path / "enough").touch()
     found = job.hear(W0, "is")
     assert found == job.hear(W1, "is") == values(found[2], found[2])

@@ -17,6 +17,7 @@ from psclient._src.config import child_environ
 from psserver.transport.refused_callers import MOST_KEPT, MOST_LINES, QUIET_SECONDS, RefusedCallers
 from pswire.encoding.verbs import TOKEN_KEY, VERBS
 from pswire.pb import parameter_server_pb2 as pb
+from tests.support.waiting_servers import free_port
 
 SOON = 20
 
@@ -88,7 +89,7 @@ def test_strangers_are_counted_and_fill_no_log(stack: ExitStack) -> None:
 
 def test_strangers_on_a_lane(stack: ExitStack) -> None:
     """What is no hello closes the connection."""
-    data_port = _free_port()
+    data_port = free_port()
     server = Server(stack, "--data-port", str(data_port))
     for _ in range(200):
         with socket.create_connection(("127.0.0.1", data_port), SOON) as stranger:
@@ -115,9 +116,3 @@ def test_lines_are_limited_by_host_and_in_all(caplog: pytest.LogCaptureFixture) 
     refused.note("connect", "10.0.0.1:3", "lane", "no hello")
     untold = 6 * MOST_KEPT - MOST_LINES - (MOST_LINES - 1)  # those between two lines are told with the second
     assert caplog.messages[-1].endswith(f"no hello; {untold} more were refused since the last such line")
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-        return port

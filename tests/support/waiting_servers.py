@@ -27,7 +27,7 @@ class Waiting:
     """
 
     def __init__(self, job: ProcessCluster, directory: Path, domain: str = "elsewhere", **environ: str) -> None:
-        port = _free_port()
+        port = free_port()
         self.address = f"{HOST}:{port}"
         self.said = directory / f"waiting-{port}.log"
         servers = ",".join(job.cluster.addresses[task] for task in _servers(job))
@@ -61,7 +61,8 @@ def _servers(job: ProcessCluster) -> list[Task]:
     return sorted(task for task in job.cluster.addresses if task.job == "ps")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this host at which nothing listens now."""
     with socket.socket() as sock:
         sock.bind((HOST, 0))
         return int(sock.getsockname()[1])

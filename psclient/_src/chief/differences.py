@@ -12,11 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from psclient._src.chief.farewells import farewell
 from psclient._src.chief.job_log import JobLog
 from psclient._src.transport.daemon_threads import Threads
-from psclient._src.transport.remote_server import RemoteServer, elsewhere
+from psclient._src.transport.remote_server import RemoteServer
 from psclient._src.transport.session import Session
-from pswire.cluster import Task
+from pswire.cluster import Task, server_of
 from pswire.errors import PSError, ServerLost
 from pswire.model.log import Gone
 from pswire.model.status import Difference, ServerStatus
@@ -125,18 +126,9 @@ class Differences:
             return
         self._given_up = None
         told = [(i, e) for i, e in enumerate(self._log.state.log) if isinstance(e, Gone)]
-        index, entry = next((i, e) for i, e in reversed(told) if str(Task("ps", e.server)) == error.task)
-        there = elsewhere(self._servers[entry.server], self._servers[entry.server].address)
-
-        def say() -> None:
-            try:
-                there.approve(self._session.token, index, [entry])
-            except PSError as failure:
-                log.info("%s does not hear that it is given up: %s", error.task, failure)
-            finally:
-                there.close()
-
-        self._threads.submit(say)
+        index, entry = next((i, e) for i, e in reversed(told) if e.server == server_of(error))
+        here, token = self._servers[entry.server], self._session.token
+        self._threads.submit(farewell(here, lambda there: there.approve(token, index, [entry]), "is given up"))
 
 
 def found_of(statuses: Sequence[ServerStatus]) -> Mapping[Pair, Difference]:

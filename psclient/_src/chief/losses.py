@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from psclient._src.chief.job_log import JobLog
 from psclient._src.transport.remote_server import RemoteServer
 from psclient._src.transport.session import Session
+from pswire.cluster import server_of
 from pswire.errors import PSError, ServerGone, ServerLost
 from pswire.model.log import Gone, Lost
 
@@ -51,13 +52,13 @@ class Losses:
 
     def announce(self, error: ServerLost) -> None:
         """Writes to the log that a server is lost, so that the job ends: by that all processes know it at once."""
-        lost = next((server.task for server in self._servers[1:] if str(server.task) == error.task), None)
-        if lost is None:
+        lost = server_of(error)
+        if not lost:
             return  # server 0 keeps the log: each process sees for itself
         try:
-            self._log.insist(Lost(lost.index, error.message), self._session.timeouts.call)
+            self._log.insist(Lost(lost, error.message), self._session.timeouts.call)
         except (PSError, TimeoutError) as failure:
-            log.warning("the chief cannot say that %s is lost: %s", lost, failure)
+            log.warning("the chief cannot say that %s is lost: %s", error.task, failure)
 
     def _untold(self, losses: Sequence[Gone], error: ServerGone | ServerLost) -> list[Gone]:
         """Returns the servers that are lost and of which the log does not tell; raises the error if it is of none.
@@ -70,13 +71,13 @@ class Losses:
             error: how one was found now.
         """
         hosting, state = self._session.hosting, self._log.state
-        found = [server.task.index for server in self._servers if str(server.task) == error.task]
-        if not (self._session.copied and found):
+        found = server_of(error)
+        if not self._session.copied or found is None:
             raise error
         suspects: dict[int, PSError] = {index: hosting.suspects.pop(index) for index in list(hosting.suspects)}
         # Else it is news of a loss that the log tells of, maybe of one before its return.
         if isinstance(error, ServerLost):
-            suspects[found[0]] = error
+            suspects[found] = error
         reasons = {entry.server: entry.reason for entry in losses}
         for server in Counter(hosting.losses) - Counter(state.losses):
             reasons.setdefault(server, "was lost")

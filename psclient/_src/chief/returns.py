@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
+from psclient._src.chief.farewells import farewell
 from psclient._src.chief.job_log import JobLog
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.remote_server import RemoteServer, elsewhere, expect
@@ -111,18 +112,8 @@ class Returns:
 
     def farewell(self, server: int) -> Callable[[], object]:
         """Returns what tells the process that is a server now that it has moved, for when the job goes on elsewhere."""
-        there = elsewhere(self._servers[server], self._servers[server].address)
-        token = self._session.token
-
-        def say() -> None:
-            try:
-                there.move(server, self._servers[server].address, token)
-            except PSError as error:
-                log.info("%s at %s does not hear that it has moved: %s", Task("ps", server), there.address, error)
-            finally:
-                there.close()
-
-        return say
+        here, token = self._servers[server], self._session.token
+        return farewell(here, lambda there: there.move(server, here.address, token), "has moved")
 
     def take_back(self) -> None:
         """Goes on with the servers of which the log tells that they are back."""

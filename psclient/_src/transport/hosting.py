@@ -14,7 +14,7 @@ from typing import TypeVar
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.remote_server import RemoteServer, expect, follow_moves, look_again
 from pswire.api import Opened, ParameterServer
-from pswire.cluster import Task
+from pswire.cluster import Task, server_of
 from pswire.encoding import protocol
 from pswire.errors import PSError, ServerGone, ServerLost, Unreachable
 from pswire.limits import Timeouts
@@ -175,8 +175,8 @@ class Hosting:
 
         Returns False where it is none of those that are there, or nobody else is.
         """
-        server = next((i for i in self.live if str(Task("ps", i)) == error.task), None)
-        if server is None or len(self.live) == 1:
+        server = server_of(error)
+        if server not in self.live or len(self.live) == 1:
             return False
         with self._lock:
             self._set(self.gone | {server})

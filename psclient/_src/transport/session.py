@@ -24,7 +24,7 @@ from psclient._src.transport.log_calls import LogCalls, Proposals
 from psclient._src.transport.patience import Deadline, Patience, until_free
 from psclient._src.transport.remote_server import RemoteServer
 from pswire.api import UNTIL_ENDED, UNTIL_GONE, Opened, ParameterServer, Watched
-from pswire.cluster import Task
+from pswire.cluster import Task, server_of
 from pswire.errors import (
     ChiefLost,
     Diverged,
@@ -425,4 +425,4 @@ class Session(LogCalls):
 
 def _is_loss(error: BaseException | None, index: int) -> bool:
     """Returns whether an error says that a server is lost, so that no call to it is answered any more."""
-    return isinstance(error, ServerLost) and error.task == str(Task("ps", index))
+    return isinstance(error, ServerLost) and server_of(error) == index
