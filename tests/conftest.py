@@ -9,6 +9,7 @@ import signal
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
@@ -22,6 +23,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # NumPy's BLAS makes a thread for each core when it is imported, and nothing here needs more than one.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+# What hypothesis remembers lies where pytest's own memory does, and not beside the packages.
+os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(Path(__file__).parents[1] / ".pytest_cache" / "hypothesis"))
 
 # A slow machine is no failure. `pytest --hypothesis-profile=soak` searches for as long as one likes to wait.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
