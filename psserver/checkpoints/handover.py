@@ -1,12 +1,14 @@
-"""A server that comes back reads the variables that it held before, as the others have just saved them.
+"""A server that comes back reads the variables that it held before, as the others save them.
 
 They save its arrays by the numbers of their variables, also those that no checkpoint has, and all dynamic tables. What
-a restored checkpoint has for variables that are created later goes with them. Who has read it all removes it.
+a restored checkpoint has for variables that are created later goes with them. Who has read it all removes it. The log
+tells that all is saved; until then, and while it reads, the server puts rounds off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +17,7 @@ from psserver.checkpoints.later import Later
 from psserver.checkpoints.restored_tables import RestoredTable, WantedTable
 from psserver.checkpoints.restores import Restores
 from psserver.effects import Effect, Fail, Reply, Work, naming
+from psserver.state.rounds import Rounds
 from psserver.state.variables import Store
 from pswire.api import RestoreOrder
 from pswire.checkpoint.arrays_of_tables import read_arrays
@@ -23,9 +26,12 @@ from pswire.checkpoint.reader import SavedCheckpoint
 from pswire.checkpoint.storage import Storage
 from pswire.errors import CheckpointError, PSError
 from pswire.limits import PART_BYTES
+from pswire.model.log import LogEntry, Snapshotted
 from pswire.model.plan import PlacedVariable, SnapshotOrder
 from pswire.model.saved import Shard
 from pswire.model.tensor import Array
+
+log = logging.getLogger("psserver")
 
 LATER = "later.json"
 """The file that tells what a restored checkpoint has for later variables."""
@@ -62,23 +68,62 @@ class Handover:
         store: gets the values.
         restores: gets what is for later variables.
         place: the storage of checkpoints.
+        rounds: the rounds, some of which are put off.
+        give_up: ends this server, which cannot read its variables, given the time and the error; returns the effects.
     """
 
-    def __init__(self, store: Store, restores: Restores, place: Storage) -> None:
+    def __init__(
+        self,
+        store: Store,
+        restores: Restores,
+        place: Storage,
+        rounds: Rounds,
+        give_up: Callable[[float, PSError], list[Effect]],
+    ) -> None:
         self._store = store
+        self._rounds = rounds
+        self._give_up = give_up
+        self._begun = 0  # the epoch by which that was handed over which is read
         self._restores = restores
         self._place = place
 
-    def read(self, order: SnapshotOrder | None, future: Future[Shard]) -> list[Effect]:
-        """Reads what an order has saved for this server, and answers the chief."""
+    def follow(self, entries: Sequence[LogEntry], now: float) -> list[Effect]:
+        """Begins to read once the log tells that all is saved, if this server is back and has not read it."""
+        epoch = self._rounds.backlog.awaits
+        if epoch in (0, self._begun):
+            return []
+        for entry in reversed(entries):
+            order = self._ordered(entry.plan_id) if isinstance(entry, Snapshotted) else None
+            if isinstance(entry, Snapshotted) and order is not None and order.returns == epoch:
+                self._begun, future = epoch, Future[Shard]()
+                if entry.error:
+                    return self._lost(CheckpointError(entry.error), now)
+                return self.read(order, future)
+        return []
+
+    def ask(self, plan_id: bytes, future: Future[Shard]) -> list[Effect]:
+        """Reads what a plan has saved for this server before it is back, as chiefs of version 1.x.0 ask; answers."""
+        order = self._ordered(plan_id)
         if order is None or not order.returns:
             return [Fail(future, CheckpointError("nothing was handed over by this plan", str(self._store.task)))]
+        return self.read(order, future)
+
+    def _ordered(self, plan_id: bytes) -> SnapshotOrder | None:
+        prepared = self._rounds.plans.get(plan_id)
+        return prepared.plan.snapshot if prepared else None
+
+    def _lost(self, error: PSError, now: float) -> list[Effect]:
+        """Ends this server if the job counts on it; else the chief is told, and goes on without."""
+        return self._give_up(now, error) if self._rounds.backlog.awaits else []
+
+    def read(self, order: SnapshotOrder, future: Future[Shard]) -> list[Effect]:
+        """Reads what an order has saved for this server."""
         mine = [v for v in self._store.variables.values() if self._store.server in v.servers]
         arrays = {name_of(v): v for v in mine if v.spec.part is None}
         names = {v.id: v.spec.saved_name for v in mine if v.spec.part is not None}
         found = (WantedTable.of(stored, names, RestoreOrder()) for stored in self._store.tables())
         work = order, arrays, [table for table in found if table is not None]
-        return [Work("files", self._read, work, then=partial(self._put, future))]
+        return [Work("files", self._read, work, then=partial(self._put, order, future))]
 
     def _read(
         self, order: SnapshotOrder, arrays: Mapping[str, PlacedVariable], tables: Sequence[WantedTable]
@@ -99,11 +144,21 @@ class Handover:
                 self._place.remove(f"{order.path}/{file_name}")
         return _HandedOver(values, parts, later, checkpoint, shard)
 
-    def _put(self, future: Future[Shard], found: _HandedOver | None, error: PSError | None, now: float) -> list[Effect]:
-        if error is not None or found is None:
-            return [Fail(future, error or PSError("nothing was read"))]
+    def _put(
+        self,
+        order: SnapshotOrder,
+        future: Future[Shard],
+        found: _HandedOver | None,
+        error: PSError | None,
+        now: float,
+    ) -> list[Effect]:
+        if found is None:
+            error = error or PSError("nothing was read")
+            return [Fail(future, error), *self._lost(error, now)]
         self._store.commit(found.values)
         for table in found.tables:
             table.put()
         self._restores.adopt(found.checkpoint, found.later)
+        self._rounds.backlog.has_read(order.returns)
+        log.info("%s has its variables, with %d rounds to make up", self._store.task, len(self._rounds.backlog))
         return [Reply(future, found.shard)]

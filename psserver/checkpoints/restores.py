@@ -180,6 +180,13 @@ class Restores:
 
     # ---- The round that commits ----
 
+    def among(self, job: ReadyRound, assigned: Mapping[int, Array]) -> tuple[Mapping[int, Array], PSError | None]:
+        """Adds a round's restored values to those it assigns; returns nothing and the error if that fails."""
+        try:
+            return {**assigned, **self.values(job)}, None
+        except PSError as error:
+            return {}, error
+
     def values(self, job: ReadyRound) -> dict[int, Array]:
         """Returns the restored values that a round assigns, by the number of their variable.
 

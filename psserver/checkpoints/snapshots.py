@@ -150,16 +150,20 @@ class Snapshots:
         epoch = self._rounds.epochs.get(save.order.returns)
         save.back = epoch.returns.server if epoch is not None and epoch.returns is not None else None
         save.led = self._led(save)
+        if save.back == self._store.server and not save.led:
+            return []  # the others save what it has
         try:
-            frozen = self._hold(job, save, self._leads)
+            frozen = self._hold(job, save, partial(self._leads, save))
             spare = self._hold(job, save, self._has) if self._store.copied else None
         except PSError as error:  # the round is over, and is not touched by it
             return [Fail(save.shard, self._error(f"a table cannot be saved: {error.message}"))]
         save.frozen, save.spare = frozen, spare
         return self._write(save, frozen)
 
-    def _leads(self, variable: PlacedVariable) -> bool:
-        return self._store.leads(variable.servers)
+    def _leads(self, save: _Save, variable: PlacedVariable) -> bool:
+        """Returns whether this server is the one to save a variable; one that moves leaves it to another, if it can."""
+        others = [s for s in variable.servers if s != save.back and s not in self._store.gone]
+        return self._store.leads(others or variable.servers)
 
     def _has(self, variable: PlacedVariable) -> bool:
         return self._store.server in variable.servers
@@ -220,8 +224,8 @@ class Snapshots:
 
     def _led(self, save: _Save) -> Set[str]:
         """Returns names of what this server is the one to save."""
-        tables = {each.part.key for each in self._store.tables() if self._leads(each.variable)}
-        return tables.union(name for name, variable in self._named(save) if self._leads(variable))
+        tables = {each.part.key for each in self._store.tables() if self._leads(save, each.variable)}
+        return tables.union(name for name, variable in self._named(save) if self._leads(save, variable))
 
     def _named(self, save: _Save) -> Iterator[tuple[str, PlacedVariable]]:
         """Returns the arrays that are saved, by their names in a file."""

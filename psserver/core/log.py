@@ -205,6 +205,7 @@ class Log:
             self._rounds.strands[None].begin_at(back.round)
             self._rounds.last = back.round - 1
             self._rounds.votes.close(self._rounds.last)
+            self._rounds.backlog.begin(back.epoch)
             log.info("%s is back, and takes part from round %d on", self._store.task, back.round)
         return self._introduce()
 

@@ -54,7 +54,7 @@ from pswire.api import (
     Watched,
 )
 from pswire.checkpoint.storage import storage_at
-from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, ServerLost
+from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, ServerGone, ServerLost
 from pswire.limits import WINDOW
 from pswire.model.log import LogEntry, Member, Start
 from pswire.model.plan import PlacedVariable, Turn, VariableSpec
@@ -122,7 +122,7 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
             self.store, self.rounds, self.restores, bases, root, config.snapshot_limit, self.tally
         )
         self.log = Log(self.store, self.rounds, self.snapshots, incarnation, config.addresses)
-        self._handover = Handover(self.store, self.restores, root)
+        self._handover = Handover(self.store, self.restores, root, self.rounds, self._cannot_read)
         self.closures = Closures()
         self._creation = Creation(self.store, self.log, self.restores)
         self._indices = Indices(timeouts.lease, config.max_sessions)
@@ -307,7 +307,7 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         try:
             if start is not None:
                 self.log.start(start)
-                self.members.take_part(self.rounds.members(start.epoch), start.round)
+                self.members.take_part(self.rounds.epochs[start.epoch].members, start.round)
         except Diverged as error:
             self.members.fail_all(error)
         return self._admission.ended(session), []
@@ -339,7 +339,7 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
             return index, effects + ends
         kept = self.log.keeps
         agreed, follows = self.log.append(index, entries, prepared)
-        effects += self._heard(follows)
+        effects += [*self._heard(follows), *self._handover.follow(self.log.entries, now)]
         if self.log.keeps and not kept:
             self.members.take_over(token, now)
         for vote in self.rounds.votes.unopened(self.rounds.strands[None].last):
@@ -409,8 +409,7 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         """
         self._check_token(token)
         if self.log.away:
-            prepared = self.rounds.plans.get(plan_id)
-            return None, self._handover.read(prepared.plan.snapshot if prepared else None, future)
+            return None, self._handover.ask(plan_id, future)
         return None, self.snapshots.ask(plan_id, manifest, future)
 
     def restore(
@@ -421,6 +420,10 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         if self.log.keeps and order.stage != "look":
             self.members.check_part(session)
         return self.restores.ask(session, path, turn, order, future)
+
+    def _cannot_read(self, now: float, error: PSError) -> list[Effect]:
+        why = f"it could not read the variables that were handed over to it: {error.message}"
+        return self.outlive(now, ServerGone(why, str(self.task)))[1]
 
     # ---- What is there, and the end ----
 

@@ -16,6 +16,7 @@ from functools import partial
 from psserver.checkpoints.restores import Restores
 from psserver.checkpoints.snapshots import Snapshots
 from psserver.core.answers import Answers
+from psserver.core.catching_up import CatchingUp
 from psserver.core.digests import Digests
 from psserver.core.waiting import Waiters
 from psserver.effects import Await, Effect, Run, Work
@@ -29,7 +30,7 @@ from psserver.state.rounds import Rounds
 from psserver.state.strands import Given, Record
 from psserver.state.variables import Store
 from pswire.api import Begun, Contribution, RoundReply
-from pswire.errors import NonfiniteError, PSError, ServerLost
+from pswire.errors import PSError, ServerLost
 from pswire.model.plan import Ref
 from pswire.model.tensor import Array
 
@@ -107,6 +108,7 @@ class Runner:
         self._assigned: dict[int, Array] = {}  # the values of a trial run so far
         self._answers = Answers(store)
         self.digests = Digests(store, tally, self._nonfinite)
+        self._late = CatchingUp(rounds, tally, self._nonfinite, self._fail_halfway, self._answer)
         self.broken: PSError | None = None
 
     def clear(self) -> None:
@@ -114,7 +116,7 @@ class Runner:
         self._tally.forget()
         self._nonfinite.clear()
         self.broken = None
-        self._execution = self.held = self._awaits = self._ballot = None
+        self._execution = self.held = self._awaits = self._ballot = self._late.keeps = None
         self._assigned = {}
         self._answers.drop()
 
@@ -138,16 +140,20 @@ class Runner:
             return self._go_on(self._execution)
         if self._ballot is not None:
             return self._count(self._ballot)
-        job = None if self.digests.hashes else self.held or self._rounds.next_job()
+        if self.digests.hashes or self._late.keeps is not None:
+            return []
+        job = self.held or self._late.next()
         if job is None or self._holds(job):
             return []
         self._tally.round = job.round
-        return self._elect(_Ballot(job, job.attempt)) if job.voters else self._start(job)
+        return self._start(job) if job.put_off or not job.voters else self._elect(_Ballot(job, job.attempt))
 
     def _start(self, job: ReadyRound) -> list[Effect]:
         """Begins a round of which it is known whose contributions it has, or which this server decides alone."""
         if self._ballot is None and (failed := self._refused(job, None)) is not None:
             return failed
+        if self._rounds.backlog.behind and not job.put_off:
+            return self._late.put_off(job)
         execution = self._execution = Execution(job, self._kernels)
         self._assigned = {}
         if job.commit is Commit.ATOMIC:
@@ -233,14 +239,8 @@ class Runner:
 
     def _refused(self, job: ReadyRound, trial: _Trial | None) -> list[Effect] | None:
         """Fails a round of which it is known now that a contribution has NaN or infinity, if its plan asks for that."""
-        if job.plan.nonfinite != "raise" or not job.accused:
-            return None
-        self._tally.nonfinite_contributions += len(job.accused)
-        error = NonfiniteError(
-            f"round {job.round} was not applied: {self._nonfinite.refusal(job)} (nonfinite='raise'); look at that "
-            "step's loss and gradients"
-        )
-        return self._close(job, trial, *self._rounds.fail(job, error))
+        error = self._nonfinite.refused(job, self._tally)
+        return None if error is None else self._close(job, trial, *self._rounds.fail(job, error))
 
     def _close(self, job: ReadyRound, trial: _Trial | None, record: Record, waiters: list[Waiter]) -> list[Effect]:
         """A round is over that has changed nothing."""
@@ -248,7 +248,11 @@ class Runner:
         self._answers.drop()
         self._tally.over(job, record, self._rounds.last, 0.0, self._tally.clock())
         ends = [] if trial is None else [Run(trial.execution.close)]
-        return [*ends, *self.replies(record, self._waiters.hold(record, waiters))]
+        return [*ends, *self._answer(record, waiters)]
+
+    def _answer(self, record: Record, waiters: list[Waiter]) -> list[Effect]:
+        """Answers the members of a round that is over, but for those whose answers have to wait."""
+        return self.replies(record, self._waiters.hold(record, waiters))
 
     def _again(self, ballot: _Ballot, execution: Execution, agreed: frozenset[int] | None = None) -> list[Effect]:
         """Drops a streamed run, whose contributions are used up: others count than it has.
@@ -346,7 +350,7 @@ class Runner:
     ) -> list[Effect]:
         over = error is not None or execution.done
         if over and error is None:
-            assigned, error = self._restored(execution.job, assigned)
+            assigned, error = self._restores.among(execution.job, assigned)
         if self._ballot is not None:
             self._assigned |= assigned
         elif execution.job.skipped:
@@ -363,39 +367,36 @@ class Runner:
         return [*effects, Run(execution.close), *self._end(execution, ready, error, now)]
 
     def _try(
-        self,
-        ballot: _Ballot,
-        execution: Execution,
-        ready: Mapping[int | Ref, Array],
-        error: PSError | None,
+        self, ballot: _Ballot, execution: Execution, ready: Mapping[int | Ref, Array], error: PSError | None
     ) -> list[Effect]:
         """A trial run is over, which has changed nothing: now this server can vote."""
         self._execution = None
         trial, self._assigned = _Trial(execution, self._assigned, ready), {}
         return self._elect(_Ballot(replace(ballot.job, error=error), ballot.attempt, trial))
 
-    def _restored(self, job: ReadyRound, assigned: Mapping[int, Array]) -> tuple[Mapping[int, Array], PSError | None]:
-        """Adds a round's restored values to those it assigns; returns nothing and the error if that fails."""
-        try:
-            return {**assigned, **self._restores.values(job)}, None
-        except PSError as error:
-            return {}, error
-
     def _break(self, execution: Execution, error: PSError, now: float) -> list[Effect]:
         """Ends a round after a bug: it is unknown how far it came."""
         self._answers.drop()
-        if not self._rounds.runs(execution.job):
+        if not (execution.job.put_off or self._rounds.runs(execution.job)):
             self._execution = None
             return []
-        self.broken = _halfway(execution.job, error)
-        return self._end(execution, {}, self.broken, now)
+        return self._end(execution, {}, self._fail_halfway(execution.job, error), now)
+
+    def _fail_halfway(self, job: ReadyRound, error: PSError) -> PSError:
+        self.broken = _halfway(job, error)
+        return self.broken
 
     def _end(
         self, execution: Execution, ready: Mapping[int | Ref, Array], error: PSError | None, now: float
     ) -> list[Effect]:
         """Ends the round; `ready` are values that are on the host already."""
-        job, effects = execution.job, self._rounds.unused(execution.job)
+        job = execution.job
         self._store.end_loan()
+        if job.put_off:
+            self._execution = None
+            self._late.made(execution, error)
+            return self.digests.over(execution, error)
+        effects = self._rounds.unused(job)
         if error is None:
             warnings = self._nonfinite.judge(job, execution.found, self._tally)
             dropped = sorted(execution.contributions.dropped)
@@ -405,7 +406,7 @@ class Runner:
         else:
             # Of what several servers have agreed on, none may do otherwise.
             if (execution.halfway or job.voters) and self.broken is None:
-                error = self.broken = _halfway(job, error)
+                error = self._fail_halfway(job, error)
             log.warning("round %d failed: %s", job.round, error)
             record, waiters = self._rounds.fail(job, error)
         self._tally.over(job, record, self._rounds.last, execution.ran, now)

@@ -17,7 +17,7 @@ from psserver.state.sessions import Membership
 from psserver.state.strands import Record
 from psserver.state.variables import Store, take_rows
 from pswire.api import UNTIL_ENDED, UNTIL_GONE, Contribution, PullReply, RowRead, TableRead, Watched
-from pswire.errors import InvalidRequest, PSError
+from pswire.errors import InvalidRequest, PSError, Unreachable
 from pswire.model.log import Gone
 from pswire.model.status import OpenRound
 from pswire.model.tensor import Array
@@ -116,6 +116,8 @@ class Waiters:
             case Read(asked=Asked(variables=ids, rows=rows, tables=tables)):
                 if len(set(ids)) != len(ids):
                     raise InvalidRequest("a variable is asked for twice")
+                if self._rounds.backlog.awaits:
+                    raise Unreachable("it reads its variables still, and is asked again", str(self._store.task))
                 for id in ids:
                     self._store.value(id)
                 self._store.check_rows(rows)
@@ -162,7 +164,10 @@ class Waiters:
         return answers
 
     def _can_go(self, row: Owed) -> bool:
-        return not self._store.lent and self._rounds.clocks.answers(row.said.session, row.said.round)
+        reads = bool(row.said.want or row.said.lookups)
+        if self._store.lent or (reads and self._rounds.backlog.behind):
+            return False
+        return self._rounds.clocks.answers(row.said.session, row.said.round)
 
     def answers(self, now: float, ended: Callable[[int], PSError | None]) -> list[Effect]:
         """Answers the calls that need not wait any longer; `ended` returns the error of a session that has ended."""
@@ -204,6 +209,7 @@ class Waiters:
 
     def _can_read(self, row: Read) -> bool:
         complete = not row.session or row.asked.after <= self._rounds.last
+        complete = complete and not self._rounds.backlog.behind
         rows, tables = (read.variable for read in row.asked.rows), (read.variable for read in row.asked.tables)
         ids = (*row.asked.variables, *rows, *tables)
         return complete and not self._store.lent.intersection(ids)

@@ -20,6 +20,7 @@ from psserver.plans.round import ReadyRound
 from psserver.state.counters import ServerCounters
 from psserver.state.variables import Store, take_rows
 from pswire.cluster import Task
+from pswire.errors import NonfiniteError
 from pswire.model.finite import EXPONENTS, NO_SIGN, is_finite, may_be_nonfinite
 from pswire.model.plan import Ref
 from pswire.model.rows import Rows
@@ -165,6 +166,16 @@ class NonfiniteVariables:
     def restore(self, ids: Iterable[int]) -> None:
         """Forgets variables that have a checkpoint's values: they are reported anew."""
         self.ids.difference_update(ids)
+
+    def refused(self, job: ReadyRound, tally: ServerCounters) -> NonfiniteError | None:
+        """Returns the error of a round that is not applied, as its plan asks for that; None for any other."""
+        if job.plan.nonfinite != "raise" or not job.accused:
+            return None
+        tally.nonfinite_contributions += len(job.accused)
+        return NonfiniteError(
+            f"round {job.round} was not applied: {self.refusal(job)} (nonfinite='raise'); look at that step's loss "
+            "and gradients"
+        )
 
     def judge(self, job: ReadyRound, found: NonfiniteValues, tally: ServerCounters) -> tuple[str, ...]:
         """Counts NaN and infinite values after a round; returns the warnings for its members."""

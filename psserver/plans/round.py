@@ -95,6 +95,7 @@ class ReadyRound:
         needs: contributions of examples that it has at least if it is made without the last of its members; 0 if it
             waits for all of them.
         late: sessions of members whose contributions have not come in time; they go on with what it has made.
+        put_off: True if it is over for its members, and made later; see `Backlog`.
     """
 
     round: int
@@ -111,6 +112,7 @@ class ReadyRound:
     attempt: int = 0
     needs: int = 0
     late: frozenset[int] = frozenset()
+    put_off: bool = False
 
     @property
     def sessions(self) -> frozenset[int]:

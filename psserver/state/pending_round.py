@@ -53,7 +53,8 @@ class PendingRound:
         agreed: the sessions that those votes have left; None before the first.
         voted: with too few contributions that all servers have, what this server has voted for, and who was fenced
             then; it votes again once that has changed, or once another server does. None before.
-        restarted: True if contributions were used up of which nothing counts: what is pushed again is taken in whole.
+        whole: True if contributions are taken in whole: some were used up of which nothing counts, or the round is to
+            be made later.
     """
 
     plan_id: bytes
@@ -67,7 +68,7 @@ class PendingRound:
     attempt: int = 0
     agreed: frozenset[int] | None = None
     voted: tuple[frozenset[int], frozenset[int]] | None = None
-    restarted: bool = False
+    whole: bool = False
 
     @property
     def positions(self) -> tuple[Position, ...]:
@@ -139,7 +140,7 @@ class PendingRound:
     def streams(self, plan: PreparedPlan) -> bool:
         """Returns True if it may begin before its contributions are whole: not if it is small, or may fail."""
         # Who will be late is not known before the others are whole.
-        return plan.streams and self._mode not in ALONE and not (self.restarted or self._leaves_out(plan))
+        return plan.streams and self._mode not in ALONE and not (self.whole or self._leaves_out(plan))
 
     def _leaves_out(self, plan: PreparedPlan) -> bool:
         """Returns True if it may be made without the last of its members.
@@ -225,7 +226,7 @@ class PendingRound:
 
     def again(self, attempt: int, agreed: frozenset[int] | None) -> list[Effect]:
         """Asks for all contributions once more, since they are used up; they will be taken in whole."""
-        self.attempt, self.agreed, self.restarted = attempt, agreed, True
+        self.attempt, self.agreed, self.whole = attempt, agreed, True
         self.parts.clear()
         waiters, self.waiters = self.waiters, []
         error = PushAgain("a member of the round was lost; the contribution has to be sent once more")

@@ -13,6 +13,7 @@ from functools import partial
 from math import isfinite
 
 from psserver.effects import Effect, Fail, Run
+from psserver.plans.backlog import Backlog
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Key, MemberShare, Own, ReadyRound
 from psserver.state.changes import go_on, left_out
@@ -56,6 +57,7 @@ class Rounds:
 
     Attributes:
         votes: the votes by which the servers of a plan agree on the contributions of a round.
+        backlog: rounds that are over here, and are made later.
         last: the last complete round, -1 before the first; in asynchronous mode the number of complete rounds, less
             one.
         closed: number of rounds that are over, in asynchronous mode only of those that order a checkpoint.
@@ -69,14 +71,14 @@ class Rounds:
         self._describe = describe
         self._sections = Sections(describe)
         self.votes = Votes(server)
+        self.backlog = Backlog()
         self.clear()
 
     def clear(self) -> None:
         """Forgets everything, as at the start of a job."""
         self.plans: dict[bytes, PreparedPlan] = {}
         self.epoch: Epoch | None = None
-        self.last = -1
-        self.closed = 0
+        self.last, self.closed = -1, 0
         self.strands: dict[Key, Strand] = {None: Strand()}
         self.clocks = Clocks()
         self.fenced: set[int] = set()
@@ -87,6 +89,7 @@ class Rounds:
         self._effects: list[Effect] = []  # of the running method, which returns them
         self._running: tuple[Key, int] | None = None
         self._closures = ClosuresOver()
+        self.backlog.clear()
         self.chunks = ChunkQueue(lambda session: any(session in each.parts for _, each in self._open()))
 
     @property
@@ -182,7 +185,8 @@ class Rounds:
             return
         self._check_order(strand, said, member)
         members = (member,) if key else epoch.members
-        pending = strand.open.setdefault(said.round, PendingRound(said.plan_id, said.epoch, members, push.since))
+        fresh = PendingRound(said.plan_id, said.epoch, members, push.since, whole=self.backlog.behind)
+        pending = strand.open.setdefault(said.round, fresh)
         if pending.differs(said) and joins(said, self.epochs) and only_newcomers(pending, self.epochs):
             pending.doubtful.append(push)
             return
@@ -244,10 +248,6 @@ class Rounds:
         doubtful, pending.doubtful = pending.doubtful, []
         for push in doubtful:
             self._try(push)
-
-    def members(self, number: int) -> tuple[Member, ...]:
-        """Returns the members of an epoch that is known here."""
-        return self.epochs[number].members
 
     def _check_order(self, strand: Strand, said: Contribution, member: Member) -> None:
         """Checks that a worker makes all rounds, and has not too many under way.
@@ -340,7 +340,8 @@ class Rounds:
         epoch, strand = self.epochs.get(vote.epoch), self.strands[None]
         plan = self.plans.get(vote.plan_id) or self._declined.get(vote.plan_id)
         if plan is not None and plan.server in plan.plan.servers and epoch is not None and vote.round > strand.last:
-            strand.open.setdefault(vote.round, PendingRound(vote.plan_id, vote.epoch, epoch.members, now))
+            pending = PendingRound(vote.plan_id, vote.epoch, epoch.members, now, whole=self.backlog.behind)
+            strand.open.setdefault(vote.round, pending)
 
     def complete(
         self, job: ReadyRound, given: Given, dropped: Sequence[Task] = (), warnings: Sequence[str] = ()

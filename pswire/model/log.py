@@ -122,6 +122,11 @@ class Return:
     round: int = 0
     address: str = ""
 
+    @property
+    def path(self) -> str:
+        """The path below the checkpoint root at which its variables are handed over."""
+        return f"handover/{self.incarnation:016x}"
+
     def among(self, incarnations: Sequence[int]) -> tuple[int, ...]:
         """Returns the lives of all servers once it is ready; `incarnations` are those before."""
         return tuple(self.incarnation if n == self.server else life for n, life in enumerate(incarnations))

@@ -74,6 +74,8 @@ BRIEF: dict[str, str] = {
     "psclient._src.chief.returns.Returns._find": OVER,
     "psclient._src.chief.returns.Returns._ask_for_spares": OVER,
     "psclient._src.chief.returns.Returns.end": "a second at most, where servers are gone at the end of a job",
+    "psclient._src.chief.returns.Returns._proceed": OVER,
+    "psclient._src.chief.returns.Returns._prepare": "in a thread of its own, while members wait in Group._follow",
     "psclient._src.chief.returns.Returns._read": "in a thread of its own; members that wait for it say so, in Group._follow",
     "psclient._src.chief.job_log.JobLog.insist": "at most Timeouts.call before a chief ends, --timeout of psctl",
     "psclient._src.data.distributed._Distributed._position": "no join of threads: Group.join, which comes to Group._follow",

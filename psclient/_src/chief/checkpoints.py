@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future, wait
 from functools import partial
 
@@ -23,6 +23,11 @@ from pswire.telemetry.metrics import Histogram
 from pswire.telemetry.reminder import Reminder
 
 log = logging.getLogger("psclient.chief")
+
+
+def nobody(epoch: int) -> Set[int]:
+    """Returns the servers that move by an epoch, where none does."""
+    return frozenset()
 
 
 class CheckpointCommitter:
@@ -45,18 +50,23 @@ class CheckpointCommitter:
         self._ordered_at = 0.0
         self._committing: Future[Snapshotted | None] | None = None
         self._without: Set[int] = frozenset()  # the servers that were gone before it was asked for
+        self._apart: Set[int] = frozenset()  # those that write no part of it, as they are to move
 
-    def order(self, plans: Iterable[Plan], gone: Set[int] = frozenset()) -> None:
+    def order(
+        self, plans: Iterable[Plan], gone: Set[int] = frozenset(), moving: Callable[[int], Set[int]] = nobody
+    ) -> None:
         """Starts to commit the first of these, unless a checkpoint is being committed.
 
         Args:
             plans: those that save, in order.
             gone: the servers that are gone, as all others have been told.
+            moving: returns, by the epoch for which one saves, the servers whose variables the others save.
         """
         plan = next(iter(plans), None)
         if self._committing is None and plan is not None:
             self._ordered_at = self._ordered_at or time.monotonic()
             self._without = gone
+            self._apart = moving(plan.snapshot.returns) if plan.snapshot is not None else frozenset()
             self._committing = self._threads.submit(partial(self.commit, plan))
 
     def pending(self) -> list[Future[Snapshotted | None]]:
@@ -96,7 +106,7 @@ class CheckpointCommitter:
         if order is None:
             raise ValueError("the plan orders no checkpoint")
         try:
-            servers = [server for server in order.servers if server not in gone]
+            servers = [server for server in order.servers if server not in gone | self._apart]
             pending = [self._ask(server, plan.id) for server in servers]
             shards = [self._awaited(server, plan.id, future) for server, future in zip(servers, pending, strict=True)]
             if len({(shard.round, shard.positions) for shard in shards}) > 1:

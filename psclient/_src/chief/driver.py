@@ -379,7 +379,7 @@ class Chief:
         self._log.copy()
         for say in farewells:
             self._threads.submit(say)
-        self._checkpoints.order(state.saves.values(), state.gone)
+        self._checkpoints.order(state.saves.values(), state.gone, self._returns.moving)
         over = done or gives_up is not None
         if over:
             self._returns.end()

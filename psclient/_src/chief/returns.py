@@ -1,9 +1,11 @@
 """Servers that come back, and those that move: has a process read what a server held, and take its place.
 
 The job goes on without a server that is gone. Where a new process answers in its place, the chief closes an epoch that
-tells so. Its members save, where a step begins, what the server held, and wait; the server reads that, and the next
-epoch tells that it is back. If that fails they go on without it. A process that waits for a place (`psserver --join`)
+tells so. Its members make a round, where a step begins, that saves what the server held, and wait until all servers
+have it. The next epoch tells that it is back: it votes in rounds, and makes them once the others have written, and it
+has read, what was saved. If that fails it is lost as any other. A process that waits for a place (`psserver --join`)
 gets that of a server that stays away, or of one that is to move: then that one serves until the last of these epochs.
+Where it alone has a variable, members wait until that is read.
 """
 
 from __future__ import annotations
@@ -32,6 +34,10 @@ log = logging.getLogger("psclient.chief")
 
 LOOK_SECONDS = 1.0
 """Seconds between two looks for a new process in the place of a server."""
+
+
+POLL_SECONDS = 0.005
+"""Seconds between two looks whether all servers have made a round, for which all members wait."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +88,16 @@ class Returns:
         self._spares: tuple[Spare, ...] = ()
         self._away: dict[int, float] = {}  # since when a server is gone
         self._failed: dict[int, float] = {}  # when it failed, by the life of the server
-        self._reading: Future[object] | None = None
+        self._readying: Future[int] | None = None
 
-    def pending(self) -> list[Future[object]]:
-        """What a server that comes back still reads."""
-        return [] if self._reading is None else [self._reading]
+    def pending(self) -> list[Future[int]]:
+        """What is waited for before a server is back."""
+        return [] if self._readying is None else [self._readying]
 
     def due(self) -> bool:
         """Returns whether there may be something to decide: something was read, or it is time to look again."""
-        if self._reading is not None:
-            return self._reading.done()
+        if self._readying is not None:
+            return self._readying.done()
         return any(look.answer.done() for look in self._looks.values())
 
     def look(self) -> Return | None:
@@ -100,7 +106,7 @@ class Returns:
         if epoch is None or not self._session.copied:
             return None
         if epoch.awaited is None:
-            self._reading = None
+            self._readying = None
             return self._find(epoch.number + 1)
         return self._proceed(epoch.awaited)
 
@@ -239,28 +245,54 @@ class Returns:
 
     # ---- Once members wait ----
 
+    def moving(self, epoch: int) -> frozenset[int]:
+        """Returns the server that is to move, or to come back, by an epoch, if others have all that it has."""
+        back = self._log.state.epochs[epoch].returns if epoch in self._log.state.epochs else None
+        return frozenset() if back is None or not self._is_spare(back.server) else frozenset({back.server})
+
+    def _is_spare(self, server: int) -> bool:
+        """Returns whether the other servers have all variables."""
+        return self._log.state.survives(self._log.state.gone | {server})
+
     def _proceed(self, back: Return) -> Return | None:
         saved = self._log.state.handed_over.get(back.epoch)
-        if saved is None:
-            return back
-        if saved.error:
+        if saved is not None and saved.error:
             self._give_up(back, saved.error)
             return None
-        if self._reading is None:
-            there = self._at(back.server, back.address)
+        if self._readying is None:
+            there, alone = self._at(back.server, back.address), not self._is_spare(back.server)
+            if alone and saved is None:
+                return back
             expect(there)  # it is lost once nothing listens there any more
-            self._reading = self._threads.submit(partial(self._read, there, saved))
-        if not self._reading.done():
+            ready = partial(self._read, there, saved) if alone and saved else partial(self._prepare, there, back)
+            self._readying = self._threads.submit(ready)
+        if not self._readying.done():
             return back
-        error = self._reading.exception()
+        error = self._readying.exception()
         if error is not None:
             self._give_up(back, str(error))
             return None
-        return replace(back, ready=True, round=saved.round + 1)
+        return replace(back, ready=True, round=self._readying.result() + 1)
 
-    def _read(self, there: RemoteServer, saved: Snapshotted) -> object:
+    def _read(self, there: RemoteServer, saved: Snapshotted) -> int:
+        """Has a process read what is saved; returns the round in which that was."""
         self._log.prepare(there)
-        return there.snapshot(self._session.token, saved.plan_id, "").result()
+        there.snapshot(self._session.token, saved.plan_id, "").result()
+        return saved.round
+
+    def _prepare(self, there: RemoteServer, back: Return) -> int:
+        """Tells a process of the job, and waits until all servers hold what is saved; returns the round of that."""
+        self._log.prepare(there)
+        path, state = back.path, self._log.state
+        while state.epoch is not None and state.epoch.awaited is not None and state.epoch.awaited.epoch == back.epoch:
+            if (saved := state.handed_over.get(back.epoch)) is not None:
+                return saved.round
+            statuses = [server.status() for server in self._session.live]
+            found = [saving.round for status in statuses for saving in status.saving if saving.path == path]
+            if found and all(status.round >= found[0] for status in statuses):
+                return found[0]
+            time.sleep(POLL_SECONDS)
+        raise PSError("the members go on without it")
 
     def _give_up(self, back: Return, why: str) -> None:
         task, seconds = Task("ps", back.server), 2 * self._session.timeouts.lease

@@ -88,7 +88,7 @@ class Follower(Progress):
         back, session = epoch.awaited, self.session
         if back is None:
             return
-        self.departure.hand_over(f"handover/{back.incarnation:016x}", "", back.epoch)
+        self.departure.hand_over(back.path, "", back.epoch)
         task, deadline = Task("ps", back.server), session.deadline(session.timeouts.round)
         late = RoundTimeout(f"{session.task} waited too long for {task} to come back; is the chief running?")
         word = f"waits for {task}, which comes back, to read its variables"

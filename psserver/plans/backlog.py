@@ -1,0 +1,87 @@
+"""The backlog of a server that is back: rounds that it has agreed on with the others, and has not made yet.
+
+Such a server takes part in rounds before it has its variables. It keeps the contributions of each, votes, and answers;
+once it has read its variables it makes the rounds, in order. So the members need not wait while it reads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from psserver.plans.round import ReadyRound
+
+BACKLOG_BYTES = 1 << 30
+"""Most bytes of contributions that are kept for later; beyond them rounds wait until the variables are there."""
+
+
+class Backlog:
+    """The rounds that a server has put off. Guarded by the core's lock.
+
+    Attributes:
+        awaits: the epoch by which its variables were handed over, while it does not have them; 0: it has them.
+        waiting: the round that waits until all before it are made; None for none.
+    """
+
+    def __init__(self) -> None:
+        self._read = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything, as at the start of a job."""
+        self.awaits = 0
+        self.waiting: ReadyRound | None = None
+        self._rounds = deque[ReadyRound]()
+        self._nbytes = 0
+
+    @property
+    def behind(self) -> bool:
+        """True while the variables are older than the last round that is over."""
+        return bool(self.awaits or self._rounds)
+
+    def __len__(self) -> int:
+        return len(self._rounds)
+
+    # ---- Variables ----
+
+    def begin(self, epoch: int) -> None:
+        """This server is back; its variables were handed over by an epoch. It may have read them already."""
+        self.awaits = 0 if epoch == self._read else epoch
+
+    def has_read(self, epoch: int) -> None:
+        """It has read its variables."""
+        self.awaits, self._read = 0, epoch
+
+    # ---- Rounds ----
+
+    def takes(self, job: ReadyRound) -> bool:
+        """Returns whether a round can be put off: its answers need no variable, it cannot fail, and there is room.
+
+        A round that saves, restores, or changes dynamic tables waits for those before it.
+        """
+        prepared, plan = job.prepared, job.plan
+        if job.strand is not None or not job.voters or plan.snapshot is not None:
+            return False
+        if prepared.may_refuse or prepared.tables or prepared.given_rows:
+            return False
+        if any(ref.kind != "reduction" for ref, _ in prepared.given):
+            return False
+        if any(part.said.want or part.said.lookups for part in job.parts):
+            return False
+        return self._nbytes + _nbytes(job) <= BACKLOG_BYTES
+
+    def put(self, job: ReadyRound) -> None:
+        """Adds a round that is over for its members."""
+        self._rounds.append(job)
+        self._nbytes += _nbytes(job)
+
+    def next(self) -> ReadyRound | None:
+        """Returns the round to make now; None while the variables are not there, or if there is none."""
+        return None if self.awaits or not self._rounds else self._rounds[0]
+
+    def made(self) -> None:
+        """The next round is made."""
+        self._nbytes -= _nbytes(self._rounds.popleft())
+
+
+def _nbytes(job: ReadyRound) -> int:
+    return sum(part.payload.size for part in job.parts)
