@@ -149,6 +149,12 @@ ROWS: tuple[Row[Seen], ...] = (
         lambda s: {ALL: len(s.status.differences)},
     ),
     Row(
+        SERVER + "catching_up",
+        "gauge",
+        "1 while a server that is back reads its variables, or makes up the rounds of meanwhile.",
+        lambda s: {ALL: s.status.catching_up},
+    ),
+    Row(
         SERVER + "nonfinite_contributions",
         "counter",
         "Contributions with NaN or infinity, one for each member, reduction and round.",

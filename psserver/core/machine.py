@@ -54,7 +54,7 @@ from pswire.api import (
     Watched,
 )
 from pswire.checkpoint.storage import storage_at
-from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, ServerGone, ServerLost
+from pswire.errors import Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, ServerLost
 from pswire.limits import WINDOW
 from pswire.model.log import LogEntry, Member, Start
 from pswire.model.plan import PlacedVariable, Turn, VariableSpec
@@ -420,10 +420,6 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         if self.log.keeps and order.stage != "look":
             self.members.check_part(session)
         return self.restores.ask(session, path, turn, order, future)
-
-    def _cannot_read(self, now: float, error: PSError) -> list[Effect]:
-        why = f"it could not read the variables that were handed over to it: {error.message}"
-        return self.outlive(now, ServerGone(why, str(self.task)))[1]
 
     # ---- What is there, and the end ----
 

@@ -16,7 +16,7 @@ from psserver.state.counters import ServerCounters
 from psserver.state.rounds import Rounds
 from pswire.api import Testimony, Vote
 from pswire.cluster import Task
-from pswire.errors import InvalidRequest, ServerGone, ServerLost, Unreachable
+from pswire.errors import InvalidRequest, PSError, ServerGone, ServerLost, Unreachable
 from pswire.model.log import Gone, LogEntry
 
 log = logging.getLogger("psserver")
@@ -93,6 +93,11 @@ class PeerStimuli:
         log.error("%s ends: %s", self.task, error.message)
         self.outlived = self.runner.broken = ServerLost(error.message, str(self.task))
         return None, [Reply(self.left, None), Reply(self.done, None)]
+
+    def _cannot_read(self, now: float, error: PSError) -> list[Effect]:
+        """Ends this server, which the others count on, and which could not read its variables."""
+        why = f"it could not read the variables that were handed over to it: {error.message}"
+        return self.outlive(now, ServerGone(why, str(self.task)))[1]
 
     def _left_behind(self, now: float, index: int, entries: Sequence[LogEntry]) -> list[Effect]:
         """Takes entries of the log from `index` on that say that this server, as it is, is gone; it ends then.

@@ -67,6 +67,7 @@ def status_of(
         phases=tally.phases,
         table_rows={one.part.table: len(one.table) for one in tables},
         table_bytes={one.part.table: one.table.nbytes for one in tables},
+        catching_up=rounds.backlog.behind,
     )
 
 

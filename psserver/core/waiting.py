@@ -17,7 +17,7 @@ from psserver.state.sessions import Membership
 from psserver.state.strands import Record
 from psserver.state.variables import Store, take_rows
 from pswire.api import UNTIL_ENDED, UNTIL_GONE, Contribution, PullReply, RowRead, TableRead, Watched
-from pswire.errors import InvalidRequest, PSError, Unreachable
+from pswire.errors import InvalidRequest, PSError
 from pswire.model.log import Gone
 from pswire.model.status import OpenRound
 from pswire.model.tensor import Array
@@ -113,21 +113,24 @@ class Waiters:
         match row:
             case Watch():
                 self._looked = None
-            case Read(asked=Asked(variables=ids, rows=rows, tables=tables)):
+            case Read(asked=Asked(variables=ids)):
                 if len(set(ids)) != len(ids):
                     raise InvalidRequest("a variable is asked for twice")
-                if self._rounds.backlog.awaits:
-                    raise Unreachable("it reads its variables still, and is asked again", str(self._store.task))
-                for id in ids:
-                    self._store.value(id)
-                self._store.check_rows(rows)
-                self._store.ask(tables)
+                if not self._rounds.backlog.awaits:
+                    self._check(row.asked)
         calls = self.rows[type(row)]
         mine = [other for other in calls if other.session == row.session]
         for gone in mine[: max(len(mine) - MAX_CALLS + 1, 0)]:
             calls.remove(gone)
             self._superseded.append(gone.future)
         calls.append(row)
+
+    def _check(self, asked: Asked) -> None:
+        """Raises `InvalidRequest` if a variable has no value, or rows are not there."""
+        for id in asked.variables:
+            self._store.value(id)
+        self._store.check_rows(asked.rows)
+        self._store.ask(asked.tables)
 
     def drop(self, watches: Callable[[int], bool]) -> list[Future[Any]]:
         """Drops all calls, but of the watches only those for whose session `watches` holds; returns their futures."""
@@ -216,6 +219,10 @@ class Waiters:
 
     def _read(self, row: Read) -> Effect:
         asked = row.asked
+        try:
+            self._check(asked)  # what came before the variables were here was not checked
+        except PSError as error:
+            return Fail(row.future, error)
         arrays, tables = self._store.views(asked.variables), self._store.row_views(asked.rows)
         questions = self._store.ask(asked.tables)
         return Work("arrays", self._pack, (self._rounds.last, arrays, tables, asked.rows, questions), future=row.future)

@@ -246,6 +246,8 @@ class ServerStatus:
         differences: other servers that have other values of the same variables.
         phases: seconds of all rounds so far by phase: "waiting", "applying", "answering"; empty where it does not tell.
         table_rows, table_bytes: rows of each dynamic table here, and the bytes that it takes, by the table's name.
+        catching_up: True if it is back, and does not have its variables as they are now: it reads them, or makes rounds
+            up.
     """
 
     server: int
@@ -282,6 +284,7 @@ class ServerStatus:
     phases: Mapping[str, float] = field(default_factory=dict)
     table_rows: Mapping[str, int] = field(default_factory=dict)
     table_bytes: Mapping[str, int] = field(default_factory=dict)
+    catching_up: bool = False
 
     @property
     def keeper(self) -> int:

@@ -18,7 +18,7 @@ from psserver.core.digests import ROUNDS
 from pstesting.processes import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, say
 from tests.faults.test_lost_servers import PS2, values
-from tests.faults.test_returning_servers import KEYS, learn
+from tests.faults.test_returning_servers import KEYS, await_variables, learn
 from tests.support.flipping import fail, flips
 from tests.support.scraped import Page
 
@@ -115,6 +115,7 @@ def test_a_server_with_another_value_is_taken_back_with_the_right_one(tmp_path, 
             job.until(lambda: server.status().round > back + 2 * ROUNDS)
             assert not server.status().differences
         assert not [key for key in problems(job) if key[0] == "differs"]
+        await_variables(job, failing)
         job.kill(home)
         job.hear_error(CHIEF, f"goes on without {home}")
         (tmp_path / "enough").touch()

@@ -12,7 +12,7 @@ import pytest
 from pstesting.processes import CHIEF, PS0, PS1, QUICK, W0, W1, ProcessCluster
 from pswire.cluster import Task
 from tests.faults.test_lost_servers import BOTH, rows, values
-from tests.faults.test_returning_servers import KEYS, OTHER, learn, lose
+from tests.faults.test_returning_servers import KEYS, OTHER, await_variables, learn, lose
 from tests.support.waiting_servers import Waiting, waiting
 
 
@@ -43,6 +43,7 @@ def test_a_server_moves(tmp_path, moved):
             assert job.exited(moved) == 0
             for task in (CHIEF, W0, W1):
                 job.hear_error(task, f"goes on with {moved}, which is back")
+            await_variables(job, moved)
             lose(job, OTHER[moved])
             enough(job, tmp_path)
             assert new.end() == 0
@@ -67,6 +68,7 @@ def test_a_server_that_is_told_to_end_moves_before(tmp_path, moved):
                 job.start(task)
             job.hear(W1, "at", 20)  # it has found the servers, and is taken in
             job.start(moved)  # at its old address, as whatever runs it does: it has no part in the job
+            new.hear("has its variables")
             lose(job, OTHER[moved])
             (tmp_path / "enough").touch()
             assert job.hear(W0, "is") == job.hear(W1, "is")
@@ -84,6 +86,8 @@ def test_who_waits_takes_the_place_of_a_server_that_stays_away(tmp_path):
             job.open("go 20")
             for task in (CHIEF, W0, W1):
                 job.hear_error(task, f"goes on with {PS0}, which is back")
+            job.cluster.addresses[PS0] = new.address
+            await_variables(job, PS0)
             lose(job, PS1)
             job.start(PS1)
             for task in (CHIEF, W0, W1):

@@ -70,8 +70,15 @@ def await_return(job, server):
         job.until(lambda: (epoch := other.status().epoch) is not None and epoch.returns is not None)
 
 
+def await_variables(job, *servers):
+    """Returns once servers that are back have their variables as they are now: another one may be lost."""
+    for server in servers:
+        with job.server(server) as there:
+            job.until(lambda there=there: (s := there.status()).incarnation in s.incarnations and not s.catching_up)
+
+
 def replace(job, server):
-    """Ends a server in good order, and starts it again; returns once all go on with it."""
+    """Ends a server in good order, and starts it again; returns once all go on with it, and it has its variables."""
     job.kill(server, signal.SIGTERM)
     for task in (CHIEF, W0, W1):
         job.hear_error(task, f"goes on without {server}")
@@ -79,6 +86,7 @@ def replace(job, server):
     job.start(server)
     for task in (CHIEF, W0, W1):
         job.hear_error(task, f"goes on with {server}, which is back")
+    await_variables(job, server)
 
 
 def go_on(job, number, *tasks):
@@ -99,6 +107,7 @@ def test_a_server_comes_back(tmp_path, lost):
         for task in (W0, W1):
             job.hear(task, "at", 30)
             job.hear_error(task, f"goes on with {lost}, which is back")
+        await_variables(job, lost)
         lose(job, OTHER[lost])
         job.open("go 30")
         job.open("go 40")
@@ -121,6 +130,7 @@ def test_two_servers_come_back(tmp_path):
         for task in (CHIEF, W0, W1):  # whichever is back first
             for server in (PS0, PS2):
                 job.until(lambda task=task, server=server: f"goes on with {server}, which is back" in job.errors(task))
+        await_variables(job, PS0, PS2)
         for server in (PS1, PS3):
             lose(job, server)
         (tmp_path / "enough").touch()
@@ -145,6 +155,7 @@ def test_the_chief_and_a_server_die_at_once_and_are_started_again(tmp_path, lost
         for task in (W0, W1):
             job.hear(task, "at", 30)
             job.hear_error(task, f"goes on with {lost}, which is back")
+        await_variables(job, lost)
         job.kill(OTHER[lost])
         job.open("go 30")
         job.open("go 40")
@@ -203,6 +214,7 @@ def test_rows_and_tables_come_back(tmp_path, lost):
                 job.hear(task, "at", 30)
             if killed is not None:
                 job.hear_error(W0, f"goes on with {killed}, which is back")
+                await_variables(job, killed)
                 lose(job, OTHER[killed])
             go_on(job, 30)
             found.append([job.hear(task, "is") for task in (W0, W1)])
@@ -226,6 +238,7 @@ def test_a_server_that_dies_while_it_is_taken_back(tmp_path):
         for task in (W0, W1):
             job.hear_error(task, f"goes on with {PS1}, which is back")
             job.hear(task, "at", 40)
+        await_variables(job, PS1)
         lose(job, PS0)
         job.open("go 40")
         for task in (W0, W1):
@@ -252,6 +265,7 @@ def test_a_process_that_dies_while_a_server_is_taken_back(tmp_path, killed):
         job.resume(PS1)
         job.hear(W0, "at", 30)
         job.hear_error(W0, f"goes on with {PS1}, which is back")
+        await_variables(job, PS1)
         job.kill(PS0)
         job.open("go 30")
         job.open("go 40")

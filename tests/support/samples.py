@@ -303,6 +303,7 @@ STATUS = ServerStatus(
     phases={"waiting": 2.5},
     table_rows={"users": 300},
     table_bytes={"users": 1 << 33},
+    catching_up=True,
 )
 HAPPENED = Happened(2.5, "push", "worker 300, session 7", "Fenced: it ended")
 BARE = ServerStatus(0, INCARNATION, 0, None, 0, (), (), 0, 0, 0, float("inf"), program_version=0, process=PROCESS)

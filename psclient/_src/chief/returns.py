@@ -236,7 +236,11 @@ class Returns:
             return False
         free = status.log == 0 or server in status.gone or not status.takes_part
         is_new = status.incarnation not in self._session.incarnations
-        return free and is_new and all(self._knows(each.status(), server, address) for each in self._session.live)
+        if not (free and is_new):
+            return False
+        statuses = [each.status() for each in self._session.live]
+        # Who catches up has copies of nothing yet, and would have to be waited for.
+        return all(self._knows(each, server, address) and not each.catching_up for each in statuses)
 
     def _knows(self, status: ServerStatus, server: int, address: str) -> bool:
         """Returns whether a server is of a version that knows how others come back, or move."""

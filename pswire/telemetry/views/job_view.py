@@ -21,6 +21,11 @@ DIFFERS = (
 )
 """What becomes of two servers with other values, and what to do."""
 
+CATCHING_UP = (
+    "it is back, and reads its variables, or makes up the rounds of meanwhile; end no other server until it has"
+)
+"""What a server does that is back, and what not to do."""
+
 CHIEF = "the chief"
 """The one that a plan waits for that nobody has approved."""
 
@@ -303,6 +308,8 @@ def _problems_of_servers(looked: Sequence[Looked], log_server: ServerStatus | No
         seen[status.incarnation] = found.address
         if status.broken:
             yield Problem("broken", task, status.broken)
+        if status.catching_up:
+            yield Problem("catching_up", task, CATCHING_UP)
         if status.incarnations not in ((), job):
             message = f"{found.address} is a server of another job than the others; correct the addresses"
             yield Problem("other_job", task, message)
