@@ -10,7 +10,7 @@ closures     the stimuli of closures, a part of the machine's; chunks that of ba
 joins        which index each worker has that joins the job, and their stimulus, a part of the machine's
 peers        the stimuli of other servers, a part of the machine's
 log          server 0's log: epochs, plans, checkpoints
-runner       runs rounds that are complete
+runner       runs rounds that are complete; catching_up puts some off, and makes them later
 waiting      calls that are answered later
 status       the status that `psctl` shows
 """
