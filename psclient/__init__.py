@@ -51,6 +51,7 @@ from psclient._src.variables.sparse_updates import exactly, lazily
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from psclient.cluster_resolver import (
     ClusterResolver,
+    KubernetesClusterResolver,
     SimpleClusterResolver,
     SlurmClusterResolver,
     TFConfigClusterResolver,
@@ -77,6 +78,7 @@ __all__ = [
     "IndexedSlices",
     "InputContext",
     "InputOptions",
+    "KubernetesClusterResolver",
     "Mirrored",
     "MirroredStrategy",
     "PSError",

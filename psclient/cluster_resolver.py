@@ -1,12 +1,14 @@
 """Ways in which a process learns its cluster and its task, with the names of `tf.distribute.cluster_resolver`."""
 
 from psclient._src.cluster_resolver.base import ClusterResolver
+from psclient._src.cluster_resolver.kubernetes import KubernetesClusterResolver
 from psclient._src.cluster_resolver.simple import SimpleClusterResolver, UnionResolver
 from psclient._src.cluster_resolver.slurm import SlurmClusterResolver
 from psclient._src.cluster_resolver.tf_config import TFConfigClusterResolver, task_of
 
 __all__ = [
     "ClusterResolver",
+    "KubernetesClusterResolver",
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",

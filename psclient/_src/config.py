@@ -183,6 +183,11 @@ def slurm_variable(name: str, environ: Mapping[str, str] = os.environ) -> str:
     return environ[name]
 
 
+def launcher_variable(name: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Returns a variable that a launcher, such as torchrun or Kubernetes, sets for a process; "" if it is not set."""
+    return environ.get(name, "")
+
+
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str] | None:
     """The names of the GPUs that `CUDA_VISIBLE_DEVICES` lets this process use; None where it is not set."""
     names = environ.get("CUDA_VISIBLE_DEVICES")
