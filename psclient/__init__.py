@@ -55,6 +55,7 @@ from psclient.cluster_resolver import (
     SimpleClusterResolver,
     SlurmClusterResolver,
     TFConfigClusterResolver,
+    TorchrunClusterResolver,
     UnionResolver,
 )
 from psclient.nn.sparse_tensor import SparseTensor
@@ -97,6 +98,7 @@ __all__ = [
     "Sync",
     "TFConfigClusterResolver",
     "Timeouts",
+    "TorchrunClusterResolver",
     "UnionResolver",
     "ValueContext",
     "Variable",

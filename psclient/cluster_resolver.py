@@ -5,6 +5,7 @@ from psclient._src.cluster_resolver.kubernetes import KubernetesClusterResolver
 from psclient._src.cluster_resolver.simple import SimpleClusterResolver, UnionResolver
 from psclient._src.cluster_resolver.slurm import SlurmClusterResolver
 from psclient._src.cluster_resolver.tf_config import TFConfigClusterResolver, task_of
+from psclient._src.cluster_resolver.torchrun import TorchrunClusterResolver
 
 __all__ = [
     "ClusterResolver",
@@ -12,6 +13,7 @@ __all__ = [
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
+    "TorchrunClusterResolver",
     "UnionResolver",
     "task_of",
 ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import join as as_words
 from typing import Any
 
 from psclient._src.config import LaunchConfig, handed_to_hosts, own_environ
@@ -62,7 +62,7 @@ class Remote:
 
     def command(self, host: Host) -> list[str]:
         """The command that runs an agent on a host."""
-        return [*self.ssh, *OPTIONS, *host.target, shlex.join(["exec", self.python, "-P", "-m", MODULE])]
+        return [*self.ssh, *OPTIONS, *host.target, as_words(["exec", self.python, "-P", "-m", MODULE])]
 
 
 class RemoteTask(subprocess.Popen[bytes]):
@@ -263,7 +263,7 @@ def check_hosts(hosts: Sequence[Host], remote: Remote, script: str, seconds: flo
             except subprocess.TimeoutExpired:
                 raise ConfigError(
                     f"{host.name} did not answer through ssh within {seconds:g} s (PS_TIMEOUT_START); try "
-                    f"{shlex.join([*remote.ssh, *host.target, 'true'])}"
+                    f"{as_words([*remote.ssh, *host.target, 'true'])}"
                 ) from None
             _judge(host, remote, look.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
     finally:
@@ -278,7 +278,7 @@ def _judge(host: Host, remote: Remote, code: int, out: str, err: str) -> None:
     if code == LOST:
         raise ConfigError(
             f"cannot reach {host.name} by ssh: {said}; no password is asked for here: it needs a key, and a known "
-            f"host: try {shlex.join([*remote.ssh, '-o', 'BatchMode=yes', *host.target, 'true'])}"
+            f"host: try {as_words([*remote.ssh, '-o', 'BatchMode=yes', *host.target, 'true'])}"
         )
     if code in (126, 127):
         raise ConfigError(f"{host.name} has no Python at {remote.python} ({said}); say where with --remote-python PATH")
