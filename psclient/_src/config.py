@@ -349,13 +349,17 @@ def child_environ(tasks: int, timeouts: Timeouts | None, more: Mapping[str, str]
     return environ | (timeouts.environ() if timeouts else {}) | dict(more or {})
 
 
-def handed_to_hosts(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the variables of this process that its tasks on other hosts get: `PS_*`, and the numbers of threads.
+def handed_to_hosts(timeouts: Timeouts, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns the variables that tasks on other hosts get of this process: `PS_*`, and the numbers of threads.
 
     Not the token: others may see an environment. Not the port of metrics, as in `child_environ`.
+
+    Args:
+        timeouts: handed on as `PS_TIMEOUT_*`.
+        environ: the environment of this process.
     """
     kept = {name: value for name, value in environ.items() if name.startswith("PS_") or name in THREADS}
-    return {name: value for name, value in kept.items() if name not in (METRICS_PORT, TOKEN)}
+    return {name: value for name, value in kept.items() if name not in (METRICS_PORT, TOKEN)} | timeouts.environ()
 
 
 def own_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

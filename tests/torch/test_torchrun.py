@@ -55,7 +55,7 @@ def test_a_job_of_two_nodes(tmp_path: Path) -> None:
     port, base = free_port(), free_port()
     nodes = [torchrun(tmp_path, node, port, base) for node in range(2)]
     try:
-        said = [node.communicate(timeout=300)[0] for node in nodes]
+        said = [node.communicate(timeout=600)[0] for node in nodes]
     finally:
         for node in nodes:
             node.kill()

@@ -180,7 +180,7 @@ class SshCluster(Cluster):
         order = {
             "program": program,
             "arguments": arguments,
-            "environ": handed_to_hosts() | self.config.timeouts.environ() | security | dict(more),
+            "environ": handed_to_hosts(self.config.timeouts) | security | dict(more),
             "token": "" if self._options.token_file else self._options.token,
             "directory": os.getcwd(),
             "tasks": host.ps + host.worker,
