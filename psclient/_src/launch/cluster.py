@@ -251,12 +251,14 @@ class Cluster:
     def _server(self, task: Task, port: int) -> subprocess.Popen[bytes]:
         config, more = self.config, self._options.variables() | self._servers_more
         flags = self._server_flags(task)
-        return spawn_server(task, port, config.server, config.timeouts, flags, subprocess.PIPE, self._tasks(), more)
+        return spawn_server(
+            task, port, config.server, config.timeouts, flags, subprocess.PIPE, config.ps + config.workers, more
+        )
 
     def _client(self, task: Task) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "psclient", "--die-with-parent", str(os.getpid())]
         told = self._told(task) | self._options.variables() | self._more
-        environ = child_environ(self._tasks(), self.config.timeouts, told)
+        environ = child_environ(self.config.ps + self.config.workers, self.config.timeouts, told)
         return spawn(command + self._arguments(task), environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
     def _await_server(self, task: Task) -> str:
@@ -270,18 +272,12 @@ class Cluster:
         """The address of a task that does not listen."""
         return NAME_ONLY
 
-    # ---- What a task is told ----
-
     def _server_flags(self, task: Task) -> list[str]:
         return self._flags(task) + ["--until-done"] * bool(self.config.script)
 
     def _arguments(self, task: Task) -> list[str]:
         """The arguments of `psworker` for a task that is no server."""
-        config = self.config
-        runs = task.job != "chief" or config.chief == "script"
-        module = ["--module", config.module] if config.module and task.job == "worker" else []
-        flags = self._flags(task) + ["--save-on-sigterm"] * config.save_on_sigterm + module
-        return flags + (["--", config.script, *config.args] if runs else [])
+        return self._flags(task) + client_arguments(self.config, task)
 
     def _told(self, task: Task) -> dict[str, str]:
         """The variables that such a task gets, beside those of security."""
@@ -290,17 +286,8 @@ class Cluster:
 
     def _flags(self, task: Task) -> list[str]:
         """Returns what every process is told of what to show, and where."""
-        config = self.config
-        flags = ["--debug"] * config.debug + ["--log-format", config.log_format]
-        flags += ["--log-level", config.log_level] if config.log_level else []
-        if config.metrics_port is not None:
-            order = [*(Task("ps", index) for index in range(config.ps)), *self.clients()]
-            port = config.metrics_port + order.index(task) if config.metrics_port else 0
-            flags += ["--metrics-port", str(port), "--metrics-host", config.metrics_host]
-        return flags
-
-    def _tasks(self) -> int:
-        return self.config.ps + self.config.workers
+        order = [*(Task("ps", index) for index in range(self.config.ps)), *self.clients()]
+        return shown_flags(self.config, order.index(task))
 
     def _listen(self, task: Task) -> None:
         process, relay = self.processes[task], self._relay
@@ -432,6 +419,24 @@ class Cluster:
             if time.monotonic() > deadline or len(self._signals) > 1:
                 return
             time.sleep(POLL_SECONDS)
+
+
+def client_arguments(config: LaunchConfig, task: Task) -> list[str]:
+    """Returns the arguments of `psworker` for a task that is no server, after those of `shown_flags`."""
+    runs = task.job != "chief" or config.chief == "script"
+    module = ["--module", config.module] if config.module and task.job == "worker" else []
+    flags = ["--save-on-sigterm"] * config.save_on_sigterm + module
+    return flags + (["--", config.script, *config.args] if runs else [])
+
+
+def shown_flags(config: LaunchConfig, place: int) -> list[str]:
+    """Returns what a process is told of its log and its metrics; `place` is its number among all tasks."""
+    flags = ["--debug"] * config.debug + ["--log-format", config.log_format]
+    flags += ["--log-level", config.log_level] if config.log_level else []
+    if config.metrics_port is not None:
+        port = config.metrics_port + place if config.metrics_port else 0
+        flags += ["--metrics-port", str(port), "--metrics-host", config.metrics_host]
+    return flags
 
 
 def _unfinished(running: list[Task]) -> str:
