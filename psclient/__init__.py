@@ -51,9 +51,11 @@ from psclient._src.variables.sparse_updates import exactly, lazily
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from psclient.cluster_resolver import (
     ClusterResolver,
+    KubernetesClusterResolver,
     SimpleClusterResolver,
     SlurmClusterResolver,
     TFConfigClusterResolver,
+    TorchrunClusterResolver,
     UnionResolver,
 )
 from psclient.nn.sparse_tensor import SparseTensor
@@ -77,6 +79,7 @@ __all__ = [
     "IndexedSlices",
     "InputContext",
     "InputOptions",
+    "KubernetesClusterResolver",
     "Mirrored",
     "MirroredStrategy",
     "PSError",
@@ -95,6 +98,7 @@ __all__ = [
     "Sync",
     "TFConfigClusterResolver",
     "Timeouts",
+    "TorchrunClusterResolver",
     "UnionResolver",
     "ValueContext",
     "Variable",

@@ -1,15 +1,19 @@
 """Ways in which a process learns its cluster and its task, with the names of `tf.distribute.cluster_resolver`."""
 
 from psclient._src.cluster_resolver.base import ClusterResolver
+from psclient._src.cluster_resolver.kubernetes import KubernetesClusterResolver
 from psclient._src.cluster_resolver.simple import SimpleClusterResolver, UnionResolver
 from psclient._src.cluster_resolver.slurm import SlurmClusterResolver
 from psclient._src.cluster_resolver.tf_config import TFConfigClusterResolver, task_of
+from psclient._src.cluster_resolver.torchrun import TorchrunClusterResolver
 
 __all__ = [
     "ClusterResolver",
+    "KubernetesClusterResolver",
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
+    "TorchrunClusterResolver",
     "UnionResolver",
     "task_of",
 ]

@@ -59,6 +59,9 @@ REFUSED = "PS_REFUSED"
 REPLICATION = "PS_REPLICATION"
 """The environment variable that says how many copies of each variable there are on other servers."""
 
+TOKEN = "PS_TOKEN"
+"""The environment variable that has the job's token."""
+
 JOB_NAME = re.compile(r"[\w.:/-]{0,128}", re.ASCII)
 
 CHIEFS = ("driver", "script", "none")
@@ -181,6 +184,11 @@ def slurm_variable(name: str, environ: Mapping[str, str] = os.environ) -> str:
     if name not in environ:
         raise RuntimeError(f"{name} is not set: this process is in no Slurm step; start it with srun")
     return environ[name]
+
+
+def launcher_variable(name: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Returns a variable that a launcher, such as torchrun or Kubernetes, sets for a process; "" if it is not set."""
+    return environ.get(name, "")
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str] | None:
@@ -339,6 +347,24 @@ def child_environ(tasks: int, timeouts: Timeouts | None, more: Mapping[str, str]
     # Two processes cannot serve their metrics at one port.
     environ |= {name: value for name, value in os.environ.items() if name not in (TF_CONFIG, METRICS_PORT)}
     return environ | (timeouts.environ() if timeouts else {}) | dict(more or {})
+
+
+def handed_to_hosts(timeouts: Timeouts, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns the variables that tasks on other hosts get of this process: `PS_*`, and the numbers of threads.
+
+    Not the token: others may see an environment. Not the port of metrics, as in `child_environ`.
+
+    Args:
+        timeouts: handed on as `PS_TIMEOUT_*`.
+        environ: the environment of this process.
+    """
+    kept = {name: value for name, value in environ.items() if name.startswith("PS_") or name in THREADS}
+    return {name: value for name, value in kept.items() if name not in (METRICS_PORT, TOKEN)} | timeouts.environ()
+
+
+def own_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns the environment of a program such as ssh, which is not ours: it has no need of the token."""
+    return {name: value for name, value in environ.items() if name != TOKEN}
 
 
 def runtime_directory(environ: Mapping[str, str] = os.environ) -> str:

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from psclient import TFConfigClusterResolver
+from psclient import KubernetesClusterResolver, TFConfigClusterResolver
 from psclient._src.launch.psworker import command as psworker
 from psclient._src.processes.shutdown import ABANDONED, SERVER_LOST, code_of
 from psclient.cluster_resolver import task_of
@@ -35,6 +35,7 @@ from tests.support.variants import CUSTOM, KUBERNETES, VARIANTS, all_pods, insta
 
 VERSION = kubernetes_validate.latest_version()
 INSTANCE, COMPONENT = "app.kubernetes.io/instance", "app.kubernetes.io/component"
+INDEX = "batch.kubernetes.io/job-completion-index"
 BY_KUSTOMIZE = [variant for variant, found in VARIANTS.items() if found.values is None]
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -112,6 +113,32 @@ def test_each_pod_is_a_task_of_one_cluster(variant: str, monkeypatch: pytest.Mon
         "chief": 1,
     }
     assert sum(found.values()) == servers + workers + 1
+
+
+BY_OTHERS = ("tfjob", "helm/tfjob")
+"""Variants whose operator writes `TF_CONFIG`, and makes a Service for each task."""
+
+
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant not in BY_OTHERS])
+def test_the_hostname_tells_what_the_cluster_of_each_pod_says(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`KubernetesClusterResolver` finds the same task and the same servers without `TF_CONFIG`."""
+    found = 0
+    for pod in tasks(variant):
+        config = parse_tf_config(pod.environ["TF_CONFIG"])
+        assert config is not None
+        given = {job: config.cluster.num_tasks(job) for job in config.cluster.jobs}
+        monkeypatch.setenv("HOSTNAME", pod.name)
+        if "annotations" in pod.metadata and INDEX in pod.metadata["annotations"]:
+            monkeypatch.setenv("JOB_COMPLETION_INDEX", pod.metadata["annotations"][INDEX])
+        else:
+            monkeypatch.delenv("JOB_COMPLETION_INDEX", raising=False)
+        resolver = KubernetesClusterResolver(given)
+        assert (resolver.task_type, resolver.task_id) == (config.task.job, config.task.index)
+        cluster = resolver.cluster_spec()
+        assert cluster.job_tasks("ps") == config.cluster.job_tasks("ps")
+        assert {job: cluster.num_tasks(job) for job in cluster.jobs} == given
+        found += 1
+    assert found == VARIANTS[variant].servers + VARIANTS[variant].workers + 1
 
 
 @every_variant

@@ -153,7 +153,7 @@ ROOMS = {
         _room(
             "src.launch",
             8,
-            "pswire wire.model wire.security wire.telemetry psclient._src src.processes src.transport "
+            "pswire wire.model wire.security wire.telemetry wire.encoding psclient._src src.processes src.transport "
             "src.chief src.telemetry src.processes",
         ),
         _room(

@@ -50,6 +50,10 @@ ASKED = "as long as the user has asked for"
 
 BRIEF: dict[str, str] = {
     # ---- Of clients ----
+    "psclient._src.launch.agent._run": "for a task that has ended, or was killed",
+    "psclient._src.launch.agent._end": "at most TERM_SECONDS, when nobody is there any more who could be told",
+    "psclient._src.launch.ssh_cluster.SshCluster._beat": IDLE,
+    "psclient._src.launch.ssh_cluster.SshCluster._end_at_last": "for what was killed, at most TERM_SECONDS",
     "psclient._src.rounds.backend.RemoteBackend.section_here": "for another thread's section, at most Timeouts.call; the error says so",
     "psclient._src.processes.sigterm.Notice._count_down": "the grace period, of which the log has told, in a thread of its own",
     "psclient._src.chief.standby.stand_by": "a chief that stands by is waited for by nobody; it says what for at INFO",

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from psclient._src.config import JOB, LANE, REPLICATION, LaunchConfig, child_environ, job_from
+from psclient._src.config import JOB, LANE, REPLICATION, TF_CONFIG, LaunchConfig, child_environ, job_from
 from psclient._src.launch.outcome import Failure, Outcome
 from psclient._src.launch.restarts import Replacement, Restarts
 from psclient._src.processes.local_clusters import register
@@ -128,8 +128,8 @@ class Cluster:
             for task in servers:
                 self.processes[task] = self._server(task, 0)
             for task in servers:
-                line = await_listening(self.processes[task], task, self.config.timeouts)
-                self.addresses[task] = address_in(line)
+                line = self._await_server(task)
+                self.addresses[task] = self._address(task, address_in(line))
                 self._tell(task, line, error=False)
                 self._listen(task)
             self._file = register(self.config.script, *self._told_to_user())
@@ -159,8 +159,9 @@ class Cluster:
         """The value of TF_CONFIG for one task."""
         config = self.config
         jobs = {"ps": [self.addresses[task] for task in sorted(self.addresses)]}
-        jobs |= {"worker": [NAME_ONLY] * config.workers} if config.workers else {}
-        jobs |= {} if config.chief == "none" else {"chief": [NAME_ONLY]}
+        workers = [self._name(Task("worker", index)) for index in range(config.workers)]
+        jobs |= {"worker": workers} if workers else {}
+        jobs |= {} if config.chief == "none" else {"chief": [self._name(Task("chief", 0))]}
         return json.dumps({"cluster": jobs, "task": {"type": task.job, "index": task.index}})
 
     def security(self, task: Task) -> Security:
@@ -245,40 +246,48 @@ class Cluster:
         paths = {name: os.path.abspath(path) for name, path in secured.items() if name != "PS_TOKEN"}
         return servers, cluster, secured | paths
 
+    # ---- On this machine; a cluster on others starts its tasks, and names them, in another way ----
+
     def _server(self, task: Task, port: int) -> subprocess.Popen[bytes]:
-        config = self.config
-        flags = self._flags(task) + ["--until-done"] * bool(config.script)
-        more = self._options.variables() | self._servers_more
-        return spawn_server(task, port, config.server, config.timeouts, flags, subprocess.PIPE, self._tasks(), more)
+        config, more = self.config, self._options.variables() | self._servers_more
+        flags = self._server_flags(task)
+        return spawn_server(
+            task, port, config.server, config.timeouts, flags, subprocess.PIPE, config.ps + config.workers, more
+        )
 
     def _client(self, task: Task) -> subprocess.Popen[bytes]:
-        runs = task.job != "chief" or self.config.chief == "script"
         command = [sys.executable, "-P", "-m", "psclient", "--die-with-parent", str(os.getpid())]
-        command += self._flags(task) + ["--save-on-sigterm"] * self.config.save_on_sigterm
-        command += ["--module", self.config.module] if self.config.module and task.job == "worker" else []
-        command += ["--", self.config.script, *self.config.args] if runs else []
-        told = (
-            {LANE: self.config.lane, JOB: self.job, REPLICATION: str(self.config.replication)}
-            | self._options.variables()
-            | self._more
-            | {"TF_CONFIG": self.tf_config(task)}
-        )
-        environ = child_environ(self._tasks(), self.config.timeouts, told)
-        return spawn(command, environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        told = self._told(task) | self._options.variables() | self._more
+        environ = child_environ(self.config.ps + self.config.workers, self.config.timeouts, told)
+        return spawn(command + self._arguments(task), environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    def _await_server(self, task: Task) -> str:
+        return await_listening(self.processes[task], task, self.config.timeouts)
+
+    def _address(self, task: Task, listens: str) -> str:
+        """The address by which others reach a server that listens at one."""
+        return listens
+
+    def _name(self, task: Task) -> str:
+        """The address of a task that does not listen."""
+        return NAME_ONLY
+
+    def _server_flags(self, task: Task) -> list[str]:
+        return self._flags(task) + ["--until-done"] * bool(self.config.script)
+
+    def _arguments(self, task: Task) -> list[str]:
+        """The arguments of `psworker` for a task that is no server."""
+        return self._flags(task) + client_arguments(self.config, task)
+
+    def _told(self, task: Task) -> dict[str, str]:
+        """The variables that such a task gets, beside those of security."""
+        copies = str(self.config.replication)
+        return {LANE: self.config.lane, JOB: self.job, REPLICATION: copies, TF_CONFIG: self.tf_config(task)}
 
     def _flags(self, task: Task) -> list[str]:
         """Returns what every process is told of what to show, and where."""
-        config = self.config
-        flags = ["--debug"] * config.debug + ["--log-format", config.log_format]
-        flags += ["--log-level", config.log_level] if config.log_level else []
-        if config.metrics_port is not None:
-            order = [*(Task("ps", index) for index in range(config.ps)), *self.clients()]
-            port = config.metrics_port + order.index(task) if config.metrics_port else 0
-            flags += ["--metrics-port", str(port), "--metrics-host", config.metrics_host]
-        return flags
-
-    def _tasks(self) -> int:
-        return self.config.ps + self.config.workers
+        order = [*(Task("ps", index) for index in range(self.config.ps)), *self.clients()]
+        return shown_flags(self.config, order.index(task))
 
     def _listen(self, task: Task) -> None:
         process, relay = self.processes[task], self._relay
@@ -410,6 +419,24 @@ class Cluster:
             if time.monotonic() > deadline or len(self._signals) > 1:
                 return
             time.sleep(POLL_SECONDS)
+
+
+def client_arguments(config: LaunchConfig, task: Task) -> list[str]:
+    """Returns the arguments of `psworker` for a task that is no server, after those of `shown_flags`."""
+    runs = task.job != "chief" or config.chief == "script"
+    module = ["--module", config.module] if config.module and task.job == "worker" else []
+    flags = ["--save-on-sigterm"] * config.save_on_sigterm + module
+    return flags + (["--", config.script, *config.args] if runs else [])
+
+
+def shown_flags(config: LaunchConfig, place: int) -> list[str]:
+    """Returns what a process is told of its log and its metrics; `place` is its number among all tasks."""
+    flags = ["--debug"] * config.debug + ["--log-format", config.log_format]
+    flags += ["--log-level", config.log_level] if config.log_level else []
+    if config.metrics_port is not None:
+        port = config.metrics_port + place if config.metrics_port else 0
+        flags += ["--metrics-port", str(port), "--metrics-host", config.metrics_host]
+    return flags
 
 
 def _unfinished(running: list[Task]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -71,6 +72,8 @@ class Invocation:
         join: addresses of servers whose job is to be joined; none for a task of TF_CONFIG.
         restarts: with `join` the failures after which the script is started again.
         named: True if lines of the log say the task though there is a parent, which does not relay them.
+        hosts: the file of the hosts on which `launch` runs; None for this machine.
+        remote: with `hosts` the command of ssh and the Python there; "" for the usual ones.
     """
 
     script: str
@@ -85,11 +88,20 @@ class Invocation:
     join: tuple[str, ...] = ()
     restarts: int = 0
     named: bool = False
+    hosts: Path | None = None
+    remote: tuple[str, str] = ("", "")
 
 
 @click.command(context_settings={"allow_interspersed_args": False}, options_metavar="[OPTIONS]")
 @click.option("--standalone", is_flag=True, help="Start a local cluster that runs SCRIPT.")
 @click.option("--config", type=click.Path(path_type=Path), help="YAML file that describes the local cluster.")
+@click.option(
+    "--hosts",
+    type=click.Path(path_type=Path),
+    help="Start the cluster over ssh, on the hosts of this file: lines such as node1 ps=1 worker=4.",
+)
+@click.option("--remote-python", help="With --hosts: path of Python on the hosts [default: that of this psworker].")
+@click.option("--ssh", help="With --hosts: the command to connect with, with its options [default: ssh].")
 @click.option(
     "--chief/--no-chief",
     "has_chief",
@@ -122,7 +134,7 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
     started again as the same task where it fails.
 
     With --standalone, or --config, starts servers, workers and a chief on this machine instead. Flags
-    win over the file.
+    win over the file. With --hosts starts them on several hosts over ssh.
     """
     if given["lane"]:
         set_lane(given["lane"])
@@ -133,7 +145,8 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
     elif given["has_chief"] is not None:
         cluster["chief"] = "driver" if given["has_chief"] else "none"
     launch = None
-    if given["standalone"] or given["config"]:
+    _check_hosts(given, cluster)
+    if given["standalone"] or given["config"] or given["hosts"]:
         if script:
             cluster |= {"script": script, "args": args}
         if given["module"]:
@@ -159,7 +172,22 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
             invocation, join=check_addresses(given["join"], "--join"), restarts=given["restarts"] or 0
         )
         _check_join(invocation)
-    return dataclasses.replace(invocation, named=given["named"])
+    remote = given["ssh"] or "", given["remote_python"] or ""
+    return dataclasses.replace(invocation, named=given["named"], hosts=given["hosts"], remote=remote)
+
+
+def _check_hosts(given: Mapping[str, Any], cluster: Mapping[str, object]) -> None:
+    """Raises `ConfigError` if flags say something that belongs to --hosts, or that its file says."""
+    for name in ("remote_python", "ssh"):
+        if given[name] is not None and given["hosts"] is None:
+            raise ConfigError(f"{flag_name(name)} is for tasks on other hosts; add --hosts FILE")
+    if given["hosts"] is None:
+        return
+    if given["standalone"]:
+        raise ConfigError("--standalone is for a cluster on this machine, and --hosts for one on others; leave one out")
+    for name in ("ps", "workers"):
+        if name in cluster:
+            raise ConfigError(f"the file of --hosts says which tasks there are; leave {flag_name(name)} out")
 
 
 def _check_join(invocation: Invocation) -> None:
@@ -194,9 +222,9 @@ def _launch_config(
         **cluster,
     )
     if not config.script:
-        usage = f"--config {path}" if path else "--standalone"
+        usage = f"--hosts {given['hosts']}" if given["hosts"] else f"--config {path}" if path else "--standalone"
         file = f", or `script: SCRIPT` into {path}" if path else ""
-        raise ConfigError(f"a local cluster needs a script; write psworker {usage} [OPTIONS] SCRIPT [ARGS]{file}")
+        raise ConfigError(f"a cluster needs a script; write psworker {usage} [OPTIONS] SCRIPT [ARGS]{file}")
     if not Path(config.script).exists():
         raise ConfigError(f"there is no script {config.script!r} in {Path.cwd()}")
     return config
@@ -277,15 +305,20 @@ def _arguments(invocation: Invocation) -> list[str]:
     return [*flags, "--", *([invocation.script] if invocation.script else []), *invocation.args]
 
 
-def run_cluster(config: LaunchConfig) -> int:
-    """Runs a local cluster to its end; returns the exit code.
+def run_cluster(config: LaunchConfig, hosts: Path | None = None, remote: tuple[str, str] = ("", "")) -> int:
+    """Runs a cluster to its end; returns the exit code.
+
+    Args:
+        config: the cluster.
+        hosts: the file of its hosts; None for this machine.
+        remote: as of `Invocation`.
 
     Raises:
-        ConfigError: a server refused its flags.
+        ConfigError: a server refused its flags, or a host cannot run tasks.
     """
     end_on_sigterm()
     printer = Printer(colour=wants_colour())
-    with Cluster(config, printer, printer.terminal()) as cluster:
+    with _cluster(config, printer, hosts, remote) as cluster:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: cluster.interrupt(number))
         outcome = cluster.wait()
@@ -293,6 +326,22 @@ def run_cluster(config: LaunchConfig) -> int:
     if outcome.report:
         _report(outcome.report)
     return outcome.code
+
+
+def _cluster(config: LaunchConfig, printer: Printer, hosts: Path | None, remote: tuple[str, str]) -> Cluster:
+    """A cluster on this machine, or on the hosts of a file."""
+    if hosts is None:
+        return Cluster(config, printer, printer.terminal())
+    from psclient._src.launch.hosts_file import load_hosts
+    from psclient._src.launch.ssh_cluster import Remote, SshCluster
+
+    ssh, python = remote
+    try:
+        command = tuple(shlex.split(ssh)) or Remote.ssh
+    except ValueError as error:
+        raise ConfigError(f"--ssh {ssh!r} is no command: {error}") from None
+    how = Remote(command, python or Remote.python)
+    return SshCluster(load_hosts(hosts), how, config, printer, printer.terminal())
 
 
 def _report(text: str) -> None:
@@ -311,7 +360,7 @@ def run(invocation: Invocation) -> int:
     config: TaskConfig | None = None
     try:
         if invocation.launch:
-            return run_cluster(invocation.launch)
+            return run_cluster(invocation.launch, invocation.hosts, invocation.remote)
         if invocation.join:
             return run_joined(invocation)
         config = task_config()

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from psclient._src.config import child_environ
+from psclient._src.config import LOCAL_HOST, child_environ
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Unreachable
 from pswire.limits import Timeouts
@@ -80,11 +80,16 @@ def spawn_server(
     more: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Starts a server that ends with its stdin; `-P` keeps the user's files from shadowing modules."""
-    command = [sys.executable, "-P", "-m", "psserver", "--task", str(task.index), "--lifeline"]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-P", "-m", "psserver", *server_arguments(task, LOCAL_HOST, port, options), *flags]
+    return spawn(command, child_environ(tasks, timeouts, more), stdin=subprocess.PIPE, stderr=stderr)
+
+
+def server_arguments(task: Task, host: str, port: int, options: ServerOptions) -> list[str]:
+    """Returns the arguments of `psserver` for a server that ends with its stdin."""
+    arguments = ["--task", str(task.index), "--lifeline", "--host", host, "--port", str(port)]
     for name, value in vars(options).items():
-        command += [flag_name(name), str(value)]
-    return spawn([*command, *flags], child_environ(tasks, timeouts, more), stdin=subprocess.PIPE, stderr=stderr)
+        arguments += [flag_name(name), str(value)]
+    return arguments
 
 
 def spawn(command: list[str], environ: dict[str, str], stdin: int, stderr: int | None) -> subprocess.Popen[bytes]:

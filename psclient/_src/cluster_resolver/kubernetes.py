@@ -1,0 +1,195 @@
+"""The resolver of a pod of an Indexed Job, a JobSet or a StatefulSet."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from psclient._src.cluster_resolver.base import ClusterResolver, url
+from psclient._src.config import launcher_variable
+from pswire.cluster import ClusterSpec, join_address
+from pswire.errors import ConfigError
+
+SERVERS = "ps"
+"""The job whose tasks listen."""
+
+_NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The pod of this process.
+
+    Attributes:
+        job: its job in the cluster.
+        prefix: what stands before the controller's own name in hostnames, such as `digits-`.
+        replica: the index of its Job in a JobSet; None outside of a JobSet.
+        pod: the index of the pod in its Job or StatefulSet.
+    """
+
+    job: str
+    prefix: str
+    replica: int | None
+    pod: int
+
+
+class KubernetesClusterResolver(ClusterResolver):
+    """Tells the cluster that the pods of Indexed Jobs, of a JobSet or of StatefulSets form; asks no API server.
+
+    Such pods have hostnames that end with the controller's name and the pod's index: `ps-1` and `digits-ps-1` are task
+    1 of `ps`; `digits-ps-0-1` is pod 1 of the first Job `ps` of the JobSet `digits`. A Service without a cluster IP
+    gives each server the address `HOSTNAME.SERVICE:PORT`. All pods of a cluster are named alike, so that one hostname
+    tells all others.
+
+    Reads once `HOSTNAME` and, where they are set, `JOB_COMPLETION_INDEX`, which Kubernetes sets in each pod of an
+    Indexed Job, `JOB_COMPLETIONS`, and `JOBSET_NAME`, `REPLICATED_JOB_NAME`, `JOB_INDEX`, which the downward API can
+    set from the labels of a JobSet's pods. The name is that of TensorFlow's resolver, which asks the API server for
+    pods by their labels, and has other arguments.
+
+    Args:
+        jobs: job name to number of tasks, such as `{"ps": 2, "worker": 4}`; the same in every pod.
+        port: the port on which each server listens.
+        service: name of the servers' Service, in the namespace of the pods or with it (`ps.training`); None for the
+            name of the JobSet, which makes one of that name, else the name of the servers' controller.
+        names: job name to the name of its Job, StatefulSet or replicated job, where these are not the same.
+        completions: job name to the pods of each of its Jobs, for jobs of which a JobSet has several replicas; None
+            for one Job with all of the tasks. For the job of this pod `JOB_COMPLETIONS` may say it as well.
+        rpc_layer: the protocol of addresses.
+
+    Raises:
+        ValueError: there is no job of servers, or a number of tasks is less than 1.
+        ConfigError: the hostname, or a variable, is not that of a pod of these jobs. It names the variable.
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int],
+        port: int = 2222,
+        service: str | None = None,
+        names: Mapping[str, str] | None = None,
+        completions: Mapping[str, int] | None = None,
+        rpc_layer: str | None = "grpc",
+    ) -> None:
+        _check(jobs, names or {}, completions or {})
+        self._names = {job: (names or {}).get(job, job) for job in jobs}
+        self._completions = dict(jobs) | dict(completions or {})
+        place = _found(self._names)
+        if said := _number("JOB_COMPLETIONS"):
+            if place.job in (completions or {}) and said != self._completions[place.job]:
+                raise ConfigError(
+                    f"JOB_COMPLETIONS={said}, but completions[{place.job!r}] is {self._completions[place.job]}; "
+                    "both are the pods of one Job: make them equal"
+                )
+            self._completions[place.job] = said
+        if service is None:
+            in_set = place.replica is not None and place.prefix
+            service = place.prefix.removesuffix("-") if in_set else place.prefix + self._names[SERVERS]
+        self.task_type, self.task_id, self.rpc_layer = place.job, self._index(place, jobs[place.job]), rpc_layer
+        self._cluster = ClusterSpec(
+            {job: [*self._addresses(place, job, count, service, port)] for job, count in jobs.items()}
+        )
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster; only the addresses of servers are more than names."""
+        return self._cluster
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The address of a task, by default of this one; raises `ValueError` if the cluster has no such task."""
+        job = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        if job is None or index is None:
+            return ""
+        return url(self._cluster.task_address(job, index), rpc_layer or self.rpc_layer)
+
+    def _index(self, place: _Place, count: int) -> int:
+        """The index of this process in its job."""
+        each = self._completions[place.job]
+        index = (place.replica or 0) * each + place.pod
+        if index >= count or place.pod >= each:
+            raise ConfigError(
+                f"this pod is task {index} of {place.job!r}, of which `jobs` has {count}, {each} in each Job; give "
+                "the numbers of the manifest: jobs, and completions where a JobSet has several replicas of a Job"
+            )
+        return index
+
+    def _addresses(self, place: _Place, job: str, count: int, service: str, port: int) -> Iterator[str]:
+        for index in range(count):
+            replica, pod = divmod(index, self._completions[job])
+            middle = "" if place.replica is None else f"{replica}-"
+            host = f"{place.prefix}{self._names[job]}-{middle}{pod if middle else index}"
+            yield join_address(f"{host}.{service}", port) if job == SERVERS else join_address(host, 0)
+
+
+def _check(jobs: Mapping[str, int], names: Mapping[str, str], completions: Mapping[str, int]) -> None:
+    if SERVERS not in jobs:
+        raise ValueError(f'jobs must have the servers, such as {{"ps": 2, "worker": 4}}, and has {dict(jobs)}')
+    for what, counts in (("jobs", jobs), ("completions", completions)):
+        for job, count in counts.items():
+            if not isinstance(count, int) or count < 1:
+                raise ValueError(f"{what}[{job!r}] must be a whole number from 1, not {count!r}")
+    for what, keys in (("names", names), ("completions", completions)):
+        if unknown := sorted(keys - jobs.keys()):
+            raise ValueError(f"{what} has {unknown[0]!r}, and jobs has no such job; it has {', '.join(sorted(jobs))}")
+
+
+def _found(names: Mapping[str, str]) -> _Place:
+    """Finds which pod this process is in, by its hostname and by variables, which must agree."""
+    host = launcher_variable("HOSTNAME") or socket.gethostname()
+    place = _of_set(names) or _of_host(host, names)
+    if place is None:
+        ends = ", ".join(f"{name}-0" for name in names.values())
+        raise ConfigError(
+            f"HOSTNAME={host!r} is of no pod of these jobs: it has to end like {ends}, as those of Indexed Jobs, "
+            "StatefulSets and JobSets do; give `names` where the controllers have others, and leave out hostNetwork"
+        )
+    said = _number("JOB_COMPLETION_INDEX")
+    if said is not None and said != place.pod:
+        raise ConfigError(
+            f"JOB_COMPLETION_INDEX={said}, but HOSTNAME={host!r} is of pod {place.pod}; leave both as Kubernetes sets "
+            "them"
+        )
+    return place
+
+
+def _of_set(names: Mapping[str, str]) -> _Place | None:
+    """The place that the variables of a JobSet tell; None where they are not set."""
+    told = {name: launcher_variable(name) for name in ("JOBSET_NAME", "REPLICATED_JOB_NAME")}
+    if not any(told.values()):
+        return None
+    for name, value in told.items():
+        if not value:
+            raise ConfigError(f"{name} is not set, and {_other(told, name)} is; set both by the downward API, or none")
+    pod = _number("JOB_COMPLETION_INDEX")
+    if pod is None:
+        raise ConfigError(
+            "JOB_COMPLETION_INDEX is not set: the Jobs of a JobSet have to be Indexed (completionMode: Indexed)"
+        )
+    jobs = [job for job, name in names.items() if name == told["REPLICATED_JOB_NAME"]]
+    if not jobs:
+        raise ConfigError(
+            f"REPLICATED_JOB_NAME={told['REPLICATED_JOB_NAME']!r} is none of {', '.join(names.values())}; give `names`"
+        )
+    return _Place(jobs[0], f"{told['JOBSET_NAME']}-", _number("JOB_INDEX") or 0, pod)
+
+
+def _other(told: Mapping[str, str], name: str) -> str:
+    return next(other for other in told if other != name)
+
+
+def _of_host(host: str, names: Mapping[str, str]) -> _Place | None:
+    """The place that a hostname tells; the job with the longest name, where several fit."""
+    for job, name in sorted(names.items(), key=lambda item: -len(item[1])):
+        match = re.fullmatch(rf"((?:.+-)?){re.escape(name)}(?:-([0-9]{{1,9}}))?-([0-9]{{1,9}})", host.partition(".")[0])
+        if match:
+            return _Place(job, match[1], None if match[2] is None else int(match[2]), int(match[3]))
+    return None
+
+
+def _number(name: str) -> int | None:
+    """The whole number that a variable says; None where it is not set."""
+    text = launcher_variable(name)
+    if text and not _NUMBER.fullmatch(text):
+        raise ConfigError(f"{name}={text!r} must be a whole number from 0")
+    return int(text) if text else None

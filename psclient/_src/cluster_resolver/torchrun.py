@@ -1,0 +1,139 @@
+"""The resolver of processes that torchrun has started."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+
+from psclient._src.cluster_resolver.base import ClusterResolver, url
+from psclient._src.config import TF_CONFIG, launcher_variable, set_variables
+from pswire.cluster import ClusterSpec, join_address
+from pswire.errors import ConfigError
+
+SERVERS = "ps"
+"""The job whose tasks listen."""
+
+PORT_BASE = 22220
+"""The port of the first server: the one that our files for Slurm begin with."""
+
+MOST_PORTS = 65535
+
+
+class TorchrunClusterResolver(ClusterResolver):
+    """Tells the cluster that the processes of a torchrun job form, from the variables that torchrun sets for each.
+
+    Ranks are dealt to jobs as `SlurmClusterResolver` does: in the order of the jobs' names, so that a chief, if there
+    is one, and the servers have the first ranks. These are on the first node, whose address is the only one that
+    torchrun tells (`MASTER_ADDR`); the server of rank r listens there on port `port_base + r`. Workers listen nowhere,
+    and may be on any node. Without a chief worker 0 is the chief as well. Reads once `RANK`, `WORLD_SIZE`,
+    `LOCAL_WORLD_SIZE`, `GROUP_RANK`, `MASTER_ADDR` and `MASTER_PORT`. TensorFlow has no such resolver.
+
+    Args:
+        jobs: job name to number of tasks, which make `WORLD_SIZE` together; None for one server, and workers.
+        port_base: the port of the server with rank 0, if that is one.
+        rpc_layer: the protocol of addresses.
+
+    Raises:
+        RuntimeError: a variable is missing; there are more or fewer tasks than ranks; a server is on another node than
+            the first.
+        ConfigError: the value of a variable is malformed, or a server's port is torchrun's own.
+    """
+
+    def __init__(
+        self, jobs: Mapping[str, int] | None = None, port_base: int = PORT_BASE, rpc_layer: str | None = "grpc"
+    ) -> None:
+        rank, world = _number("RANK"), _number("WORLD_SIZE")
+        jobs = {SERVERS: 1, "worker": world - 1} if jobs is None else jobs
+        if sum(jobs.values()) != world:
+            raise RuntimeError(
+                f"the jobs have {sum(jobs.values())} tasks, but torchrun has started {world} processes; make them "
+                "equal, by jobs or by --nnodes and --nproc-per-node"
+            )
+        if not jobs.get(SERVERS):
+            raise RuntimeError(f'jobs must have a server and a worker, such as {{"ps": 1, "worker": 3}}, not {jobs}')
+        tasks = [(job, index) for job, count in sorted(jobs.items()) for index in range(count)]
+        _check_servers(tasks, rank, port_base)
+        self.task_type, self.task_id = tasks[rank]
+        self.rpc_layer = rpc_layer
+        self._cluster = _cluster(tasks, port_base)
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster of this job; only the addresses of servers are more than names."""
+        return self._cluster
+
+    def get_task_info(self) -> tuple[str | None, int | None]:
+        """The job and the index of this process."""
+        return self.task_type, self.task_id
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The address of a task, by default of this one; raises `ValueError` if the cluster has no such task."""
+        job = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        if job is None or index is None:
+            return ""
+        return url(self._cluster.task_address(job, index), rpc_layer or self.rpc_layer)
+
+    def serve(self, *arguments: str) -> None:
+        """Makes this process the server that its task is; returns at once where it is no server.
+
+        To be called before the script makes a strategy, or anything else: the program `psserver` takes the place of
+        the script, and ends with the job.
+
+        Args:
+            arguments: more arguments of `psserver`, such as `"--memory-limit", "8GiB"`.
+        """
+        if self.task_type != SERVERS:
+            return
+        task = {"type": self.task_type, "index": self.task_id}
+        set_variables({TF_CONFIG: json.dumps({"cluster": self._cluster.as_dict(), "task": task})})
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "psserver", "--until-done", *arguments])
+
+
+def _check_servers(tasks: Sequence[tuple[str, int]], rank: int, port_base: int) -> None:
+    """Raises if a server would be where others do not look for it."""
+    last = max(place for place, (job, _) in enumerate(tasks) if job == SERVERS)
+    node, here = _number("GROUP_RANK"), _number("LOCAL_WORLD_SIZE")
+    if (tasks[rank][0] == SERVERS and node != 0) or (node == 0 and last >= here):
+        raise RuntimeError(
+            f"servers are the ranks up to {last}, and the first node has {here if node == 0 else 'fewer'} processes: "
+            "torchrun tells no address but that of the first node, so that all servers have to be there; take fewer, "
+            "or raise --nproc-per-node"
+        )
+    taken = _number("MASTER_PORT")
+    ports = range(port_base, port_base + last + 1)
+    if ports[0] < 1 or ports[-1] > MOST_PORTS:
+        raise ConfigError(f"port_base={port_base} leaves no ports for {last + 1} ranks; take one from 1024 to 65000")
+    if taken in ports:
+        raise ConfigError(
+            f"MASTER_PORT={taken} is torchrun's own, and servers have the ports from {ports[0]} to {ports[-1]}; give "
+            "another port_base, or another --master-port"
+        )
+
+
+def _cluster(tasks: Sequence[tuple[str, int]], port_base: int) -> ClusterSpec:
+    first, here = _variable("MASTER_ADDR"), max(_number("LOCAL_WORLD_SIZE"), 1)
+    cluster: dict[str, list[str]] = {job: [] for job, _ in tasks}
+    for rank, (job, _) in enumerate(tasks):
+        node = rank // here
+        name = join_address(first if node == 0 else f"node-{node}", 0)
+        cluster[job].append(join_address(first, port_base + rank) if job == SERVERS else name)
+    return ClusterSpec(cluster)
+
+
+def _variable(name: str) -> str:
+    text = launcher_variable(name)
+    if not text:
+        raise RuntimeError(f"{name} is not set: torchrun has not started this process; start it with torchrun")
+    return text
+
+
+def _number(name: str) -> int:
+    text = _variable(name)
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise ConfigError(f"{name}={text!r} must be a whole number from 0")
+    return int(text)

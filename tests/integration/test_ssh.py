@@ -1,0 +1,314 @@
+"""`psworker --hosts`: clusters that a real ssh starts through a real sshd, on two addresses of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from psclient._src.config import LaunchConfig
+from psclient._src.launch.agent import MODULE
+from psclient._src.launch.hosts_file import load_hosts
+from psclient._src.launch.outcome import Outcome
+from psclient._src.launch.ssh_cluster import Remote, SshCluster
+from pswire.cluster import Task
+from pswire.limits import Timeouts
+from tests.support.shell import PROGRAMS, Done, shell
+from tests.support.sshd import HOSTS, Sshd, sshd
+
+SOON = 90.0
+
+TRAINING = """
+import os, sys
+import numpy as np
+import psclient as ps
+
+strategy = ps.ParameterServerStrategy()
+with strategy.scope():
+    w = ps.Variable(np.zeros(4, "float32"))
+    optimizer = ps.optimizers.SGD(1.0)
+for _ in range(3):
+    strategy.run(lambda: optimizer.apply_gradients([(np.ones(4, "float32"), w)]))
+print("w", *w.numpy(), os.environ.get("PS_TOKEN", "no token"), *sys.argv[1:])
+"""
+
+ME = "import json, os, pathlib, signal, sys, time\nme = json.loads(os.environ['TF_CONFIG'])['task']['index']\n"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    with sshd(tmp_path_factory.mktemp("sshd")) as found:
+        yield found
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, server: Sshd) -> Path:
+    path = tmp_path / "hosts"
+    path.write_text(f"{HOSTS[0]}:{server.port} ps=1 worker=1\n{HOSTS[1]}:{server.port} ps=1 slots=1\n")
+    return path
+
+
+def agents() -> list[psutil.Process]:
+    """The agents of all clusters on this machine, and what they have started."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if MODULE in words and words[0] == sys.executable:
+            found += [process, *process.children(recursive=True)]
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(server: Sshd) -> Iterator[None]:
+    """After each test no agent, no task and no connection is there."""
+    yield
+    eventually(lambda: not server.connections(), lambda: str(server.connections()))
+
+
+def eventually(found: Callable[[], object], why: Callable[[], str] = lambda: "") -> None:
+    until = time.monotonic() + SOON
+    while not found():
+        assert time.monotonic() < until, why()
+        time.sleep(0.05)
+
+
+def run(hosts: Path, server: Sshd, text: str, *more: str, args: tuple[str, ...] = (), **environ: str) -> Done:
+    (hosts.parent / "script.py").write_text(text)
+    words = ["psworker", "--hosts", str(hosts), "--ssh", server.ssh, *more, "script.py", *args]
+    return shell(words, hosts.parent, **environ)
+
+
+def test_a_job_over_two_hosts(hosts: Path, server: Sshd) -> None:
+    """Both workers train on servers of both hosts; lines have the names of their tasks; the token is not told."""
+    done = run(hosts, server, TRAINING, args=("a b", "$HOME"))
+    assert (done.code, done.left) == (0, ()), done.err
+    for worker in range(2):
+        assert f"[worker {worker}] w -6.0 -6.0 -6.0 -6.0 no token a b $HOME" in done.out.splitlines()
+    for index, host in enumerate(HOSTS):
+        assert re.search(rf"\[ps {index}\] psserver /job:ps/task:{index} listening on {host}:[0-9]+", done.out)
+
+
+@pytest.fixture
+def cluster(hosts: Path, server: Sshd, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SshCluster]:
+    """Makes a cluster that this process launches, in the directory of its script."""
+    monkeypatch.chdir(hosts.parent)
+
+    def made(text: str, silence: float = 30.0, **keys: object) -> SshCluster:
+        (hosts.parent / "script.py").write_text(ME + text)
+        config = LaunchConfig(**{"script": "script.py", "chief": "none"} | keys)  # type: ignore[arg-type]
+        return SshCluster(load_hosts(hosts), Remote(tuple(server.ssh.split()), silence=silence), config)
+
+    return made
+
+
+WAITING = "pathlib.Path(f'pid-{me}').write_text(str(os.getpid()))\ntime.sleep(600)\n"
+
+
+def pids(directory: Path) -> list[int]:
+    """The process ids of both workers, once they wait."""
+    paths = [directory / f"pid-{me}" for me in range(2)]
+    eventually(lambda: all(path.exists() and path.read_text() for path in paths))
+    return [int(path.read_text()) for path in paths]
+
+
+def test_nobody_can_see_the_token(cluster: Callable[..., SshCluster], hosts: Path) -> None:
+    """Neither a command line nor an environment of any process on either host has it; servers want it all the same."""
+    with cluster(WAITING) as running:
+        pids(hosts.parent)
+        token = running._options.token
+        assert len(token) == 64
+        seen = 0
+        for process in agents():
+            for name in ("cmdline", "environ"):
+                text = Path(f"/proc/{process.pid}/{name}").read_bytes()
+                assert token.encode() not in text, (process, name)
+                seen += len(text) > 0
+        assert seen >= 2 * (4 + 4)  # agents and tasks, of four each
+        assert running._ask(Task("ps", 1)) is not None
+        running._options = running._options.__class__(token="0" * 64)
+        assert running._ask(Task("ps", 1)) is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything(hosts: Path, server: Sshd, number: int) -> None:
+    """Also on the other hosts; the exit code is that of the signal."""
+    (hosts.parent / "script.py").write_text(ME + WAITING)
+    words = [*PROGRAMS["psworker"], "--hosts", str(hosts), "--ssh", server.ssh, "script.py"]
+    with subprocess.Popen(words, cwd=hosts.parent, start_new_session=True, stdin=subprocess.DEVNULL) as process:
+        tasks = pids(hosts.parent)
+        process.send_signal(number)
+        assert process.wait(SOON) == 128 + number
+    assert not any(map(psutil.pid_exists, tasks))
+
+
+def test_a_launcher_that_is_killed_leaves_nothing(hosts: Path, server: Sshd) -> None:
+    """Agents see the ends of their connections."""
+    (hosts.parent / "script.py").write_text(ME + WAITING)
+    words = [*PROGRAMS["psworker"], "--hosts", str(hosts), "--ssh", server.ssh, "script.py"]
+    with subprocess.Popen(words, cwd=hosts.parent, start_new_session=True, stdin=subprocess.DEVNULL) as process:
+        tasks = pids(hosts.parent)
+        process.kill()
+    eventually(lambda: not any(map(psutil.pid_exists, tasks)))
+    eventually(lambda: not server.connections())
+
+
+def test_a_connection_that_ends_ends_its_task(cluster: Callable[..., SshCluster], hosts: Path) -> None:
+    """And, without restarts, the cluster; the report names the host."""
+    with cluster(WAITING) as running:
+        tasks = pids(hosts.parent)
+        os.kill(running.processes[Task("worker", 1)].pid, signal.SIGKILL)
+        outcome = running.wait(SOON)
+    assert (outcome.task, outcome.code) == (Task("worker", 1), 137)
+    eventually(lambda: not any(map(psutil.pid_exists, tasks)))
+
+
+def test_a_host_that_drops_a_connection_is_named(cluster: Callable[..., SshCluster], hosts: Path, server: Sshd) -> None:
+    """ssh ends with 255 then, whose meaning is told."""
+    with cluster(WAITING) as running:
+        (task,) = [pid for pid in pids(hosts.parent) if (hosts.parent / "pid-1").read_text() == str(pid)]
+        above = psutil.Process(task).parent()
+        assert above is not None
+        door = above.parent()  # sshd's process for this connection
+        assert door is not None
+        door.kill()
+        outcome = running.wait(SOON)
+    assert (outcome.task, outcome.code) == (Task("worker", 1), 255)
+    assert f"the ssh connection to {HOSTS[1]} was lost" in outcome.report
+    eventually(lambda: not psutil.pid_exists(task))
+
+
+def test_a_connection_on_which_nothing_comes_ends_its_task(cluster: Callable[..., SshCluster], hosts: Path) -> None:
+    """A network may lose all packets, and no end comes: an agent gives the launcher up after a while."""
+    with cluster(WAITING, silence=2.0) as running:
+        tasks = pids(hosts.parent)
+        time.sleep(3.0)
+        assert all(map(psutil.pid_exists, tasks)), "signs of life come"
+        os.kill(running.processes[Task("worker", 1)].pid, signal.SIGSTOP)
+        eventually(lambda: not psutil.pid_exists(tasks[1]))
+        assert psutil.pid_exists(tasks[0])
+        os.kill(running.processes[Task("worker", 1)].pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("sys.exit(7 * me)", 7, "(exit code 7)"),
+        ("os.kill(os.getpid(), signal.SIGKILL) if me else time.sleep(600)", 137, "(killed by SIGKILL)"),
+        ("raise KeyError('mine') if me else time.sleep(600)", 1, "KeyError: 'mine'"),
+    ],
+)
+def test_codes_and_reports_are_those_of_a_local_cluster(
+    cluster: Callable[..., SshCluster], text: str, code: int, said: str
+) -> None:
+    """The failing task's; a signal's is 128 more, and the report has its traceback."""
+    with cluster(text) as running:
+        outcome = running.wait(SOON)
+    assert (outcome.task, outcome.code) == (Task("worker", 1), code)
+    assert said in outcome.report
+
+
+def test_a_task_that_fails_is_started_again(
+    cluster: Callable[..., SshCluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On its host, and a server at its address."""
+    monkeypatch.setattr("psclient._src.launch.cluster.LEAVE_SECONDS", 0.1)
+    text = "import socket\nif me and not os.path.exists('m'):\n    open('m', 'w')\n    sys.exit(3)\nprint(me)"
+    with cluster(text, restarts=2) as running:
+        before = dict(running.addresses)
+        running.kill(Task("ps", 1))
+        assert running.wait(SOON) == Outcome(0)
+        assert running.addresses == before
+        assert running.output(Task("worker", 1)) == ["1"]
+
+
+def python(directory: Path, *lines: str) -> str:
+    path = directory / "python"
+    path.write_text("\n".join(["#!/bin/sh", *lines, f'exec {sys.executable} "$@"\n']))
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_hosts_that_cannot_run_tasks_are_refused_at_once(hosts: Path, server: Sshd, tmp_path: Path) -> None:
+    """Before anything is started; the error names the host, and what to do."""
+    old = tmp_path / "old" / "paramserver-0.0.9.dist-info"
+    old.mkdir(parents=True)
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: paramserver\nVersion: 0.0.9\n")
+    wrong = {
+        "has no Python at /nowhere/python .*--remote-python": ["--remote-python", "/nowhere/python"],
+        "has paramserver 0.0.9, protocol 4, and this machine .*; install the same version on both": [
+            "--remote-python",
+            python(tmp_path, f"export PYTHONPATH={old.parent}"),
+        ],
+        "lacks this package": ["--remote-python", python(tmp_path / "old", 'shift 3; set -- -m "no.such"')],
+        "cannot run no-ssh: .*--ssh": ["--ssh", "no-ssh"],
+    }
+    for said, more in wrong.items():
+        done = run(hosts, server, "print('ran')", *more)
+        assert done.code == 2
+        (line,) = done.errors
+        assert re.search(f"psworker: error: .*{said}", line), line
+        assert "ran" not in done.out
+        assert "no-ssh" in said or HOSTS[0] in line
+
+
+def test_hosts_that_are_not_there_are_refused_at_once(hosts: Path, server: Sshd, tmp_path: Path) -> None:
+    """One that refuses connections, and one that does not let us in."""
+    with hosts.open("a") as file:
+        file.write("127.0.0.3:1 worker=1\n")
+    done = run(hosts, server, "print('ran')")
+    assert done.code == 2
+    assert "cannot reach 127.0.0.3 by ssh: " in done.err
+    assert "Connection refused; no password is asked for here" in done.err
+    hosts.write_text(f"{HOSTS[0]}:{server.port} ps=1 worker=1\n")
+    done = run(
+        hosts,
+        server,
+        "print('ran')",
+        "--ssh",
+        "ssh -F none -o StrictHostKeyChecking=yes -o UserKnownHostsFile=/dev/null",
+    )
+    assert done.code == 2
+    assert f"cannot reach {HOSTS[0]} by ssh: Host key verification failed" in done.err
+
+
+def test_servers_that_refuse_say_where(hosts: Path, server: Sshd) -> None:
+    """The host, the task and the reason."""
+    done = run(hosts, server, "print('ran')", "--device", "gpu:77")
+    assert done.code == 2
+    assert re.search(rf"error: .*on {re.escape(HOSTS[0])}: the server did not start", done.err), done.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--ps", "2"], "the file of --hosts says which tasks there are; leave --ps out"),
+        (["--standalone"], "--standalone is for a cluster on this machine"),
+        (["--hosts", "none"], "cannot read none"),
+    ],
+)
+def test_flags_that_do_not_go_together(hosts: Path, server: Sshd, flags: list[str], said: str) -> None:
+    """Are refused."""
+    done = run(hosts, server, "", *flags)
+    assert (done.code, said in done.err) == (2, True), done.err
+
+
+def test_flags_of_hosts_alone(tmp_path: Path) -> None:
+    """Without the file they say nothing."""
+    (tmp_path / "script.py").write_text("")
+    done = shell(["psworker", "--ssh", "ssh", "script.py"], tmp_path)
+    assert (done.code, done.errors) == (2, ["psworker: error: --ssh is for tasks on other hosts; add --hosts FILE"])
+
+
+def test_timeouts_are_handed_on(cluster: Callable[..., SshCluster]) -> None:
+    """With the variables of this package, and the working directory."""
+    text = "print(os.environ['PS_TIMEOUT_CALL'], os.getcwd() == os.path.dirname(os.path.abspath('script.py')))"
+    with cluster(text, timeouts=Timeouts(call=77.0)) as running:
+        eventually(lambda: running.output(Task("worker", 1)) == ["77.0 True"])
