@@ -269,7 +269,7 @@ class Cluster:
     def _flags(self, task: Task) -> list[str]:
         """Returns what every process is told of what to show, and where."""
         config = self.config
-        flags = ["--debug"] * config.debug + ["--log-format", config.log_format]
+        flags = ["--debug"] * config.debug + ["--log-format", config.log_format, "--traces", config.traces]
         flags += ["--log-level", config.log_level] if config.log_level else []
         if config.metrics_port is not None:
             order = [*(Task("ps", index) for index in range(config.ps)), *self.clients()]
