@@ -90,7 +90,7 @@ ROOMS = {
         _room("psserver.__main__", 12, "psserver.cli"),
         _room("psclient.ops", 2, "wire.model"),
         _room("psclient._src", 3, "pswire wire.model wire.security wire.telemetry wire.traces wire.transport"),
-        _room("src.traces", 4, "wire.traces"),
+        _room("src.telemetry.traces", 4, "wire.traces"),
         _room("src.cluster_resolver", 4, "pswire psclient._src"),
         _room("src.data", 4, "pswire wire.model psclient._src"),
         _room("src.processes", 4, "pswire wire.model wire.security wire.telemetry psclient._src"),
@@ -112,12 +112,16 @@ ROOMS = {
         _room("psclient.cluster_resolver", 5, "src.cluster_resolver"),
         _room("psclient.metrics", 5, "wire.model psclient._src src.variables psclient.losses"),
         _room("psclient.nn", 5, "wire.model psclient._src src.variables"),
-        _room("src.chief", 6, "pswire wire.model wire.telemetry wire.api wire.checkpoint src.traces src.transport"),
+        _room(
+            "src.chief",
+            6,
+            "pswire wire.model wire.telemetry wire.api wire.checkpoint src.telemetry.traces src.transport",
+        ),
         _room(
             "src.rounds",
             6,
             "pswire wire.model wire.telemetry wire.transport psclient._src wire.api src.data src.processes src.tracing "
-            "src.variables src.distribute src.traces src.transport",
+            "src.variables src.distribute src.telemetry.traces src.transport",
         ),
         _room("psclient.optimizers", 6, "wire.model psclient._src src.tracing src.variables src.distribute"),
         _room(
@@ -137,7 +141,7 @@ ROOMS = {
         _room(
             "src.telemetry",
             7,
-            "pswire wire.model wire.security wire.telemetry wire.traces wire.views wire.page psclient._src src.traces "
+            "pswire wire.model wire.security wire.telemetry wire.views wire.page psclient._src src.telemetry.traces "
             "src.transport src.chief src.rounds",
         ),
         _room(

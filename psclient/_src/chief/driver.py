@@ -39,7 +39,7 @@ from pswire.telemetry.metrics import Histogram
 from pswire.telemetry.reminder import Reminder
 
 if TYPE_CHECKING:
-    from psclient._src.traces.chief import ChiefTraces
+    from psclient._src.telemetry.traces.chief import ChiefTraces
 
 log = logging.getLogger("psclient.chief")
 

@@ -12,7 +12,7 @@ from pswire.model.status import Pace
 from pswire.telemetry.metrics import Histogram
 
 if TYPE_CHECKING:
-    from psclient._src.traces.worker import Flush, StepTraces
+    from psclient._src.telemetry.traces.worker import Flush, StepTraces
 
 
 class RoundCounters:

@@ -51,7 +51,7 @@ from pswire.telemetry.reminder import Reminder
 from pswire.transport.payload import EMPTY, Payload
 
 if TYPE_CHECKING:
-    from psclient._src.traces.worker import Flush, StepTraces
+    from psclient._src.telemetry.traces.worker import Flush, StepTraces
 
 log = logging.getLogger("psclient")
 

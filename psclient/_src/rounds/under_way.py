@@ -18,7 +18,7 @@ from pswire.model.rows import Int64s, Rows
 from pswire.model.tensor import Array, TensorSpec
 
 if TYPE_CHECKING:
-    from psclient._src.traces.worker import Flush
+    from psclient._src.telemetry.traces.worker import Flush
 
 
 class Lookup(NamedTuple):

@@ -136,7 +136,7 @@ class Window:
                 self._step_waits += 1
                 self._lines[users_line()] = None
             self._measures.traced = round.traced
-            with self._measures, NO_TRACE if round.traced is None else round.traced.wait():
+            with self._measures, NO_TRACE if round.traced is None else round.traced.waiting():
                 while round.values is None:
                     if self._rounds[0].values is None:  # else an interrupt came before the next line
                         self._take(self._rounds[0])

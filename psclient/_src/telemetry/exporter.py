@@ -171,7 +171,7 @@ class Exporter:
     def add_worker(self, exchange: Exchange, servers: Sequence[RemoteServer]) -> None:
         """This process is a worker."""
         if self._tracer is not None:
-            from psclient._src.traces.worker import StepTraces
+            from psclient._src.telemetry.traces.worker import StepTraces
 
             begun = exchange.session.begun
             traces = StepTraces(self._tracer, str(self._task), begun.job, begun.incarnations)
@@ -181,7 +181,7 @@ class Exporter:
     def add_chief(self, chief: Chief) -> None:
         """This process drives, by this chief from now on."""
         if self._tracer is not None:
-            from psclient._src.traces.chief import ChiefTraces
+            from psclient._src.telemetry.traces.chief import ChiefTraces
 
             chief.traces = ChiefTraces(self._tracer, str(self._task))
         self._readings[:] = [(rows, of) for rows, of in self._readings if rows is not OF_CHIEFS]

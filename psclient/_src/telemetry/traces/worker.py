@@ -142,7 +142,7 @@ class Flush:
         self._open = False
 
     @contextmanager
-    def wait(self) -> Iterator[None]:
+    def waiting(self) -> Iterator[None]:
         """Traces a wait for the round's answers; it may come long after the step, and belongs to it still."""
         span = self._tracer.begin("wait", {"paramserver.round": self._round}, self.text)
         try:
