@@ -7,14 +7,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 import psclient as ps
 from pstesting.processes import CHIEF, PS0, PS1, SECONDS, W0, W1, ProcessCluster
-from pstesting.script import add, say
+from pstesting.script import add, gate, say
 from tests.support.collector import Collector, Told
+from tests.support.scraped import metrics_url
 
 ROUNDS = 4
 
@@ -86,7 +89,7 @@ def within(spans: list[Told], name: str, above: Told) -> list[Told]:
 def test_a_step_is_one_trace_across_four_processes(lane, collector, tmp_path):
     """Two workers, a server and the chief: one trace, and in it each span below the one that caused it."""
     keys = {"ps": 1, "workers": 2, "chief": "driver", "lane": lane, "traces": "otlp"}
-    with ProcessCluster(trains, tmp_path, (ROUNDS,), helpers=[], **keys) as job:
+    with ProcessCluster(trains, tmp_path, (ROUNDS,), **keys) as job:
         job.finish()
     traces = collector.traces()
     steps = {trace: spans for trace, spans in traces.items() if any(span.name == "step" for span in spans)}
@@ -261,3 +264,41 @@ def test_who_has_not_installed_it_is_told_what_to_install(tmp_path):
     assert done.returncode == 2
     assert "pip install 'paramserver[otel]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def stands_still(rounds: int) -> None:
+    """Makes some rounds, and stands still so that somebody may look."""
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v = ps.Variable(np.zeros(1 << 12, "float32"), name="v")
+    for _ in range(rounds):
+        strategy.run(add, args=(v, np.ones(1 << 12, "float32")))
+        v.numpy()
+    say("rounds", strategy.round)
+    gate("on")
+    strategy.close()
+
+
+def test_metrics_lead_to_traces(collector, tmp_path):
+    """Exemplars of a server and of a worker name traces that the collector has, to those who ask for OpenMetrics."""
+    keys = {"ps": 1, "workers": 1, "traces": "otlp", "metrics_port": 0, "log_format": "json"}
+    with ProcessCluster(stands_still, tmp_path, (ROUNDS,), gates=["on"], **keys) as job:
+        assert job.hear(W0, "rounds") == ROUNDS
+        found = {task: exemplars(metrics_url(job, task)) for task in (PS0, W0)}
+        job.open("on")
+        job.finish()
+    names = {(span.trace, span.id): span.name for span in collector.spans}
+    assert {name: names[lead] for name, lead in found[PS0].items()} == dict.fromkeys(
+        ("waiting", "applying", "answering"), "push"
+    )
+    assert {name: names[lead] for name, lead in found[W0].items()} == dict.fromkeys(("computing", "waiting"), "flush")
+
+
+def exemplars(url: str) -> dict[str, tuple[str, str]]:
+    """The trace and span of an exemplar of each phase."""
+    request = Request(url, headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    with urlopen(request, timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    samples = [sample for family in families if family.name.endswith("phase_seconds") for sample in family.samples]
+    found = [(sample.labels["phase"], sample.exemplar.labels) for sample in samples if sample.exemplar]
+    return {phase: (labels["trace_id"], labels["span_id"]) for phase, labels in found}
