@@ -6,7 +6,7 @@ that came with one: its parent is the first member's, and it links to the others
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from psserver.plans.round import Key, ReadyRound
@@ -68,10 +68,12 @@ class RoundTraces:
         if (times := self._of(job)) is not None:
             times.steps.append((began, ended))
 
-    def voted(self, job: ReadyRound, began: float, ended: float) -> None:
-        """A round is decided, or votes again."""
-        if (times := self._of(job)) is not None:
-            times.votes.append((began, ended))
+    def voted(self, job: ReadyRound, began: float, ended: float) -> Mapping[str, str] | None:
+        """A round is decided, or votes again; returns the labels of an exemplar that leads to it, None for none."""
+        if (times := self._of(job)) is None:
+            return None
+        times.votes.append((began, ended))
+        return labels_of(next(part.said.trace for part in job.parts if part.said.trace))
 
     def over(self, job: ReadyRound, record: Record, outcome: str, now: float) -> RoundTrace | None:
         """A round is over; returns its trace, None where nobody traces it."""

@@ -41,8 +41,8 @@ class Traces(Protocol):
     def ran(self, job: ReadyRound, began: float, ended: float) -> None:
         """A step of a round has run."""
 
-    def voted(self, job: ReadyRound, began: float, ended: float) -> None:
-        """A round is decided, or votes again."""
+    def voted(self, job: ReadyRound, began: float, ended: float) -> Mapping[str, str] | None:
+        """A round is decided, or votes again; returns the labels of an exemplar that leads to it, None for none."""
 
     def over(self, job: ReadyRound, record: Record, outcome: str, now: float) -> RoundTrace | None:
         """A round is over; returns its trace, None where nobody traces it."""
@@ -127,9 +127,7 @@ class ServerCounters:
     def voted(self, job: ReadyRound, began: float) -> None:
         """Counts a vote that is decided; `began` is when this server had voted."""
         ended = self.clock()
-        self.voting.observe(ended - began)
-        if self.traces is not None:
-            self.traces.voted(job, began, ended)
+        self.voting.observe(ended - began, None if self.traces is None else self.traces.voted(job, began, ended))
 
     def void(self, job: ReadyRound, record: Record, last: int) -> None:
         """Counts a round that is over and has changed nothing; as `over`."""
