@@ -21,6 +21,7 @@ Not measured unless asked for, since they are long or large:
     --compression none --compression int8  as they are, and compressed
     --device cpu --device gpu:0            variables on the CPU, and on a GPU
     --worker-device gpu:0                  gradients and values of workers on a GPU
+    --traces off --traces otlp             without and with spans, for a collector that is there
 
 `--json FILE` writes `{"format", "machine", "limits", "rounds"}`; docs/performance.md says what is in it.
 """
@@ -62,6 +63,7 @@ from pswire.cluster import Task
 from pswire.security.identity import SecurityOptions
 from pswire.security.names import task_name
 from pswire.server_options import ServerOptions
+from pswire.traces.options import CHOICES
 from pswire.transport.traffic import LANES
 
 Command = TypeVar("Command", bound=Callable[..., object])
@@ -124,6 +126,7 @@ class Setting:
         compression: a key of `COMPRESSION`.
         device: the servers' device.
         worker_device: the device of each worker's replica.
+        traces: "off", or "otlp" to a collector that `OTEL_EXPORTER_OTLP_ENDPOINT` names.
     """
 
     lane: str
@@ -138,13 +141,14 @@ class Setting:
     compression: str
     device: str = "cpu"
     worker_device: str = "cpu:0"
+    traces: str = "off"
 
     def __str__(self) -> str:
         return (
             f"{self.lane} lane, {self.workers} workers, {self.servers} servers, chief: {self.chief}, "
             f"{self.optimizer}, {self.allocator} allocator, {self.security}, rounds: {self.consistency}, "
             f"gradients in {self.gradients}, compression: {self.compression}, variables on {self.device}, "
-            f"replicas on {self.worker_device}"
+            f"replicas on {self.worker_device}, traces: {self.traces}"
         )
 
 
@@ -372,6 +376,7 @@ def measure(setting: Setting, options: Options) -> dict[str, Measured]:
             script=str(Path(__file__)),
             args=options.args(setting, path),
             server=ServerOptions(device=setting.device),
+            traces=setting.traces,
         )
         with _allocator(setting.allocator), cluster:
             outcome = cluster.wait(SECONDS)
@@ -506,6 +511,7 @@ def _choices(name: str, known: Sequence[str], default: Sequence[str], text: str)
 @_choices("--compression", list(COMPRESSION), ("none",), "With none and others, the table has their ratio.")
 @click.option("--device", multiple=True, default=("cpu",), show_default=True, help="The servers': cpu, or gpu:N.")
 @click.option("--worker-device", multiple=True, default=("cpu:0",), show_default=True, help="The replicas'.")
+@_choices("--traces", CHOICES, CHOICES[:1], "With otlp a collector has to be there, by OTEL_EXPORTER_OTLP_ENDPOINT.")
 @click.option("--ps-strategy", type=click.Choice(get_args(PsStrategy)), default="greedy", show_default=True)
 @click.option("--rounds", type=click.IntRange(1), help="How many to measure at a time [default: the model's].")
 @click.option("--repeats", type=click.IntRange(1), help="How many times over [default: 3, with --quick 1].")

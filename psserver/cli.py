@@ -157,6 +157,11 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
         _thread(config, "files", "writes or reads a file") as files,
     ):
         core = Core(config, secrets.randbits(64), time.monotonic, pool.submit, files.submit)
+        tracer = config.traces.open(config.task)
+        if tracer is not None:
+            from psserver.core.traces import RoundTraces
+
+            core.tally.traces = RoundTraces(tracer, str(config.task), time.monotonic)
         logging_setup.follow(lambda: (core.tally.round, 0))
         server = Server(core, config, core.well)
         port = await server.start()
@@ -187,6 +192,8 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
             core.close()
             await server.stop(GRACE)
             await leave_nothing(GRACE)
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
     moved = f"and has moved to {core.machine.moved_to}" if core.machine.moved_to else f"it held {held}"
     _say(f"psserver {config.task} ended; {moved}")
     return core.machine.outlived

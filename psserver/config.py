@@ -23,6 +23,7 @@ from pswire.security.identity import Security, SecurityOptions
 from pswire.security.names import task_name
 from pswire.server_options import ServerOptions
 from pswire.sizes import human, parse_bytes
+from pswire.traces.options import NO_TRACES, TRACES, TraceOptions
 
 LEAST_IN_FLIGHT = 1 << 20
 """Least number of bytes for `--in-flight`: fewer may not hold one part of a contribution."""
@@ -57,6 +58,7 @@ class ServerConfig:
         timeouts: timeouts of sessions and calls.
         security: the certificate and token it shows, and those it asks clients for.
         metrics_host, metrics_port: the address of its metrics; port 0 picks a free one, None serves no metrics.
+        traces: how it exports traces.
         addresses: the addresses of all servers in `TF_CONFIG`; empty without one: then the chief says them.
         kernel_cache: the folder of compiled kernels, an absolute path; "" for none.
         domain: the part of the machines that fails as one, in which it runs.
@@ -81,6 +83,7 @@ class ServerConfig:
     max_sessions: int = ServerOptions.max_sessions
     metrics_host: str = LOCAL_HOST
     metrics_port: int | None = None
+    traces: TraceOptions = NO_TRACES
     addresses: tuple[str, ...] = ()
     kernel_cache: str = ""
     domain: str = ""
@@ -121,6 +124,7 @@ class ListenOptions:
         variable="PS_METRICS_PORT",
         otherwise="none",
     )
+    traces: str | None = TRACES.field(None)
     domain: str | None = option(
         None,
         "Part of the machines that fails as one, such as a rack: copies go elsewhere.",
@@ -176,6 +180,7 @@ def server_config(environ: Mapping[str, str] = os.environ, **flags: Any) -> Serv
         max_sessions=given.max_sessions,
         metrics_host=given.metrics_host or host,
         metrics_port=given.metrics_port,
+        traces=TraceOptions.from_environ(environ, given.traces),
         addresses=tuple(cluster.cluster.address(task) for task in cluster.cluster.tasks("ps")) if cluster else (),
         kernel_cache=_kernel_cache(environ),
         domain=given.domain or socket.gethostname(),

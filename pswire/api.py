@@ -163,6 +163,7 @@ class Contribution:
         chunks: tickets of the batches that were handed out and that it is made of: once it is applied, they are done.
         alone: True for a round of its sender alone, in a job whose workers make rounds together: `round` is then the
             session's own count of such rounds, from 0, and its plan updates variables that are `alone`, and no others.
+        trace: the span that sends it, as W3C's traceparent, where the worker traces this step; else "".
     """
 
     session: int
@@ -184,6 +185,7 @@ class Contribution:
     closure: ClosureName | None = None
     chunks: tuple[int, ...] = ()
     alone: bool = False
+    trace: str = ""
 
 
 @dataclass(frozen=True)
@@ -340,6 +342,8 @@ class Watched:
         entries: the log from there on.
         plans: proposed, not yet approved.
         sessions: all sessions of the job.
+        traces: the spans in which plans were proposed whose steps are traced, as W3C's traceparents, by the plan's id
+            in hexadecimal.
     """
 
     version: int
@@ -347,6 +351,7 @@ class Watched:
     entries: tuple[LogEntry, ...]
     plans: tuple[Plan, ...]
     sessions: tuple[SessionState, ...]
+    traces: Mapping[str, str] = field(default_factory=dict)
 
 
 UNTIL_ENDED = -2
@@ -495,7 +500,7 @@ class ParameterServer(ClosureServer, ChunkServer, PlaceServer, Protocol):
         """
         ...
 
-    def propose(self, session: int, plan: Plan | None, join_point: str, start: Start | None) -> None:
+    def propose(self, session: int, plan: Plan | None, join_point: str, start: Start | None, trace: str = "") -> None:
         """Tells server 0 what the chief or a new member needs to know. Key: the content.
 
         Args:
@@ -503,6 +508,7 @@ class ParameterServer(ClosureServer, ChunkServer, PlaceServer, Protocol):
             plan: a plan that needs approval.
             join_point: place at which this new member wants to be taken in.
             start: place at which the new members of an epoch begin.
+            trace: the span in which the plan is proposed, as W3C's traceparent, for the chief; "" for none.
         """
         ...
 

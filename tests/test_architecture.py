@@ -47,6 +47,7 @@ ONLY_IN = {
         "pswire.encoding.verbs",
     },
     "cryptography": {"pswire.security.certificates", "psclient.psctl.certificate_authority"},
+    "opentelemetry": {"pswire.traces.tracer"},
     "pickle": set(),
     "marshal": set(),
     "torch": set(),
@@ -172,6 +173,7 @@ WALL_CLOCK_IN = {
     "psclient._src.rounds.rounds",  # when rows were updated that live for a time
     "psclient.train.manager",  # keep_checkpoint_every_n_hours
     "psclient.summary.writer",  # TensorBoard
+    "pswire.traces.tracer",  # when spans began
 }
 
 

@@ -18,6 +18,7 @@ from pswire.options import LIST, SWITCH, WHOLE, option
 from pswire.security.identity import Security, SecurityOptions
 from pswire.server_options import ServerOptions
 from pswire.telemetry import logging_setup
+from pswire.traces.options import TRACES, VARIABLE, TraceOptions
 from pswire.transport.traffic import LANES, LaneName
 
 GLIBC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296"
@@ -134,6 +135,7 @@ class LaunchConfig:
         variable=METRICS_PORT,
         otherwise="none",
     )
+    traces: str = TRACES.field(lambda: trace_options().traces)
     metrics_host: str = option(
         lambda: metrics_from()[0],
         "Address on which metrics are served.",
@@ -156,6 +158,7 @@ class LaunchConfig:
         refuse_unknown([self.log_level] if self.log_level else [], logging_setup.LEVELS, "log_level")
         refuse_unknown([self.log_format], logging_setup.FORMATS, "log_format")
         _check_port("metrics_port", self.metrics_port)
+        refuse_unknown([self.traces], TRACES.choices, "traces")
         if self.module and self.chief != "script":
             raise ConfigError(
                 f"workers import {self.module}, and nobody would run the script; let the chief do it (chief: script, "
@@ -291,6 +294,16 @@ def metrics_from(environ: Mapping[str, str] = os.environ) -> tuple[str, int | No
         raise ConfigError(f"{METRICS_PORT}={text!r} is no port; write a number from 0 to 65535")
     _check_port(METRICS_PORT, port)
     return environ.get(METRICS_HOST) or LOCAL_HOST, port
+
+
+def trace_options(environ: Mapping[str, str] = os.environ) -> TraceOptions:
+    """Returns how this process exports traces, as `PS_TRACES` and `OTEL_*` say; raises `ConfigError`."""
+    return TraceOptions.from_environ(environ)
+
+
+def set_traces(traces: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Sets `PS_TRACES` for this process and its children."""
+    environ[VARIABLE] = traces
 
 
 def _check_port(name: str, port: int | None) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from psserver.effects import Effect, Work
+from psserver.effects import Effect, Run, Work
 from psserver.execution.contributions import Contributions
 from psserver.execution.execution import Execution
 from psserver.execution.nonfinite import NonfiniteVariables
@@ -82,8 +82,8 @@ class CatchingUp:
         else:
             record, waiters = self._rounds.complete(job, found[1])
             self._rounds.backlog.put(found[0])
-        self._tally.over(job, record, self._rounds.last, 0.0, now)
-        return [*effects, *self._reply(record, waiters)]
+        traced = self._tally.over(job, record, self._rounds.last, 0.0, now)
+        return [*effects, *self._reply(record, waiters), Run(self._tally.answered, (now, traced))]
 
     def made(self, execution: Execution, error: PSError | None) -> None:
         """A round that was put off is made, or has failed; its members were answered long ago."""

@@ -64,6 +64,8 @@ class Log:
         self._snapshots = snapshots
         self.entries: list[LogEntry] = []
         self.proposed: dict[bytes, Plan] = {}
+        self.traces: dict[str, str] = {}
+        """The spans in which plans among them were proposed, by the plan's id in hexadecimal."""
         self._names: dict[str, int] = {}
         self._creators: dict[int, Task] = {}
         self._ordered = 0
@@ -90,6 +92,7 @@ class Log:
         """Forgets a job: its entries, its names, its proposals."""
         for table in (self.entries, self.proposed, self._names, self._creators, self.lost_incarnations, self.moved):
             table.clear()
+        self.traces.clear()
         self.incarnations = ()
         self._ordered, self.over, self.lost = 0, False, None
         self.keeps = self._store.server == 0
@@ -157,6 +160,7 @@ class Log:
             case Approved():
                 effects = self._approve(prepared[entry.plan.id])
                 self.proposed.pop(entry.plan.id, None)
+                self.traces.pop(entry.plan.id.hex(), None)
             case JobStarted():
                 self._store.copied = bool(entry.copies)
                 self._rounds.votes.begin(entry.job)
@@ -339,6 +343,8 @@ class Log:
         self._check_room(plan)
         self._verify(prepared)
         self.proposed[plan.id] = plan
+        if prepared.trace:
+            self.traces[plan.id.hex()] = prepared.trace
         return True
 
     def _check_room(self, plan: Plan) -> None:

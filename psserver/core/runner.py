@@ -154,7 +154,7 @@ class Runner:
             return failed
         if self._rounds.backlog.behind and not job.put_off:
             return self._late.put_off(job)
-        execution = self._execution = Execution(job, self._kernels)
+        execution = self._execution = Execution(job, self._kernels, self._tally.timer(job))
         self._assigned = {}
         if job.commit is Commit.ATOMIC:
             return self._go_on(execution)
@@ -185,7 +185,7 @@ class Runner:
         if verdict is None:
             return []
         self._ballot = None
-        self._tally.voting.observe(self._tally.clock() - self._voted)
+        self._tally.voted(job, self._voted)
         trial, agreed = ballot.trial, job.only(verdict.whole)
         if verdict.error is not None:
             error = verdict.error
@@ -246,7 +246,7 @@ class Runner:
         """A round is over that has changed nothing."""
         self._store.end_loan()
         self._answers.drop()
-        self._tally.over(job, record, self._rounds.last, 0.0, self._tally.clock())
+        self._tally.void(job, record, self._rounds.last)
         ends = [] if trial is None else [Run(trial.execution.close)]
         return [*ends, *self._answer(record, waiters)]
 
@@ -315,7 +315,7 @@ class Runner:
             return execution.step(values, alone, self._store.take_spare, missed, held, tables)
         finally:
             values.clear()
-            execution.ran += self._tally.clock() - began
+            execution.ran += self._tally.ran(execution.job, began)
 
     # ---- What came of it ----
 
@@ -409,13 +409,13 @@ class Runner:
                 error = self._fail_halfway(job, error)
             log.warning("round %d failed: %s", job.round, error)
             record, waiters = self._rounds.fail(job, error)
-        self._tally.over(job, record, self._rounds.last, execution.ran, now)
+        traced = self._tally.over(job, record, self._rounds.last, execution.ran, now)
         self._execution = None
         waiters = self._waiters.hold(record, waiters)
         found = self._rounds.last + 1, ready, execution.lookups.found
         replies = self._answers.replies(record, waiters, self.broken, *found)
         self._answers.drop()
-        return [*effects, *replies, Run(self._tally.answered, (now,)), *self.digests.over(execution, error)]
+        return [*effects, *replies, Run(self._tally.answered, (now, traced)), *self.digests.over(execution, error)]
 
 
 def _tell(begins: Sequence[Run]) -> None:

@@ -263,6 +263,7 @@ class Waiters:
                 answers.append(Reply(row.future, Watched(UNTIL_GONE, 0, losses, (), ())))
                 continue
             start = row.after if row.after <= len(self._log.entries) else 0
-            news = Watched(self._members.version, start, tuple(self._log.entries[start:]), plans, sessions)
+            entries = tuple(self._log.entries[start:])
+            news = Watched(self._members.version, start, entries, plans, sessions, dict(self._log.traces))
             answers.append(Reply(row.future, news))
         return answers

@@ -5,6 +5,7 @@ Sums and means are computed from received parts without a copy.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -185,14 +186,16 @@ class Contributions:
 
     Args:
         job: the round.
+        timer: told when a sum apart from kernels began, in monotonic seconds, once it has ended; None for nobody.
 
     Attributes:
         senders: the contributors, in task order.
         dropped: members that were lost before their contributions were whole.
     """
 
-    def __init__(self, job: ReadyRound) -> None:
+    def __init__(self, job: ReadyRound, timer: Callable[[float], None] | None = None) -> None:
         self._prepared = job.prepared
+        self._timer = timer
         self.senders = [Sender(part, job.prepared) for part in job.contributors]
         self.dropped: set[Task] = set()
         self._known: dict[int, list[Weighed]] = {}
@@ -294,6 +297,14 @@ class Contributions:
             index: number of the reduction.
             room: as `reduce` has it.
         """
+        if self._timer is None:
+            return self._value(index, room)
+        began = time.monotonic()
+        value = self._value(index, room)
+        self._timer(began)
+        return value
+
+    def _value(self, index: int, room: Room) -> Array:
         reduction = self._prepared.plan.reductions[index]
         if reduction.form == "dense" and reduction.codec is not None:
             return self._decoded(index, reduction, reduction.codec)

@@ -8,7 +8,7 @@ sent back, while contributions to others still arrive.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -72,6 +72,7 @@ class Execution:
     Args:
         job: the plan and the contributions, which need not be whole in a streamed round.
         kernels: the kernels of the device where the variables live and the programs run.
+        timer: told when a sum apart from kernels began, in monotonic seconds, once it has ended; None for nobody.
 
     Attributes:
         begun: True once its operands are taken, which fixes the contributors.
@@ -85,11 +86,11 @@ class Execution:
         touched: of each variable of which rows were updated so far these rows, the last ones; of a dynamic table keys.
     """
 
-    def __init__(self, job: ReadyRound, kernels: Kernels) -> None:
+    def __init__(self, job: ReadyRound, kernels: Kernels, timer: Callable[[float], None] | None = None) -> None:
         self.job = job
         self.begun = False
         self.ran = 0.0
-        self.contributions = Contributions(job)
+        self.contributions = Contributions(job, timer)
         self.wanted = frozenset[int]().union(*[part.said.want for part in job.parts])
         self._returned: list[Array] = []
         self._rows: list[int] = []

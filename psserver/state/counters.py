@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from typing import Protocol
 
 from psserver.plans.round import ReadyRound
 from psserver.state.strands import Record
@@ -14,6 +16,36 @@ from pswire.telemetry.metrics import Histogram
 
 ROUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 """Upper bounds of the staleness histogram: rounds of others in the meantime."""
+
+
+class RoundTrace(ABC):
+    """The trace of a round that is over, until its answers have left.
+
+    Attributes:
+        labels: the labels of an exemplar that leads to it.
+    """
+
+    labels: Mapping[str, str]
+
+    @abstractmethod
+    def answered(self, now: float) -> None:
+        """Its answers have left."""
+
+
+class Traces(Protocol):
+    """What is told of rounds for their traces, where these are on."""
+
+    def timer(self, job: ReadyRound) -> Callable[[float], None] | None:
+        """Returns what is told when a sum apart from kernels began, and has ended now; None for nothing."""
+
+    def ran(self, job: ReadyRound, began: float, ended: float) -> None:
+        """A step of a round has run."""
+
+    def voted(self, job: ReadyRound, began: float, ended: float) -> Mapping[str, str] | None:
+        """A round is decided, or votes again; returns the labels of an exemplar that leads to it, None for none."""
+
+    def over(self, job: ReadyRound, record: Record, outcome: str, now: float) -> RoundTrace | None:
+        """A round is over; returns its trace, None where nobody traces it."""
 
 
 class ServerCounters:
@@ -45,7 +77,10 @@ class ServerCounters:
         voting: seconds from a server's vote until a round was decided.
         digests: digests of values that were compared with another server's, by outcome: "equal" or "different".
         hashing: seconds for which values were hashed for them.
+        traces: is told of rounds; None where nobody traces them.
     """
+
+    traces: Traces | None = None
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -78,8 +113,31 @@ class ServerCounters:
         """Notes that a session reads values as of this round, unless it holds older ones."""
         self._seen.setdefault(session, last)
 
-    def over(self, job: ReadyRound, record: Record, last: int, ran: float, now: float) -> None:
-        """Counts a round that is over.
+    def timer(self, job: ReadyRound) -> Callable[[float], None] | None:
+        """Returns what is told of a round's sums: see `Traces`; None for nothing."""
+        return None if self.traces is None else self.traces.timer(job)
+
+    def ran(self, job: ReadyRound, began: float) -> float:
+        """Returns the seconds for which a step of a round ran, which has ended now."""
+        ended = self.clock()
+        if self.traces is not None:
+            self.traces.ran(job, began, ended)
+        return ended - began
+
+    def voted(self, job: ReadyRound, began: float) -> None:
+        """Counts a vote that is decided; `began` is when this server had voted."""
+        ended = self.clock()
+        self.voting.observe(ended - began, None if self.traces is None else self.traces.voted(job, began, ended))
+
+    def void(self, job: ReadyRound, record: Record, last: int) -> None:
+        """Counts a round that is over and has changed nothing; as `over`."""
+        now = self.clock()
+        traced = self.over(job, record, last, 0.0, now)
+        if traced is not None:
+            traced.answered(now)
+
+    def over(self, job: ReadyRound, record: Record, last: int, ran: float, now: float) -> RoundTrace | None:
+        """Counts a round that is over; returns its trace, None where nobody traces it.
 
         Args:
             job: the round.
@@ -88,19 +146,26 @@ class ServerCounters:
             ran: seconds for which it ran.
             now: the time of its end.
         """
-        self.rounds["failed" if record.error else "skipped" if job.skipped else "completed"] += 1
+        outcome = "failed" if record.error else "skipped" if job.skipped else "completed"
+        traced = None if self.traces is None else self.traces.over(job, record, outcome, now)
+        labels = None if traced is None else traced.labels
+        self.rounds[outcome] += 1
         self.left_out += len(record.left_out)
-        self.waiting.observe(max(now - job.since - ran, 0.0))
-        self.applying.observe(ran)
+        self.waiting.observe(max(now - job.since - ran, 0.0), labels)
+        self.applying.observe(ran, labels)
         if isinstance(job.strand, Task | int):
             for part in job.parts:
                 seen = self._seen.get(part.member.session, last - 1)  # later where a change has set the number back
                 self.staleness.observe(max(last - 1 - seen, 0))
                 self._seen[part.member.session] = last
+        return traced
 
-    def answered(self, over: float) -> None:
-        """Counts the answers of a round that ended at time `over`."""
-        self.answering.observe(self.clock() - over)
+    def answered(self, over: float, traced: RoundTrace | None = None) -> None:
+        """Counts the answers of a round that ended at time `over`, which have left."""
+        now = self.clock()
+        self.answering.observe(now - over, None if traced is None else traced.labels)
+        if traced is not None:
+            traced.answered(now)
 
     def written(self, began: float, shard: Future[Shard]) -> None:
         """Counts a shard that was written, or has failed; `began` is the end of its round."""

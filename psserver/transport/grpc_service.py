@@ -34,6 +34,7 @@ from pswire.errors import Forbidden, InvalidRequest, PSError, ServerLost, Unauth
 from pswire.limits import MAX_BATCH_VARIABLES
 from pswire.model.status import Happened, ProcessStatus
 from pswire.pb import parameter_server_pb2 as pb
+from pswire.traces.traceparent import well_formed
 from pswire.transport.grpc_frames import Frame
 from pswire.transport.parts import Assembly, parts_of
 from pswire.transport.payload import EMPTY, Payload
@@ -93,7 +94,7 @@ def _create_batch(core: ParameterServer, m: pb.CreateBatchRequest) -> Message:
 def _propose(core: ParameterServer, m: pb.ProposeRequest) -> Message:
     plan = messages.PLAN.from_pb(m.plan) if m.HasField("plan") else None
     start = messages.START.from_pb(m.start) if m.HasField("start") else None
-    core.propose(m.session, plan, m.entry, start)
+    core.propose(m.session, plan, m.entry, start, well_formed(m.trace))
     return pb.Empty()
 
 

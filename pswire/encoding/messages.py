@@ -74,6 +74,7 @@ from pswire.model.tables import (
 )
 from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
+from pswire.traces.traceparent import well_formed
 from pswire.transport.payload import Payload
 
 # ---- What is not as the fields' types say ----
@@ -257,6 +258,7 @@ def contribution_to_pb(contribution: Contribution, size: int) -> pb.PushHeader:
         closure=None if contribution.closure is None else CLOSURE.to_pb(contribution.closure),
         chunks=contribution.chunks,
         alone=contribution.alone,
+        trace=contribution.trace,
     )
 
 
@@ -282,6 +284,7 @@ def contribution_from_pb(message: pb.PushHeader) -> Contribution:
         CLOSURE.from_pb(message.closure) if message.HasField("closure") else None,
         tuple(message.chunks),
         message.alone,
+        well_formed(message.trace),
     )
 
 

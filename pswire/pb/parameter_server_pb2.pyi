@@ -1083,16 +1083,18 @@ class Entry(_message.Message):
     def __init__(self, job_started: _Optional[_Union[JobStarted, _Mapping]] = ..., created: _Optional[_Union[Variable, _Mapping]] = ..., approved: _Optional[_Union[Plan, _Mapping]] = ..., epoch_closed: _Optional[_Union[Epoch, _Mapping]] = ..., started: _Optional[_Union[Start, _Mapping]] = ..., snapshotted: _Optional[_Union[Snapshotted, _Mapping]] = ..., done: _Optional[_Union[Empty, _Mapping]] = ..., lost: _Optional[_Union[Lost, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ...) -> None: ...
 
 class ProposeRequest(_message.Message):
-    __slots__ = ("session", "plan", "entry", "start")
+    __slots__ = ("session", "plan", "entry", "start", "trace")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     ENTRY_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     session: int
     plan: Plan
     entry: str
     start: Start
-    def __init__(self, session: _Optional[int] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., entry: _Optional[str] = ..., start: _Optional[_Union[Start, _Mapping]] = ...) -> None: ...
+    trace: str
+    def __init__(self, session: _Optional[int] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., entry: _Optional[str] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., trace: _Optional[str] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("session", "after", "version")
@@ -1123,18 +1125,27 @@ class SessionState(_message.Message):
     def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., state: _Optional[str] = ..., entry: _Optional[str] = ..., silent: _Optional[float] = ..., drives: _Optional[bool] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., opened: _Optional[float] = ...) -> None: ...
 
 class WatchReply(_message.Message):
-    __slots__ = ("version", "start", "entries", "plans", "sessions")
+    __slots__ = ("version", "start", "entries", "plans", "sessions", "traces")
+    class TracesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     VERSION_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
     PLANS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    TRACES_FIELD_NUMBER: _ClassVar[int]
     version: int
     start: int
     entries: _containers.RepeatedCompositeFieldContainer[Entry]
     plans: _containers.RepeatedCompositeFieldContainer[Plan]
     sessions: _containers.RepeatedCompositeFieldContainer[SessionState]
-    def __init__(self, version: _Optional[int] = ..., start: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[Entry, _Mapping]]] = ..., plans: _Optional[_Iterable[_Union[Plan, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ...) -> None: ...
+    traces: _containers.ScalarMap[str, str]
+    def __init__(self, version: _Optional[int] = ..., start: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[Entry, _Mapping]]] = ..., plans: _Optional[_Iterable[_Union[Plan, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., traces: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ApproveRequest(_message.Message):
     __slots__ = ("token", "index", "entries")
@@ -1353,7 +1364,7 @@ class HandOutReply(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., over: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite", "follows", "first_values", "rows", "lookups", "seconds", "closure", "chunks", "alone")
+    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite", "follows", "first_values", "rows", "lookups", "seconds", "closure", "chunks", "alone", "trace")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -1374,6 +1385,7 @@ class PushHeader(_message.Message):
     CLOSURE_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     ALONE_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     round: int
@@ -1394,7 +1406,8 @@ class PushHeader(_message.Message):
     closure: ClosureName
     chunks: _containers.RepeatedScalarFieldContainer[int]
     alone: bool
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ..., first_values: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., lookups: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ..., seconds: _Optional[int] = ..., closure: _Optional[_Union[ClosureName, _Mapping]] = ..., chunks: _Optional[_Iterable[int]] = ..., alone: _Optional[bool] = ...) -> None: ...
+    trace: str
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ..., first_values: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., lookups: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ..., seconds: _Optional[int] = ..., closure: _Optional[_Union[ClosureName, _Mapping]] = ..., chunks: _Optional[_Iterable[int]] = ..., alone: _Optional[bool] = ..., trace: _Optional[str] = ...) -> None: ...
 
 class RoundHeader(_message.Message):
     __slots__ = ("round", "epoch", "more", "left_out", "size", "warnings", "observers", "rows", "over")

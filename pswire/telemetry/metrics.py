@@ -23,17 +23,22 @@ class Histogram:
 
     Attributes:
         total: the sum of all values.
+        exemplars: by the number of a bucket the last value in it that has labels, and these first.
     """
 
     def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
         self.total = 0.0
+        self.exemplars: dict[int, tuple[Mapping[str, str], float]] = {}
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(self._bounds) + 1)
 
-    def observe(self, value: float) -> None:
-        """One more value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
+    def observe(self, value: float, exemplar: Mapping[str, str] | None = None) -> None:
+        """One more value; `exemplar` are labels that lead to its trace."""
+        bucket = bisect_left(self._bounds, value)
+        self._counts[bucket] += 1
         self.total += value
+        if exemplar is not None:
+            self.exemplars[bucket] = exemplar, value
 
     def buckets(self) -> list[tuple[str, float]]:
         """For each upper bound, the last of which is "+Inf", how many values are not above it."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from pswire.cluster import join_address
 from pswire.errors import ConfigError
@@ -108,11 +109,18 @@ def _answer_probe(well: Callable[[], bool], request: Request) -> Reply:
     return Reply(b"serving\n" if serves else b"not serving\n", "text/plain", 200 if serves else 503)
 
 
+def _buckets(value: Histogram) -> Sequence[Sequence[Any]]:
+    """Returns the buckets, some with an exemplar, which only OpenMetrics' format shows."""
+    known = value.exemplars.copy()  # another thread may add one
+    exemplars = {number: Exemplar(dict(labels), size) for number, (labels, size) in known.items()}
+    return [(*each, exemplars.get(number)) for number, each in enumerate(value.buckets())]
+
+
 def _family(row: Row[Any], source: Any) -> Metric:
     family = KINDS[row.kind](row.name, row.about, labels=row.labels)
     for labels, value in row.read(source).items():
         if isinstance(value, Histogram):
-            family.add_metric(labels, value.buckets(), value.total)
+            family.add_metric(labels, _buckets(value), value.total)
         else:
             family.add_metric(labels, value)
     return cast(Metric, family)

@@ -40,14 +40,15 @@ ROOMS = {
         _room("pswire.model", 1, "pswire"),
         _room("pswire.security", 1, "pswire"),
         _room("pswire.telemetry", 1, "pswire"),
+        _room("pswire.traces", 1, "pswire"),
         _room("pswire.telemetry.views", 2, "pswire wire.model"),
         _room("pswire.telemetry.page", 3, "pswire wire.model wire.security wire.telemetry wire.views"),
         _room("pswire.transport", 2, "pswire wire.model wire.security"),
         _room("pswire.servers", 2, "wire.model"),
         _room("pswire.api", 3, "pswire wire.model wire.transport wire.servers"),
         _room("pswire.checkpoint", 4, "pswire wire.model wire.api"),
-        _room("pswire.encoding", 4, "pswire wire.model wire.transport wire.api"),
-        _room("psserver", 4, "pswire wire.model wire.security wire.transport wire.api"),
+        _room("pswire.encoding", 4, "pswire wire.model wire.traces wire.transport wire.api"),
+        _room("psserver", 4, "pswire wire.model wire.security wire.traces wire.transport wire.api"),
         _room("psserver.programs", 5, "pswire wire.model psserver"),
         _room("psserver.tables", 6, "pswire wire.model psserver.programs"),
         _room("psserver.plans", 6, "pswire wire.model wire.transport psserver.programs wire.api"),
@@ -60,7 +61,7 @@ ROOMS = {
         _room(
             "psserver.transport",
             7,
-            "pswire wire.model wire.security wire.telemetry psserver wire.transport wire.api wire.encoding",
+            "pswire wire.model wire.security wire.telemetry wire.traces psserver wire.transport wire.api wire.encoding",
         ),
         _room(
             "psserver.checkpoints",
@@ -71,7 +72,7 @@ ROOMS = {
         _room(
             "psserver.core",
             9,
-            "pswire wire.model wire.telemetry psserver wire.transport psserver.programs wire.api "
+            "pswire wire.model wire.telemetry wire.traces psserver wire.transport psserver.programs wire.api "
             "psserver.plans psserver.tables wire.checkpoint psserver.state psserver.checkpoints psserver.execution",
         ),
         _room(
@@ -88,7 +89,8 @@ ROOMS = {
         ),
         _room("psserver.__main__", 12, "psserver.cli"),
         _room("psclient.ops", 2, "wire.model"),
-        _room("psclient._src", 3, "pswire wire.model wire.security wire.telemetry wire.transport"),
+        _room("psclient._src", 3, "pswire wire.model wire.security wire.telemetry wire.traces wire.transport"),
+        _room("src.telemetry.traces", 4, "wire.traces"),
         _room("src.cluster_resolver", 4, "pswire psclient._src"),
         _room("src.data", 4, "pswire wire.model psclient._src"),
         _room("src.processes", 4, "pswire wire.model wire.security wire.telemetry psclient._src"),
@@ -110,12 +112,16 @@ ROOMS = {
         _room("psclient.cluster_resolver", 5, "src.cluster_resolver"),
         _room("psclient.metrics", 5, "wire.model psclient._src src.variables psclient.losses"),
         _room("psclient.nn", 5, "wire.model psclient._src src.variables"),
-        _room("src.chief", 6, "pswire wire.model wire.telemetry wire.api wire.checkpoint src.transport"),
+        _room(
+            "src.chief",
+            6,
+            "pswire wire.model wire.telemetry wire.api wire.checkpoint src.telemetry.traces src.transport",
+        ),
         _room(
             "src.rounds",
             6,
             "pswire wire.model wire.telemetry wire.transport psclient._src wire.api src.data src.processes src.tracing "
-            "src.variables src.distribute src.transport",
+            "src.variables src.distribute src.telemetry.traces src.transport",
         ),
         _room("psclient.optimizers", 6, "wire.model psclient._src src.tracing src.variables src.distribute"),
         _room(
@@ -135,8 +141,8 @@ ROOMS = {
         _room(
             "src.telemetry",
             7,
-            "pswire wire.model wire.security wire.telemetry wire.views wire.page psclient._src src.transport "
-            "src.chief src.rounds",
+            "pswire wire.model wire.security wire.telemetry wire.views wire.page psclient._src src.telemetry.traces "
+            "src.transport src.chief src.rounds",
         ),
         _room(
             "psclient.psctl",

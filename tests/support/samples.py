@@ -427,6 +427,8 @@ _ASKED = ChunkAsk(
 )
 _HANDED = Chunks((Chunk(1 << 37, 2012, Examples(2013, 2014, 2015)),), True, (Position(2016, 2017, 2018),))
 
+_SPAN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
 SAMPLES = (
     Sample("Open", "full", (WORKER, 4, SESSION, True, "async", "the-job", 8, 0, 0), _OPENED),
     Sample("Open", "bounded", (WORKER, 4, SESSION, False, "bounded", "the-job", 8, 0, 3), _OPENED),
@@ -453,13 +455,15 @@ SAMPLES = (
     Sample("CreateBatch", "least", (1, ()), CreateBatchReply(0)),
     Sample("CreateBatch", "alone", (SESSION, (ALONE,)), CreateBatchReply(1, (150,))),
     Sample("CreateBatch", "of tables", (SESSION, TABLES), CreateBatchReply(6, (160, 161, 162, 163, 164, 165))),
-    Sample("Propose", "full", (SESSION, PLAN, "plan:00ff", START)),
-    Sample("Propose", "least", (SESSION, None, "", None)),
-    Sample("Propose", "of tables", (SESSION, OF_TABLES, "plan:00ff", None)),
+    Sample("Propose", "full", (SESSION, PLAN, "plan:00ff", START, "")),
+    Sample("Propose", "least", (SESSION, None, "", None, "")),
+    Sample("Propose", "of tables", (SESSION, OF_TABLES, "plan:00ff", None, "")),
+    Sample("Propose", "traced", (SESSION, RAISING, "", None, _SPAN)),
     Sample(
         "Watch", "full", _SESSION_AND_VERSION, Watched(-70_001, 40, ENTRIES, (PLAN, Plan(nonfinite="raise")), SESSIONS)
     ),
     Sample("Watch", "least", (0, 0, UNTIL_ENDED), Watched(0, 0, (), (), ())),
+    Sample("Watch", "traced", (SESSION, 40, 7), Watched(8, 40, (), (RAISING,), (), {RAISING.id.hex(): _SPAN})),
     Sample("Watch", "refused", _SESSION_AND_VERSION, error("Fenced")),
     Sample("Approve", "full", (0x1122_3344_5566, 40, ENTRIES), 40 + len(ENTRIES)),
     Sample("Approve", "least", (1, 0, ()), 0),
@@ -519,6 +523,7 @@ SAMPLES = (
     Sample("HandOut", "least", (1, ChunkAsk(0, 0, 0, 0)), Chunks()),
     Sample("Push", "of chunks", (contribution(chunks=(_HANDED.chunks[0].ticket, 3)), small()), reply(small())),
     Sample("Push", "of a closure", (contribution(closure=_NAME), small()), reply(small())),
+    Sample("Push", "traced", (contribution(trace=_SPAN), small()), reply(small())),
     Sample("Offer", "full", (Spare("ps9:1", "rack-9", 3),), Offered(3, ("ps0:1", "ps1:1"), True)),
     Sample("Offer", "least", (Spare("ps9:1"),), Offered()),
     Sample("Move", "full", (3, "ps9:1", 1 << 40), "ps9:1"),

@@ -103,6 +103,7 @@ BRIEF: dict[str, str] = {
     "psclient._src.distribute.replicas._Meeting.call": "for user's functions in threads of this process, and their rounds, which speak",
     "psclient._src.distribute.replicas._Meeting.gather": "for user's functions in threads of this process",
     "psclient.train.iterator.checkpoints_iterator": ASKED,
+    "pswire.traces.tracer.Tracer.close": "at the end of a process, at most FLUSH_SECONDS, for the last spans to be taken",
     # ---- Of the launcher and the embedded server ----
     "psclient._src.launch.psworker.run_cluster": "Cluster.wait",
     "psclient._src.launch.joining.Joiner._hold": "the pause between two words that keep a place",

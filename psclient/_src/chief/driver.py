@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from psclient._src.chief.abandonment import AbandonmentTimer, is_here
 from psclient._src.chief.checkpoints import CheckpointCommitter
@@ -38,6 +38,9 @@ from pswire.telemetry import logging_setup
 from pswire.telemetry.metrics import Histogram
 from pswire.telemetry.reminder import Reminder
 
+if TYPE_CHECKING:
+    from psclient._src.telemetry.traces.chief import ChiefTraces
+
 log = logging.getLogger("psclient.chief")
 
 PAUSE = 1.0
@@ -60,7 +63,10 @@ class Chief:
     Attributes:
         task: the task that drives.
         page: URL of its status page, which its beats tell; "" for none.
+        traces: the traces of what it does; None where they are off.
     """
+
+    traces: ChiefTraces | None = None
 
     def __init__(
         self,
@@ -357,6 +363,7 @@ class Chief:
         state = self._log.state
         may_save = self._leave_saves.may(time.monotonic())
         back = self._returns.look()
+        traced = None if self.traces is None else self.traces.approve(watched.traces)
         entries = self._settled(decide(state, watched, self._expected, self._hung.sessions, saved, may_save, back))
         for epoch in (entry.epoch for entry in entries if isinstance(entry, EpochClosed)):
             log.info("epoch %d: %s", epoch.number, ", ".join(str(m.task) for m in epoch.members) or "nobody")
@@ -377,6 +384,8 @@ class Chief:
             self._checkpoints.told()
         self._returns.take_back()
         self._log.copy()
+        if traced is not None:
+            traced.end()
         for say in farewells:
             self._threads.submit(say)
         self._checkpoints.order(state.saves.values(), state.gone, self._returns.moving)

@@ -431,7 +431,7 @@ def client_arguments(config: LaunchConfig, task: Task) -> list[str]:
 
 def shown_flags(config: LaunchConfig, place: int) -> list[str]:
     """Returns what a process is told of its log and its metrics; `place` is its number among all tasks."""
-    flags = ["--debug"] * config.debug + ["--log-format", config.log_format]
+    flags = ["--debug"] * config.debug + ["--log-format", config.log_format, "--traces", config.traces]
     flags += ["--log-level", config.log_level] if config.log_level else []
     if config.metrics_port is not None:
         port = config.metrics_port + place if config.metrics_port else 0

@@ -27,6 +27,7 @@ from psclient._src.config import (
     set_metrics,
     set_save_on_sigterm,
     set_security,
+    set_traces,
     set_variables,
     task_config,
     tf_config_text,
@@ -52,7 +53,10 @@ from pswire.telemetry import logging_setup
 log = logging.getLogger("psworker")
 
 
-OF_A_TASK = ("debug", "lane", "log_level", "log_format", "metrics_port", "metrics_host", "module", "save_on_sigterm")
+OF_A_TASK = (
+    *("debug", "lane", "log_level", "log_format", "metrics_port", "metrics_host", "module", "save_on_sigterm"),
+    "traces",
+)
 """Options of a local cluster that a single task has as well."""
 
 
@@ -155,6 +159,8 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
     else:
         set_security(security_options().under(given))
         set_metrics(given["metrics_host"], given["metrics_port"])
+        if given["traces"]:
+            set_traces(given["traces"])
         if given["save_on_sigterm"]:
             set_save_on_sigterm()
         of_a_task = (*OF_A_TASK, "restarts") if given["join"] else OF_A_TASK

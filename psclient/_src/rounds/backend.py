@@ -370,6 +370,13 @@ class RemoteBackend(_RemoteVariables):
         they run again, in the same round: what they wrote into their copies of variables is taken back. Within a
         merge call it is the outer run that runs again.
         """
+        traces, group = self._exchange.traces, self.group
+        if traces is None or context.in_merge_call():
+            return self._run(replicas)
+        with traces.step(group.round, group.alone or group.apart):
+            return self._run(replicas)
+
+    def _run(self, replicas: Callable[[], T]) -> T:
         section = self._mine()
         if section is not None:
             section.give_back_unused()  # The merge function may look at what it began.

@@ -6,9 +6,13 @@ import threading
 import time
 from collections import Counter
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from pswire.model.status import Pace
 from pswire.telemetry.metrics import Histogram
+
+if TYPE_CHECKING:
+    from psclient._src.telemetry.traces.worker import Flush, StepTraces
 
 
 class RoundCounters:
@@ -22,7 +26,12 @@ class RoundCounters:
         waiting: seconds of waits for rounds.
         reading: seconds of reads that had to ask a server.
         left_out: contributions of others that rounds were completed without, on each server.
+        traces: the traces of steps; None where they are off.
+        traced: the trace of the round that is waited for; None for none.
     """
+
+    traces: StepTraces | None = None
+    traced: Flush | None = None
 
     def __init__(self) -> None:
         self.rounds = Counter[str](completed=0, failed=0)
@@ -38,14 +47,18 @@ class RoundCounters:
         self._began = time.monotonic()
         if self._over is not None:
             # Replicas read at the same time, so that together they may have read for longer than that.
-            self.computing.observe(max(self._began - self._over - self._read, 0.0))
+            self.computing.observe(max(self._began - self._over - self._read, 0.0), self._exemplar)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.waits += 1
         self._over, self._read = time.monotonic(), 0.0
-        self.waiting.observe(self._over - self._began)
+        self.waiting.observe(self._over - self._began, self._exemplar)
+
+    @property
+    def _exemplar(self) -> dict[str, str] | None:
+        return None if self.traced is None else self.traced.labels
 
     def pace(self) -> Pace:
         """Returns the counts that beats tell."""
@@ -55,4 +68,4 @@ class RoundCounters:
         """Counts a read from a server."""
         with self._lock:
             self._read += seconds
-            self.reading.observe(seconds)
+            self.reading.observe(seconds, None if self.traces is None else self.traces.read(seconds))

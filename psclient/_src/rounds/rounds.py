@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from psclient._src.devices import Coming
 from psclient._src.distribute.compressed import compress
@@ -49,6 +49,9 @@ from pswire.model.status import Pace
 from pswire.model.tensor import Array, TensorSpec
 from pswire.telemetry.reminder import Reminder
 from pswire.transport.payload import EMPTY, Payload
+
+if TYPE_CHECKING:
+    from psclient._src.telemetry.traces.worker import Flush, StepTraces
 
 log = logging.getLogger("psclient")
 
@@ -164,7 +167,10 @@ class Exchange:
         window: the rounds under way.
         own: those of this process alone that are under way.
         buffers: arrays that are sent from where they are.
+        traces: the traces of its rounds; None where they are off.
     """
+
+    traces: StepTraces | None = None
 
     def __init__(self, session: Session, group: Group) -> None:
         self.session = session
@@ -314,7 +320,8 @@ class Exchange:
         """
         plan, window = outgoing.plan, self.own if alone else self.window
         first = plan.id not in self._prepared
-        self._propose(plan)
+        traced = None if self.traces is None else _flush(self.traces, plan, self.group, self._alone if alone else None)
+        self._propose(plan, "" if traced is None else traced.text)
         shares = self._prepare(plan)
         buffers = self.buffers.among(outgoing.arrays)
         coming = [array for array in outgoing.arrays if isinstance(array, Coming)]
@@ -328,7 +335,8 @@ class Exchange:
         if plan.streams and not alone:
             self.own.take_all()  # what lies on its way unused would leave no room on the lane for what streams
         window.make_room()
-        round = self._push_all(outgoing, shares, observes, waits, unchanged, self._alone if alone else self._shared)
+        strand = self._alone if alone else self._shared
+        round = self._push_all(outgoing, shares, observes, waits, unchanged, strand, traced)
         window.add(round)
         for buffer in buffers.values():
             buffer.round = round
@@ -352,6 +360,7 @@ class Exchange:
         waits: bool,
         buffers: Mapping[int, Buffer | None],
         strand: Numbering,
+        traced: Flush | None,
     ) -> UnderWay:
         """Pushes a contribution to all servers of its plan, and goes on to the next round of its strand."""
         plan, group, gone = outgoing.plan, self.group, self.session.hosting.gone
@@ -381,14 +390,19 @@ class Exchange:
                         nonfinite,
                         server in shares.timed,
                         strand,
+                        "" if traced is None else traced.push(server, payload.size),
                     ),
                     payload,
                 )
                 for server, payload in payloads.items()
             }
+            if traced is not None:
+                traced.sent(futures)
             self._fill(outgoing, payloads.values())
             self._stand_in(plan, futures.values())
         except BaseException as error:
+            if traced is not None:
+                traced.fail(error)
             if not isinstance(error, PSError):
                 # An interrupt: some servers have this contribution, and others wait for it.
                 self.session.end(Fenced(f"interrupted in round {strand.round}, which was on its way; restart"))
@@ -396,7 +410,7 @@ class Exchange:
         line = "" if waits else users_line()
         number = strand.round if alone else group.round
         passed = strand.sent(plan.trains)
-        round = UnderWay(number, plan, shares, want, lookups, futures, group.epoch, passed, waits, line, alone)
+        round = UnderWay(number, plan, shares, want, lookups, futures, group.epoch, passed, waits, line, alone, traced)
         if self.session.clock is not None:
             group.saved += plan.snapshot is not None
             here = range(len(self.session.servers))
@@ -404,11 +418,11 @@ class Exchange:
         self.reads.change(shares.written, round, everything=shares.restores)
         return round
 
-    def _propose(self, plan: Plan) -> None:
+    def _propose(self, plan: Plan, trace: str = "") -> None:
         """Asks for a plan's approval, once; of one that saves only one process does, whose state it has."""
         if plan.id in self._proposed or (plan.snapshot is not None and not self.group.saves()):
             return
-        self.session.propose(plan)
+        self.session.propose(plan, trace=trace)
         self._proposed.add(plan.id)
         if plan.snapshot is not None and self.group.late:
             _warn_of_state(self.session.task, plan.snapshot)
@@ -416,20 +430,13 @@ class Exchange:
     def _stand_in(self, plan: Plan, futures: Iterable[Future[RoundReply]]) -> None:
         """Waits until a plan that others have to propose is answered; proposes it should all of them be gone."""
         deadline = self.session.deadline(self.session.timeouts.round)
-        reminder = Reminder(self.session.timeouts.word, lambda: self._say_who_saves(plan))
+        reminder = Reminder(self.session.timeouts.word, lambda: _say_who_saves(self.group, self._awaited, plan))
         while plan.id not in self._proposed and deadline.left() > 0:
             if not wait(futures, self.session.timeouts.beat).not_done:
                 return
             self.session.check()
             self._propose(plan)
             reminder.look()
-
-    def _say_who_saves(self, plan: Plan) -> None:
-        names = dict[str, None]()
-        for server in plan.servers:
-            with suppress(ServerGone):  # nobody waits there
-                names |= dict.fromkeys(self._awaited.names(server))
-        log.warning("%s waits in round %d for %s", self.session.task, self.group.round, ", ".join(names))
 
     def _prepare(self, plan: Plan) -> PlanShares:
         """Returns a plan prepared for its rounds; keeps it, unless it saves or restores, and so has a single round."""
@@ -476,6 +483,7 @@ class Exchange:
         nonfinite: tuple[int, ...],
         timed: bool,
         strand: Numbering,
+        trace: str,
     ) -> Contribution:
         """Returns what this process says to a server that it contributes to."""
         epoch = self.group.epoch
@@ -494,6 +502,7 @@ class Exchange:
             lookups=tuple([RowRead.of(each.variable, each.ids) for each in lookups]),
             # The time at which rows were updated, where some live for a time: it goes no further than to their tables.
             seconds=int(time.time()) if timed else 0,
+            trace=trace,
             **strand.said(observes),
         )
 
@@ -515,6 +524,20 @@ class Exchange:
             answer: Future[RoundReply] = Future()
             answer.set_exception(error)
             return answer
+
+
+def _flush(traces: StepTraces, plan: Plan, group: Group, own: OwnRounds | None) -> Flush | None:
+    """Begins the trace of a round; `own` numbers it where this process makes it alone, beside those of all members."""
+    round = group.round if own is None else own.round
+    return traces.flush(plan.id, round, own is not None or group.alone or group.apart)
+
+
+def _say_who_saves(group: Group, awaited: Awaited, plan: Plan) -> None:
+    names = dict[str, None]()
+    for server in plan.servers:
+        with suppress(ServerGone):  # nobody waits there
+            names |= dict.fromkeys(awaited.names(server))
+    log.warning("%s waits in round %d for %s", group.session.task, group.round, ", ".join(names))
 
 
 def _warn_of_state(task: Task, order: SnapshotOrder) -> None:

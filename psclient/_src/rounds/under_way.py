@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from psclient._src.data.progress import Pass
 from psclient._src.rounds.prepared import PlanShares
@@ -16,6 +16,9 @@ from pswire.model.log import Epoch
 from pswire.model.plan import Plan, Ref
 from pswire.model.rows import Int64s, Rows
 from pswire.model.tensor import Array, TensorSpec
+
+if TYPE_CHECKING:
+    from psclient._src.telemetry.traces.worker import Flush
 
 
 class Lookup(NamedTuple):
@@ -48,6 +51,7 @@ class UnderWay:
         waited: True if the call that makes it waits for it: that call is told where it fails.
         line: the user's line that made it.
         alone: True if this process makes it alone, beside those of all members.
+        traced: its trace; None for none.
         values: what its plan returns; None until they are taken.
         failure: why it failed, for every process; None if it did not.
     """
@@ -63,6 +67,7 @@ class UnderWay:
     waited: bool
     line: str
     alone: bool = False
+    traced: Flush | None = None
     values: Mapping[Ref, Array | Rows] | None = None
     failure: PSError | None = None
 

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 
 from psclient._src.options import Round
 from psclient._src.rounds.awaited import Awaited
@@ -34,6 +35,8 @@ log = logging.getLogger("psclient")
 
 FAILED_ROUND = (ProgramError, MemoryLimit)
 """Errors that a round ended with, for every process alike: nothing of it was applied where it failed."""
+
+NO_TRACE = nullcontext()
 
 MANY_WAITS = 2
 """Waits of a step above which the log says once at which lines they are."""
@@ -132,7 +135,8 @@ class Window:
             if not (round.waited or self._told):
                 self._step_waits += 1
                 self._lines[users_line()] = None
-            with self._measures:
+            self._measures.traced = round.traced
+            with self._measures, NO_TRACE if round.traced is None else round.traced.waiting():
                 while round.values is None:
                     if self._rounds[0].values is None:  # else an interrupt came before the next line
                         self._take(self._rounds[0])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from psclient._src.config import metrics_from
+from psclient._src.config import job_from, metrics_from, trace_options
 from pswire.cluster import Task
 from pswire.security.identity import Security
 from pswire.telemetry.metrics import ALL, PROCESS, ProcessReadings, Reading, Row, Values
@@ -142,12 +142,14 @@ OF_CHIEFS: tuple[Row[Chief], ...] = (
 class Exporter:
     """Serves a process's metrics over HTTP, and a chief's status page, if `PS_METRICS_PORT` says where.
 
+    Exports its traces as well, if `PS_TRACES` says so.
+
     Args:
         task: the task that this process is.
         security: the certificate and token that this process shows.
 
     Raises:
-        ConfigError: the port cannot be had.
+        ConfigError: the port cannot be had; traces are on, and OpenTelemetry is not installed.
     """
 
     def __init__(self, task: Task, security: Security) -> None:
@@ -156,6 +158,7 @@ class Exporter:
         self._readings: list[Reading] = [(PROCESS, ProcessReadings(task, security.expiry))]
         self._page: Page | None = None
         self._chief: ChiefPage | None = None
+        self._tracer = trace_options().open(task, job_from())
         host, port = metrics_from()
         if port is None:
             return
@@ -167,10 +170,20 @@ class Exporter:
 
     def add_worker(self, exchange: Exchange, servers: Sequence[RemoteServer]) -> None:
         """This process is a worker."""
+        if self._tracer is not None:
+            from psclient._src.telemetry.traces.worker import StepTraces
+
+            begun = exchange.session.begun
+            traces = StepTraces(self._tracer, str(self._task), begun.job, begun.incarnations)
+            exchange.traces = exchange.measures.traces = traces
         self._readings.append((OF_WORKERS, Worker(exchange, servers)))
 
     def add_chief(self, chief: Chief) -> None:
         """This process drives, by this chief from now on."""
+        if self._tracer is not None:
+            from psclient._src.telemetry.traces.chief import ChiefTraces
+
+            chief.traces = ChiefTraces(self._tracer, str(self._task))
         self._readings[:] = [(rows, of) for rows, of in self._readings if rows is not OF_CHIEFS]
         self._readings.append((OF_CHIEFS, chief))
         if self._page is None:
@@ -198,6 +211,9 @@ class Exporter:
             chief.close()
         if page:
             page.close()
+        tracer, self._tracer = self._tracer, None
+        if tracer is not None:
+            tracer.close()
 
 
 def reachable(url: str) -> str:

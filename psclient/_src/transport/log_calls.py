@@ -47,6 +47,7 @@ class Proposal(NamedTuple):
     plan: Plan | None
     join_point: str
     start: Start | None
+    trace: str = ""
 
 
 class Proposals:
@@ -169,6 +170,7 @@ class LogCalls:
         nonfinite: what becomes of updates if a contribution has NaN or infinity.
         clock: what the beats say of this process's rounds, where its staleness is bounded; else None.
         change: the last change of the job's consistency; None before the first.
+        begun: the beginning of the job; of no meaning before `await_job`.
     """
 
     task: Task
@@ -179,6 +181,7 @@ class LogCalls:
     clock: WorkerClock | None
     nonfinite: Nonfinite = "apply"
     change: Change | None = None
+    begun: JobStarted = JobStarted(0, ())
     timeouts: Timeouts
     number: int
     job: str
@@ -254,7 +257,8 @@ class LogCalls:
 
     def _take_copies(self, entries: Sequence[LogEntry]) -> None:
         """Takes where copies of variables lie; raises `ConfigError` where this process expects something else."""
-        self.copies = next(entry.copies for entry in entries if isinstance(entry, JobStarted))
+        self.begun = next(entry for entry in entries if isinstance(entry, JobStarted))
+        self.copies = self.begun.copies
         if bool(self.copies) != self.copied:
             here, there = (f"PS_REPLICATION={int(each)}" for each in (self.copied, bool(self.copies)))
             raise ConfigError(
@@ -304,9 +308,11 @@ class LogCalls:
         """Returns the status of the server that keeps the log."""
         return self.with_keeper(lambda keeper: keeper.status())
 
-    def propose(self, plan: Plan | None = None, join_point: str = "", start: Start | None = None) -> None:
+    def propose(
+        self, plan: Plan | None = None, join_point: str = "", start: Start | None = None, trace: str = ""
+    ) -> None:
         """Proposes to the server that keeps the log, and to the next one where that is lost: see `ParameterServer`."""
-        proposal = Proposal(plan, join_point, start)
+        proposal = Proposal(plan, join_point, start, trace)
         if self.copied:
             self._proposals.keep(proposal)
         self.with_keeper(lambda keeper: keeper.propose(self.number, *proposal))

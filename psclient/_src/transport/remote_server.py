@@ -260,13 +260,14 @@ class RemoteServer(PlainCalls):
                     return whole
         return whole
 
-    def propose(self, session: int, plan: Plan | None, join_point: str, start: Start | None) -> None:
+    def propose(self, session: int, plan: Plan | None, join_point: str, start: Start | None, trace: str = "") -> None:
         """Implements `ParameterServer.propose`."""
         request = pb.ProposeRequest(
             session=session,
             plan=messages.PLAN.to_pb(plan) if plan else None,
             entry=join_point,
             start=messages.START.to_pb(start) if start else None,
+            trace=trace,
         )
         self._ask("Propose", request)
 

@@ -1,0 +1,107 @@
+"""What processes know of one another's spans, and whether they export any."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from pswire.cluster import Task
+from pswire.encoding import messages
+from pswire.errors import ConfigError
+from pswire.pb import parameter_server_pb2 as pb
+from pswire.traces.options import TraceOptions
+from pswire.traces.trace_ids import StepName, trace_id
+from pswire.traces.traceparent import labels_of, well_formed
+from tests.support.samples import contribution
+
+SPAN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_all_members_find_the_same_trace_id():
+    """It is a function of the step's name alone, and differs where any part of that does."""
+    step = StepName(7, (1, 2), "", 41, 0)
+    assert trace_id(step) == trace_id(StepName(7, (1, 2), "", 41, 0)) == 0x9B3D348C7E58CDD7051E413FA28D1450
+    others = [
+        step._replace(job=8),
+        step._replace(incarnations=(1, 3)),
+        step._replace(strand="/job:worker/task:0"),
+        step._replace(round=42),
+        step._replace(since=1),
+    ]
+    assert len({trace_id(each) for each in (step, *others)}) == 6
+
+
+def test_trace_ids_are_spread_as_by_chance():
+    """A sampler's ratio looks at the last 64 bits: a tenth of them is below a tenth of the greatest."""
+    ids = [trace_id(StepName(7, (1, 2), "", round, 0)) & (1 << 64) - 1 for round in range(10_000)]
+    assert 900 < sum(each < (1 << 64) // 10 for each in ids) < 1100
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "x",
+        SPAN.upper(),
+        SPAN + "-00",
+        SPAN[:-2] + "00",  # not exported
+        "00-" + "0" * 32 + SPAN[35:],
+        SPAN[:36] + "0" * 16 + "-01",
+        SPAN.replace("00-", "ff-", 1),
+        "\n" + SPAN,
+        SPAN + "\n",
+        "0" * 100_000,
+    ],
+)
+def test_a_peers_malformed_trace_is_none(text):
+    """It is dropped, and the call is answered as ever."""
+    assert well_formed(text) == ""
+    header = pb.PushHeader(session=1, trace=text)
+    assert messages.contribution_from_pb(header).trace == ""
+
+
+def test_a_trace_travels_as_it_is():
+    """In the header of a push; and a header without one is as it was."""
+    said = contribution(trace=SPAN)
+    assert messages.contribution_from_pb(messages.contribution_to_pb(said, 8)) == said
+    assert labels_of(SPAN) == {"trace_id": SPAN[3:35], "span_id": SPAN[36:52]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"), [("PushHeader", "trace"), ("ProposeRequest", "trace"), ("WatchReply", "traces")]
+)
+def test_an_older_peer_overlooks_it(kind, field):
+    """A message as the release before knows it, without the field, reads the rest."""
+    older = descriptor_pb2.FileDescriptorProto()
+    pb.DESCRIPTOR.CopyToProto(older)
+    (message,) = [each for each in older.message_type if each.name == kind]
+    fields = [each for each in message.field if each.name != field]
+    assert len(fields) == len(message.field) - 1
+    del message.field[:]
+    message.field.extend(fields)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(older)
+    before = message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{pb.DESCRIPTOR.package}.{kind}"))
+    plain = {"PushHeader": {"session": 5, "round": 7}, "ProposeRequest": {"session": 5}, "WatchReply": {"version": 3}}
+    traced = getattr(pb, kind)(**plain[kind], **{field: {"00ff": SPAN} if field == "traces" else SPAN})
+    read = before.FromString(traced.SerializeToString())
+    assert {each.name: value for each, value in read.ListFields()} == plain[kind]
+
+
+def test_the_environment_says_whether_traces_are_on():
+    """PS_TRACES does, a flag wins over it, and OpenTelemetry's own switch over both."""
+    read = TraceOptions.from_environ
+    assert read({}) == read({"PS_TRACES": "off"}) == TraceOptions("off", "http/protobuf")
+    assert read({"PS_TRACES": "otlp"}) == read({}, "otlp") == TraceOptions("otlp", "http/protobuf")
+    assert read({"PS_TRACES": "otlp"}, "off").traces == "off"
+    assert read({"PS_TRACES": "otlp", "OTEL_SDK_DISABLED": "True"}).traces == "off"
+    assert read({"PS_TRACES": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}).protocol == "grpc"
+    both = {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+    assert read({"PS_TRACES": "otlp", **both}).protocol == "http/protobuf"
+    with pytest.raises(ConfigError, match="PS_TRACES jaeger is unknown; known are off, otlp"):
+        read({"PS_TRACES": "jaeger"})
+    with pytest.raises(
+        ConfigError, match="OTEL_EXPORTER_OTLP_PROTOCOL http/json is unknown; known are grpc, http/protobuf"
+    ):
+        read({"PS_TRACES": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"})
+    assert TraceOptions().open(Task("worker", 0)) is None
