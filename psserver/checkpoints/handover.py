@@ -102,7 +102,7 @@ class Handover:
         return []
 
     def ask(self, plan_id: bytes, future: Future[Shard]) -> list[Effect]:
-        """Reads what a plan has saved for this server before it is back, as chiefs of the version before ask; answers."""
+        """Reads what a plan has saved before this server is back, and answers: chiefs of the version before ask so."""
         order = self._ordered(plan_id)
         if order is None or not order.returns:
             return [Fail(future, CheckpointError("nothing was handed over by this plan", str(self._store.task)))]
