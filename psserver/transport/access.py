@@ -9,7 +9,7 @@ import hmac
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from psserver.registry import Registry
+from psserver.registry import Registered, Registry
 from psserver.transport.refused_callers import RefusedCallers
 from pswire.cluster import Task
 from pswire.encoding import messages
@@ -71,8 +71,8 @@ class Access:
             return None
         return named(name.decode(errors="replace") for name in shown().get(DNS_NAMES, ()))
 
-    def admit_lane(self, hello: pb.LaneHello, names: Names) -> None:
-        """Checks that a client may open a lane and push on it.
+    def admit_lane(self, hello: pb.LaneHello, names: Names) -> Registered:
+        """Checks that a client may open a lane and push on it; returns the session that it has shown.
 
         Raises:
             InvalidRequest: the client lacks the token of its session.
@@ -82,6 +82,7 @@ class Access:
         if found is None or not hmac.compare_digest(found.lane_token, hello.token):
             raise InvalidRequest("a connection has not shown whose it is")
         self.check(VERBS["Push"], hello, names)
+        return found
 
     def voter(self, session: int) -> int:
         """Returns the server that has introduced itself with an incarnation; raises `Forbidden` if none has."""

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from psserver.config import ServerConfig
+from psserver.registry import Registered
 from psserver.transport import unix_socket
 from psserver.transport.access import Access
 from psserver.transport.lane_connection import Connection
@@ -95,12 +96,13 @@ class LaneServer:
         """Of the answers on all lanes."""
         self._resting = False
 
-    def let_in(self, connection: Connection, hello: pb.LaneHello) -> None:
+    def let_in(self, connection: Connection, hello: pb.LaneHello) -> Registered:
         """Admits a client after its hello; raises `InvalidRequest` or `Forbidden` if that is not valid."""
-        self.access.admit_lane(hello, connection.names)
+        found = self.access.admit_lane(hello, connection.names)
         others = [other for other in self.connections if other.session == hello.session]
         if len(others) >= MAX_CONNECTIONS:
             others[0].close("its client has opened too many others")
+        return found
 
     def refuse(self, connection: Connection, error: PSError) -> None:
         """Closes a connection, since what has come on it is refused; strangers are counted, and seldom told of."""
