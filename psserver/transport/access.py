@@ -65,11 +65,15 @@ class Access:
         Raises:
             Unauthenticated: the caller lacks the token.
         """
-        if self._bearer:
-            self._check_token(dict(metadata).get(TOKEN_KEY))
+        self.admit_token(metadata)
         if not self._tls:
             return None
         return named(name.decode(errors="replace") for name in shown().get(DNS_NAMES, ()))
+
+    def admit_token(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+        """Raises `Unauthenticated` if a call lacks the token."""
+        if self._bearer:
+            self._check_token(dict(metadata).get(TOKEN_KEY))
 
     def admit_lane(self, hello: pb.LaneHello, names: Names) -> Registered:
         """Checks that a client may open a lane and push on it; returns the session that it has shown.

@@ -29,6 +29,7 @@ from pswire.errors import MemoryLimit, PSError
 from pswire.limits import BUFFER_BYTES
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.names import named
+from pswire.security.rotation import ServerContexts
 from pswire.transport.parts import Assembly
 from pswire.transport.shared_memory import Segment, SharedArena
 from pswire.transport.sockets import tune
@@ -77,7 +78,7 @@ class LaneServer:
         self.traffic = traffic()
         """Payload bytes of each lane, gRPC included."""
         self.max_payload_bytes = config.max_payload_bytes
-        self._tls = config.security.server_context() if config.security.tls else None
+        self._tls = ServerContexts(config.security) if config.security.tls else None
         self.port = 0
         """Port of the tcp lane, once it listens."""
         self.path = ""
@@ -176,7 +177,7 @@ class LaneServer:
         if self._tls is None or shared:
             self.connections.append(Connection(self, sock, shared, peer))
         else:
-            self._handshakes.append(Handshake(self._tls, sock, partial(self._shaken, peer)))
+            self._handshakes.append(Handshake(self._tls.newest(), sock, partial(self._shaken, peer)))
 
     def _shaken(self, peer: str, handshake: Handshake, sealed: Sealed | None) -> None:
         """Removes a handshake that is over; adds its connection if it has succeeded."""
