@@ -217,6 +217,9 @@ def _options() -> list[tuple[str, int]]:
     return [
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.max_concurrent_streams", MAX_CALLS),
+        # Else a stream that nobody reads may send megabytes ahead: its window is 64 KiB, and that of a message which is
+        # being read the message's size.
+        ("grpc.http2.bdp_probe", 0),
         ("grpc.so_reuseport", 0),  # else two servers would share a port, and each get half of the calls
         # A host that loses power closes nothing: without pings its half-sent messages would be kept for ever.
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),

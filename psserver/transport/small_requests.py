@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-MAX_AT_ONCE = 16
+MAX_AT_ONCE = 4
 """Requests of a service that are read at a time; others wait until one is here, or late."""
 
 REQUEST_SECONDS = 5.0
