@@ -36,7 +36,7 @@ def rows() -> list[re.Match[str]]:
 
 
 @cache
-def tests_in(path: str) -> frozenset[str]:
+def found_in(path: str) -> frozenset[str]:
     """The tests of a module."""
     body = ast.parse((ROOT / path).read_text(encoding="utf-8")).body
     return frozenset(node.name for node in body if isinstance(node, ast.FunctionDef))
@@ -54,7 +54,7 @@ def test_a_claim_names_tests_that_are_there(row: re.Match[str]) -> None:
     assert row["tests"] == ", ".join(f"`{path}::{name}`" for path, name in named)
     assert named
     for path, name in named:
-        assert name in tests_in(path), f"{path} has no {name}"
+        assert name in found_in(path), f"{path} has no {name}"
     assert row["section"] in sections()
     assert row["anchor"] == anchor(row["section"])
 
