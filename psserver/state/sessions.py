@@ -114,8 +114,7 @@ class Membership:
         self._heard = -inf  # the last sign of life of any process that takes part in rounds
         self._registry = registry
         self._epoch = epoch
-        self._incarnation = incarnation
-        self._given = 0  # numbers
+        self._incarnation, self._given = incarnation, 0  # how many numbers
         self._sessions: dict[int, _SessionRecord] = {}
 
     def open(

@@ -14,7 +14,7 @@ from psserver.transport.refused_callers import RefusedCallers
 from pswire.cluster import Task
 from pswire.encoding import messages
 from pswire.encoding.verbs import TOKEN_KEY, VERBS, Caller, Verb, bearer
-from pswire.errors import Forbidden, InvalidRequest, Unauthenticated
+from pswire.errors import Fenced, Forbidden, InvalidRequest, Unauthenticated
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.security.names import ADMIN, certificate_name, named, task_name
@@ -87,6 +87,11 @@ class Access:
             raise InvalidRequest("a connection has not shown whose it is")
         self.check(VERBS["Push"], hello, names)
         return found
+
+    def check_held(self, session: int, shown: Registered | None) -> None:
+        """Raises `Fenced` if a lane was opened for a session that its own task has taken back, or that is forgotten."""
+        if self.registry.find(session) is not shown:
+            raise Fenced("this lane is of a session that was taken back by its own task, or that is forgotten here")
 
     def voter(self, session: int) -> int:
         """Returns the server that has introduced itself with an incarnation; raises `Forbidden` if none has."""

@@ -140,8 +140,7 @@ class Connection:
         self._registered: Registered | None = None
         self.lane: LaneName = "shm" if shared else "tcp"
         self.names = names
-        self._lanes = lanes
-        self.peer = peer
+        self._lanes, self.peer = lanes, peer
         self._traffic = lanes.traffic[self.lane]
         self.sock = sock
         self._shared = shared
@@ -402,8 +401,7 @@ class Connection:
         """
         if header.session != self.session:
             raise Fenced(f"this lane is of session {self.session}, not of {header.session}")
-        if self._lanes.access.registry.find(header.session) is not self._registered:
-            raise Fenced("this lane is of a session that was taken back by its own task, or that is forgotten here")
+        self._lanes.access.check_held(header.session, self._registered)
         self._lanes.access.check(verb, header, self.names)
         if self._lanes.ended is not None:
             raise self._lanes.ended

@@ -50,7 +50,7 @@ class Security:
     ca: bytes = b""
     expiry: float = 0.0
     token: str = field(default="", repr=False)
-    files: CertificateFiles | None = field(default=None, repr=False, compare=False)
+    files: CertificateFiles[Security] | None = field(default=None, repr=False, compare=False)
 
     def newest(self) -> Security:
         """Returns what a new connection is to use: the same, or what the files have now. The token stays."""

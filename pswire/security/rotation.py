@@ -8,13 +8,9 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, Self, TypeVar
 
 from pswire.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pswire.security.identity import Security
 
 LOOK_SECONDS = 1.0
 """Least seconds between two looks at the files."""
@@ -28,7 +24,27 @@ State = tuple[tuple[int, int, int], ...] | str
 log = logging.getLogger("pswire")
 
 
-class CertificateFiles:
+class Proofs(Protocol):
+    """Certificate, key and CA of a process."""
+
+    @property
+    def expiry(self) -> float:
+        """Returns the end of their validity in Unix seconds."""
+
+    def newest(self) -> Self:
+        """Returns what a new connection is to use."""
+
+    def check_usable(self) -> None:
+        """Raises `ssl.SSLError` if OpenSSL does not take them."""
+
+    def server_context(self, asks: bool = True) -> ssl.SSLContext:
+        """Returns a context for sockets that accept."""
+
+
+T = TypeVar("T", bound=Proofs)
+
+
+class CertificateFiles(Generic[T]):
     """The files that a process's certificates came from. May be used from any thread.
 
     Files that do not fit one another, as between two writes, are not taken: the certificates before stay in use. The
@@ -41,20 +57,20 @@ class CertificateFiles:
     """
 
     def __init__(
-        self, paths: Sequence[str], read: Callable[[], Security], clock: Callable[[], float] = time.monotonic
+        self, paths: Sequence[str], read: Callable[[], T], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._paths = tuple(paths)
         self._read = read
         self._clock = clock
         self._lock = threading.Lock()  # guards all below
         self._taken = self._state()
-        self._newest: Security | None = None
+        self._newest: T | None = None
         self._looked = clock()
         self._refused: State = ()
         self._refused_since = 0.0
         self._told: State = ()
 
-    def newest(self) -> Security | None:
+    def newest(self) -> T | None:
         """Returns what the files have now; None while they have not changed since they were read first."""
         with self._lock:
             now = self._clock()
@@ -77,7 +93,7 @@ class CertificateFiles:
             return
         if state != self._state():
             return  # they change just now: the next look sees it
-        self._newest, self._taken, self._refused, self._told = replace(found, files=self), state, (), ()
+        self._newest, self._taken, self._refused, self._told = found, state, (), ()
         until = time.strftime("%Y-%m-%d %H:%M", time.gmtime(found.expiry))
         log.info("read %s again: new connections use it, good until %s UTC", self._paths[0], until)
 
@@ -104,10 +120,10 @@ class ServerContexts:
         asks: True if the other end must show a certificate.
     """
 
-    def __init__(self, security: Security, asks: bool = True) -> None:
+    def __init__(self, security: Proofs, asks: bool = True) -> None:
         self._security = security
         self._asks = asks
-        self._made: tuple[Security, ssl.SSLContext] | None = None
+        self._made: tuple[Proofs, ssl.SSLContext] | None = None
 
     def newest(self) -> ssl.SSLContext:
         """Returns the context for a new connection."""
