@@ -143,8 +143,7 @@ class Connection:
         self._lanes, self.peer = lanes, peer
         self._traffic = lanes.traffic[self.lane]
         self.sock = sock
-        self._shared = shared
-        self._loop = asyncio.get_running_loop()
+        self._shared, self._loop = shared, asyncio.get_running_loop()
         self._link = MessageSocket(sock)
         self._channel = PayloadSender(self._link, None, False, self._blocked, self._traffic)
         self._memory: ClientMemory | None = None
