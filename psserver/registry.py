@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from psserver.session_numbers import count_of, is_made_for
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Fenced, Forbidden
 from pswire.limits import MAX_SESSIONS
 from pswire.model.log import Epoch
+
+log = logging.getLogger("psserver")
 
 REMEMBERED = 64
 """Sessions that one job may have had, as a multiple of the sessions that may be open at the same time: the chief hears
@@ -37,7 +41,7 @@ class Registry:
     """The sessions that were opened on one server: those of its job, and the last ones of earlier jobs.
 
     Written and checked under the core's lock. The rims call `find` from any thread without the lock: it does one lookup
-    in one dictionary, and entries never change.
+    in one dictionary, and what is in it never changes.
 
     Args:
         server: this server's task, for messages.
@@ -59,19 +63,38 @@ class Registry:
     def enter(self, number: int, task: Task) -> None:
         """Registers a session that a task has opened.
 
+        A task takes back a number that was made for it from one that has opened it here before; so does a server its
+        incarnation, which is no number of a session.
+
         Raises:
             Forbidden: the session is another task's.
             ConfigError: the job has had too many sessions.
         """
         found = self._sessions.get(number)
         if found is not None and found.task != task:
-            raise Forbidden(f"session {number} is {found.task}'s, and not {task}'s; restart {task}", self._server)
+            self._take_back(number, found.task, task)
+            found = None
         if found is None or number in self._past:
             self.check_room()
             self._sessions.setdefault(number, Registered(task, secrets.token_bytes(LANE_TOKEN_BYTES)))
             self._past.pop(number, None)
             self._compare(None)
             self.version += 1
+
+    def _take_back(self, number: int, holder: Task, task: Task) -> None:
+        """Takes a session from a task that has opened it and for which it was not made; raises `Forbidden` if it was.
+
+        Its lanes end with it: they were opened with the token of what was registered.
+        """
+        is_own = is_made_for(task, number) or (task.job == "ps" != holder.job and not is_made_for(holder, number))
+        if not is_own:
+            raise Forbidden(f"session {number} is {holder}'s, and not {task}'s; restart {task}", self._server)
+        log.warning(
+            "%s has opened session %d here, which is %s's: it is %s's again; look at what runs as %s",
+            *(holder, count_of(number), task, task, holder),
+        )
+        del self._sessions[number]
+        self._past.pop(number, None)
 
     def check_room(self) -> None:
         """Raises `ConfigError` if the job can have no more sessions. Ended sessions count as well."""

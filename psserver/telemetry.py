@@ -342,7 +342,7 @@ class MetricsPort:
         from pswire.telemetry.page.status_page import StatusPage
         from pswire.telemetry.prometheus import PATH, Page
 
-        process = ProcessReadings(config.task, config.security.expiry)
+        process = ProcessReadings(config.task, lambda: config.security.newest().expiry)
         self._status = rim and StatusPage(_source(core, config.task, rim), config.security.token)
         try:
             self._page = Page(
@@ -351,6 +351,7 @@ class MetricsPort:
                 lambda: [(PROCESS, process), (ROWS, Seen(core, core.status(), traffic, rim.refused() if rim else {}))],
                 self._status.answers if self._status else {},
                 core.well,
+                config.security.page_context(),
             )
         except ConfigError:
             self._close_status()

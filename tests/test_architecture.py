@@ -26,6 +26,7 @@ ONLY_IN = {
         "psserver.transport.grpc_service",
         "psserver.transport.server",
         "psserver.transport.health",
+        "psserver.transport.small_requests",
         "psclient._src.transport.retries",
         "psclient._src.transport.grpc_calls",
         "pswire.transport.grpc_channel",
@@ -70,6 +71,7 @@ HAVE_LOCKS = {
     "pswire.transport.sockets",
     "pswire.transport.traffic",
     "pswire.telemetry.web_server",
+    "pswire.security.rotation",
     "pswire.telemetry.page.sampler",
 }
 """What is filled by one thread and read by another needs one; of the contract only the port of metrics starts some."""

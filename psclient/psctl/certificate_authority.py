@@ -24,7 +24,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from pswire.errors import ConfigError
 from pswire.security.certificates import PemFile, load, names
 from pswire.security.identity import PLACEHOLDER, TOKEN_BYTES, SecurityOptions
-from pswire.security.names import certificate_name
+from pswire.security.names import METRICS, certificate_name
 
 CA_DAYS = 3650
 """Days that a CA is valid, or as many as what it signs."""
@@ -126,7 +126,8 @@ class Authority:
         builder = (
             builder.add_extension(x509.BasicConstraints(False, None), critical=True)
             .add_extension(
-                x509.SubjectAlternativeName([x509.DNSName(certificate_name(name)) for name in names]), critical=False
+                x509.SubjectAlternativeName([x509.DNSName(certificate_name(name)) for name in (*names, METRICS)]),
+                critical=False,
             )
             .add_extension(_usage(signs=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(usages), critical=False)

@@ -18,7 +18,7 @@ from pswire.telemetry.views.job_view import JobView, ServerView, view_of
 from pswire.telemetry.views.looked import Looked
 from pswire.telemetry.views.numbers import short
 
-_URL = re.compile(r"http://[\w.\-\[\]:]+:[0-9]{1,5}/")
+_URL = re.compile(r"https?://[\w.\-\[\]:]+:[0-9]{1,5}/")
 """What a task may say of its page: it goes to a terminal, and into a browser."""
 
 _SERVER = re.compile(r"(?:ps[:\-])?([0-9]+)")
@@ -100,7 +100,7 @@ def _of_servers(servers: Iterable[ServerView], number: int | None, code: str) ->
             host, port = urlsplit(each.page).hostname or "", urlsplit(each.page).port or 0
             everywhere = host in ("0.0.0.0", "::")
             reached = each.address.rpartition(":")[0] if everywhere else f"[{host}]" if ":" in host else host
-            yield _link(each.task, f"http://{join_address(reached, port)}/", code)
+            yield _link(each.task, f"{urlsplit(each.page).scheme}://{join_address(reached, port)}/", code)
 
 
 def _is_page(url: str) -> bool:
@@ -120,6 +120,8 @@ def _lines(links: Sequence[Link], has_code: bool) -> Iterator[str]:
         yield "good for one hour; whoever has a link can look, so keep it to yourself"
     else:
         yield "the job has no token: these pages are shown on the machine of their task alone, and to everybody there"
+    if any(link.url.startswith("https:") for link in links):
+        yield "https: a browser knows neither the job's CA nor the names of tasks, and warns; see docs/security.md"
     if any(link.local for link in links):
         yield "127.0.0.1 is the machine of that task; from elsewhere forward the port: ssh -L PORT:127.0.0.1:PORT HOST"
 

@@ -72,9 +72,6 @@ Outcome = tuple[T, list[Effect]]
 Batch = tuple[PlacedVariable, ...]
 """Variables that are created together."""
 
-NUMBERS = 20
-"""Bits of a session's number that count within one incarnation of server 0; the bits above are the incarnation's."""
-
 
 class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimuli):
     """All state of a server. Each stimulus takes the time first, in monotonic seconds; a `PSError` refuses it.
@@ -105,13 +102,11 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         self.first_values = FirstValues(self.store)
         self.tally = ServerCounters(clock)
         self.registry = Registry(self.task, config.max_sessions)
-        # Other servers may remember the numbers of an earlier incarnation.
-        first = incarnation >> NUMBERS << NUMBERS
         self.members = Membership(
             self.registry,
             timeouts.lease,
             timeouts.beat,
-            first,
+            incarnation,
             lambda: self.rounds.epoch,
             self._holds_job,
             lambda: self.rounds.epochs,

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from psserver.core.machine import NUMBERS
 from psserver.core.waiting import Asked
 from psserver.effects import Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.registry import Registry
+from psserver.session_numbers import count_of
 from pswire.api import UNTIL_ENDED, UNTIL_GONE, Contribution, RestoreOrder, Testimony, Vote
 from pswire.cluster import Task
 from pswire.errors import PSError, ServerGone
@@ -170,7 +170,7 @@ def _words(name: str, args: tuple[Any, ...], registry: Registry) -> str:
     def who(session: int) -> str:
         if not session:
             return "no session"
-        found, number = registry.find(session), session & ((1 << NUMBERS) - 1)  # as psctl shows it
+        found, number = registry.find(session), count_of(session)
         return f"session {number}" if found is None else f"{found.task}, session {number}"
 
     match name, args:

@@ -13,6 +13,7 @@ from math import inf
 
 from psserver.plans.divergence import compared
 from psserver.registry import Registry
+from psserver.session_numbers import number_for
 from psserver.state.changes import as_all, differing
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, TaskTaken
@@ -85,7 +86,7 @@ class Membership:
         registry: the registry of sessions.
         lease: seconds after which a silent session is lost.
         beat: seconds between two signs of life.
-        first: a number below all session numbers given here; those of an earlier server 0 are far from them, by chance.
+        incarnation: of this server, which is in the numbers that it gives; those of an earlier one differ, by chance.
         epoch: returns the newest epoch, whose members alone decide for all; None while there is none, and all decide.
         held: returns True if there is a job with variables that is not over.
         epochs: returns all epochs of the job, by number.
@@ -96,7 +97,7 @@ class Membership:
         registry: Registry,
         lease: float,
         beat: float = Timeouts.beat,
-        first: int = 0,
+        incarnation: int = 0,
         epoch: Callable[[], Epoch | None] = lambda: None,
         held: Callable[[], bool] = lambda: False,
         epochs: Callable[[], Mapping[int, Epoch]] = dict,
@@ -113,7 +114,7 @@ class Membership:
         self._heard = -inf  # the last sign of life of any process that takes part in rounds
         self._registry = registry
         self._epoch = epoch
-        self._last = first
+        self._incarnation, self._given = incarnation, 0  # how many numbers
         self._sessions: dict[int, _SessionRecord] = {}
 
     def open(
@@ -141,16 +142,17 @@ class Membership:
                 there are too many.
             Forbidden: another task's session has the same key.
         """
-        for number, session in self._sessions.items():
+        for known, session in self._sessions.items():
             if key and session.key == key:
-                self._registry.enter(number, task)
+                self._registry.enter(known, task)
                 if drives and session.state == "open" and term > self.term:
                     session.token = self._next_token(term, drawn)
-                return number, session.token
+                return known, session.token
         if not drives:
             self._hear(now)
         self._check_job(task, job)
-        opens = Member(task, self._last + 1, replicas, mode, backup_workers, staleness)
+        number = number_for(task, self._incarnation, self._given + 1)
+        opens = Member(task, number, replicas, mode, backup_workers, staleness)
         if not drives:
             opens = as_all(opens, [session.member for session in self._open()], self._epochs())
         rivals = [s for s in self._open_or_driving() if s.drives == drives and (drives or s.member.task == task)]
@@ -160,16 +162,17 @@ class Membership:
         for rival in rivals:
             self._end(rival, "replaced")
         self.job = job
-        self._last += 1
+        self._given += 1
         token = self._next_token(term, drawn) if drives else 0
-        self._registry.enter(self._last, task)
-        self._sessions[self._last] = _SessionRecord(opens, drives, now, now, key, token)
+        self._registry.enter(number, task)
+        self._sessions[number] = _SessionRecord(opens, drives, now, now, key, token)
         self.version += 1
-        return self._last, token
+        return number, token
 
     def know(self, member: Member, drives: bool, job: str, now: float) -> None:
         """Notes a session that was opened on the server that keeps them: this one may have to keep them one day."""
-        if member.session in self._sessions:
+        known = self._sessions.get(member.session)
+        if known is not None and known.member.task == member.task:
             return
         for session in self._open_or_driving():
             if session.drives == drives and (drives or session.member.task == member.task):

@@ -9,12 +9,12 @@ import hmac
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from psserver.registry import Registry
+from psserver.registry import Registered, Registry
 from psserver.transport.refused_callers import RefusedCallers
 from pswire.cluster import Task
 from pswire.encoding import messages
 from pswire.encoding.verbs import TOKEN_KEY, VERBS, Caller, Verb, bearer
-from pswire.errors import Forbidden, InvalidRequest, Unauthenticated
+from pswire.errors import Fenced, Forbidden, InvalidRequest, Unauthenticated
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.security.names import ADMIN, certificate_name, named, task_name
@@ -65,14 +65,18 @@ class Access:
         Raises:
             Unauthenticated: the caller lacks the token.
         """
-        if self._bearer:
-            self._check_token(dict(metadata).get(TOKEN_KEY))
+        self.admit_token(metadata)
         if not self._tls:
             return None
         return named(name.decode(errors="replace") for name in shown().get(DNS_NAMES, ()))
 
-    def admit_lane(self, hello: pb.LaneHello, names: Names) -> None:
-        """Checks that a client may open a lane and push on it.
+    def admit_token(self, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+        """Raises `Unauthenticated` if a call lacks the token."""
+        if self._bearer:
+            self._check_token(dict(metadata).get(TOKEN_KEY))
+
+    def admit_lane(self, hello: pb.LaneHello, names: Names) -> Registered:
+        """Checks that a client may open a lane and push on it; returns the session that it has shown.
 
         Raises:
             InvalidRequest: the client lacks the token of its session.
@@ -82,6 +86,12 @@ class Access:
         if found is None or not hmac.compare_digest(found.lane_token, hello.token):
             raise InvalidRequest("a connection has not shown whose it is")
         self.check(VERBS["Push"], hello, names)
+        return found
+
+    def check_held(self, session: int, shown: Registered | None) -> None:
+        """Raises `Fenced` if a lane was opened for a session that its own task has taken back, or that is forgotten."""
+        if self.registry.find(session) is not shown:
+            raise Fenced("this lane is of a session that was taken back by its own task, or that is forgotten here")
 
     def voter(self, session: int) -> int:
         """Returns the server that has introduced itself with an incarnation; raises `Forbidden` if none has."""

@@ -242,14 +242,26 @@ class Service(grpc.GenericRpcHandler):
         }
         prompt = {name: self._prompt(row) for name, row in PROMPT.items()}
         waiting = {name: self._waiting(ask) for name, ask in WAITING.items()}
-        self._methods = {
-            VERBS[name].path: _method(VERBS[name].streams, self._told(VERBS[name], handler))
-            for name, handler in {**prompt, **waiting, **own}.items()
-        }
+        self._methods, self._refusing = {}, {}
+        for name, handler in {**prompt, **waiting, **own}.items():
+            told = self._told(VERBS[name], handler)
+            self._methods[VERBS[name].path] = _method(VERBS[name].streams, told)
+            # Who is refused is never read from.
+            self._refusing[VERBS[name].path] = _method((True, VERBS[name].streams[1]), told)
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """The handler of a method, None for a method that is none of ours."""
-        return self._methods.get(details.method)
+        """The handler of a method, None for a method that is none of ours.
+
+        A caller without the token is refused here: the message of a call that is no stream is read before its handler
+        is called, and a stranger could have the server keep as many as it likes.
+        """
+        found = self._methods.get(details.method)
+        if found is not None:
+            try:
+                self._access.admit_token(details.invocation_metadata or ())
+            except Unauthenticated:
+                return self._refusing[details.method]
+        return found
 
     def process(self) -> ProcessStatus:
         """Returns the status of this process. On the event loop."""

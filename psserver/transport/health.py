@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
+from psserver.transport.small_requests import Guarded
 from pswire.encoding.verbs import SERVICE
 
 if TYPE_CHECKING:
@@ -32,9 +33,11 @@ class Health:
 
     def register(self, server: grpc.aio.Server) -> None:
         """Registers the services on a server that is not started yet: health of all of it, "", and of our service."""
-        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        guarded: Any = Guarded(server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, guarded)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
+        reflector = reflection.aio.ReflectionServicer(service_names=names)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflector, guarded)
 
     async def start(self) -> None:
         """Starts to check the server's health."""

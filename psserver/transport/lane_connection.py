@@ -13,6 +13,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, Protocol, TypeVar, cast
 
+from psserver.registry import Registered
 from psserver.transport.access import Access, Names
 from psserver.transport.client_memory import ClientMemory
 from psserver.transport.served import Served
@@ -69,8 +70,8 @@ class Hub(Protocol):
     connections: list[Connection]
     leaving: set[Connection]
 
-    def let_in(self, connection: Connection, hello: pb.LaneHello) -> None:
-        """Admits a client, or refuses one whose hello does not show its session."""
+    def let_in(self, connection: Connection, hello: pb.LaneHello) -> Registered:
+        """Admits a client, or refuses one whose hello does not show its session, which is returned."""
 
     def refuse(self, connection: Connection, error: PSError) -> None:
         """Closes a connection, since what has come on it is refused."""
@@ -136,14 +137,13 @@ class Connection:
     def __init__(self, lanes: Hub, sock: Stream, shared: bool, peer: str = "", names: Names = None) -> None:
         self.session: int | None = None
         """The client's session; None before its hello."""
+        self._registered: Registered | None = None
         self.lane: LaneName = "shm" if shared else "tcp"
         self.names = names
-        self._lanes = lanes
-        self.peer = peer
+        self._lanes, self.peer = lanes, peer
         self._traffic = lanes.traffic[self.lane]
         self.sock = sock
-        self._shared = shared
-        self._loop = asyncio.get_running_loop()
+        self._shared, self._loop = shared, asyncio.get_running_loop()
         self._link = MessageSocket(sock)
         self._channel = PayloadSender(self._link, None, False, self._blocked, self._traffic)
         self._memory: ClientMemory | None = None
@@ -333,7 +333,7 @@ class Connection:
         if message.kind is not Kind.HELLO:
             raise InvalidRequest("a connection has not shown whose it is")
         check_protocol(hello.protocol, f"session {hello.session}", self._lanes.task)
-        self._lanes.let_in(self, hello)
+        self._registered = self._lanes.let_in(self, hello)
         if self._shared:
             self._hand_over()
         self.session = hello.session
@@ -400,6 +400,7 @@ class Connection:
         """
         if header.session != self.session:
             raise Fenced(f"this lane is of session {self.session}, not of {header.session}")
+        self._lanes.access.check_held(header.session, self._registered)
         self._lanes.access.check(verb, header, self.names)
         if self._lanes.ended is not None:
             raise self._lanes.ended

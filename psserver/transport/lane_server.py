@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from psserver.config import ServerConfig
+from psserver.registry import Registered
 from psserver.transport import unix_socket
 from psserver.transport.access import Access
 from psserver.transport.lane_connection import Connection
@@ -28,6 +29,7 @@ from pswire.errors import MemoryLimit, PSError
 from pswire.limits import BUFFER_BYTES
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.names import named
+from pswire.security.rotation import ServerContexts
 from pswire.transport.parts import Assembly
 from pswire.transport.shared_memory import Segment, SharedArena
 from pswire.transport.sockets import tune
@@ -76,7 +78,7 @@ class LaneServer:
         self.traffic = traffic()
         """Payload bytes of each lane, gRPC included."""
         self.max_payload_bytes = config.max_payload_bytes
-        self._tls = config.security.server_context() if config.security.tls else None
+        self._tls = ServerContexts(config.security) if config.security.tls else None
         self.port = 0
         """Port of the tcp lane, once it listens."""
         self.path = ""
@@ -95,12 +97,13 @@ class LaneServer:
         """Of the answers on all lanes."""
         self._resting = False
 
-    def let_in(self, connection: Connection, hello: pb.LaneHello) -> None:
+    def let_in(self, connection: Connection, hello: pb.LaneHello) -> Registered:
         """Admits a client after its hello; raises `InvalidRequest` or `Forbidden` if that is not valid."""
-        self.access.admit_lane(hello, connection.names)
+        found = self.access.admit_lane(hello, connection.names)
         others = [other for other in self.connections if other.session == hello.session]
         if len(others) >= MAX_CONNECTIONS:
             others[0].close("its client has opened too many others")
+        return found
 
     def refuse(self, connection: Connection, error: PSError) -> None:
         """Closes a connection, since what has come on it is refused; strangers are counted, and seldom told of."""
@@ -174,7 +177,7 @@ class LaneServer:
         if self._tls is None or shared:
             self.connections.append(Connection(self, sock, shared, peer))
         else:
-            self._handshakes.append(Handshake(self._tls, sock, partial(self._shaken, peer)))
+            self._handshakes.append(Handshake(self._tls.newest(), sock, partial(self._shaken, peer)))
 
     def _shaken(self, peer: str, handshake: Handshake, sealed: Sealed | None) -> None:
         """Removes a handshake that is over; adds its connection if it has succeeded."""

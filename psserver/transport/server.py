@@ -38,6 +38,9 @@ MAX_CALLS = 1024
 HANDSHAKE_MS = 10_000
 """Milliseconds that a client's gRPC handshake may take."""
 
+LOOK_SECONDS = 5.0
+"""Seconds between two looks at the files of certificates; each new connection looks as well."""
+
 EXPOSED = (
     "whoever reaches this machine could read and change the variables; give --tls-cert, --tls-key, --tls-ca and "
     "--token-file (psctl certs makes them), or --insecure where nobody else is on the network"
@@ -61,6 +64,7 @@ class Server:
         self._service = Service(core, config.task, core.status().incarnation, self._lanes, access)
         self._peers = core.others = Peers(core, config)
         self._server: grpc.aio.Server | None = None
+        self._looks: asyncio.Task[None] | None = None
 
     @property
     def traffic(self) -> Mapping[LaneName, Traffic]:
@@ -105,11 +109,15 @@ class Server:
         await server.start()
         await self._health.start()
         self._server = server
+        if config.security.tls:
+            self._looks = asyncio.create_task(_look(config.security))
         return port
 
     async def stop(self, grace: float) -> None:
         """Ends the server: waiting calls fail with `ServerLost`; answers under way get `grace` seconds."""
         self._service.close()
+        if self._looks:
+            self._looks.cancel()
         await asyncio.to_thread(self._peers.close)
         await self._health.stop()
         if self._server:
@@ -209,6 +217,9 @@ def _options() -> list[tuple[str, int]]:
     return [
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.max_concurrent_streams", MAX_CALLS),
+        # Else a stream that nobody reads may send megabytes ahead: its window is 64 KiB, and that of a message which is
+        # being read the message's size.
+        ("grpc.http2.bdp_probe", 0),
         ("grpc.so_reuseport", 0),  # else two servers would share a port, and each get half of the calls
         # A host that loses power closes nothing: without pings its half-sent messages would be kept for ever.
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -222,11 +233,29 @@ def _options() -> list[tuple[str, int]]:
     ]
 
 
+async def _look(security: Security) -> None:
+    """Looks at the files of the certificates now and then: new ones that are not taken are told of in time."""
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.to_thread(security.newest)
+
+
 def _listen(server: grpc.aio.Server, address: str, security: Security) -> int:
     if not security.tls:
         return server.add_insecure_port(address)
-    pair = security.key, security.certificate
-    return server.add_secure_port(address, grpc.ssl_server_credentials([pair], security.ca, require_client_auth=True))
+    used = security.newest()
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        """Returns what a new connection is to be shown; None for what the one before was. In a thread of gRPC's."""
+        nonlocal used
+        before, used = used, security.newest()
+        return None if used is before else _shown(used)
+
+    return server.add_secure_port(address, grpc.dynamic_ssl_server_credentials(_shown(used), changed, True))
+
+
+def _shown(security: Security) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(security.key, security.certificate)], security.ca)
 
 
 def check_listening(config: ServerConfig) -> None:

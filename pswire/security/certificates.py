@@ -43,20 +43,24 @@ def check(certificate: PemFile, key: PemFile, ca: PemFile, name: str) -> float:
     Raises:
         ConfigError: the certificate, its key or the CA does not fit, or is out of its time.
     """
-    chain, roots = load(certificate), load(ca)
-    dated = [(certificate.path, chain[0]), *((ca.path, root) for root in roots)]
+    chain, roots, now = load(certificate), load(ca), datetime.now(UTC)
+    # While a CA is replaced a file has the old one and the new one, of which one may be out of its time.
+    roots = [root for root in roots if root.not_valid_before_utc <= now <= root.not_valid_after_utc] or roots
+    signing = [root for root in roots if _is_signed(chain, [root])]
+    dated = [(certificate.path, chain[0]), *((ca.path, root) for root in signing or roots)]
     for path, one in dated:
-        _check_dates(path, one, datetime.now(UTC))
+        _check_dates(path, one, now)
     _check_name(certificate.path, chain[0], name)
     _check_key(certificate, chain[0], key)
-    if not _is_signed(chain, roots):
+    if not signing:
         raise ConfigError(
             f"{certificate.path} is not signed by {ca.path}; all tasks of a job need certificates of one CA: take "
             "those of one psctl certs, or add what is between them to the file"
         )
     if name.startswith("ps-") and not _is_for_clients(chain[0]):
         _warn_server(certificate.path)
-    last, path = min((one.not_valid_after_utc, path) for path, one in dated)
+    (_, own), *others = dated
+    last, path = min((own.not_valid_after_utc, certificate.path), max((o.not_valid_after_utc, p) for p, o in others))
     if ends_soon(last.timestamp()):
         _warn(path, f"{last:%Y-%m-%d %H:%M}")
     return last.timestamp()

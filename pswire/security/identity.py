@@ -8,13 +8,15 @@ from __future__ import annotations
 import dataclasses
 import os
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pswire.errors import ConfigError
 from pswire.options import flag_name, option, options_of
+from pswire.security.rotation import CertificateFiles, ServerContexts
 
 PREFIX = "PS_"
 """`PS_TLS_CERT` says what `--tls-cert` says; each field of `SecurityOptions` has such a name."""
@@ -40,6 +42,7 @@ class Security:
             CA that must have signed others' certificates. All three, or none for no TLS.
         expiry: end of the certificates' validity, the CA's too, in Unix seconds; 0 without TLS.
         token: the secret that every call of the job carries; "" for none.
+        files: where they were read, and may have changed; None if they stay as they are.
     """
 
     certificate: bytes = b""
@@ -47,19 +50,39 @@ class Security:
     ca: bytes = b""
     expiry: float = 0.0
     token: str = field(default="", repr=False)
+    files: CertificateFiles[Security] | None = field(default=None, repr=False, compare=False)
+
+    def newest(self) -> Security:
+        """Returns what a new connection is to use: the same, or what the files have now. The token stays."""
+        return (self.files and self.files.newest()) or self
 
     @property
     def tls(self) -> bool:
         """True if connections are encrypted, and both ends show certificates."""
         return bool(self.certificate)
 
-    def server_context(self) -> ssl.SSLContext:
-        """For sockets that accept; the other end must show a certificate."""
-        return self._context(ssl.PROTOCOL_TLS_SERVER)
+    def page_context(self) -> Callable[[], ssl.SSLContext] | None:
+        """Returns what makes contexts for pages, which ask for no certificate; None without TLS."""
+        return ServerContexts(self, asks=False).newest if self.tls else None
+
+    def server_context(self, asks: bool = True) -> ssl.SSLContext:
+        """For sockets that accept; the other end must show a certificate, unless `asks` is False."""
+        context = self._context(ssl.PROTOCOL_TLS_SERVER)
+        if not asks:
+            context.verify_mode = ssl.CERT_NONE
+        return context
 
     def client_context(self) -> ssl.SSLContext:
-        """For sockets that connect; the other end must show a certificate with the name that is asked for."""
-        return self._context(ssl.PROTOCOL_TLS_CLIENT)
+        """For sockets that connect; the other end must show a certificate with the name that is asked for.
+
+        It has the certificates as the files have them now.
+        """
+        return self.newest()._context(ssl.PROTOCOL_TLS_CLIENT)
+
+    def check_usable(self) -> None:
+        """Raises `ssl.SSLError` if OpenSSL does not take the certificate, its key or the CA."""
+        for side in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
+            self._context(side)
 
     def _context(self, side: int) -> ssl.SSLContext:
         context = ssl.SSLContext(side)
@@ -126,7 +149,16 @@ class SecurityOptions:
             ConfigError: a file is missing or no PEM, the key does not fit the certificate, the certificate is not of
                 now, not of this CA, or of another task; a token is too short. It names the file, and what to do.
         """
-        return Security(*self._certificates(name), token=self._token(name))
+        token = self._token(name)
+        read = partial(self._read, name, token)
+        found = read()
+        if not found.tls:
+            return found
+        paths = [_file(getattr(self, field), name) for field in ("tls_cert", "tls_key", "tls_ca")]
+        return dataclasses.replace(found, files=CertificateFiles(paths, read))
+
+    def _read(self, name: str, token: str) -> Security:
+        return Security(*self._certificates(name), token=token)
 
     def names(self) -> frozenset[str]:
         """The tasks that the certificate names, as `task_name` writes them; none without one.

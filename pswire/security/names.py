@@ -10,6 +10,9 @@ from pswire.cluster import Task
 DOMAIN = ".paramserver"
 """With what the names on certificates end."""
 
+METRICS = "metrics"
+"""The name that all tasks' certificates have besides, for who asks many tasks for metrics: it is no task's."""
+
 ADMIN = "admin"
 """The name of an observer that takes no part in the job: `psctl`."""
 
@@ -39,4 +42,4 @@ def certificate_name(name: str) -> str:
 
 def named(dns_names: Iterable[str]) -> frozenset[str]:
     """The tasks, as `task_name` writes them, that the DNS names of a certificate stand for."""
-    return frozenset(name.removesuffix(DOMAIN) for name in dns_names if name.endswith(DOMAIN))
+    return frozenset(name.removesuffix(DOMAIN) for name in dns_names if name.endswith(DOMAIN)) - {METRICS}

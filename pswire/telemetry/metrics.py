@@ -86,11 +86,11 @@ class ProcessReadings:
 
     Attributes:
         task: the task that the process is.
-        expiry: end of the validity of the certificates that it has read, in Unix seconds; 0 without TLS.
+        expiry: returns the end of the validity of the certificates that it uses, in Unix seconds; 0 without TLS.
     """
 
     task: Task
-    expiry: float
+    expiry: Callable[[], float]
 
 
 PROCESS: tuple[Row[ProcessReadings], ...] = (
@@ -104,7 +104,8 @@ PROCESS: tuple[Row[ProcessReadings], ...] = (
     Row(
         "paramserver_certificate_expiry_timestamp_seconds",
         "gauge",
-        "Until when the certificates are good that this process has read, its own and its CA's; nothing without TLS.",
-        lambda p: {ALL: p.expiry} if p.expiry else {},
+        "Until when the certificates are good that this process shows to new connections, and its CA; nothing "
+        "without TLS.",
+        lambda p: {ALL: expiry} if (expiry := p.expiry()) else {},
     ),
 )

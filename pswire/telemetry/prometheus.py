@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -60,6 +61,7 @@ class Page:
         readings: returns the rows and the sources of our metrics.
         beside: what else the port answers, by path.
         well: returns True if the process serves; called in any thread.
+        context: as in `WebServer`.
 
     Raises:
         ConfigError: the port cannot be had.
@@ -75,6 +77,7 @@ class Page:
         readings: Readings,
         beside: Mapping[str, Answer] | None = None,
         well: Callable[[], bool] = lambda: True,
+        context: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         registry = CollectorRegistry()
         registry.register(Metrics(readings))
@@ -82,13 +85,13 @@ class Page:
         metrics = partial(_answer, make_wsgi_app(registry))
         answers: dict[str, Answer] = {PATH: metrics, HEALTH: partial(_answer_probe, well), **(beside or {})}
         try:
-            self._server = WebServer(host.strip("[]"), port, answers)
+            self._server = WebServer(host.strip("[]"), port, answers, context)
         except OSError as error:
             raise ConfigError(
                 f"cannot serve metrics at {join_address(host, port)} ({error.strerror or error}); choose another "
                 "--metrics-port or --metrics-host"
             ) from error
-        self.url = f"http://{join_address(host, self._server.server_port)}{PATH}"
+        self.url = f"{'https' if context else 'http'}://{join_address(host, self._server.server_port)}{PATH}"
 
     def close(self) -> None:
         """Stops serving."""

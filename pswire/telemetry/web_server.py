@@ -1,13 +1,15 @@
 """A small HTTP server that answers `GET`, and nothing else. It has a fixed budget of connections, and waits for nobody.
 
 Each connection has a thread, for one request. Who sends no request in time is let go of, and at once where another one
-needs the place, so that silent connections keep nobody out.
+needs the place, so that silent connections keep nobody out. With certificates a handshake of TLS comes first, in the
+connection's thread and within the time for a request.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +29,9 @@ HASTE_SECONDS = 1.0
 
 HEAD_BYTES = 16 << 10
 """Bytes of a request, which has no body."""
+
+HANDSHAKE = b"\x16"
+"""The first byte of TLS."""
 
 MAX_CONNECTIONS = 40
 """Connections at a time."""
@@ -53,12 +58,14 @@ class Request:
         query: the query, as it came.
         headers: its headers, by name in lower case; of several the last.
         client: address of the other end, without port.
+        encrypted: True if it came over TLS.
     """
 
     path: str
     query: str
     headers: Mapping[str, str]
     client: str
+    encrypted: bool = False
 
     def parameter(self, name: str) -> str:
         """Returns the first value of a parameter of the query; "" if there is none."""
@@ -135,7 +142,7 @@ class Budget:
         """Ends a connection; its thread sees that, and closes it."""
         del self._asking[connection]
         try:
-            connection.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(connection, socket.SHUT_RDWR)  # TLS would be ended in the middle of another thread
         except OSError:
             pass
 
@@ -147,6 +154,7 @@ class WebServer(ThreadingHTTPServer):
         host: address to listen on.
         port: port to listen on; 0 picks one.
         answers: for each path what answers it.
+        context: returns the context of TLS for a new connection; None for plain HTTP.
 
     Raises:
         OSError: the port cannot be had.
@@ -155,10 +163,13 @@ class WebServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, host: str, port: int, answers: Mapping[str, Answer]) -> None:
+    def __init__(
+        self, host: str, port: int, answers: Mapping[str, Answer], context: Callable[[], ssl.SSLContext] | None = None
+    ) -> None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, address = found[0][0], found[0][4]
         self.answers = answers
+        self._context = context
         self.budget = Budget(SILENT_SECONDS)
         super().__init__((str(address[0]), port), type("Handler", (_Handler,), {"timeout": SILENT_SECONDS}))
         self._thread = threading.Thread(target=self.serve_forever, daemon=True, name="web server")
@@ -170,6 +181,13 @@ class WebServer(ThreadingHTTPServer):
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accepts a connection. Its handshake is for its thread."""
+        connection, address = super().get_request()
+        if self._context is None:
+            return connection, address
+        return self._context().wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answers a connection in a thread, if there is a place for it."""
@@ -201,12 +219,32 @@ class WebServer(ThreadingHTTPServer):
 
 def _turn_away(connection: socket.socket) -> None:
     """Says that there is no room, if that can be said at once."""
+    if isinstance(connection, ssl.SSLSocket):
+        return  # it would take a handshake to say so
     text = f"{MAX_CONNECTIONS} connections are open, and no more are allowed; try again\n"
     head = f"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 2\r\nContent-Length: {len(text)}\r\n\r\n"
     try:
         connection.send((head + text).encode(), socket.MSG_DONTWAIT)
     except OSError:
         pass
+
+
+def _shake(connection: ssl.SSLSocket) -> None:
+    """Ends a handshake; whoever speaks without TLS is told so.
+
+    Raises:
+        OSError: there is none.
+    """
+    connection.settimeout(SILENT_SECONDS)
+    # Whatever is not the beginning of a handshake is taken for HTTP.
+    if socket.socket.recv(connection, 1, socket.MSG_PEEK) not in (HANDSHAKE, b""):
+        text = "this port speaks TLS: ask for https\n"
+        head = f"HTTP/1.0 400 Bad Request\r\nContent-Type: text/plain\r\nContent-Length: {len(text)}\r\n\r\n"
+        socket.socket.sendall(connection, (head + text).encode())
+        socket.socket.shutdown(connection, socket.SHUT_WR)
+        socket.socket.recv(connection, HEAD_BYTES)  # else the system would throw the answer away with what was sent
+        raise ConnectionAbortedError("a request without TLS")
+    connection.do_handshake()
 
 
 class _Head:
@@ -236,6 +274,8 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "paramserver", ""
 
     def setup(self) -> None:
+        if isinstance(self.request, ssl.SSLSocket):
+            _shake(self.request)
         super().setup()
         self.rfile: Any = _Head(self.rfile)
 
@@ -254,7 +294,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(Reply(b"there is nothing here; see /metrics, and / for the status page\n", status=404))
             return
         headers = {name.lower(): value for name, value in self.headers.items()}
-        reply = answer(Request(path, query, headers, str(self.client_address[0])))
+        encrypted = isinstance(self.connection, ssl.SSLSocket)
+        reply = answer(Request(path, query, headers, str(self.client_address[0]), encrypted))
         if reply.stream is None or self.command == "HEAD":
             self._send(reply)
         elif not self.server.budget.streams.acquire(blocking=False):

@@ -67,6 +67,7 @@ def open_channel(address: str, security: Security, name: str, lease: float = Tim
     options = (*OPTIONS, *((name, pause) for name in names))
     if not security.tls:
         return grpc.insecure_channel(address, options=options)
+    security = security.newest()
     credentials = grpc.ssl_channel_credentials(security.ca, security.key, security.certificate)
     return grpc.secure_channel(address, credentials, options=(*options, ("grpc.ssl_target_name_override", name)))
 

@@ -136,7 +136,7 @@ def test_a_cluster_takes_its_port_from_the_environment(monkeypatch):
 def test_a_page_without_sources_has_the_process_alone(expiry):
     """Before it has a session there is nothing else to tell; only certificates have an end."""
     registry = CollectorRegistry()
-    registry.register(Metrics(lambda: [(PROCESS, ProcessReadings(WORKER, expiry))]))
+    registry.register(Metrics(lambda: [(PROCESS, ProcessReadings(WORKER, lambda: expiry))]))
     build, end = Page(generate_latest(registry).decode()).ours
     assert build.samples[0].labels["task"] == "/job:worker/task:0"
     assert [sample.value for sample in end.samples] == ([expiry] if expiry else [])

@@ -311,15 +311,17 @@ def test_a_server_knows_so_many_sessions(two: Two) -> None:
 
 def test_a_session_is_of_the_task_that_the_epoch_says(two: Two) -> None:
     """On a server that does not give the numbers, who opens a member's first contributes nothing in its name."""
-    late, thief = WORKERS[2], two.cores[1]
+    late, server = WORKERS[2], two.cores[1]
     session = two.cores[0].open(late, 1, 99, False).session
-    thief.open(STRANGER, 1, session, False)
-    with pytest.raises(Forbidden, match=f"session {session} is {STRANGER}'s, and not {late}'s"):
-        thief.open(late, 1, session, False)
+    server.open(STRANGER, 1, session, False)
     members = (*(worker.member for worker in two.members), Member(late, session, 1))
     two.job.close(members)
     with pytest.raises(Forbidden, match=f"session {session} is {late}'s, and {STRANGER} has opened it"):
-        thief.beat(session, -1, b"")
+        server.beat(session, -1, b"")
+    server.open(late, 1, session, False)
+    server.beat(session, -1, b"")
+    with pytest.raises(Forbidden, match=f"session {session} is {late}'s, and not {STRANGER}'s"):
+        server.open(STRANGER, 1, session, False)
 
 
 def test_who_is_no_chief_has_no_programs_verified(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:

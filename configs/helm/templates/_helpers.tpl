@@ -100,7 +100,7 @@ template:
 metadata:
   labels:
     {{- include "paramserver.component" (dict "root" $root "component" $component) | nindent 4 }}
-  annotations: {prometheus.io/scrape: "true", prometheus.io/port: "9090"}
+  annotations: {prometheus.io/scrape: "true", prometheus.io/port: "9090", prometheus.io/scheme: https}
 spec:
   {{- if and $server (eq $values.controller "job") }}
   subdomain: {{ $root.Release.Name }}-ps
@@ -212,11 +212,11 @@ spec:
         - {name: metrics, containerPort: 9090}
       {{- if eq $kind "ps" }}
       startupProbe:
-        httpGet: {path: /metrics, port: metrics}
+        httpGet: {path: /metrics, port: metrics, scheme: HTTPS}
         periodSeconds: 2
         failureThreshold: 60
       livenessProbe:
-        httpGet: {path: /metrics, port: metrics}
+        httpGet: {path: /metrics, port: metrics, scheme: HTTPS}
         periodSeconds: 10
         timeoutSeconds: 10
         failureThreshold: 6
@@ -224,7 +224,7 @@ spec:
       {{- if $server }}
       # The kubelet's own gRPC probe speaks no TLS; /healthz says what the gRPC health service says.
       readinessProbe:
-        httpGet: {path: /healthz, port: metrics}
+        httpGet: {path: /healthz, port: metrics, scheme: HTTPS}
         periodSeconds: 5
       {{- end }}
       resources: {{ toJson $tasks.resources }}
@@ -270,4 +270,13 @@ spec:
     {{- end }}
     - name: tmp
       emptyDir: {}
+{{- end }}
+
+{{/* The Secret that has the CA's certificate, as ca.crt. */}}
+{{- define "paramserver.rootSecret" -}}
+{{- if eq .Values.certificates.source "secret" -}}
+{{ .Values.certificates.secret | default (printf "%s-certificates" .Release.Name) }}
+{{- else -}}
+{{ printf "%s-ps-0-tls" .Release.Name }}
+{{- end -}}
 {{- end }}

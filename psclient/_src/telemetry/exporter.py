@@ -155,7 +155,7 @@ class Exporter:
     def __init__(self, task: Task, security: Security) -> None:
         self._task = task
         self._security = security
-        self._readings: list[Reading] = [(PROCESS, ProcessReadings(task, security.expiry))]
+        self._readings: list[Reading] = [(PROCESS, ProcessReadings(task, lambda: security.newest().expiry))]
         self._page: Page | None = None
         self._chief: ChiefPage | None = None
         self._tracer = trace_options().open(task, job_from())
@@ -164,7 +164,8 @@ class Exporter:
             return
         from pswire.telemetry.prometheus import Page
 
-        self._page = Page(host, port, self._readings.copy, {path: partial(self._answer, path) for path in PATHS})
+        beside = {path: partial(self._answer, path) for path in PATHS}
+        self._page = Page(host, port, self._readings.copy, beside, context=security.page_context())
         # Who has it picked has no other way to know.
         log.log(logging.INFO if port else logging.WARNING, "metrics are at %s", self._page.url)
 

@@ -147,14 +147,11 @@ class GrpcCalls:
         self._address = address
         self._task = str(task)
         self._traffic = traffic["grpc"]
-        self._channel: grpc.Channel | None = open_channel(address, security, name, lease)
-        channel = grpc.intercept_channel(self._channel, *interceptors) if interceptors else self._channel
-        # On the network there is no difference between one message and a stream of one, for which gRPC needs no thread.
-        self._stubs = {n: stub(channel, v.path, v.streams if v.streams[0] else (False, True)) for n, v in VERBS.items()}
-        # A call that is held for as long as the process lives is ended while it waits: a stream that is read by the
-        # thread that waits for it may then keep its connection for good.
-        self._stubs[HELD_WATCH] = stub(channel, VERBS["Watch"].path, (False, False))
-        self._stubs[WHOLE_PUSH] = stub(channel, VERBS["Push"].path, (False, True))
+        self._security, self._interceptors = security, interceptors
+        self._open = partial(open_channel, address, name=name, lease=lease)
+        self._shown = security.newest()
+        self._channel: grpc.Channel | None = self._open(security=self._shown)
+        self._stubs = self._made_stubs(self._channel)
         self._token: Metadata = ((TOKEN_KEY, bearer(security.token)),) if security.token else ()
         self._metadata: Metadata = self._token  # of every call; `bind` adds to it
         self._lock = threading.Lock()  # guards all below
@@ -165,6 +162,35 @@ class GrpcCalls:
         self._stream: CallStream | None = None  # of the call that has it to itself, if there is one
         self._occupied = self._broken = self._unbound = False
         self._breaks = 0
+
+    def _made_stubs(self, opened: grpc.Channel) -> dict[str, Any]:
+        channel = grpc.intercept_channel(opened, *self._interceptors) if self._interceptors else opened
+        # On the network there is no difference between one message and a stream of one, for which gRPC needs no thread.
+        found = {n: stub(channel, v.path, v.streams if v.streams[0] else (False, True)) for n, v in VERBS.items()}
+        # A call that is held for as long as the process lives is ended while it waits: a stream that is read by the
+        # thread that waits for it may then keep its connection for good.
+        found[HELD_WATCH] = stub(channel, VERBS["Watch"].path, (False, False))
+        found[WHOLE_PUSH] = stub(channel, VERBS["Push"].path, (False, True))
+        return found
+
+    def renew(self) -> bool:
+        """Opens another connection, after this one has failed, if certificates have changed since it was opened.
+
+        gRPC connects a channel again with those that it was opened with. Calls under way on it are sent again.
+
+        Returns:
+            True if there is another one.
+        """
+        newest = self._security.newest()
+        with self._lock:
+            if newest is self._shown or self._channel is None:
+                return False
+            old, self._shown = self._channel, newest
+            self._channel = self._open(security=newest)
+            self._stubs = self._made_stubs(self._channel)
+        self._drop_stream()
+        old.close()
+        return True
 
     def bind(self, incarnation: int) -> None:
         """Binds later calls to a life of the server."""
@@ -221,11 +247,14 @@ class GrpcCalls:
         """Starts a call; it is a future, or an iterator over the frames of its reply."""
         if not isinstance(request, bytes):
             check_startable()  # gRPC needs threads to send more than one message, and would wait for them for good
+        stubs = self._stubs
         try:
-            call = self._stubs[name].future if future else self._stubs[name]
+            call = stubs[name].future if future else stubs[name]
             return call(request, timeout=seconds, metadata=self._metadata)
         except (KeyError, ValueError):  # `close` came first: gRPC says so by a ValueError
             self.check()
+            if stubs is not self._stubs:  # `renew` came in between
+                return self._start(name, request, seconds, future)
             raise
 
     def _answer(self, call: Any) -> bytes:

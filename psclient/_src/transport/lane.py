@@ -68,7 +68,7 @@ class Offer:
         in_flight: bytes of a contribution that the server holds before they are used.
         name: the name that the server's certificate must have.
         buffer_bytes: bytes that this process's shared memory may have behind those for copies.
-        tls: context that encrypts the tcp lane; None for none.
+        tls: makes the context that encrypts the tcp lane; None for none.
     """
 
     session: int
@@ -79,7 +79,7 @@ class Offer:
     in_flight: int = CLIENT_BYTES
     name: str = ""
     buffer_bytes: int = 0
-    tls: ssl.SSLContext | None = None
+    tls: Callable[[], ssl.SSLContext] | None = None
 
 
 @dataclass
@@ -536,7 +536,8 @@ def _connect(name: LaneName, offer: Offer, lease: float) -> Stream:
         sock.settimeout(CONNECT_SECONDS)
         sock.connect(offer.path)
         return sock
-    return connect(offer.host, offer.port, CONNECT_SECONDS, lease, False, offer.tls, offer.name)
+    tls = offer.tls and offer.tls()
+    return connect(offer.host, offer.port, CONNECT_SECONDS, lease, False, tls, offer.name)
 
 
 def _why(name: LaneName, offer: Offer, error: Exception) -> str:

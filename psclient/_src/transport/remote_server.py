@@ -110,7 +110,7 @@ class RemoteServer(PlainCalls):
         self._singly: dict[int, PlacedVariable] | None = None  # what a server has that knows no batches
         self._spoken = PROTOCOL, ""  # the server's protocol, and who has asked for it
         self._security = security or Security()
-        self._tls = self._security.client_context() if self._security.tls else None
+        self._tls = self._security.client_context if self._security.tls else None
         self._name = certificate_name(task_name(task))
         self._interceptors = interceptors
         self._options = decides, streams, told
@@ -129,7 +129,8 @@ class RemoteServer(PlainCalls):
             self._calls.failed,
             self._calls.check,
             self._missing,
-            partial(tls_diagnosis.mismatch, address, shown, self._name),
+            partial(_mismatch, self._calls, address, shown, self._name),
+            self._calls.renew,
             decides,
             told,
         )
@@ -478,3 +479,7 @@ def connect(
         )
         for task in tasks
     ]
+
+
+def _mismatch(calls: GrpcCalls, address: str, security: Security, name: str) -> str:
+    return "" if calls.renew() else tls_diagnosis.mismatch(address, security.newest(), name)

@@ -42,6 +42,7 @@ class Attempts:
         check: raises the reason why `failed` is set.
         missing: returns the processes that the server waits for, in words.
         mismatch: returns why both ends cannot speak, in words, "" if that is not known: gRPC does not tell it.
+        renew: opens the connection anew if certificates have changed.
         decides: True if the server is lost once nothing listens at its address any more; else that is silence, which is
             waited for, and somebody else decides.
         told: True if this process is told by the chief which server is lost, since variables have copies: then whatever
@@ -60,6 +61,7 @@ class Attempts:
         check: Callable[[], None],
         missing: Callable[[], str],
         mismatch: Callable[[], str],
+        renew: Callable[[], object],
         decides: bool = True,
         told: bool = False,
     ) -> None:
@@ -73,6 +75,7 @@ class Attempts:
         self._check = check
         self._missing = missing
         self._mismatch = mismatch
+        self._renew = renew
         self._decides = decides
         self._silent_since: float | None = None  # when the answers stopped; the next one resets it
         self._lost_since: float | None = None  # since when whoever answers says that the server is lost
@@ -151,14 +154,15 @@ class Attempts:
             return NOT_YET
         if self._silent_since is None:
             self._silent_since = began if code == "DEADLINE_EXCEEDED" else time.monotonic()
-        if code == "UNAVAILABLE" and not self.opened:
+        if code == "UNAVAILABLE":
             self._check_security()
         return reason(details, code.lower().replace("_", " "))
 
     def _check_security(self) -> None:
-        """Raises `ConfigError` if it is known that no attempt can succeed."""
-        why = self._mismatch()
-        if why:
+        """Raises `ConfigError` if it is known that no attempt can succeed, and there is no session yet."""
+        if self.opened:
+            self._renew()
+        elif why := self._mismatch():
             raise ConfigError(f"{self._address}: {why}", self._task)
 
     def _foreign(self, verb: Verb, code: str, details: str) -> PSError:

@@ -69,8 +69,9 @@ class StatusPage:
             return _refused(why)
         headers = {"Content-Security-Policy": POLICY}
         if code:
-            seconds = int(seconds_left(code, time.time()))
-            headers["Set-Cookie"] = f"{self._cookie}={code}; Max-Age={seconds}; Path=/; HttpOnly; SameSite=Strict"
+            seconds, secure = int(seconds_left(code, time.time())), "; Secure" if request.encrypted else ""
+            kept = f"{self._cookie}={code}; Max-Age={seconds}; Path=/; HttpOnly; SameSite=Strict{secure}"
+            headers["Set-Cookie"] = kept
         return Reply(document(self._task, self._sampler.latest().parts), KIND, headers=headers)
 
     def events(self, request: Request) -> Reply:

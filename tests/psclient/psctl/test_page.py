@@ -37,7 +37,7 @@ def test_a_link_leads_to_where_the_page_is(page, url, local):
 
 
 @pytest.mark.parametrize(
-    "page", ["", "x", "javascript:alert(1)", "http://a:1/\x1b[2J", "http://a:1/?b", "http://a b:1/", "https://a:1/"]
+    "page", ["", "x", "javascript:alert(1)", "http://a:1/\x1b[2J", "http://a:1/?b", "http://a b:1/", "ftp://a:1/"]
 )
 def test_what_is_no_page_gets_no_code(page):
     """A task says where its page is; that goes to a terminal."""

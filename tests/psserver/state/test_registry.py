@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from psserver.registry import LANE_TOKEN_BYTES, REMEMBERED, Registry
+from psserver.session_numbers import COUNT_BITS, count_of, is_made_for, number_for
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Fenced, Forbidden
 from pswire.model.log import Epoch, Member
@@ -93,3 +96,45 @@ def test_the_epoch_says_whose_its_members_are(registry):
     registry.check(8, Epoch(2, (Member(A, 8, 1),)))
     with pytest.raises(Fenced, match="not opened here"):
         registry.check(9, epoch)
+
+
+def test_a_number_is_of_the_task_that_it_was_made_for():
+    """All servers see that in it; it is long enough that hardly any is another task's as well, and is never another."""
+    made = [number_for(task, (7 << 60) + 5, count) for task in WORKERS for count in range(1, 200)]
+    assert len(set(made)) == len(made)
+    assert max(made) < 1 << 64
+    for task in WORKERS:
+        mine = [number for number in made if is_made_for(task, number)]
+        assert [count_of(number) for number in mine] == [*range(1, 200)]
+    ahead = [number_for(A, 0, (1 << COUNT_BITS) - 1 + more) for more in range(3)]
+    assert len({*ahead, number_for(A, 0, 1)}) == 4
+    assert all(is_made_for(A, number) for number in ahead)
+
+
+def test_a_task_takes_back_its_own_number(registry):
+    """Also one of a job that is over; with a new token, so that lanes that were opened before are no longer of it."""
+    number = number_for(A, 1 << 63, 1)
+    for retired in (False, True):
+        registry.enter(number, B) if not retired else registry.retire([number])
+        if retired:
+            registry._sessions[number] = replace(registry.find(number), task=B)
+        before, version = registry.find(number), registry.version
+        registry.enter(number, A)
+        assert owners(registry, number) == [A]
+        assert registry.find(number).lane_token != before.lane_token
+        assert registry.version > version
+        registry.check(number, Epoch(1, (Member(A, number, 1),)))
+        with pytest.raises(Forbidden, match="restart /job:worker/task:1"):
+            registry.enter(number, B)
+
+
+def test_a_server_takes_back_its_incarnation(registry):
+    """It is drawn by lot, and made for nobody; a session that was made for its task no server takes."""
+    server, incarnation, made = Task("ps", 0), (1 << 63) + 12345, number_for(A, 1 << 63, 1)
+    registry.enter(incarnation, B)
+    registry.enter(incarnation, server)
+    registry.enter(made, A)
+    for number, task in ((incarnation, B), (incarnation, Task("ps", 2)), (made, server)):
+        with pytest.raises(Forbidden):
+            registry.enter(number, task)
+    assert owners(registry, incarnation, made) == [server, A]
