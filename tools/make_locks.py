@@ -39,18 +39,18 @@ def requirements() -> dict[str, list[str]]:
     return {"runtime": list(own), **programs, **tools, "build": list(project["build-system"]["requires"])}
 
 
-def compiled(wanted: list[str], *flags: str) -> str:
-    """Returns the pins of some requirements, with the digests of all their files.
+def compile_into(path: Path, wanted: list[str], *flags: str) -> None:
+    """Writes the pins of some requirements, with the digests of all their files; what the file pins is preferred.
 
     Raises:
         SystemExit: uv finds no versions; it has said why.
     """
     command = [sys.executable, "-m", "uv", "pip", "compile", "-", "--quiet", "--universal", "--python-version", PYTHON]
     told = [*command, "--generate-hashes", "--no-header", "--no-annotate", "--no-emit-index-url", *flags]
-    done = subprocess.run(told, input="\n".join(wanted), stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    lines = "\n".join(wanted)
+    done = subprocess.run([*told, "--output-file", str(path)], input=lines, stdout=subprocess.DEVNULL, text=True, cwd=ROOT)
     if done.returncode:
         sys.exit(done.returncode)
-    return done.stdout
 
 
 def main() -> None:
@@ -59,15 +59,15 @@ def main() -> None:
     pins = sorted({line.removesuffix(" \\") for text in kept for line in text.splitlines() if line[:1].isalnum()})
     wanted = requirements()
     with tempfile.TemporaryDirectory() as scratch:
-        before, whole = Path(scratch, "before.txt"), Path(scratch, "whole.txt")
-        before.write_text("\n".join(pins), encoding="utf-8")
-        everything = sorted({line for lines in wanted.values() for line in lines})
-        whole.write_text(compiled(everything, "--output-file", str(before)), encoding="utf-8")
+        whole = Path(scratch, "whole.txt")
+        whole.write_text("\n".join(pins), encoding="utf-8")
+        compile_into(whole, sorted({line for lines in wanted.values() for line in lines}))
         LOCKS.mkdir(exist_ok=True)
         for name, lines in wanted.items():
-            text = compiled(lines, "--constraints", str(whole))
+            made = Path(scratch, f"{name}.txt")
+            compile_into(made, lines, "--constraints", str(whole))
             head = f"# Pinned by `make lock`, from pyproject.toml: {name}.\n"
-            (LOCKS / f"{name}.lock").write_text(head + text, encoding="utf-8")
+            (LOCKS / f"{name}.lock").write_text(head + made.read_text(encoding="utf-8"), encoding="utf-8")
 
 
 if __name__ == "__main__":
