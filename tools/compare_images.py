@@ -24,12 +24,14 @@ def contents(image: str) -> dict[str, Entry]:
     container = made.stdout.strip()
     found: dict[str, Entry] = {}
     try:
-        with subprocess.Popen(["docker", "export", container], stdout=subprocess.PIPE) as export:
-            with tarfile.open(fileobj=export.stdout, mode="r|") as archive:
-                for one in archive:
-                    file = archive.extractfile(one) if one.isreg() else None
-                    digest = hashlib.file_digest(file, "sha256").hexdigest() if file else ""
-                    found[one.name] = (one.type, one.mode, one.uid, one.gid, one.linkname, digest)
+        with (
+            subprocess.Popen(["docker", "export", container], stdout=subprocess.PIPE) as export,
+            tarfile.open(fileobj=export.stdout, mode="r|") as archive,
+        ):
+            for one in archive:
+                file = archive.extractfile(one) if one.isreg() else None
+                digest = hashlib.file_digest(file, "sha256").hexdigest() if file else ""
+                found[one.name] = (one.type, one.mode, one.uid, one.gid, one.linkname, digest)
     finally:
         subprocess.run(["docker", "rm", container], check=True, stdout=subprocess.DEVNULL)
     return {name: entry for name, entry in found.items() if name not in OF_THE_BUILDER}

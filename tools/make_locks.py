@@ -48,7 +48,9 @@ def compile_into(path: Path, wanted: list[str], *flags: str) -> None:
     command = [sys.executable, "-m", "uv", "pip", "compile", "-", "--quiet", "--universal", "--python-version", PYTHON]
     told = [*command, "--generate-hashes", "--no-header", "--no-annotate", "--no-emit-index-url", *flags]
     lines = "\n".join(wanted)
-    done = subprocess.run([*told, "--output-file", str(path)], input=lines, stdout=subprocess.DEVNULL, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [*told, "--output-file", str(path)], input=lines, stdout=subprocess.DEVNULL, text=True, cwd=ROOT
+    )
     if done.returncode:
         sys.exit(done.returncode)
 

@@ -22,7 +22,15 @@ def write(lock: str, folder: Path) -> Path:
         subprocess.CalledProcessError: the lock cannot be read; stderr says why.
     """
     path = folder / f"paramserver-{lock}.cdx.json"
-    command = [sys.executable, "-W", "ignore::UserWarning", "-m", "cyclonedx_py", "requirements", str(LOCKS / f"{lock}.lock")]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore::UserWarning",
+        "-m",
+        "cyclonedx_py",
+        "requirements",
+        str(LOCKS / f"{lock}.lock"),
+    ]
     about = ["--pyproject", str(ROOT / "pyproject.toml"), "--mc-type", "application"]
     how = ["--output-reproducible", "--spec-version", SPEC_VERSION, "--of", "JSON", "--no-validate"]
     subprocess.run([*command, *about, *how, "--output-file", str(path)], check=True)

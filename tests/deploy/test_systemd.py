@@ -1,4 +1,4 @@
-"""The units of systemd: what they start is ours and fits together, and what they do about exit codes is what these mean."""
+"""The units of systemd: what they start is ours and fits together, and they know the exit codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pathlib import Path
 import click
 import pytest
 
-from psclient._src.config import security_options
 from psclient._src.launch.psworker import command as psworker
 from psserver.cli import OUTLIVED
 from psserver.cli import command as psserver
@@ -48,7 +47,9 @@ def environment() -> dict[str, str]:
     return {name: value[1:-1] if value.startswith("'") else value for name, _, value in pairs}
 
 
-def started(job: str, index: int, environ: Mapping[str, str], where: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+def started(
+    job: str, index: int, environ: Mapping[str, str], where: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
     """What systemd makes of ExecStart and Environment: the variables and the words of the program."""
 
     def filled(text: str) -> str:
