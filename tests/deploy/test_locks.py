@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -126,3 +127,12 @@ def test_an_image_is_refused_what_is_not_locked(extra: str) -> None:
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert f"no lock of an extra '{extra}'; there are examples, gpu, " in done.stderr
+
+
+def test_the_site_needs_no_test_tools(tmp_path: Path) -> None:
+    """`make docs`, where nothing is installed yet, installs the extra `docs` and no other."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    done = subprocess.run(["make", "-n", "docs"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"install -e '(.*)'", done.stdout) == [".[docs]"]
