@@ -11,7 +11,12 @@ export PYTHONDONTWRITEBYTECODE :=
 # make test-frameworks FRAMEWORKS='... --extra-index-url https://download.pytorch.org/whl/cpu'
 FRAMEWORKS ?= torch==2.13.0 jax==0.10.2 flax==0.12.8 optax==0.2.8 keras==3.15.1
 
-.PHONY: help demo demo-recommender demo-embeddings test test-frameworks check docs proto bench soak clean
+# What is built has the time of its commit, so that it is the same whenever it is built.
+export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 315532800)
+TOOLS := .venv/tools/bin/python
+
+.PHONY: help demo demo-recommender demo-embeddings test test-frameworks check docs proto lock dist sbom dist-check \
+  bench soak clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*##/\1	/p' Makefile
@@ -39,8 +44,15 @@ help:  ## what there is
 	@$(PIP) install $(FRAMEWORKS)
 	@touch $@
 
-.venv/docs: .venv/dev
+.venv/docs: .venv/made pyproject.toml
+	@echo "installing what makes the site into .venv ..."
 	@$(PIP) install -e '.[docs]'
+	@touch $@
+
+.venv/dist: .venv/made locks/dist.lock
+	@echo "installing what builds releases into .venv/tools ..."
+	@$(BIN)/python -m venv .venv/tools
+	@$(TOOLS) -m pip --quiet --disable-pip-version-check --no-input install --no-deps --require-hashes -r locks/dist.lock
 	@touch $@
 
 demo: .venv/demo  ## trains on a local cluster of two servers, two workers and a chief
@@ -53,12 +65,12 @@ demo-embeddings: .venv/demo  ## trains vectors of the names in Python's standard
 	$(BIN)/psworker --standalone --ps 2 --workers 2 examples/embeddings.py
 
 test: check  ## all checks and all tests
-	$(BIN)/python -m pytest -q -n 4 --dist worksteal --durations=10 -m 'not soak'
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal --durations=10 -m 'not soak and not dist'
 
 test-frameworks: .venv/frameworks  ## installs PyTorch and JAX, for CPUs, and runs what needs them: a test that is skipped fails
 	$(BIN)/mypy
 	$(BIN)/python tools/check_docs.py
-	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=5 -m 'not soak' $(wildcard tests/torch tests/jax)
+	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=5 -m 'not soak and not dist' $(wildcard tests/torch tests/jax)
 
 check: .venv/dev  ## style, types, generated code, snippets of the documents
 	$(BIN)/ruff check .
@@ -72,6 +84,21 @@ docs: .venv/docs  ## the documents as a site, with the reference of the API, in 
 
 proto: .venv/dev  ## generates pswire/pb anew
 	$(BIN)/python tools/check_proto.py --write
+
+lock: .venv/dist  ## pins anew what images and releases are made of, in locks/; ARGS=--upgrade for the newest releases
+	$(TOOLS) tools/make_locks.py $(ARGS)
+
+dist: .venv/dist  ## an sdist, a wheel that is built from it, and bills of materials, in dist/
+	rm -rf dist
+	$(TOOLS) -m build --no-isolation
+	$(TOOLS) -m twine --no-color check --strict dist/*.tar.gz dist/*.whl
+	$(MAKE) --no-print-directory sbom
+
+sbom: .venv/dist  ## bills of materials (CycloneDX) of what is installed from locks/, in dist/
+	$(TOOLS) tools/make_sbom.py dist
+
+dist-check: dist .venv/dev  ## builds again, and installs the wheel with each Python that is here, in empty environments
+	$(BIN)/python -m pytest -q -m dist tests/deploy/test_packages.py
 
 bench: .venv/dev  ## times of rounds, of an update, of checkpoints, of training steps, of other systems' rounds; ARGS=--quick for a first look
 	$(BIN)/python benchmarks/round.py $(ARGS)

@@ -1,15 +1,13 @@
-"""Prints what this project and some of its extras depend on: `requirements.py [EXTRA ...]`, beside pyproject.toml."""
+"""Prints which of the locks an image installs: `requirements.py [EXTRA ...]`, beside pyproject.toml and locks/."""
 
 from __future__ import annotations
 
 import sys
-import tomllib
+from pathlib import Path
 
-with open("pyproject.toml", "rb") as file:
-    project = tomllib.load(file)["project"]
-extras = project["optional-dependencies"]
+here = sorted(path.stem for path in Path("locks").glob("*.lock"))
+extras = [name for name in here if name not in ("build", "dist", "runtime")]
 unknown = [name for name in sys.argv[1:] if name not in extras]
 if unknown:
-    sys.exit(f"pyproject.toml has no extra {unknown[0]!r}; it has {', '.join(sorted(extras))}")
-wanted = [*project["dependencies"], *(line for name in sys.argv[1:] for line in extras[name])]
-sys.stdout.writelines(f"{line}\n" for line in wanted)
+    sys.exit(f"there is no lock of an extra {unknown[0]!r}; there are {', '.join(extras)}")
+sys.stdout.writelines(f"-r locks/{name}.lock\n" for name in sys.argv[1:] or ["runtime"])
