@@ -1,16 +1,16 @@
 """The server as a state machine, and the one lock around it.
 
-core         `Core`: the verbs of `ParameterServer`; holds the lock, and carries out effects
-machine      `Machine`: all state; each stimulus returns effects
-admission    who may do something here
-creation     names and declares variables
-array_queue  runs array work, one piece after another; brief pieces in the thread that asks
-stimuli      the last stimuli, for people; all of them, for a replay
-closures     the stimuli of closures, a part of the machine's; chunks that of batches that are handed out
-joins        which index each worker has that joins the job, and their stimulus, a part of the machine's
-peers        the stimuli of other servers, a part of the machine's
-log          server 0's log: epochs, plans, checkpoints
-runner       runs rounds that are complete; catching_up puts some off, and makes them later
-waiting      calls that are answered later
-status       the status that `psctl` shows
+core       `Core`: the verbs of `ParameterServer`; holds the lock, and carries out effects
+machine    `Machine`: all state; each stimulus returns effects
+admission  who may do something here
+creation   names and declares variables
+stimuli    the last stimuli, for people; all of them, for a replay
+closures   the stimuli of closures, a part of the machine's; chunks that of batches that are handed out
+joins      which index each worker has that joins the job, and their stimulus, a part of the machine's
+peers      the stimuli of other servers, a part of the machine's
+log        server 0's log: epochs, plans, checkpoints
+runner     runs rounds that are complete; catching_up puts some off, and makes them later
+waiting    calls that are answered later
+status     the status that `psctl` shows
+traces     the spans of rounds
 """

@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from psserver.config import ServerConfig
-from psserver.core.array_queue import ArrayQueue
 from psserver.core.machine import Machine, Outcome
 from psserver.core.stimuli import Stimuli, told
 from psserver.core.waiting import Asked
 from psserver.devices import Device, owned
 from psserver.effects import Await, Effect, Fail, Know, Others, Reply, Run, Send, Submit, Work, attempt, settle
+from psserver.execution.array_queue import ArrayQueue
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
 from psserver.state.sessions import DRAWN

@@ -37,7 +37,8 @@ class Health:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, guarded)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflector = reflection.aio.ReflectionServicer(service_names=names)
-        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflector, guarded)
+        register: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
+        register(reflector, guarded)
 
     async def start(self) -> None:
         """Starts to check the server's health."""

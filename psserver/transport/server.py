@@ -251,7 +251,8 @@ def _listen(server: grpc.aio.Server, address: str, security: Security) -> int:
         before, used = used, security.newest()
         return None if used is before else _shown(used)
 
-    return server.add_secure_port(address, grpc.dynamic_ssl_server_credentials(_shown(used), changed, True))
+    make: Any = grpc.dynamic_ssl_server_credentials  # its types do not say that None means no change
+    return server.add_secure_port(address, make(_shown(used), changed, True))
 
 
 def _shown(security: Security) -> grpc.ServerCertificateConfiguration:

@@ -74,6 +74,8 @@ BRIEF: dict[str, str] = {
     "psclient._src.transport.session.Session._take": OVER,
     "psclient._src.transport.session.Session.close": "for a beat under way, at most Timeouts.call; it speaks itself",
     "psclient._src.chief.checkpoints.CheckpointCommitter.ended": OVER,
+    "psserver.transport.server._look": "the pause between two looks at files",
+    "pswire.telemetry.web_server._shake": "in the connection's thread, at most SILENT_SECONDS",
     "psclient._src.chief.hung_members.HungMembers.look": OVER,
     "psclient._src.chief.returns.Returns._find": OVER,
     "psclient._src.chief.returns.Returns._ask_for_spares": OVER,

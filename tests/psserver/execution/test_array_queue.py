@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from psserver.core.array_queue import ArrayQueue
+from psserver.execution.array_queue import ArrayQueue
 from psserver.execution.execution import Execution
 from pswire.errors import ProgramError
 from pswire.model.plan import Apply, Plan, Reduction, Ref
