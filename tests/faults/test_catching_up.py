@@ -144,9 +144,10 @@ def test_rounds_wait_where_too_much_is_to_be_made_up(tmp_path):
     with ProcessCluster(learn, tmp_path, (LARGE,), servers_environ=holds_reading(tmp_path, few), **KEYS) as job:
         come_back(job, PS1)
         with job.server(PS1) as server:
-            last = -1
-            while last < (last := server.status().round):
+            last, looks = -1, 30
+            while last < (last := server.status().round) and (looks := looks - 1):
                 time.sleep(2.0)
+            assert looks
             assert server.status().catching_up
             let_read(tmp_path)
             job.until(lambda: server.status().round > last + 30)
