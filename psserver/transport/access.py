@@ -89,9 +89,9 @@ class Access:
         return found
 
     def check_held(self, session: int, shown: Registered | None) -> None:
-        """Raises `Fenced` if a lane was opened for a session that its own task has taken back, or that is forgotten."""
-        if self.registry.find(session) is not shown:
-            raise Fenced("this lane is of a session that was taken back by its own task, or that is forgotten here")
+        """Raises `Fenced` if a lane was opened for a session that its own task has taken back."""
+        if self.registry.find(session) not in (shown, None):  # of one that is not here any more others say so
+            raise Fenced("this lane is of a session that was taken back by its own task")
 
     def voter(self, session: int) -> int:
         """Returns the server that has introduced itself with an incarnation; raises `Forbidden` if none has."""

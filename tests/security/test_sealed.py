@@ -121,5 +121,5 @@ def test_a_stranger_in_between(ends: tuple[Sealed, Sealed]) -> None:
 def test_names(ends: tuple[Sealed, Sealed]) -> None:
     """Each end reads what the other's certificate names."""
     here, there = ends
-    assert here.peer_names() == ["ps-0.paramserver"]
-    assert there.peer_names() == ["worker-0.paramserver"]
+    assert sorted(here.peer_names()) == ["metrics.paramserver", "ps-0.paramserver"]
+    assert sorted(there.peer_names()) == ["metrics.paramserver", "worker-0.paramserver"]

@@ -149,5 +149,5 @@ def test_a_server_comes_back_with_new_certificates(certificates: Certificates, t
 def test_a_server_that_cannot_be_secure_does_not_start(certificates: Certificates, tmp_path: Path) -> None:
     """It says which file is wrong, before anybody connects."""
     wrong = options(certificates.out)
-    with pytest.raises(ConfigError, match=r"ps-7/tls.crt cannot be read.*psctl certs"):
+    with pytest.raises(ConfigError, match=r"ps-7/token cannot be read.*psctl certs"):
         start_server(7, security=wrong, stderr=-1)

@@ -13,6 +13,7 @@ import pytest
 
 from psclient import psctl
 from psserver.config import ServerConfig
+from psserver.session_numbers import count_of
 from psserver.transport.server import ServerThread
 from pstesting.clock import Clock
 from pswire.encoding.verbs import VERBS
@@ -89,7 +90,7 @@ def test_what_was_told_last_is_shown(run, worker):
     code, text = run()
     assert code == 0
     *before, push, work, create, why, _ = cells(text)
-    who = f"worker-0, session {worker.session}"
+    who = f"worker-0, session {count_of(worker.session)}"
     assert push == ["2.25 s", "ps-1", "push", f"{who}: round 0 of epoch 1, 24 bytes"]
     assert work == ["2.25 s", "ps-1", "worked", "step (arrays)"]
     assert create == ["0.00 s", "ps-0", "create", f"{who}: 'dense/kernel' float32[4]"]

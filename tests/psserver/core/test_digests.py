@@ -313,6 +313,7 @@ def test_a_server_that_is_back_is_compared_anew(tmp_path):
     epoch = replace(copies.job.epoch, number=copies.job.epoch.number + 1, returns=back)
     log = copies.cores[0].machine.log.entries
     new.approve(copies.job.token, 0, [*log])
+    new.machine.rounds.backlog.has_read(back.epoch)
     for one in (copies.cores[0], copies.cores[2], new):
         one.approve(copies.job.token, one.status().log, [EpochClosed(epoch)])
     for id, value in old.machine.store.values().items():

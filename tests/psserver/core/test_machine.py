@@ -35,7 +35,8 @@ class Told:
         self.now = 0.0
         self.kernels = Kernels(Device.parse("cpu"), 1)
         self.machine = Machine(ServerConfig(Task("ps", 0)), 100, self.kernels, lambda: self.now)
-        self.token = self.tell("open", Member(CHIEF, 0, 0, "sync"), 1, True, "", 0, 7)[0].token
+        opened = self.tell("open", Member(CHIEF, 0, 0, "sync"), 1, True, "", 0, 7)[0]
+        self.chief, self.token = opened.session, opened.token
         self.append(JobStarted(self.token, (100,)))
         self.a, self.b = (
             self.tell("open", Member(task, 0, 1, "sync"), 0, False, "", 0, 0)[0].session for task in (A, B)
@@ -137,7 +138,7 @@ def test_a_round_waits_for_all_its_members(told):
     second, (step,) = told.push(told.b)
     assert (step.queue, step.follows, step.future) == ("arrays", False, None)
     run, *replies, counted = told.made(step)
-    assert (kinds([run, counted]), counted.args) == ([Run, Run], (told.now,))
+    assert (kinds([run, counted]), counted.args) == ([Run, Run], (told.now, None))
     answer = RoundReply(0, told.machine.rounds.epoch, False, (), replies[0].value.payload, ())
     assert replies == [Reply(first, answer), Reply(second, answer)]
     assert told.machine.store.value(0).tolist() == [2, 2]
@@ -221,7 +222,7 @@ def test_a_lease_that_ends_is_news(told):
 def test_the_end_of_a_job_is_told_once_the_chief_has_left(told):
     """Then the server may end."""
     assert Reply(told.machine.done, None) not in told.append(Done())
-    for session in (told.a, told.b, 1):
+    for session in (told.a, told.b, told.chief):
         *_, last = [[], *told.tell("leave", session, "")[1]]
     assert last == Reply(told.machine.done, None)
 

@@ -18,6 +18,7 @@ from psserver.core.waiting import Asked
 from psserver.effects import Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.registry import Registry
+from psserver.session_numbers import COUNT_BITS, TAG_BITS
 from pswire import api
 from pswire.api import UNTIL_ENDED, Contribution, RestoreOrder, Vote
 from pswire.cluster import Task
@@ -32,7 +33,7 @@ from pswire.transport.payload import Payload
 from tests.support.rig import CHIEF, WORKERS, checkpoint
 
 W0 = WORKERS[0]
-SESSION, STRANGER = (0xFACE << 20) + 7, (0xFACE << 20) + 8
+SESSION, STRANGER = ((0xFACE << COUNT_BITS) + count << TAG_BITS for count in (7, 8))
 """The session of worker 0, and one that nobody has opened here."""
 
 TOKEN, LOT, DRAWN = 0x1234_5678_9ABC, 0x2345_6789_ABCD, 0x3456_789A_BCDE

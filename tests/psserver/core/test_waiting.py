@@ -23,7 +23,7 @@ class Table:
     """Waiters, and what they wait for: a log, a round that may write, rounds that are complete."""
 
     def __init__(self):
-        self.log = SimpleNamespace(entries=[], proposed={})
+        self.log = SimpleNamespace(entries=[], proposed={}, traces={})
         self.members = SimpleNamespace(version=0, states=lambda now: ())
         value = np.ones(1, "float32")
         self.store = SimpleNamespace(
@@ -35,7 +35,7 @@ class Table:
             ask=lambda reads: [],
             device=Device.parse("cpu"),
         )
-        self.rounds = SimpleNamespace(last=-1, clocks=Clocks())
+        self.rounds = SimpleNamespace(last=-1, clocks=Clocks(), backlog=SimpleNamespace(behind=False, awaits=0))
         self.ended = {}
         self.waiters = Waiters(self.log, self.members, self.store, self.rounds, self.reply)
 
@@ -45,7 +45,7 @@ class Table:
     def add(self, kind, session=ONE, after=0):
         """The future of a call that waits."""
         future = Future()
-        said = SimpleNamespace(session=session, round=0)
+        said = SimpleNamespace(session=session, round=0, want=(), lookups=())
         more = {Watch: (after, -1), Read: (Asked((0,), after),), Owed: ("record", said)}[kind]
         self.waiters.add(kind(session, future, *more))
         return future
