@@ -72,14 +72,16 @@ def free_port() -> int:
 
 @contextmanager
 def prometheus(directory: Path, targets: list[str]) -> Iterator[str]:
-    """Runs a Prometheus by the committed configuration, with other targets and shorter pauses; gives its URL."""
+    """Runs a Prometheus by the committed configuration, with other targets, no TLS and shorter pauses; gives its URL."""
     program = shutil.which("prometheus")
     if program is None:
         pytest.skip("no prometheus: nobody scrapes")
     config = yaml.safe_load((ALARMS.parent / "prometheus.yaml").read_text(encoding="utf-8"))
     config["global"] = dict.fromkeys(config["global"], "1s")
     config["rule_files"] = [str(ALARMS)]
-    config["scrape_configs"][0]["static_configs"] = [{"targets": targets}]
+    scraped = config["scrape_configs"][0]
+    scraped["static_configs"] = [{"targets": targets}]
+    del scraped["scheme"], scraped["tls_config"]  # this cluster has no certificates
     path = directory / "prometheus.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     address = f"127.0.0.1:{free_port()}"
