@@ -72,7 +72,7 @@ def free_port() -> int:
 
 @contextmanager
 def prometheus(directory: Path, targets: list[str]) -> Iterator[str]:
-    """Runs a Prometheus by the committed configuration, with other targets, no TLS and shorter pauses; gives its URL."""
+    """Runs a Prometheus by the committed configuration, with other targets, pauses and without TLS; gives its URL."""
     program = shutil.which("prometheus")
     if program is None:
         pytest.skip("no prometheus: nobody scrapes")
