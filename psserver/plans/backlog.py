@@ -23,12 +23,11 @@ class Backlog:
     """
 
     def __init__(self) -> None:
-        self._read = 0
         self.clear()
 
     def clear(self) -> None:
         """Forgets everything, as at the start of a job."""
-        self.awaits = 0
+        self.awaits = self._read = 0
         self.waiting: ReadyRound | None = None
         self._rounds = deque[ReadyRound]()
         self._nbytes = 0
