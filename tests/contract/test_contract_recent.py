@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from psserver.core.stimuli import Stimulus
+from psserver.session_numbers import count_of
 from pswire.errors import Fenced, NoCheckpoint, PSError, VariableMismatch
 from pswire.model.plan import VariableSpec
 from pswire.model.status import Happened
@@ -28,7 +29,7 @@ def worker(job: Job):
 
 def who(worker: Worker) -> str:
     """A worker as servers name it to people, by the number that psctl shows."""
-    return f"{worker.task}, session {worker.session & 0xFFFFF}"
+    return f"{worker.task}, session {count_of(worker.session)}"
 
 
 def what(job: Job, server: int = 0) -> list[str]:
