@@ -7,11 +7,11 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from psserver.session_numbers import count_of, is_made_for
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Fenced, Forbidden
 from pswire.limits import MAX_SESSIONS
 from pswire.model.log import Epoch
+from pswire.security.session_numbers import count_of, is_made_for
 
 log = logging.getLogger("psserver")
 

@@ -13,7 +13,6 @@ from math import inf
 
 from psserver.plans.divergence import compared
 from psserver.registry import Registry
-from psserver.session_numbers import number_for
 from psserver.state.changes import as_all, differing
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, TaskTaken
@@ -21,6 +20,7 @@ from pswire.limits import Timeouts
 from pswire.model.changes import Change
 from pswire.model.log import Epoch, Member, Mode
 from pswire.model.status import STILL, Pace, SessionState
+from pswire.security.session_numbers import number_for
 
 STILL_SECONDS = 5.0
 """Seconds without a look at leases after which a server is not healthy: normally it looks a few times a second."""

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from psserver.core.stimuli import Stimulus
-from psserver.session_numbers import count_of
 from pswire.errors import Fenced, NoCheckpoint, PSError, VariableMismatch
 from pswire.model.plan import VariableSpec
 from pswire.model.status import Happened
 from pswire.model.tensor import TensorSpec
+from pswire.security.session_numbers import count_of
 from pswire.transport.payload import Payload
 from tests.support.rig import SOON, WORKERS, Job, Worker, eventually, sum_into, together
 

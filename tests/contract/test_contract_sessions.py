@@ -8,7 +8,6 @@ import pytest
 
 from psclient._src.transport.session import Session
 from psserver.core.waiting import Watch
-from psserver.session_numbers import count_of
 from pswire.api import UNTIL_ENDED
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, NewcomerDiverged, ServerLost, TaskTaken
@@ -16,6 +15,7 @@ from pswire.limits import Timeouts
 from pswire.model.log import Done, Epoch, EpochClosed, JobStarted, Lost, Member, Start
 from pswire.model.plan import Turn
 from pswire.model.tensor import TensorSpec
+from pswire.security.session_numbers import count_of
 from tests.support.rig import BEAT, CHIEF, SOON, WORKERS, Job, core, eventually, reduce_only, together
 
 NUMBER = TensorSpec("int64", ())

@@ -18,7 +18,6 @@ import pytest
 
 from psclient._src.processes.process import start_server
 from psclient._src.transport.remote_server import RemoteServer
-from psserver.session_numbers import count_of, number_for
 from pstesting.processes import CALM, PS0, PS1, SECONDS, W0, W1
 from pswire.cluster import Task
 from pswire.encoding.protocol import PROTOCOL
@@ -27,6 +26,7 @@ from pswire.errors import Fenced, Forbidden
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
+from pswire.security.session_numbers import count_of, number_for
 from pswire.transport.grpc_channel import open_channel, stub
 from pswire.transport.payload import Payload
 from pswire.transport.traffic import LaneName

@@ -41,7 +41,7 @@ ROOMS = {
         _room("pswire.security", 1, "pswire"),
         _room("pswire.telemetry", 1, "pswire"),
         _room("pswire.traces", 1, "pswire"),
-        _room("pswire.telemetry.views", 2, "pswire wire.model"),
+        _room("pswire.telemetry.views", 2, "pswire wire.model wire.security"),
         _room("pswire.telemetry.page", 3, "pswire wire.model wire.security wire.telemetry wire.views"),
         _room("pswire.transport", 2, "pswire wire.model wire.security"),
         _room("pswire.servers", 2, "wire.model"),
@@ -55,8 +55,8 @@ ROOMS = {
         _room(
             "psserver.state",
             7,
-            "pswire wire.model wire.telemetry psserver wire.transport psserver.programs wire.api psserver.plans "
-            "psserver.tables",
+            "pswire wire.model wire.security wire.telemetry psserver wire.transport psserver.programs wire.api "
+            "psserver.plans psserver.tables",
         ),
         _room(
             "psserver.transport",
@@ -72,8 +72,8 @@ ROOMS = {
         _room(
             "psserver.core",
             9,
-            "pswire wire.model wire.telemetry wire.traces psserver wire.transport psserver.programs wire.api "
-            "psserver.plans psserver.tables wire.checkpoint psserver.state psserver.checkpoints psserver.execution",
+            "pswire wire.model wire.security wire.telemetry wire.traces psserver wire.transport psserver.programs "
+            "wire.api psserver.plans psserver.tables wire.checkpoint psserver.state psserver.checkpoints psserver.execution",
         ),
         _room(
             "psserver.telemetry",

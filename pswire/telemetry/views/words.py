@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pswire.security.session_numbers import count_of
 from pswire.telemetry.views.job_view import JobView, SpareView
 from pswire.telemetry.views.numbers import duration, short, size
 
@@ -71,7 +72,7 @@ OF_SILENT = ("server", "address", "state")
 TASK_COLUMNS: Columns = {
     "task": lambda t: short(t.task) + (" (drives)" if t.drives else ""),
     "state": lambda t: t.state,
-    "session": lambda t: str(t.session & 0xFFFFF) if t.session else "",
+    "session": lambda t: str(count_of(t.session)) if t.session else "",
     "replicas": lambda t: str(t.replicas) if t.session and not t.drives else "",
     "opened": lambda t: f"{duration(t.opened_seconds)} ago" if t.opened_seconds else "",
     "last heard": lambda t: f"{duration(t.silent_seconds)} ago" if t.session else "",

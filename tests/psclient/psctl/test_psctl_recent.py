@@ -13,13 +13,13 @@ import pytest
 
 from psclient import psctl
 from psserver.config import ServerConfig
-from psserver.session_numbers import count_of
 from psserver.transport.server import ServerThread
 from pstesting.clock import Clock
 from pswire.encoding.verbs import VERBS
 from pswire.errors import VariableMismatch
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import TensorSpec
+from pswire.security.session_numbers import count_of
 from tests.support.rig import WORKERS, Job, Servers, core, sum_into, together
 
 

@@ -18,7 +18,6 @@ from psserver.core.waiting import Asked
 from psserver.effects import Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.registry import Registry
-from psserver.session_numbers import COUNT_BITS, TAG_BITS
 from pswire import api
 from pswire.api import UNTIL_ENDED, Contribution, RestoreOrder, Vote
 from pswire.cluster import Task
@@ -29,6 +28,7 @@ from pswire.model.log import Approved, Created, Epoch, EpochClosed, Member, Star
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.status import Happened
 from pswire.model.tensor import TensorSpec
+from pswire.security.session_numbers import COUNT_BITS, TAG_BITS
 from pswire.transport.payload import Payload
 from tests.support.rig import CHIEF, WORKERS, checkpoint
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from psserver.registry import LANE_TOKEN_BYTES, REMEMBERED, Registry
-from psserver.session_numbers import COUNT_BITS, count_of, is_made_for, number_for
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Fenced, Forbidden
 from pswire.model.log import Epoch, Member
+from pswire.security.session_numbers import COUNT_BITS, count_of, is_made_for, number_for
 from tests.support.rig import WORKERS
 
 A, B = WORKERS[:2]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from psserver.registry import REMEMBERED, Registry
-from psserver.session_numbers import count_of, is_made_for
 from psserver.state.sessions import DRAWN, MAX_TERM, Membership
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, Forbidden, InvalidRequest, NewcomerDiverged, TaskTaken
 from pswire.model.log import Epoch, Member
 from pswire.model.status import Pace
+from pswire.security.session_numbers import count_of, is_made_for
 from tests.support.rig import CHIEF, WORKERS
 
 A, B, C = WORKERS[:3]
