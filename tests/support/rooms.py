@@ -73,7 +73,8 @@ ROOMS = {
             "psserver.core",
             9,
             "pswire wire.model wire.security wire.telemetry wire.traces psserver wire.transport psserver.programs "
-            "wire.api psserver.plans psserver.tables wire.checkpoint psserver.state psserver.checkpoints psserver.execution",
+            "wire.api psserver.plans psserver.tables wire.checkpoint psserver.state psserver.checkpoints "
+            "psserver.execution",
         ),
         _room(
             "psserver.telemetry",
