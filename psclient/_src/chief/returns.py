@@ -294,6 +294,7 @@ class Returns:
             statuses = [server.status() for server in self._session.live]
             found = [saving.round for status in statuses for saving in status.saving if saving.path == path]
             if found and all(status.round >= found[0] for status in statuses):
+                there.status()  # it is there still
                 return found[0]
             time.sleep(POLL_SECONDS)
         raise PSError("the members go on without it")

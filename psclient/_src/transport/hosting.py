@@ -129,6 +129,7 @@ class Hosting:
             self._coming.add(server)
             if isinstance(there, RemoteServer):
                 there.begin_anew(address)
+                expect(there)  # the log says that it was there: for who decides it is lost once nothing listens
         opened: T | None = None
         try:
             with suppress(ServerGone):
