@@ -149,7 +149,7 @@ ROWS: tuple[Row[Seen], ...] = (
         lambda s: {ALL: len(s.status.differences)},
     ),
     Row(
-        SERVER + "servers_catching_up",
+        SERVER + "catching_up",
         "gauge",
         "1 while a server that is back reads its variables, or makes up the rounds of meanwhile.",
         lambda s: {ALL: s.status.catching_up},

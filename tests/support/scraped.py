@@ -15,7 +15,19 @@ from pswire.cluster import Task
 from pswire.telemetry import logging_setup
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "observability.md"
-COUNTED = ("sessions", "variables", "members", "missing", "differing", "round", "rounds", "checkpoints", "info", "rows")
+COUNTED = (
+    "sessions",
+    "variables",
+    "members",
+    "missing",
+    "differing",
+    "up",
+    "round",
+    "rounds",
+    "checkpoints",
+    "info",
+    "rows",
+)
 """What the last word of a name is that has no unit: things that are counted, and numbers of things."""
 
 _ROW = re.compile(r"^\| `(?P<name>paramserver_\w+)` \| (?P<kind>\w+) \|(?P<labels>[^|]*)\|", re.MULTILINE)
