@@ -144,6 +144,7 @@ def test_rounds_wait_where_too_much_is_to_be_made_up(tmp_path):
     with ProcessCluster(learn, tmp_path, (LARGE,), servers_environ=holds_reading(tmp_path, few), **KEYS) as job:
         come_back(job, PS1)
         with job.server(PS1) as server:
+            job.until(lambda: server.status().catching_up)  # it hears last that it is back
             last, looks = -1, 30
             while last < (last := server.status().round) and (looks := looks - 1):
                 time.sleep(2.0)
