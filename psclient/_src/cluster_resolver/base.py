@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import abc
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from psclient._src.devices import available_gpus
 from pswire.cluster import ClusterSpec
+from pswire.errors import ConfigError
 
 
 class ClusterResolver(abc.ABC):
@@ -100,6 +102,43 @@ class ClusterResolver(abc.ABC):
     def _found(self, name: str) -> Any:
         """Looks for `task_type`, `task_id` or `rpc_layer` in the surroundings, where the resolver was not told."""
         return None
+
+
+class StartedClusterResolver(ClusterResolver):
+    """The base of resolvers that know the cluster, and this process's task in it, from when they are made.
+
+    They set `task_type` and `task_id`, and `_cluster`.
+    """
+
+    _cluster: ClusterSpec
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster as it was when this resolver was made."""
+        return self._cluster
+
+    def get_task_info(self) -> tuple[str | None, int | None]:
+        """The job and the index of this process."""
+        return self.task_type, self.task_id
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The address of a task, by default of this one; raises `ValueError` if the cluster has no such task."""
+        job = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        if job is None or index is None:
+            return ""
+        return url(self._cluster.task_address(job, index), rpc_layer or self.rpc_layer)
+
+
+def dealt(jobs: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Returns the job and the index of each rank, from 0: jobs take ranks in the order of their names."""
+    return [(job, index) for job, count in sorted(jobs.items()) for index in range(count)]
+
+
+def whole_number(name: str, text: str) -> int:
+    """Returns the value of a variable; raises `ConfigError` if it is no whole number from 0."""
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise ConfigError(f"{name}={text!r} must be a whole number from 0")
+    return int(text)
 
 
 def url(address: str, rpc_layer: str | None) -> str:

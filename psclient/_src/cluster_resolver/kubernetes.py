@@ -7,15 +7,13 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from psclient._src.cluster_resolver.base import ClusterResolver, url
+from psclient._src.cluster_resolver.base import StartedClusterResolver, whole_number
 from psclient._src.config import launcher_variable
 from pswire.cluster import ClusterSpec, join_address
 from pswire.errors import ConfigError
 
 SERVERS = "ps"
 """The job whose tasks listen."""
-
-_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class _Place:
     pod: int
 
 
-class KubernetesClusterResolver(ClusterResolver):
+class KubernetesClusterResolver(StartedClusterResolver):
     """Tells the cluster that the pods of Indexed Jobs, of a JobSet or of StatefulSets form; asks no API server.
 
     Such pods have hostnames that end with the controller's name and the pod's index: `ps-1` and `digits-ps-1` are task
@@ -90,18 +88,6 @@ class KubernetesClusterResolver(ClusterResolver):
         self._cluster = ClusterSpec(
             {job: [*self._addresses(place, job, count, service, port)] for job, count in jobs.items()}
         )
-
-    def cluster_spec(self) -> ClusterSpec:
-        """The cluster; only the addresses of servers are more than names."""
-        return self._cluster
-
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of a task, by default of this one; raises `ValueError` if the cluster has no such task."""
-        job = self.task_type if task_type is None else task_type
-        index = self.task_id if task_id is None else task_id
-        if job is None or index is None:
-            return ""
-        return url(self._cluster.task_address(job, index), rpc_layer or self.rpc_layer)
 
     def _index(self, place: _Place, count: int) -> int:
         """The index of this process in its job."""
@@ -190,6 +176,4 @@ def _of_host(host: str, names: Mapping[str, str]) -> _Place | None:
 def _number(name: str) -> int | None:
     """The whole number that a variable says; None where it is not set."""
     text = launcher_variable(name)
-    if text and not _NUMBER.fullmatch(text):
-        raise ConfigError(f"{name}={text!r} must be a whole number from 0")
-    return int(text) if text else None
+    return whole_number(name, text) if text else None

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Mapping
 from typing import Any
 
-from psclient._src.cluster_resolver.base import ClusterResolver, url
+from psclient._src.cluster_resolver.base import StartedClusterResolver, dealt, whole_number
 from psclient._src.config import set_visible_gpus, slurm_variable, visible_gpus
 from pswire.cluster import ClusterSpec
 from pswire.errors import ConfigError
@@ -18,7 +18,7 @@ _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
 
-class SlurmClusterResolver(ClusterResolver):
+class SlurmClusterResolver(StartedClusterResolver):
     """Tells the cluster that the tasks of a Slurm step form, from the variables that Slurm sets for each of them.
 
     Tasks are numbered through the nodes in order, as Slurm numbers them; jobs take their tasks in the order of the
@@ -65,22 +65,6 @@ class SlurmClusterResolver(ClusterResolver):
         if auto_set_gpu:
             set_visible_gpus(gpus[places[rank][1] * self._share :][: self._share])
 
-    def cluster_spec(self) -> ClusterSpec:
-        """The cluster of this step."""
-        return self._cluster
-
-    def get_task_info(self) -> tuple[str | None, int | None]:
-        """The job and the index of this process."""
-        return self.task_type, self.task_id
-
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of a task, by default of this one; raises `ValueError` if the cluster has no such task."""
-        job = self.task_type if task_type is None else task_type
-        index = self.task_id if task_id is None else task_id
-        if job is None or index is None:
-            return ""
-        return url(self._cluster.task_address(job, index), rpc_layer or self.rpc_layer)
-
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> Mapping[str, int]:
@@ -89,10 +73,7 @@ class SlurmClusterResolver(ClusterResolver):
 
 
 def _number(name: str) -> int:
-    text = slurm_variable(name)
-    if not re.fullmatch("[0-9]+", text):
-        raise ConfigError(f"{name}={text!r} must be a whole number from 0")
-    return int(text)
+    return whole_number(name, slurm_variable(name))
 
 
 def _nodes(tasks_per_node: int | Mapping[str, int] | None) -> dict[str, int]:
@@ -201,7 +182,7 @@ def _assigned(
     jobs: Mapping[str, int], addresses: list[str], rank: int
 ) -> tuple[ClusterSpec, tuple[str | None, int | None]]:
     """The addresses of each job, and the job and the index of the task with a rank."""
-    names = [(job, index) for job, count in sorted(jobs.items()) for index in range(count)]
+    names = dealt(jobs)
     cluster: dict[str, list[str]] = {job: [] for job in sorted(jobs)}
     for (job, _), address in zip(names, addresses, strict=True):
         cluster[job].append(address)

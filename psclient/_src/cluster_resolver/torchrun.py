@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 
-from psclient._src.cluster_resolver.base import ClusterResolver, url
+from psclient._src.cluster_resolver.base import StartedClusterResolver, dealt, whole_number
 from psclient._src.config import TF_CONFIG, launcher_variable, set_variables
 from pswire.cluster import ClusterSpec, join_address
 from pswire.errors import ConfigError
@@ -22,7 +21,7 @@ PORT_BASE = 22220
 MOST_PORTS = 65535
 
 
-class TorchrunClusterResolver(ClusterResolver):
+class TorchrunClusterResolver(StartedClusterResolver):
     """Tells the cluster that the processes of a torchrun job form, from the variables that torchrun sets for each.
 
     Ranks are dealt to jobs as `SlurmClusterResolver` does: in the order of the jobs' names, so that a chief, if there
@@ -54,27 +53,11 @@ class TorchrunClusterResolver(ClusterResolver):
             )
         if not jobs.get(SERVERS):
             raise RuntimeError(f'jobs must have a server and a worker, such as {{"ps": 1, "worker": 3}}, not {jobs}')
-        tasks = [(job, index) for job, count in sorted(jobs.items()) for index in range(count)]
+        tasks = dealt(jobs)
         _check_servers(tasks, rank, port_base)
         self.task_type, self.task_id = tasks[rank]
         self.rpc_layer = rpc_layer
         self._cluster = _cluster(tasks, port_base)
-
-    def cluster_spec(self) -> ClusterSpec:
-        """The cluster of this job; only the addresses of servers are more than names."""
-        return self._cluster
-
-    def get_task_info(self) -> tuple[str | None, int | None]:
-        """The job and the index of this process."""
-        return self.task_type, self.task_id
-
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of a task, by default of this one; raises `ValueError` if the cluster has no such task."""
-        job = self.task_type if task_type is None else task_type
-        index = self.task_id if task_id is None else task_id
-        if job is None or index is None:
-            return ""
-        return url(self._cluster.task_address(job, index), rpc_layer or self.rpc_layer)
 
     def serve(self, *arguments: str) -> None:
         """Makes this process the server that its task is; returns at once where it is no server.
@@ -133,7 +116,4 @@ def _variable(name: str) -> str:
 
 
 def _number(name: str) -> int:
-    text = _variable(name)
-    if not re.fullmatch("[0-9]{1,9}", text):
-        raise ConfigError(f"{name}={text!r} must be a whole number from 0")
-    return int(text)
+    return whole_number(name, _variable(name))
