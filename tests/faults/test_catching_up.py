@@ -14,7 +14,7 @@ from pstesting.script import DIRECTORY, ME, say
 from tests.faults.test_differing_servers import problems
 from tests.faults.test_lost_servers import BOTH, values
 from tests.faults.test_moving_servers import move
-from tests.faults.test_returning_servers import KEYS, OTHER, await_variables, lose
+from tests.faults.test_returning_servers import KEYS, OTHER, all_go_on_with, await_variables, lose
 from tests.support.held_reading import holds_reading, let_read
 from tests.support.waiting_servers import waiting
 
@@ -55,8 +55,7 @@ def come_back(job, server):
         job.until(lambda: other.status().round > 5)
     lose(job, server)
     job.start(server)
-    for task in (CHIEF, W0, W1):
-        job.hear_error(task, f"goes on with {server}, which is back")
+    all_go_on_with(job, server)
 
 
 def goes_on(job, server, rounds=30):

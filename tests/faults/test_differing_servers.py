@@ -18,7 +18,7 @@ from psserver.core.digests import ROUNDS
 from pstesting.processes import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, say
 from tests.faults.test_lost_servers import PS2, values
-from tests.faults.test_returning_servers import KEYS, await_variables, learn
+from tests.faults.test_returning_servers import KEYS, all_go_on_with, await_variables, learn
 from tests.support.flipping import fail, flips
 from tests.support.scraped import Page
 
@@ -108,8 +108,7 @@ def test_a_server_with_another_value_is_taken_back_with_the_right_one(tmp_path, 
         job.hear_error(CHIEF, f"goes on without {failing}: had other values than {home} after round {found}")
         assert job.exited(failing) == OUTLIVED
         job.start(failing)
-        for task in (CHIEF, W0, W1):
-            job.hear_error(task, f"goes on with {failing}, which is back")
+        all_go_on_with(job, failing)
         with job.server(failing) as server:
             back = server.status().round
             job.until(lambda: server.status().round > back + 2 * ROUNDS)

@@ -12,7 +12,7 @@ import pytest
 from pstesting.processes import CHIEF, PS0, PS1, QUICK, W0, W1, ProcessCluster
 from pswire.cluster import Task
 from tests.faults.test_lost_servers import BOTH, rows, values
-from tests.faults.test_returning_servers import KEYS, OTHER, await_variables, learn, lose
+from tests.faults.test_returning_servers import KEYS, OTHER, all_go_on_with, await_variables, learn, lose
 from tests.support.waiting_servers import Waiting, waiting
 
 
@@ -41,8 +41,7 @@ def test_a_server_moves(tmp_path, moved):
             move(job, moved, new)
             job.open("go 20")
             assert job.exited(moved) == 0
-            for task in (CHIEF, W0, W1):
-                job.hear_error(task, f"goes on with {moved}, which is back")
+            all_go_on_with(job, moved)
             await_variables(job, moved)
             lose(job, OTHER[moved])
             enough(job, tmp_path)
@@ -60,8 +59,7 @@ def test_a_server_that_is_told_to_end_moves_before(tmp_path, moved):
             job.hear_error(CHIEF, f"{moved} moves to {new.address}")
             job.open("go 20")
             assert job.exited(moved) == 0
-            for task in (CHIEF, W0, W1):
-                job.hear_error(task, f"goes on with {moved}, which is back")
+            all_go_on_with(job, moved)
             job.hear(W1, "at", 20)
             for task in (CHIEF, W1):
                 job.kill(task)
@@ -84,14 +82,12 @@ def test_who_waits_takes_the_place_of_a_server_that_stays_away(tmp_path):
             lose(job, PS0)
             job.hear_error(CHIEF, f"{PS0} moves to {new.address}")
             job.open("go 20")
-            for task in (CHIEF, W0, W1):
-                job.hear_error(task, f"goes on with {PS0}, which is back")
+            all_go_on_with(job, PS0)
             job.cluster.addresses[PS0] = new.address
             await_variables(job, PS0)
             lose(job, PS1)
             job.start(PS1)
-            for task in (CHIEF, W0, W1):
-                job.hear_error(task, f"goes on with {PS1}, which is back")
+            all_go_on_with(job, PS1)
             enough(job, tmp_path)
 
 

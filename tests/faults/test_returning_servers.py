@@ -70,6 +70,12 @@ def await_return(job, server):
         job.until(lambda: (epoch := other.status().epoch) is not None and epoch.returns is not None)
 
 
+def all_go_on_with(job, server):
+    """Returns once all have said that a server is back."""
+    for task in (CHIEF, W0, W1):
+        job.hear_error(task, f"goes on with {server}, which is back")
+
+
 def await_variables(job, *servers):
     """Returns once servers that are back have their variables as they are now: another one may be lost."""
     for server in servers:
@@ -84,8 +90,7 @@ def replace(job, server):
         job.hear_error(task, f"goes on without {server}")
     assert job.exited(server) == 0  # it has said so before, and listens until then
     job.start(server)
-    for task in (CHIEF, W0, W1):
-        job.hear_error(task, f"goes on with {server}, which is back")
+    all_go_on_with(job, server)
     await_variables(job, server)
 
 
@@ -171,8 +176,7 @@ def test_who_is_started_after_a_server_is_back_takes_part(tmp_path, lost):
             job.until(lambda: other.status().round > 5)
             lose(job, lost)
             job.start(lost)
-            for task in (CHIEF, W0, W1):
-                job.hear_error(task, f"goes on with {lost}, which is back")
+            all_go_on_with(job, lost)
             before = other.status().epoch.number
             for task in (W1, CHIEF):
                 job.kill(task)

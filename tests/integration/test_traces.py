@@ -15,7 +15,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 import psclient as ps
 from pstesting.processes import CHIEF, PS0, PS1, SECONDS, W0, W1, ProcessCluster
-from pstesting.script import add, gate, say
+from pstesting.script import add, say
+from tests.integration.test_observed import observed
 from tests.support.collector import Collector, Told
 from tests.support.scraped import metrics_url
 
@@ -266,23 +267,10 @@ def test_who_has_not_installed_it_is_told_what_to_install(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def stands_still(rounds: int) -> None:
-    """Makes some rounds, and stands still so that somebody may look."""
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        v = ps.Variable(np.zeros(1 << 12, "float32"), name="v")
-    for _ in range(rounds):
-        strategy.run(add, args=(v, np.ones(1 << 12, "float32")))
-        v.numpy()
-    say("rounds", strategy.round)
-    gate("on")
-    strategy.close()
-
-
 def test_metrics_lead_to_traces(collector, tmp_path):
     """Exemplars of a server and of a worker name traces that the collector has, to those who ask for OpenMetrics."""
     keys = {"ps": 1, "workers": 1, "traces": "otlp", "metrics_port": 0, "log_format": "json"}
-    with ProcessCluster(stands_still, tmp_path, (ROUNDS,), gates=["on"], **keys) as job:
+    with ProcessCluster(observed, tmp_path, (ROUNDS,), gates=["on"], **keys) as job:
         assert job.hear(W0, "rounds") == ROUNDS
         found = {task: exemplars(metrics_url(job, task)) for task in (PS0, W0)}
         job.open("on")
