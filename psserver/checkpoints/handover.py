@@ -92,13 +92,11 @@ class Handover:
         epoch = self._rounds.backlog.awaits
         if epoch in (0, self._begun):
             return []
-        for entry in reversed(entries):
-            order = self._ordered(entry.plan_id) if isinstance(entry, Snapshotted) else None
-            if isinstance(entry, Snapshotted) and order is not None and order.returns == epoch:
-                self._begun, future = epoch, Future[Shard]()
-                if entry.error:
-                    return self._lost(CheckpointError(entry.error), now)
-                return self.read(order, future)
+        for entry in (each for each in reversed(entries) if isinstance(each, Snapshotted)):
+            order = self._ordered(entry.plan_id)
+            if order is not None and order.returns == epoch:
+                self._begun = epoch
+                return self._lost(CheckpointError(entry.error), now) if entry.error else self._begin(order, Future())
         return []
 
     def ask(self, plan_id: bytes, future: Future[Shard]) -> list[Effect]:
@@ -106,7 +104,7 @@ class Handover:
         order = self._ordered(plan_id)
         if order is None or not order.returns:
             return [Fail(future, CheckpointError("nothing was handed over by this plan", str(self._store.task)))]
-        return self.read(order, future)
+        return self._begin(order, future)
 
     def _ordered(self, plan_id: bytes) -> SnapshotOrder | None:
         prepared = self._rounds.plans.get(plan_id)
@@ -116,8 +114,7 @@ class Handover:
         """Ends this server if the job counts on it; else the chief is told, and goes on without."""
         return self._give_up(now, error) if self._rounds.backlog.awaits else []
 
-    def read(self, order: SnapshotOrder, future: Future[Shard]) -> list[Effect]:
-        """Reads what an order has saved for this server."""
+    def _begin(self, order: SnapshotOrder, future: Future[Shard]) -> list[Effect]:
         mine = [v for v in self._store.variables.values() if self._store.server in v.servers]
         arrays = {name_of(v): v for v in mine if v.spec.part is None}
         names = {v.id: v.spec.saved_name for v in mine if v.spec.part is not None}

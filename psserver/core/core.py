@@ -287,12 +287,12 @@ class Core:
     # ---- The log ----
 
     def propose(self, session: int, plan: Plan | None, join_point: str, start: Start | None, trace: str = "") -> None:
-        prepared = None if plan is None else self._prepared(plan, trace)
-        _raise(self._enter(self.machine.propose, session, prepared, join_point, start))
+        prepared = None if plan is None else self._prepared(plan)
+        _raise(self._enter(self.machine.propose, session, prepared, join_point, start, trace))
 
-    def _prepared(self, plan: Plan, trace: str = "") -> PreparedPlan:
+    def _prepared(self, plan: Plan) -> PreparedPlan:
         """Prepares a plan for this server; without the lock, as it takes long."""
-        return PreparedPlan(plan, self.server, self.config.memory_limit > 0, trace)
+        return PreparedPlan(plan, self.server, self.config.memory_limit > 0)
 
     def watch(self, session: int, after: int, version: int) -> Future[Watched]:
         future: Future[Watched] = Future()

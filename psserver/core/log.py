@@ -331,8 +331,8 @@ class Log:
                 return
         self.entries.append(Started(start))
 
-    def propose(self, prepared: PreparedPlan) -> bool:
-        """Keeps a plan for the chief to approve; returns True if it is new.
+    def propose(self, prepared: PreparedPlan, trace: str) -> bool:
+        """Keeps a plan for the chief to approve, and the span in which it is proposed; returns True if it is new.
 
         Raises:
             PSError: why the plan may not run.
@@ -343,8 +343,8 @@ class Log:
         self._check_room(plan)
         self._verify(prepared)
         self.proposed[plan.id] = plan
-        if prepared.trace:
-            self.traces[plan.id.hex()] = prepared.trace
+        if trace:
+            self.traces[plan.id.hex()] = trace
         return True
 
     def _check_room(self, plan: Plan) -> None:

@@ -286,16 +286,17 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
     # ---- The log ----
 
     def propose(
-        self, now: float, session: int, prepared: PreparedPlan | None, join_point: str, start: Start | None
+        self, now: float, session: int, prepared: PreparedPlan | None, join_point: str, start: Start | None, trace: str
     ) -> Outcome[PSError | None]:
         """Takes a session's plan, the join point at which it waits, or the round in which new members begin.
 
-        Answers why the session has ended, None if it has not.
+        `trace` is the span in which the plan is proposed, as W3C's traceparent; "" for none. Answers why the session
+        has ended, None if it has not.
         """
         self._admission.check(session, now)
         if prepared is not None or start is not None:
             self.members.check_part(session)
-        if prepared is not None and self.log.propose(prepared):
+        if prepared is not None and self.log.propose(prepared, trace):
             self.members.version += 1
         if join_point:
             self.members.enter(session, join_point)

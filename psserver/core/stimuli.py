@@ -192,7 +192,7 @@ def _words(name: str, args: tuple[Any, ...], registry: Registry) -> str:
             return spec + (", with a value of a checkpoint" if saved else "")
         case "pull", (int(session), (int(count), int(after)), *_):
             return f"{who(session)}: {_counted(count, 'variable')}" + (f" after round {after}" if after >= 0 else "")
-        case "propose", (int(session), plan, str(point), start):
+        case "propose", (int(session), plan, str(point), start, _):
             said = [f"plan {plan}"] if plan else []
             said += [f"waits at {point[:13]}"] if point else []  # of a plan as many digits as above
             said += [f"new members of epoch {start[0]} begin with round {start[1]}"] if start else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from psserver.core.log import Log
@@ -59,9 +59,13 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Read(Waiter):
-    """A call that reads variables, and rows, once round `after` is complete; without a session, at once."""
+    """A call that reads variables, and rows, once round `after` is complete; without a session, at once.
+
+    Where the variables are not here yet, what it asks for is checked once they are.
+    """
 
     asked: Asked
+    checked: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +120,9 @@ class Waiters:
             case Read(asked=Asked(variables=ids)):
                 if len(set(ids)) != len(ids):
                     raise InvalidRequest("a variable is asked for twice")
-                if not self._rounds.backlog.awaits:
+                if self._rounds.backlog.awaits:
+                    row = replace(row, checked=False)
+                else:
                     self._check(row.asked)
         calls = self.rows[type(row)]
         mine = [other for other in calls if other.session == row.session]
@@ -219,10 +225,11 @@ class Waiters:
 
     def _read(self, row: Read) -> Effect:
         asked = row.asked
-        try:
-            self._check(asked)  # what came before the variables were here was not checked
-        except PSError as error:
-            return Fail(row.future, error)
+        if not row.checked:
+            try:
+                self._check(asked)
+            except PSError as error:
+                return Fail(row.future, error)
         arrays, tables = self._store.views(asked.variables), self._store.row_views(asked.rows)
         questions = self._store.ask(asked.tables)
         return Work("arrays", self._pack, (self._rounds.last, arrays, tables, asked.rows, questions), future=row.future)

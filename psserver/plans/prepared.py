@@ -31,7 +31,6 @@ class PreparedPlan:
         plan: the plan.
         server: the number of this server.
         limited: True if the server's memory is limited: then the needs of the programs are computed now.
-        trace: the span in which it is proposed, as W3C's traceparent; "" for none.
 
     Attributes:
         is_alone: True if a worker may make a round of it alone, in a job whose workers make rounds together.
@@ -40,11 +39,10 @@ class PreparedPlan:
         ProgramError: a program cannot be run.
     """
 
-    def __init__(self, plan: Plan, server: int, limited: bool = False, trace: str = "") -> None:
+    def __init__(self, plan: Plan, server: int, limited: bool = False) -> None:
         plan.check_programs()
         self.plan = plan
         self.server = server
-        self.trace = trace
         self._needs = [Need.of(program) for program in plan.programs] if limited else None
         self._layouts: dict[tuple[bool, tuple[bool, ...]], ContributionLayout] = {}
         self._settled: dict[tuple[Kernels, int], PlanKernels] = {}

@@ -25,11 +25,6 @@ from pswire.telemetry.reminder import Reminder
 log = logging.getLogger("psclient.chief")
 
 
-def nobody(epoch: int) -> Set[int]:
-    """Returns the servers that move by an epoch, where none does."""
-    return frozenset()
-
-
 class CheckpointCommitter:
     """The checkpoints of a job, committed one after another, so that of two at one path the later stays.
 
@@ -52,9 +47,7 @@ class CheckpointCommitter:
         self._without: Set[int] = frozenset()  # the servers that were gone before it was asked for
         self._apart: Set[int] = frozenset()  # those that write no part of it, as they are to move
 
-    def order(
-        self, plans: Iterable[Plan], gone: Set[int] = frozenset(), moving: Callable[[int], Set[int]] = nobody
-    ) -> None:
+    def order(self, plans: Iterable[Plan], gone: Set[int], moving: Callable[[int], Set[int]]) -> None:
         """Starts to commit the first of these, unless a checkpoint is being committed.
 
         Args:

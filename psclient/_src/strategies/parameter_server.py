@@ -195,7 +195,7 @@ class ParameterServerStrategy(Strategy):
             NOTICE.take_part(self._told_to_end, self._timeouts.grace, saves_on_sigterm())
         hosting = self._session.hosting
         limits = [0 if i in hosting.gone else each.status().memory_limit for i, each in enumerate(self._servers)]
-        placement = Placement(self._ps_strategy, limits, self._session.copies)
+        placement = Placement(self._ps_strategy, limits, self._session.begun.copies)
         nonfinite = self.consistency.nonfinite
         self._remote = RemoteBackend(self._exchange, placement, nonfinite)
         self._remote.residuals.default = self._compression

@@ -186,7 +186,6 @@ class LogCalls:
     number: int
     job: str
     incarnations: tuple[int, ...]
-    copies: tuple[int, ...]
     copied: bool
     hosting: Hosting
     _proposals: Proposals
@@ -258,9 +257,8 @@ class LogCalls:
     def _take_copies(self, entries: Sequence[LogEntry]) -> None:
         """Takes where copies of variables lie; raises `ConfigError` where this process expects something else."""
         self.begun = next(entry for entry in entries if isinstance(entry, JobStarted))
-        self.copies = self.begun.copies
-        if bool(self.copies) != self.copied:
-            here, there = (f"PS_REPLICATION={int(each)}" for each in (self.copied, bool(self.copies)))
+        if bool(self.begun.copies) != self.copied:
+            here, there = (f"PS_REPLICATION={int(each)}" for each in (self.copied, bool(self.begun.copies)))
             raise ConfigError(
                 f"{self.task} runs with {here}, and the job with {there}; give every process of the job the same"
             )

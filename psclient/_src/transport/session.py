@@ -64,7 +64,6 @@ class Session(LogCalls):
         copied: True if variables have copies: then it goes on without a server that is lost.
 
     Attributes:
-        copies: for each server the one that has a copy of its variables; empty for no copies.
         domains: the parts of the machines that fail as one in which the servers run, in their order.
     """
 
@@ -95,7 +94,6 @@ class Session(LogCalls):
         self.incarnations: tuple[int, ...] = ()
         self.devices: tuple[str, ...] = ()
         """The devices on which the servers hold variables, in their order, as `/job:ps/task:0/device:CPU:0`."""
-        self.copies: tuple[int, ...] = ()
         self.domains: tuple[str, ...] = ()
         self.told = False
         """True once the error that ended it was raised: the script may have caught it."""

@@ -103,10 +103,10 @@ WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
         ((0, Asked((1,), -1), FUTURE), "no session: 1 variable"),
     ],
     "propose": [
-        ((SESSION, PreparedPlan(PLAN, 0, False), "", None), f"{WHO}: plan {ID}"),
-        ((SESSION, None, f"plan:{PLAN.id.hex()}", None), f"{WHO}: waits at plan:{ID}"),
-        ((SESSION, None, "", Start(2, 5)), f"{WHO}: new members of epoch 2 begin with round 5"),
-        ((SESSION, PreparedPlan(PLAN, 0, False), "dataset:1", None), f"{WHO}: plan {ID}, waits at dataset:1"),
+        ((SESSION, PreparedPlan(PLAN, 0, False), "", None, ""), f"{WHO}: plan {ID}"),
+        ((SESSION, None, f"plan:{PLAN.id.hex()}", None, ""), f"{WHO}: waits at plan:{ID}"),
+        ((SESSION, None, "", Start(2, 5), ""), f"{WHO}: new members of epoch 2 begin with round 5"),
+        ((SESSION, PreparedPlan(PLAN, 0, False), "dataset:1", None, ""), f"{WHO}: plan {ID}, waits at dataset:1"),
     ],
     "watch": [
         ((SESSION, 3, 9, FUTURE), f"{WHO}: the log from 3 on"),
@@ -306,7 +306,7 @@ def test_nothing_large_is_held() -> None:
     stimuli.note(1.0, "push", (Contribution(SESSION, 1, 5, b""), payload, fail, Future()))
     stimuli.keep(1.0, "initialize", (VARIABLE, 1, array, False), None)
     stimuli.note(1.0, "approve", (TOKEN, 0, ENTRIES, {b"": prepared}))
-    stimuli.note(1.0, "propose", (SESSION, prepared, "", None))
+    stimuli.note(1.0, "propose", (SESSION, prepared, "", None, ""))
     stimuli.note(1.0, "worked", (Work("files", write_shard, (given,)), result, caught.value))
     stimuli.refused(1.0, "leave", (SESSION, ""), caught.value)
     refs = [weakref.ref(each) for each in (payload, array, prepared, given, result, caught.value)]
