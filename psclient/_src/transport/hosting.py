@@ -241,7 +241,7 @@ class Hosting:
             for index in [index for index, future in asked.items() if future.done()]:
                 future = asked.pop(index)
                 error = future.exception()
-                if isinstance(error, ServerLost):
+                if isinstance(error, ServerLost | ServerGone):  # gone: another server has told of it meanwhile
                     lost[index] = error
                     known.pop(index, None)
                 elif not isinstance(error, Unreachable) or seconds > timeouts.start:

@@ -10,7 +10,7 @@ import pytest
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.hosting import Hosting
 from pswire.cluster import Task
-from pswire.errors import Unreachable
+from pswire.errors import PSError, ServerGone, ServerLost, Unreachable
 from pswire.limits import Timeouts
 from pswire.model.log import Gone
 from pswire.model.status import ServerStatus
@@ -28,15 +28,17 @@ TIMEOUTS = Timeouts(lease=0.3, beat=0.1, start=5.0)
 
 
 class Server:
-    """A server that tells what it holds, or is silent."""
+    """A server that tells what it holds, is silent, or raises an error."""
 
-    def __init__(self, told: ServerStatus | None) -> None:
+    def __init__(self, told: ServerStatus | PSError | None) -> None:
         self.told = told
 
     def status(self) -> ServerStatus:
         if self.told is None:
             time.sleep(0.05)
             raise Unreachable("no answer")
+        if isinstance(self.told, PSError):
+            raise self.told
         return self.told
 
 
@@ -45,7 +47,7 @@ def status(server: int, job: str = "mine", **more: object) -> ServerStatus:
     return replace(BARE, server=server, incarnation=LIVES[server], incarnations=LIVES, job=job, log=9, **more)  # type: ignore[arg-type]
 
 
-def look(job: str, *told: ServerStatus | None, decides: bool = False) -> Hosting:
+def look(job: str, *told: ServerStatus | PSError | None, decides: bool = False) -> Hosting:
     """What a process finds before it opens its session."""
     servers = [Server(each) for each in told]
     hosting, threads = Hosting(Task("worker", 0), servers), Threads("look")  # type: ignore[arg-type]
@@ -129,6 +131,13 @@ def test_a_new_process_in_the_place_of_a_server_is_no_new_job(server: int, decid
     assert [*hosting.suspects] == [server] * decides
     assert hosting.lose(losses(server)) == []
     assert hosting.losses == (server,)
+
+
+@pytest.mark.parametrize("error", [ServerLost("nothing listens there"), ServerGone("is gone: was lost")])
+def test_who_comes_while_a_server_is_lost_takes_it_for_gone(error: PSError) -> None:
+    """Whether it finds that out by itself, or another server tells it while it asks."""
+    hosting = look("mine", status(0), error, status(2))
+    assert (hosting.live, hosting.gone) == ((0, 2), {1})
 
 
 def test_a_server_that_is_silent_holds_a_chief_up_for_a_lease() -> None:
