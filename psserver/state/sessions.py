@@ -133,6 +133,8 @@ class Membership:
     ) -> tuple[int, int]:
         """Opens a session, and ends the task's earlier one; a call with the same key returns the same session.
 
+        So does one with the number of a session as its key: it was opened while another server kept the sessions.
+
         Returns:
             Its number and its fencing token, 0 for a session that does not drive.
 
@@ -143,7 +145,7 @@ class Membership:
             Forbidden: another task's session has the same key.
         """
         for known, session in self._sessions.items():
-            if key and session.key == key:
+            if key and key in (session.key, known):
                 self._registry.enter(known, task)
                 if drives and session.state == "open" and term > self.term:
                     session.token = self._next_token(term, drawn)

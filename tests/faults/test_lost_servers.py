@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -167,6 +168,51 @@ def test_who_comes_later_finds_those_that_are_left(tmp_path):
         assert job.hear(W0, "is") == job.hear(W1, "is")
         assert job.exited(W0) == job.exited(W1) == 0
         assert job.exited(CHIEF) == 0, job.errors(CHIEF)
+
+
+def arrive(rounds):
+    """Adds up. A worker that finds the file `later` stops between the servers on which it opens its session."""
+    from psclient._src.transport.session import Session
+
+    if (DIRECTORY / "later").exists() and ME == 1:
+        opens = Session._open_next
+
+        def held(session, index):
+            say("opened", index)
+            gate("on")
+            return opens(session, index)
+
+        Session._open_next = held
+    strategy = ps.ParameterServerStrategy(devices=["cpu:0"])
+    with strategy.scope():
+        v = ps.Variable(0.0, name="v", aggregation="sum")
+    say("there", 0)
+    while strategy.round < rounds:
+        strategy.run(lambda: v.assign_add(1.0))
+        time.sleep(0.01)
+    say("is", float(v.numpy()))
+
+
+@pytest.mark.parametrize("lost", BOTH, ids=str)
+def test_a_server_is_lost_while_a_worker_opens_its_session(tmp_path, lost):
+    """Between two servers. The one that keeps the sessions now knows only the worker's dead process, which has a lease.
+
+    The worker waits for that, and takes part.
+    """
+    keys = {**KEYS, "timeouts": QUICK, "gates": ["on"]}
+    with ProcessCluster(arrive, tmp_path, (600,), **keys) as job:
+        job.hear(W0, "there")
+        job.hear(W1, "there")
+        (tmp_path / "later").touch()
+        job.kill(W1)
+        job.start(W1)
+        job.hear(W1, "opened")
+        job.kill(lost)
+        job.hear_error(W0, f"goes on without {lost}")
+        job.open("on")
+        job.hear(W1, "there")
+        assert job.hear(W0, "is") == job.hear(W1, "is")
+        assert job.exited(W0) == job.exited(W1) == 0
 
 
 @pytest.mark.parametrize("lost", BOTH, ids=str)

@@ -115,6 +115,7 @@ def test_all_die_and_come_back(tmp_path, seed):
         until = time.monotonic() + 10 * SECONDS
         while max(round for task in (W0, W1, W2) for round in job.said(task, "did") or [0]) < 420:
             assert time.monotonic() < until, job.errors(CHIEF)
+            _check_clients(job)
             if away is not None and _are_back(job, servers, deaths):
                 away = None
             for server in servers:  # one that stood still for a lease was lost, and has ended by itself
@@ -130,11 +131,21 @@ def test_all_die_and_come_back(tmp_path, seed):
             time.sleep(choices.random() * 0.5)
             job.start(task)
             time.sleep(choices.random() * 2.5)
-        sums = {tuple(job.hear(task, "sums")) for task in (W0, W1, W2)}
+        while not all(job.said(task, "sums") for task in (W0, W1, W2)):
+            assert time.monotonic() < until, job.errors(CHIEF)
+            _check_clients(job)
+            time.sleep(0.1)
+        sums = {tuple(job.said(task, "sums")[-1]) for task in (W0, W1, W2)}
         check_counts(job, sums.pop(), deaths)
         for task in (W0, W1, W2, CHIEF):
             assert job.exited(task) == 0
     assert not sums
+
+
+def _check_clients(job):
+    """None of those that are not servers ends by itself before its part is done."""
+    for task in (W0, W1, W2, CHIEF):
+        assert job.cluster.processes[task].poll() in (None, 0), job.errors(task)[-4000:]
 
 
 def _are_back(job, servers, deaths):

@@ -54,7 +54,7 @@ from psclient._src.transport.session import Session
 from psclient._src.variables.compression import Compression, check_compression
 from psclient._src.variables.partitioners import PartitionFn, check_partitioner
 from pswire.cluster import ClusterSpec, Task, TaskConfig
-from pswire.errors import CheckpointError, ConfigError, PSError, TaskTaken
+from pswire.errors import CheckpointError, ConfigError, PSError, ServerGone, TaskTaken
 from pswire.limits import Timeouts
 from pswire.security.identity import Security
 from pswire.security.names import task_name
@@ -193,8 +193,7 @@ class ParameterServerStrategy(Strategy):
         self._exchange.group.departure.save = self._save_to_leave
         if task.job == "worker":
             NOTICE.take_part(self._told_to_end, self._timeouts.grace, saves_on_sigterm())
-        hosting = self._session.hosting
-        limits = [0 if i in hosting.gone else each.status().memory_limit for i, each in enumerate(self._servers)]
+        limits = [_memory_limit(server) for server in self._servers]
         placement = Placement(self._ps_strategy, limits, self._session.begun.copies)
         nonfinite = self.consistency.nonfinite
         self._remote = RemoteBackend(self._exchange, placement, nonfinite)
@@ -415,6 +414,14 @@ class ParameterServerStrategy(Strategy):
 def open_strategies() -> list[ParameterServerStrategy]:
     """Returns the strategies of this process that are not closed; of a fork none."""
     return [strategy for strategy in _open if strategy._owner == os.getpid()]
+
+
+def _memory_limit(server: RemoteServer) -> int:
+    """The memory limit of a server in bytes; 0 for none, and where the job goes on without the server."""
+    try:
+        return server.status().memory_limit
+    except ServerGone:
+        return 0
 
 
 def _embedded_config(embedded: EmbeddedServer | None) -> TaskConfig:

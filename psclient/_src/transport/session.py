@@ -32,6 +32,7 @@ from pswire.errors import (
     PSError,
     ServerGone,
     ServerLost,
+    TaskTaken,
     Unreachable,
 )
 from pswire.limits import Timeouts
@@ -152,8 +153,11 @@ class Session(LogCalls):
             if self.copied:
                 self.hosting.look_around(self._threads, self.timeouts, self.job, self._drives)
             try:
-                self._open_all(opened, key, waits)
-                break
+                if self._open_all(opened, key, waits):
+                    break
+                # Another server keeps the sessions since then. It may have opened this one by the number that it had.
+                key = self.number
+                opened.clear()
             except (ServerGone, ServerLost):
                 # It was lost just now: with copies the job may go on without it.
                 if not self.copied or self._ended.is_set() or time.monotonic() > until:
@@ -169,19 +173,36 @@ class Session(LogCalls):
         self.devices = tuple(Device.parse(answer.device).full_name(Task("ps", answer.server)) for answer in answers)
         self.domains = tuple(answer.domain for answer in answers)
 
-    def _open_all(self, opened: dict[int, Opened], key: int, waits: bool) -> None:
-        """Opens the session on every server on which it is not open yet, first on the one that keeps the sessions."""
+    def _open_all(self, opened: dict[int, Opened], key: int, waits: bool) -> bool:
+        """Opens the session on every server on which it is not open yet, first on the one that keeps the sessions.
+
+        Returns False once another server keeps them that does not know this one: it is to be opened anew.
+        """
+        if opened and self.hosting.keeper not in opened:
+            return False
         for index in [index for index in self.hosting.live if index not in opened]:
             if not opened:
                 opened[index] = self._open_first(key) if waits else self._open_at(self.log_server, key)
                 self.number, self.token = opened[index].session, opened[index].token
                 logging_setup.follow(lambda: (-1, self.number))
             else:
-                opened[index] = self._unless_broken(partial(self._open_at, self.servers[index], self.number))
+                answer = self._open_next(index)
+                if answer is None:
+                    return False
+                opened[index] = answer
             # A server that is not there yet, or hangs, must not cost the lease that the first one keeps.
             self._start_beating(index)
             if self.copied or len(opened) == 1:
                 self._hold(index)
+        return True
+
+    def _open_next(self, index: int) -> Opened | None:
+        """Opens the session on a server that does not keep the sessions; None if it is found to keep them."""
+        try:
+            answer = self._unless_broken(partial(self._open_at, self.servers[index], self.number))
+        except TaskTaken:
+            return None
+        return answer if answer.session == self.number else None
 
     def _open_at(self, server: ParameterServer, session: int, term: int = 0) -> Opened:
         mode, backup, staleness = self.consistency, self.backup_workers, self.staleness
@@ -202,7 +223,7 @@ class Session(LogCalls):
 
     def _start_beating(self, index: int) -> None:
         self._patience.heard(index)
-        beats = index, self.hosting.life(index)
+        beats = index, self.hosting.life(index), self.number
         thread = threading.Thread(target=self._beat, args=beats, daemon=True, name=f"beat-{index}")
         self._beats.append(thread)
         thread.start()
@@ -213,11 +234,11 @@ class Session(LogCalls):
         Where variables have copies, it is answered as well when a server is lost.
         """
 
-        life = self.hosting.life(index)
+        life, number = self.hosting.life(index), self.number
 
         def answered(told: Future[Watched]) -> None:
             error = told.exception()
-            if self._ended.is_set() or self.hosting.life(index) != life:
+            if not self._is_now(index, life, number):
                 return
             if error is None:
                 self.lose([entry for entry in told.result().entries if isinstance(entry, Gone)])
@@ -301,19 +322,23 @@ class Session(LogCalls):
         for thread in self._beats:
             thread.join(self.timeouts.beat + self.timeouts.call)
 
-    def _beat(self, index: int, life: int) -> None:
+    def _beat(self, index: int, life: int, number: int) -> None:
         while True:
             woken = self.wakes[index].wait(self.timeouts.beat)
-            if self._ended.is_set() or index in self.hosting.gone or self.hosting.life(index) != life:
+            if index in self.hosting.gone or not self._is_now(index, life, number):
                 return
             self.wakes[index].clear()
             try:
                 self.beat_now(index, not woken)
                 self._patience.heard(index)
             except PSError as error:
-                if not self._ended.is_set() and self.hosting.life(index) == life:
+                if self._is_now(index, life, number):
                     self._unheard(index, error)
                 return
+
+    def _is_now(self, index: int, life: int, number: int) -> bool:
+        """Returns whether this is still the session of that number, and a server's life that one."""
+        return not self._ended.is_set() and self.hosting.life(index) == life and self.number == number
 
     def beat_now(self, index: int, by_itself: bool = False) -> None:
         """Beats at a server; `by_itself` where the time has come, and nothing has happened."""

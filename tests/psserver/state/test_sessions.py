@@ -291,6 +291,15 @@ def test_a_resent_open_is_the_same_session(members):
     assert second[1] > first[1]
 
 
+def test_who_opened_elsewhere_has_the_session_that_it_has(members):
+    """It opened it while another server kept the sessions; asked again by its number it is no second one."""
+    members.know(Member(A, 12345, 1), False, "", 0.0)
+    assert opened(members, A, 0.1, key=12345) == 12345
+    assert states(members) == {12345: "open"}
+    with pytest.raises(TaskTaken):
+        opened(members, A, 0.1, key=999)
+
+
 def test_a_key_is_its_tasks_alone(members):
     """Another task that says it gets neither the session nor its token."""
     members.open(CHIEF, 0, True, 77, 0.0)
