@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import secrets
+import select
 import signal
 import sys
 import time
@@ -80,6 +81,8 @@ def command(until_done: bool, lifeline: bool, log_level: str, log_format: str, d
     logging_setup.configure(log_format, log_level, relayed=lifeline)
     try:
         config = server_config(**given)
+        if lifeline:
+            _check_lifeline()
         if config.join:
             found = joined(config, until_done, lifeline, given)
             if found is None:
@@ -100,14 +103,12 @@ def joined(config: ServerConfig, until_done: bool, lifeline: bool, given: Mappin
     Raises:
         PSError: why it cannot wait.
     """
-    if lifeline:
-        raise ConfigError("--lifeline is for servers with a place of their own; leave it or --join out")
     logging_setup.name("psserver")
     check_listening(config)
     try:
         with _raising(signal.SIGTERM, signal.SIGINT):
             _say(f"psserver waits at {config.address} for the place of a server of {', '.join(config.join)}")
-            place, addresses = await_place(config, until_done)
+            place, addresses = await_place(config, until_done, _held if lifeline else None)
     except _Stopped:
         place = NOWHERE
     if place == NOWHERE:
@@ -115,6 +116,23 @@ def joined(config: ServerConfig, until_done: bool, lifeline: bool, given: Mappin
         return None
     placed = server_config(**{**given, "task": place, "join": None, "advertise": None})
     return replace(placed, address=config.address, join=addresses)
+
+
+def _check_lifeline() -> None:
+    """Raises `ConfigError` if stdin is no pipe."""
+    try:
+        with select.epoll() as poll:
+            poll.register(0, select.EPOLLIN)
+    except OSError as error:
+        raise ConfigError("--lifeline needs a pipe as stdin, held open by whoever starts psserver") from error
+
+
+def _held() -> bool:
+    """Returns whether the other end of stdin, the lifeline, is open; reads what comes there."""
+    while select.select([0], [], [], 0.0)[0]:
+        if not os.read(0, 4096):
+            return False
+    return True
 
 
 class _Stopped(BaseException):
@@ -326,21 +344,14 @@ async def _tick(core: Core, alone: float) -> None:
 
 
 def _hold_lifeline(loop: asyncio.AbstractEventLoop, stopped: asyncio.Event) -> None:
-    """Sets `stopped` when the other end of stdin is closed, as the death of its process always does.
-
-    Raises:
-        ConfigError: stdin is no pipe.
-    """
+    """Sets `stopped` when the other end of stdin is closed, as the death of its process always does."""
 
     def readable() -> None:
         if not os.read(0, 4096):
             loop.remove_reader(0)
             stopped.set()
 
-    try:
-        loop.add_reader(0, readable)
-    except (OSError, ValueError) as error:
-        raise ConfigError("--lifeline needs a pipe as stdin, held open by whoever starts psserver") from error
+    loop.add_reader(0, readable)
 
 
 def _say(line: str) -> None:

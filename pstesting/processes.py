@@ -25,7 +25,7 @@ from psclient._src.config import child_environ
 from psclient._src.launch.cluster import NAME_ONLY, Cluster
 from psclient._src.launch.outcome import Outcome
 from psclient._src.processes.output import Line
-from psclient._src.processes.process import spawn
+from psclient._src.processes.process import Process, spawn
 from psclient._src.transport.remote_server import RemoteServer
 from pswire.cluster import Task
 from pswire.limits import Timeouts
@@ -143,7 +143,7 @@ class ProcessCluster:
         """Starts a task again after its end."""
         self.cluster.start_task(task)
 
-    def stray(self, task: Task, **variables: str) -> subprocess.Popen[bytes]:
+    def stray(self, task: Task, **variables: str) -> Process:
         """Starts one more process of a task, with these environment variables, beside the one that there is."""
         kept, self.cluster._more = self.cluster._more, variables
         try:

@@ -98,15 +98,19 @@ class Offers:
             self._calls.pop(key)[0].close()
 
 
-def await_place(config: ServerConfig, until_done: bool) -> tuple[int, tuple[str, ...]]:
+def await_place(
+    config: ServerConfig, until_done: bool, held: Callable[[], bool] | None = None
+) -> tuple[int, tuple[str, ...]]:
     """Waits for the place of a server.
 
     Args:
         config: the configuration of this process, which names the servers that it asks.
         until_done: True to wait no longer once the job is over.
+        held: False once there is nobody any more for whom to wait; asked each time before the servers are.
 
     Returns:
-        The index of the server whose place it has got, `NOWHERE` where the job is over, and where the servers are.
+        The index of the server whose place it has got, `NOWHERE` where there is no more to wait for, and where the
+        servers are.
 
     Raises:
         ConfigError: no server answers, or they are of a version that does not know this.
@@ -116,7 +120,7 @@ def await_place(config: ServerConfig, until_done: bool) -> tuple[int, tuple[str,
     where, heard, limit = ", ".join(config.join), time.monotonic(), limits.start
     silent = Reminder(limits.word, lambda: log.warning("no server answers at %s; asks on", where))
     try:
-        while True:
+        while held is None or held():
             offered = offers.say(NOWHERE)
             now = time.monotonic()
             if offered is None and now - heard > limit:
@@ -130,6 +134,7 @@ def await_place(config: ServerConfig, until_done: bool) -> tuple[int, tuple[str,
                 if offered.place != NOWHERE or (offered.over and until_done):
                     return offered.place, offers.addresses
             time.sleep(PAUSE_SECONDS)
+        return NOWHERE, offers.addresses
     finally:
         offers.close()
 

@@ -164,7 +164,6 @@ JOIN = ["--join", "127.0.0.1:1", "--port", "1"]
         ([*JOIN, "--host", "0.0.0.0"], {}, "give --advertise HOST:PORT"),
         ([*JOIN, "--advertise", "here"], {}, "--advertise: 'here' is no address"),
         (["--advertise", "h:1"], {}, "--advertise belongs to --join"),
-        ([*JOIN, "--lifeline"], {}, "--lifeline is for servers with a place of their own"),
     ],
 )
 def test_who_joins_says_where_it_is(flags, environ, said):
@@ -192,6 +191,21 @@ def test_who_joins_waits_for_the_servers_and_ends_at_a_signal():
             process.send_signal(number)
             out, err = process.communicate(timeout=SECONDS)
         assert (process.returncode, out, err) == (0, "psserver ended; it had no place\n", "")
+
+
+def test_who_joins_does_not_outlive_who_holds_its_lifeline(tmp_path):
+    """While it waits for a place; a file as stdin, which never ends, is refused."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    flags = "--join", "127.0.0.1:1", "--port", port, "--lifeline"
+    with psserver(*flags) as process:
+        first_line(process)
+        out, _ = process.communicate(timeout=SECONDS)
+    assert (process.returncode, out) == (0, "psserver ended; it had no place\n")
+    with (tmp_path / "x").open("w+b") as file:
+        words = [sys.executable, "-m", "psserver", *flags]
+        done = subprocess.run(words, stdin=file, capture_output=True, text=True, timeout=SECONDS)
+    assert (done.returncode, "needs a pipe" in done.stderr) == (2, True)
 
 
 def test_a_port_in_use_is_one_line():

@@ -189,6 +189,7 @@ ROOMS = {
             "wire.model psclient._src src.data src.variables src.distribute psclient.optimizers",
         ),
         _room("psclient.__main__", 15, "src.launch"),
+        _room("psclient.launch", 12, "pswire psclient._src src.processes src.launch"),
         _room(
             "psclient.torch",
             16,
@@ -206,7 +207,6 @@ ROOMS = {
 
 RESERVED = {
     "psclient._src.rows": 7,
-    "psclient.launch": 12,
     "psserver.replication": 11,
 }
 """Rooms that are not built yet, with their floors. No room imports `psclient.torch` or `psclient.jax`."""

@@ -47,7 +47,7 @@ def main() -> int:
     if order is None:
         return HIGH
     if order.get("check"):
-        sys.stdout.write(json.dumps(_checked(order)) + "\n")
+        sys.stdout.write(json.dumps(found_here(order["directory"], order["script"])) + "\n")
         return 0
     return _run(order, lines)
 
@@ -57,14 +57,18 @@ def package_version() -> str:
     return f"{version('paramserver')}, protocol {PROTOCOL}"
 
 
-def _checked(order: dict[str, Any]) -> dict[str, Any]:
-    """What the launcher wants to know of this host before it starts a task."""
-    directory, script = Path(order["directory"]), order["script"]
+def found_here(directory: str, script: str) -> dict[str, Any]:
+    """What a launcher wants to know of this host before it starts a task.
+
+    Args:
+        directory: the working directory of tasks.
+        script: the path of what they run, "" for nothing.
+    """
     return {
         "version": package_version(),
         "python": platform.python_version(),
-        "directory": directory.is_dir(),
-        "script": not script or (directory / script).exists(),
+        "directory": Path(directory).is_dir(),
+        "script": not script or Path(directory, script).exists(),
     }
 
 

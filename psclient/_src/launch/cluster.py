@@ -26,6 +26,7 @@ from psclient._src.launch.restarts import Replacement, Restarts
 from psclient._src.processes.local_clusters import register
 from psclient._src.processes.output import Line, Relay
 from psclient._src.processes.process import (
+    Process,
     address_in,
     await_listening,
     describe_exit,
@@ -89,7 +90,7 @@ class Cluster:
         **keys: Any,
     ) -> None:
         self.config = dataclasses.replace(config or LaunchConfig(), **keys)
-        self.processes: dict[Task, subprocess.Popen[bytes]] = {}
+        self.processes: dict[Task, Process] = {}
         self.addresses: dict[Task, str] = {}
         self._options = self.config.security
         if not (self._options.token or self._options.token_file):
@@ -248,14 +249,14 @@ class Cluster:
 
     # ---- On this machine; a cluster on others starts its tasks, and names them, in another way ----
 
-    def _server(self, task: Task, port: int) -> subprocess.Popen[bytes]:
+    def _server(self, task: Task, port: int) -> Process:
         config, more = self.config, self._options.variables() | self._servers_more
         flags = self._server_flags(task)
         return spawn_server(
             task, port, config.server, config.timeouts, flags, subprocess.PIPE, config.ps + config.workers, more
         )
 
-    def _client(self, task: Task) -> subprocess.Popen[bytes]:
+    def _client(self, task: Task) -> Process:
         command = [sys.executable, "-P", "-m", "psclient", "--die-with-parent", str(os.getpid())]
         told = self._told(task) | self._options.variables() | self._more
         environ = child_environ(self.config.ps + self.config.workers, self.config.timeouts, told)
@@ -314,7 +315,7 @@ class Cluster:
         """
         for task in failed:
             if task.job == "ps" and task not in self._lost:
-                code = self.processes[task].returncode
+                code = self.processes[task].poll() or 0
                 text = f"psworker: {task} was lost ({describe_exit(code)}); the job goes on with its copies"
                 if self._restarts.spend({task: code}, (), time.monotonic()):
                     self._tell(task, f"{text}; replaced, {self._restarts.left} restarts left")
@@ -400,7 +401,7 @@ class Cluster:
         return min(map(self._failure_of, failed), key=lambda failure: failure.blame).outcome
 
     def _failure_of(self, task: Task) -> Failure:
-        return Failure(task, self.processes[task].returncode, self.output(task, error=True))
+        return Failure(task, self.processes[task].poll() or 0, self.output(task, error=True))
 
     def _interrupted(self) -> Outcome:
         number = self._signals[0]

@@ -78,6 +78,7 @@ class Invocation:
         named: True if lines of the log say the task though there is a parent, which does not relay them.
         hosts: the file of the hosts on which `launch` runs; None for this machine.
         remote: with `hosts` the command of ssh and the Python there; "" for the usual ones.
+        ray: the Ray cluster on which `launch` runs; None for this machine.
     """
 
     script: str
@@ -94,6 +95,23 @@ class Invocation:
     named: bool = False
     hosts: Path | None = None
     remote: tuple[str, str] = ("", "")
+    ray: OnRay | None = None
+
+
+@dataclass(frozen=True)
+class OnRay:
+    """A cluster of Ray to run on, as flags say it.
+
+    Attributes:
+        address: of its head, or "auto".
+        ps, worker: what a server and a worker take, such as "CPU=4,GPU=1"; None for the usual.
+        placement: how tasks lie on nodes; None for the usual.
+    """
+
+    address: str
+    ps: str | None
+    worker: str | None
+    placement: str | None
 
 
 @click.command(context_settings={"allow_interspersed_args": False}, options_metavar="[OPTIONS]")
@@ -106,6 +124,10 @@ class Invocation:
 )
 @click.option("--remote-python", help="With --hosts: path of Python on the hosts [default: that of this psworker].")
 @click.option("--ssh", help="With --hosts: the command to connect with, with its options [default: ssh].")
+@click.option("--ray", metavar="ADDRESS", help="Start the cluster on this Ray cluster: auto, or HOST:PORT of its head.")
+@click.option("--ps-resources", metavar="CPU=N,...", help="With --ray: what a server takes [default: CPU=1].")
+@click.option("--worker-resources", metavar="CPU=N,...", help="With --ray: what a worker takes [default: CPU=1].")
+@click.option("--placement", help="With --ray: PACK [default], SPREAD, STRICT_PACK or STRICT_SPREAD over nodes.")
 @click.option(
     "--chief/--no-chief",
     "has_chief",
@@ -138,7 +160,7 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
     started again as the same task where it fails.
 
     With --standalone, or --config, starts servers, workers and a chief on this machine instead. Flags
-    win over the file. With --hosts starts them on several hosts over ssh.
+    win over the file. With --hosts starts them on several hosts over ssh, with --ray on a Ray cluster.
     """
     if given["lane"]:
         set_lane(given["lane"])
@@ -150,7 +172,7 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
         cluster["chief"] = "driver" if given["has_chief"] else "none"
     launch = None
     _check_hosts(given, cluster)
-    if given["standalone"] or given["config"] or given["hosts"]:
+    if given["standalone"] or given["config"] or given["hosts"] or given["ray"]:
         if script:
             cluster |= {"script": script, "args": args}
         if given["module"]:
@@ -179,18 +201,25 @@ def command(script: str, args: tuple[str, ...], **given: Any) -> Invocation:
         )
         _check_join(invocation)
     remote = given["ssh"] or "", given["remote_python"] or ""
-    return dataclasses.replace(invocation, named=given["named"], hosts=given["hosts"], remote=remote)
+    on_ray = None
+    if given["ray"]:
+        on_ray = OnRay(given["ray"], given["ps_resources"], given["worker_resources"], given["placement"])
+    return dataclasses.replace(invocation, named=given["named"], hosts=given["hosts"], remote=remote, ray=on_ray)
 
 
 def _check_hosts(given: Mapping[str, Any], cluster: Mapping[str, object]) -> None:
-    """Raises `ConfigError` if flags say something that belongs to --hosts, or that its file says."""
+    """Raises `ConfigError` if flags say several places of a cluster, or something that belongs to another place."""
     for name in ("remote_python", "ssh"):
         if given[name] is not None and given["hosts"] is None:
             raise ConfigError(f"{flag_name(name)} is for tasks on other hosts; add --hosts FILE")
+    for name in ("ps_resources", "worker_resources", "placement"):
+        if given[name] is not None and not given["ray"]:
+            raise ConfigError(f"{flag_name(name)} is for tasks on a Ray cluster; add --ray auto")
+    places = [flag_name(name) for name in ("standalone", "hosts", "ray") if given[name]]
+    if len(places) > 1:
+        raise ConfigError(f"{' and '.join(places)} are different places for a cluster; leave one out")
     if given["hosts"] is None:
         return
-    if given["standalone"]:
-        raise ConfigError("--standalone is for a cluster on this machine, and --hosts for one on others; leave one out")
     for name in ("ps", "workers"):
         if name in cluster:
             raise ConfigError(f"the file of --hosts says which tasks there are; leave {flag_name(name)} out")
@@ -228,7 +257,8 @@ def _launch_config(
         **cluster,
     )
     if not config.script:
-        usage = f"--hosts {given['hosts']}" if given["hosts"] else f"--config {path}" if path else "--standalone"
+        elsewhere = [f"--{name} {given[name]}" for name in ("hosts", "ray") if given[name]]
+        usage = " ".join([*elsewhere, *([f"--config {path}"] if path else [])]) or "--standalone"
         file = f", or `script: SCRIPT` into {path}" if path else ""
         raise ConfigError(f"a cluster needs a script; write psworker {usage} [OPTIONS] SCRIPT [ARGS]{file}")
     if not Path(config.script).exists():
@@ -311,20 +341,15 @@ def _arguments(invocation: Invocation) -> list[str]:
     return [*flags, "--", *([invocation.script] if invocation.script else []), *invocation.args]
 
 
-def run_cluster(config: LaunchConfig, hosts: Path | None = None, remote: tuple[str, str] = ("", "")) -> int:
+def run_cluster(invocation: Invocation, config: LaunchConfig) -> int:
     """Runs a cluster to its end; returns the exit code.
-
-    Args:
-        config: the cluster.
-        hosts: the file of its hosts; None for this machine.
-        remote: as of `Invocation`.
 
     Raises:
         ConfigError: a server refused its flags, or a host cannot run tasks.
     """
     end_on_sigterm()
     printer = Printer(colour=wants_colour())
-    with _cluster(config, printer, hosts, remote) as cluster:
+    with _cluster(invocation, config, printer) as cluster:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: cluster.interrupt(number))
         outcome = cluster.wait()
@@ -334,10 +359,16 @@ def run_cluster(config: LaunchConfig, hosts: Path | None = None, remote: tuple[s
     return outcome.code
 
 
-def _cluster(config: LaunchConfig, printer: Printer, hosts: Path | None, remote: tuple[str, str]) -> Cluster:
-    """A cluster on this machine, or on the hosts of a file."""
-    if hosts is None:
-        return Cluster(config, printer, printer.terminal())
+def _cluster(invocation: Invocation, config: LaunchConfig, printer: Printer) -> Cluster:
+    """A cluster on this machine, on the hosts of a file, or on Ray."""
+    if invocation.hosts:
+        return _on_hosts(invocation.hosts, invocation.remote, config, printer)
+    if invocation.ray:
+        return _on_ray(invocation.ray, config, printer)
+    return Cluster(config, printer, printer.terminal())
+
+
+def _on_hosts(hosts: Path, remote: tuple[str, str], config: LaunchConfig, printer: Printer) -> Cluster:
     from psclient._src.launch.hosts_file import load_hosts
     from psclient._src.launch.ssh_cluster import Remote, SshCluster
 
@@ -348,6 +379,18 @@ def _cluster(config: LaunchConfig, printer: Printer, hosts: Path | None, remote:
         raise ConfigError(f"--ssh {ssh!r} is no command: {error}") from None
     how = Remote(command, python or Remote.python)
     return SshCluster(load_hosts(hosts), how, config, printer, printer.terminal())
+
+
+def _on_ray(said: OnRay, config: LaunchConfig, printer: Printer) -> Cluster:
+    from psclient._src.launch.ray_cluster import RayCluster, Resources, connect, parse_resources
+
+    given: dict[str, Any] = {"placement": said.placement} if said.placement else {}
+    for name, text in (("ps", said.ps), ("worker", said.worker)):
+        if text is not None:
+            given[name] = parse_resources(text, f"--{name}-resources")
+    resources = Resources(**given)
+    connect(said.address)
+    return RayCluster(resources, config, printer, printer.terminal())
 
 
 def _report(text: str) -> None:
@@ -366,7 +409,7 @@ def run(invocation: Invocation) -> int:
     config: TaskConfig | None = None
     try:
         if invocation.launch:
-            return run_cluster(invocation.launch, invocation.hosts, invocation.remote)
+            return run_cluster(invocation, invocation.launch)
         if invocation.join:
             return run_joined(invocation)
         config = task_config()

@@ -1,6 +1,6 @@
 """A cluster of processes on several hosts, each started through ssh, and ended with its connection.
 
-`Cluster` watches, replaces and ends them as those of this machine; a `RemoteTask` is the ssh that runs one of them.
+A `RemoteTask` is the ssh that runs the agent of one of them.
 """
 
 from __future__ import annotations
@@ -11,23 +11,20 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import join as as_words
 from typing import Any
 
-from psclient._src.config import LaunchConfig, handed_to_hosts, own_environ
+from psclient._src.config import LaunchConfig, own_environ
 from psclient._src.launch.agent import LOST, MODULE, package_version
-from psclient._src.launch.cluster import POLL_SECONDS, TERM_SECONDS, Cluster
 from psclient._src.launch.hosts_file import Host
-from psclient._src.launch.outcome import Failure
+from psclient._src.launch.remote_cluster import SILENCE_SECONDS, Place, RemoteCluster, code_of_task, said_to_agent
 from psclient._src.processes.output import Line
-from psclient._src.processes.process import await_listening, server_arguments
-from pswire.cluster import Task, check_address, join_address
-from pswire.errors import ConfigError, Unreachable
+from pswire.cluster import Task
+from pswire.errors import ConfigError
 
 OPTIONS = (
     *("-T", "-x", "-a"),
@@ -35,15 +32,6 @@ OPTIONS = (
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
 )
 """Options of every ssh: no terminal, nothing forwarded, and an end where the other host is silent for 20 seconds."""
-
-BEAT_SECONDS = 5.0
-"""Seconds between two signs of life that an agent gets."""
-
-SILENCE_SECONDS = 30.0
-"""Seconds without one after which an agent ends its task."""
-
-FATAL = tuple(128 + number for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE))
-"""Exit codes that mean that a signal has killed a task: no script ends by itself with them."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +70,7 @@ class RemoteTask(subprocess.Popen[bytes]):
         """Sends a line to the agent; None for one that only says that we are there. Never waits for long."""
         if self.stdin and not self.stdin.closed:
             with contextlib.suppress(OSError):  # the connection is gone: its end tells
-                self.stdin.write(b"\n" if what is None else json.dumps(what).encode() + b"\n")
+                self.stdin.write(said_to_agent(what))
 
     def send_signal(self, number: int) -> None:
         """Sends a signal to the task, and not to ssh."""
@@ -92,19 +80,19 @@ class RemoteTask(subprocess.Popen[bytes]):
     def poll(self) -> int | None:
         """As of a process of this machine: less than 0 where a signal killed it."""
         code = super().poll()
-        if code in FATAL:
-            self.returncode = 128 - code
+        if code is not None:
+            self.returncode = code_of_task(code)
         return self.returncode
 
-    def end_ssh(self) -> None:
+    def give_up(self) -> None:
         """Kills ssh: what it runs ends by itself, since its stdin does."""
         super().send_signal(signal.SIGKILL)
 
 
-class SshCluster(Cluster):
-    """A cluster on several hosts; a context manager that leaves nothing behind, on none of them.
+class SshCluster(RemoteCluster):
+    """A cluster on several hosts, which ssh reaches.
 
-    The chief and the evaluator run on the first host. This machine has to reach the servers, too.
+    The chief and the evaluator run on the first host.
 
     Args:
         hosts: the hosts, through which tasks are numbered in order.
@@ -112,6 +100,8 @@ class SshCluster(Cluster):
         config: as of `Cluster`; the hosts say how many servers and workers there are.
         sink, more, servers_more: as of `Cluster`.
     """
+
+    lost = "the ssh connection to {} was lost"
 
     def __init__(
         self,
@@ -123,7 +113,7 @@ class SshCluster(Cluster):
         servers_more: Mapping[str, str] | None = None,
     ) -> None:
         counts = {"ps": sum(host.ps for host in hosts), "workers": sum(host.worker for host in hosts)}
-        super().__init__(config, sink, more, servers_more, **counts)
+        super().__init__(config, sink, more, servers_more, remote.silence, **counts)
         self.remote = remote
         self._where = {
             Task(job, index): host
@@ -131,104 +121,27 @@ class SshCluster(Cluster):
             for index, host in enumerate(host for host in hosts for _ in range(host.count(job)))
         }
         self._hosts = tuple(hosts)
-        self._over = threading.Event()
-        self._beats = threading.Thread(target=self._beat, name="signs of life", daemon=True)
 
     def start(self) -> None:
         """Looks whether all hosts can run tasks, and starts these; returns when the servers listen.
 
         Raises:
-            ConfigError: a host cannot be reached, or cannot run a task; it names the host. Or as of `Cluster`.
+            ConfigError: a host cannot be reached, or cannot run a task; it names the host. Or as of `RemoteCluster`.
             Unreachable: a server did not listen in time.
         """
         check_hosts(self._hosts, self.remote, self.config.script, self.config.timeouts.start)
-        self._beats.start()
         super().start()
 
-    def stop(self, grace: float = TERM_SECONDS, number: int = signal.SIGTERM) -> None:
-        """As of `Cluster`."""
-        super().stop(grace, number)
-        self._over.set()
+    def place(self, task: Task) -> Place:
+        """Where a task runs."""
+        host = self._host(task)
+        return Place(host.name, host.address, host.listen, os.getcwd(), host.ps + host.worker)
 
-    def host(self, task: Task) -> Host:
-        """The host that runs a task."""
+    def _host(self, task: Task) -> Host:
         return self._where.get(task, self._hosts[0])
 
-    def kill(self, task: Task, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to one task; SIGKILL is waited for, as long as the connection may take to notice."""
-        self.processes[task].send_signal(number)
-        if number == signal.SIGKILL:
-            self._end_at_last([task])
-
-    def _beat(self) -> None:
-        while not self._over.wait(min(BEAT_SECONDS, self.remote.silence / 3)):
-            for process in [*self.processes.values()]:
-                _remote(process).say(None)
-
-    # ---- Tasks ----
-
-    def _server(self, task: Task, port: int) -> subprocess.Popen[bytes]:
-        arguments = server_arguments(task, self.host(task).listen, port, self.config.server)
-        return self._run(task, "psserver", arguments + self._server_flags(task), self._servers_more)
-
-    def _client(self, task: Task) -> subprocess.Popen[bytes]:
-        return self._run(task, "psclient", self._arguments(task), self._told(task) | self._more)
-
-    def _run(self, task: Task, program: str, arguments: list[str], more: Mapping[str, str]) -> RemoteTask:
-        security = {name: value for name, value in replace(self._options, token="").variables().items() if value}
-        host = self.host(task)
-        order = {
-            "program": program,
-            "arguments": arguments,
-            "environ": handed_to_hosts(self.config.timeouts) | security | dict(more),
-            "token": "" if self._options.token_file else self._options.token,
-            "directory": os.getcwd(),
-            "tasks": host.ps + host.worker,
-            "silence": self.remote.silence,
-        }
-        return RemoteTask(self.remote.command(host), order)
-
-    def _await_server(self, task: Task) -> str:
-        try:
-            return await_listening(self.processes[task], task, self.config.timeouts)
-        except (ConfigError, Unreachable) as error:
-            raise type(error)(f"on {self.host(task).name}: {error.message}", error.task) from error
-
-    def _address(self, task: Task, listens: str) -> str:
-        return join_address(self.host(task).address, check_address(listens, str(task))[1])
-
-    def _name(self, task: Task) -> str:
-        return join_address(self.host(task).address, 0)
-
-    # ---- Their ends ----
-
-    def _failure_of(self, task: Task) -> Failure:
-        failure = super()._failure_of(task)
-        if failure.code != LOST:
-            return failure
-        said = [*failure.said[-1:], f"psworker: the ssh connection to {self.host(task).name} was lost"]
-        return replace(failure, said=[f"psworker: {': '.join(line.removeprefix('psworker: ') for line in said[::-1])}"])
-
-    def _send(self, tasks: list[Task], number: int) -> None:
-        for task in tasks:
-            self.processes[task].send_signal(number)
-        if number == signal.SIGKILL:
-            self._end_at_last(tasks)
-
-    def _end_at_last(self, tasks: list[Task]) -> None:
-        """Waits for the ends of tasks that were killed; whose host does not answer is left to its agent."""
-        until = time.monotonic() + TERM_SECONDS
-        while any(self.processes[task].poll() is None for task in tasks) and time.monotonic() < until:
-            time.sleep(POLL_SECONDS)
-        for task in tasks:
-            if self.processes[task].poll() is None:
-                _remote(self.processes[task]).end_ssh()
-                self.processes[task].wait()
-
-
-def _remote(process: subprocess.Popen[bytes]) -> RemoteTask:
-    assert isinstance(process, RemoteTask)  # nothing else is started here
-    return process
+    def _begin(self, task: Task, order: Mapping[str, Any]) -> RemoteTask:
+        return RemoteTask(self.remote.command(self._host(task)), order)
 
 
 def check_hosts(hosts: Sequence[Host], remote: Remote, script: str, seconds: float) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from typing import IO, Protocol
 
 from psclient._src.config import LOCAL_HOST, child_environ
 from pswire.cluster import Task
@@ -24,6 +25,39 @@ log = logging.getLogger("psclient")
 
 popen: type[subprocess.Popen[bytes]] = subprocess.Popen
 """Starts a process. `pstesting.forks` has another one, which tests put here."""
+
+
+class Process(Protocol):
+    """A process that we have started: one of this machine (`subprocess.Popen`), or what stands for one elsewhere."""
+
+    @property
+    def pid(self) -> int:
+        """Its number, on the machine where it runs."""
+
+    @property
+    def returncode(self) -> int | None:
+        """As `poll` found it last."""
+
+    @property
+    def stdin(self) -> IO[bytes] | None:
+        """The pipe to its stdin, if there is one."""
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """The pipe from its stdout, if there is one."""
+
+    @property
+    def stderr(self) -> IO[bytes] | None:
+        """The pipe from its stderr, if there is one."""
+
+    def poll(self) -> int | None:
+        """Its exit code, less than 0 where a signal killed it; None as long as it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end; raises `subprocess.TimeoutExpired` after so many seconds."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Sends a signal to it, if it still runs."""
 
 
 def start_server(
@@ -86,7 +120,22 @@ def spawn_server(
 
 def server_arguments(task: Task, host: str, port: int, options: ServerOptions) -> list[str]:
     """Returns the arguments of `psserver` for a server that ends with its stdin."""
-    arguments = ["--task", str(task.index), "--lifeline", "--host", host, "--port", str(port)]
+    return ["--task", str(task.index), *_arguments(host, port, options)]
+
+
+def waiting_server_arguments(servers: Sequence[str], host: str, port: int, options: ServerOptions) -> list[str]:
+    """Returns the arguments of `psserver` for one that waits for the place of a server, and ends with its stdin.
+
+    Args:
+        servers: the addresses of the job's servers, in their order.
+        host, port: where it listens.
+        options: its other options.
+    """
+    return ["--join", ",".join(servers), *_arguments(host, port, options)]
+
+
+def _arguments(host: str, port: int, options: ServerOptions) -> list[str]:
+    arguments = ["--lifeline", "--host", host, "--port", str(port)]
     for name, value in vars(options).items():
         arguments += [flag_name(name), str(value)]
     return arguments
@@ -97,7 +146,7 @@ def spawn(command: list[str], environ: dict[str, str], stdin: int, stderr: int |
     return popen(command, bufsize=0, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, env=environ, process_group=0)
 
 
-def await_listening(process: subprocess.Popen[bytes], task: Task, timeouts: Timeouts) -> str:
+def await_listening(process: Process, task: Task, timeouts: Timeouts) -> str:
     """Reads and returns the line that a server prints when it listens.
 
     Raises:
@@ -127,7 +176,7 @@ def address_in(line: str) -> str:
     return line.split(" listening on ")[1].split()[0]
 
 
-def send(process: subprocess.Popen[bytes], number: int) -> None:
+def send(process: Process, number: int) -> None:
     """Sends a signal; SIGKILL to all that the process has started, too."""
     if number != signal.SIGKILL:
         process.send_signal(number)

@@ -15,7 +15,7 @@ from psclient._src.transport.patience import Deadline
 from psclient._src.transport.worker_clock import WorkerClock
 from pswire.api import ParameterServer, Watched
 from pswire.cluster import Task
-from pswire.errors import ChiefLost, ConfigError, PSError, ServerGone, ServerLost, Unreachable
+from pswire.errors import ChiefLost, ConfigError, Fenced, PSError, ServerGone, ServerLost, Unreachable
 from pswire.limits import Timeouts
 from pswire.model.changes import Change, change_of
 from pswire.model.log import (
@@ -184,6 +184,7 @@ class LogCalls:
     begun: JobStarted = JobStarted(0, ())
     timeouts: Timeouts
     number: int
+    waits: tuple[int, bytes]
     job: str
     incarnations: tuple[int, ...]
     copied: bool
@@ -192,8 +193,21 @@ class LogCalls:
 
     @property
     def log_server(self) -> ParameterServer:
-        """The server that keeps the log and the sessions."""
-        raise NotImplementedError
+        """The server that keeps the log and the sessions: the first that is there."""
+        return self.servers[self.hosting.keeper]
+
+    @property
+    def live(self) -> list[ParameterServer]:
+        """The servers that are not gone."""
+        return [self.servers[index] for index in self.hosting.live]
+
+    def _reason(self, error: Fenced) -> PSError:
+        """Returns why the session was ended, which this server knows: the others learn of it by an epoch."""
+        try:
+            self.log_server.beat(self.number, *self.waits)
+        except PSError as told:
+            return told
+        return error
 
     def wait(
         self,

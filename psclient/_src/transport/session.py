@@ -121,16 +121,6 @@ class Session(LogCalls):
         self._reader = LaneReader(self._broken)
 
     @property
-    def log_server(self) -> ParameterServer:
-        """The server that keeps the log and the sessions: the first that is there."""
-        return self.servers[self.hosting.keeper]
-
-    @property
-    def live(self) -> list[ParameterServer]:
-        """The servers that are not gone."""
-        return [self.servers[index] for index in self.hosting.live]
-
-    @property
     def round_limit(self) -> float:
         """Seconds that this process waits for a round: longer than the chief, who drops those that hold it up."""
         return self.timeouts.round + 2 * self.timeouts.lease
@@ -360,14 +350,6 @@ class Session(LogCalls):
         if isinstance(error, Diverged):
             # The others may wait on servers that cannot know.
             self.leave(f"{type(error).__name__}: {error.message}")
-
-    def _reason(self, error: Fenced) -> PSError:
-        """Returns why the session was ended, which server 0 knows: the others learn of it by an epoch."""
-        try:
-            self.log_server.beat(self.number, *self.waits)
-        except PSError as told:
-            return told
-        return error
 
     def _error(self) -> BaseException | None:
         return self._broken.exception() if self._broken.done() else None

@@ -1,0 +1,1 @@
+"""Launchers of whole clusters that are used from Python: `psclient.launch.ray`."""
