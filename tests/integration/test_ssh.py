@@ -290,7 +290,7 @@ def test_servers_that_refuse_say_where(hosts: Path, server: Sshd) -> None:
     ("flags", "said"),
     [
         (["--ps", "2"], "the file of --hosts says which tasks there are; leave --ps out"),
-        (["--standalone"], "--standalone is for a cluster on this machine"),
+        (["--standalone"], "--standalone and --hosts are different places for a cluster; leave one out"),
         (["--hosts", "none"], "cannot read none"),
     ],
 )

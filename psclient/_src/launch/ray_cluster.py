@@ -225,7 +225,7 @@ class RayCluster(RemoteCluster):
                 self._look(task, self._actor(task), unwanted)
                 return self._waiting.pop(task)
             except _NotThere:
-                if time.monotonic() > until:
+                if time.monotonic() > until or unwanted():
                     raise
                 time.sleep(SLICE_SECONDS)
 
