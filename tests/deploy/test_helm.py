@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from psclient.psctl.cli import command as psctl
 from pswire.limits import Timeouts
-from pswire.security.names import certificate_name
+from pswire.security.names import METRICS, certificate_name
 from tests.support.manifests import Manifest, helm, pods
 from tests.support.variants import CHART, NAMESPACE, RELEASE, VARIANTS, all_pods, program, rendered
 
@@ -103,7 +103,7 @@ def test_two_releases_share_nothing(controller: str) -> None:
 
 
 def test_cert_manager_makes_what_psctl_certs_makes() -> None:
-    """A certificate for each task, with its name and both usages; that of a spare server names all servers as well.
+    """A certificate for each task, with its name, that of metrics, and both usages; a spare server's names all servers.
 
     The pods of a kind see those of their kind, and the token.
     """
@@ -116,7 +116,7 @@ def test_cert_manager_makes_what_psctl_certs_makes() -> None:
         task = pod.environ["TASK"]
         mine = certificates[f"{RELEASE}-{task}-tls"]
         spare = "TF_CONFIG" not in pod.environ
-        assert mine["dnsNames"] == [certificate_name(task), *(servers if spare else [])]
+        assert mine["dnsNames"] == [certificate_name(task), certificate_name(METRICS), *(servers if spare else [])]
         assert {"server auth", "client auth"} <= set(mine["usages"])
         (volume,) = [volume for volume in pod.spec["volumes"] if volume["name"] == "certificates"]
         files = {
