@@ -132,7 +132,7 @@ class Session(LogCalls):
             waits: True to wait until another process that has the task is gone, if it goes within its lease.
 
         Raises:
-            Unreachable: a server does not answer.
+            Unreachable: a server does not answer, or servers do not agree.
             TaskTaken: another process is this task, and does not end.
             ConfigError: the servers hold another job; the job's other processes have another consistency.
             ServerLost: a server of the running job was lost meanwhile.
@@ -145,9 +145,12 @@ class Session(LogCalls):
             try:
                 if self._open_all(opened, key, waits):
                     break
+                if time.monotonic() > until:
+                    raise Unreachable("servers do not agree on which of them keeps the sessions", str(self.task))
                 # Another server keeps the sessions since then. It may have opened this one by the number that it had.
                 key = self.number
                 opened.clear()
+                self.pause(self.timeouts.beat / 2)
             except (ServerGone, ServerLost):
                 # It was lost just now: with copies the job may go on without it.
                 if not self.copied or self._ended.is_set() or time.monotonic() > until:
