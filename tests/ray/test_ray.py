@@ -240,10 +240,8 @@ def test_no_room(tmp_path: Path) -> None:
     done = psworker(tmp_path, "", "--workers", "3", "--worker-resources", "CPU=7,GPU=1", PS_TIMEOUT_START="3")
     assert done.code == 2
     (line,) = done.errors[-1:]
-    assert re.search(r"error: Ray has not had room for 5 tasks of CPU 22.1, GPU 3 \(PACK\), and it has CPU 16", line), (
-        line
-    )
-    assert "within 3 s (PS_TIMEOUT_START); ask for less" in line
+    assert "error: Ray has had no room for 5 tasks of CPU 22.1, GPU 3 (PACK) within 3 s (PS_TIMEOUT_START): " in line
+    assert "it has CPU 16, GPU 0, of which CPU 16, GPU 0 are free; ask for less with --ps-resources" in line
 
 
 def test_a_script_that_nodes_lack(tmp_path: Path, cluster: Callable[..., RayCluster]) -> None:

@@ -170,25 +170,25 @@ class RayCluster(RemoteCluster):
         return DRIVES if task.job == "chief" and self.config.chief == "driver" else self.resources.worker
 
     def _await_room(self, bundles: list[dict[str, float]]) -> None:
-        ray = ray_package()
         limit = self.config.timeouts.start
         until = time.monotonic() + limit
 
-        def lacks() -> str:
-            return (
-                f"room for {len(bundles)} tasks of {_summed(bundles)} ({self.resources.placement}), and it has "
-                f"{_summed([ray.cluster_resources()])}, of which {_summed([ray.available_resources()])} are free"
-            )
+        asked = _summed(bundles)
+        wanted = f"room for {len(bundles)} tasks of {_said(asked)} ({self.resources.placement})"
+
+        def there() -> str:
+            has, free = ({name: found.get(name, 0) for name in asked} for found in _resources())
+            return f"it has {_said(has)}, of which {_said(free)} are free"
 
         word = Reminder(
             self.config.timeouts.word,
-            lambda: self._tell(self._order[0], f"psworker: waits for Ray to have {lacks()}"),
+            lambda: self._tell(self._order[0], f"psworker: waits for Ray to have {wanted}: {there()}"),
         )
         while not self._group.wait(SLICE_SECONDS):
             word.look()
             if time.monotonic() > until:
                 raise ConfigError(
-                    f"Ray has not had {lacks()}, within {limit:g} s (PS_TIMEOUT_START); ask for less with "
+                    f"Ray has had no {wanted} within {limit:g} s (PS_TIMEOUT_START): {there()}; ask for less with "
                     "--ps-resources and --worker-resources, or add nodes"
                 )
 
@@ -322,8 +322,17 @@ class RayCluster(RemoteCluster):
         return {**order, "environ": dict.fromkeys(THREADS, threads) | order["environ"]}
 
 
-def _summed(bundles: list[dict[str, float]]) -> str:
-    """The sums of resources in words, such as `CPU 4, GPU 2`; without what Ray gives each node a bit of."""
-    names = (name for bundle in bundles for name in bundle if ":" not in name and "object_store" not in name)
-    sums = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}
-    return ", ".join(f"{name} {amount:g}" for name, amount in sums.items()) or "nothing"
+def _resources() -> list[dict[str, float]]:
+    """What the Ray cluster has, and what is free of that."""
+    ray = ray_package()
+    return [ray.cluster_resources(), ray.available_resources()]
+
+
+def _summed(bundles: list[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for bundle in bundles for name in bundle)
+    return {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}
+
+
+def _said(resources: Mapping[str, float]) -> str:
+    """Resources in words, such as `CPU 4, GPU 2`."""
+    return ", ".join(f"{name} {amount:g}" for name, amount in resources.items())
