@@ -70,7 +70,8 @@ test: check  ## all checks and all tests
 test-frameworks: .venv/frameworks  ## installs PyTorch, JAX and Ray, for CPUs, and runs what needs them: a test that is skipped fails
 	$(BIN)/mypy
 	$(BIN)/python tools/check_docs.py
-	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=5 -m 'not soak and not dist' $(wildcard tests/torch tests/jax tests/ray)
+	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=5 -m 'not soak and not dist' $(wildcard tests/torch tests/jax)
+	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q --durations=5 tests/ray
 
 check: .venv/dev  ## style, types, generated code, snippets of the documents
 	$(BIN)/ruff check .

@@ -26,7 +26,7 @@ from pswire.limits import Timeouts  # noqa: E402
 from tests.support.ray_nodes import SECOND, Nodes, occupied, ray_nodes  # noqa: E402
 from tests.support.shell import PROGRAMS, Done, shell  # noqa: E402
 
-SOON = 120.0
+SOON = 240.0
 
 SPREAD = Resources(ps={"CPU": 0.5}, worker={"CPU": 0.5}, placement="SPREAD")
 
@@ -95,7 +95,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ra
 
 def psworker(directory: Path, text: str, *flags: str, args: tuple[str, ...] = (), **environ: str) -> Done:
     (directory / "script.py").write_text(text)
-    return shell(["psworker", "--ray", "auto", *flags, "script.py", *args], directory, **environ)
+    return shell(["psworker", "--ray", "auto", *flags, "script.py", *args], directory, SOON, **environ)
 
 
 def pids(directory: Path) -> list[int]:
@@ -223,7 +223,7 @@ def test_a_node_that_is_lost_takes_no_job_with_it(
         hurries = threading.Thread(target=hurry)
         hurries.start()
         try:
-            outcome = running.wait(2 * SOON)
+            outcome = running.wait(SOON)
         finally:
             nodes.add()
             hurries.join()

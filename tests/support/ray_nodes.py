@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -12,6 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+ROOT = Path(__file__).parents[2]
 
 SECOND = "127.0.0.2"
 """The address of the second node. That of the first is the machine's: Ray takes no loopback there."""
@@ -69,17 +72,23 @@ STORE = 80 << 20
 
 @contextmanager
 def ray_nodes() -> Iterator[Nodes]:
-    """Starts the two nodes, and connects this process with them."""
+    """Starts the two nodes, and connects this process with them. One process of a run has them at a time."""
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
+    with (ROOT / "pyproject.toml").open() as only:
+        fcntl.flock(only, fcntl.LOCK_EX)
+        yield from _started(ray, Cluster)
+
+
+def _started(ray: Any, cluster_type: Any) -> Iterator[Nodes]:
     directory = tempfile.mkdtemp(prefix="ray-")  # short: sockets lie there
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", directory)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+        patch.setenv("PYTHONPATH", str(ROOT))
         head = {"num_cpus": 8, "object_store_memory": STORE, "include_dashboard": False}
-        cluster = Cluster(initialize_head=True, head_node_args=head)
+        cluster = cluster_type(initialize_head=True, head_node_args=head)
         try:
             nodes = Nodes(cluster)
             nodes.add()
