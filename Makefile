@@ -7,15 +7,16 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 # Hundreds of processes are started: none of them shall compile our modules anew because a shell forbids to keep them.
 export PYTHONDONTWRITEBYTECODE :=
 
-# PyTorch, JAX and Ray as they are tested here. Where pip finds torch for GPUs first, which is gigabytes:
+# PyTorch and JAX as they are tested here. Where pip finds torch for GPUs first, which is gigabytes:
 # make test-frameworks FRAMEWORKS='... --extra-index-url https://download.pytorch.org/whl/cpu'
-FRAMEWORKS ?= torch==2.13.0 jax==0.10.2 flax==0.12.8 optax==0.2.8 keras==3.15.1 ray==2.60.0
+FRAMEWORKS ?= torch==2.13.0 jax==0.10.2 flax==0.12.8 optax==0.2.8 keras==3.15.1
+RAY ?= ray==2.60.0
 
 # What is built has the time of its commit, so that it is the same whenever it is built.
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 315532800)
 TOOLS := .venv/tools/bin/python
 
-.PHONY: help demo demo-recommender demo-embeddings test test-frameworks check docs proto lock dist sbom dist-check \
+.PHONY: help demo demo-recommender demo-embeddings test test-frameworks test-ray check docs proto lock dist sbom dist-check \
   bench soak clean
 
 help:  ## what there is
@@ -40,7 +41,7 @@ help:  ## what there is
 	@touch $@ .venv/demo
 
 .venv/frameworks: .venv/dev Makefile
-	@echo "installing PyTorch, JAX and Ray into .venv ..."
+	@echo "installing PyTorch and JAX into .venv ..."
 	@$(PIP) install $(FRAMEWORKS)
 	@touch $@
 
@@ -67,10 +68,13 @@ demo-embeddings: .venv/demo  ## trains vectors of the names in Python's standard
 test: check  ## all checks and all tests
 	$(BIN)/python -m pytest -q -n 4 --dist worksteal --durations=10 -m 'not soak and not dist'
 
-test-frameworks: .venv/frameworks  ## installs PyTorch, JAX and Ray, for CPUs, and runs what needs them: a test that is skipped fails
+test-frameworks: .venv/frameworks  ## installs PyTorch and JAX, for CPUs, and runs what needs them: a test that is skipped fails
 	$(BIN)/mypy
 	$(BIN)/python tools/check_docs.py
 	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=5 -m 'not soak and not dist' $(wildcard tests/torch tests/jax)
+
+test-ray: .venv/dev  ## installs Ray, and runs what needs it, on a Ray cluster of two nodes on this machine: three minutes where nothing else runs
+	$(PIP) install $(RAY)
 	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q --durations=5 tests/ray
 
 check: .venv/dev  ## style, types, generated code, snippets of the documents
