@@ -64,14 +64,16 @@ class AgentActor:
         pipe = subprocess.PIPE
         command = [sys.executable, "-P", "-m", MODULE]
         self._agent = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0)
-        self.say(said_to_agent(order), begins=True)
+        self._write(said_to_agent(order))
         self._begun.set()
         return self._agent.pid
 
-    def say(self, line: bytes, begins: bool = False) -> None:
+    def say(self, line: bytes) -> None:
         """Hands a line on to the agent; before it is there, waits for it."""
-        if not begins:
-            self._begun.wait()
+        self._begun.wait()
+        self._write(line)
+
+    def _write(self, line: bytes) -> None:
         assert self._agent is not None
         assert self._agent.stdin is not None
         try:

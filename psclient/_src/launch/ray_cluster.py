@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -144,15 +145,16 @@ class RayCluster(RemoteCluster):
         self._group = ray.util.placement_group(bundles, self.resources.placement, name=name)
         try:
             self._await_room(bundles)
-            actors = {task: self._actor(task) for task in self._order}
-            for task, actor in actors.items():
-                self._look(task, actor)
+            for task in self._order:
+                self._make_actor(task)
+            for task in self._order:
+                self._look(task)
         except BaseException:
             self._free()
             raise
         super().start()
 
-    def stop(self, grace: float = TERM_SECONDS, number: int = 15) -> None:
+    def stop(self, grace: float = TERM_SECONDS, number: int = signal.SIGTERM) -> None:
         """As of `Cluster`."""
         super().stop(grace, number)
         self._free()
@@ -199,7 +201,7 @@ class RayCluster(RemoteCluster):
 
     # ---- Actors ----
 
-    def _actor(self, task: Task) -> Any:
+    def _make_actor(self, task: Task) -> None:
         """Makes the actor of a task, in its bundle."""
         ray, bundle = ray_package(), dict(self._bundle(task))
         index = self._order.index(task)
@@ -215,22 +217,21 @@ class RayCluster(RemoteCluster):
             name=f"paramserver {self.job} {task} {self._made}",
         )
         self._waiting[task] = made.remote()
-        return self._waiting[task]
 
-    def _settle(self, task: Task, unwanted: Callable[[], bool]) -> Any:
+    def _settle(self, task: Task, unwanted: Callable[[], bool] = lambda: False) -> None:
         """Makes the actor of a task that is started again; where its node is gone, Ray moves its bundle first."""
         until = time.monotonic() + self.config.timeouts.start
         while True:
             try:
-                self._look(task, self._actor(task), unwanted)
-                return self._waiting.pop(task)
+                self._make_actor(task)
+                return self._look(task, unwanted)
             except _NotThere:
                 if time.monotonic() > until or unwanted():
                     raise
                 time.sleep(SLICE_SECONDS)
 
-    def _look(self, task: Task, actor: Any, unwanted: Callable[[], bool] = lambda: False) -> None:
-        """Finds out where an actor is.
+    def _look(self, task: Task, unwanted: Callable[[], bool] = lambda: False) -> None:
+        """Finds out where the actor of a task is.
 
         Raises:
             _NotThere: Ray could not run it.
@@ -238,7 +239,7 @@ class RayCluster(RemoteCluster):
             Unreachable: it did not answer in time, or nobody wants it any more.
         """
         ray = ray_package()
-        asked = actor.look.remote(os.getcwd(), self.config.script)
+        asked = self._waiting[task].look.remote(os.getcwd(), self.config.script)
         until = time.monotonic() + self.config.timeouts.start
         while not ray.wait([asked], timeout=SLICE_SECONDS)[0]:
             if time.monotonic() > until or self._signals or unwanted():
@@ -273,7 +274,7 @@ class RayCluster(RemoteCluster):
             # The job goes on meanwhile, and is watched.
             return self._again(task, lambda: self._order_of_server(task, port))
         before = self.place(task).address
-        self._waiting[task] = self._settle(task, lambda: False)
+        self._settle(task)
         if self.place(task).address == before:
             return super()._server(task, port)
         # Nothing goes on before it is there: the others get its address.
@@ -303,8 +304,8 @@ class RayCluster(RemoteCluster):
         """Starts a task again, once there is room for its actor."""
 
         def prepare(unwanted: Callable[[], bool]) -> Prepared:
-            actor = self._settle(task, unwanted)
-            return actor, order()
+            self._settle(task, unwanted)
+            return self._waiting.pop(task), order()
 
         self._agents[task] = again = self._task(task, prepare)
         return again

@@ -44,7 +44,7 @@ class Place:
         address: the name or address by which others reach servers there.
         listen: the address on which servers listen.
         directory: the working directory.
-        tasks: how many tasks share the host, 0 where something else has dealt its cores out.
+        tasks: how many tasks share the host's cores; of no meaning where the order says the numbers of threads.
     """
 
     name: str
