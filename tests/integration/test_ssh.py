@@ -21,6 +21,8 @@ from psclient._src.launch.outcome import Outcome
 from psclient._src.launch.ssh_cluster import Remote, SshCluster
 from pswire.cluster import Task
 from pswire.limits import Timeouts
+from tests.support import remote_tasks
+from tests.support.remote_tasks import ENDS, ME, WAITING, pids
 from tests.support.shell import PROGRAMS, Done, shell
 from tests.support.sshd import HOSTS, Sshd, sshd
 
@@ -39,8 +41,6 @@ for _ in range(3):
     strategy.run(lambda: optimizer.apply_gradients([(np.ones(4, "float32"), w)]))
 print("w", *w.numpy(), os.environ.get("PS_TOKEN", "no token"), *sys.argv[1:])
 """
-
-ME = "import json, os, pathlib, signal, sys, time\nme = json.loads(os.environ['TF_CONFIG'])['task']['index']\n"
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +74,7 @@ def nothing_left(server: Sshd) -> Iterator[None]:
 
 
 def eventually(found: Callable[[], object], why: Callable[[], str] = lambda: "") -> None:
-    until = time.monotonic() + SOON
-    while not found():
-        assert time.monotonic() < until, why()
-        time.sleep(0.05)
+    remote_tasks.eventually(found, SOON, why)
 
 
 def run(hosts: Path, server: Sshd, text: str, *more: str, args: tuple[str, ...] = (), **environ: str) -> Done:
@@ -109,20 +106,10 @@ def cluster(hosts: Path, server: Sshd, monkeypatch: pytest.MonkeyPatch) -> Calla
     return made
 
 
-WAITING = "pathlib.Path(f'pid-{me}').write_text(str(os.getpid()))\ntime.sleep(600)\n"
-
-
-def pids(directory: Path) -> list[int]:
-    """The process ids of both workers, once they wait."""
-    paths = [directory / f"pid-{me}" for me in range(2)]
-    eventually(lambda: all(path.exists() and path.read_text() for path in paths))
-    return [int(path.read_text()) for path in paths]
-
-
 def test_nobody_can_see_the_token(cluster: Callable[..., SshCluster], hosts: Path) -> None:
     """Neither a command line nor an environment of any process on either host has it; servers want it all the same."""
     with cluster(WAITING) as running:
-        pids(hosts.parent)
+        pids(hosts.parent, SOON)
         token = running._options.token
         assert len(token) == 64
         seen = 0
@@ -143,7 +130,7 @@ def test_a_signal_ends_everything(hosts: Path, server: Sshd, number: int) -> Non
     (hosts.parent / "script.py").write_text(ME + WAITING)
     words = [*PROGRAMS["psworker"], "--hosts", str(hosts), "--ssh", server.ssh, "script.py"]
     with subprocess.Popen(words, cwd=hosts.parent, start_new_session=True, stdin=subprocess.DEVNULL) as process:
-        tasks = pids(hosts.parent)
+        tasks = pids(hosts.parent, SOON)
         process.send_signal(number)
         assert process.wait(SOON) == 128 + number
     assert not any(map(psutil.pid_exists, tasks))
@@ -154,7 +141,7 @@ def test_a_launcher_that_is_killed_leaves_nothing(hosts: Path, server: Sshd) -> 
     (hosts.parent / "script.py").write_text(ME + WAITING)
     words = [*PROGRAMS["psworker"], "--hosts", str(hosts), "--ssh", server.ssh, "script.py"]
     with subprocess.Popen(words, cwd=hosts.parent, start_new_session=True, stdin=subprocess.DEVNULL) as process:
-        tasks = pids(hosts.parent)
+        tasks = pids(hosts.parent, SOON)
         process.kill()
     eventually(lambda: not any(map(psutil.pid_exists, tasks)))
     eventually(lambda: not server.connections())
@@ -163,7 +150,7 @@ def test_a_launcher_that_is_killed_leaves_nothing(hosts: Path, server: Sshd) -> 
 def test_a_connection_that_ends_ends_its_task(cluster: Callable[..., SshCluster], hosts: Path) -> None:
     """And, without restarts, the cluster; the report names the host."""
     with cluster(WAITING) as running:
-        tasks = pids(hosts.parent)
+        tasks = pids(hosts.parent, SOON)
         os.kill(running.processes[Task("worker", 1)].pid, signal.SIGKILL)
         outcome = running.wait(SOON)
     assert (outcome.task, outcome.code) == (Task("worker", 1), 137)
@@ -173,7 +160,7 @@ def test_a_connection_that_ends_ends_its_task(cluster: Callable[..., SshCluster]
 def test_a_host_that_drops_a_connection_is_named(cluster: Callable[..., SshCluster], hosts: Path, server: Sshd) -> None:
     """ssh ends with 255 then, whose meaning is told."""
     with cluster(WAITING) as running:
-        (task,) = [pid for pid in pids(hosts.parent) if (hosts.parent / "pid-1").read_text() == str(pid)]
+        (task,) = [pid for pid in pids(hosts.parent, SOON) if (hosts.parent / "pid-1").read_text() == str(pid)]
         above = psutil.Process(task).parent()
         assert above is not None
         door = above.parent()  # sshd's process for this connection
@@ -188,7 +175,7 @@ def test_a_host_that_drops_a_connection_is_named(cluster: Callable[..., SshClust
 def test_a_connection_on_which_nothing_comes_ends_its_task(cluster: Callable[..., SshCluster], hosts: Path) -> None:
     """A network may lose all packets, and no end comes: an agent gives the launcher up after a while."""
     with cluster(WAITING, silence=2.0) as running:
-        tasks = pids(hosts.parent)
+        tasks = pids(hosts.parent, SOON)
         time.sleep(3.0)
         assert all(map(psutil.pid_exists, tasks)), "signs of life come"
         os.kill(running.processes[Task("worker", 1)].pid, signal.SIGSTOP)
@@ -197,14 +184,7 @@ def test_a_connection_on_which_nothing_comes_ends_its_task(cluster: Callable[...
         os.kill(running.processes[Task("worker", 1)].pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize(
-    ("text", "code", "said"),
-    [
-        ("sys.exit(7 * me)", 7, "(exit code 7)"),
-        ("os.kill(os.getpid(), signal.SIGKILL) if me else time.sleep(600)", 137, "(killed by SIGKILL)"),
-        ("raise KeyError('mine') if me else time.sleep(600)", 1, "KeyError: 'mine'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "code", "said"), ENDS)
 def test_codes_and_reports_are_those_of_a_local_cluster(
     cluster: Callable[..., SshCluster], text: str, code: int, said: str
 ) -> None:

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,7 +22,9 @@ from psclient._src.launch.ray_cluster import RayCluster, Resources, parse_resour
 from pswire.cluster import Task  # noqa: E402
 from pswire.errors import ConfigError, PSError  # noqa: E402
 from pswire.limits import Timeouts  # noqa: E402
+from tests.support import remote_tasks  # noqa: E402
 from tests.support.ray_nodes import SECOND, Nodes, occupied, ray_nodes  # noqa: E402
+from tests.support.remote_tasks import ENDS, ME, WAITING, pids  # noqa: E402
 from tests.support.shell import PROGRAMS, Done, shell  # noqa: E402
 
 SOON = 240.0
@@ -44,9 +45,6 @@ for _ in range(3):
 print("w", *w.numpy(), os.environ.get("PS_TOKEN", "no token"), os.environ["MKL_NUM_THREADS"], *sys.argv[1:])
 """
 
-ME = "import json, os, pathlib, signal, sys, time\nme = json.loads(os.environ['TF_CONFIG'])['task']['index']\n"
-
-WAITING = "pathlib.Path(f'pid-{me}').write_text(str(os.getpid()))\ntime.sleep(600)\n"
 
 W0, W1, PS0, PS1 = Task("worker", 0), Task("worker", 1), Task("ps", 0), Task("ps", 1)
 
@@ -60,10 +58,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def eventually(found: Callable[[], object], why: Callable[[], str] = lambda: "") -> None:
-    until = time.monotonic() + SOON
-    while not found():
-        assert time.monotonic() < until, why()
-        time.sleep(0.05)
+    remote_tasks.eventually(found, SOON, why)
 
 
 def left() -> list[str]:
@@ -98,13 +93,6 @@ def psworker(directory: Path, text: str, *flags: str, args: tuple[str, ...] = ()
     return shell(["psworker", "--ray", "auto", *flags, "script.py", *args], directory, SOON, **environ)
 
 
-def pids(directory: Path) -> list[int]:
-    """The process ids of both workers, once they wait."""
-    paths = [directory / f"pid-{me}" for me in range(2)]
-    eventually(lambda: all(path.exists() and path.read_text() for path in paths))
-    return [int(path.read_text()) for path in paths]
-
-
 def test_a_job_over_two_nodes(tmp_path: Path) -> None:
     """Both workers train on servers of both nodes; lines have the names of their tasks; the token is not told."""
     flags = ("--ps", "2", "--workers", "2", "--placement", "SPREAD", "--worker-resources", "CPU=2")
@@ -129,14 +117,7 @@ def test_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         psclient.launch.ray.run("script.py", workers=1, chief="none", **resources)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("text", "code", "said"),
-    [
-        ("sys.exit(7 * me)", 7, "(exit code 7)"),
-        ("os.kill(os.getpid(), signal.SIGKILL) if me else time.sleep(600)", 137, "(killed by SIGKILL)"),
-        ("raise KeyError('mine') if me else time.sleep(600)", 1, "KeyError: 'mine'"),
-    ],
-)
+@pytest.mark.parametrize(("text", "code", "said"), ENDS)
 def test_codes_and_reports_are_those_of_a_local_cluster(
     cluster: Callable[..., RayCluster], text: str, code: int, said: str
 ) -> None:
@@ -153,7 +134,7 @@ def test_the_end_of_the_driver_ends_everything(tmp_path: Path, number: int) -> N
     (tmp_path / "script.py").write_text(ME + WAITING)
     words = [*PROGRAMS["psworker"], "--ray", "auto", "--workers", "2", "script.py"]
     with subprocess.Popen(words, cwd=tmp_path, start_new_session=True, stdin=subprocess.DEVNULL) as process:
-        tasks = pids(tmp_path)
+        tasks = pids(tmp_path, SOON)
         process.send_signal(number)
         assert process.wait(SOON) == (-number if number == signal.SIGKILL else 128 + number)
     eventually(lambda: not any(map(psutil.pid_exists, tasks)))
@@ -162,7 +143,7 @@ def test_the_end_of_the_driver_ends_everything(tmp_path: Path, number: int) -> N
 def test_an_actor_that_is_lost_is_named(cluster: Callable[..., RayCluster], tmp_path: Path) -> None:
     """Its task ends with it, and the report says on which node it was."""
     with cluster(WAITING) as running:
-        tasks = pids(tmp_path)
+        tasks = pids(tmp_path, SOON)
         actor = running.processes[W1]._actor  # type: ignore[attr-defined]
         ray.kill(actor)
         outcome = running.wait(SOON)
