@@ -17,7 +17,8 @@ ray = pytest.importorskip("ray", reason="Ray is not installed; it comes with par
 
 import psclient.launch.ray  # noqa: E402
 from psclient._src.config import LaunchConfig  # noqa: E402
-from psclient._src.launch.agent import MODULE  # noqa: E402
+from psclient._src.launch.agent import LOST, MODULE  # noqa: E402
+from psclient._src.launch.ray_actor import Prepared, RayTask  # noqa: E402
 from psclient._src.launch.ray_cluster import RayCluster, Resources, parse_resources  # noqa: E402
 from pswire.cluster import Task  # noqa: E402
 from pswire.errors import ConfigError, PSError  # noqa: E402
@@ -150,6 +151,16 @@ def test_an_actor_that_is_lost_is_named(cluster: Callable[..., RayCluster], tmp_
     assert (outcome.task, outcome.code) == (W1, 255)
     assert re.search(r"psworker: the Ray actor on \S+ \([0-9.]+\) was lost: ", outcome.report), outcome.report
     eventually(lambda: not any(map(psutil.pid_exists, tasks)))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_task_whose_actor_cannot_be_made_ends() -> None:
+    """Whatever the reason is, a launcher does not wait for ever."""
+
+    def prepare(unwanted: Callable[[], bool]) -> Prepared:
+        raise LookupError("there is none")
+
+    assert RayTask(prepare, lambda: "lost").wait(SOON) == LOST
 
 
 def test_a_task_that_fails_is_started_again(

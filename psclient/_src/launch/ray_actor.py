@@ -158,7 +158,7 @@ class RayTask:
             ray_package().kill(self._actor)
 
     def _follow(self) -> None:
-        """Starts the agent, and hands on what the task prints until it has ended."""
+        """Starts the agent, and hands on what the task prints until it has ended; whatever fails, it has an end."""
         ray, code = ray_package(), None
         try:
             self._actor, order = self._prepare(self._given_up.is_set)
@@ -167,14 +167,19 @@ class RayTask:
                 out, err, code = ray.get(self._actor.hear.remote())
                 self._print(out, err)
         except (ray.exceptions.RayError, PSError) as error:
-            code = LOST
             self._print(b"", f"psworker: {self._lost()}: {last_line(error)}\n".encode())
+        finally:
+            self._end(LOST if code is None else code)
+
+    def _end(self, code: int) -> None:
         for pipe in self._writes:
             os.close(pipe)
-        if self._actor is not None:
-            ray.kill(self._actor)  # its resources are free for the next one
-        self.returncode = code_of_task(code)
-        self._ended.set()
+        try:
+            if self._actor is not None:
+                ray_package().kill(self._actor)  # its resources are free for the next one
+        finally:
+            self.returncode = code_of_task(code)
+            self._ended.set()
 
     def _print(self, *said: bytes) -> None:
         for pipe, data in zip(self._writes, said, strict=True):
