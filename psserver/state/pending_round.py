@@ -69,6 +69,7 @@ class PendingRound:
     agreed: frozenset[int] | None = None
     voted: tuple[frozenset[int], frozenset[int]] | None = None
     whole: bool = False
+    _lacking: int = 0  # the place in `members` of who was missing when it was last looked for
 
     @property
     def positions(self) -> tuple[Position, ...]:
@@ -179,19 +180,35 @@ class PendingRound:
             return True
         if self.voted is not None:
             return not (called or self._has_changed(fenced, last))
-        streams = self.streams(plan)
-        living = [member.session for member in self._counted if member.session not in fenced]
-        for session in living:
-            part = self.parts.get(session)
-            if part is None or part.said.previous > last or not (streams or part.payload.whole):
-                break
-        else:
+        if not self._lacks(self.streams(plan), fenced, last):
             return False
+        if not self._leaves_out(plan):
+            return True
+        if self.agreed is None and len(self.parts) + self._backup < len(self.members) - len(fenced):
+            return True  # whoever of its members is fenced: they are not counted for each push
+        living = [member.session for member in self._counted if member.session not in fenced]
         needs = self.needs(plan, len(living))
-        whole = self.usable(fenced, last, whole=True) if needs else []
-        if not needs or sum(part.has_examples for part in whole) < needs:
+        whole = self.usable(fenced, last, whole=True)
+        if sum(part.has_examples for part in whole) < needs:
             return True
         return not all(map(near, set(living) - {part.said.session for part in whole}))
+
+    def _lacks(self, streams: bool, fenced: Set[int], last: int) -> bool:
+        """Returns True if it waits for one of its members, as `awaits` says.
+
+        Looks first where one was missing before: each push of a thousand members would look at all of them.
+        """
+        members, agreed = self.members, self.agreed
+        for step in range(len(members)):
+            place = (self._lacking + step) % len(members)
+            session = members[place].session
+            if session in fenced or not (agreed is None or session in agreed):
+                continue
+            part = self.parts.get(session)
+            if part is None or part.said.previous > last or not (streams or part.payload.whole):
+                self._lacking = place
+                return True
+        return False
 
     def ready(
         self, number: int, plan: PreparedPlan, fenced: Set[int], section: Callable[[], str], key: Key, last: int

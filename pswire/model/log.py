@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from pswire.cluster import Task
@@ -163,7 +164,7 @@ class Epoch:
         """The return for which its members wait, and make no round; None where there is none, or it is ready."""
         return None if self.returns is None or self.returns.ready else self.returns
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         """R, the replicas of all members."""
         return sum(member.replicas for member in self.members)
@@ -173,14 +174,19 @@ class Epoch:
         """True if its rounds have the same contributions on all servers."""
         return any(member.mode == "whole" for member in self.members)
 
-    @property
+    @cached_property
     def backup_workers(self) -> int:
         """The members without whose contributions its rounds may be made."""
         return max((member.backup_workers for member in self.members), default=0)
 
     def session(self, number: int) -> Member | None:
         """The member with a session, or None."""
-        return next((member for member in self.members if member.session == number), None)
+        return self._by_session.get(number)
+
+    @cached_property
+    def _by_session(self) -> dict[int, Member]:
+        """The members by their sessions; a server looks there with each push."""
+        return {member.session: member for member in self.members}
 
     def takes_part(self, number: int) -> bool:
         """Returns whether a session makes rounds while this is the newest epoch: of a member, or of one who leaves."""
