@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 
 from psclient._src.options import Round
 from psclient._src.rounds.awaited import Awaited
@@ -27,6 +28,7 @@ from psclient._src.transport.session import Session
 from pswire.api import RoundReply
 from pswire.cluster import Task
 from pswire.errors import MemoryLimit, ProgramError, PSError, RoundTimeout, ServerGone, ServerLost
+from pswire.model.log import Member
 from pswire.model.plan import Ref
 from pswire.model.rows import Rows, row_specs
 from pswire.model.tensor import Array
@@ -51,15 +53,12 @@ class Window:
         reads: the variables' values, which the answers bring.
         awaited: names the processes that a round waits for.
         measures: counts waits, and rounds.
-
-    Attributes:
-        last_round: the last round whose answers were taken; None before the first.
     """
 
     def __init__(
         self, session: Session, group: Group, reads: ReadCache, awaited: Awaited, measures: RoundCounters
     ) -> None:
-        self.last_round: Round | None = None
+        self._last: Callable[[], Round] | None = None
         self._session = session
         self._group = group
         self._reads = reads
@@ -85,6 +84,11 @@ class Window:
         if session.clock is not None or (self._group.alone and len(session.servers) > 1):
             return 1
         return session.window
+
+    @property
+    def last_round(self) -> Round | None:
+        """The last round whose answers were taken; None before the first."""
+        return None if self._last is None else self._last()
 
     @property
     def waits_for_each(self) -> bool:
@@ -226,15 +230,18 @@ class Window:
 
     def _note(self, round: UnderWay, replies: Mapping[int, RoundReply]) -> None:
         """Notes what the answers say of the members."""
+        out = frozenset(task for reply in replies.values() for task in reply.left_out)
         if replies:
-            self.last_round = self._members(round, replies)
+            absent = out.union(*(reply.observers for reply in replies.values()))
+            members = () if self._group.alone or round.label is None else round.label.members
+            epoch = round.label.number if round.label else 0
+            # It is made where somebody looks at it: there may be a thousand members.
+            self._last = partial(_last_round, round.number, epoch, members, self._session.task, out, absent)
         newest = max((reply.epoch for reply in replies.values()), key=lambda epoch: epoch.number, default=None)
         more = any(reply.more for reply in replies.values())
-        out = frozenset[Task]()
-        if self._session.backup_workers and round.plan.trains:
-            out = frozenset({task for reply in replies.values() for task in reply.left_out})
+        late = out if self._session.backup_workers and round.plan.trains else frozenset[Task]()
         over = max((reply.over for reply in replies.values()), default=0)
-        self._answered.append(Answered(round.number, round.passed, newest, more, out, over))
+        self._answered.append(Answered(round.number, round.passed, newest, more, late, over))
 
     def _gather(self, round: UnderWay) -> tuple[dict[int, RoundReply], PSError | None]:
         """Returns the answers, and the error if the round failed on some server: then it failed for every process."""
@@ -276,19 +283,6 @@ class Window:
             ),
             lambda: f"waits in round {number} for {', '.join(awaited.names(server))}",
             lambda: "the chief" in awaited.names(server),
-        )
-
-    def _members(self, round: UnderWay, replies: Mapping[int, RoundReply]) -> Round:
-        """Returns what the answers say of the round's members."""
-        label = round.label
-        everybody = {self._session.task} if self._group.alone or label is None else {m.task for m in label.members}
-        out = {task for reply in replies.values() for task in reply.left_out}
-        idle = {task for reply in replies.values() for task in reply.observers}
-        return Round(
-            round.number,
-            label.number if label else 0,
-            tuple(map(str, sorted(everybody - out - idle))),
-            tuple(map(str, sorted(out))),
         )
 
 
@@ -343,3 +337,19 @@ class OwnWindow(Window):
 
 def _names(servers: Iterable[int]) -> str:
     return ", ".join(str(Task("ps", server)) for server in servers)
+
+
+def _last_round(
+    number: int, epoch: int, members: Sequence[Member], me: Task, out: Set[Task], absent: Set[Task]
+) -> Round:
+    """Returns what answers say of a round's members.
+
+    Args:
+        number, epoch: of the round.
+        members: those of the epoch; none where this process made the round alone.
+        me: its task.
+        out: members that it was completed without.
+        absent: those, and members that only observed.
+    """
+    everybody = {member.task for member in members} if members else {me}
+    return Round(number, epoch, tuple(map(str, sorted(everybody - absent))), tuple(map(str, sorted(out))))
