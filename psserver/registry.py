@@ -48,12 +48,12 @@ class Registry:
         limit: maximum number of concurrent sessions.
 
     Attributes:
-        version: changes with every session that is entered or retired.
+        ends: changes with every session that is taken back or retired.
     """
 
     def __init__(self, server: Task, limit: int = MAX_SESSIONS) -> None:
         self.limit = limit
-        self.version = 0
+        self.ends = 0
         self._server = str(server)
         self._sessions: dict[int, Registered] = {}
         self._past: dict[int, None] = {}  # of jobs that are over: their processes are told so
@@ -79,7 +79,6 @@ class Registry:
             self._sessions.setdefault(number, Registered(task, secrets.token_bytes(LANE_TOKEN_BYTES)))
             self._past.pop(number, None)
             self._compare(None)
-            self.version += 1
 
     def _take_back(self, number: int, holder: Task, task: Task) -> None:
         """Takes a session from a task that has opened it and for which it was not made; raises `Forbidden` if it was.
@@ -95,6 +94,7 @@ class Registry:
         )
         del self._sessions[number]
         self._past.pop(number, None)
+        self.ends += 1
 
     def check_room(self) -> None:
         """Raises `ConfigError` if the job can have no more sessions. Ended sessions count as well."""
@@ -150,7 +150,7 @@ class Registry:
 
         As many are remembered as one job may have.
         """
-        self.version += 1
+        self.ends += 1
         self._past |= dict.fromkeys(number for number in numbers if number in self._sessions)
         while len(self._past) > REMEMBERED * self.limit:
             oldest = next(iter(self._past))

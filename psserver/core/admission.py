@@ -37,15 +37,21 @@ class Admission:
 
     def changed(self) -> bool:
         """Returns True if a session may have ended since the last time that this was asked."""
-        seen = (
-            self._members.version,
+        ends = self.ends
+        changed, self._seen = ends != self._seen, ends
+        return changed
+
+    @property
+    def ends(self) -> tuple[object, ...]:
+        """What changes where a session may have ended; not where one is opened."""
+        return (
+            self._log.keeps,
+            self._members.ends,
             self._rounds.epoch,
             len(self._rounds.fenced),
             self._runner.broken,
-            self._registry.version,
+            self._registry.ends,
         )
-        changed, self._seen = seen != self._seen, seen
-        return changed
 
     def check(self, session: int, now: float) -> None:
         """Raises why a session may do nothing here; else the call is a sign of its life."""

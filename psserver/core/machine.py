@@ -28,7 +28,8 @@ from psserver.core.peers import PeerStimuli
 from psserver.core.places import PlaceStimuli
 from psserver.core.runner import Runner
 from psserver.core.status import status_of
-from psserver.core.waiting import Asked, Owed, Read, Waiters, Watch
+from psserver.core.stimuli import WATCHED
+from psserver.core.waiting import Asked, Hold, Owed, Read, Waiters, Watch
 from psserver.effects import Await, Effect, Fail, Reply, Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
@@ -142,7 +143,7 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         effects += self.first_values.next()
         effects += self.waiters.due(self._admission.ended)  # before the next round lends what they hold
         effects += self.runner.next()
-        effects += self.waiters.answers(now, self._admission.ended)
+        effects += self.waiters.answers(now, self._admission.ended, self._admission.ends)
         effects += self.snapshots.hopeless()
         if self.log.over and (not self.log.keeps or self.members.chief_left()):
             effects.append(Reply(self.done, None))
@@ -311,7 +312,7 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
     def watch(self, now: float, session: int, after: int, version: int, future: Future[Watched]) -> Outcome[None]:
         """Adds a watch of the log and the sessions. Readers without a session may call it as well."""
         self._admission.check_reader(session, now)
-        self.waiters.add(Watch(session, future, after, version))
+        self.waiters.add((Hold if version in WATCHED else Watch)(session, future, after, version))
         return None, []
 
     def part(self, now: float, session: int) -> Outcome[None]:

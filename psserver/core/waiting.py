@@ -41,11 +41,16 @@ class Waiter:
 class Watch(Waiter):
     """A call that waits until the log is longer than `after`, or until there is news for a chief.
 
-    News change the `version`. A version of -1 watches the log alone, `UNTIL_ENDED` neither.
+    News change the `version`. A version of -1 watches the log alone.
     """
 
     after: int
     version: int
+
+
+@dataclass(frozen=True, eq=False)
+class Hold(Watch):
+    """A call that waits until its session ends, or, with the version `UNTIL_GONE`, until more servers are lost."""
 
 
 class Asked(NamedTuple):
@@ -99,7 +104,7 @@ class Waiters:
         rounds: Rounds,
         reply: Callable[[Owed], Sequence[Effect]],
     ) -> None:
-        self.rows: dict[type[Waiter], list[Any]] = {Owed: [], Read: [], Watch: []}
+        self.rows: dict[type[Waiter], list[Any]] = {Owed: [], Read: [], Watch: [], Hold: []}
         self._log = log
         self._members = members
         self._store = store
@@ -107,6 +112,8 @@ class Waiters:
         self._reply = reply
         self._superseded: list[Future[Any]] = []
         self._looked: tuple[int, int] | None = None  # the version and length that all watches were compared with
+        self._held: tuple[object, int] | None = None  # what ends sessions, and the losses, as all holds know them
+        self._fresh = 0  # how many holds, the last ones, were compared with neither
 
     def add(self, row: Waiter) -> None:
         """Adds a waiting call; drops the oldest ones of its kind and session beyond `MAX_CALLS`.
@@ -115,6 +122,8 @@ class Waiters:
             InvalidRequest: it reads a variable that has no value, or one twice, or rows that are not there.
         """
         match row:
+            case Hold():
+                self._fresh += 1
             case Watch():
                 self._looked = None
             case Read(asked=Asked(variables=ids)):
@@ -140,8 +149,11 @@ class Waiters:
 
     def drop(self, watches: Callable[[int], bool]) -> list[Future[Any]]:
         """Drops all calls, but of the watches only those for whose session `watches` holds; returns their futures."""
-        dropped = [row for row in self.rows[Watch] if watches(row.session)] + self.rows[Read] + self.rows[Owed]
-        self.rows = {Owed: [], Read: [], Watch: [row for row in self.rows[Watch] if not watches(row.session)]}
+        dropped = self.rows[Read] + self.rows[Owed]
+        self.rows[Read], self.rows[Owed] = [], []
+        for kind in (Watch, Hold):
+            dropped += [row for row in self.rows[kind] if watches(row.session)]
+            self.rows[kind] = [row for row in self.rows[kind] if not watches(row.session)]
         return [row.future for row in dropped]
 
     def hold(self, record: Record, waiters: list[Answering]) -> list[Answering]:
@@ -178,8 +190,14 @@ class Waiters:
             return False
         return self._rounds.clocks.answers(row.said.session, row.said.round)
 
-    def answers(self, now: float, ended: Callable[[int], PSError | None]) -> list[Effect]:
-        """Answers the calls that need not wait any longer; `ended` returns the error of a session that has ended."""
+    def answers(self, now: float, ended: Callable[[int], PSError | None], ends: object) -> list[Effect]:
+        """Answers the calls that need not wait any longer.
+
+        Args:
+            now: the time in seconds.
+            ended: returns the error of a session that has ended.
+            ends: changes where a session may have ended.
+        """
         answers: list[Effect] = []
         if self._superseded:
             error = InvalidRequest(f"{MAX_CALLS} later calls of this session wait as well; make fewer at a time")
@@ -188,9 +206,23 @@ class Waiters:
         answers += self.due(ended)
         answers += map(self._read, self._take(Read, self._can_read, ended, answers))
         look = self._members.version, len(self._log.entries)
-        if look != self._looked:  # else no session has ended either; every process has a watch
+        if look != self._looked:  # else no session has ended either
             self._looked = look
             answers += self._news(self._take(Watch, self._has_news, ended, answers), now)
+        return answers + self._ends(ended, ends)
+
+    def _ends(self, ended: Callable[[int], PSError | None], ends: object) -> list[Effect]:
+        """Answers the calls that are held until sessions end, or servers are lost.
+
+        Each process holds one: a thousand that come one after the other must not look at each other's.
+        """
+        answers: list[Effect] = []
+        calls, held, older = self.rows[Hold], (ends, len(self._log.losses)), list[Any]()
+        if held == self._held:
+            older, self.rows[Hold] = calls[: len(calls) - self._fresh], calls[len(calls) - self._fresh :]
+        self._held, self._fresh = held, 0
+        answers += self._news(self._take(Hold, self._has_news, ended, answers), 0.0)
+        self.rows[Hold] = older + self.rows[Hold]
         return answers
 
     def _take(

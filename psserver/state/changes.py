@@ -34,14 +34,14 @@ def as_all(opens: Member, others: Iterable[Member], epochs: Mapping[int, Epoch])
     models = [epochs[number].members[0] for number in sorted(epochs) if epochs[number].members] if changed else []
     if models:
         first, now = models[0], models[-1]
-        if opens not in (opens.like(first), opens.like(now)):
+        if not (opens.is_like(first) or opens.is_like(now)):
             raise ConfigError(
                 f"{opens.task} runs with {_consistency(opens)}, and the job began with {_consistency(first)} and has "
                 f"{_consistency(now)} by now; give every process of the job the consistency with which it began"
             )
         return opens.like(now)
     for other in others:
-        if opens.task != other.task and opens != opens.like(other):
+        if opens.task != other.task and not opens.is_like(other):
             raise ConfigError(
                 f"{opens.task} runs with {_consistency(opens)}, and {other.task} with {_consistency(other)}; "
                 "give every process of the job the same consistency"

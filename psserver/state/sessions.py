@@ -108,6 +108,8 @@ class Membership:
         self.job = ""
         """The identity of the sessions' job."""
         self.version = 0
+        self.ends = 0
+        """Changes with every session that ends or is forgotten."""
         self._beat = beat
         self._held = held
         self._epochs = epochs
@@ -116,6 +118,7 @@ class Membership:
         self._epoch = epoch
         self._incarnation, self._given = incarnation, 0  # how many numbers
         self._sessions: dict[int, _SessionRecord] = {}
+        self._newest: dict[Task | None, _SessionRecord] = {}  # of each task, and of all chiefs
 
     def open(
         self,
@@ -157,30 +160,39 @@ class Membership:
         opens = Member(task, number, replicas, mode, backup_workers, staleness)
         if not drives:
             opens = as_all(opens, [session.member for session in self._open()], self._epochs())
-        rivals = [s for s in self._open_or_driving() if s.drives == drives and (drives or s.member.task == task)]
-        for rival in rivals:
+        rival = self._rival(task, drives)
+        if rival is not None:
             self._check_gone(rival, task, now)
         self._check_room(task)
-        for rival in rivals:
+        if rival is not None:
             self._end(rival, "replaced")
         self.job = job
         self._given += 1
         token = self._next_token(term, drawn) if drives else 0
         self._registry.enter(number, task)
-        self._sessions[number] = _SessionRecord(opens, drives, now, now, key, token)
+        self._add(_SessionRecord(opens, drives, now, now, key, token))
         self.version += 1
         return number, token
+
+    def _add(self, session: _SessionRecord) -> None:
+        self._sessions[session.member.session] = session
+        self._newest[None if session.drives else session.member.task] = session
+
+    def _rival(self, task: Task, drives: bool) -> _SessionRecord | None:
+        """Returns the open session of a task, or, for one that drives, of any chief; None where there is none."""
+        found = self._newest.get(None if drives else task)
+        return found if found is not None and found.state == "open" else None
 
     def know(self, member: Member, drives: bool, job: str, now: float) -> None:
         """Notes a session that was opened on the server that keeps them: this one may have to keep them one day."""
         known = self._sessions.get(member.session)
         if known is not None and known.member.task == member.task:
             return
-        for session in self._open_or_driving():
-            if session.drives == drives and (drives or session.member.task == member.task):
-                self._end(session, "replaced")
+        rival = self._rival(member.task, drives)
+        if rival is not None:
+            self._end(rival, "replaced")
         self.job = job
-        self._sessions[member.session] = _SessionRecord(member, drives, now, now, 0, 0)
+        self._add(_SessionRecord(member, drives, now, now, 0, 0))
 
     def take_over(self, token: int, now: float) -> None:
         """Keeps the sessions from now on: everybody gets a whole lease to be heard of.
@@ -208,8 +220,10 @@ class Membership:
 
     def _check_job(self, task: Task, job: str) -> None:
         """Raises `ConfigError` for another job than the current one, while that is not over."""
+        if job == self.job:
+            return
         here = ", ".join(str(session.member.task) for session in self._open_or_driving())
-        if job == self.job or not (self._held() or here):
+        if not (self._held() or here):
             return
         mine, theirs = (f"the job {name!r}" if name else "a job without a name" for name in (job, self.job))
         join = f"set PS_JOB={self.job}" if self.job else "unset PS_JOB"
@@ -402,6 +416,7 @@ class Membership:
                 self._end(self._sessions[number], "replaced")
         self._registry.retire({*numbers, *(n for n, session in self._sessions.items() if session.state != "open")})
         self._sessions = {number: session for number, session in self._sessions.items() if session.state == "open"}
+        self.ends += 1
 
     def forgive(self, seconds: float) -> None:
         """Extends all leases by some seconds."""
@@ -454,6 +469,7 @@ class Membership:
             session.state = state
             session.waits = (-1, b"")
             self.version += 1
+            self.ends += 1
 
 
 def _taken(task: Task, other: Task, drives: bool, silent: float) -> TaskTaken:

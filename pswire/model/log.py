@@ -92,6 +92,11 @@ class Member:
         """Returns it as it is where its rounds are made as those of another member."""
         return replace(self, mode=other.mode, backup_workers=other.backup_workers, staleness=other.staleness)
 
+    def is_like(self, other: Member) -> bool:
+        """Returns True if its rounds are made as those of another member."""
+        mine = self.mode, self.backup_workers, self.staleness
+        return mine == (other.mode, other.backup_workers, other.staleness)
+
 
 STEP = "step"
 """The join point of an epoch that some members leave, or by which a server comes back: the beginning of a step, which

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from psserver.core.waiting import MAX_CALLS, Asked, Owed, Read, Waiters, Watch
+from psserver.core.waiting import MAX_CALLS, Asked, Hold, Owed, Read, Waiters, Watch
 from psserver.devices import Device
 from psserver.effects import Fail, Reply, Work, attempt, settle
 from psserver.state.clocks import Clocks
-from pswire.api import UNTIL_ENDED
+from pswire.api import UNTIL_ENDED, UNTIL_GONE
 from pswire.errors import Fenced, InvalidRequest
 
 ONE, TWO = 1, 2
@@ -23,7 +23,7 @@ class Table:
     """Waiters, and what they wait for: a log, a round that may write, rounds that are complete."""
 
     def __init__(self):
-        self.log = SimpleNamespace(entries=[], proposed={}, traces={})
+        self.log = SimpleNamespace(entries=[], losses=[], proposed={}, traces={})
         self.members = SimpleNamespace(version=0, states=lambda now: ())
         value = np.ones(1, "float32")
         self.store = SimpleNamespace(
@@ -46,13 +46,13 @@ class Table:
         """The future of a call that waits."""
         future = Future()
         said = SimpleNamespace(session=session, round=0, want=(), lookups=())
-        more = {Watch: (after, -1), Read: (Asked((0,), after),), Owed: ("record", said)}[kind]
+        more = {Watch: (after, -1), Hold: (after, UNTIL_GONE), Read: (Asked((0,), after),), Owed: ("record", said)}[kind]
         self.waiters.add(kind(session, future, *more))
         return future
 
     def progress(self):
         """What can be answered is."""
-        for effect in self.waiters.answers(0.0, self.ended.get):
+        for effect in self.waiters.answers(0.0, self.ended.get, len(self.ended)):
             match effect:
                 case Reply(future, value):
                     settle(future, value)
@@ -64,6 +64,7 @@ class Table:
     def let_all(self):
         """All that is waited for has come."""
         self.log.entries.append("an entry")
+        self.log.losses.append("a loss")
         self.rounds.last, self.store.lent = 0, set()
         self.progress()
 
@@ -72,7 +73,7 @@ class Table:
         return tuple(len(self.waiters.rows[kind]) for kind in KINDS)
 
 
-KINDS = (Watch, Read, Owed)
+KINDS = (Watch, Hold, Read, Owed)
 
 
 @pytest.fixture
@@ -125,20 +126,37 @@ def test_whose_caller_has_gone_away_waits_no_more(table, kind):
     table.add(kind).cancel()
     table.members.version += 1
     table.progress()
-    assert table.waiting() == (0, 0, 0)
+    assert not any(table.waiting())
 
 
 def test_all_are_given_up_together(table):
     """Of those who wait for news those who are meant."""
     futures = [table.add(kind, session) for kind in KINDS for session in (ONE, TWO)]
-    assert table.waiters.drop(lambda session: session == TWO) == [futures[1], *futures[2:]]
-    assert table.waiting() == (1, 0, 0)
+    assert set(table.waiters.drop(lambda session: session == TWO)) == {futures[1], *futures[3:]}
+    assert table.waiting() == (1, 1, 0, 0)
+
+
+def test_who_comes_looks_at_nobody_else(table):
+    """Of a thousand processes each holds a call, and each that comes must not look at those of all others."""
+    held = [table.add(Hold, session) for session in range(ONE, 50)]
+    looked = []
+    ends = 0
+    assert not table.waiters.answers(0.0, looked.append, ends)
+    looked.clear()
+    table.add(Hold, 50)
+    assert not table.waiters.answers(0.0, looked.append, ends)
+    assert looked == [50]
+    table.members.version += 1
+    assert not table.waiters.answers(0.0, looked.append, ends)
+    assert looked == [50]
+    table.waiters.answers(0.0, looked.append, ends + 1)
+    assert len(looked) == len(held) + 2
 
 
 def test_who_waits_for_the_end_hears_no_news(table):
     """And who has no session waits for nothing."""
     until, looking, reading = Future(), Future(), Future()
-    table.waiters.add(Watch(ONE, until, 0, UNTIL_ENDED))
+    table.waiters.add(Hold(ONE, until, 0, UNTIL_ENDED))
     table.waiters.add(Watch(0, looking, 0, 0))
     table.waiters.add(Read(0, reading, Asked((5,), 9)))
     table.progress()

@@ -118,11 +118,11 @@ def test_a_task_takes_back_its_own_number(registry):
         registry.enter(number, B) if not retired else registry.retire([number])
         if retired:
             registry._sessions[number] = replace(registry.find(number), task=B)
-        before, version = registry.find(number), registry.version
+        before, version = registry.find(number), registry.ends
         registry.enter(number, A)
         assert owners(registry, number) == [A]
         assert registry.find(number).lane_token != before.lane_token
-        assert registry.version > version
+        assert registry.ends > version
         registry.check(number, Epoch(1, (Member(A, number, 1),)))
         with pytest.raises(Forbidden, match="restart /job:worker/task:1"):
             registry.enter(number, B)
