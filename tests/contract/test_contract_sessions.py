@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from psclient._src.transport.session import Session
-from psserver.core.waiting import Watch
+from psserver.core.waiting import Hold
 from pswire.api import UNTIL_ENDED
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, NewcomerDiverged, ServerLost, TaskTaken
@@ -63,7 +63,7 @@ def test_a_task_that_is_alive_is_not_taken(job):
     """A second process of it is refused, with its name; the first does not notice. When that is gone it is let in."""
     first = job.verbs[0].open(A, 1, 0, False).session
     waits = job.verbs[0].watch(first, 0, UNTIL_ENDED)
-    eventually(lambda: len(job.servers.cores[0].machine.waiters.rows[Watch]) == 1)
+    eventually(lambda: len(job.servers.cores[0].machine.waiters.rows[Hold]) == 1)
     with pytest.raises(TaskTaken, match="another process is /job:worker/task:0") as told:
         job.verbs[0].open(A, 1, 0, False)
     assert told.value.task == str(A)
@@ -82,7 +82,7 @@ def test_a_process_that_goes_away_is_noticed(serve):
     verb, clock = servers.verbs[0], servers.clock
     session = verb.open(A, 1, 0, False).session
     held = verb.watch(session, 0, UNTIL_ENDED)
-    eventually(lambda: len(servers.cores[0].machine.waiters.rows[Watch]) == 1)
+    eventually(lambda: len(servers.cores[0].machine.waiters.rows[Hold]) == 1)
     if servers.remote:
         verb.close()  # type: ignore[attr-defined]
     else:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from psserver.core.waiting import MAX_CALLS, Read, Watch
+from psserver.core.waiting import MAX_CALLS, Hold, Read, Watch
 from pswire.encoding import messages
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
@@ -97,7 +97,7 @@ def test_nothing_is_left_of_them(siege: Siege) -> None:
     attacker.server.leave(attacker.session, "")
     core = site.core
     eventually(lambda: not site.thread._server._service._bells)
-    assert len(core.machine.waiters.rows[Watch]) <= MAX_CALLS
+    assert all(len(core.machine.waiters.rows[kind]) <= MAX_CALLS for kind in (Hold, Watch))
     assert len(core.machine.waiters.rows[Read]) <= MAX_CALLS
     assert core.machine.rounds.sessions() == set()
     site.round()
