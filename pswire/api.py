@@ -340,8 +340,8 @@ class Watched:
         version: grows with everything that a chief may have to act on; to be handed back.
         start: index of the first of `entries` in the log.
         entries: the log from there on.
-        plans: proposed, not yet approved.
-        sessions: all sessions of the job.
+        plans: proposed, not yet approved; none where the log alone was asked for.
+        sessions: all sessions of the job; none likewise.
         traces: the spans in which plans were proposed whose steps are traced, as W3C's traceparents, by the plan's id
             in hexadecimal.
     """
@@ -515,9 +515,9 @@ class ParameterServer(ClosureServer, ChunkServer, PlaceServer, Protocol):
     def watch(self, session: int, after: int, version: int) -> Future[Watched]:
         """Waits until server 0's log is longer than `after` or its version is not `version`.
 
-        With version `UNTIL_ENDED` it is answered by nothing but the error that ends the session. A caller that goes
-        away cancels the future: its process may be gone. Who only looks says 0 for the session, and is answered at
-        once.
+        With version -1 it is told of the log alone. With version `UNTIL_ENDED` it is answered by nothing but the error
+        that ends the session. A caller that goes away cancels the future: its process may be gone. Who only looks says
+        0 for the session, and is answered at once.
         """
         ...
 

@@ -293,7 +293,8 @@ class Waiters:
     def _news(self, rows: Sequence[Watch], now: float) -> list[Effect]:
         if not rows:
             return []
-        plans, sessions = tuple(self._log.proposed.values()), self._members.states(now)
+        looks = any(row.version >= 0 for row in rows)
+        plans, sessions = tuple(self._log.proposed.values()), self._members.states(now) if looks else ()
         answers: list[Effect] = []
         for row in rows:
             # A log shorter than the caller's is another job's.
@@ -302,7 +303,8 @@ class Waiters:
                 answers.append(Reply(row.future, Watched(UNTIL_GONE, 0, losses, (), ())))
                 continue
             start = row.after if row.after <= len(self._log.entries) else 0
-            entries = tuple(self._log.entries[start:])
-            news = Watched(self._members.version, start, entries, plans, sessions, dict(self._log.traces))
+            news = Watched(self._members.version, start, tuple(self._log.entries[start:]), (), ())
+            if row.version >= 0:  # else each of a thousand members was told of all others with each epoch
+                news = replace(news, plans=plans, sessions=sessions, traces=dict(self._log.traces))
             answers.append(Reply(row.future, news))
         return answers

@@ -24,7 +24,7 @@ def as_all(opens: Member, others: Iterable[Member], epochs: Mapping[int, Epoch])
 
     Args:
         opens: the process, with what its script began with.
-        others: those that are here.
+        others: those that are here, who all make their rounds alike.
         epochs: of the job, by number.
 
     Raises:
@@ -40,12 +40,12 @@ def as_all(opens: Member, others: Iterable[Member], epochs: Mapping[int, Epoch])
                 f"{_consistency(now)} by now; give every process of the job the consistency with which it began"
             )
         return opens.like(now)
-    for other in others:
-        if opens.task != other.task and not opens.is_like(other):
-            raise ConfigError(
-                f"{opens.task} runs with {_consistency(opens)}, and {other.task} with {_consistency(other)}; "
-                "give every process of the job the same consistency"
-            )
+    other = next((other for other in others if other.task != opens.task), opens)
+    if not opens.is_like(other):
+        raise ConfigError(
+            f"{opens.task} runs with {_consistency(opens)}, and {other.task} with {_consistency(other)}; "
+            "give every process of the job the same consistency"
+        )
     return opens
 
 

@@ -159,7 +159,8 @@ class Membership:
         number = number_for(task, self._incarnation, self._given + 1)
         opens = Member(task, number, replicas, mode, backup_workers, staleness)
         if not drives:
-            opens = as_all(opens, [session.member for session in self._open()], self._epochs())
+            others = (s.member for s in self._sessions.values() if s.state == "open" and not s.drives)
+            opens = as_all(opens, others, self._epochs())
         rival = self._rival(task, drives)
         if rival is not None:
             self._check_gone(rival, task, now)

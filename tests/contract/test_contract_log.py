@@ -174,8 +174,9 @@ def test_a_proposal_waits_for_the_chief(job, worker):
     plan = reduce_only(NUMBER)
     for _ in range(3):
         job.verbs[0].propose(worker.session, plan, "", None)
-    seen = job.verbs[0].watch(job.opened.session, 0, -1).result(SOON)
+    seen = job.verbs[0].watch(job.opened.session, 0, 0).result(SOON)
     assert seen.plans == (plan,)
+    assert not job.verbs[0].watch(worker.session, 0, -1).result(SOON).plans
     assert seen.plans[0].id == plan.id
     job.append(Approved(plan))
     job.verbs[0].propose(worker.session, plan, "", None)
@@ -251,7 +252,8 @@ def test_an_entry_says_where_a_new_member_waits(job, worker):
     new = job.open(B).session
     for _ in range(2):
         job.verbs[0].propose(new, None, "dataset:3", None)
-    states = job.verbs[0].watch(job.opened.session, 0, -1).result(SOON).sessions
+    states = job.verbs[0].watch(job.opened.session, 0, 0).result(SOON).sessions
+    assert not job.verbs[0].watch(worker.session, 0, -1).result(SOON).sessions
     assert {s.member.session: s.join_point for s in states} == {worker.session: "", new: "dataset:3"}
 
 
