@@ -223,6 +223,11 @@ class Core:
         _raise(error)
         return drives
 
+    def renew(self, session: int) -> bool:
+        error, drives = self._enter(self.machine.renew, session)
+        _raise(error)
+        return drives
+
     def leave(self, session: int, error: str) -> None:
         self._enter(self.machine.leave, session, error)
 

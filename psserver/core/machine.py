@@ -212,9 +212,22 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
             error = self._admission.ended(session)
         if error is None:
             self.rounds.clocks.tell(session, clock)
+        return (error, self._is_to_drive(session, error, now)), []
+
+    def renew(self, now: float, session: int) -> Outcome[tuple[PSError | None, bool]]:
+        """Renews a session's lease: its process does what it said in its last beat.
+
+        Answers as to a beat.
+        """
+        error = self._admission.ended(session)
+        if error is None and self.log.keeps:
+            self.members.renew(session, now)
+        return (error, self._is_to_drive(session, error, now)), []
+
+    def _is_to_drive(self, session: int, error: PSError | None, now: float) -> bool:
+        """Counts a sign of life; returns True if a process whose session has not ended is to drive the job."""
         self.tally.signs += error is None
-        drives = self.log.keeps and self.log.lost is None and self.members.is_to_drive(session, now)
-        return (error, drives), []
+        return self.log.keeps and self.log.lost is None and self.members.is_to_drive(session, now)
 
     def leave(self, now: float, session: int, error: str) -> Outcome[None]:
         """Ends a process's session, cleanly or with an error."""

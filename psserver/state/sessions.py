@@ -67,6 +67,7 @@ class _SessionRecord:
     pace: Pace = STILL
     joined: int | None = None  # once it takes part: its first round, or -1 where it began together with all others
     parted: float | None = None  # when its connection ended, if nothing was heard since
+    described: bool = False  # whether it has said here what it does
 
     def told(self, now: float) -> SessionState:
         """Returns what others are told of it."""
@@ -116,6 +117,7 @@ class Membership:
         self._epoch = epoch
         self._incarnation, self._given = incarnation, 0  # how many numbers
         self._sessions: dict[int, _SessionRecord] = {}
+        self._chief: _SessionRecord | None = None  # the newest, whatever has become of it
 
     def open(
         self,
@@ -167,7 +169,7 @@ class Membership:
         self._given += 1
         token = self._next_token(term, drawn) if drives else 0
         self._registry.enter(number, task)
-        self._sessions[number] = _SessionRecord(opens, drives, now, now, key, token)
+        self._add(_SessionRecord(opens, drives, now, now, key, token))
         self.version += 1
         return number, token
 
@@ -180,7 +182,12 @@ class Membership:
             if session.drives == drives and (drives or session.member.task == member.task):
                 self._end(session, "replaced")
         self.job = job
-        self._sessions[member.session] = _SessionRecord(member, drives, now, now, 0, 0)
+        self._add(_SessionRecord(member, drives, now, now, 0, 0))
+
+    def _add(self, session: _SessionRecord) -> None:
+        self._sessions[session.member.session] = session
+        if session.drives:
+            self._chief = session
 
     def take_over(self, token: int, now: float) -> None:
         """Keeps the sessions from now on: everybody gets a whole lease to be heard of.
@@ -234,7 +241,7 @@ class Membership:
 
         It is the lowest that lives and stays. Nobody takes the place of a coordinator, whose script is its own.
         """
-        chief = next((s for s in reversed(self._sessions.values()) if s.drives), None)
+        chief = self._chief  # each beat asks
         if chief is None or chief.state == "left" or not self._held():
             return False
         since = chief.seen if chief.parted is None else chief.parted
@@ -310,7 +317,7 @@ class Membership:
         # What it asks for the chief is told at once.
         asked = session.pace.leaving, session.pace.saving, session.pace.knows_leaving
         self.version += asked != (pace.leaving, pace.saving, pace.knows_leaving)
-        session.pace = pace
+        session.pace, session.described = pace, True
         if waits[0] < 0 or not self._takes_part(number):
             session.waits = (-1, b"")
             return
@@ -319,6 +326,16 @@ class Membership:
             if other.waits[0] == waits[0] and other.waits[1] != waits[1]:
                 self._tell_apart(other, session, waits[0], describe)
         self._compare_changes()
+
+    def renew(self, number: int, now: float) -> None:
+        """Renews an open session's lease; its process does what it said last.
+
+        Raises:
+            InvalidRequest: it has said nothing here yet: this server did not keep the sessions then.
+        """
+        if not self._sessions[number].described:
+            raise InvalidRequest("this session has not said here what it does; beat over gRPC first")
+        self.touch(number, now)
 
     def _compare_changes(self) -> None:
         """Ends all sessions if two members do not come to one change of consistency."""
@@ -402,6 +419,8 @@ class Membership:
                 self._end(self._sessions[number], "replaced")
         self._registry.retire({*numbers, *(n for n, session in self._sessions.items() if session.state != "open")})
         self._sessions = {number: session for number, session in self._sessions.items() if session.state == "open"}
+        if self._chief is not None and self._chief.state != "open":
+            self._chief = next((session for session in reversed(self._open_or_driving()) if session.drives), None)
 
     def forgive(self, seconds: float) -> None:
         """Extends all leases by some seconds."""
@@ -436,8 +455,7 @@ class Membership:
 
     def chief_left(self) -> bool:
         """Returns True if the chief itself has ended its session."""
-        drivers = [s for s in self._sessions.values() if s.drives]
-        return bool(drivers) and drivers[-1].state == "left"
+        return self._chief is not None and self._chief.state == "left"
 
     def states(self, now: float, drivers: bool = False) -> tuple[SessionState, ...]:
         """Returns the states of all sessions that take part in rounds; with `drivers` those of chiefs as well."""

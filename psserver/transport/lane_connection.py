@@ -34,7 +34,7 @@ log = logging.getLogger("psserver.lanes")
 
 T = TypeVar("T")
 
-PUSH, PULL, VOTE = VERBS["Push"], VERBS["Pull"], VERBS["Vote"]
+PUSH, PULL, VOTE, BEAT = VERBS["Push"], VERBS["Pull"], VERBS["Vote"], VERBS["Beat"]
 """The verbs of lanes."""
 
 HELLO_SECONDS = 10.0
@@ -323,6 +323,8 @@ class Connection:
                 self._part(message)
             case Kind.FREED:
                 self._channel.freed(message.place)
+            case Kind.BEAT:
+                self._call(message, self._beat)
             case Kind.VOTE:
                 self._vote(message)
             case _:
@@ -384,6 +386,13 @@ class Connection:
         except PSError as error:
             self._refuse(call, error)
 
+    def _beat(self, message: Message) -> None:
+        """Answers a beat, at once."""
+        session = cast(int, self.session)  # it has said hello
+        self._check(BEAT, pb.BeatRequest(session=session))
+        reply = pb.BeatReply(drive=self._lanes.core.renew(session))
+        self._channel.tell(Kind.BEAT, message.call, reply.SerializeToString())
+
     def _vote(self, message: Message) -> None:
         """Takes another server's vote, which has no answer."""
         vote = parse(pb.ServerVote, message.header)
@@ -392,7 +401,7 @@ class Connection:
         self._lanes.access.check(VOTE, vote, self.names)
         self._lanes.core.hear(self._lanes.access.voter(vote.session), messages.said_from_pb(vote))
 
-    def _check(self, verb: Verb, header: pb.PushHeader | pb.PullRequest) -> None:
+    def _check(self, verb: Verb, header: pb.PushHeader | pb.PullRequest | pb.BeatRequest) -> None:
         """Checks a call.
 
         Raises:

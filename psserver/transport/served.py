@@ -23,6 +23,14 @@ class Served(ParameterServer, Protocol):
     registry: Registry
     others: Others | None
 
+    def renew(self, session: int) -> bool:
+        """Renews a lease: a process does what it said in its last beat; returns what a beat does.
+
+        Raises:
+            Fenced, Diverged: as a beat.
+            InvalidRequest: this server has heard no beat of the session since it keeps them.
+        """
+
     def introduce(self, server: int, incarnation: int) -> None:
         """Lets another server vote here.
 

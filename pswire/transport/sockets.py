@@ -44,8 +44,10 @@ from ssl import SSLContext
 import numpy as np
 
 from pswire.errors import InvalidRequest
+from pswire.transport import scratch
 from pswire.transport.parts import Cutter, Part
 from pswire.transport.payload import Payload
+from pswire.transport.scratch import NOTHING, SCRATCH
 from pswire.transport.shared_memory import SharedArena
 from pswire.transport.tls_socket import Sealed, Stream
 from pswire.transport.traffic import Traffic
@@ -63,9 +65,6 @@ MAX_HELLO_BYTES = 1 << 10
 
 MAX_PART_BYTES = 4 << 20
 """Of the data of one message."""
-
-SCRATCH = 1 << 16
-"""Bytes that are read at once where a message may be small."""
 
 STEPS = 16
 """Into how many pieces a payload is cut at least whose other end is told of it while it is made: each costs a system
@@ -163,6 +162,9 @@ class Kind(IntEnum):
     """A LaneAlive of a server, while a call is under way."""
     VOTE = 10
     """A ServerVote of another server."""
+    BEAT = 11
+    """Of a client: nothing but that it lives, and has nothing else to say than with its last beat over gRPC. The
+    server answers with a BeatReply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +213,7 @@ class MessageSocket:
         self._lock = threading.Lock()  # guards what is to be sent
         self.max_header, self.max_data = MAX_HELLO_BYTES, 0
         """Greatest sizes of a message's parts; larger once the other end has proved its identity."""
-        self._scratch = memoryview(bytearray(SCRATCH))
+        self._scratch = NOTHING
         self._read = self._filled = 0
         self._incoming = self._messages()
 
@@ -298,8 +300,9 @@ class MessageSocket:
                 continue
             direct = len(buffer) - at >= SCRATCH
             try:
-                count = self.sock.recv_into(buffer[at:] if direct else self._scratch)
+                count = self.sock.recv_into(buffer[at:] if direct else self._buffer())
             except BLOCKED:
+                self._rest()
                 yield None
                 continue
             if not count:
@@ -309,6 +312,18 @@ class MessageSocket:
                 at += count
             else:
                 self._read, self._filled = 0, count
+
+    def _buffer(self) -> memoryview:
+        """Returns the buffer to read into."""
+        if not self._scratch:
+            self._scratch = scratch.lend()
+        return self._scratch
+
+    def _rest(self) -> None:
+        """Gives the buffer to the next socket: nothing comes for now, and all that had come is taken."""
+        if self._scratch:
+            scratch.give_back(self._scratch)
+            self._scratch = NOTHING
 
 
 def _kind(number: int) -> Kind:

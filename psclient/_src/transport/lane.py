@@ -27,7 +27,7 @@ from pswire.encoding.verbs import parse, refusal_from_pb
 from pswire.errors import InvalidRequest, PSError
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.parts import Assembly
-from pswire.transport.payload import Payload
+from pswire.transport.payload import EMPTY, Payload
 from pswire.transport.shared_memory import CLIENT_BYTES, Hold, Segment, SharedArena, SharedView
 from pswire.transport.sockets import Kind, Message, MessageSocket, PayloadSender, connect
 from pswire.transport.tls_socket import Stream
@@ -51,7 +51,7 @@ class LaneLost(Exception):
     """A lane is broken, or cannot be opened: what was under way on it goes another way."""
 
 
-Header = pb.RoundHeader | pb.PullHeader
+Header = pb.RoundHeader | pb.PullHeader | pb.BeatReply
 Answered = tuple[Any, Payload]
 """The header of an answer, a `Header`, and its payload."""
 
@@ -93,7 +93,7 @@ class _LaneCall:
         header: header of the answer, once it is there.
     """
 
-    kind: type[pb.RoundHeader] | type[pb.PullHeader]
+    kind: type[Header]
     future: Future[Answered]
     assembly: Assembly | None = None
     header: Header | None = None
@@ -279,9 +279,11 @@ class Lane:
         """Asks for values; as `push`."""
         return self._ask(Kind.PULL, header, Payload(), pb.PullHeader)
 
-    def _ask(
-        self, kind: Kind, header: bytes, payload: Payload, answer: type[pb.RoundHeader] | type[pb.PullHeader]
-    ) -> Future[Answered]:
+    def beat(self) -> Future[Answered]:
+        """Says that this process lives, and nothing else; as `push`."""
+        return self._ask(Kind.BEAT, b"", Payload(), pb.BeatReply)
+
+    def _ask(self, kind: Kind, header: bytes, payload: Payload, answer: type[Header]) -> Future[Answered]:
         call = _LaneCall(answer, Future())
         number = next(self._numbers)
         with self._lock:
@@ -468,6 +470,8 @@ class Lane:
         elif message.kind is Kind.ALIVE:
             said = parse(pb.LaneAlive, message.header)
             self._silence.word(said.received, said.paused, self._link.sent, time.monotonic())
+        elif message.kind is Kind.BEAT:
+            self._end(message.call, (parse(pb.BeatReply, message.header), EMPTY))
         else:
             self._answer(message)
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from psclient._src.transport.daemon_threads import Threads, settle
 from psclient._src.transport.lane import Answered, Lane, LaneLost, Offer
+from pswire.errors import PSError
 from pswire.transport.payload import Payload
 from pswire.transport.traffic import LANES, LaneName, Traffic
 
@@ -62,6 +63,7 @@ class LaneSelector:
         self._pause = AGAIN
         self._calls, self._again = 0, AGAIN
         self._lane: Lane | None = self._open(offer)
+        self._said: object = None  # what the last beat over gRPC has said
 
     def _has(self, name: LaneName, offer: Offer) -> bool:
         found = {"shm": bool(offer.path), "tcp": bool(offer.port), "grpc": True}[name]
@@ -125,8 +127,35 @@ class LaneSelector:
         self._check_open()
         return self._lane
 
-    def beat_answered(self) -> None:
-        """Takes a beat's answer: closes the lane if the server has been silent on it for too long."""
+    def beat(self, says: object, seconds: float) -> bool | None:
+        """Beats on the lane, if no call is under way there, and the server knows what the beat says.
+
+        A call that waits needs beats on another connection, which show that the lane is broken, and not the server. A
+        beat that is not answered is such a call.
+
+        Args:
+            says: what the beat says; the lane's says only that it is the same as before.
+            seconds: time that the answer may take.
+
+        Returns:
+            The answer; None if there is none, so that the beat has to travel over gRPC.
+        """
+        lane = self._lane
+        if lane is None or lane.waits or says != self._said:
+            return None
+        try:
+            reply, _ = lane.beat().result(seconds)
+        except (LaneLost, TimeoutError, PSError):  # whatever it is, the beat over gRPC tells
+            return None
+        return bool(reply.drive)
+
+    def beat_answered(self, said: object) -> None:
+        """Takes the answer of a beat over gRPC: closes the lane if the server has been silent on it for too long.
+
+        Args:
+            said: what the beat has said.
+        """
+        self._said = said
         lane = self._lane
         if lane is not None and (why := lane.silent()):
             log.warning(
