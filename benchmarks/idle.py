@@ -9,9 +9,10 @@ processes, each of which has made one call and holds one open stream. Then its c
 as often as workers beat, first as calls of their own, then on the streams. It answers them and does nothing else.
 
 Clients share processes, as threads, as in `fanin.py`: a server cannot tell. Memory is what the server's process has
-for itself (`Pss` of smaps_rollup), less what it had with one session. Processor time is that of its whole process.
+for itself (`Pss` of smaps_rollup), less what it had with one session of each process. Processor time is that of its
+whole process; what it takes with those few sessions stands beside it.
 
-`--json FILE` writes `{"format", "machine", "sessions", "seconds", "processes", "rows"}`.
+`--json FILE` writes `{"format", "machine", "sessions", "seconds", "processes", "beat_seconds", "rows"}`.
 """
 
 from __future__ import annotations
@@ -283,13 +284,13 @@ def measure(lane: str, sessions: int, seconds: float, processes: int) -> dict[st
         clients = [stack.enter_context(_clients(Share(address, sessions, each, lane))) for each in mine]
         _meet(clients, "")
         time.sleep(REST)
-        before, memory = Cost.of(server.pid), own_bytes(server.pid)
+        alone, memory = _share_of_core(server, REST), own_bytes(server.pid)
         start = time.monotonic()
         _meet(clients, "open")
         opening = time.monotonic() - start
         time.sleep(REST)
         kept = own_bytes(server.pid) - memory
-        cpu = {how: _beats(server, clients, how, seconds) for how in (("streams",) if lane else ("calls", "streams"))}
+        cpu = {how: _beats(server, clients, how, seconds) for how in (("beats",) if lane else ("calls", "streams"))}
         after = Cost.of(server.pid)
     many = sessions - len(mine)
     return {
@@ -299,7 +300,7 @@ def measure(lane: str, sessions: int, seconds: float, processes: int) -> dict[st
         "kb_each": kept / many / 1e3,
         "threads": after.threads,
         "rss_mb": after.rss / 1e6,
-        "rss_alone_mb": before.rss / 1e6,
+        "alone_percent": 100 * alone,
         "core_percent": {how: 100 * each for how, each in cpu.items()},
         "us_per_beat": {how: 1e6 * each * BEAT_SECONDS / sessions for how, each in cpu.items()},
     }
@@ -309,6 +310,10 @@ def _beats(server: subprocess.Popen[bytes], clients: Sequence[Any], how: str, se
     """Returns the part of a core that a server takes while its clients beat."""
     _meet(clients, how)
     time.sleep(REST)
+    return _share_of_core(server, seconds)
+
+
+def _share_of_core(server: subprocess.Popen[bytes], seconds: float) -> float:
     start, before = time.monotonic(), Cost.of(server.pid)
     time.sleep(seconds)
     return Cost.of(server.pid).since(before).seconds / (time.monotonic() - start)
@@ -379,13 +384,14 @@ def report(rows: Sequence[dict[str, Any]], sessions: int, seconds: float, proces
     limit = rows[-1]
     for row in rows:
         row["kb_beyond"] = row["kb_each"] - limit["kb_each"]
-        row["to_stream"] = row["us_per_beat"]["streams"] / limit["us_per_beat"]["streams"]
+        row["to_stream"] = min(row["us_per_beat"].values()) / limit["us_per_beat"]["streams"]
     settings = {"sessions": sessions, "seconds": seconds, "processes": processes, "beat_seconds": BEAT_SECONDS}
     return {"format": FORMAT, "machine": machine(), **settings, "rows": list(rows)}
 
 
 def _by_way(row: dict[str, Any], key: str) -> str:
-    return ", ".join(f"{value:.3g}" + (f" ({how})" if row["lane"] == "" else "") for how, value in row[key].items())
+    found = row[key].items()
+    return ", ".join(f"{value:.3g}" + (f" ({how})" if len(found) > 1 else "") for how, value in found)
 
 
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -393,6 +399,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "KB each": lambda row: f"{row['kb_each']:.1f}",
     "beyond gRPC": lambda row: f"{row['kb_beyond']:+.1f}",
     "% of a core": lambda row: _by_way(row, "core_percent"),
+    "with few": lambda row: f"{row['alone_percent']:.2g}",
     "us/beat": lambda row: _by_way(row, "us_per_beat"),
     "/ stream": lambda row: f"{row['to_stream']:.2f}",
     "opened in s": lambda row: f"{row['open_s']:.1f}",
