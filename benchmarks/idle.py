@@ -65,7 +65,8 @@ BEAT_BYTES, ANSWER_BYTES = 32, 2
 """About the size of a `BeatRequest` and a `BeatReply` of a worker that does nothing."""
 
 TIMEOUTS = Timeouts(lease=60.0)
-"""A thousand clients on one machine may wait for its processors for longer than a session lives otherwise."""
+"""A thousand clients on one machine may wait for its processors for longer than a session lives otherwise. gRPC's
+connections ask for signs of life every 5 s then, and with the usual lease every 2.5 s."""
 
 REST = 2 * BEAT_SECONDS
 """Seconds after which what was opened is at rest."""
@@ -195,7 +196,7 @@ class Channel:
     """
 
     def __init__(self, server: str) -> None:
-        self._channel = open_channel(server, Security(), "")
+        self._channel = open_channel(server, Security(), "", TIMEOUTS.lease)
         self._call = stub(self._channel, CALL, (False, False))
         self._sent = SimpleQueue[bytes | None]()
         self._ended = threading.Event()
@@ -327,7 +328,9 @@ def own_bytes(pid: int) -> int:
 
 @contextmanager
 def _server(sessions: int) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    process, address = start_server(timeouts=TIMEOUTS, flags=("--log-level", "warning", "--max-sessions", str(sessions + 1)))
+    process, address = start_server(
+        timeouts=TIMEOUTS, flags=("--log-level", "warning", "--max-sessions", str(sessions + 1))
+    )
     with process:
         try:
             yield process, address

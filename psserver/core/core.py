@@ -218,13 +218,8 @@ class Core:
     def enlist(self, task: Task | None, key: int) -> Enlisted:
         return self._enter(self.machine.enlist, task, key)
 
-    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> bool:
+    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace | None = STILL, clock: int = 0) -> bool:
         error, drives = self._enter(self.machine.beat, session, round, plan_id, pace, clock)
-        _raise(error)
-        return drives
-
-    def renew(self, session: int) -> bool:
-        error, drives = self._enter(self.machine.renew, session)
         _raise(error)
         return drives
 

@@ -200,9 +200,9 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         return bool(self.log.entries and self.store.variables) and not self.log.over
 
     def beat(
-        self, now: float, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0
+        self, now: float, session: int, round: int, plan_id: bytes, pace: Pace | None = STILL, clock: int = 0
     ) -> Outcome[tuple[PSError | None, bool]]:
-        """Renews a session's lease and notes what it says of itself.
+        """Renews a session's lease and notes what it says of itself: nothing, where the pace is None.
 
         Answers with the error that ended the session, and whether its process is to drive the job.
         """
@@ -210,24 +210,11 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         if error is None and self.log.keeps:
             self.members.beat(session, (round, plan_id), now, self.log.describe, pace)
             error = self._admission.ended(session)
-        if error is None:
+        if error is None and pace is not None:
             self.rounds.clocks.tell(session, clock)
-        return (error, self._is_to_drive(session, error, now)), []
-
-    def renew(self, now: float, session: int) -> Outcome[tuple[PSError | None, bool]]:
-        """Renews a session's lease: its process does what it said in its last beat.
-
-        Answers as to a beat.
-        """
-        error = self._admission.ended(session)
-        if error is None and self.log.keeps:
-            self.members.renew(session, now)
-        return (error, self._is_to_drive(session, error, now)), []
-
-    def _is_to_drive(self, session: int, error: PSError | None, now: float) -> bool:
-        """Counts a sign of life; returns True if a process whose session has not ended is to drive the job."""
         self.tally.signs += error is None
-        return self.log.keeps and self.log.lost is None and self.members.is_to_drive(session, now)
+        drives = self.log.keeps and self.log.lost is None and self.members.is_to_drive(session, now)
+        return (error, drives), []
 
     def leave(self, now: float, session: int, error: str) -> Outcome[None]:
         """Ends a process's session, cleanly or with an error."""

@@ -77,7 +77,7 @@ WATCHED = {UNTIL_ENDED: "its end", UNTIL_GONE: "the loss of a server"}
 """What a call waits for that has no version of the log, in words."""
 
 QUIET = frozenset(
-    ("tick", "beat", "renew", "enlist", "watch", "holds", "initialize", "initialize_batch", "look", "asked", "miss")
+    ("tick", "beat", "enlist", "watch", "holds", "initialize", "initialize_batch", "look", "asked", "miss")
 )
 """Stimuli that come by themselves or with another one, and say little: they are kept only where they were refused."""
 
@@ -178,8 +178,6 @@ def _words(name: str, args: tuple[Any, ...], registry: Registry) -> str:
             return f"{task}: " + ("drives" if drives else f"{_counted(replicas, 'replica')}, {mode}")
         case "enlist", (task, _):
             return "asks for an index" if task is None else str(task)
-        case "renew", (int(session),):
-            return who(session)
         case "leave", (int(session), str(error)):
             return f"{who(session)}: {error or 'cleanly'}"
         case "beat", (int(session), int(round), *_):

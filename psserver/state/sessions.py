@@ -216,15 +216,8 @@ class Membership:
     def _check_job(self, task: Task, job: str) -> None:
         """Raises `ConfigError` for another job than the current one, while that is not over."""
         here = ", ".join(str(session.member.task) for session in self._open_or_driving())
-        if job == self.job or not (self._held() or here):
-            return
-        mine, theirs = (f"the job {name!r}" if name else "a job without a name" for name in (job, self.job))
-        join = f"set PS_JOB={self.job}" if self.job else "unset PS_JOB"
-        why = f"{here} of it are here" if here else "its variables are, and it was not left cleanly"
-        raise ConfigError(
-            f"{task} is of {mine}, and these servers hold {theirs}: {why}. To take part in that one {join}; to discard "
-            "it once its processes have ended, run psctl job end"
-        )
+        if job != self.job and (self._held() or here):
+            raise _other_job(task, job, self.job, here)
 
     def _is_gone(self, session: _SessionRecord, now: float) -> bool:
         """Returns False while the process of a session may be alive."""
@@ -274,10 +267,7 @@ class Membership:
     def _check_room(self, task: Task) -> None:
         others = [session for session in self._open_or_driving() if session.member.task != task]
         if len(others) >= self._registry.limit:
-            raise ConfigError(
-                f"{task} would be one more than the {self._registry.limit} sessions that may be open here; end those "
-                "that are not needed, or start the servers with a larger --max-sessions"
-            )
+            raise _one_too_many(task, self._registry.limit)
         self._registry.check_room()
 
     def check(self, number: int) -> None:
@@ -306,17 +296,22 @@ class Membership:
         waits: tuple[int, bytes],
         now: float,
         describe: Callable[[bytes], str],
-        pace: Pace = STILL,
+        pace: Pace | None = STILL,
     ) -> None:
         """Renews an open session's lease; ends all sessions if two have made different plans of one round.
 
-        If one of the two is a newcomer in its first round, it ends alone.
+        If one of the two is a newcomer in its first round, it ends alone. A beat without a pace says nothing new.
+
+        Raises:
+            InvalidRequest: it says nothing, and no other one has come here: this server did not keep the sessions then.
         """
         self.touch(number, now)
         session = self._sessions[number]
-        # What it asks for the chief is told at once.
-        asked = session.pace.leaving, session.pace.saving, session.pace.knows_leaving
-        self.version += asked != (pace.leaving, pace.saving, pace.knows_leaving)
+        if pace is None:
+            if not session.described:
+                raise InvalidRequest("this session has not said here what it does; beat over gRPC first")
+            return
+        self.version += _asks(session.pace) != _asks(pace)  # the chief is told at once
         session.pace, session.described = pace, True
         if waits[0] < 0 or not self._takes_part(number):
             session.waits = (-1, b"")
@@ -326,16 +321,6 @@ class Membership:
             if other.waits[0] == waits[0] and other.waits[1] != waits[1]:
                 self._tell_apart(other, session, waits[0], describe)
         self._compare_changes()
-
-    def renew(self, number: int, now: float) -> None:
-        """Renews an open session's lease; its process does what it said last.
-
-        Raises:
-            InvalidRequest: it has said nothing here yet: this server did not keep the sessions then.
-        """
-        if not self._sessions[number].described:
-            raise InvalidRequest("this session has not said here what it does; beat over gRPC first")
-        self.touch(number, now)
 
     def _compare_changes(self) -> None:
         """Ends all sessions if two members do not come to one change of consistency."""
@@ -419,8 +404,7 @@ class Membership:
                 self._end(self._sessions[number], "replaced")
         self._registry.retire({*numbers, *(n for n, session in self._sessions.items() if session.state != "open")})
         self._sessions = {number: session for number, session in self._sessions.items() if session.state == "open"}
-        if self._chief is not None and self._chief.state != "open":
-            self._chief = next((session for session in reversed(self._open_or_driving()) if session.drives), None)
+        self._chief = next((session for session in reversed(self._sessions.values()) if session.drives), None)
 
     def forgive(self, seconds: float) -> None:
         """Extends all leases by some seconds."""
@@ -472,6 +456,28 @@ class Membership:
             session.state = state
             session.waits = (-1, b"")
             self.version += 1
+
+
+def _other_job(task: Task, job: str, held: str, here: str) -> ConfigError:
+    mine, theirs = (f"the job {name!r}" if name else "a job without a name" for name in (job, held))
+    join = f"set PS_JOB={held}" if held else "unset PS_JOB"
+    why = f"{here} of it are here" if here else "its variables are, and it was not left cleanly"
+    return ConfigError(
+        f"{task} is of {mine}, and these servers hold {theirs}: {why}. To take part in that one {join}; to discard "
+        "it once its processes have ended, run psctl job end"
+    )
+
+
+def _one_too_many(task: Task, limit: int) -> ConfigError:
+    return ConfigError(
+        f"{task} would be one more than the {limit} sessions that may be open here; end those that are not needed, or "
+        "start the servers with a larger --max-sessions"
+    )
+
+
+def _asks(pace: Pace) -> tuple[bool, bool, bool]:
+    """Returns what a process asks the chief for."""
+    return pace.leaving, pace.saving, pace.knows_leaving
 
 
 def _taken(task: Task, other: Task, drives: bool, silent: float) -> TaskTaken:

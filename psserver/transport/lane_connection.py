@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -15,7 +14,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from psserver.registry import Registered
 from psserver.transport.access import Access, Names
-from psserver.transport.client_memory import ClientMemory
+from psserver.transport.client_memory import ClientMemory, take_segment
 from psserver.transport.served import Served
 from pswire.api import PullReply, RoundReply
 from pswire.encoding import messages
@@ -25,7 +24,7 @@ from pswire.errors import ConfigError, Fenced, Forbidden, InvalidRequest, PSErro
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.parts import Assembly
 from pswire.transport.payload import Payload
-from pswire.transport.shared_memory import Segment, SharedArena
+from pswire.transport.shared_memory import SharedArena
 from pswire.transport.sockets import Kind, Message, MessageSocket, PayloadSender
 from pswire.transport.tls_socket import Stream
 from pswire.transport.traffic import LaneName, Traffic
@@ -253,16 +252,7 @@ class Connection:
 
     def _take_segment(self) -> None:
         """Takes the segment that comes with the first byte of a client that shares memory."""
-        byte, files, _, _ = socket.recv_fds(self._plain, 1, 1)
-        try:
-            if not byte:
-                raise ConnectionResetError("it was closed at once")
-            if len(files) != 1:
-                raise InvalidRequest("no memory was handed over")
-            segment = Segment.take(files[0], self._lanes.in_flight + self._lanes.buffer_bytes)
-        finally:
-            for file in files:
-                os.close(file)
+        segment = take_segment(self._plain, self._lanes.in_flight + self._lanes.buffer_bytes)
         self._memory = ClientMemory(segment.memory, self._lanes.in_flight, lambda: self._channel)
 
     def _hand_over(self) -> None:
@@ -390,8 +380,8 @@ class Connection:
         """Answers a beat, at once."""
         session = cast(int, self.session)  # it has said hello
         self._check(BEAT, pb.BeatRequest(session=session))
-        reply = pb.BeatReply(drive=self._lanes.core.renew(session))
-        self._channel.tell(Kind.BEAT, message.call, reply.SerializeToString())
+        reply = pb.BeatReply(drive=self._lanes.core.beat(session, -1, b"", None))
+        self._channel.tell(Kind.ANSWER, message.call, reply.SerializeToString())
 
     def _vote(self, message: Message) -> None:
         """Takes another server's vote, which has no answer."""

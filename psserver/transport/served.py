@@ -8,6 +8,7 @@ from psserver.effects import Others
 from psserver.registry import Registry
 from pswire.api import ParameterServer, Testimony, Vote
 from pswire.errors import ServerGone
+from pswire.model.status import STILL, Pace
 
 
 class Served(ParameterServer, Protocol):
@@ -23,12 +24,11 @@ class Served(ParameterServer, Protocol):
     registry: Registry
     others: Others | None
 
-    def renew(self, session: int) -> bool:
-        """Renews a lease: a process does what it said in its last beat; returns what a beat does.
+    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace | None = STILL, clock: int = 0) -> bool:
+        """Does what a `ParameterServer` does. Without a pace the beat says nothing but that the process lives.
 
         Raises:
-            Fenced, Diverged: as a beat.
-            InvalidRequest: this server has heard no beat of the session since it keeps them.
+            InvalidRequest: it says nothing, and this server has heard no other beat since it keeps the sessions.
         """
 
     def introduce(self, server: int, incarnation: int) -> None:

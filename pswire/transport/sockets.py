@@ -153,7 +153,7 @@ class Kind(IntEnum):
     PART = 5
     """A part; the first of an answer that is sent while it is made has a RoundHeader with the size."""
     ANSWER = 6
-    """The last message of a call: a RoundHeader or a PullHeader, and maybe the last part."""
+    """The last message of a call: a RoundHeader or a PullHeader, and maybe the last part; to a beat a BeatReply."""
     REFUSAL = 7
     """The last message of a call that failed: a Refusal."""
     FREED = 8
@@ -163,8 +163,7 @@ class Kind(IntEnum):
     VOTE = 10
     """A ServerVote of another server."""
     BEAT = 11
-    """Of a client: nothing but that it lives, and has nothing else to say than with its last beat over gRPC. The
-    server answers with a BeatReply."""
+    """Of a client: nothing but that it lives, and has nothing else to say than with its last beat over gRPC."""
 
 
 @dataclass(frozen=True, slots=True)

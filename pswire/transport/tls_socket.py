@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import cast
 
+from pswire.transport import scratch
+
 RECORD = 1 << 14
 """Bytes of a record of TLS. Smaller buffers become one."""
 

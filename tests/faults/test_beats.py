@@ -8,6 +8,7 @@ connection show whether the server, or the lane, is silent.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from pswire.transport.sockets import Kind
 from pswire.transport.traffic import LaneName
 from tests.support import packets
 from tests.support.lane_rig import Hand, Site, eventually
-from tests.support.rig import SOON, WORKERS, Worker
+from tests.support.rig import SOON, WORKERS
 
 LEASE = 0.8
 """Seconds."""
@@ -48,18 +49,18 @@ class Beats:
     def __init__(self, site: Site, patch: pytest.MonkeyPatch, worker: int = 0) -> None:
         self.site, self.worker = site, site.workers[worker]
         self.calls = self.renewed = 0
-        once, renew = site.server._calls.once, site.core.renew
+        once, beat = site.server._calls.once, site.core.beat
 
         def count_call(name: str, data: bytes, seconds: float) -> bytes:
             self.calls += name == "Beat"
             return once(name, data, seconds)
 
-        def count_renewed(session: int) -> bool:
-            self.renewed += 1
-            return renew(session)
+        def count_renewed(session: int, *said: Any) -> bool:
+            self.renewed += said[2] is None
+            return beat(session, *said)
 
         patch.setattr(site.server._calls, "once", count_call)
-        patch.setattr(site.core, "renew", count_renewed)
+        patch.setattr(site.core, "beat", count_renewed)
 
     def ways(self, *args: Any) -> tuple[int, int]:
         """Beats; returns how many calls of gRPC that took, and how many beats on lanes the server has taken."""
@@ -121,8 +122,10 @@ def test_news_travel_over_grpc(beats: Beats, news: tuple[Any, ...]) -> None:
 
 
 def test_who_waits_in_a_round_beats_over_grpc(beats: Beats) -> None:
-    """A server compares rounds that processes wait in, whoever comes first: it has to be told in each beat."""
+    """A server compares rounds that processes wait in, whoever comes first: it has to be told in each beat, and once
+    none is waited in any more."""
     assert [beats.ways(0, b"plan"), beats.ways(0, b"plan")] == [CALL, CALL]
+    assert [beats.ways(), beats.ways()] == [CALL, LANE]
 
 
 def test_while_a_call_waits_on_a_lane_beats_travel_over_grpc(beats: Beats) -> None:
@@ -138,7 +141,8 @@ def test_while_a_call_waits_on_a_lane_beats_travel_over_grpc(beats: Beats) -> No
 
 def test_a_server_of_the_version_before_is_called(beats: Beats) -> None:
     """It would close a lane on which beats come."""
-    beats.site.server._spoken = 3, ""
+    lanes = beats.site.server._lanes[beats.worker.session]
+    lanes._offer = replace(lanes._offer, beats=False)
     assert [beats.ways(), beats.ways()] == [CALL, CALL]
 
 
@@ -158,7 +162,7 @@ def test_a_session_that_has_ended_is_refused_on_its_lane(stack: ExitStack, site:
     hand = stack.enter_context(Hand(site.lanes, name).welcomed(here.session, site.lanes))
     hand.say(Kind.BEAT, 1)
     answer = hand.hear()
-    assert (answer.kind, answer.call, pb.BeatReply.FromString(answer.header)) == (Kind.BEAT, 1, pb.BeatReply())
+    assert (answer.kind, answer.call, pb.BeatReply.FromString(answer.header)) == (Kind.ANSWER, 1, pb.BeatReply())
     site.job.verbs[0].leave(here.session, "it failed")
     hand.say(Kind.BEAT, 2)
     answer = hand.hear()
@@ -219,9 +223,13 @@ def test_what_one_client_says_keeps_no_other_waiting(stack: ExitStack, site: Sit
     connection = site.lanes.connections[-1]
     head = bytes((Kind.BEAT,)) + bytes(31) + b"\xff" * 8
     with pytest.raises(BlockingIOError):
-        for _ in range(2000):
-            hand.sock.send(1000 * head)
+        _flood(hand, 1000 * head)
     eventually(lambda: connection._paused)
     assert connection._link.waiting <= 2 * BACKLOG
     site.server.beat(other.session, -1, b"")
     assert site.server.beat(other.session, -1, b"") is False
+
+
+def _flood(hand: Hand, said: bytes) -> None:
+    for _ in range(2000):
+        hand.sock.send(said)

@@ -659,10 +659,6 @@ class Fixed:
         """As all verbs here."""
         return self._now(args)
 
-    def renew(self, *args: Any) -> Any:
-        """As all verbs here."""
-        return self._now(args)
-
     def leave(self, *args: Any) -> Any:
         """As all verbs here."""
         return self._now(args)

@@ -27,7 +27,7 @@ from pswire.encoding.verbs import parse, refusal_from_pb
 from pswire.errors import InvalidRequest, PSError
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.parts import Assembly
-from pswire.transport.payload import EMPTY, Payload
+from pswire.transport.payload import Payload
 from pswire.transport.shared_memory import CLIENT_BYTES, Hold, Segment, SharedArena, SharedView
 from pswire.transport.sockets import Kind, Message, MessageSocket, PayloadSender, connect
 from pswire.transport.tls_socket import Stream
@@ -67,6 +67,7 @@ class Offer:
         path: path of the shm lane's socket; "" where there is none.
         in_flight: bytes of a contribution that the server holds before they are used.
         name: the name that the server's certificate must have.
+        beats: True if the server takes beats on its lanes.
         buffer_bytes: bytes that this process's shared memory may have behind those for copies.
         tls: makes the context that encrypts the tcp lane; None for none.
     """
@@ -80,6 +81,7 @@ class Offer:
     name: str = ""
     buffer_bytes: int = 0
     tls: Callable[[], ssl.SSLContext] | None = None
+    beats: bool = False
 
 
 @dataclass
@@ -470,8 +472,6 @@ class Lane:
         elif message.kind is Kind.ALIVE:
             said = parse(pb.LaneAlive, message.header)
             self._silence.word(said.received, said.paused, self._link.sent, time.monotonic())
-        elif message.kind is Kind.BEAT:
-            self._end(message.call, (parse(pb.BeatReply, message.header), EMPTY))
         else:
             self._answer(message)
 
@@ -485,7 +485,8 @@ class Lane:
             return
         if message.kind is Kind.ANSWER or message.header:
             header = parse(call.kind, message.header)
-            call.assembly = call.assembly or Assembly(header.size, self._traffic)
+            size = 0 if isinstance(header, pb.BeatReply) else header.size
+            call.assembly = call.assembly or Assembly(size, self._traffic)
             call.header = header if message.kind is Kind.ANSWER else None
         if call.assembly is None:
             raise InvalidRequest("a part of an answer without a header")

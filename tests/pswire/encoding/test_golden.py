@@ -474,12 +474,13 @@ def beats(stack: ExitStack) -> list[Heard]:
     core.tell(OPEN)
     make(server, OPEN)
     first = Sample("Beat", "first", (SESSION, -1, b"", STILL, 0), False)
+    again = (SESSION, -1, b"", None)
     refused = Sample("Beat", "refused", first.args, Fenced("this session was ended", "/job:worker/task:3"))
     for sample, *asked in (
         (first, first.args),
-        (first, (SESSION,)),
-        (Sample("Beat", "to drive", first.args, True), (SESSION,)),
-        (refused, (SESSION,), first.args),
+        (first, again),
+        (Sample("Beat", "to drive", first.args, True), again),
+        (refused, again, first.args),
     ):
         core.tell(sample)
         assert make(server, sample) == plain(sample.answer)
@@ -555,7 +556,7 @@ LANE_HEADERS: Mapping[int, type[Protobuf] | None] = {
     Kind.FREED: None,
     Kind.ALIVE: pb.LaneAlive,
     Kind.VOTE: pb.ServerVote,
-    Kind.BEAT: pb.BeatReply,
+    Kind.BEAT: None,
 }
 
 
