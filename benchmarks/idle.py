@@ -10,7 +10,8 @@ as often as workers beat, first as calls of their own, then on the streams. It a
 
 Clients share processes, as threads, as in `fanin.py`: a server cannot tell. Memory is what the server's process has
 for itself (`Pss` of smaps_rollup), less what it had with one session of each process. Processor time is that of its
-whole process; what it takes with those few sessions stands beside it.
+whole process, and is divided by the beats that clients have counted: on a machine that others use they may be late.
+What the process takes with those few sessions stands beside it.
 
 `--json FILE` writes `{"format", "machine", "sessions", "seconds", "processes", "beat_seconds", "rows"}`.
 """
@@ -45,6 +46,7 @@ from psclient._src.transport.remote_server import connect
 from psclient._src.transport.session import Session
 from pswire.cluster import ClusterSpec, Task
 from pswire.limits import Timeouts
+from pswire.model.status import STILL, Pace
 from pswire.security.identity import Security
 from pswire.transport.grpc_channel import open_channel, stub
 from pswire.transport.traffic import LANES, LaneName
@@ -109,18 +111,18 @@ def be_clients(share: Share) -> None:
     opened: Opened = Sessions(share) if share.lane else Channels(share)
     first, *rest = share.mine
     opened.open(first)
-    while word := _ask():
+    while word := _ask(opened.beats):
         if word == "open":
             with ThreadPoolExecutor(OPENERS) as threads:
                 list(threads.map(opened.open, rest))
-        else:
+        elif word != "count":
             opened.beat_by(word)
     opened.close()
 
 
-def _ask() -> str:
-    """Says that this process is at a gate; returns what to do next, "" for the end."""
-    print("at the gate", flush=True)
+def _ask(beats: int) -> str:
+    """Says that this process is at a gate, and how often its clients have beaten; returns what to do next."""
+    print(beats, flush=True)
     return sys.stdin.readline().strip()
 
 
@@ -129,6 +131,9 @@ class Sessions:
 
     Args:
         share: what this process is told.
+
+    Attributes:
+        beats: how many there were.
     """
 
     def __init__(self, share: Share) -> None:
@@ -136,6 +141,8 @@ class Sessions:
         cluster = {"ps": [share.server], "worker": ["127.0.0.1:0"] * share.sessions, "chief": ["127.0.0.1:0"]}
         self._cluster = ClusterSpec(cluster)
         self._open: list[Session] = []
+        self._lock = threading.Lock()  # guards the number
+        self.beats = 0
         if 0 in share.mine:
             self._begin(Task("chief", 0), 0, True)
 
@@ -148,8 +155,15 @@ class Sessions:
         assert lane in LANES
         servers = connect(self._cluster, timeouts, lane, drives=drives)
         session = Session(task, servers, replicas, drives, timeouts, broken=_complain)
+        session.pace = self._pace
         session.open()
         self._open.append(session)
+
+    def _pace(self) -> Pace:
+        """Returns what a beat says of a worker that does nothing; each asks."""
+        with self._lock:
+            self.beats += 1
+        return STILL
 
     def beat_by(self, word: str) -> None:
         """Sessions beat by themselves."""
@@ -173,6 +187,11 @@ class Channels:
         self._server = share.server
         self._open: list[Channel] = []
 
+    @property
+    def beats(self) -> int:
+        """How many there were."""
+        return sum(channel.beats for channel in self._open)
+
     def open(self, number: int) -> None:
         """Opens one, and what it holds."""
         self._open.append(Channel(self._server))
@@ -193,6 +212,9 @@ class Channel:
 
     Args:
         server: the server's address.
+
+    Attributes:
+        beats: how many of its messages were answered.
     """
 
     def __init__(self, server: str) -> None:
@@ -200,6 +222,7 @@ class Channel:
         self._call = stub(self._channel, CALL, (False, False))
         self._sent = SimpleQueue[bytes | None]()
         self._ended = threading.Event()
+        self.beats = 0
         self._call(bytes(BEAT_BYTES), timeout=WAIT)
         self._stream = stub(self._channel, HOLD, (True, True))(iter(self._sent.get, None))
 
@@ -214,6 +237,7 @@ class Channel:
         ended.wait(after)
         while not ended.wait(BEAT_SECONDS):
             ask()
+            self.beats += 1
 
     def _ask_by_call(self) -> None:
         self._call(bytes(BEAT_BYTES), timeout=WAIT)
@@ -285,13 +309,13 @@ def measure(lane: str, sessions: int, seconds: float, processes: int) -> dict[st
         clients = [stack.enter_context(_clients(Share(address, sessions, each, lane))) for each in mine]
         _meet(clients, "")
         time.sleep(REST)
-        alone, memory = _share_of_core(server, REST), own_bytes(server.pid)
+        alone, memory = _while_beating(server, clients, REST), own_bytes(server.pid)
         start = time.monotonic()
         _meet(clients, "open")
         opening = time.monotonic() - start
         time.sleep(REST)
         kept = own_bytes(server.pid) - memory
-        cpu = {how: _beats(server, clients, how, seconds) for how in (("beats",) if lane else ("calls", "streams"))}
+        costs = {how: _beats(server, clients, how, seconds) for how in (("beats",) if lane else ("calls", "streams"))}
         after = Cost.of(server.pid)
     many = sessions - len(mine)
     return {
@@ -301,23 +325,39 @@ def measure(lane: str, sessions: int, seconds: float, processes: int) -> dict[st
         "kb_each": kept / many / 1e3,
         "threads": after.threads,
         "rss_mb": after.rss / 1e6,
-        "alone_percent": 100 * alone,
-        "core_percent": {how: 100 * each for how, each in cpu.items()},
-        "us_per_beat": {how: 1e6 * each * BEAT_SECONDS / sessions for how, each in cpu.items()},
+        "alone_percent": 100 * alone.core,
+        "core_percent": {how: 100 * each.core for how, each in costs.items()},
+        "beats_per_s": {how: each.beats for how, each in costs.items()},
+        "us_per_beat": {how: 1e6 * each.core / each.beats for how, each in costs.items()},
     }
 
 
-def _beats(server: subprocess.Popen[bytes], clients: Sequence[Any], how: str, seconds: float) -> float:
-    """Returns the part of a core that a server takes while its clients beat."""
+@dataclass(frozen=True)
+class Beaten:
+    """What a server has taken while its clients beat.
+
+    Attributes:
+        core: the part of a core.
+        beats: how many there were in a second.
+    """
+
+    core: float
+    beats: float
+
+
+def _beats(server: subprocess.Popen[bytes], clients: Sequence[Any], how: str, seconds: float) -> Beaten:
+    """Has the clients beat, and returns what their server takes for it."""
     _meet(clients, how)
     time.sleep(REST)
-    return _share_of_core(server, seconds)
+    return _while_beating(server, clients, seconds)
 
 
-def _share_of_core(server: subprocess.Popen[bytes], seconds: float) -> float:
+def _while_beating(server: subprocess.Popen[bytes], clients: Sequence[Any], seconds: float) -> Beaten:
+    first = _meet(clients, "count")
     start, before = time.monotonic(), Cost.of(server.pid)
     time.sleep(seconds)
-    return Cost.of(server.pid).since(before).seconds / (time.monotonic() - start)
+    spent, took = Cost.of(server.pid).since(before).seconds, time.monotonic() - start
+    return Beaten(spent / took, (_meet(clients, "count") - first) / (time.monotonic() - start))
 
 
 def own_bytes(pid: int) -> int:
@@ -361,14 +401,13 @@ def _spawned(*words: str) -> Iterator[subprocess.Popen[bytes]]:
             send(process, signal.SIGKILL)
 
 
-def _meet(clients: Sequence[subprocess.Popen[bytes]], word: str) -> None:
-    """Tells all processes of clients what to do, if anything; returns once they have."""
+def _meet(clients: Sequence[subprocess.Popen[bytes]], word: str) -> int:
+    """Tells all processes of clients what to do, if anything; once they have, returns how often all have beaten."""
     if word:
         for client in clients:
             assert client.stdin is not None  # we asked for the pipe
             client.stdin.write(word.encode() + b"\n")
-    for client in clients:
-        _hear(client)
+    return sum(int(_hear(client)) for client in clients)
 
 
 def _hear(process: subprocess.Popen[bytes]) -> str:
@@ -402,6 +441,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "KB each": lambda row: f"{row['kb_each']:.1f}",
     "beyond gRPC": lambda row: f"{row['kb_beyond']:+.1f}",
     "% of a core": lambda row: _by_way(row, "core_percent"),
+    "beats/s": lambda row: _by_way(row, "beats_per_s"),
     "with few": lambda row: f"{row['alone_percent']:.2g}",
     "us/beat": lambda row: _by_way(row, "us_per_beat"),
     "/ stream": lambda row: f"{row['to_stream']:.2f}",

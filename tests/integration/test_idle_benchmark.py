@@ -29,6 +29,7 @@ def test_a_short_run_writes_its_figures(tmp_path):
         assert row["kb_each"] > 0
         assert row["kb_beyond"] == pytest.approx(row["kb_each"] - limit["kb_each"])
         assert row["to_stream"] == pytest.approx(row["us_per_beat"]["beats"] / limit["us_per_beat"]["streams"])
-        share = row["core_percent"]["beats"] / 100
-        assert row["us_per_beat"]["beats"] == pytest.approx(1e6 * share * found["beat_seconds"] / found["sessions"])
+        share, rate = row["core_percent"]["beats"] / 100, row["beats_per_s"]["beats"]
+        assert 0 < rate < 2 * found["sessions"] / found["beat_seconds"]
+        assert row["us_per_beat"]["beats"] == pytest.approx(1e6 * share / rate)
     assert limit["kb_beyond"] == 0
