@@ -447,6 +447,7 @@ def test_connections_on_which_nothing_comes_have_no_buffer() -> None:
 
 def test_two_connections_have_never_one_buffer() -> None:
     """While messages are taken from one, what comes on the other goes elsewhere."""
+    scratch.give_back(scratch.lend())
     with pair() as (one, first), pair() as (two, second):
         one.sendall(b"".join(Message(Kind.PULL, call).head() for call in (1, 2)))
         two.sendall(b"".join(Message(Kind.PUSH, call).head() for call in (3, 4)))
