@@ -69,6 +69,9 @@ T = TypeVar("T")
 Outcome = tuple[T, list[Effect]]
 """A stimulus's answer to its caller, and its effects."""
 
+UNCHANGED: list[Effect] = []
+"""The effects of a stimulus after which nothing has become possible that was not before. It stays empty."""
+
 Batch = tuple[PlacedVariable, ...]
 """Variables that are created together."""
 
@@ -214,7 +217,7 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
             self.rounds.clocks.tell(session, clock)
         self.tally.signs += error is None
         drives = self.log.keeps and self.log.lost is None and self.members.is_to_drive(session, now)
-        return (error, drives), []
+        return (error, drives), UNCHANGED if pace is None else []
 
     def leave(self, now: float, session: int, error: str) -> Outcome[None]:
         """Ends a process's session, cleanly or with an error."""

@@ -36,6 +36,9 @@ T = TypeVar("T")
 PUSH, PULL, VOTE, BEAT = VERBS["Push"], VERBS["Pull"], VERBS["Vote"], VERBS["Beat"]
 """The verbs of lanes."""
 
+DRIVE = pb.BeatReply(drive=True).SerializeToString()
+"""The answer to a beat whose process is to drive the job; to all others it is empty."""
+
 HELLO_SECONDS = 10.0
 """Seconds within which a connection must send its hello."""
 
@@ -137,6 +140,7 @@ class Connection:
         self.session: int | None = None
         """The client's session; None before its hello."""
         self._registered: Registered | None = None
+        self._hello_said = pb.LaneHello()
         self.lane: LaneName = "shm" if shared else "tcp"
         self.names = names
         self._lanes, self.peer = lanes, peer
@@ -325,7 +329,7 @@ class Connection:
         if message.kind is not Kind.HELLO:
             raise InvalidRequest("a connection has not shown whose it is")
         check_protocol(hello.protocol, f"session {hello.session}", self._lanes.task)
-        self._registered = self._lanes.let_in(self, hello)
+        self._registered, self._hello_said = self._lanes.let_in(self, hello), hello
         if self._shared:
             self._hand_over()
         self.session = hello.session
@@ -378,10 +382,9 @@ class Connection:
 
     def _beat(self, message: Message) -> None:
         """Answers a beat, at once."""
-        session = cast(int, self.session)  # it has said hello
-        self._check(BEAT, pb.BeatRequest(session=session))
-        reply = pb.BeatReply(drive=self._lanes.core.beat(session, -1, b"", None))
-        self._channel.tell(Kind.ANSWER, message.call, reply.SerializeToString())
+        self._check(BEAT, self._hello_said)
+        drives = self._lanes.core.beat(self._hello_said.session, -1, b"", None)
+        self._channel.tell(Kind.ANSWER, message.call, DRIVE if drives else b"")
 
     def _vote(self, message: Message) -> None:
         """Takes another server's vote, which has no answer."""
@@ -391,7 +394,7 @@ class Connection:
         self._lanes.access.check(VOTE, vote, self.names)
         self._lanes.core.hear(self._lanes.access.voter(vote.session), messages.said_from_pb(vote))
 
-    def _check(self, verb: Verb, header: pb.PushHeader | pb.PullRequest | pb.BeatRequest) -> None:
+    def _check(self, verb: Verb, header: pb.PushHeader | pb.PullRequest | pb.LaneHello) -> None:
         """Checks a call.
 
         Raises:
