@@ -8,12 +8,13 @@ connection show whether the server, or the lane, is silent.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from psserver.transport import grpc_service
 from psserver.transport.lane_connection import BACKLOG
+from pswire.encoding.protocol import BEATS
 from pswire.errors import Fenced, ServerLost
 from pswire.model.status import Pace
 from pswire.pb import parameter_server_pb2 as pb
@@ -139,10 +140,12 @@ def test_while_a_call_waits_on_a_lane_beats_travel_over_grpc(beats: Beats) -> No
     assert beats.ways() == LANE
 
 
-def test_a_server_of_the_version_before_is_called(beats: Beats) -> None:
-    """It would close a lane on which beats come."""
-    lanes = beats.site.server._lanes[beats.worker.session]
-    lanes._offer = replace(lanes._offer, beats=False)
+def test_a_server_of_the_version_before_is_called(
+    stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would close a lane on which beats come: it says its number when the session opens."""
+    monkeypatch.setattr(grpc_service, "spoken_with", lambda number: BEATS - 1)
+    beats = Beats(Site(stack, name, elements=64, lease=8 * SOON), monkeypatch)
     assert [beats.ways(), beats.ways()] == [CALL, CALL]
 
 
