@@ -108,6 +108,7 @@ dist-check: dist .venv/dev  ## builds again, and installs the wheel with each Py
 bench: .venv/dev  ## times of rounds, of an update, of checkpoints, of training steps, of other systems' rounds; ARGS=--quick for a first look
 	$(BIN)/python benchmarks/round.py $(ARGS)
 	$(BIN)/python benchmarks/fanin.py $(ARGS)
+	$(BIN)/python benchmarks/idle.py $(ARGS)
 	$(BIN)/python benchmarks/growth.py $(ARGS)
 	$(BIN)/python benchmarks/staleness.py $(ARGS)
 	$(BIN)/python benchmarks/update.py $(ARGS)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from psserver.config import ServerConfig
-from psserver.core.machine import Machine, Outcome
+from psserver.core.machine import UNCHANGED, Machine, Outcome
 from psserver.core.stimuli import Stimuli, told
 from psserver.core.waiting import Asked
 from psserver.devices import Device, owned
@@ -130,7 +130,7 @@ class Core:
                 raise
             if (refusal := _refusal(answer, effects, args)) is not None:
                 self.stimuli.refused(now, name, args, refusal)
-            return answer, effects + self.machine.progress(now)
+            return answer, [] if effects is UNCHANGED else effects + self.machine.progress(now)
 
     def _look(self) -> None:
         self._enter(self.machine.look)
@@ -218,7 +218,7 @@ class Core:
     def enlist(self, task: Task | None, key: int) -> Enlisted:
         return self._enter(self.machine.enlist, task, key)
 
-    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> bool:
+    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace | None = STILL, clock: int = 0) -> bool:
         error, drives = self._enter(self.machine.beat, session, round, plan_id, pace, clock)
         _raise(error)
         return drives

@@ -70,6 +70,9 @@ T = TypeVar("T")
 Outcome = tuple[T, list[Effect]]
 """A stimulus's answer to its caller, and its effects."""
 
+UNCHANGED: list[Effect] = []
+"""The effects of a stimulus after which nothing has become possible that was not before. It stays empty."""
+
 Batch = tuple[PlacedVariable, ...]
 """Variables that are created together."""
 
@@ -201,9 +204,9 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         return bool(self.log.entries and self.store.variables) and not self.log.over
 
     def beat(
-        self, now: float, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0
+        self, now: float, session: int, round: int, plan_id: bytes, pace: Pace | None = STILL, clock: int = 0
     ) -> Outcome[tuple[PSError | None, bool]]:
-        """Renews a session's lease and notes what it says of itself.
+        """Renews a session's lease and notes what it says of itself: nothing, where the pace is None.
 
         Answers with the error that ended the session, and whether its process is to drive the job.
         """
@@ -211,11 +214,11 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         if error is None and self.log.keeps:
             self.members.beat(session, (round, plan_id), now, self.log.describe, pace)
             error = self._admission.ended(session)
-        if error is None:
+        if error is None and pace is not None:
             self.rounds.clocks.tell(session, clock)
         self.tally.signs += error is None
         drives = self.log.keeps and self.log.lost is None and self.members.is_to_drive(session, now)
-        return (error, drives), []
+        return (error, drives), UNCHANGED if pace is None else []
 
     def leave(self, now: float, session: int, error: str) -> Outcome[None]:
         """Ends a process's session, cleanly or with an error."""

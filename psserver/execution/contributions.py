@@ -198,11 +198,18 @@ class Contributions:
         self._timer = timer
         self.senders = [Sender(part, job.prepared) for part in job.contributors]
         self.dropped: set[Task] = set()
+        self._lost = 0  # how many sessions were lost when it was looked at last
         self._known: dict[int, list[Weighed]] = {}
 
     def drop(self, sessions: Set[int]) -> bool:
-        """Stops waiting for incomplete contributions of lost members; returns True if there are new ones."""
-        known = len(self.dropped)
+        """Stops waiting for incomplete contributions of lost members; returns True if there are new ones.
+
+        Args:
+            sessions: all that were lost; none of them comes back.
+        """
+        if len(sessions) == self._lost:  # each push to a later round asks
+            return False
+        known, self._lost = len(self.dropped), len(sessions)
         for sender in self.senders:
             if sender.part.member.session in sessions and not sender.part.payload.whole:
                 sender.gone = True

@@ -67,12 +67,17 @@ class _SessionRecord:
     pace: Pace = STILL
     joined: int | None = None  # once it takes part: its first round, or -1 where it began together with all others
     parted: float | None = None  # when its connection ended, if nothing was heard since
+    described: bool = False  # whether it has said here what it does
 
     def told(self, now: float) -> SessionState:
         """Returns what others are told of it."""
         state = "failed" if self.state == "replaced" else self.state
         silent, opened = now - self.seen, now - self.opened
         return SessionState(self.member, state, self.join_point, silent, self.drives, self.pace, opened)
+
+    def differs(self, waits: tuple[int, bytes]) -> bool:
+        """Returns True if it waits in a round, and has another section there."""
+        return self.waits[0] == waits[0] and self.waits[1] != waits[1] and self.state == "open" and not self.drives
 
     def vanished(self, beat: float) -> bool:
         """Returns True if its connection ended as it does with a process, and not as with a network that is cut."""
@@ -119,6 +124,7 @@ class Membership:
         self._incarnation, self._given = incarnation, 0  # how many numbers
         self._sessions: dict[int, _SessionRecord] = {}
         self._newest: dict[Task | None, _SessionRecord] = {}  # of each task, and of all chiefs
+        self._changing = False  # somebody waits for a change of consistency
 
     def open(
         self,
@@ -224,15 +230,8 @@ class Membership:
         if job == self.job:
             return
         here = ", ".join(str(session.member.task) for session in self._open_or_driving())
-        if not (self._held() or here):
-            return
-        mine, theirs = (f"the job {name!r}" if name else "a job without a name" for name in (job, self.job))
-        join = f"set PS_JOB={self.job}" if self.job else "unset PS_JOB"
-        why = f"{here} of it are here" if here else "its variables are, and it was not left cleanly"
-        raise ConfigError(
-            f"{task} is of {mine}, and these servers hold {theirs}: {why}. To take part in that one {join}; to discard "
-            "it once its processes have ended, run psctl job end"
-        )
+        if self._held() or here:
+            raise _other_job(task, job, self.job, here)
 
     def _is_gone(self, session: _SessionRecord, now: float) -> bool:
         """Returns False while the process of a session may be alive."""
@@ -249,7 +248,7 @@ class Membership:
 
         It is the lowest that lives and stays. Nobody takes the place of a coordinator, whose script is its own.
         """
-        chief = next((s for s in reversed(self._sessions.values()) if s.drives), None)
+        chief = self._newest.get(None)
         if chief is None or chief.state == "left" or not self._held():
             return False
         since = chief.seen if chief.parted is None else chief.parted
@@ -282,10 +281,7 @@ class Membership:
     def _check_room(self, task: Task) -> None:
         others = [session for session in self._open_or_driving() if session.member.task != task]
         if len(others) >= self._registry.limit:
-            raise ConfigError(
-                f"{task} would be one more than the {self._registry.limit} sessions that may be open here; end those "
-                "that are not needed, or start the servers with a larger --max-sessions"
-            )
+            raise _one_too_many(task, self._registry.limit)
         self._registry.check_room()
 
     def check(self, number: int) -> None:
@@ -314,30 +310,37 @@ class Membership:
         waits: tuple[int, bytes],
         now: float,
         describe: Callable[[bytes], str],
-        pace: Pace = STILL,
+        pace: Pace | None = STILL,
     ) -> None:
         """Renews an open session's lease; ends all sessions if two have made different plans of one round.
 
-        If one of the two is a newcomer in its first round, it ends alone.
+        If one of the two is a newcomer in its first round, it ends alone. A beat without a pace says nothing new.
+
+        Raises:
+            InvalidRequest: it says nothing, and no other one has come here: this server did not keep the sessions then.
         """
         self.touch(number, now)
         session = self._sessions[number]
-        # What it asks for the chief is told at once.
-        asked = session.pace.leaving, session.pace.saving, session.pace.knows_leaving
-        self.version += asked != (pace.leaving, pace.saving, pace.knows_leaving)
-        session.pace = pace
+        if pace is None:
+            if not session.described:
+                raise InvalidRequest("this session has not said here what it does; beat over gRPC first")
+            return
+        self.version += _asks(session.pace) != _asks(pace)  # the chief is told at once
+        session.pace, session.described = pace, True
         if waits[0] < 0 or not self._takes_part(number):
             session.waits = (-1, b"")
             return
         session.waits = waits
-        for other in self._open():
-            if other.waits[0] == waits[0] and other.waits[1] != waits[1]:
-                self._tell_apart(other, session, waits[0], describe)
-        self._compare_changes()
+        for other in [other for other in self._sessions.values() if other.differs(waits)]:
+            self._tell_apart(other, session, waits[0], describe)
+        if self._changing:
+            self._compare_changes()
 
     def _compare_changes(self) -> None:
         """Ends all sessions if two members do not come to one change of consistency."""
-        members = [each for each in self._open() if self._takes_part(each.member.session)]
+        here = self._open()
+        self._changing = any(Change.parse(each.join_point) is not None for each in here)
+        members = [each for each in here if self._takes_part(each.member.session)]
         error = differing([(each.member, each.join_point, each.waits[0]) for each in members], self._epochs())
         if error is not None:
             self.fail_all(error)
@@ -417,6 +420,7 @@ class Membership:
                 self._end(self._sessions[number], "replaced")
         self._registry.retire({*numbers, *(n for n, session in self._sessions.items() if session.state != "open")})
         self._sessions = {number: session for number, session in self._sessions.items() if session.state == "open"}
+        self._newest = {key: session for key, session in self._newest.items() if session.state == "open"}
         self.ends += 1
 
     def forgive(self, seconds: float) -> None:
@@ -452,8 +456,8 @@ class Membership:
 
     def chief_left(self) -> bool:
         """Returns True if the chief itself has ended its session."""
-        drivers = [s for s in self._sessions.values() if s.drives]
-        return bool(drivers) and drivers[-1].state == "left"
+        chief = self._newest.get(None)
+        return chief is not None and chief.state == "left"
 
     def states(self, now: float, drivers: bool = False) -> tuple[SessionState, ...]:
         """Returns the states of all sessions that take part in rounds; with `drivers` those of chiefs as well."""
@@ -471,6 +475,28 @@ class Membership:
             session.waits = (-1, b"")
             self.version += 1
             self.ends += 1
+
+
+def _other_job(task: Task, job: str, held: str, here: str) -> ConfigError:
+    mine, theirs = (f"the job {name!r}" if name else "a job without a name" for name in (job, held))
+    join = f"set PS_JOB={held}" if held else "unset PS_JOB"
+    why = f"{here} of it are here" if here else "its variables are, and it was not left cleanly"
+    return ConfigError(
+        f"{task} is of {mine}, and these servers hold {theirs}: {why}. To take part in that one {join}; to discard "
+        "it once its processes have ended, run psctl job end"
+    )
+
+
+def _one_too_many(task: Task, limit: int) -> ConfigError:
+    return ConfigError(
+        f"{task} would be one more than the {limit} sessions that may be open here; end those that are not needed, or "
+        "start the servers with a larger --max-sessions"
+    )
+
+
+def _asks(pace: Pace) -> tuple[bool, bool, bool]:
+    """Returns what a process asks the chief for."""
+    return pace.leaving, pace.saving, pace.knows_leaving
 
 
 def _taken(task: Task, other: Task, drives: bool, silent: float) -> TaskTaken:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import socket
 from collections.abc import Callable
 
-from pswire.transport.shared_memory import SharedView
+from pswire.errors import InvalidRequest
+from pswire.transport.shared_memory import Segment, SharedView
 from pswire.transport.sockets import PayloadSender
 
 ENOUGH = 8
@@ -14,6 +17,29 @@ ENOUGH = 8
 
 TELL_SECONDS = 0.05
 """Seconds after which a client is told of free memory, even if it is little and no answer has told it."""
+
+
+def take_segment(sock: socket.socket, limit: int) -> Segment:
+    """Takes the segment that a client hands over with its first byte.
+
+    Args:
+        sock: the connection.
+        limit: size in bytes that it may have.
+
+    Raises:
+        OSError: the client has closed the connection.
+        InvalidRequest: it has handed over no memory, or too much.
+    """
+    byte, files, _, _ = socket.recv_fds(sock, 1, 1)
+    try:
+        if not byte:
+            raise ConnectionResetError("it was closed at once")
+        if len(files) != 1:
+            raise InvalidRequest("no memory was handed over")
+        return Segment.take(files[0], limit)
+    finally:
+        for file in files:
+            os.close(file)
 
 
 class ClientMemory:

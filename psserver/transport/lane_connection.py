@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -15,7 +14,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from psserver.registry import Registered
 from psserver.transport.access import Access, Names
-from psserver.transport.client_memory import ClientMemory
+from psserver.transport.client_memory import ClientMemory, take_segment
 from psserver.transport.served import Served
 from pswire.api import PullReply, RoundReply
 from pswire.encoding import messages
@@ -25,7 +24,7 @@ from pswire.errors import ConfigError, Fenced, Forbidden, InvalidRequest, PSErro
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.parts import Assembly
 from pswire.transport.payload import Payload
-from pswire.transport.shared_memory import Segment, SharedArena
+from pswire.transport.shared_memory import SharedArena
 from pswire.transport.sockets import Kind, Message, MessageSocket, PayloadSender
 from pswire.transport.tls_socket import Stream
 from pswire.transport.traffic import LaneName, Traffic
@@ -34,8 +33,11 @@ log = logging.getLogger("psserver.lanes")
 
 T = TypeVar("T")
 
-PUSH, PULL, VOTE = VERBS["Push"], VERBS["Pull"], VERBS["Vote"]
+PUSH, PULL, VOTE, BEAT = VERBS["Push"], VERBS["Pull"], VERBS["Vote"], VERBS["Beat"]
 """The verbs of lanes."""
+
+DRIVE = pb.BeatReply(drive=True).SerializeToString()
+"""The answer to a beat whose process is to drive the job; to all others it is empty."""
 
 HELLO_SECONDS = 10.0
 """Seconds within which a connection must send its hello."""
@@ -138,6 +140,7 @@ class Connection:
         self.session: int | None = None
         """The client's session; None before its hello."""
         self._registered: Registered | None = None
+        self._hello_said = pb.LaneHello()
         self.lane: LaneName = "shm" if shared else "tcp"
         self.names = names
         self._lanes, self.peer = lanes, peer
@@ -253,16 +256,7 @@ class Connection:
 
     def _take_segment(self) -> None:
         """Takes the segment that comes with the first byte of a client that shares memory."""
-        byte, files, _, _ = socket.recv_fds(self._plain, 1, 1)
-        try:
-            if not byte:
-                raise ConnectionResetError("it was closed at once")
-            if len(files) != 1:
-                raise InvalidRequest("no memory was handed over")
-            segment = Segment.take(files[0], self._lanes.in_flight + self._lanes.buffer_bytes)
-        finally:
-            for file in files:
-                os.close(file)
+        segment = take_segment(self._plain, self._lanes.in_flight + self._lanes.buffer_bytes)
         self._memory = ClientMemory(segment.memory, self._lanes.in_flight, lambda: self._channel)
 
     def _hand_over(self) -> None:
@@ -323,6 +317,8 @@ class Connection:
                 self._part(message)
             case Kind.FREED:
                 self._channel.freed(message.place)
+            case Kind.BEAT:
+                self._call(message, self._beat)
             case Kind.VOTE:
                 self._vote(message)
             case _:
@@ -333,7 +329,7 @@ class Connection:
         if message.kind is not Kind.HELLO:
             raise InvalidRequest("a connection has not shown whose it is")
         check_protocol(hello.protocol, f"session {hello.session}", self._lanes.task)
-        self._registered = self._lanes.let_in(self, hello)
+        self._registered, self._hello_said = self._lanes.let_in(self, hello), hello
         if self._shared:
             self._hand_over()
         self.session = hello.session
@@ -384,6 +380,12 @@ class Connection:
         except PSError as error:
             self._refuse(call, error)
 
+    def _beat(self, message: Message) -> None:
+        """Answers a beat, at once."""
+        self._check(BEAT, self._hello_said)
+        drives = self._lanes.core.beat(self._hello_said.session, -1, b"", None)
+        self._channel.tell(Kind.ANSWER, message.call, DRIVE if drives else b"")
+
     def _vote(self, message: Message) -> None:
         """Takes another server's vote, which has no answer."""
         vote = parse(pb.ServerVote, message.header)
@@ -392,7 +394,7 @@ class Connection:
         self._lanes.access.check(VOTE, vote, self.names)
         self._lanes.core.hear(self._lanes.access.voter(vote.session), messages.said_from_pb(vote))
 
-    def _check(self, verb: Verb, header: pb.PushHeader | pb.PullRequest) -> None:
+    def _check(self, verb: Verb, header: pb.PushHeader | pb.PullRequest | pb.LaneHello) -> None:
         """Checks a call.
 
         Raises:

@@ -8,6 +8,7 @@ from psserver.effects import Others
 from psserver.registry import Registry
 from pswire.api import ParameterServer, Testimony, Vote
 from pswire.errors import ServerGone
+from pswire.model.status import STILL, Pace
 
 
 class Served(ParameterServer, Protocol):
@@ -22,6 +23,13 @@ class Served(ParameterServer, Protocol):
     incarnation: int
     registry: Registry
     others: Others | None
+
+    def beat(self, session: int, round: int, plan_id: bytes, pace: Pace | None = STILL, clock: int = 0) -> bool:
+        """Does what a `ParameterServer` does. Without a pace the beat says nothing but that the process lives.
+
+        Raises:
+            InvalidRequest: it says nothing, and this server has heard no other beat since it keeps the sessions.
+        """
 
     def introduce(self, server: int, incarnation: int) -> None:
         """Lets another server vote here.

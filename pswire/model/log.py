@@ -195,7 +195,11 @@ class Epoch:
 
     def takes_part(self, number: int) -> bool:
         """Returns whether a session makes rounds while this is the newest epoch: of a member, or of one who leaves."""
-        return any(member.session == number for member in (*self.members, *self.leaving))
+        return number in self._by_session or number in self._leavers
+
+    @cached_property
+    def _leavers(self) -> frozenset[int]:
+        return frozenset(member.session for member in self.leaving)
 
 
 # Entries of the log that server 0 keeps and the chief copies to the others.

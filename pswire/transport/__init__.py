@@ -5,5 +5,6 @@ parts          cuts payloads into parts, and puts them together again
 grpc_frames    parts as gRPC messages
 sockets        messages and payloads on plain sockets; tls_socket on encrypted ones
 shared_memory  memory that two processes of one host share
+scratch        buffers to receive into, lent while something comes
 traffic        counts bytes for the metrics
 """

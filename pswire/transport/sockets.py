@@ -44,8 +44,10 @@ from ssl import SSLContext
 import numpy as np
 
 from pswire.errors import InvalidRequest
+from pswire.transport import scratch
 from pswire.transport.parts import Cutter, Part
 from pswire.transport.payload import Payload
+from pswire.transport.scratch import NOTHING, SCRATCH
 from pswire.transport.shared_memory import SharedArena
 from pswire.transport.tls_socket import Sealed, Stream
 from pswire.transport.traffic import Traffic
@@ -63,9 +65,6 @@ MAX_HELLO_BYTES = 1 << 10
 
 MAX_PART_BYTES = 4 << 20
 """Of the data of one message."""
-
-SCRATCH = 1 << 16
-"""Bytes that are read at once where a message may be small."""
 
 STEPS = 16
 """Into how many pieces a payload is cut at least whose other end is told of it while it is made: each costs a system
@@ -154,7 +153,7 @@ class Kind(IntEnum):
     PART = 5
     """A part; the first of an answer that is sent while it is made has a RoundHeader with the size."""
     ANSWER = 6
-    """The last message of a call: a RoundHeader or a PullHeader, and maybe the last part."""
+    """The last message of a call: a RoundHeader or a PullHeader, and maybe the last part; to a beat a BeatReply."""
     REFUSAL = 7
     """The last message of a call that failed: a Refusal."""
     FREED = 8
@@ -163,6 +162,8 @@ class Kind(IntEnum):
     """A LaneAlive of a server, while a call is under way."""
     VOTE = 10
     """A ServerVote of another server."""
+    BEAT = 11
+    """Of a client: nothing but that it lives, and has nothing else to say than with its last beat over gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,7 @@ class MessageSocket:
         self._lock = threading.Lock()  # guards what is to be sent
         self.max_header, self.max_data = MAX_HELLO_BYTES, 0
         """Greatest sizes of a message's parts; larger once the other end has proved its identity."""
-        self._scratch = memoryview(bytearray(SCRATCH))
+        self._scratch = NOTHING
         self._read = self._filled = 0
         self._incoming = self._messages()
 
@@ -298,8 +299,9 @@ class MessageSocket:
                 continue
             direct = len(buffer) - at >= SCRATCH
             try:
-                count = self.sock.recv_into(buffer[at:] if direct else self._scratch)
+                count = self.sock.recv_into(buffer[at:] if direct else self._buffer())
             except BLOCKED:
+                self._rest()
                 yield None
                 continue
             if not count:
@@ -310,11 +312,27 @@ class MessageSocket:
             else:
                 self._read, self._filled = 0, count
 
+    def _buffer(self) -> memoryview:
+        """Returns the buffer to read into."""
+        if not self._scratch:
+            self._scratch = scratch.lend()
+        return self._scratch
+
+    def _rest(self) -> None:
+        """Gives the buffer to the next socket: nothing comes for now, and all that had come is taken."""
+        if self._scratch:
+            scratch.give_back(self._scratch)
+            self._scratch = NOTHING
+
+
+_KINDS = {int(kind): kind for kind in Kind}
+"""By their numbers: faster than to ask the class."""
+
 
 def _kind(number: int) -> Kind:
     try:
-        return Kind(number)
-    except ValueError:
+        return _KINDS[number]
+    except KeyError:
         raise InvalidRequest(f"a message of the unknown kind {number}") from None
 
 

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import cast
 
+from pswire.transport import scratch
+
 RECORD = 1 << 14
 """Bytes of a record of TLS. Smaller buffers become one."""
 
 PIECE = 1 << 18
 """Bytes that are encrypted at once: who receives waits as long."""
-
-SCRATCH = 1 << 16
-"""Bytes that are received at once."""
 
 
 class Sealed:
@@ -37,7 +36,6 @@ class Sealed:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=name is None, server_hostname=name)
         self._lock = threading.Lock()  # guards all of it: OpenSSL allows one thread at a time
-        self._scratch = memoryview(bytearray(SCRATCH))
         self._sealed = memoryview(b"")  # encrypted bytes that the system has not taken yet
         self._taken = 0  # of how many bytes it was made
 
@@ -118,8 +116,12 @@ class Sealed:
 
     def _take(self) -> int:
         """Receives what is there; returns how many bytes, 0 at the end."""
-        count = self._sock.recv_into(self._scratch)
-        self._incoming.write(self._scratch[:count])
+        buffer = scratch.lend()
+        try:
+            count = self._sock.recv_into(buffer)
+            self._incoming.write(buffer[:count])
+        finally:
+            scratch.give_back(buffer)
         return count
 
     def _tell(self) -> None:

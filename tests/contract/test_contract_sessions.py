@@ -24,7 +24,7 @@ A, B, C = WORKERS[:3]
 
 def states(job):
     """The state of each session that takes part in rounds, by its number."""
-    watched = job.verbs[0].watch(job.opened.session, 0, -1).result(SOON)
+    watched = job.verbs[0].watch(job.opened.session, 0, 0).result(SOON)
     return {state.member.session: state.state for state in watched.sessions}
 
 

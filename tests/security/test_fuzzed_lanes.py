@@ -101,6 +101,7 @@ def front(request: pytest.FixtureRequest, certificates: Certificates) -> Iterato
 
 PLACES = (INLINE, 0, 64, 4096, CLIENT_BYTES - 64, CLIENT_BYTES, 1, 1 << 63)
 KINDS = (*Kind, 0, max(Kind) + 1, 255)
+EMPTY = Kind.PART, Kind.FREED, Kind.BEAT
 
 
 @st.composite
@@ -129,7 +130,7 @@ def messages(draw: Any, front: Front) -> bytes:
         tables=draw(st.sampled_from([[], [question(draw, ids[0])]])),
     )
     kind, header = draw(
-        st.sampled_from([(Kind.PUSH, push), (Kind.PULL, pull), (Kind.PART, pb.Empty()), (Kind.FREED, pb.Empty())])
+        st.sampled_from([(Kind.PUSH, push), (Kind.PULL, pull), *((kind, pb.Empty()) for kind in EMPTY)])
     )
     kind = draw(st.sampled_from([kind] * 6 + [*KINDS]))
     size = len(data) if place == INLINE else draw(st.sampled_from([0, 64, 768, 4 << 20]))

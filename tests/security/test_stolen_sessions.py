@@ -93,6 +93,9 @@ def test_a_task_takes_back_a_session_that_another_has_opened(job: Job, lane: Lan
     assert owner.open(W0, 1, number, False).session == number
     with pytest.raises((Forbidden, Fenced)):
         thief.pull(number, [1], -1).result(SECONDS)
+    if (held := thief.lane(number)) is not None:
+        with pytest.raises((Forbidden, Fenced)):
+            held.beat().result(SECONDS)
     with pytest.raises(Forbidden, match=f"session {number} is {W0}'s, and not {W1}'s"):
         thief.open(W1, 1, number, False)
     owner.beat(number, -1, b"")

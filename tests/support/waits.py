@@ -100,6 +100,7 @@ BRIEF: dict[str, str] = {
     "psclient.metrics.base.Metric.__call__": "a metric's result, which is no future's",
     "psclient._src.transport.lane.Lane.__init__": "at most CONNECT_SECONDS for a server's welcome, then the next lane is taken",
     "psclient._src.transport.lane.Lane._turn": IDLE,
+    "psclient._src.transport.lane_selector.LaneSelector.beat": "for a part of a lease; then the beat over gRPC says so",
     "psclient._src.transport.lane_reader.LaneReader.wait": CALLER,
     "psclient._src.transport.lane_reader.LaneReader._receive": CALLER,
     "psclient._src.transport.lane_selector.LaneSelector.ask": CALLER,

@@ -181,7 +181,8 @@ def _together(
     if leaving or asking:
         # New members wait until those who leave have: they would begin amid rounds that these still make.
         return _let_go(current, stay, leaving, asking, may_save, here) if gone or asking else []
-    new = [s for s in here.values() if s.member not in stay]
+    members = frozenset(stay)
+    new = [s for s in here.values() if s.member not in members]
     if len(waiting) == len(stay):
         # Nobody is left to say where the group stands, but the servers know it: once those who are gone are
         # fenced on all of them, so that nothing they sent arrives after the servers were asked.

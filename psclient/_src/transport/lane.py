@@ -51,7 +51,7 @@ class LaneLost(Exception):
     """A lane is broken, or cannot be opened: what was under way on it goes another way."""
 
 
-Header = pb.RoundHeader | pb.PullHeader
+Header = pb.RoundHeader | pb.PullHeader | pb.BeatReply
 Answered = tuple[Any, Payload]
 """The header of an answer, a `Header`, and its payload."""
 
@@ -67,6 +67,7 @@ class Offer:
         path: path of the shm lane's socket; "" where there is none.
         in_flight: bytes of a contribution that the server holds before they are used.
         name: the name that the server's certificate must have.
+        beats: True if the server takes beats on its lanes.
         buffer_bytes: bytes that this process's shared memory may have behind those for copies.
         tls: makes the context that encrypts the tcp lane; None for none.
     """
@@ -80,6 +81,7 @@ class Offer:
     name: str = ""
     buffer_bytes: int = 0
     tls: Callable[[], ssl.SSLContext] | None = None
+    beats: bool = False
 
 
 @dataclass
@@ -93,7 +95,7 @@ class _LaneCall:
         header: header of the answer, once it is there.
     """
 
-    kind: type[pb.RoundHeader] | type[pb.PullHeader]
+    kind: type[Header]
     future: Future[Answered]
     assembly: Assembly | None = None
     header: Header | None = None
@@ -279,9 +281,11 @@ class Lane:
         """Asks for values; as `push`."""
         return self._ask(Kind.PULL, header, Payload(), pb.PullHeader)
 
-    def _ask(
-        self, kind: Kind, header: bytes, payload: Payload, answer: type[pb.RoundHeader] | type[pb.PullHeader]
-    ) -> Future[Answered]:
+    def beat(self) -> Future[Answered]:
+        """Says that this process lives, and nothing else; as `push`."""
+        return self._ask(Kind.BEAT, b"", Payload(), pb.BeatReply)
+
+    def _ask(self, kind: Kind, header: bytes, payload: Payload, answer: type[Header]) -> Future[Answered]:
         call = _LaneCall(answer, Future())
         number = next(self._numbers)
         with self._lock:
@@ -481,7 +485,8 @@ class Lane:
             return
         if message.kind is Kind.ANSWER or message.header:
             header = parse(call.kind, message.header)
-            call.assembly = call.assembly or Assembly(header.size, self._traffic)
+            size = 0 if isinstance(header, pb.BeatReply) else header.size
+            call.assembly = call.assembly or Assembly(size, self._traffic)
             call.header = header if message.kind is Kind.ANSWER else None
         if call.assembly is None:
             raise InvalidRequest("a part of an answer without a header")

@@ -12,12 +12,17 @@ from typing import Any, TypeVar
 
 from psclient._src.transport.daemon_threads import Threads, settle
 from psclient._src.transport.lane import Answered, Lane, LaneLost, Offer
+from pswire.errors import PSError
+from pswire.model.status import Pace
 from pswire.transport.payload import Payload
 from pswire.transport.traffic import LANES, LaneName, Traffic
 
 log = logging.getLogger("psclient.lanes")
 
 T = TypeVar("T")
+
+ANSWERS = 8
+"""Part of a lease within which a beat on a lane is answered; after it one travels over gRPC, in time for the lease."""
 
 LOSSES = 3
 """Number of times that a lane may break before the next one is used."""
@@ -62,6 +67,7 @@ class LaneSelector:
         self._pause = AGAIN
         self._calls, self._again = 0, AGAIN
         self._lane: Lane | None = self._open(offer)
+        self._said: Pace | None = None  # the last beat over gRPC, unless it said what has to be taken back
 
     def _has(self, name: LaneName, offer: Offer) -> bool:
         found = {"shm": bool(offer.path), "tcp": bool(offer.port), "grpc": True}[name]
@@ -125,8 +131,36 @@ class LaneSelector:
         self._check_open()
         return self._lane
 
-    def beat_answered(self) -> None:
-        """Takes a beat's answer: closes the lane if the server has been silent on it for too long."""
+    def beat(self, round: int, pace: Pace, clock: int) -> bool | None:
+        """Beats on the lane, if no call is under way there, and the beat says what the last one over gRPC has said.
+
+        On the lane it says nothing, so that it may come late. A call that waits there needs beats on another
+        connection, which show that the lane is broken, and not the server; a beat that is not answered is such a call.
+
+        Args:
+            round, pace, clock: what the beat says. Who waits in a round, or has a clock, says so each time.
+
+        Returns:
+            The answer; None if there is none, so that the beat has to travel over gRPC.
+        """
+        lane, offer = self._lane, self._offer
+        if lane is None or offer is None or not offer.beats:
+            return None
+        if lane.waits or round >= 0 or clock or pace != self._said:
+            return None
+        try:
+            reply, _ = lane.beat().result(self._lease / ANSWERS)
+        except (LaneLost, TimeoutError, PSError):  # whatever it is, the beat over gRPC tells
+            return None
+        return bool(reply.drive)
+
+    def beat_answered(self, round: int, pace: Pace, clock: int) -> None:
+        """Takes the answer of a beat over gRPC: closes the lane if the server has been silent on it for too long.
+
+        Args:
+            round, pace, clock: what the beat has said.
+        """
+        self._said = None if round >= 0 or clock else pace
         lane = self._lane
         if lane is not None and (why := lane.silent()):
             log.warning(

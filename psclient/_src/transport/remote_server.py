@@ -40,6 +40,7 @@ from pswire.api import (
 from pswire.cluster import ClusterSpec, Task
 from pswire.encoding import messages
 from pswire.encoding.protocol import (
+    BEATS,
     PROTOCOL,
     STALENESS,
     check_consistency,
@@ -177,22 +178,24 @@ class RemoteServer(PlainCalls):
             host = self.address.rpartition(":")[0].strip("[]")
             offer = Offer(
                 *(m.session, m.lane_token, host, m.data_port, m.data_path, m.in_flight),
-                *(self._name, m.buffer_bytes, self._tls),
+                *(self._name, m.buffer_bytes, self._tls, m.protocol >= BEATS),
             )
-            old = self._lanes.get(m.session)
-            lanes = LaneSelector(str(self.task), offer, self._timeouts.lease, self._threads, self.traffic, self._lane)
-            self._lanes[m.session] = lanes
+            old, how = self._lanes.get(m.session), (self._threads, self.traffic, self._lane)
+            self._lanes[m.session] = LaneSelector(str(self.task), offer, self._timeouts.lease, *how)
             if old is not None:
                 old.close("the session was opened again")
         return messages.OPENED.from_pb(m)
 
     def beat(self, session: int, round: int, plan_id: bytes, pace: Pace = STILL, clock: int = 0) -> bool:
-        """Implements `ParameterServer.beat`."""
+        """Calls `ParameterServer.beat`; on a lane where the process does nothing, and so has nothing new to say."""
+        lanes = self._lanes.get(session)
+        if lanes and (drives := lanes.beat(round, pace, clock)) is not None:
+            return drives
         told = messages.PACE.to_pb(pace)
         said = pb.BeatRequest(session=session, round=round, plan_id=plan_id, pace=told, clock=clock)
         reply = parse(pb.BeatReply, self._ask("Beat", said))
-        if lanes := self._lanes.get(session):
-            lanes.beat_answered()
+        if lanes:
+            lanes.beat_answered(round, pace, clock)
         return reply.drive
 
     def create(
@@ -239,8 +242,7 @@ class RemoteServer(PlainCalls):
             refuse: one of `pswire.encoding.protocol`, such as `check_tables`.
             what: its arguments between the server's number and the names of both ends.
         """
-        number, ours = self._spoken
-        refuse(number, *what, str(self.task), ours)
+        refuse(self._spoken[0], *what, str(self.task), self._spoken[1])
 
     def _create_batch(self, session: int, variables: Sequence[PlacedVariable]) -> CreateBatchReply:
         whole = CreateBatchReply(0)

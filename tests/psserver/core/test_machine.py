@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest, PSError, ServerGone, ServerLost, Unreachable
 from pswire.model.log import Approved, Done, Epoch, EpochClosed, Gone, JobStarted, Member, Return, Start
 from pswire.model.plan import Plan, SnapshotOrder, VariableSpec
+from pswire.model.status import Pace
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
 from tests.support.rig import CHIEF, WORKERS, payload, reduce_only, sum_into
@@ -199,6 +201,21 @@ def test_a_new_job_fails_all_that_waits(told):
     *failed, know = failed
     assert know == Know((Peer("", 100),))
     assert [(effect.future, type(effect.error)) for effect in failed] == [(pushed, ServerLost), (read, ServerLost)]
+
+
+def test_a_beat_without_a_pace_renews_the_lease_and_changes_nothing_else(told, monkeypatch):
+    """It may come behind a newer one. Until a session has said what it does, one is refused."""
+    clocks = []
+    monkeypatch.setattr(told.machine.rounds.clocks, "tell", lambda *said: clocks.append(said))
+    with pytest.raises(InvalidRequest, match="has not said here what it does"):
+        told.tell("beat", told.a, -1, b"", None)
+    told.tell("beat", told.a, 5, told.plan.id, Pace(steps=3), 7)
+    before = replace(told.machine.members._sessions[told.a])
+    told.now += 1.0
+    assert told.tell("beat", told.a, -1, b"", None)[0] == (None, False)
+    after = told.machine.members._sessions[told.a]
+    assert (after.seen, replace(after, seen=before.seen)) == (told.now, before)
+    assert clocks == [(told.a, 7)]
 
 
 def test_a_lease_that_ends_is_news(told):

@@ -44,9 +44,10 @@ from pstesting import processes
 from pswire.encoding import messages
 from pswire.encoding.protocol import PROTOCOL
 from pswire.encoding.verbs import INCARNATION_KEY, TOKEN_KEY, VERBS, bearer
-from pswire.errors import BY_NAME, PSError
+from pswire.errors import BY_NAME, Fenced, PSError
 from pswire.limits import Timeouts
 from pswire.model.log import LogEntry
+from pswire.model.status import STILL
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.transport.parts import parts_of
@@ -464,6 +465,29 @@ def crowded(stack: ExitStack) -> list[Heard]:
     return [client.heard]
 
 
+def beats(stack: ExitStack) -> list[Heard]:
+    """A process that does nothing beats over gRPC first, and then on its lane, where it may be refused."""
+    core = Fixed()
+    thread = serve(stack, core)
+    tap = Tap(stack, thread._server._lanes, "tcp")
+    server = connect(stack, thread.address, "tcp")
+    core.tell(OPEN)
+    make(server, OPEN)
+    first = Sample("Beat", "first", (SESSION, -1, b"", STILL, 0), False)
+    again = (SESSION, -1, b"", None)
+    refused = Sample("Beat", "refused", first.args, Fenced("this session was ended", "/job:worker/task:3"))
+    for sample, *asked in (
+        (first, first.args),
+        (first, again),
+        (Sample("Beat", "to drive", first.args, True), again),
+        (refused, again, first.args),
+    ):
+        core.tell(sample)
+        assert make(server, sample) == plain(sample.answer)
+        assert plain(core.asked) == plain(asked)
+    return tap.heard
+
+
 def stranger(stack: ExitStack) -> list[Heard]:
     """Who has not the session's token is told nothing."""
     core = Fixed()
@@ -493,6 +517,7 @@ TALKS: dict[str, Callable[[ExitStack], list[Heard]]] = {
     "a lane that breaks": again,
     "a call that waits": waiting,
     "a server that has enough": crowded,
+    "beats": beats,
     "a stranger": stranger,
     "servers": servers,
 }
@@ -531,6 +556,7 @@ LANE_HEADERS: Mapping[int, type[Protobuf] | None] = {
     Kind.FREED: None,
     Kind.ALIVE: pb.LaneAlive,
     Kind.VOTE: pb.ServerVote,
+    Kind.BEAT: None,
 }
 
 

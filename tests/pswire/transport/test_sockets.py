@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from pswire.errors import InvalidRequest
 from pswire.limits import ALIGN
 from pswire.model.tensor import Array
+from pswire.transport import scratch
 from pswire.transport.parts import Assembly
 from pswire.transport.payload import Payload
+from pswire.transport.scratch import SCRATCH
 from pswire.transport.shared_memory import Segment, SharedArena, SharedView
 from pswire.transport.sockets import (
     HEAD,
@@ -29,7 +31,6 @@ from pswire.transport.sockets import (
     MAX_HEADER_BYTES,
     MAX_HELLO_BYTES,
     MAX_PART_BYTES,
-    SCRATCH,
     SMALL,
     Kind,
     Message,
@@ -426,3 +427,32 @@ def test_what_is_in_flight_between_ends_of_one_address_is_bounded(near: str, bou
         tune(sock, 10.0, breaks=False)
         after = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
     assert after == (2 * min(HOST_BYTES, most) if bounded else before)
+
+
+def test_connections_on_which_nothing_comes_have_no_buffer() -> None:
+    """Buffers go from one to the next; one of which half a message is there keeps its own."""
+    messages = [Message(Kind.PULL, call, bytes((call,)) * 40) for call in (1, 2, 3)]
+    with pair() as (one, first), pair() as (two, second):
+        one.sendall(messages[0].head())
+        assert [plain(message) for message in first.receive()] == [plain(messages[0])]
+        assert not first._scratch
+        one.sendall(messages[1].head()[:50])
+        assert list(first.receive()) == []
+        two.sendall(messages[2].head())
+        assert [plain(message) for message in second.receive()] == [plain(messages[2])]
+        assert not second._scratch
+        one.sendall(messages[1].head()[50:])
+        assert [plain(message) for message in first.receive()] == [plain(messages[1])]
+
+
+def test_two_connections_have_never_one_buffer() -> None:
+    """While messages are taken from one, what comes on the other goes elsewhere."""
+    scratch.give_back(scratch.lend())
+    with pair() as (one, first), pair() as (two, second):
+        one.sendall(b"".join(Message(Kind.PULL, call).head() for call in (1, 2)))
+        two.sendall(b"".join(Message(Kind.PUSH, call).head() for call in (3, 4)))
+        ours, theirs = first.receive(), second.receive()
+        taken = [next(ours), next(theirs)]
+        assert first._scratch.obj is not second._scratch.obj
+        assert [message.call for message in [*taken, *ours, *theirs]] == [1, 3, 2, 4]
+    assert len(scratch._FREE) <= scratch.KEPT
