@@ -17,13 +17,20 @@ Part = tuple[int, list[memoryview]]
 """The offset of a part in its payload, and its buffers, in order."""
 
 
+STEPS = 16
+"""Parts of a payload that is larger than one, at least, where its tensors are small enough: a round that streams makes
+of one part what the next is on its way for, and sends back what it has made. So the links of a server are busy both
+ways, but for the first part and the last. Each part costs a system call, and the other end's attention."""
+
+
 class Cutter:
     """Cuts a payload into parts, as it grows. A tensor that fits a part is never cut; padding becomes zeros.
 
     Args:
         payload: the payload to cut.
-        part_bytes: greatest size of a part, a multiple of `2 * ALIGN`. One that has half of it is not waited with,
-            and what is left at the end is one part if it fits.
+        part_bytes: greatest size of a part, a multiple of `2 * ALIGN`. One that has half of it is not waited with, nor
+            one that has its share of a larger payload, by `STEPS`. What is left at the end is one part if it has no
+            more than two of these.
 
     Attributes:
         payload: the constructor's payload.
@@ -32,6 +39,9 @@ class Cutter:
     def __init__(self, payload: Payload, part_bytes: int = PART_BYTES) -> None:
         self.payload = payload
         self._part_bytes = part_bytes
+        self._enough = part_bytes // 2
+        if payload.size > part_bytes:
+            self._enough = min(self._enough, payload.size // STEPS)
         self._next = 0  # the chunk that comes next
         self._pieces: list[list[Chunk]] = []  # the chunks of the parts that come next
         self._seen = 0
@@ -55,10 +65,10 @@ class Cutter:
     def _take(self) -> list[Chunk]:
         """The chunks of the next part, or one that is larger than a part; none while too few are there."""
         self._seen = self.payload.end
-        chunks, enough = self.payload.chunks, self._part_bytes // 2
+        chunks, enough = self.payload.chunks, self._enough
         taken: list[Chunk] = []
         # Where it is cut depends on sizes alone, never on what is there by now: others may be told of the same parts.
-        if self.payload.size - self._cut <= self._part_bytes:
+        if self.payload.size - self._cut <= 2 * enough:
             if self.payload.whole:
                 taken, self._next = chunks[self._next :], len(chunks)
             return taken

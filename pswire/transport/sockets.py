@@ -44,7 +44,7 @@ from ssl import SSLContext
 import numpy as np
 
 from pswire.errors import InvalidRequest
-from pswire.transport.parts import Cutter, Part
+from pswire.transport.parts import STEPS, Cutter, Part
 from pswire.transport.payload import Payload
 from pswire.transport.shared_memory import SharedArena
 from pswire.transport.tls_socket import Sealed, Stream
@@ -66,10 +66,6 @@ MAX_PART_BYTES = 4 << 20
 
 SCRATCH = 1 << 16
 """Bytes that are read at once where a message may be small."""
-
-STEPS = 16
-"""Into how many pieces a payload is cut at least whose other end is told of it while it is made: each costs a system
-call, and the other end's attention."""
 
 SMALL = 1 << 14
 """Data of fewer bytes go in the socket also where memory is shared: to tell their place would cost as much."""
