@@ -199,7 +199,7 @@ def _check() -> None:
 
 def _hold(name: str) -> subprocess.Popen[bytes]:
     """Starts a process in namespaces of its own, for network and host name, which holds them until its stdin ends."""
-    program = "\n\n".join([*map(inspect.getsource, (processes_beside, hold)), f"hold({name!r})"])
+    program = "\n\n".join([inspect.getsource(processes_beside), inspect.getsource(hold), f"hold({name!r})"])
     command = ["unshare", "--net", "--uts", sys.executable, "-I", "-S", "-c", program]
     pipe = subprocess.PIPE
     holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=own_environ(), process_group=0)
