@@ -18,9 +18,10 @@ Part = tuple[int, list[memoryview]]
 
 
 STEPS = 16
-"""Parts of a payload that is larger than one, at least, where its tensors are small enough: a round that streams makes
-of one part what the next is on its way for, and sends back what it has made. So the links of a server are busy both
-ways, but for the first part and the last. Each part costs a system call, and the other end's attention."""
+"""Steps, at least, in which a payload leaves whose other end is told of it while it is made. Between hosts a payload
+that is larger than a part has as many parts, where its tensors are small enough: a round that streams then begins
+early, and sends back what it has made while the rest still comes, so that links are busy both ways but for the first
+part and the last. Each part costs a system call, and the other end's attention: within a host more than it saves."""
 
 
 class Cutter:
@@ -28,20 +29,20 @@ class Cutter:
 
     Args:
         payload: the payload to cut.
-        part_bytes: greatest size of a part, a multiple of `2 * ALIGN`. One that has half of it is not waited with, nor
-            one that has its share of a larger payload, by `STEPS`. What is left at the end is one part if it has no
-            more than two of these.
+        part_bytes: greatest size of a part, a multiple of `2 * ALIGN`. One that has half of it is not waited with.
+        steps: parts of a payload that is larger than one, at least: one that has its share of it is not waited with
+            either. What is left at the end is one part if it has no more than two shares, and fits.
 
     Attributes:
         payload: the constructor's payload.
     """
 
-    def __init__(self, payload: Payload, part_bytes: int = PART_BYTES) -> None:
+    def __init__(self, payload: Payload, part_bytes: int = PART_BYTES, steps: int = 1) -> None:
         self.payload = payload
         self._part_bytes = part_bytes
         self._enough = part_bytes // 2
         if payload.size > part_bytes:
-            self._enough = min(self._enough, payload.size // STEPS)
+            self._enough = min(self._enough, payload.size // steps)
         self._next = 0  # the chunk that comes next
         self._pieces: list[list[Chunk]] = []  # the chunks of the parts that come next
         self._seen = 0
@@ -160,8 +161,8 @@ class Assembly:
         return self.payload
 
 
-def parts_of(payload: Payload, part_bytes: int = PART_BYTES) -> Iterator[Part]:
+def parts_of(payload: Payload, part_bytes: int = PART_BYTES, steps: int = 1) -> Iterator[Part]:
     """Yields all parts of a payload that is whole."""
-    cutter = Cutter(payload, part_bytes)
+    cutter = Cutter(payload, part_bytes, steps)
     while (part := cutter.next()) is not None:
         yield part

@@ -108,6 +108,14 @@ def tune(sock: socket, silence: float, breaks: bool) -> None:
         sock.setsockopt(IPPROTO_TCP, TCP_USER_TIMEOUT, int(1000 * silence))
 
 
+def crosses(sock: Stream) -> bool:
+    """Returns whether the other end of a connection is on another host, as the addresses of both ends say."""
+    with suppress(OSError):  # the other end is gone
+        here, there = sock.getsockname(), sock.getpeername()
+        return isinstance(here, tuple) and isinstance(there, tuple) and here[0] != there[0]
+    return False
+
+
 def connect(
     host: str, port: int, seconds: float, silence: float, breaks: bool, tls: SSLContext | None, name: str
 ) -> Stream:
@@ -363,6 +371,7 @@ class PayloadSender:
         self._waits = waits
         self._blocked = blocked
         self._part_bytes = min(MAX_PART_BYTES, ring.size // 8) if ring else MAX_PART_BYTES
+        self._steps = STEPS if crosses(link.sock) else 1
         self._lock = threading.RLock()  # guards all below
         self._streams: deque[_Stream] = deque()
         self._unread = Counter[int]()  # announcements of each place in the ring
@@ -407,7 +416,7 @@ class PayloadSender:
         with self._lock:
             if self._closed:
                 return
-            self._streams.append(_Stream(call, Cutter(payload, self._part_bytes), (kind, header), ends))
+            self._streams.append(_Stream(call, Cutter(payload, self._part_bytes, self._steps), (kind, header), ends))
             self.pump()
 
     def end(self, kind: Kind, call: int, header: bytes) -> None:
