@@ -124,7 +124,7 @@ class Hosts:
         return [*_inside(self._holders[host].pid), *command]
 
     def start(self, host: str, command: Sequence[str], **keys: Any) -> subprocess.Popen[bytes]:
-        """Starts a process on a host; it is killed when this context ends, or this process.
+        """Starts a process, which soon is on a host; it is killed when this context ends, or this process.
 
         Args:
             host: the host's name.
@@ -176,6 +176,8 @@ class Hosts:
 
     def _end(self) -> None:
         """Ends all processes on the hosts, and with them the hosts."""
+        for process in self._processes:
+            process.kill()  # one that has only begun may not be on its host yet, where its holder would find it
         for holder in self._holders.values():
             assert holder.stdin is not None
             holder.stdin.close()

@@ -52,12 +52,13 @@ with socket.create_connection((sys.argv[1], 5000)) as peer:
 """
 
 OWNER = """
-import json, os, time
+import json, os, sys
 from pstesting.hosts import Host, Hosts
 with Hosts([Host("here", 1e6), Host("there")]) as hosts:
-    process = hosts.start("here", ["sh", "-c", "sleep 600; sleep 600"])
+    process = hosts.start("here", ["sh", "-c", "echo; sleep 600; sleep 600"], stdout=-1)
+    process.stdout.readline()
     print(json.dumps([hosts.processes("here"), os.stat(f"/proc/{process.pid}/ns/net").st_ino]), flush=True)
-    time.sleep(600)
+    sys.stdin.read()
 """
 
 POOR = """
@@ -100,6 +101,13 @@ def namespaces():
 
 def interfaces():
     return sorted(name for _, name in socket.if_nameindex())
+
+
+def test_a_process_that_has_only_begun_is_ended_too(stack):
+    """It may not have come to its host yet."""
+    with linked(stack, Host("here")) as hosts:
+        started = [hosts.start("here", ["sleep", "600"]) for _ in range(3)]
+    assert {process.returncode for process in started} == {-signal.SIGKILL}
 
 
 @pytest.mark.parametrize(("source", "sink"), [("fast", "slow"), ("slow", "fast")])
@@ -146,12 +154,15 @@ def test_the_machine_keeps_its_interfaces_and_nothing_is_left_after_an_error(sta
 def test_nothing_is_left_where_the_owner_is_killed(stack):
     """The kernel ends the processes, and with the last of them the namespaces and their interfaces."""
     linked(stack, Host("here")).__exit__()
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, cwd=ROOT, process_group=0)
+    pipe = subprocess.PIPE
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdin=pipe, stdout=pipe, cwd=ROOT, process_group=0)
     with owner:
-        pids, namespace = json.loads(owner.stdout.readline())
-        assert pids
-        assert namespace in namespaces()
-        owner.kill()
+        try:
+            pids, namespace = json.loads(owner.stdout.readline())
+            assert pids
+            assert namespace in namespaces()
+        finally:
+            owner.kill()
     until(lambda: namespace not in namespaces(), SECONDS, lambda: "a process of the killed owner's hosts is left")
 
 
