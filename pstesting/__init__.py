@@ -5,6 +5,7 @@
     script             the other end of that: what a script says to its test, and gates at which it waits
     faults             calls that are dropped, repeated, delayed, or lose their answers
     network            connections that are cut without a word
+    hosts              hosts on this machine, joined by links of a given rate
     forks              processes that are forked, and so begin at once
     replay             recordings of what a server was told, which can be replayed
     Clock              a clock that only the test turns

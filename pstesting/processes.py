@@ -78,6 +78,7 @@ class ProcessCluster:
         between: the addresses, in order, at which servers reach one another, as their own `TF_CONFIG` says them; by
             default those at which they listen.
         servers_environ: environment variables that servers get as well.
+        launcher: what starts the cluster, such as `functools.partial(HostCluster, hosts, where)`.
         keys: attributes of the cluster, by the names of its YAML file: `ps`, `workers`, `chief`, `restarts`, `lane`,
             `timeouts`, ...
 
@@ -94,6 +95,7 @@ class ProcessCluster:
         gates: Collection[str] = (),
         between: Sequence[str] = (),
         servers_environ: Mapping[str, str] = MappingProxyType({}),
+        launcher: Callable[..., Cluster] = Cluster,
         **keys: Any,
     ) -> None:
         sources = [textwrap.dedent(inspect.getsource(function)) for function in (*helpers, program)]
@@ -110,7 +112,7 @@ class ProcessCluster:
         jobs = {"ps": list(between), "worker": [NAME_ONLY]}
         config = json.dumps({"cluster": jobs, "task": {"type": "ps", "index": 0}})  # --task says which
         more = {**servers_environ, **({"TF_CONFIG": config} if between else {})}
-        self.cluster = Cluster(sink=self._take, servers_more=more, **given)
+        self.cluster = launcher(sink=self._take, servers_more=more, **given)
 
     def __enter__(self) -> ProcessCluster:
         self.cluster.start()

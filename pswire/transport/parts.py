@@ -17,21 +17,32 @@ Part = tuple[int, list[memoryview]]
 """The offset of a part in its payload, and its buffers, in order."""
 
 
+STEPS = 16
+"""Steps, at least, in which a payload leaves whose other end is told of it while it is made. Between hosts a payload
+that is larger than a part has as many parts, where its tensors are small enough: a round that streams then begins
+early, and sends back what it has made while the rest still comes, so that links are busy both ways but for the first
+part and the last. Each part costs a system call, and the other end's attention: within a host more than it saves."""
+
+
 class Cutter:
     """Cuts a payload into parts, as it grows. A tensor that fits a part is never cut; padding becomes zeros.
 
     Args:
         payload: the payload to cut.
-        part_bytes: greatest size of a part, a multiple of `2 * ALIGN`. One that has half of it is not waited with,
-            and what is left at the end is one part if it fits.
+        part_bytes: greatest size of a part, a multiple of `2 * ALIGN`. One that has half of it is not waited with.
+        steps: parts of a payload that is larger than one, at least: one that has its share of it is not waited with
+            either. What is left at the end is one part if it has no more than two shares, and fits.
 
     Attributes:
         payload: the constructor's payload.
     """
 
-    def __init__(self, payload: Payload, part_bytes: int = PART_BYTES) -> None:
+    def __init__(self, payload: Payload, part_bytes: int = PART_BYTES, steps: int = 1) -> None:
         self.payload = payload
         self._part_bytes = part_bytes
+        self._enough = part_bytes // 2
+        if payload.size > part_bytes:
+            self._enough = min(self._enough, payload.size // steps)
         self._next = 0  # the chunk that comes next
         self._pieces: list[list[Chunk]] = []  # the chunks of the parts that come next
         self._seen = 0
@@ -55,10 +66,10 @@ class Cutter:
     def _take(self) -> list[Chunk]:
         """The chunks of the next part, or one that is larger than a part; none while too few are there."""
         self._seen = self.payload.end
-        chunks, enough = self.payload.chunks, self._part_bytes // 2
+        chunks, enough = self.payload.chunks, self._enough
         taken: list[Chunk] = []
         # Where it is cut depends on sizes alone, never on what is there by now: others may be told of the same parts.
-        if self.payload.size - self._cut <= self._part_bytes:
+        if self.payload.size - self._cut <= 2 * enough:
             if self.payload.whole:
                 taken, self._next = chunks[self._next :], len(chunks)
             return taken
@@ -150,8 +161,8 @@ class Assembly:
         return self.payload
 
 
-def parts_of(payload: Payload, part_bytes: int = PART_BYTES) -> Iterator[Part]:
+def parts_of(payload: Payload, part_bytes: int = PART_BYTES, steps: int = 1) -> Iterator[Part]:
     """Yields all parts of a payload that is whole."""
-    cutter = Cutter(payload, part_bytes)
+    cutter = Cutter(payload, part_bytes, steps)
     while (part := cutter.next()) is not None:
         yield part

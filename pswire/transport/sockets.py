@@ -45,7 +45,7 @@ import numpy as np
 
 from pswire.errors import InvalidRequest
 from pswire.transport import scratch
-from pswire.transport.parts import Cutter, Part
+from pswire.transport.parts import STEPS, Cutter, Part
 from pswire.transport.payload import Payload
 from pswire.transport.scratch import NOTHING, SCRATCH
 from pswire.transport.shared_memory import SharedArena
@@ -66,9 +66,6 @@ MAX_HELLO_BYTES = 1 << 10
 MAX_PART_BYTES = 4 << 20
 """Of the data of one message."""
 
-STEPS = 16
-"""Into how many pieces a payload is cut at least whose other end is told of it while it is made: each costs a system
-call, and the other end's attention."""
 
 SMALL = 1 << 14
 """Data of fewer bytes go in the socket also where memory is shared: to tell their place would cost as much."""
@@ -109,6 +106,14 @@ def tune(sock: socket, silence: float, breaks: bool) -> None:
     if breaks:
         # The system asks for nothing while something is not acknowledged.
         sock.setsockopt(IPPROTO_TCP, TCP_USER_TIMEOUT, int(1000 * silence))
+
+
+def crosses(sock: Stream) -> bool:
+    """Returns whether the other end of a connection is on another host, as the addresses of both ends say."""
+    with suppress(OSError):  # the other end is gone
+        here, there = sock.getsockname(), sock.getpeername()
+        return isinstance(here, tuple) and isinstance(there, tuple) and here[0] != there[0]
+    return False
 
 
 def connect(
@@ -385,6 +390,7 @@ class PayloadSender:
         self._waits = waits
         self._blocked = blocked
         self._part_bytes = min(MAX_PART_BYTES, ring.size // 8) if ring else MAX_PART_BYTES
+        self._steps = STEPS if crosses(link.sock) else 1
         self._lock = threading.RLock()  # guards all below
         self._streams: deque[_Stream] = deque()
         self._unread = Counter[int]()  # announcements of each place in the ring
@@ -429,7 +435,7 @@ class PayloadSender:
         with self._lock:
             if self._closed:
                 return
-            self._streams.append(_Stream(call, Cutter(payload, self._part_bytes), (kind, header), ends))
+            self._streams.append(_Stream(call, Cutter(payload, self._part_bytes, self._steps), (kind, header), ends))
             self.pump()
 
     def end(self, kind: Kind, call: int, header: bytes) -> None:

@@ -71,6 +71,14 @@ class Sealed:
         """Returns the socket's file descriptor, for selectors."""
         return self._sock.fileno()
 
+    def getsockname(self) -> object:
+        """Returns the socket's own address."""
+        return self._sock.getsockname()
+
+    def getpeername(self) -> object:
+        """Returns the address of the other end; raises `OSError` if that is gone."""
+        return self._sock.getpeername()
+
     def setblocking(self, blocking: bool) -> None:
         """Sets whether the socket blocks."""
         self._sock.setblocking(blocking)

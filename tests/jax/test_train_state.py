@@ -67,6 +67,25 @@ def test_each_state_has_an_optimizer_of_its_own(strategy):
     assert state.step == 1
 
 
+def test_large_parameters_may_be_in_shards():
+    """A partitioner of the strategy cuts them, and no bit is another."""
+
+    def train(**keys):
+        with (
+            InProcessCluster(2) as cluster,
+            ps.ParameterServerStrategy(cluster_resolver=cluster.resolver(), **keys) as strategy,
+        ):
+            state = create(strategy, tx=psj.optax.adam(0.1))
+            for _ in range(3):
+                state = state.apply_gradients(grads=ones(state))
+            return isinstance(state.variables["dense"]["kernel"], ps.ShardedVariable), state.params
+
+    cut, found = train(variable_partitioner=ps.experimental.partitioners.FixedShardsPartitioner(2))
+    whole, expected = train()
+    assert (cut, whole) == (True, False)
+    equal(found, expected)
+
+
 def test_a_step_gives_a_new_state(strategy):
     """Its parameters are one step further; those of the old one, which somebody has seen, are what they were."""
     state = create(strategy)

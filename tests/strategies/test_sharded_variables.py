@@ -82,6 +82,50 @@ def test_others_are_plain(strategy):
     assert not any(isinstance(v, ps.ShardedVariable) for v in (plain, scalar, on_read))
 
 
+def test_a_variable_has_a_partitioner_of_its_own(strategy):
+    """It wins over the strategy's; False leaves whole what that would cut."""
+    value = np.arange(16.0, dtype="float32").reshape(8, 2)
+    with strategy.scope():
+        own = ps.Variable(value, name="own", partitioner=P.FixedShardsPartitioner(4))
+        whole = ps.Variable(FIRST, name="uncut", partitioner=False)
+        optimizer = ps.optimizers.Adam(0.1)
+    assert [isinstance(v, ps.ShardedVariable) for v in (own, whole)] == [True, False]
+    assert [v.shape for v in own.variables] == [(2, 2)] * 4
+    assert len({v.device for v in own.variables}) == len(strategy.extended.parameter_devices)
+    same(own, value)
+    same(whole, FIRST)
+    strategy.run(lambda: optimizer.apply_gradients([(np.ones((8, 2), "float32"), own)]))
+    np.testing.assert_allclose(own.numpy(), value - np.float32(0.1), rtol=1e-5, atol=1e-6)
+
+
+def test_partitioners_that_make_no_sense_are_refused(strategy, table):
+    """With the argument's name, and before anything is created."""
+    two = P.FixedShardsPartitioner(2)
+    with strategy.scope():
+        with pytest.raises(TypeError, match=r"partitioner is True; give a function of a shape"):
+            ps.Variable(FIRST, partitioner=True)
+        with pytest.raises(ValueError, match="ON_READ has a copy for each replica, which is never cut"):
+            ps.Variable(FIRST, partitioner=two, synchronization="on_read", aggregation="sum")
+        with (
+            strategy.extended.colocate_vars_with(table),
+            pytest.raises(ValueError, match="beside another one is cut as that one is"),
+        ):
+            ps.Variable(FIRST, partitioner=two)
+        with pytest.raises(ValueError, match=r"returned \[1, 2\] for variable 'odd'"):
+            ps.Variable(FIRST, name="odd", partitioner=lambda shape, dtype: [1, 2])
+
+
+def test_nothing_is_cut_where_there_are_no_servers():
+    """A script with partitioners runs in one process, too."""
+    strategy = ps.MirroredStrategy(["cpu:0"])
+    with strategy.scope():
+        whole = ps.Variable(FIRST, partitioner=P.FixedShardsPartitioner(2))
+    local = ps.Variable(FIRST, partitioner=P.FixedShardsPartitioner(2))
+    for each in (whole, local):
+        assert not isinstance(each, ps.ShardedVariable)
+        same(each, FIRST)
+
+
 def test_names_are_unique(strategy):
     """Of the whole, and of shards where somebody has taken such a name."""
     with strategy.scope():

@@ -199,8 +199,8 @@ ROOMS = {
         _room(
             "pstesting",
             16,
-            "pswire wire.security psserver psserver.programs wire.transport psclient._src src.processes src.transport "
-            "psserver.transport psserver.core src.launch src.strategies psclient",
+            "pswire wire.model wire.security psserver psserver.programs wire.transport psclient._src src.processes "
+            "src.transport psserver.transport psserver.core src.launch src.strategies psclient",
         ),
     )
 }

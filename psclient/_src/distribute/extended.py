@@ -26,6 +26,7 @@ from psclient._src.variables.compression import Compressed
 from psclient._src.variables.consistency import created_beside
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import CopiedVariable, LocalVariable, SyncOnReadVariable
+from psclient._src.variables.partitioners import Cut
 from psclient._src.variables.sharded import Sharding
 from psclient._src.variables.variable import Variable, VariableAggregation
 from pswire.model.plan import Reduction, VariableSpec
@@ -151,10 +152,12 @@ class StrategyExtended:
         on_read: bool,
         aggregation: VariableAggregation,
         compression: Compressed = None,
+        partitioner: Cut = None,
     ) -> Variable:
         """Gets or creates a variable; called by `Variable`, and for what checkpoints have by another name.
 
-        `Variable` gives a `compression` only where its caller has given one.
+        `Variable` gives a `compression`, and a `partitioner`, only where its caller has given one. Where there are no
+        servers nothing is cut.
         """
         if context.is_default(self._strategy):
             return self._backend.create(self._strategy, spec, value, place, on_read, aggregation)

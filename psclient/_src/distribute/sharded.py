@@ -20,7 +20,7 @@ from psclient._src.values import container
 from psclient._src.variables.compression import Compressed
 from psclient._src.variables.feedback import Feedback
 from psclient._src.variables.kinds import ServerVariable
-from psclient._src.variables.partitioners import PartitionFn, shards_for
+from psclient._src.variables.partitioners import Cut, PartitionFn, shards_for
 from psclient._src.variables.sharded import (
     CutVariable,
     ShardCopies,
@@ -86,17 +86,21 @@ class ShardedExtended(extended_v1.StrategyExtended):
         on_read: bool,
         aggregation: VariableAggregation,
         compression: Compressed = None,
+        partitioner: Cut = None,
     ) -> Variable:
-        """Gets or creates a variable, in shards where the partitioner says so, or that beside which it is created."""
-        if on_read or not (isinstance(place, Sharding) or (self._partitioner and not place)):
+        """Gets or creates a variable, in shards where a partitioner says so, or that beside which it is created.
+
+        Its own partitioner wins over the strategy's.
+        """
+        cut = self._partitioner if partitioner is None else partitioner
+        if on_read or not (isinstance(place, Sharding) or (cut and not place)):
             servers = place.place if isinstance(place, Sharding) else place
             return super().create_variable(spec, value, servers, on_read, aggregation, compression)
         unique = replace(spec, name=self._unique(spec.name))
         if isinstance(place, Sharding):
             made = self._create_beside(unique, value, place, aggregation)
         else:
-            partitioner = cast(PartitionFn, self._partitioner)
-            count = shards_for(partitioner, unique.name, spec.tensor, DTYPES[spec.tensor.dtype])
+            count = shards_for(cast(PartitionFn, cut), unique.name, spec.tensor, DTYPES[spec.tensor.dtype])
             if count == 1:
                 return super().create_variable(spec, value, place, on_read, aggregation, compression)
             starts = Sharding.starts_of(value.shape[0], count)

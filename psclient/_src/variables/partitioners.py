@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, Literal, Protocol, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -208,16 +208,19 @@ def _positive(name: str, value: SupportsIndex) -> int:
     return number
 
 
-# ---- What strategies ask ----
+# ---- What strategies and variables ask ----
+
+Cut = PartitionFn | Literal[False] | None
+"""What a variable says of how it is cut: False for not at all, None for what the strategy says."""
 
 
-def check_partitioner(partitioner: object) -> PartitionFn | None:
-    """Returns a partitioner; raises `TypeError` if it is none, such as a class of them."""
+def check_partitioner(partitioner: object, where: str = "variable_partitioner") -> PartitionFn | None:
+    """Returns a partitioner; raises `TypeError` if it is none, such as a class of them. `where` names the argument."""
     if partitioner is None:
         return None
     if isinstance(partitioner, type) or not callable(partitioner):
         raise TypeError(
-            f"variable_partitioner is {partitioner!r}; give a function of a shape and a dtype, such as "
+            f"{where} is {partitioner!r}; give a function of a shape and a dtype, such as "
             "ps.experimental.partitioners.FixedShardsPartitioner(2)"
         )
     return partitioner
@@ -241,7 +244,7 @@ def shards_for(partitioner: PartitionFn, name: str, spec: TensorSpec, dtype: np.
     rows = spec.shape[0]
     if given != len(spec.shape) or len(parts) != given or parts[1:] != [1] * (given - 1) or not 1 <= parts[0] <= rows:
         raise ValueError(
-            f"variable_partitioner {partitioner!r} returned {found!r} for variable {name!r} of shape {spec.shape}; it "
+            f"partitioner {partitioner!r} returned {found!r} for variable {name!r} of shape {spec.shape}; it "
             f"has to return a list of {len(spec.shape)} whole numbers, the first from 1 to {rows}, the number of rows, "
             "and all others 1, since variables are cut along their first axis"
         )

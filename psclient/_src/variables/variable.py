@@ -21,6 +21,7 @@ from psclient._src.variables.compression import Compressed, check_compression, i
 from psclient._src.variables.consistency import check_consistency, consistency_here, is_apart
 from psclient._src.variables.feedback import Feedback
 from psclient._src.variables.indexed_slices import IndexedSlices
+from psclient._src.variables.partitioners import Cut, check_partitioner
 from psclient._src.variables.scatter import SCATTERS, RowWritable
 from pswire.model.compression import FLOATS
 from pswire.model.plan import VariableSpec
@@ -91,6 +92,7 @@ class _Request:
     place: Any
     compression: Compressed
     consistency: Consistency | None
+    partitioner: Cut
 
 
 class _VariableType(type):
@@ -106,6 +108,7 @@ class _VariableType(type):
         aggregation: VariableAggregation = VariableAggregation.NONE,
         compression: Compressed = None,
         consistency: Consistency | None = None,
+        partitioner: Cut = None,
     ) -> Any:
         if context.in_update():
             raise RuntimeError("an update function cannot create variables; create them before, in strategy.scope()")
@@ -130,15 +133,31 @@ class _VariableType(type):
                 "consistency out, or take ON_WRITE"
             )
         strategy = context.get_strategy()
+        if partitioner is not False and check_partitioner(partitioner, "partitioner"):
+            _check_cut(on_read, bool(strategy.extended.colocation))
         trained = not on_read if trainable is None else bool(trainable)
         if consistency is None and not on_read:
             consistency = consistency_here(strategy)
-        how = on_read, aggregation, strategy.extended.colocation, compression, consistency
+        how = on_read, aggregation, strategy.extended.colocation, compression, consistency, partitioner
         request = _Request(initial_value, dtype, name or "Variable", trained, *how)
         replica = context.get_replica_context()
         if replica is None or not context.has_strategy():
             return _create(strategy, request)
         return replica.merge_call(_create_together, (request,))
+
+
+def _check_cut(on_read: bool, beside: bool) -> None:
+    """Raises `ValueError` if a variable cannot have a partitioner of its own."""
+    if on_read:
+        raise ValueError(
+            "a variable with synchronization ON_READ has a copy for each replica, which is never cut; leave "
+            "partitioner out, or take ON_WRITE"
+        )
+    if beside:
+        raise ValueError(
+            "a variable that is created beside another one is cut as that one is; leave partitioner out, or create it "
+            "outside of colocate_vars_with"
+        )
 
 
 def _settled(
@@ -176,10 +195,11 @@ def _create(strategy: StrategyFace, request: _Request) -> Any:
             f"contributions to variable {request.name!r} of {spec.tensor.dtype} cannot be compressed; leave "
             f"compression out, or take a floating dtype: {', '.join(FLOATS)}"
         )
-    # Strategies of others need not know of compression.
-    more = {} if request.compression is None else {"compression": request.compression}
+    # Strategies of others need not know of compression, nor of partitioners.
+    asked = {"compression": request.compression, "partitioner": request.partitioner}
+    more: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     made = strategy.extended.create_variable(spec, value, request.place, request.on_read, request.aggregation, **more)
-    if more:
+    if request.compression is not None:
         made.compression = request.compression
     made.consistency = request.consistency
     return made
@@ -214,6 +234,9 @@ class Variable(RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]
         consistency: how updates of it by different workers relate, the same in all processes: `ps.Async()` in a
             strategy with `ps.Sync()` for a variable that each worker updates alone; None for what the strategy says,
             or, in `colocate_vars_with`, for what that variable has. See `docs/concepts.md`.
+        partitioner: cuts it into shards on several servers, the same in all processes: a function of its shape and
+            dtype, such as one of `ps.experimental.partitioners`; False for not at all, None for what the strategy says.
+            Where there are no servers nothing is cut. See `docs/embeddings.md`.
 
     Attributes:
         strategy: the strategy that owns it.
@@ -230,9 +253,10 @@ class Variable(RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]
 
     Raises:
         RuntimeError: it is created in an update function.
-        TypeError: the name is no text; compression or consistency is none.
+        TypeError: the name is no text; compression, consistency or partitioner is none.
         ValueError: synchronization is NONE; ON_READ and trainable; MEAN of an integer dtype; SUM of bool; compression
-            of an integer dtype, or with ON_READ; consistency with ON_READ.
+            of an integer dtype, or with ON_READ; consistency or partitioner with ON_READ; a partitioner in
+            `colocate_vars_with`, or one that returns no numbers of parts.
         ConfigError: contributions are to be compressed, or it has a consistency of its own, and a server is of a
             version that does not know that; it has one that does not go together with that of the job.
         InvalidRequest: its dtype cannot travel.
@@ -261,6 +285,7 @@ class Variable(RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]
             aggregation: VariableAggregation = VariableAggregation.NONE,
             compression: Compressed = None,
             consistency: Consistency | None = None,
+            partitioner: Cut = None,
         ) -> None: ...
 
     def _describe(self, strategy: StrategyFace, spec: VariableSpec, aggregation: VariableAggregation) -> None:

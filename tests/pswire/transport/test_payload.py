@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pswire.errors import InvalidRequest
 from pswire.limits import ALIGN, PART_BYTES
 from pswire.model.tensor import Array, TensorSpec, layout
-from pswire.transport.parts import MIN_PART_BYTES, SPARE_PARTS, Assembly, Cutter, Part, parts_of
+from pswire.transport.parts import MIN_PART_BYTES, SPARE_PARTS, STEPS, Assembly, Cutter, Part, parts_of
 from pswire.transport.payload import Chunk, Payload
 
 STEP = 2 * ALIGN
@@ -69,19 +69,19 @@ def check_parts(parts: Sequence[Part], sizes: Sequence[int], part_bytes: int) ->
 # ---- Parts ----
 
 
-@given(SIZES, PART_SIZES)
-def test_parts_cover_the_payload_in_order(sizes: list[int], part_bytes: int) -> None:
+@given(SIZES, PART_SIZES, st.integers(1, STEPS))
+def test_parts_cover_the_payload_in_order(sizes: list[int], part_bytes: int, steps: int) -> None:
     """Without gap or overlap, at aligned places; none is too large, and no tensor that fits one is cut."""
     chunks, size, _ = content(sizes)
-    check_parts(list(parts_of(Payload(chunks, size), part_bytes)), sizes, part_bytes)
+    check_parts(list(parts_of(Payload(chunks, size), part_bytes, steps)), sizes, part_bytes)
 
 
-@given(SIZES, PART_SIZES, st.lists(st.integers(0, 2), max_size=12))
-def test_a_payload_is_cut_as_it_grows(sizes: list[int], part_bytes: int, turns: list[int]) -> None:
+@given(SIZES, PART_SIZES, st.integers(1, STEPS), st.lists(st.integers(0, 2), max_size=12))
+def test_a_payload_is_cut_as_it_grows(sizes: list[int], part_bytes: int, steps: int, turns: list[int]) -> None:
     """However adding and cutting take turns it is cut alike: others may have been told of the same parts."""
     chunks, size, _ = content(sizes)
     payload, rest = Payload((), size), list(chunks)
-    cutter, parts = Cutter(payload, part_bytes), list[Part]()
+    cutter, parts = Cutter(payload, part_bytes, steps), list[Part]()
 
     def cut() -> None:
         while (part := cutter.next()) is not None:
@@ -99,7 +99,7 @@ def test_a_payload_is_cut_as_it_grows(sizes: list[int], part_bytes: int, turns: 
     cut()
     assert cutter.done
     check_parts(parts, sizes, part_bytes)
-    assert parts == list(parts_of(Payload(chunks, size), part_bytes))
+    assert parts == list(parts_of(Payload(chunks, size), part_bytes, steps))
 
 
 @given(SIZES, PART_SIZES)
@@ -123,6 +123,20 @@ def test_who_cuts_is_told_when_there_is_more(sizes: list[int], part_bytes: int) 
         payload.add(*chunk)
     assert cutter.done
     check_parts(parts, sizes, part_bytes)
+
+
+@pytest.mark.parametrize("size", [PART_BYTES, 2 * PART_BYTES, 40 * PART_BYTES])
+def test_a_payload_of_several_parts_has_sixteen_between_hosts(size: int) -> None:
+    """Where its tensors are small, so that the other end begins early; one that fits a part is one part."""
+    tensor, count = 1 << 16, size >> 16
+    payload = Payload.pack([np.zeros(tensor, np.uint8)] * count)
+    sizes = [sum(map(len, buffers)) for _, buffers in parts_of(payload, steps=STEPS)]
+    if payload.size <= PART_BYTES:
+        assert sizes == [payload.size]
+        return
+    share = min(payload.size // STEPS, PART_BYTES // 2)
+    assert all(share <= each < share + tensor for each in sizes[:-1])
+    assert 0 < sizes[-1] <= 2 * share
 
 
 # ---- GrpcAnswer ----

@@ -20,7 +20,7 @@ from pswire.errors import InvalidRequest
 from pswire.limits import ALIGN
 from pswire.model.tensor import Array
 from pswire.transport import scratch
-from pswire.transport.parts import Assembly
+from pswire.transport.parts import STEPS, Assembly
 from pswire.transport.payload import Payload
 from pswire.transport.scratch import SCRATCH
 from pswire.transport.shared_memory import Segment, SharedArena, SharedView
@@ -36,6 +36,7 @@ from pswire.transport.sockets import (
     Message,
     MessageSocket,
     PayloadSender,
+    crosses,
     tune,
 )
 from pswire.transport.traffic import Traffic
@@ -456,3 +457,38 @@ def test_two_connections_have_never_one_buffer() -> None:
         assert first._scratch.obj is not second._scratch.obj
         assert [message.call for message in [*taken, *ours, *theirs]] == [1, 3, 2, 4]
     assert len(scratch._FREE) <= scratch.KEPT
+
+
+# ---- Between hosts ----
+
+
+@pytest.mark.parametrize(("address", "parts"), [("127.0.0.1", 3), ("127.0.0.2", STEPS - 1)])
+def test_payloads_are_cut_finer_between_hosts(address: str, parts: int) -> None:
+    """Ends with one address are on one host, where more parts cost more than they save."""
+    arrays = [np.zeros(MAX_PART_BYTES // 8, np.uint8)] * 16  # of two parts in all
+    with (
+        socket.create_server((address, 0)) as listener,
+        socket.create_connection(listener.getsockname(), source_address=("127.0.0.1", 0)) as here,
+        listener.accept()[0] as there,
+    ):
+        assert crosses(here) == crosses(there) == (parts > 3)
+        channel = PayloadSender(MessageSocket(here), None, False, lambda: None, Traffic())
+        link, got = MessageSocket(there), 0
+        link.trust()
+        payload = Payload.pack(arrays)
+        channel.send(Kind.PUSH, 1, b"", payload)
+        size = 0
+        while size < payload.size:
+            channel.flush()
+            for message in link.receive():
+                got, size = got + 1, size + message.size
+        assert got == parts
+
+
+def test_nothing_crosses_where_the_other_end_is_gone() -> None:
+    """Nor over a Unix socket: that is no reason to fail."""
+    one, other = socket.socketpair()
+    with one, other:
+        assert not crosses(one)
+    with socket.create_server(("127.0.0.2", 0)) as listener:
+        assert not crosses(listener)

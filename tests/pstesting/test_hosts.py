@@ -1,0 +1,207 @@
+"""Hosts on one machine: their links have a rate, and nothing of them is left, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from pstesting import hosts as hosts_module
+from pstesting.hosts import Host, HostCluster, Hosts, HostsUnavailable
+from pstesting.processes import until
+from pswire.cluster import Task
+from pswire.errors import ConfigError
+from tests.support.linked import linked
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 60.0
+
+RATE = 20e6
+"""Bits per second: so few that a machine that is busy moves them, too."""
+
+NBYTES = 4_000_000
+
+SINK = """
+import socket, sys, time
+with socket.create_server(("0.0.0.0", 5000)) as listener:
+    print("ready", flush=True)
+    peer, _ = listener.accept()
+left, buffer, began = {nbytes}, bytearray(1 << 20), 0.0
+while left:
+    count = peer.recv_into(buffer, min(left, len(buffer)))
+    if not began:
+        began, first = time.monotonic(), count
+    left -= count
+print(({nbytes} - first) / (time.monotonic() - began), flush=True)
+"""
+
+SOURCE = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 5000)) as peer:
+    peer.sendall(bytes({nbytes}))
+    peer.shutdown(socket.SHUT_WR)
+    peer.recv(1)
+"""
+
+OWNER = """
+import json, os, sys
+from pstesting.hosts import Host, Hosts
+with Hosts([Host("here", 1e6), Host("there")]) as hosts:
+    process = hosts.start("here", ["sh", "-c", "echo; sleep 600; sleep 600"], stdout=-1)
+    process.stdout.readline()
+    print(json.dumps([hosts.processes("here"), os.stat(f"/proc/{process.pid}/ns/net").st_ino]), flush=True)
+    sys.stdin.read()
+"""
+
+POOR = """
+import os
+from pstesting.hosts import Host, Hosts, HostsUnavailable
+if os.geteuid() == 0:
+    os.setresuid(65534, 65534, 65534)
+try:
+    Hosts([Host("here")]).__enter__()
+except HostsUnavailable as error:
+    print(error)
+"""
+
+
+def python(text):
+    return [sys.executable, "-c", text.format(nbytes=NBYTES)]
+
+
+def move(hosts, source, sink):
+    """Bytes per second that a plain socket moves from one host to another."""
+    taker = hosts.start(sink, python(SINK), stdout=subprocess.PIPE)
+    assert taker.stdout.readline() == b"ready\n"
+    giver = hosts.start(source, [*python(SOURCE), hosts.addresses[sink]])
+    said = taker.communicate(timeout=SECONDS)[0]
+    assert giver.wait(SECONDS) == 0
+    return float(said)
+
+
+def namespaces():
+    """The network namespaces of all processes, by their numbers."""
+    found = set()
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            try:
+                found.add(os.stat(path / "ns" / "net").st_ino)
+            except OSError:
+                continue
+    return found
+
+
+def interfaces():
+    return sorted(name for _, name in socket.if_nameindex())
+
+
+def test_a_process_that_has_only_begun_is_ended_too(stack):
+    """It may not have come to its host yet."""
+    with linked(stack, Host("here")) as hosts:
+        started = [hosts.start("here", ["sleep", "600"]) for _ in range(3)]
+    assert {process.returncode for process in started} == {-signal.SIGKILL}
+
+
+@pytest.mark.parametrize(("source", "sink"), [("fast", "slow"), ("slow", "fast")])
+def test_a_link_carries_its_rate_each_way(stack, source, sink):
+    """A plain socket gets what is left of the rate beside headers, to the host as from it."""
+    hosts = linked(stack, Host("slow", RATE), Host("fast"))
+    assert 0.8 <= move(hosts, source, sink) * 8 / RATE <= 1.05
+    moved = hosts.moved()
+    assert moved[source].sent >= NBYTES <= moved[sink].received
+    assert max(moved[source].received, moved[sink].sent) < NBYTES / 4
+
+
+def test_a_link_without_a_rate_is_faster(stack):
+    """What limits the one before is its bucket, and not the machine."""
+    hosts = linked(stack, Host("one"), Host("other"))
+    assert move(hosts, "one", "other") * 8 / RATE > 2
+
+
+def test_processes_see_the_name_of_their_host_and_its_links_alone(stack):
+    """Servers judge by the name what fails together; and no address of the machine is there to be found."""
+    hosts = linked(stack, Host("here"), Host("there"))
+    text = "import socket; print(socket.gethostname(), *(name for _, name in socket.if_nameindex()))"
+    process = hosts.start("there", python(text), stdout=subprocess.PIPE)
+    assert process.communicate(timeout=SECONDS)[0].split() == [b"there", b"lo", b"eth0"]
+
+
+def test_the_machine_keeps_its_interfaces_and_nothing_is_left_after_an_error(stack):
+    """Interfaces are made in namespaces alone; these end with the context, and so does all that runs there."""
+    before, theirs = interfaces(), namespaces()
+    with suppress(ZeroDivisionError), linked(stack, Host("here", RATE), Host("there")) as hosts:
+        process = hosts.start("here", ["sh", "-c", "sleep 600 & sleep 600"])
+        until(lambda: len(hosts.processes("here")) == 3, SECONDS, lambda: "the shell has started nothing")
+        started = hosts.processes("here")
+        assert interfaces() == before
+        assert len(namespaces() - theirs) >= 3
+        own = os.stat(f"/proc/{process.pid}/ns/net").st_ino
+        raise ZeroDivisionError
+    assert process.returncode == -signal.SIGKILL
+    assert not any(Path(f"/proc/{pid}/ns/net").exists() for pid in started)
+    assert own not in namespaces()
+    assert interfaces() == before
+
+
+def test_nothing_is_left_where_the_owner_is_killed(stack):
+    """The kernel ends the processes, and with the last of them the namespaces and their interfaces."""
+    linked(stack, Host("here")).__exit__()
+    pipe = subprocess.PIPE
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdin=pipe, stdout=pipe, cwd=ROOT, process_group=0)
+    with owner:
+        try:
+            pids, namespace = json.loads(owner.stdout.readline())
+            assert pids
+            assert namespace in namespaces()
+        finally:
+            owner.kill()
+    until(lambda: namespace not in namespaces(), SECONDS, lambda: "a process of the killed owner's hosts is left")
+
+
+def test_who_is_not_root_is_told():
+    """Nothing is tried that is not permitted; the error says what would be needed."""
+    done = subprocess.run(python(POOR), capture_output=True, text=True, timeout=SECONDS, check=False, cwd=ROOT)
+    assert "hosts need root" in done.stdout, done.stderr
+
+
+def test_a_missing_program_is_told(monkeypatch, tmp_path):
+    """By its name, and with what to install."""
+    ip = shutil.which("sh")
+    (tmp_path / "ip").symlink_to(ip)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(HostsUnavailable, match="hosts need tc, nsenter, unshare; install iproute2"):
+        Hosts([Host("here")]).__enter__()
+
+
+def test_what_a_kernel_lacks_is_told(stack, monkeypatch):
+    """As the tool says it, and nothing is left of the hosts that were begun."""
+    linked(stack, Host("here")).__exit__()
+    monkeypatch.setattr(hosts_module, "_limits", lambda interface, host: ["qdisc add dev eth0 root nosuch"])
+    before = namespaces()
+    with pytest.raises(HostsUnavailable, match=r"hosts need a kernel with bridges, veth, tbf.* tc: .*qdisc"):
+        Hosts([Host("here", RATE)]).__enter__()
+    until(lambda: namespaces() <= before, SECONDS, lambda: "a namespace is left")
+
+
+def test_hosts_that_make_no_sense_are_refused():
+    """Before anything is made."""
+    for wrong in ([Host("a"), Host("a")], [Host("switch")], [Host("a", rate=0)], [Host("a", delay=-1)]):
+        with pytest.raises(ValueError, match=r"name of its own|has rate"):
+            Hosts(wrong)
+
+
+def test_a_cluster_has_a_host_for_each_task_and_no_lane_of_shared_memory():
+    """A lane of shared memory would pass by the links that are measured."""
+    hosts, where = Hosts([Host("here")]), {Task("ps", 0): "here", Task("worker", 0): "here"}
+    with pytest.raises(ConfigError, match="no memory in common"):
+        HostCluster(hosts, where, lane="shm", script="x.py")
+    with pytest.raises(ConfigError, match="names no host for /job:worker/task:1"):
+        HostCluster(hosts, where, workers=2, script="x.py", chief="none")
