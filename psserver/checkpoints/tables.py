@@ -11,6 +11,7 @@ import numpy as np
 from psserver.tables.native import Native
 from psserver.tables.saving import HeldState
 from psserver.tables.table import Table
+from psserver.tiers.tier import Tier
 from pswire.checkpoint.reader import SavedCheckpoint
 from pswire.checkpoint.table_layers import TableLayer, layers_of
 from pswire.checkpoint.table_tensors import tensors_of
@@ -116,7 +117,7 @@ class Wanted:
         return [*rows, *((self.beside.get(slot.name), slot.row, slot.value) for slot in self.slots)]
 
 
-def restored(checkpoint: SavedCheckpoint, wanted: Wanted, native: Native) -> Table:
+def restored(checkpoint: SavedCheckpoint, wanted: Wanted, native: Native, tier: Tier | None = None) -> Table:
     """Makes a part of a table again of what a checkpoint has of it, deltas included, or of an array.
 
     Of an array of n rows it has the keys 0 to n - 1.
@@ -125,6 +126,7 @@ def restored(checkpoint: SavedCheckpoint, wanted: Wanted, native: Native) -> Tab
         checkpoint: the checkpoint.
         wanted: the part.
         native: compiled functions of tables.
+        tier: where rows lie; None for memory.
 
     Raises:
         DamagedCheckpoint: a file is not as it was saved.
@@ -133,18 +135,25 @@ def restored(checkpoint: SavedCheckpoint, wanted: Wanted, native: Native) -> Tab
         MemoryLimit: there is no memory.
     """
     _check(checkpoint, wanted)
-    table = Table(wanted.spec, wanted.slots, wanted.buckets, native)
+    table = Table(wanted.spec, wanted.slots, wanted.buckets, native, tier)
     if wanted.saved not in checkpoint.manifest.tables:
         _fill_from_array(checkpoint, wanted, table)
-        return table
-    first, *others = layers_of(checkpoint, wanted.saved, wanted.buckets)
+    else:
+        _fill_from_layers(layers_of(checkpoint, wanted.saved, wanted.buckets), wanted, table)
+    if tier is not None:
+        tier.settle()
+    return table
+
+
+def _fill_from_layers(layers: Sequence[TableLayer], wanted: Wanted, table: Table) -> None:
+    """Makes the rows of a saved table: what a whole one has, then the changes of each delta."""
+    first, *others = layers
     _read(first, wanted, table.place(first.state(wanted.buckets)))
     for layer in others:
         state = layer.state(wanted.buckets)
         rows = [np.empty((state.keys.size, *row.shape), DTYPES[row.dtype]) for _, row, _ in wanted.sources]
         _read(layer, wanted, rows)
         table.apply([replace(state, tensors=tuple(rows))])
-    return table
 
 
 def _read(layer: TableLayer, wanted: Wanted, arrays: Sequence[Array]) -> None:

@@ -36,11 +36,13 @@ from psserver.registry import Registry
 from psserver.state.closures import Closures
 from psserver.state.counters import ServerCounters
 from psserver.state.first_values import FirstValues
+from psserver.state.key_tables import read_ahead
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import DRAWN, STILL_SECONDS, Membership
 from psserver.state.spares import Spares
 from psserver.state.variables import FirstValue, Store
 from psserver.tables.native import Native
+from psserver.tiers.tier import Tier
 from pswire.api import (
     Begun,
     Contribution,
@@ -97,7 +99,10 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         self.done: Future[None] = Future()
         self.left: Future[None] = Future()
         root, timeouts = storage_at(config.checkpoint_root), config.timeouts
-        self.store = Store(self.server, kernels.device, config.memory_limit, Native(kernels.on_host.compiler))
+        native, tier = Native(kernels.on_host.compiler), None
+        if config.tier_path:
+            tier = Tier(config.tier_path, config.tier_memory)
+        self.store = Store(self.server, kernels.device, config.memory_limit, native, tier)
         self.rounds = Rounds(lambda plan_id: self.log.describe(plan_id), self.server)
         self.first_values = FirstValues(self.store)
         self.tally = ServerCounters(clock)
@@ -388,6 +393,9 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         else:
             self.store.check_rows(contribution.lookups)
             effects += self._heard(self.rounds.push(contribution, payload, future, now))
+            ahead = self.store.ahead(contribution.lookups)
+            if ahead:
+                effects.insert(0, Work("arrays", read_ahead, (ahead,)))
             refused = any(isinstance(effect, Fail) and effect.future is future for effect in effects)
             if begun is not None and not refused:
                 effects += self.runner.listen(contribution, future, begun)
@@ -427,6 +435,8 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
 
     def close(self, now: float) -> Outcome[None]:
         """Fails all calls that wait. Answered calls lose nothing."""
+        if self.store.tier is not None:
+            self.store.tier.close()
         return None, self._abandon(ServerLost("the server ends", str(self.task)), lambda session: True)
 
     def _abandon(self, error: PSError, watches: Callable[[int], bool]) -> list[Effect]:

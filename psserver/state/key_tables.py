@@ -20,7 +20,8 @@ from psserver.state.missed import MissedUpdates
 from psserver.tables.native import Native
 from psserver.tables.saving import HeldState
 from psserver.tables.table import Table
-from pswire.api import TableRead
+from psserver.tiers.tier import Tier
+from pswire.api import RowRead, TableRead
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest
 from pswire.model.hashing import BUCKETS, buckets_of, hashes_of
@@ -43,6 +44,12 @@ class KeyedRows:
     rows: Array
 
 
+def read_ahead(wanted: Sequence[tuple[StoredTable, RowRead]]) -> None:
+    """Begins to read rows of tables in a tier from the disk; in the thread for arrays."""
+    for stored, read in wanted:
+        stored.table.read_ahead(stored.keys(read.numbers()))
+
+
 class StoredTable:
     """A part of a dynamic table on this server.
 
@@ -51,6 +58,7 @@ class StoredTable:
         part: what it is.
         native: compiled functions of tables.
         task: this server's task.
+        tier: where its rows lie; None for memory.
 
     Attributes:
         name: the variable's name, for messages.
@@ -59,11 +67,13 @@ class StoredTable:
         missed: what its rows have missed; None for nothing.
     """
 
-    def __init__(self, variable: PlacedVariable, part: TablePart, native: Native, task: Task) -> None:
+    def __init__(
+        self, variable: PlacedVariable, part: TablePart, native: Native, task: Task, tier: Tier | None = None
+    ) -> None:
         self.variable = variable
         self.name = variable.spec.name
         self.part = part
-        self.table = Table(part.spec, buckets=part.buckets, native=native)
+        self.table = Table(part.spec, buckets=part.buckets, native=native, tier=tier)
         self.tensors: dict[int, TableTensor] = {}
         self.missed: MissedUpdates | None = None
         self._task = task
@@ -160,13 +170,15 @@ class StoredTable:
         """Makes rows have all updates, in place; their slots are given once each."""
         missed = self.missed
         if missed is not None:
+            self.table.touch(slots)
             self.table.set_aside(slots)
             missed.make_up(self.arrays(missed.tables), slots)
 
     def settle(self) -> None:
         """Makes all rows have all updates, as something else is about to update the table."""
         if self.missed is not None:
-            self.make_up(np.arange(len(self.missed.last)))
+            for rows in self.table.pieces():
+                self.make_up(np.arange(rows.start, rows.stop))
             self.missed = None
 
 
@@ -194,8 +206,8 @@ class TableTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that the table may have; 0 of a tensor beside the rows. For any thread."""
-        return self.stored.table.nbytes if self.slot is None else 0
+        """Bytes of memory that the table may have, without a tier's; 0 of a tensor beside the rows. For any thread."""
+        return self.stored.table.in_memory if self.slot is None else 0
 
     @property
     def number(self) -> int:

@@ -6,7 +6,7 @@ arrival beyond the keys' own, and no difference between functions that are compi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -23,6 +23,8 @@ from psserver.tables.native import Native
 from psserver.tables.policies import INDEX_BYTES, Sketch, checked_limit, shares_of
 from psserver.tables.rows import BOOK_BYTES
 from psserver.tables.saving import HeldState, apply_to, place, restore_into
+from psserver.tiers.mapped import Use
+from psserver.tiers.tier import Tier
 from pswire.errors import InvalidRequest, MemoryLimit
 from pswire.model.first_values import FirstValues
 from pswire.model.hashing import BUCKETS, Hashes, buckets_of
@@ -115,6 +117,7 @@ class Table:
         tensors: tensors beside the rows.
         buckets: the buckets that are held, a range of step 1.
         native: compiled functions; without them the same is done by NumPy.
+        tier: where the rows and the tensors beside them lie; None for memory.
 
     Attributes:
         evicted: number of rows that were evicted so far.
@@ -130,6 +133,7 @@ class Table:
         tensors: Sequence[SlotTensor] = (),
         buckets: range = ALL,
         native: Native | None = None,
+        tier: Tier | None = None,
     ) -> None:
         spec.check()
         if buckets.step != 1 or not 0 <= buckets.start < buckets.stop <= BUCKETS:
@@ -143,7 +147,8 @@ class Table:
         self._native = native or Native()
         self._set_limit()
         self._first = FirstValues(spec, self._native.first_values)
-        self._contents = Contents(spec, tensors, spec.salt, buckets, self._limit if self.limited else 0)
+        self._contents = Contents(spec, tensors, spec.salt, buckets, self._limit if self.limited else 0, tier)
+        self._tier = tier
         self._located = LocatedKeys(self._contents)
         self._running: _Round | None = None
 
@@ -178,7 +183,8 @@ class Table:
             return known[tensor.name]
         self._check_idle(self.round)
         tensor.check()
-        _check_room(f"{tensor.name!r} beside", len(self._contents.rows.books), tensor.row.nbytes, room)
+        nbytes = 0 if self._tier else tensor.row.nbytes
+        _check_room(f"{tensor.name!r} beside", len(self._contents.rows.books), nbytes, room)
         before, self.tensors = self.tensors, (*self.tensors, tensor)
         try:
             self._set_limit()
@@ -205,10 +211,15 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the table may have: rows in whole chunks, index, and filter."""
+        """Bytes that the table may have, of memory and of a tier's disk: rows in whole chunks, index, and filter."""
+        return self.in_memory + self._contents.rows.touched - self._contents.rows.in_memory
+
+    @property
+    def in_memory(self) -> int:
+        """Bytes of memory that the table may have, without the rows that a tier bounds for all tables."""
         sketch = self._contents.filter
         counters = sketch.counters.nbytes if isinstance(sketch, Sketch) else 0
-        return self._contents.rows.touched + self._contents.index.nbytes + counters
+        return self._contents.rows.in_memory + self._contents.index.nbytes + counters
 
     @property
     def arrays(self) -> list[Array]:
@@ -242,6 +253,7 @@ class Table:
         """Returns the rows of some keys, of which `find` has returned the slots; else as `lookup`."""
         if tensor > len(self.tensors):
             raise InvalidRequest(f"tensor {tensor} is not beside the rows yet")
+        self.touch(slots, Use.LOOKUP)
         table = self._contents.rows.tensors[tensor].array
         found = np.empty((keys.size, *table.shape[1:]), table.dtype) if out is None else out
         if len(table):
@@ -250,6 +262,25 @@ class Table:
         if unknown.size:
             found[unknown] = self.tensors[tensor - 1].value if tensor else self._first.unknown(keys[unknown])
         return found
+
+    def touch(self, slots: Int64s, use: Use = Use.UPDATE, later: bool = False) -> None:
+        """Rows are about to be used: begins to read what of them lies on a disk alone.
+
+        Args:
+            slots: int64[n], as `find` returns them.
+            use: what for.
+            later: True if there is time until then.
+        """
+        if self._tier is not None:
+            self._contents.rows.touch(slots[slots >= 0], use, later)
+
+    def read_ahead(self, keys: Array) -> None:
+        """Begins to read the rows of keys that are going to be looked up, as far as they lie on a disk alone."""
+        self.touch(self._contents.find(keys)[1] - 1, Use.LOOKUP, later=True)
+
+    def pieces(self) -> Iterator[slice]:
+        """Yields all slots in pieces, for whoever passes over all rows: in a tier they do not stay in memory."""
+        return self._contents.rows.tensors[0].pieces()
 
     def begin(
         self, round: int, keys: Array, times: Int64s | None = None, room: int = -1, sizes: Sequence[int] = ()
@@ -283,6 +314,7 @@ class Table:
         else:
             known, often = np.delete(entries, unknown) - 1, np.delete(times, unknown)
             made = self._make(round, keys, times, hashes, entries, unknown, known, room)
+        self.touch(known)
         rows.set_aside(known)
         if contents.judge.decay != 1:
             books = rows.books.take(known, axis=0)
@@ -319,7 +351,8 @@ class Table:
         decision = contents.filter.decide(round, new, old, counts)
         admitted, kept = decision.admitted, ~decision.admitted & (decision.entries != old)
         self._check_limit(known, int(np.count_nonzero(admitted)))
-        row = self.spec.row.nbytes + sum(tensor.row.nbytes for tensor in self.tensors) + BOOK_BYTES + INDEX_BYTES
+        beside = sum(tensor.row.nbytes for tensor in self.tensors)
+        row = BOOK_BYTES + INDEX_BYTES + (0 if self._tier else self.spec.row.nbytes + beside)
         _check_room("a round that makes", int(np.count_nonzero(admitted | kept)), row, room)
         values = self._first.rows(keys[unknown][at][admitted])
         slots = contents.create(new[admitted], old[admitted])
@@ -471,7 +504,8 @@ class Table:
         self._check_idle(self.round)
         slots, array = np.maximum(self._contents.find(keys)[1], 0) - 1, self.arrays[tensor]
         self._contents.rows.set_aside(np.arange(len(array)), tensor)
-        array[...] = self.tensors[tensor - 1].value
+        self._contents.rows.tensors[tensor].fill(self.tensors[tensor - 1].value)
+        self.touch(slots)
         array[slots[slots >= 0]] = rows[slots >= 0]
         self.forget_deletions(self.round)
 
