@@ -87,7 +87,7 @@ class Contents:
         try:
             self.rows.put_beside(tensor)
         except MemoryError as error:
-            raise MemoryLimit(f"there is no {_what(error)} for {tensor.name!r} beside {self.rows.used} rows") from None
+            raise _missing(error, f"{tensor.name!r} beside {self.rows.used} rows") from None
         self.tensors = (*self.tensors, tensor)
 
     def use_compiled(self, native: Native) -> None:
@@ -181,7 +181,7 @@ class Contents:
         try:
             slots = self.rows.allocate(hashes.size)
         except MemoryError as error:
-            raise MemoryLimit(f"there is no {_what(error)} for {hashes.size} more rows of a table") from None
+            raise _missing(error, f"{hashes.size} more rows of a table") from None
         self.counts += in_buckets(hashes)
         try:
             self.put(hashes, slots + 1, before)
@@ -209,6 +209,8 @@ class Contents:
         self.deletions.add(self.round, gone)
 
 
-def _what(error: MemoryError) -> str:
-    """Returns what is missing: memory, or room on the disk of a tier."""
-    return f"room for {error}" if isinstance(error, DiskFull) else "memory"
+def _missing(error: MemoryError, what: str) -> MemoryLimit:
+    """Returns the error for what there is no memory for, or no room on the disk of a tier."""
+    if isinstance(error, DiskFull):
+        return MemoryLimit(f"there is no room on the disk for {what}: {error}")
+    return MemoryLimit(f"there is no memory for {what}")

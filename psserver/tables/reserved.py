@@ -60,7 +60,8 @@ class _AddressSpace:
         For tables no huge pages are asked for. With them rows of a gigabyte are read a third faster, but the round that
         first writes to one waits for all of it: 8 ms in a virtual machine whose host has no huge pages.
         """
-        return self._take(nbytes, lambda: mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE))
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+        return self._take(nbytes, lambda: mmap.mmap(-1, nbytes, flags=flags))
 
     def map(self, nbytes: int, tier: Tier) -> MappedFile:
         """Reserves the memory of a new file; raises as `reserve`."""
@@ -142,12 +143,14 @@ class ReservedArray:
         self._all = self._all.reshape(-1, *shape)
         self.array: Array = self._all[:0]
 
-    def _reserve(self, nbytes: int) -> None:
+    def _reserve(self, nbytes: int) -> mmap.mmap:
         if self.tier is None:
-            self._memory = _space.reserve(nbytes)
+            memory = _space.reserve(nbytes)
         else:
             self._file = _space.map(nbytes, self.tier)
-            self._memory = self._file.memory
+            memory = self._file.memory
+        self._memory = memory
+        return memory
 
     def renewed(self) -> ReservedArray:
         """Returns an empty one of the same kind, with memory of its own."""
@@ -217,7 +220,7 @@ class ReservedArray:
     def _new(self, count: int, rows: int) -> Array:
         """Takes memory for some rows, zero, flat; of a file there is room for the first of them."""
         try:
-            self._reserve(count * self._row)
+            memory = self._reserve(count * self._row)
         except (OSError, ValueError, OverflowError) as error:
             if self.tier is not None:
                 raise DiskFull(f"a file for {count} rows ({error})") from error
@@ -225,7 +228,7 @@ class ReservedArray:
             return np.zeros(count * prod(self._shape), self._dtype)
         if self._file is not None:
             self._file.reserve(rows * self._row)
-        return np.frombuffer(self._memory, self._dtype)
+        return np.frombuffer(memory, self._dtype)
 
     def _give_back(self, rows: int) -> None:
         start = -(-rows * self._row // CHUNK) * CHUNK

@@ -60,9 +60,7 @@ class Rows:
         used: number of rows.
     """
 
-    def __init__(
-        self, spec: TableSpec, tensors: Sequence[SlotTensor], limit: int, tier: Tier | None = None
-    ) -> None:
+    def __init__(self, spec: TableSpec, tensors: Sequence[SlotTensor], limit: int, tier: Tier | None = None) -> None:
         self._tier = tier
         self._expected = expected = min(2 * limit + SPARE, MAX_COUNT) if limit else MAX_COUNT
         rows = [spec.row, *(tensor.row for tensor in tensors)]

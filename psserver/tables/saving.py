@@ -10,9 +10,9 @@ import numpy as np
 from psserver.tables.contents import Contents
 from psserver.tables.eviction import in_buckets
 from psserver.tables.held import HeldRows, Settle
-from psserver.tables.reserved import PIECE_BYTES
 from psserver.tables.native import Native
 from psserver.tables.policies import Counter, Sketch
+from psserver.tables.reserved import PIECE_BYTES
 from psserver.tables.rows import CHANGED, COUNT, LAST
 from psserver.tiers.mapped import Use
 from pswire.errors import InvalidRequest

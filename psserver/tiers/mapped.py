@@ -170,21 +170,23 @@ class MappedFile:
             np.subtract(heat, 1, out=heat, where=heat > 0)
         return cold
 
-    def page_out(self, pages: Int64s) -> None:
-        """Takes pages out of memory; those that were changed only when `drop` is called, after they are written.
+    def page_out(self, pages: Int64s) -> Int64s:
+        """Takes pages out of memory. Those that were changed have to be written before, which is begun.
 
         Args:
-            pages: int64[n], each once, in increasing order.
+            pages: int64[n], not empty, each once, in increasing order.
+
+        Returns:
+            Those that are in memory still: call it again with them. Without those that were touched meanwhile.
         """
         paging.advise(self._base, pages, paging.MADV_PAGEOUT)
         paging.drop(self._file, pages)
+        self.look(int(pages[0]), int(pages[-1] - pages[0]) + 1)
+        with self._lock:
+            return pages[self._here[pages] & (self._heat[pages] == 0)]
 
-    def drop(self, pages: Int64s) -> None:
-        """Goes on with what `page_out` has begun: pages that were changed leave memory once they are written."""
-        paging.drop(self._file, pages)
-
-    def look(self, first: int, count: int) -> int:
-        """Finds out which of some pages that follow one another are in memory; returns how many."""
+    def look(self, first: int, count: int) -> None:
+        """Finds out which of some pages that follow one another are in memory."""
         count = max(min(count, self.pages - first), 0)
         found = paging.are_resident(self._base + first * PAGE, count)
         with self._lock:
@@ -192,7 +194,6 @@ class MappedFile:
             found |= here & (heat > 0)  # it may have been touched since then
             self.resident += int(np.count_nonzero(found)) - int(np.count_nonzero(here))
             here[:] = found
-        return int(np.count_nonzero(found))
 
 
 def _opened(directory: str) -> int:

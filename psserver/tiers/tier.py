@@ -20,7 +20,6 @@ from psserver.tiers.mapped import HOTTEST, DiskFull, MappedFile, Use
 from psserver.tiers.paging import PAGE
 from pswire.errors import ConfigError
 from pswire.model.rows import Int64s
-from pswire.sizes import human
 
 TRIAL = 16 << 20
 """Bytes that a disk must have room for at the beginning."""
@@ -31,14 +30,17 @@ WINDOW = 1 << 14
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 """File systems whose files are memory."""
 
-LOW, HIGH = 15 / 16, 5 / 4
+LOW, HIGH = 15 / 16, 9 / 8
 """Shares of the bound down to which pages leave, and at which a round waits for that."""
 
 PATROL, PATROL_SECONDS = 16, 1.0
 """Windows that are looked at for pages that nobody has told of, and how often, where nothing else is to be done."""
 
 PAUSE = 0.005
-"""Seconds for which the thread waits where the disk is still writing all that could leave."""
+"""Seconds to wait where the disk is still writing all that could leave."""
+
+PATIENCE = 200
+"""Pauses of a round that waits for pages to leave; a disk that takes longer does not stop it for good."""
 
 
 class Tier:
@@ -133,11 +135,13 @@ class Tier:
             self._check()
 
     def _check(self) -> None:
-        resident = self.resident // PAGE
-        if resident > HIGH * self._bound:
-            self.shrink()
-        elif resident > self._bound:
+        if self.resident // PAGE > self._bound:
             self._full.set()
+        for _ in range(PATIENCE):
+            if self.resident // PAGE <= HIGH * self._bound:
+                return
+            if not self.shrink():
+                time.sleep(PAUSE)
 
     def settle(self) -> None:
         """Keeps the bound again after rows were written that nobody has told of; waits for the disk."""
@@ -160,21 +164,23 @@ class Tier:
         It may take a few calls: what was changed leaves once it is written.
         """
         with self._paging:
-            leaving, self._leaving = self._leaving, []
-            for file, pages in leaving:
-                file.drop(pages)
-                file.look(int(pages[0]), int(pages[-1] - pages[0]) + 1)
-            surplus = self.resident // PAGE - int(LOW * self._bound)
+            again, self._leaving = self._leaving, []
+            for file, pages in again:
+                self._page_out(file, pages)
+            surplus = self.resident // PAGE - sum(left.size for _, left in self._leaving) - int(LOW * self._bound)
             for file, first, count in self._windows() if surplus > 0 else ():
-                pages = file.cool(first, count)
-                if pages.size:
-                    file.page_out(pages)
-                    self._leaving.append((file, pages))
-                    self._left += pages.size
-                surplus -= pages.size
+                cold = file.cool(first, count)
+                self._page_out(file, cold)
+                self._left += cold.size
+                surplus -= cold.size
                 if surplus <= 0:
                     break
             return not self._leaving
+
+    def _page_out(self, file: MappedFile, pages: Int64s) -> None:
+        left = file.page_out(pages) if pages.size else pages
+        if left.size:
+            self._leaving.append((file, left))
 
     def _windows(self) -> Iterator[tuple[MappedFile, int, int]]:
         """Yields what the hand passes, until each page has lost all its touches: a file, a page, and how many."""

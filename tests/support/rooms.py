@@ -50,13 +50,14 @@ ROOMS = {
         _room("pswire.encoding", 4, "pswire wire.model wire.traces wire.transport wire.api"),
         _room("psserver", 4, "pswire wire.model wire.security wire.traces wire.transport wire.api"),
         _room("psserver.programs", 5, "pswire wire.model psserver"),
-        _room("psserver.tables", 6, "pswire wire.model psserver.programs"),
+        _room("psserver.tiers", 5, "pswire wire.model"),
+        _room("psserver.tables", 6, "pswire wire.model psserver.programs psserver.tiers"),
         _room("psserver.plans", 6, "pswire wire.model wire.transport psserver.programs wire.api"),
         _room(
             "psserver.state",
             7,
             "pswire wire.model wire.security wire.telemetry psserver wire.transport psserver.programs wire.api "
-            "psserver.plans psserver.tables",
+            "psserver.plans psserver.tables psserver.tiers",
         ),
         _room(
             "psserver.transport",
@@ -66,15 +67,16 @@ ROOMS = {
         _room(
             "psserver.checkpoints",
             8,
-            "pswire wire.model psserver psserver.tables wire.api psserver.plans wire.checkpoint psserver.state",
+            "pswire wire.model psserver psserver.tables psserver.tiers wire.api psserver.plans wire.checkpoint "
+            "psserver.state",
         ),
         _room("psserver.execution", 8, "pswire wire.model psserver psserver.programs psserver.plans psserver.state"),
         _room(
             "psserver.core",
             9,
             "pswire wire.model wire.security wire.telemetry wire.traces psserver wire.transport psserver.programs "
-            "wire.api psserver.plans psserver.tables wire.checkpoint psserver.state psserver.checkpoints "
-            "psserver.execution",
+            "wire.api psserver.plans psserver.tables psserver.tiers wire.checkpoint psserver.state "
+            "psserver.checkpoints psserver.execution",
         ),
         _room(
             "psserver.telemetry",
