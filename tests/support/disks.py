@@ -40,7 +40,8 @@ def disk() -> Iterator[Path]:
 def on_small_disk(script: str, directory: Path, size: str) -> list[str]:
     """Runs a script, whose argument is a directory on a disk of a size, such as 8m; returns the lines that it prints.
 
-    A file system of memory stands for the disk, which a tier then has to take. Skips the test where none can be mounted.
+    A file system of memory stands for the disk: the script has a tier take it.
+    Skips the test where none can be mounted.
     """
     enter = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
     if subprocess.run([*enter, "true"], capture_output=True, check=False).returncode:

@@ -69,10 +69,8 @@ class Twins:
             table.read_ahead(ahead)
             opened = table.begin(table.round + 1, keys)
             kept = [array[opened.touched] for array in table.arrays]
-            for array in table.arrays:
-                array[opened.touched] = array[opened.touched] * 0.9 + (opened.touched % 7)[:, None][
-                    : len(array)
-                ].reshape(-1, *[1] * (array.ndim - 1))
+            for array, rows in zip(table.arrays, kept, strict=True):
+                array[opened.touched] = 0.9 * rows + np.float32(table.round % 7)
             if fails:
                 for array, rows in zip(table.arrays, kept, strict=True):
                     array[opened.touched] = rows
@@ -151,6 +149,7 @@ import os, sys
 import numpy as np
 from psserver.tables.table import Table
 from psserver.tiers import mapped, tier
+from pswire.errors import MemoryLimit
 from pswire.model.tables import SlotTensor, TableSpec
 
 tier.IN_MEMORY = ()  # a small file system of memory stands for a small disk
@@ -183,9 +182,8 @@ print(len(table), float(table.lookup(np.arange(8000), 1).sum()))
 def test_what_the_disk_has_no_room_for_changes_nothing(tmp_path):
     """A round that cannot make its rows is refused, with what to do, and so is a slot; the table is as before."""
     rows, slot, same, after = on_small_disk(FULL, tmp_path, "28m")
-    assert rows.startswith(f"there is no room for 5.859 MiB more in {tmp_path} (No space left on device); free some of")
-    assert rows.endswith("or give tables a capacity, for 6000 more rows of a table")
-    assert slot.startswith("there is no room for 15.26 MiB more in ")
-    assert slot.endswith("for 'more' beside 2000 rows")
+    assert rows.startswith("there is no room on the disk for 6000 more rows of a table: 5.859 MiB more in ")
+    assert rows.endswith("with another --tier-path, or give tables a capacity")
+    assert slot.startswith("there is no room on the disk for 'more' beside 2000 rows: 15.26 MiB more in ")
     assert same == "True"
     assert after == f"8000 {7000 * 256.0}"

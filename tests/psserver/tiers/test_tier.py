@@ -203,7 +203,7 @@ def test_a_full_disk_is_told_before_anything_is_touched(tmp_path):
     no_disk, full, kept, used = on_small_disk(FULL, tmp_path, "8m")
     assert "lies in memory itself (tmpfs)" in no_disk
     assert full.startswith(f"2.93 MiB more in {tmp_path} (No space left on device); free some of that disk")
-    assert (kept, used) == ("4000 True", "True 7000")
+    assert (kept, used) == ("4000 True", "True 8192")
 
 
 def test_a_limit_of_files_is_told_as_a_full_disk_is(tier):
