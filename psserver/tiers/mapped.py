@@ -23,8 +23,8 @@ from pswire.sizes import human
 STEP = 16 << 20
 """Bytes of the disk that are reserved at a time."""
 
-HOTTEST = 7
-"""Most updates of a page that count."""
+MOST = 255
+"""Most updates of a page that are counted."""
 
 
 class Use(Enum):
@@ -78,7 +78,9 @@ class MappedFile:
         self.reserved = self.resident = self.came = 0
         self._lock = threading.Lock()  # guards the counts, and these
         self._here: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # pages that are in memory, as far as is known
-        self._heat: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)  # updates, which the hand takes back
+        self._counts: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)  # updates of late, also of pages on the disk alone
+        self._wanted: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # pages that were looked up, and not updated since
+        self._leaving: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # pages that are being written, to leave then
 
     def reserve(self, nbytes: int) -> None:
         """Reserves room on the disk for the first bytes of it.
@@ -101,7 +103,9 @@ class MappedFile:
             if more > 0:
                 more = max(more, len(self._here) // 2)
                 self._here = np.concatenate([self._here, np.zeros(more, np.bool_)])
-                self._heat = np.concatenate([self._heat, np.zeros(more, np.uint8)])
+                self._counts = np.concatenate([self._counts, np.zeros(more, np.uint8)])
+                self._wanted = np.concatenate([self._wanted, np.zeros(more, np.bool_)])
+                self._leaving = np.concatenate([self._leaving, np.zeros(more, np.bool_)])
         self.reserved = end
 
     def _allocated(self, wanted: int, exact: int) -> int:
@@ -127,7 +131,8 @@ class MappedFile:
         with self._lock:
             gone = slice(start // PAGE, None)
             self.resident -= int(np.count_nonzero(self._here[gone]))
-            self._here[gone], self._heat[gone] = False, 0
+            self._here[gone] = self._wanted[gone] = self._leaving[gone] = False
+            self._counts[gone] = 0
         self.reserved = start
 
     # ---- Pages ----
@@ -149,26 +154,32 @@ class MappedFile:
             self._here[missing] = True
             self.resident += missing.size
             self.came += missing.size
-            if use is not Use.PASS:
-                more = self._heat[pages] + np.uint8(use is Use.UPDATE)
-                self._heat[pages] = np.clip(more, 1, HOTTEST)
+            if use is Use.LOOKUP:
+                self._wanted[pages] = True
+            if use is Use.UPDATE:
+                counts = self._counts[pages]
+                self._counts[pages] = counts + (counts < MOST)
+                self._wanted[pages] = False
         return missing
 
     def read(self, pages: Int64s) -> None:
         """Begins to read pages, each given once, in order."""
         paging.advise(self._base, pages, paging.MADV_WILLNEED)
 
-    def cool(self, first: int, count: int) -> Int64s:
-        """Passes over some pages that follow one another: takes an update back of each.
+    def leaves(self) -> tuple[Int64s, npt.NDArray[np.uint8]]:
+        """Returns the pages in memory that may leave it, int64[n], and how often each was updated lately.
 
-        Returns:
-            int64[n], the pages in memory that have none left.
+        Without those that leave already.
         """
         with self._lock:
-            here, heat = self._here[first : first + count], self._heat[first : first + count]
-            cold = first + np.flatnonzero(here & (heat == 0))
-            np.subtract(heat, 1, out=heat, where=heat > 0)
-        return cold
+            pages = np.flatnonzero(self._here & ~(self._wanted | self._leaving))
+            return pages, self._counts[pages]
+
+    def age(self) -> None:
+        """Halves all counts, and waits no longer for updates of what was looked up."""
+        with self._lock:
+            self._counts >>= 1
+            self._wanted[:] = False
 
     def page_out(self, pages: Int64s) -> Int64s:
         """Takes pages out of memory. Those that were changed have to be written before, which is begun.
@@ -177,21 +188,24 @@ class MappedFile:
             pages: int64[n], not empty, each once, in increasing order.
 
         Returns:
-            Those that are in memory still: call it again with them. Without those that were touched meanwhile.
+            Those that are in memory still: call it again with them. Without those that were looked up meanwhile.
         """
         paging.advise(self._base, pages, paging.MADV_PAGEOUT)
         paging.drop(self._file, pages)
         self.look(int(pages[0]), int(pages[-1] - pages[0]) + 1)
         with self._lock:
-            return pages[self._here[pages] & (self._heat[pages] == 0)]
+            left = pages[self._here[pages] & ~self._wanted[pages]]
+            self._leaving[pages] = False
+            self._leaving[left] = True
+        return left
 
     def look(self, first: int, count: int) -> None:
         """Finds out which of some pages that follow one another are in memory."""
         count = max(min(count, self.pages - first), 0)
         found = paging.are_resident(self._base + first * PAGE, count)
         with self._lock:
-            here, heat = self._here[first : first + count], self._heat[first : first + count]
-            found |= here & (heat > 0)  # it may have been touched since then
+            here = self._here[first : first + count]
+            found |= here & self._wanted[first : first + count]  # which may be under way
             self.resident += int(np.count_nonzero(found)) - int(np.count_nonzero(here))
             here[:] = found
 

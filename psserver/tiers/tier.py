@@ -1,8 +1,9 @@
 """The files of a server's dynamic tables, and the bound of their pages in memory.
 
-A hand goes round all pages. A page that was updated since the hand has passed it last stays; each pass takes one update
-back, so that pages that are updated often stay longer (generalised CLOCK, Smith 1978). Pages leave in a thread of their
-own: rounds wait for it only if they touch new pages faster than the disk takes old ones.
+Updates are counted for each page, also where it is on the disk alone, and all counts are halved now and then: the pages
+that were updated least often lately leave first (as TinyLFU does, Einziger, Friedman and Manes 2017). A page that was
+looked up stays until its update, which comes with the next round. Pages leave in a thread of their own: rounds wait for
+it only if they touch new pages faster than the disk takes old ones.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 
-from psserver.tiers.mapped import HOTTEST, DiskFull, MappedFile, Use
+import numpy as np
+
+from psserver.tiers.mapped import MOST, DiskFull, MappedFile, Use
 from psserver.tiers.paging import PAGE
 from pswire.errors import ConfigError
 from pswire.model.rows import Int64s
@@ -25,7 +27,10 @@ TRIAL = 16 << 20
 """Bytes that a disk must have room for at the beginning."""
 
 WINDOW = 1 << 14
-"""Pages that the hand passes at a time."""
+"""Pages that are looked at at a time."""
+
+MEMORY_OF_COUNTS = 16
+"""Counts are halved after this many updates of a page for each page that may be in memory."""
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 """File systems whose files are memory."""
@@ -66,8 +71,8 @@ class Tier:
         self._left = 0  # pages
         self._lock = threading.Lock()  # guards the list of files
         self._paging = threading.Lock()  # held by who takes pages out
-        self._hand = 0
-        self._leaving: list[tuple[MappedFile, Int64s]] = []  # guarded by `_paging`, and so is the hand
+        self._hand = self._turn = self._updates = 0
+        self._leaving: list[tuple[MappedFile, Int64s]] = []  # guarded by `_paging`, and so are the hand and the turn
         self._full = threading.Event()
         self._reader = ThreadPoolExecutor(1, "tier")  # to begin to read takes as long as the disk's queue is full
         self._thread: threading.Thread | None = None
@@ -127,6 +132,12 @@ class Tier:
             later: True if there is time until then.
         """
         missing = file.touch(pages, use)
+        if use is Use.UPDATE:
+            self._updates += pages.size
+            if self._updates > MEMORY_OF_COUNTS * self._bound:
+                self._updates = 0
+                for each in self.files():
+                    each.age()
         if missing.size:
             if later:
                 self._reader.submit(file.read, missing)
@@ -154,8 +165,10 @@ class Tier:
     def patrol(self) -> None:
         """Looks at some pages, for those that have come or gone unnoticed: the system may take any of them out."""
         with self._paging:
-            for file, first, count in islice(self._windows(), PATROL):
-                file.look(first, count)
+            windows = [(file, first) for file in self.files() for first in range(0, file.pages, WINDOW)]
+            for file, first in islice(cycle(windows), self._hand, self._hand + min(PATROL, len(windows))):
+                file.look(first, WINDOW)
+            self._hand = (self._hand + PATROL) % max(len(windows), 1)
         self._check()
 
     def shrink(self) -> bool:
@@ -168,27 +181,34 @@ class Tier:
             for file, pages in again:
                 self._page_out(file, pages)
             surplus = self.resident // PAGE - sum(left.size for _, left in self._leaving) - int(LOW * self._bound)
-            for file, first, count in self._windows() if surplus > 0 else ():
-                cold = file.cool(first, count)
-                self._page_out(file, cold)
-                self._left += cold.size
-                surplus -= cold.size
-                if surplus <= 0:
-                    break
-            return not self._leaving
+            for file, pages in self._coldest(surplus) if surplus > 0 else ():
+                surplus -= pages.size
+                self._left += pages.size
+                self._page_out(file, pages)
+            if surplus > 0:  # all others were looked up: more than there is memory for
+                for file in self.files():
+                    file.age()
+            return surplus <= 0 and not self._leaving
+
+    def _coldest(self, count: int) -> list[tuple[MappedFile, Int64s]]:
+        """Returns pages of each file, those that were updated least often lately; fewer where others may not leave."""
+        found = [(file, *file.leaves()) for file in self.files()]
+        numbers = sum((np.bincount(counts, minlength=MOST + 1) for *_, counts in found), np.zeros(MOST + 1, np.int64))
+        limit = int(np.searchsorted(np.cumsum(numbers), count))  # those below it leave, and some that have it
+        some = count - int(numbers[:limit].sum())
+        chosen = []
+        for file, pages, counts in found:
+            equal = np.flatnonzero(counts == limit)
+            equal = np.roll(equal, self._turn % max(equal.size, 1))[:some]
+            some -= equal.size
+            chosen.append((file, pages[np.union1d(np.flatnonzero(counts < limit), equal)]))
+        self._turn += count
+        return chosen
 
     def _page_out(self, file: MappedFile, pages: Int64s) -> None:
         left = file.page_out(pages) if pages.size else pages
         if left.size:
             self._leaving.append((file, left))
-
-    def _windows(self) -> Iterator[tuple[MappedFile, int, int]]:
-        """Yields what the hand passes, until each page has lost all its touches: a file, a page, and how many."""
-        files = [(file, first) for file in self.files() for first in range(0, file.pages, WINDOW)]
-        for _ in range((HOTTEST + 1) * len(files)):
-            self._hand = (self._hand + 1) % len(files)
-            file, first = files[self._hand]
-            yield file, first, min(WINDOW, file.pages - first)
 
     def close(self) -> None:
         """Ends its thread; files go with the arrays in them."""
