@@ -24,6 +24,7 @@ import resource
 import statistics
 import tempfile
 import time
+from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -77,10 +78,8 @@ class Keys:
     def batches(self) -> list[Any]:
         """Returns the keys of each worker, each once."""
         drawn = self._rng.random((WORKERS, BATCH))
-        return [
-            np.unique(self._keys[np.searchsorted(self._sums, one, "right").clip(0, len(self._keys) - 1)])
-            for one in drawn
-        ]
+        places = np.searchsorted(self._sums, drawn, "right").clip(0, len(self._keys) - 1)
+        return [np.unique(self._keys[one]) for one in places]
 
 
 def made_round(table: Table, number: int, now: list[Any], after: list[Any], told: bool) -> float:
@@ -108,7 +107,9 @@ def measure(work: Work, path: str, rounds: int) -> dict[str, Any]:
     """Measures one table in memory, and one in a file."""
     tier = Tier(path, work.rows * DIM * 4 // work.share)
     functions, spec = native(), TableSpec((DIM,))
-    tables = {"memory": Table(spec, native=functions), "tier": Table(spec, native=functions, tier=tier)}
+    below = copy(functions)
+    below.tier = tier
+    tables = {"memory": Table(spec, native=functions), "tier": Table(spec, native=below)}
     for table in tables.values():
         for at in range(0, work.rows, BATCH):
             table.begin(1, np.arange(at, min(at + BATCH, work.rows)))

@@ -80,7 +80,7 @@ def _tables(value: Callable[[Table], float]) -> Callable[[Seen], Values]:
 
 
 def _tier_moves(seen: Seen) -> Values:
-    tier = seen.core.machine.store.tier
+    tier = seen.core.machine.store.native.tier
     return {("in",): tier.came, ("out",): tier.left} if tier else {("in",): 0, ("out",): 0}
 
 

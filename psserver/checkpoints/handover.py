@@ -130,7 +130,7 @@ class Handover:
             saved = SavedCheckpoint.open(self._place, order.path, PART_BYTES)
             wanted = [(name, v) for name, v in arrays.items() if name in saved.manifest.variables]
             read = read_arrays(saved, [(name, v.spec.tensor) for name, v in wanted])
-            parts = [table.restored(saved, self._store.native, self._store.tier) for table in tables]
+            parts = [table.restored(saved, self._store.native) for table in tables]
             with self._place.open(f"{order.path}/{LATER}") as file:
                 later = Later.of(file.read(PART_BYTES))
             checkpoint = SavedCheckpoint.open(self._place, later.path, PART_BYTES) if later.path else None

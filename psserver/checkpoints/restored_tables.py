@@ -11,7 +11,6 @@ from psserver.checkpoints.tables import PIECE_BYTES, Wanted, check_keys, restore
 from psserver.state.key_tables import KeyedRows, StoredTable
 from psserver.tables.native import Native
 from psserver.tables.table import Table
-from psserver.tiers.tier import Tier
 from pswire.api import RestoreOrder
 from pswire.checkpoint.merged_tables import MergedTable
 from pswire.checkpoint.reader import SavedCheckpoint
@@ -48,7 +47,7 @@ class WantedTable:
         beside = {slot.name: name for slot, name in named.items() if slot is not None}
         return cls(stored, stored.slots, named.get(None), beside, order)
 
-    def restored(self, saved: SavedCheckpoint, native: Native, tier: Tier | None = None) -> RestoredTable:
+    def restored(self, saved: SavedCheckpoint, native: Native) -> RestoredTable:
         """Reads it; raises as `tables.restored`."""
         part, beside = self.stored.part, dict(self.beside)
         if self.order.names is None:
@@ -58,7 +57,7 @@ class WantedTable:
             found = {own: rows_of(saved, part, slots[own], name, self.order.cast) for own, name in beside.items()}
             return RestoredTable(self.stored, None, found, False)
         wanted = Wanted(part.table, part.spec, self.slots, part.buckets, self.rows, beside, self.order.cast)
-        return RestoredTable(self.stored, restored(saved, wanted, native, tier), {}, self._is_base(saved, beside))
+        return RestoredTable(self.stored, restored(saved, wanted, native), {}, self._is_base(saved, beside))
 
     def _is_base(self, saved: SavedCheckpoint, beside: Mapping[str, str]) -> bool:
         """Returns True if the table is, by its names, what the checkpoint has: then changes to it can be saved."""
@@ -104,13 +103,11 @@ class RestoredTable:
                 tensor.begins = self.rows[tensor.slot.name]  # which it takes when it is used
 
 
-def first_of_part(
-    saved: SavedCheckpoint, part: TablePart, cast: bool, native: Native, tier: Tier | None = None
-) -> Table | KeyedRows:
+def first_of_part(saved: SavedCheckpoint, part: TablePart, cast: bool, native: Native) -> Table | KeyedRows:
     """Returns what a checkpoint has for a part of a table that is created later, by its name; raises as `restored`."""
     if part.slot is not None:
         return rows_of(saved, part, part.slot, part.slot.name, cast)
-    return restored(saved, Wanted(part.table, part.spec, (), part.buckets, part.table, {}, cast), native, tier)
+    return restored(saved, Wanted(part.table, part.spec, (), part.buckets, part.table, {}, cast), native)
 
 
 def rows_of(saved: SavedCheckpoint, part: TablePart, slot: SlotTensor, name: str, cast: bool) -> KeyedRows:

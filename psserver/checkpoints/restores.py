@@ -156,7 +156,7 @@ class Restores:
             _ = saved.bases  # which are read now, and may be needed later
             shards = [variable.spec.shard for variable in wanted]
             arrays = read_arrays(saved, [(name, v.spec.tensor) for v, name in wanted.items()], order.cast, shards)
-            parts = [table.restored(saved, self._store.native, self._store.tier) for table in tables]
+            parts = [table.restored(saved, self._store.native) for table in tables]
             if order.checkers:
                 saved.check_rest(_taken(order, tables), self._store.server, order.checkers)
         put = self._store.device.put
@@ -295,7 +295,7 @@ class Restores:
             return None
         with naming(self._store.task):
             if spec.part is not None:
-                return first_of_part(late.saved, spec.part, late.cast, self._store.native, self._store.tier)
+                return first_of_part(late.saved, spec.part, late.cast, self._store.native)
             (array,) = read_arrays(late.saved, [(spec.saved_name, spec.tensor)], late.cast, [spec.shard])
         value: Array = self._store.device.put(array)
         return value

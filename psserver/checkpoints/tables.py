@@ -11,7 +11,6 @@ import numpy as np
 from psserver.tables.native import Native
 from psserver.tables.saving import HeldState
 from psserver.tables.table import Table
-from psserver.tiers.tier import Tier
 from pswire.checkpoint.reader import SavedCheckpoint
 from pswire.checkpoint.table_layers import TableLayer, layers_of
 from pswire.checkpoint.table_tensors import tensors_of
@@ -117,7 +116,7 @@ class Wanted:
         return [*rows, *((self.beside.get(slot.name), slot.row, slot.value) for slot in self.slots)]
 
 
-def restored(checkpoint: SavedCheckpoint, wanted: Wanted, native: Native, tier: Tier | None = None) -> Table:
+def restored(checkpoint: SavedCheckpoint, wanted: Wanted, native: Native) -> Table:
     """Makes a part of a table again of what a checkpoint has of it, deltas included, or of an array.
 
     Of an array of n rows it has the keys 0 to n - 1.
@@ -126,7 +125,6 @@ def restored(checkpoint: SavedCheckpoint, wanted: Wanted, native: Native, tier: 
         checkpoint: the checkpoint.
         wanted: the part.
         native: compiled functions of tables.
-        tier: where rows lie; None for memory.
 
     Raises:
         DamagedCheckpoint: a file is not as it was saved.
@@ -135,13 +133,13 @@ def restored(checkpoint: SavedCheckpoint, wanted: Wanted, native: Native, tier: 
         MemoryLimit: there is no memory.
     """
     _check(checkpoint, wanted)
-    table = Table(wanted.spec, wanted.slots, wanted.buckets, native, tier)
+    table = Table(wanted.spec, wanted.slots, wanted.buckets, native)
     if wanted.saved not in checkpoint.manifest.tables:
         _fill_from_array(checkpoint, wanted, table)
     else:
         _fill_from_layers(layers_of(checkpoint, wanted.saved, wanted.buckets), wanted, table)
-    if tier is not None:
-        tier.settle()
+    if native.tier is not None:
+        native.tier.settle()
     return table
 
 

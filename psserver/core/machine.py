@@ -36,7 +36,7 @@ from psserver.registry import Registry
 from psserver.state.closures import Closures
 from psserver.state.counters import ServerCounters
 from psserver.state.first_values import FirstValues
-from psserver.state.key_tables import read_ahead
+from psserver.state.key_tables import reading_ahead
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import DRAWN, STILL_SECONDS, Membership
 from psserver.state.spares import Spares
@@ -75,6 +75,11 @@ Batch = tuple[PlacedVariable, ...]
 """Variables that are created together."""
 
 
+def _tier_of(config: ServerConfig) -> Tier | None:
+    """Returns where rows of dynamic tables lie; None for memory. Raises `ConfigError` if they cannot lie there."""
+    return Tier(config.tier_path, config.tier_memory) if config.tier_path else None
+
+
 class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimuli):
     """All state of a server. Each stimulus takes the time first, in monotonic seconds; a `PSError` refuses it.
 
@@ -99,10 +104,8 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         self.done: Future[None] = Future()
         self.left: Future[None] = Future()
         root, timeouts = storage_at(config.checkpoint_root), config.timeouts
-        native, tier = Native(kernels.on_host.compiler), None
-        if config.tier_path:
-            tier = Tier(config.tier_path, config.tier_memory)
-        self.store = Store(self.server, kernels.device, config.memory_limit, native, tier)
+        native = Native(kernels.on_host.compiler, _tier_of(config))
+        self.store = Store(self.server, kernels.device, config.memory_limit, native)
         self.rounds = Rounds(lambda plan_id: self.log.describe(plan_id), self.server)
         self.first_values = FirstValues(self.store)
         self.tally = ServerCounters(clock)
@@ -392,10 +395,9 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
             raise InvalidRequest("a variable is wanted twice")
         else:
             self.store.check_rows(contribution.lookups)
+            tensors = self.store.tables_of(read.variable for read in contribution.lookups)
+            effects += reading_ahead(tensors, contribution.lookups)  # at once: the round may have to wait for others
             effects += self._heard(self.rounds.push(contribution, payload, future, now))
-            ahead = self.store.ahead(contribution.lookups)
-            if ahead:
-                effects.insert(0, Work("arrays", read_ahead, (ahead,)))
             refused = any(isinstance(effect, Fail) and effect.future is future for effect in effects)
             if begun is not None and not refused:
                 effects += self.runner.listen(contribution, future, begun)
@@ -435,8 +437,6 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
 
     def close(self, now: float) -> Outcome[None]:
         """Fails all calls that wait. Answered calls lose nothing."""
-        if self.store.tier is not None:
-            self.store.tier.close()
         return None, self._abandon(ServerLost("the server ends", str(self.task)), lambda session: True)
 
     def _abandon(self, error: PSError, watches: Callable[[int], bool]) -> list[Effect]:

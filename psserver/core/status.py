@@ -33,7 +33,7 @@ def status_of(
     spares: tuple[Spare, ...],
 ) -> ServerStatus:
     """Returns a server's status; `now` is a time of the core's clock, in seconds."""
-    broken, tables, tier = runner.broken or log.lost, store.tables(), store.tier
+    broken, tables, tier = runner.broken or log.lost, store.tables(), store.native.tier
     return ServerStatus(
         server=store.server,
         incarnation=incarnation,

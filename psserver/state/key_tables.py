@@ -10,17 +10,17 @@ host memory, whatever the server's device is, and belong to the thread for array
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from psserver.state.missed import MissedUpdates
+from psserver.effects import Effect, Work
+from psserver.state.missed import PIECE, MissedUpdates
 from psserver.tables.native import Native
 from psserver.tables.saving import HeldState
 from psserver.tables.table import Table
-from psserver.tiers.tier import Tier
 from pswire.api import RowRead, TableRead
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest
@@ -44,8 +44,14 @@ class KeyedRows:
     rows: Array
 
 
-def read_ahead(wanted: Sequence[tuple[StoredTable, RowRead]]) -> None:
-    """Begins to read rows of tables in a tier from the disk; in the thread for arrays."""
+def reading_ahead(tensors: Mapping[int, TableTensor], reads: Sequence[RowRead]) -> list[Effect]:
+    """Returns the work that begins to read rows that are wanted after a round, of tables in a tier, from the disk."""
+    wanted = [(tensors[read.variable].stored, read) for read in reads if read.variable in tensors]
+    wanted = [(stored, read) for stored, read in wanted if stored.table.tier is not None]
+    return [Work("arrays", _read_ahead, (wanted,))] if wanted else []
+
+
+def _read_ahead(wanted: Sequence[tuple[StoredTable, RowRead]]) -> None:
     for stored, read in wanted:
         stored.table.read_ahead(stored.keys(read.numbers()))
 
@@ -58,7 +64,6 @@ class StoredTable:
         part: what it is.
         native: compiled functions of tables.
         task: this server's task.
-        tier: where its rows lie; None for memory.
 
     Attributes:
         name: the variable's name, for messages.
@@ -67,13 +72,11 @@ class StoredTable:
         missed: what its rows have missed; None for nothing.
     """
 
-    def __init__(
-        self, variable: PlacedVariable, part: TablePart, native: Native, task: Task, tier: Tier | None = None
-    ) -> None:
+    def __init__(self, variable: PlacedVariable, part: TablePart, native: Native, task: Task) -> None:
         self.variable = variable
         self.name = variable.spec.name
         self.part = part
-        self.table = Table(part.spec, buckets=part.buckets, native=native, tier=tier)
+        self.table = Table(part.spec, buckets=part.buckets, native=native)
         self.tensors: dict[int, TableTensor] = {}
         self.missed: MissedUpdates | None = None
         self._task = task
@@ -170,15 +173,15 @@ class StoredTable:
         """Makes rows have all updates, in place; their slots are given once each."""
         missed = self.missed
         if missed is not None:
-            self.table.touch(slots)
             self.table.set_aside(slots)
             missed.make_up(self.arrays(missed.tables), slots)
 
     def settle(self) -> None:
         """Makes all rows have all updates, as something else is about to update the table."""
         if self.missed is not None:
-            for rows in self.table.pieces():
-                self.make_up(np.arange(rows.start, rows.stop))
+            size = len(self.missed.last)
+            for first in range(0, size, PIECE):
+                self.make_up(np.arange(first, min(first + PIECE, size)))
             self.missed = None
 
 

@@ -28,7 +28,6 @@ from psserver.state.known_tables import KnownTables
 from psserver.state.missed import Group, MissedUpdates, Unsettled
 from psserver.tables.native import Native
 from psserver.tables.table import Table
-from psserver.tiers.tier import Tier
 from pswire.api import RowRead, TableRead
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, MemoryLimit, VariableMismatch
@@ -58,26 +57,17 @@ class Store:
         device: the device of the values.
         memory_limit: bytes that the values may take, 0 for no limit.
         native: compiled functions of dynamic tables.
-        tier: where their rows lie; None for memory. All that may be in memory of it counts from the beginning.
 
     Attributes:
         task: this server's task.
         native: the compiled functions.
-        tier: where rows of dynamic tables lie.
         lent: numbers of the variables that the running round assigns.
         gone: the servers that are gone, without which the job goes on, with the reason of each.
         losses: the servers that were lost, one after the other; those that have come back included.
         copied: True if the job's variables have copies.
     """
 
-    def __init__(
-        self,
-        server: int,
-        device: Device,
-        memory_limit: int,
-        native: Native | None = None,
-        tier: Tier | None = None,
-    ) -> None:
+    def __init__(self, server: int, device: Device, memory_limit: int, native: Native | None = None) -> None:
         self.server = server
         self.task = Task("ps", server)
         self.device = device
@@ -89,7 +79,6 @@ class Store:
         self._tables = set[int]()  # variables of which rounds update rows
         self._held: dict[int, list[weakref.ref[HeldTable]]] = {}
         self.native = native or Native()
-        self.tier = tier
         self._parts: dict[int, TableTensor] = {}  # dynamic tables, by the variables that are their tensors
         self._known = KnownTables(self.task)
         self._declared = 0
@@ -149,11 +138,11 @@ class Store:
         self.variables[variable.id] = variable
 
     def _check_room(self, spec: VariableSpec, nbytes: int) -> None:
-        if self.memory_limit and self._taken + nbytes > self.memory_limit:
+        if self.memory_limit and self.nbytes + nbytes > self.memory_limit:
             ways = "raise --memory-limit" + (" or add a server" if nbytes <= self.memory_limit else "")
             whose = "" if spec.part is None else " for its filter"
             raise MemoryLimit(
-                f"variable {spec} needs {human(nbytes)}{whose}, and this server holds {human(self._taken)} of its "
+                f"variable {spec} needs {human(nbytes)}{whose}, and this server holds {human(self.nbytes)} of its "
                 f"limit of {human(self.memory_limit)}; {ways}",
                 str(self.task),
             )
@@ -164,20 +153,15 @@ class Store:
         if rows is not None:
             return self._parts[rows].stored
         try:
-            return StoredTable(variable, part, self.native, self.task, self.tier)
+            return StoredTable(variable, part, self.native, self.task)
         except MemoryLimit as error:
             raise MemoryLimit(f"variable {variable.spec}: {error.message}", str(self.task)) from error
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the variables of this server take, dynamic tables as they are now."""
-        taken = self._declared + sum(tensor.nbytes for tensor in self._parts.values())
-        return taken if self.tier is None else taken + min(self.tier.nbytes, self.tier.memory)
-
-    @property
-    def _taken(self) -> int:
-        """Bytes of the memory limit that are taken: `nbytes`, and what rows in a tier may take yet."""
-        return self.nbytes if self.tier is None else self.nbytes + max(self.tier.memory - self.tier.nbytes, 0)
+        """Bytes of memory that the variables of this server take, dynamic tables as they are now, and all of a tier."""
+        tier = self.native.tier.memory if self.native.tier else 0
+        return self._declared + tier + sum(tensor.nbytes for tensor in self._parts.values())
 
     def tables(self) -> list[StoredTable]:
         """Returns the dynamic tables of which a part is here."""
@@ -191,13 +175,7 @@ class Store:
 
     def room(self) -> int:
         """Returns the bytes by which dynamic tables may grow; -1 without a limit."""
-        return max(self.memory_limit - self._taken, 0) if self.memory_limit else -1
-
-    def ahead(self, reads: Sequence[RowRead]) -> list[tuple[StoredTable, RowRead]]:
-        """Returns what is worth reading ahead, of rows that are wanted after a round: those of tables in a tier."""
-        if self.tier is None:
-            return []
-        return [(self._parts[read.variable].stored, read) for read in reads if read.variable in self._parts]
+        return max(self.memory_limit - self.nbytes, 0) if self.memory_limit else -1
 
     def ask(self, reads: Sequence[TableRead]) -> list[tuple[StoredTable, TableRead]]:
         """Returns the table of each question.

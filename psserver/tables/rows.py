@@ -117,8 +117,12 @@ class Rows:
         return sum(array.touched for array in self._arrays if array.tier is None)
 
     def touch(self, slots: Int64s, use: Use, later: bool = False) -> None:
-        """Rows are about to be used: begins to read what of them lies on a disk alone; see `ReservedArray.touch`."""
+        """Rows are about to be used: begins to read what of them lies on a disk alone; see `ReservedArray.touch`.
+
+        Slots below 0 are passed over.
+        """
         if self._tier is not None:
+            slots = slots[slots >= 0]
             for tensor in self.tensors:
                 tensor.touch(slots, use, later)
 

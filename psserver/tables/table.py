@@ -6,7 +6,7 @@ arrival beyond the keys' own, and no difference between functions that are compi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -24,7 +24,6 @@ from psserver.tables.policies import INDEX_BYTES, Sketch, checked_limit, shares_
 from psserver.tables.rows import BOOK_BYTES
 from psserver.tables.saving import HeldState, apply_to, place, restore_into
 from psserver.tiers.mapped import Use
-from psserver.tiers.tier import Tier
 from pswire.errors import InvalidRequest, MemoryLimit
 from pswire.model.first_values import FirstValues
 from pswire.model.hashing import BUCKETS, Hashes, buckets_of
@@ -116,11 +115,11 @@ class Table:
         spec: the table.
         tensors: tensors beside the rows.
         buckets: the buckets that are held, a range of step 1.
-        native: compiled functions; without them the same is done by NumPy.
-        tier: where the rows and the tensors beside them lie; None for memory.
+        native: compiled functions, without which the same is done by NumPy, and where the rows lie.
 
     Attributes:
         evicted: number of rows that were evicted so far.
+        tier: where the rows and the tensors beside them lie; None for memory.
         refusals: number of gradients that were dropped so far, as often as their keys came: a filter refused these.
 
     Raises:
@@ -133,7 +132,6 @@ class Table:
         tensors: Sequence[SlotTensor] = (),
         buckets: range = ALL,
         native: Native | None = None,
-        tier: Tier | None = None,
     ) -> None:
         spec.check()
         if buckets.step != 1 or not 0 <= buckets.start < buckets.stop <= BUCKETS:
@@ -145,10 +143,10 @@ class Table:
         self.buckets = buckets
         self.evicted = self.refusals = 0
         self._native = native or Native()
+        self.tier = self._native.tier
         self._set_limit()
         self._first = FirstValues(spec, self._native.first_values)
-        self._contents = Contents(spec, tensors, spec.salt, buckets, self._limit if self.limited else 0, tier)
-        self._tier = tier
+        self._contents = Contents(spec, tensors, spec.salt, buckets, self._limit if self.limited else 0, self.tier)
         self._located = LocatedKeys(self._contents)
         self._running: _Round | None = None
 
@@ -183,8 +181,9 @@ class Table:
             return known[tensor.name]
         self._check_idle(self.round)
         tensor.check()
-        nbytes = 0 if self._tier else tensor.row.nbytes
-        _check_room(f"{tensor.name!r} beside", len(self._contents.rows.books), nbytes, room)
+        _check_room(
+            f"{tensor.name!r} beside", len(self._contents.rows.books), 0 if self.tier else tensor.row.nbytes, room
+        )
         before, self.tensors = self.tensors, (*self.tensors, tensor)
         try:
             self._set_limit()
@@ -253,7 +252,7 @@ class Table:
         """Returns the rows of some keys, of which `find` has returned the slots; else as `lookup`."""
         if tensor > len(self.tensors):
             raise InvalidRequest(f"tensor {tensor} is not beside the rows yet")
-        self.touch(slots, Use.LOOKUP)
+        self._contents.rows.touch(slots, Use.LOOKUP)
         table = self._contents.rows.tensors[tensor].array
         found = np.empty((keys.size, *table.shape[1:]), table.dtype) if out is None else out
         if len(table):
@@ -263,24 +262,9 @@ class Table:
             found[unknown] = self.tensors[tensor - 1].value if tensor else self._first.unknown(keys[unknown])
         return found
 
-    def touch(self, slots: Int64s, use: Use = Use.UPDATE, later: bool = False) -> None:
-        """Rows are about to be used: begins to read what of them lies on a disk alone.
-
-        Args:
-            slots: int64[n], as `find` returns them.
-            use: what for.
-            later: True if there is time until then.
-        """
-        if self._tier is not None:
-            self._contents.rows.touch(slots[slots >= 0], use, later)
-
     def read_ahead(self, keys: Array) -> None:
         """Begins to read the rows of keys that are going to be looked up, as far as they lie on a disk alone."""
-        self.touch(self._contents.find(keys)[1] - 1, Use.LOOKUP, later=True)
-
-    def pieces(self) -> Iterator[slice]:
-        """Yields all slots in pieces, for whoever passes over all rows: in a tier they do not stay in memory."""
-        return self._contents.rows.tensors[0].pieces()
+        self._contents.rows.touch(self._contents.find(keys)[1] - 1, Use.LOOKUP, later=True)
 
     def begin(
         self, round: int, keys: Array, times: Int64s | None = None, room: int = -1, sizes: Sequence[int] = ()
@@ -314,7 +298,7 @@ class Table:
         else:
             known, often = np.delete(entries, unknown) - 1, np.delete(times, unknown)
             made = self._make(round, keys, times, hashes, entries, unknown, known, room)
-        self.touch(known)
+        rows.touch(known, Use.UPDATE)
         rows.set_aside(known)
         if contents.judge.decay != 1:
             books = rows.books.take(known, axis=0)
@@ -352,7 +336,7 @@ class Table:
         admitted, kept = decision.admitted, ~decision.admitted & (decision.entries != old)
         self._check_limit(known, int(np.count_nonzero(admitted)))
         beside = sum(tensor.row.nbytes for tensor in self.tensors)
-        row = BOOK_BYTES + INDEX_BYTES + (0 if self._tier else self.spec.row.nbytes + beside)
+        row = BOOK_BYTES + INDEX_BYTES + (0 if self.tier else self.spec.row.nbytes + beside)
         _check_room("a round that makes", int(np.count_nonzero(admitted | kept)), row, room)
         values = self._first.rows(keys[unknown][at][admitted])
         slots = contents.create(new[admitted], old[admitted])
@@ -505,12 +489,13 @@ class Table:
         slots, array = np.maximum(self._contents.find(keys)[1], 0) - 1, self.arrays[tensor]
         self._contents.rows.set_aside(np.arange(len(array)), tensor)
         self._contents.rows.tensors[tensor].fill(self.tensors[tensor - 1].value)
-        self.touch(slots)
+        self._contents.rows.touch(slots, Use.PASS)
         array[slots[slots >= 0]] = rows[slots >= 0]
         self.forget_deletions(self.round)
 
     def set_aside(self, slots: Int64s) -> None:
         """Has to be called before rows are written in place, with their slots; `begin` does it for its own."""
+        self._contents.rows.touch(slots, Use.PASS)
         self._contents.rows.set_aside(slots)
 
     def hold(self, since: int = -1, settle: Settle | None = None) -> HeldState:

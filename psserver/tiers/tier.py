@@ -45,7 +45,7 @@ PAUSE = 0.005
 """Seconds to wait where the disk is still writing all that could leave."""
 
 PATIENCE = 200
-"""Pauses of a round that waits for pages to leave; a disk that takes longer does not stop it for good."""
+"""Most pauses of whoever waits for pages to leave; a disk that takes longer does not stop it for good."""
 
 
 class Tier:
@@ -159,7 +159,9 @@ class Tier:
         for file in self.files():
             for first in range(0, file.pages, WINDOW):
                 file.look(first, WINDOW)
-        while not self.shrink():
+        for _ in range(PATIENCE):
+            if self.shrink():
+                return
             time.sleep(PAUSE)
 
     def patrol(self) -> None:

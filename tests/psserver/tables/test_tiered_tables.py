@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from copy import copy
 
 import numpy as np
 import pytest
@@ -46,11 +47,18 @@ def tier():
         made.close()
 
 
+def below(native: Native, tier: Tier) -> Native:
+    """The same functions, for tables in a tier."""
+    found = copy(native)
+    found.tier = tier
+    return found
+
+
 class Twins:
     """A table in memory, and one in a file, to which the same is done."""
 
     def __init__(self, spec: TableSpec, tier: Tier, native: Native, seed: int = 0) -> None:
-        self.tables = [Table(spec, SLOTS[:1], native=native, tier=each) for each in (None, tier)]
+        self.tables = [Table(spec, SLOTS[:1], native=each) for each in (native, below(native, tier))]
         self.rng = np.random.default_rng(seed)
         self.bases = [table.state() for table in self.tables]
 
@@ -147,6 +155,7 @@ def test_it_is_held_while_rounds_go_on(tier):
 FULL = """
 import os, sys
 import numpy as np
+from psserver.tables.native import Native
 from psserver.tables.table import Table
 from psserver.tiers import mapped, tier
 from pswire.errors import MemoryLimit
@@ -157,7 +166,8 @@ tier.TRIAL = 1 << 20
 mapped.STEP = 4096
 with open(sys.argv[1] + "/other", "wb") as other:
     other.write(bytes(20 << 20))
-table = Table(TableSpec((256,)), (SlotTensor("sum", "float32", (256,)),), tier=tier.Tier(sys.argv[1], 1 << 20))
+below = tier.Tier(sys.argv[1], 1 << 20)
+table = Table(TableSpec((256,)), (SlotTensor("sum", "float32", (256,)),), native=Native(tier=below))
 table.begin(1, np.arange(2000))
 table.commit()
 before = table.state()

@@ -110,8 +110,6 @@ def test_read_ahead_brings_rows_into_memory(tier):
     array = array_of(tier)
     array.fill(1)
     rows = np.arange(100, ROWS, 2000)
-    for piece in array.pieces():
-        array.touch(np.arange(piece.start, piece.stop), Use.PASS)
     tier.settle()
     first = rows * WIDTH * 4 // PAGE
     before = paging.are_resident(address_of(array.array), array.array.nbytes // PAGE)
