@@ -116,6 +116,11 @@ class Rows:
         """Bytes of memory that the rows may have, in whole chunks, without those that a tier bounds."""
         return sum(array.touched for array in self._arrays if array.tier is None)
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of memory that one more row takes, without those that a tier bounds."""
+        return sum(array.array.strides[0] for array in self._arrays if array.tier is None)
+
     def touch(self, slots: Int64s, use: Use, later: bool = False) -> None:
         """Rows are about to be used: begins to read what of them lies on a disk alone; see `ReservedArray.touch`.
 

@@ -21,7 +21,6 @@ from psserver.tables.located import LocatedKeys
 from psserver.tables.marks import mark
 from psserver.tables.native import Native
 from psserver.tables.policies import INDEX_BYTES, Sketch, checked_limit, shares_of
-from psserver.tables.rows import BOOK_BYTES
 from psserver.tables.saving import HeldState, apply_to, place, restore_into
 from psserver.tiers.mapped import Use
 from pswire.errors import InvalidRequest, MemoryLimit
@@ -335,8 +334,7 @@ class Table:
         decision = contents.filter.decide(round, new, old, counts)
         admitted, kept = decision.admitted, ~decision.admitted & (decision.entries != old)
         self._check_limit(known, int(np.count_nonzero(admitted)))
-        beside = sum(tensor.row.nbytes for tensor in self.tensors)
-        row = BOOK_BYTES + INDEX_BYTES + (0 if self.tier else self.spec.row.nbytes + beside)
+        row = rows.row_bytes + INDEX_BYTES
         _check_room("a round that makes", int(np.count_nonzero(admitted | kept)), row, room)
         values = self._first.rows(keys[unknown][at][admitted])
         slots = contents.create(new[admitted], old[admitted])

@@ -57,7 +57,7 @@ ROOMS = {
             "psserver.state",
             7,
             "pswire wire.model wire.security wire.telemetry psserver wire.transport psserver.programs wire.api "
-            "psserver.plans psserver.tables psserver.tiers",
+            "psserver.plans psserver.tables",
         ),
         _room(
             "psserver.transport",
@@ -67,8 +67,7 @@ ROOMS = {
         _room(
             "psserver.checkpoints",
             8,
-            "pswire wire.model psserver psserver.tables psserver.tiers wire.api psserver.plans wire.checkpoint "
-            "psserver.state",
+            "pswire wire.model psserver psserver.tables wire.api psserver.plans wire.checkpoint psserver.state",
         ),
         _room("psserver.execution", 8, "pswire wire.model psserver psserver.programs psserver.plans psserver.state"),
         _room(
