@@ -137,9 +137,7 @@ class Table:
             raise InvalidRequest(f"{buckets} is no range of the {BUCKETS} buckets of a table")
         for tensor in tensors:
             tensor.check()
-        self.spec = spec
-        self.tensors = tuple(tensors)
-        self.buckets = buckets
+        self.spec, self.tensors, self.buckets = spec, tuple(tensors), buckets
         self.evicted = self.refusals = 0
         self._native = native or Native()
         self.tier = self._native.tier

@@ -59,7 +59,6 @@ class MappedFile:
         memory: all of it, mapped.
         reserved: bytes that have room on the disk; no more may be touched.
         resident: number of pages that are in memory, as far as is known.
-        came: number of pages that have come into memory so far, as far as is known.
     """
 
     def __init__(self, directory: str, room: int) -> None:
@@ -75,8 +74,8 @@ class MappedFile:
         self._base = address_of(np.frombuffer(self.memory, np.uint8))
         with suppress(OSError):
             self.memory.madvise(mmap.MADV_RANDOM)  # a page alone: what is beside it is not asked for
-        self.reserved = self.resident = self.came = 0
-        self._lock = threading.Lock()  # guards the counts, and these
+        self.reserved = self.resident = 0
+        self._lock = threading.Lock()  # guards the number of pages in memory, and these
         self._here: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # pages that are in memory, as far as is known
         self._counts: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)  # updates of late, also of pages on the disk alone
         self._wanted: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # pages that were looked up, and not updated since
@@ -153,7 +152,6 @@ class MappedFile:
             missing = np.unique(pages[~self._here[pages]])
             self._here[missing] = True
             self.resident += missing.size
-            self.came += missing.size
             if use is Use.LOOKUP:
                 self._wanted[pages] = True
             if use is Use.UPDATE:

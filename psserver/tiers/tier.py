@@ -68,8 +68,8 @@ class Tier:
         self._directory = directory
         self._bound = memory // PAGE
         self._files: list[weakref.ref[MappedFile]] = []
-        self._left = 0  # pages
-        self._lock = threading.Lock()  # guards the list of files
+        self._came = self._left = 0  # pages
+        self._lock = threading.Lock()  # guards the list of files, and what has come
         self._paging = threading.Lock()  # held by who takes pages out
         self._hand = self._turn = self._updates = 0
         self._leaving: list[tuple[MappedFile, Int64s]] = []  # guarded by `_paging`, and so are the hand and the turn
@@ -108,8 +108,8 @@ class Tier:
 
     @property
     def came(self) -> int:
-        """Bytes that have come into memory so far, of the files that are in use, as far as is known."""
-        return PAGE * sum(file.came for file in self.files())
+        """Bytes that have come into memory so far, as far as is known; new rows count."""
+        return PAGE * self._came
 
     @property
     def left(self) -> int:
@@ -139,6 +139,8 @@ class Tier:
                 for each in self.files():
                     each.age()
         if missing.size:
+            with self._lock:
+                self._came += missing.size
             if later:
                 self._reader.submit(file.read, missing)
             else:
