@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -75,6 +75,7 @@ class Tier:
         self._leaving: list[tuple[MappedFile, Int64s]] = []  # guarded by `_paging`, and so are the hand and the turn
         self._full = threading.Event()
         self._reader = ThreadPoolExecutor(1, "tier")  # to begin to read takes as long as the disk's queue is full
+        self._asked = self._reader.submit(int)
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -141,11 +142,13 @@ class Tier:
         if missing.size:
             with self._lock:
                 self._came += missing.size
-            if later:
-                self._reader.submit(file.read, missing)
+            if later and not self._closed:
+                self._asked = self._reader.submit(file.read, missing)
             else:
                 file.read(missing)
             self._check()
+        if not later:
+            wait([self._asked])  # to fault pages in one by one takes longer than to ask for all
 
     def _check(self) -> None:
         if self.resident // PAGE > self._bound:
@@ -219,7 +222,7 @@ class Tier:
         with self._lock:
             self._closed, thread = True, self._thread
         self._full.set()
-        self._reader.shutdown(cancel_futures=True)
+        self._reader.shutdown()
         if thread is not None:
             thread.join()
 
