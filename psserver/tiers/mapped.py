@@ -164,6 +164,11 @@ class MappedFile:
         """Begins to read pages, each given once, in order."""
         paging.advise(self._base, pages, paging.MADV_WILLNEED)
 
+    def read_and_map(self, pages: Int64s) -> None:
+        """Reads pages, given as to `read`, and waits for them; nobody who updates them then has to fault them in."""
+        self.read(pages)
+        paging.advise(self._base, pages, paging.MADV_POPULATE_WRITE)
+
     def leaves(self) -> tuple[Int64s, npt.NDArray[np.uint8]]:
         """Returns the pages in memory that may leave it, int64[n], and how often each was updated lately.
 

@@ -25,6 +25,9 @@ MADV_WILLNEED = mmap.MADV_WILLNEED
 MADV_PAGEOUT = 21
 """Take pages out of this process, and of memory if they are as on the disk. Linux has it since 5.4."""
 
+MADV_POPULATE_WRITE = 23
+"""Map pages, to be written, as if each were touched. Linux has it since 5.14."""
+
 _PROCESS_MADVISE = 440
 """The number of the system call, the same on all machines; it takes many runs at once. Linux has it since 5.10."""
 
@@ -77,7 +80,7 @@ def advise(base: int, pages: Int64s, advice: int) -> None:
     Args:
         base: address of page 0.
         pages: as of `runs_of`.
-        advice: `MADV_WILLNEED` or `MADV_PAGEOUT`.
+        advice: one of those above.
     """
     firsts, counts = runs_of(pages)
     runs = np.empty((firsts.size, 2), np.uint64)

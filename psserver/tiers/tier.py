@@ -74,7 +74,7 @@ class Tier:
         self._hand = self._turn = self._updates = 0
         self._leaving: list[tuple[MappedFile, Int64s]] = []  # guarded by `_paging`, and so are the hand and the turn
         self._full = threading.Event()
-        self._reader = ThreadPoolExecutor(1, "tier")  # to begin to read takes as long as the disk's queue is full
+        self._reader = ThreadPoolExecutor(1, "tier")  # reads ahead, while others compute
         self._asked = self._reader.submit(int)
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -143,12 +143,12 @@ class Tier:
             with self._lock:
                 self._came += missing.size
             if later and not self._closed:
-                self._asked = self._reader.submit(file.read, missing)
+                self._asked = self._reader.submit(file.read_and_map, missing)
             else:
                 file.read(missing)
             self._check()
         if not later:
-            wait([self._asked])  # to fault pages in one by one takes longer than to ask for all
+            wait([self._asked])  # to fault pages in one by one takes longer than all together
 
     def _check(self) -> None:
         if self.resident // PAGE > self._bound:

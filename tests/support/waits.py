@@ -156,7 +156,7 @@ BRIEF: dict[str, str] = {
     "psserver.checkpoints.snapshots._follow": OVER,
     "psserver.state.counters.ServerCounters.written": OVER,
     "psserver.tiers.tier.Tier.__init__": "makes what its thread waits for",
-    "psserver.tiers.tier.Tier.touch": "for a thread of this process to ask the disk for pages",
+    "psserver.tiers.tier.Tier.touch": "for the disk to read some pages, as each touch of one would",
     "psserver.tiers.tier.Tier._check": "for the disk to write pages, at most PATIENCE times PAUSE",
     "psserver.tiers.tier.Tier.settle": "the same, in the thread for files, where a checkpoint was read; at most as often",
     "psserver.tiers.tier.Tier.close": LOCAL,
