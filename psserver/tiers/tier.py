@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -75,7 +75,7 @@ class Tier:
         self._leaving: list[tuple[MappedFile, Int64s]] = []  # guarded by `_paging`, and so are the hand and the turn
         self._full = threading.Event()
         self._reader = ThreadPoolExecutor(1, "tier")  # reads ahead, while others compute
-        self._asked = self._reader.submit(int)
+        self._asked: Future[None] = self._reader.submit(_nothing)
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -230,6 +230,10 @@ class Tier:
     def closed(self) -> bool:
         """True once it is closed."""
         return self._closed
+
+
+def _nothing() -> None:
+    """Is over before anything was asked for."""
 
 
 def _page_out(tier: weakref.ref[Tier], full: threading.Event) -> None:
