@@ -89,7 +89,9 @@ class Tier:
         with self._lock:
             self._files = [*(ref for ref in self._files if ref() is not None), weakref.ref(file)]
             if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=_page_out, args=(weakref.ref(self), self._full), daemon=True)
+                self._thread = threading.Thread(
+                    target=_page_out, args=(weakref.ref(self), self._full), daemon=True, name="tier"
+                )
                 self._thread.start()
         return file
 
@@ -238,19 +240,23 @@ def _nothing() -> None:
 
 def _page_out(tier: weakref.ref[Tier], full: threading.Event) -> None:
     """Takes pages out of memory whenever there are too many, until the tier is closed or gone."""
-    while True:
+    while _has_looked(tier, full):
         full.wait(PATROL_SECONDS)
-        found = tier()
-        if found is None or found.closed:
-            return
-        if not full.is_set():
-            found.patrol()
-            continue
-        full.clear()
-        if not found.shrink():
-            del found
-            time.sleep(PAUSE)
-            full.set()
+
+
+def _has_looked(tier: weakref.ref[Tier], full: threading.Event) -> bool:
+    """Does what is to be done now; returns False if the tier is closed or gone, which a thread that waits keeps not."""
+    found = tier()
+    if found is None or found.closed:
+        return False
+    if not full.is_set():
+        found.patrol()
+        return True
+    full.clear()
+    if not found.shrink():
+        time.sleep(PAUSE)
+        full.set()
+    return True
 
 
 def _check(directory: str) -> None:

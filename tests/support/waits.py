@@ -161,6 +161,7 @@ BRIEF: dict[str, str] = {
     "psserver.tiers.tier.Tier.settle": "the same, in the thread for files, where a checkpoint was read; at most as often",
     "psserver.tiers.tier.Tier.close": LOCAL,
     "psserver.tiers.tier._page_out": IDLE,
+    "psserver.tiers.tier._has_looked": "the pause between two looks at what the disk has written",
     "psserver.programs.kernels.background.Background.close": "at most the seconds that it is given",
     "psserver.programs.kernels.background.Background._next": IDLE,
     "psserver.programs.kernels.compiler.Compiler.wait": LOCAL,

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -281,3 +282,13 @@ def test_files_go_with_their_arrays(tier):
     gc.collect()
     assert tier.nbytes == 0
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
+
+
+def test_a_tier_that_nobody_uses_has_no_thread(directory):
+    """It ends without being closed, as the arrays of a server that is dropped."""
+    array = array_of(Tier(str(directory), BOUND), 100)
+    array.fill(1)
+    (thread,) = [each for each in threading.enumerate() if each.name == "tier"]
+    del array
+    gc.collect()
+    eventually(lambda: not thread.is_alive())
