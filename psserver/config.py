@@ -25,6 +25,9 @@ from pswire.server_options import ServerOptions
 from pswire.sizes import human, parse_bytes
 from pswire.traces.options import NO_TRACES, TRACES, TraceOptions
 
+LEAST_TIER_MEMORY = 16 << 20
+"""Least number of bytes for `--tier-memory`."""
+
 LEAST_IN_FLIGHT = 1 << 20
 """Least number of bytes for `--in-flight`: fewer may not hold one part of a contribution."""
 
@@ -64,6 +67,7 @@ class ServerConfig:
         domain: the part of the machines that fails as one, in which it runs.
         address: the address at which others reach it; "" where nobody has to be told it.
         join: the addresses of servers of a job, of which it gets the place of one; empty for a server with a place.
+        tier_path, tier_memory: the directory for rows of dynamic tables, "" for none, and bytes of them in memory.
     """
 
     task: Task
@@ -89,6 +93,8 @@ class ServerConfig:
     domain: str = ""
     address: str = ""
     join: tuple[str, ...] = ()
+    tier_path: str = ServerOptions.tier_path
+    tier_memory: int = parse_bytes(ServerOptions.tier_memory, "tier_memory")
 
     @property
     def max_payload_bytes(self) -> int:
@@ -98,7 +104,8 @@ class ServerConfig:
     def describe(self) -> str:
         """Returns the device and the memory limit in words: `cpu, no memory limit`."""
         limit = f"at most {human(self.memory_limit)}" if self.memory_limit else "no memory limit"
-        return f"{self.device}, {limit}"
+        tier = f", {human(self.tier_memory)} of tables' rows, others in {self.tier_path}" if self.tier_path else ""
+        return f"{self.device}, {limit}{tier}"
 
 
 @dataclass(frozen=True)
@@ -186,7 +193,31 @@ def server_config(environ: Mapping[str, str] = os.environ, **flags: Any) -> Serv
         domain=given.domain or socket.gethostname(),
         address=_advertised(given, host) if join else "",
         join=join,
+        **_tier(given),
     )
+
+
+def _tier(given: ServerFlags) -> dict[str, Any]:
+    """Returns the settings of the tier below memory.
+
+    Raises:
+        ConfigError: one of two settings is missing, or no memory would be left for anything else.
+    """
+    memory = parse_bytes(given.tier_memory, "--tier-memory")
+    if not given.tier_path:
+        if memory:
+            raise ConfigError("--tier-memory bounds the rows in memory of tables with --tier-path; give that as well")
+        return {}
+    if not memory:
+        raise ConfigError("--tier-path needs --tier-memory: the bytes of tables' rows that stay in memory")
+    memory = parse_bytes(given.tier_memory, "--tier-memory", LEAST_TIER_MEMORY)
+    limit = parse_bytes(given.memory_limit, "--memory-limit")
+    if limit and memory >= limit:
+        raise ConfigError(
+            f"--tier-memory {given.tier_memory} counts against --memory-limit {given.memory_limit}, and leaves nothing "
+            "for other variables and the tables' indexes; give less"
+        )
+    return {"tier_path": os.path.abspath(given.tier_path), "tier_memory": memory}
 
 
 def _join(given: ServerFlags, cluster: TaskConfig | None) -> tuple[str, ...]:

@@ -79,6 +79,11 @@ def _tables(value: Callable[[Table], float]) -> Callable[[Seen], Values]:
     return lambda seen: {(one.part.table,): value(one.table) for one in seen.core.machine.store.tables()}
 
 
+def _tier_moves(seen: Seen) -> Values:
+    tier = seen.core.machine.store.native.tier
+    return {("in",): tier.came, ("out",): tier.left} if tier else {("in",): 0, ("out",): 0}
+
+
 def _by_label(numbers: Mapping[str, float]) -> Values:
     """Returns a number for each value of a metric's one label."""
     return {(value,): number for value, number in numbers.items()}
@@ -212,6 +217,26 @@ ROWS: tuple[Row[Seen], ...] = (
         "Gradients for a key that were dropped, since its filter refused the key.",
         _tables(lambda t: t.refusals),
         TABLE,
+    ),
+    Row(
+        SERVER + "tier_bytes",
+        "gauge",
+        "Bytes of files that rows of dynamic tables lie in, 0 where all are in memory.",
+        lambda s: {ALL: s.status.tier_bytes},
+    ),
+    Row(SERVER + "tier_resident_bytes", "gauge", "Bytes of those in memory.", lambda s: {ALL: s.status.tier_resident}),
+    Row(
+        SERVER + "tier_memory_bytes",
+        "gauge",
+        "Bytes of those that may stay in memory.",
+        lambda s: {ALL: s.status.tier_memory},
+    ),
+    Row(
+        SERVER + "tier_moved_bytes",
+        "counter",
+        "Bytes that have come from these files into memory, and that were taken out of it.",
+        _tier_moves,
+        ("direction",),
     ),
     # Checkpoints.
     Row(

@@ -42,3 +42,9 @@ class ServerOptions:
         hint="rounds wait at the limit",
     )
     max_sessions: int = option(MAX_SESSIONS, "Maximum number of concurrent sessions.", WHOLE, 1)
+    tier_path: str = option(
+        "",
+        "Directory on a fast local disk for rows of dynamic tables that are not in memory.",
+        otherwise="all rows are in memory",
+    )
+    tier_memory: str = option("0", "With --tier-path: maximum bytes of rows of dynamic tables in memory.", BYTES)

@@ -136,15 +136,22 @@ def restored(checkpoint: SavedCheckpoint, wanted: Wanted, native: Native) -> Tab
     table = Table(wanted.spec, wanted.slots, wanted.buckets, native)
     if wanted.saved not in checkpoint.manifest.tables:
         _fill_from_array(checkpoint, wanted, table)
-        return table
-    first, *others = layers_of(checkpoint, wanted.saved, wanted.buckets)
+    else:
+        _fill_from_layers(layers_of(checkpoint, wanted.saved, wanted.buckets), wanted, table)
+    if native.tier is not None:
+        native.tier.settle()
+    return table
+
+
+def _fill_from_layers(layers: Sequence[TableLayer], wanted: Wanted, table: Table) -> None:
+    """Makes the rows of a saved table: what a whole one has, then the changes of each delta."""
+    first, *others = layers
     _read(first, wanted, table.place(first.state(wanted.buckets)))
     for layer in others:
         state = layer.state(wanted.buckets)
         rows = [np.empty((state.keys.size, *row.shape), DTYPES[row.dtype]) for _, row, _ in wanted.sources]
         _read(layer, wanted, rows)
         table.apply([replace(state, tensors=tuple(rows))])
-    return table
 
 
 def _read(layer: TableLayer, wanted: Wanted, arrays: Sequence[Array]) -> None:

@@ -37,11 +37,13 @@ from psserver.registry import Registry
 from psserver.state.closures import Closures
 from psserver.state.counters import ServerCounters
 from psserver.state.first_values import FirstValues
+from psserver.state.key_tables import reading_ahead
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import DRAWN, STILL_SECONDS, Membership
 from psserver.state.spares import Spares
 from psserver.state.variables import FirstValue, Store
 from psserver.tables.native import Native
+from psserver.tiers.tier import Tier
 from pswire.api import (
     Begun,
     Contribution,
@@ -77,6 +79,11 @@ Batch = tuple[PlacedVariable, ...]
 """Variables that are created together."""
 
 
+def _tier_of(config: ServerConfig) -> Tier | None:
+    """Returns where rows of dynamic tables lie; None for memory. Raises `ConfigError` if they cannot lie there."""
+    return Tier(config.tier_path, config.tier_memory) if config.tier_path else None
+
+
 class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimuli):
     """All state of a server. Each stimulus takes the time first, in monotonic seconds; a `PSError` refuses it.
 
@@ -101,7 +108,8 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         self.done: Future[None] = Future()
         self.left: Future[None] = Future()
         root, timeouts = storage_at(config.checkpoint_root), config.timeouts
-        self.store = Store(self.server, kernels.device, config.memory_limit, Native(kernels.on_host.compiler))
+        native = Native(kernels.on_host.compiler, _tier_of(config))
+        self.store = Store(self.server, kernels.device, config.memory_limit, native)
         self.rounds = Rounds(lambda plan_id: self.log.describe(plan_id), self.server)
         self.first_values = FirstValues(self.store)
         self.tally = ServerCounters(clock)
@@ -391,6 +399,8 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
             raise InvalidRequest("a variable is wanted twice")
         else:
             self.store.check_rows(contribution.lookups)
+            tensors = self.store.tables_of(read.variable for read in contribution.lookups)
+            effects += reading_ahead(tensors, contribution.lookups)  # at once: the round may have to wait for others
             effects += self._heard(self.rounds.push(contribution, payload, future, now))
             refused = any(isinstance(effect, Fail) and effect.future is future for effect in effects)
             if begun is not None and not refused:

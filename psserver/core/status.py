@@ -33,7 +33,7 @@ def status_of(
     spares: tuple[Spare, ...],
 ) -> ServerStatus:
     """Returns a server's status; `now` is a time of the core's clock, in seconds."""
-    broken, tables = runner.broken or log.lost, store.tables()
+    broken, tables, tier = runner.broken or log.lost, store.tables(), store.native.tier
     return ServerStatus(
         server=store.server,
         incarnation=incarnation,
@@ -68,6 +68,9 @@ def status_of(
         table_rows={one.part.table: len(one.table) for one in tables},
         table_bytes={one.part.table: one.table.nbytes for one in tables},
         catching_up=rounds.backlog.behind,
+        tier_bytes=tier.nbytes if tier else 0,
+        tier_resident=tier.resident if tier else 0,
+        tier_memory=tier.memory if tier else 0,
     )
 
 

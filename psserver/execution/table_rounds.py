@@ -70,9 +70,9 @@ class TableRounds:
                 reductions.setdefault(self._table(application), {})[application.rows.reduction] = None
         try:
             for stored, needs in reductions.items():
-                before = stored.table.nbytes
+                before = stored.table.in_memory
                 self._begin(stored, list(needs), room)
-                room = room if room < 0 else max(room + before - stored.table.nbytes, 0)
+                room = room if room < 0 else max(room + before - stored.table.in_memory, 0)
         except BaseException:
             self.end(applied=False)
             raise

@@ -10,17 +10,18 @@ host memory, whatever the server's device is, and belong to the thread for array
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from psserver.state.missed import MissedUpdates
+from psserver.effects import Effect, Work
+from psserver.state.missed import PIECE, MissedUpdates
 from psserver.tables.native import Native
 from psserver.tables.saving import HeldState
 from psserver.tables.table import Table
-from pswire.api import TableRead
+from pswire.api import RowRead, TableRead
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest
 from pswire.model.hashing import BUCKETS, buckets_of, hashes_of
@@ -41,6 +42,18 @@ class KeyedRows:
 
     keys: Array
     rows: Array
+
+
+def reading_ahead(tensors: Mapping[int, TableTensor], reads: Sequence[RowRead]) -> list[Effect]:
+    """Returns the work that begins to read rows that are wanted after a round, of tables in a tier, from the disk."""
+    wanted = [(tensors[read.variable].stored, read) for read in reads if read.variable in tensors]
+    wanted = [(stored, read) for stored, read in wanted if stored.table.tier is not None]
+    return [Work("arrays", _read_ahead, (wanted,))] if wanted else []
+
+
+def _read_ahead(wanted: Sequence[tuple[StoredTable, RowRead]]) -> None:
+    for stored, read in wanted:
+        stored.table.read_ahead(stored.keys(read.numbers()))
 
 
 class StoredTable:
@@ -166,7 +179,9 @@ class StoredTable:
     def settle(self) -> None:
         """Makes all rows have all updates, as something else is about to update the table."""
         if self.missed is not None:
-            self.make_up(np.arange(len(self.missed.last)))
+            size = len(self.missed.last)
+            for first in range(0, size, PIECE):
+                self.make_up(np.arange(first, min(first + PIECE, size)))
             self.missed = None
 
 
@@ -194,8 +209,8 @@ class TableTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that the table may have; 0 of a tensor beside the rows. For any thread."""
-        return self.stored.table.nbytes if self.slot is None else 0
+        """Bytes of memory that the table may have, without a tier's; 0 of a tensor beside the rows. For any thread."""
+        return self.stored.table.in_memory if self.slot is None else 0
 
     @property
     def number(self) -> int:

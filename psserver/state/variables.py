@@ -159,8 +159,9 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the variables of this server take, dynamic tables as they are now."""
-        return self._declared + sum(tensor.nbytes for tensor in self._parts.values())
+        """Bytes of memory that the variables of this server take, dynamic tables as they are now, and all of a tier."""
+        tier = self.native.tier.memory if self.native.tier else 0
+        return self._declared + tier + sum(tensor.nbytes for tensor in self._parts.values())
 
     def tables(self) -> list[StoredTable]:
         """Returns the dynamic tables of which a part is here."""

@@ -11,7 +11,7 @@ eviction      the choice of rows to evict
 rows          the rows, in slots
 located       where keys were found that were looked up
 marks         what a round does to what is known of its rows
-reserved      arrays that grow without moving
+reserved      arrays that grow without moving, in memory or in a file of a tier
 first_values  first values of rows, for compiled functions
 index         from hashes of keys to slots, by NumPy
 cells         the same, by compiled functions

@@ -14,6 +14,8 @@ from psserver.tables.index import Index, SortedIndex, bucket_bounds
 from psserver.tables.native import Native
 from psserver.tables.policies import Judge, filter_of
 from psserver.tables.rows import Rows
+from psserver.tiers.mapped import DiskFull
+from psserver.tiers.tier import Tier
 from pswire.errors import InvalidRequest, MemoryLimit
 from pswire.model.hashing import BUCKETS, Hashes, as_words, buckets_of, keys_of
 from pswire.model.rows import Int64s
@@ -37,6 +39,7 @@ class Contents:
         salt: of the hashes.
         buckets: the buckets that are held.
         expected: most rows that are expected, 0 for no limit.
+        tier: where the rows lie; None for memory.
 
     Attributes:
         index: from hashes to entries. What is not put or removed by this class is changed within `holders.noting`.
@@ -50,13 +53,19 @@ class Contents:
     """
 
     def __init__(
-        self, spec: TableSpec, tensors: Sequence[SlotTensor], salt: int, buckets: range, expected: int
+        self,
+        spec: TableSpec,
+        tensors: Sequence[SlotTensor],
+        salt: int,
+        buckets: range,
+        expected: int,
+        tier: Tier | None = None,
     ) -> None:
         self.spec = spec
         self.tensors = tuple(tensors)
         self.salt = salt
         self.buckets = buckets
-        self.rows = Rows(spec, tensors, expected)
+        self.rows = Rows(spec, tensors, expected, tier)
         self.changes = 0
         self.clear()
 
@@ -77,8 +86,8 @@ class Contents:
         """Puts a tensor beside the rows; raises `MemoryLimit` if there is no memory for it."""
         try:
             self.rows.put_beside(tensor)
-        except MemoryError:
-            raise MemoryLimit(f"there is no memory for {tensor.name!r} beside {self.rows.used} rows") from None
+        except MemoryError as error:
+            raise _missing(error, f"{tensor.name!r} beside {self.rows.used} rows") from None
         self.tensors = (*self.tensors, tensor)
 
     def use_compiled(self, native: Native) -> None:
@@ -171,8 +180,8 @@ class Contents:
             return np.empty(0, np.int64)
         try:
             slots = self.rows.allocate(hashes.size)
-        except MemoryError:
-            raise MemoryLimit(f"there is no memory for {hashes.size} more rows of a table") from None
+        except MemoryError as error:
+            raise _missing(error, f"{hashes.size} more rows of a table") from None
         self.counts += in_buckets(hashes)
         try:
             self.put(hashes, slots + 1, before)
@@ -198,3 +207,10 @@ class Contents:
         self.rows.release(entries[has_row] - 1)
         self.counts -= in_buckets(gone)
         self.deletions.add(self.round, gone)
+
+
+def _missing(error: MemoryError, what: str) -> MemoryLimit:
+    """Returns the error for what there is no memory for, or no room on the disk of a tier."""
+    if isinstance(error, DiskFull):
+        return MemoryLimit(f"there is no room on the disk for {what}: {error}")
+    return MemoryLimit(f"there is no memory for {what}")

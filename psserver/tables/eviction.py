@@ -15,6 +15,7 @@ import numpy as np
 from psserver.tables.index import Index
 from psserver.tables.policies import Judge
 from psserver.tables.rows import Rows
+from psserver.tiers.mapped import Use
 from pswire.model.hashing import BUCKET_BITS, BUCKETS, LOW_BITS, Hashes, buckets_of, combined, mixed
 from pswire.model.rows import Int64s
 from pswire.model.tensor import Array
@@ -99,6 +100,7 @@ def condemned(
     is_old[is_old] = rows.last[entries[is_old] - 1] != round
     hashes, entries = hashes[is_old], entries[is_old]
     if judge.looks_at_values:
+        rows.touch(entries - 1, Use.PASS)
         settle(entries - 1)
     must_go = judge.condemned(round, entries - 1, rows)
     return hashes[must_go], entries[must_go]

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from psserver.tables.reserved import ReservedArray
 from psserver.tables.rows import CHANGED, HASH, WORDS, Rows
+from psserver.tiers.mapped import Use
 from pswire.model.hashing import Hashes
 from pswire.model.rows import Int64s
 from pswire.model.tensor import Array
@@ -53,6 +54,7 @@ class HeldRows:
         self._after = max(since, 0)
         self._settle = settle
         self._books: Array | None = rows.books
+        self._tensors: list[ReservedArray | None] = list(rows.tensors)
         self._arrays: list[Array | None] = [tensor.array for tensor in rows.tensors]
         self.tensors = len(rows.tensors)
         self._shapes = [(array.shape[1:], array.dtype) for array in self._arrays if array is not None]
@@ -161,7 +163,7 @@ class HeldRows:
             yield self._piece(number, first, step, numbers)
         with self._lock:
             for each in numbers:
-                self._arrays[each] = self._aside[each] = None
+                self._arrays[each] = self._aside[each] = self._tensors[each] = None
 
     def _row_bytes(self, number: int) -> int:
         shape, dtype = self._shapes[number]
@@ -182,6 +184,8 @@ class HeldRows:
         return found[number]
 
     def _take(self, number: int, first: int, slots: Int64s) -> Array:
+        if (tensor := self._tensors[number]) is not None:
+            tensor.touch(slots, Use.PASS)
         with self._lock:
             array, kept = self._arrays[number], self._aside[number]
             if array is None or kept is None:

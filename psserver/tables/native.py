@@ -1,4 +1,4 @@
-"""The compiled functions of tables: asked for until they are there."""
+"""What tables share: compiled functions, which are asked for until they are there, and where rows lie."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from psserver.programs.kernels.compiler import Compiler, NumbaKernel, Tools
 from psserver.tables import first_values, index_functions, marks
+from psserver.tiers.tier import Tier
 from pswire.model import first_values as first_values_by_numpy
 from pswire.model import hashing
 
@@ -53,14 +54,19 @@ class IndexFunctions:
 
 
 class Native:
-    """The compiled functions of all tables of a server. May be called from any thread.
+    """What all tables of a server share: compiled functions, and the tier. May be called from any thread.
 
     Args:
         compiler: compiles them in the background; None to do without.
+        tier: where rows lie; None for memory.
+
+    Attributes:
+        tier: where rows lie.
     """
 
-    def __init__(self, compiler: Compiler | None = None) -> None:
+    def __init__(self, compiler: Compiler | None = None, tier: Tier | None = None) -> None:
         self._compiler = compiler
+        self.tier = tier
         self._index: IndexFunctions | None = None
         self._first: dict[str, NumbaKernel] = {}
         self._mark: NumbaKernel | None = None

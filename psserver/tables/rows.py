@@ -9,6 +9,8 @@ from typing import Protocol
 import numpy as np
 
 from psserver.tables.reserved import ReservedArray
+from psserver.tiers.mapped import Use
+from psserver.tiers.tier import Tier
 from pswire.model.rows import Int64s
 from pswire.model.tables import MAX_COUNT, SlotTensor, TableSpec
 from pswire.model.tensor import DTYPES, Array
@@ -51,16 +53,18 @@ class Rows:
         spec: the table.
         tensors: the tensors beside the rows.
         limit: most rows that are expected; 0 for no limit.
+        tier: where the tensors lie; None for memory. What else is known of each row is always in memory.
 
     Attributes:
         tensors: the weights, then the tensors beside them; each `.array` is (slots, *row shape).
         used: number of rows.
     """
 
-    def __init__(self, spec: TableSpec, tensors: Sequence[SlotTensor], limit: int) -> None:
+    def __init__(self, spec: TableSpec, tensors: Sequence[SlotTensor], limit: int, tier: Tier | None = None) -> None:
+        self._tier = tier
         self._expected = expected = min(2 * limit + SPARE, MAX_COUNT) if limit else MAX_COUNT
         rows = [spec.row, *(tensor.row for tensor in tensors)]
-        self.tensors = [ReservedArray(row.shape, DTYPES[row.dtype], expected) for row in rows]
+        self.tensors = [ReservedArray(row.shape, DTYPES[row.dtype], expected, tier=tier) for row in rows]
         self._values = [tensor.value for tensor in tensors]
         self._books = ReservedArray((WORDS,), np.dtype(np.uint32), expected)
         self._holders: list[weakref.ref[Holder]] = []
@@ -70,10 +74,10 @@ class Rows:
 
     def put_beside(self, tensor: SlotTensor) -> None:
         """Puts a tensor beside the rows, which all have its first value; raises `MemoryError` if there is no memory."""
-        array = ReservedArray(tensor.row.shape, DTYPES[tensor.row.dtype], self._expected)
+        array = ReservedArray(tensor.row.shape, DTYPES[tensor.row.dtype], self._expected, tier=self._tier)
         array.resize(len(self.books))
         if tensor.value:
-            array.array[...] = tensor.value
+            array.fill(tensor.value)
         self.tensors.append(array)
         self._values.append(tensor.value)
 
@@ -104,8 +108,28 @@ class Rows:
 
     @property
     def touched(self) -> int:
-        """Bytes of memory that the rows may have, in whole chunks."""
+        """Bytes that the rows may have, of memory and of the disk, in whole chunks."""
         return sum(array.touched for array in self._arrays)
+
+    @property
+    def in_memory(self) -> int:
+        """Bytes of memory that the rows may have, in whole chunks, without those that a tier bounds."""
+        return sum(array.touched for array in self._arrays if array.tier is None)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of memory that one more row takes, without those that a tier bounds."""
+        return sum(array.array.strides[0] for array in self._arrays if array.tier is None)
+
+    def touch(self, slots: Int64s, use: Use, later: bool = False) -> None:
+        """Rows are about to be used: begins to read what of them lies on a disk alone; see `ReservedArray.touch`.
+
+        Slots below 0 are passed over.
+        """
+        if self._tier is not None:
+            slots = slots[slots >= 0]
+            for tensor in self.tensors:
+                tensor.touch(slots, use, later)
 
     @property
     def _arrays(self) -> list[ReservedArray]:
@@ -120,6 +144,7 @@ class Rows:
         if self._holders:
             slots = np.sort(slots)  # np.unique takes several times as long
             slots = slots[np.append(True, slots[1:] != slots[:-1])[: slots.size]]
+            self.touch(slots, Use.PASS)
             living = [holder for holder in (ref() for ref in self._holders) if holder is not None]
             for holder in living:
                 if tensor < holder.tensors:
@@ -150,6 +175,7 @@ class Rows:
 
     def begin(self, slots: Int64s, values: Array) -> None:
         """Writes the first values of some slots' rows, and of the tensors beside them."""
+        self.touch(slots, Use.UPDATE)
         self.tensors[0].array[slots] = values
         for tensor, value in zip(self.tensors[1:], self._values, strict=True):
             tensor.array[slots] = value

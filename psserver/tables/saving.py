@@ -12,7 +12,9 @@ from psserver.tables.eviction import in_buckets
 from psserver.tables.held import HeldRows, Settle
 from psserver.tables.native import Native
 from psserver.tables.policies import Counter, Sketch
+from psserver.tables.reserved import PIECE_BYTES
 from psserver.tables.rows import CHANGED, COUNT, LAST
+from psserver.tiers.mapped import Use
 from pswire.errors import InvalidRequest
 from pswire.model.hashing import Hashes, buckets_of, hashes_of
 from pswire.model.rows import Int64s
@@ -194,7 +196,11 @@ def _check_rows(contents: Contents, tensors: tuple[Array, ...]) -> None:
 
 def _write_rows(contents: Contents, slots: Int64s, tensors: tuple[Array, ...]) -> None:
     for tensor, values in zip(contents.rows.tensors, tensors, strict=True):
-        tensor.array[slots] = values
+        step = max(1, PIECE_BYTES // max(values[:1].nbytes, 1))
+        for first in range(0, len(slots), step):
+            some = slots[first : first + step]
+            tensor.touch(some, Use.PASS)
+            tensor.array[some] = values[first : first + step]
 
 
 def _write_books(contents: Contents, slots: Int64s, state: TableState) -> None:

@@ -21,8 +21,8 @@ from psserver.tables.located import LocatedKeys
 from psserver.tables.marks import mark
 from psserver.tables.native import Native
 from psserver.tables.policies import INDEX_BYTES, Sketch, checked_limit, shares_of
-from psserver.tables.rows import BOOK_BYTES
 from psserver.tables.saving import HeldState, apply_to, place, restore_into
+from psserver.tiers.mapped import Use
 from pswire.errors import InvalidRequest, MemoryLimit
 from pswire.model.first_values import FirstValues
 from pswire.model.hashing import BUCKETS, Hashes, buckets_of
@@ -114,10 +114,11 @@ class Table:
         spec: the table.
         tensors: tensors beside the rows.
         buckets: the buckets that are held, a range of step 1.
-        native: compiled functions; without them the same is done by NumPy.
+        native: compiled functions, without which the same is done by NumPy, and where the rows lie.
 
     Attributes:
         evicted: number of rows that were evicted so far.
+        tier: where the rows and the tensors beside them lie; None for memory.
         refusals: number of gradients that were dropped so far, as often as their keys came: a filter refused these.
 
     Raises:
@@ -136,14 +137,13 @@ class Table:
             raise InvalidRequest(f"{buckets} is no range of the {BUCKETS} buckets of a table")
         for tensor in tensors:
             tensor.check()
-        self.spec = spec
-        self.tensors = tuple(tensors)
-        self.buckets = buckets
+        self.spec, self.tensors, self.buckets = spec, tuple(tensors), buckets
         self.evicted = self.refusals = 0
         self._native = native or Native()
+        self.tier = self._native.tier
         self._set_limit()
         self._first = FirstValues(spec, self._native.first_values)
-        self._contents = Contents(spec, tensors, spec.salt, buckets, self._limit if self.limited else 0)
+        self._contents = Contents(spec, tensors, spec.salt, buckets, self._limit if self.limited else 0, self.tier)
         self._located = LocatedKeys(self._contents)
         self._running: _Round | None = None
 
@@ -178,7 +178,9 @@ class Table:
             return known[tensor.name]
         self._check_idle(self.round)
         tensor.check()
-        _check_room(f"{tensor.name!r} beside", len(self._contents.rows.books), tensor.row.nbytes, room)
+        _check_room(
+            f"{tensor.name!r} beside", len(self._contents.rows.books), 0 if self.tier else tensor.row.nbytes, room
+        )
         before, self.tensors = self.tensors, (*self.tensors, tensor)
         try:
             self._set_limit()
@@ -205,10 +207,15 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the table may have: rows in whole chunks, index, and filter."""
+        """Bytes that the table may have, of memory and of a tier's disk: rows in whole chunks, index, and filter."""
+        return self.in_memory + self._contents.rows.touched - self._contents.rows.in_memory
+
+    @property
+    def in_memory(self) -> int:
+        """Bytes of memory that the table may have, without the rows that a tier bounds for all tables."""
         sketch = self._contents.filter
         counters = sketch.counters.nbytes if isinstance(sketch, Sketch) else 0
-        return self._contents.rows.touched + self._contents.index.nbytes + counters
+        return self._contents.rows.in_memory + self._contents.index.nbytes + counters
 
     @property
     def arrays(self) -> list[Array]:
@@ -242,6 +249,7 @@ class Table:
         """Returns the rows of some keys, of which `find` has returned the slots; else as `lookup`."""
         if tensor > len(self.tensors):
             raise InvalidRequest(f"tensor {tensor} is not beside the rows yet")
+        self._contents.rows.touch(slots, Use.LOOKUP)
         table = self._contents.rows.tensors[tensor].array
         found = np.empty((keys.size, *table.shape[1:]), table.dtype) if out is None else out
         if len(table):
@@ -250,6 +258,10 @@ class Table:
         if unknown.size:
             found[unknown] = self.tensors[tensor - 1].value if tensor else self._first.unknown(keys[unknown])
         return found
+
+    def read_ahead(self, keys: Array) -> None:
+        """Begins to read the rows of keys that are going to be looked up, as far as they lie on a disk alone."""
+        self._contents.rows.touch(self._contents.find(keys)[1] - 1, Use.LOOKUP, later=True)
 
     def begin(
         self, round: int, keys: Array, times: Int64s | None = None, room: int = -1, sizes: Sequence[int] = ()
@@ -283,6 +295,7 @@ class Table:
         else:
             known, often = np.delete(entries, unknown) - 1, np.delete(times, unknown)
             made = self._make(round, keys, times, hashes, entries, unknown, known, room)
+        rows.touch(known, Use.UPDATE)
         rows.set_aside(known)
         if contents.judge.decay != 1:
             books = rows.books.take(known, axis=0)
@@ -319,7 +332,7 @@ class Table:
         decision = contents.filter.decide(round, new, old, counts)
         admitted, kept = decision.admitted, ~decision.admitted & (decision.entries != old)
         self._check_limit(known, int(np.count_nonzero(admitted)))
-        row = self.spec.row.nbytes + sum(tensor.row.nbytes for tensor in self.tensors) + BOOK_BYTES + INDEX_BYTES
+        row = rows.row_bytes + INDEX_BYTES
         _check_room("a round that makes", int(np.count_nonzero(admitted | kept)), row, room)
         values = self._first.rows(keys[unknown][at][admitted])
         slots = contents.create(new[admitted], old[admitted])
@@ -471,12 +484,14 @@ class Table:
         self._check_idle(self.round)
         slots, array = np.maximum(self._contents.find(keys)[1], 0) - 1, self.arrays[tensor]
         self._contents.rows.set_aside(np.arange(len(array)), tensor)
-        array[...] = self.tensors[tensor - 1].value
+        self._contents.rows.tensors[tensor].fill(self.tensors[tensor - 1].value)
+        self._contents.rows.touch(slots, Use.PASS)
         array[slots[slots >= 0]] = rows[slots >= 0]
         self.forget_deletions(self.round)
 
     def set_aside(self, slots: Int64s) -> None:
         """Has to be called before rows are written in place, with their slots; `begin` does it for its own."""
+        self._contents.rows.touch(slots, Use.PASS)
         self._contents.rows.set_aside(slots)
 
     def hold(self, since: int = -1, settle: Settle | None = None) -> HeldState:

@@ -248,6 +248,8 @@ class ServerStatus:
         table_rows, table_bytes: rows of each dynamic table here, and the bytes that it takes, by the table's name.
         catching_up: True if it is back, and does not have its variables as they are now: it reads them, or makes rounds
             up.
+        tier_bytes, tier_resident, tier_memory: bytes of files that rows of dynamic tables lie in, how many of these
+            are in memory, and how many may be; 0 where all rows are in memory.
     """
 
     server: int
@@ -285,6 +287,9 @@ class ServerStatus:
     table_rows: Mapping[str, int] = field(default_factory=dict)
     table_bytes: Mapping[str, int] = field(default_factory=dict)
     catching_up: bool = False
+    tier_bytes: int = 0
+    tier_resident: int = 0
+    tier_memory: int = 0
 
     @property
     def keeper(self) -> int:

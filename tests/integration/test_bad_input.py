@@ -85,6 +85,23 @@ CASES = {
     "no GPU, cluster": Case("psworker --standalone --device gpu:99 fine.py", r"ps/task:0: .* --device cpu"),
     "no GPU, script": Case("psworker gpu.py", r"no gpu:99: .*; use cpu:0, or .* \(gpu.py:2\)$"),
     "no size": Case("psserver --memory-limit lots", r"--memory-limit 'lots' is no size; write bytes with a unit"),
+    "a tier without a bound": Case("psserver --tier-path .", r"--tier-path needs --tier-memory: the bytes of tables"),
+    "a bound without a tier": Case("psserver --tier-memory 1GiB", r"--tier-memory bounds .* --tier-path; give that"),
+    "a small bound": Case(
+        "psserver --tier-path . --tier-memory 1MiB", r"--tier-memory 1MiB is too little; give .* 16 MiB"
+    ),
+    "a tier that is all memory": Case(
+        "psserver --tier-path . --tier-memory 1GiB --memory-limit 1GiB",
+        r"--tier-memory 1GiB counts against .* give less",
+    ),
+    "no directory of a tier": Case(
+        "psserver --tier-path none --tier-memory 1GiB",
+        r"--tier-path /.*/none is no directory; make it, on a fast local",
+    ),
+    "a tier in memory": Case(
+        "psserver --tier-path /dev/shm --tier-memory 1GiB",
+        r"--tier-path /dev/shm lies in memory itself \(tmpfs\); name",
+    ),
     "not this machine": Case("psserver --host 192.0.2.1", r"cannot listen on 192.0.2.1:0 .*; choose another"),
 }
 

@@ -50,7 +50,8 @@ ROOMS = {
         _room("pswire.encoding", 4, "pswire wire.model wire.traces wire.transport wire.api"),
         _room("psserver", 4, "pswire wire.model wire.security wire.traces wire.transport wire.api"),
         _room("psserver.programs", 5, "pswire wire.model psserver"),
-        _room("psserver.tables", 6, "pswire wire.model psserver.programs"),
+        _room("psserver.tiers", 5, "pswire wire.model"),
+        _room("psserver.tables", 6, "pswire wire.model psserver.programs psserver.tiers"),
         _room("psserver.plans", 6, "pswire wire.model wire.transport psserver.programs wire.api"),
         _room(
             "psserver.state",
@@ -73,8 +74,8 @@ ROOMS = {
             "psserver.core",
             9,
             "pswire wire.model wire.security wire.telemetry wire.traces psserver wire.transport psserver.programs "
-            "wire.api psserver.plans psserver.tables wire.checkpoint psserver.state psserver.checkpoints "
-            "psserver.execution",
+            "wire.api psserver.plans psserver.tables psserver.tiers wire.checkpoint psserver.state "
+            "psserver.checkpoints psserver.execution",
         ),
         _room(
             "psserver.telemetry",

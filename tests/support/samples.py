@@ -304,6 +304,9 @@ STATUS = ServerStatus(
     table_rows={"users": 300},
     table_bytes={"users": 1 << 33},
     catching_up=True,
+    tier_bytes=1 << 34,
+    tier_resident=1 << 30,
+    tier_memory=(1 << 30) + 1,
 )
 HAPPENED = Happened(2.5, "push", "worker 300, session 7", "Fenced: it ended")
 BARE = ServerStatus(0, INCARNATION, 0, None, 0, (), (), 0, 0, 0, float("inf"), program_version=0, process=PROCESS)

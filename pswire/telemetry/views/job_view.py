@@ -66,6 +66,8 @@ class ServerView:
         up_seconds: seconds since its process began.
         phases: seconds of all rounds so far by phase: "waiting", "applying", "answering".
         table_rows, table_bytes: rows of each dynamic table there, and the bytes that it takes, by name.
+        tier_bytes, tier_resident_bytes, tier_memory: bytes of files that rows of dynamic tables lie in there, how many
+            of these are in memory, and how many may be; 0 where all rows are in memory.
         page: URL of its status page, "" for none.
     """
 
@@ -96,6 +98,9 @@ class ServerView:
     phases: Mapping[str, float] = _told(dict, lambda s, p: s.phases)
     table_rows: Mapping[str, int] = _told(dict, lambda s, p: s.table_rows)
     table_bytes: Mapping[str, int] = _told(dict, lambda s, p: s.table_bytes)
+    tier_bytes: int = _told(0, lambda s, p: s.tier_bytes)
+    tier_resident_bytes: int = _told(0, lambda s, p: s.tier_resident)
+    tier_memory: int = _told(0, lambda s, p: s.tier_memory)
     page: str = _told("", lambda s, p: p.page)
 
 

@@ -57,6 +57,8 @@ SERVER_COLUMNS: Columns = {
     "lag": lambda s: str(s.lag),
     "variables": lambda s: str(s.variables),
     "their bytes": lambda s: of(s.variable_bytes, s.memory_limit),
+    "in files": lambda s: size(s.tier_bytes) if s.tier_memory else "",
+    "of these here": lambda s: of(s.tier_resident_bytes, s.tier_memory) if s.tier_memory else "",
     "memory": lambda s: size(s.resident_bytes) if s.resident_bytes else "",
     "device": lambda s: s.device,
     "lanes": lambda s: ", ".join(f"{count} {lane}" for lane, count in sorted(s.lanes.items())),

@@ -1,0 +1,294 @@
+"""Files of tables: what is written stays, whatever leaves memory; the bound is kept; nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from psserver.tables.reserved import CHUNK, ReservedArray
+from psserver.tiers import paging
+from psserver.tiers.mapped import STEP, DiskFull, MappedFile, Use
+from psserver.tiers.paging import PAGE
+from psserver.tiers.tier import Tier
+from pswire.errors import ConfigError
+from pswire.model.tensor import address_of
+from tests.support.disks import disk, on_small_disk
+from tests.support.lane_rig import eventually
+
+ROWS, WIDTH = 40_000, 300
+BOUND = 4 << 20
+
+
+@pytest.fixture
+def directory():
+    with disk() as found:
+        yield found
+
+
+@pytest.fixture
+def tier(directory):
+    made = Tier(str(directory), BOUND)
+    yield made
+    made.close()
+
+
+def array_of(tier: Tier, rows: int = ROWS) -> ReservedArray:
+    """Rows of 1,200 bytes, which lie across pages."""
+    array = ReservedArray((WIDTH,), np.dtype(np.float32), 1 << 24, tier=tier)
+    array.resize(rows)
+    return array
+
+
+def truly_resident(array: ReservedArray) -> int:
+    """Bytes of the rows that are in memory, by the system's word."""
+    return PAGE * int(paging.are_resident(address_of(array.array), array.array.nbytes // PAGE).sum())
+
+
+def test_rows_are_as_they_were_written_wherever_they_lie(tier):
+    """Ten times the bound is written and read in random order; every row is its own, and the bound is kept."""
+    array, rng = array_of(tier), np.random.default_rng(0)
+    expected = np.zeros(ROWS, np.float32)
+    for number in range(1, 60):
+        rows = rng.integers(0, ROWS, 700)
+        array.touch(rows, Use.UPDATE)
+        assert (array.array[rows] == expected[rows, None]).all()
+        array.array[rows] = expected[rows] = number
+    for piece in array.pieces():
+        assert (array.array[piece] == expected[piece, None]).all()
+    tier.settle()
+    assert tier.resident <= BOUND
+    assert truly_resident(array) <= 1.05 * BOUND
+    assert tier.nbytes >= 11 * BOUND
+    assert tier.left > 5 * BOUND
+    assert (array.array == expected[:, None]).all()
+
+
+def test_pages_leave_by_themselves(tier):
+    """What was touched and is not touched again leaves memory without a call."""
+    array = array_of(tier)
+    array.fill(3)
+    eventually(lambda: truly_resident(array) <= BOUND)
+    assert (array.array == 3).all()
+
+
+def test_what_nobody_told_of_is_found(tier):
+    """Pages that are touched without a word are counted, and leave."""
+    array = array_of(tier)
+    array.array[:] = 3
+    assert tier.resident < BOUND
+    assert truly_resident(array) > 2 * BOUND
+    eventually(lambda: truly_resident(array) <= BOUND)
+    assert (array.array == 3).all()
+
+
+def test_what_is_updated_often_stays(tier):
+    """A pass over everything leaves in memory what rounds update."""
+    array, hot = array_of(tier), np.arange(0, 600)
+    for _ in range(8):
+        array.touch(hot, Use.UPDATE)
+        array.array[hot] += 1
+    for rows in range(0, ROWS, 500):
+        array.touch(np.arange(rows, min(rows + 500, ROWS)), Use.PASS)
+        array.array[rows : rows + 500] += 1
+        if not rows % 5000:
+            array.touch(hot, Use.UPDATE)
+    tier.settle()
+    pages = paging.are_resident(address_of(array.array), 600 * WIDTH * 4 // PAGE)
+    assert pages.mean() > 0.9
+
+
+def test_read_ahead_brings_rows_into_memory(tier):
+    """Rows that are to be looked up are read before, and no others."""
+    array = array_of(tier)
+    array.fill(1)
+    rows = np.arange(100, ROWS, 2000)
+    tier.settle()
+    first = rows * WIDTH * 4 // PAGE
+    before = paging.are_resident(address_of(array.array), array.array.nbytes // PAGE)
+    array.touch(rows, Use.LOOKUP, later=True)
+    eventually(lambda: paging.are_resident(address_of(array.array), array.array.nbytes // PAGE)[first].all())
+    after = paging.are_resident(address_of(array.array), array.array.nbytes // PAGE)
+    assert not before[first].all()
+    assert np.count_nonzero(after & ~before) <= 2 * len(rows)
+
+
+def test_the_tail_is_given_back_and_comes_back_zero(tier):
+    """Rows that are not shown any more take nothing of the disk."""
+    array = array_of(tier)
+    array.fill(1)
+    full = tier.nbytes
+    array.resize(100)
+    assert full - tier.nbytes > 40 << 20
+    assert tier.nbytes <= CHUNK
+    assert tier.resident <= CHUNK
+    array.resize(ROWS)
+    assert (array.array[:100] == 1).all()
+    assert not array.array[CHUNK // 1200 + 1 :].any()
+
+
+def test_an_array_without_room_moves_into_another_file(tier, monkeypatch):
+    """All values stay, and nothing of it is in memory without a bound."""
+    monkeypatch.setattr("psserver.tables.reserved.FILE_ROOM", 64 << 10)
+    array = array_of(tier, 40)
+    array.array[:] = np.arange(40)[:, None]
+    array.resize(400)
+    array.array[40:] = 7
+    assert array.moves == 1
+    assert array.array[:40, 0].tolist() == [*range(40)]
+    assert tier.nbytes >= 400 * 1200
+    gc.collect()
+    assert len(tier.files()) == 1
+
+
+# ---- What may be wrong ----
+
+
+def test_a_directory_is_looked_at_before_training(directory):
+    """Each error says what is wrong with which directory, and what to do."""
+    with pytest.raises(ConfigError, match=r"--tier-path .*/none is no directory; make it"):
+        Tier(str(directory / "none"), BOUND)
+    (directory / "file").touch()
+    with pytest.raises(ConfigError, match="is no directory"):
+        Tier(str(directory / "file"), BOUND)
+    with pytest.raises(ConfigError, match=r"--tier-path /proc takes no file .*; let this user write there"):
+        Tier("/proc", BOUND)
+    with pytest.raises(ConfigError, match=r"/dev/shm lies in memory itself \(tmpfs\); name a directory on a disk"):
+        Tier("/dev/shm", BOUND)
+
+
+FULL = """
+import os, sys
+import numpy as np
+from psserver.tables.reserved import ReservedArray
+from psserver.tiers import tier
+from psserver.tiers.mapped import DiskFull
+
+try:
+    tier.Tier(sys.argv[1], 1 << 20)
+except tier.ConfigError as error:
+    print(error)
+tier.IN_MEMORY = ()  # a small file system of memory stands for a small disk
+tier.TRIAL = 1 << 20
+made = tier.Tier(sys.argv[1], 1 << 20)
+with open(sys.argv[1] + "/other", "wb") as other:
+    other.write(bytes(3 << 20))
+array = ReservedArray((256,), np.dtype(np.float32), 1 << 24, tier=made)
+array.resize(4000)
+array.fill(5)
+try:
+    array.resize(7000)
+except DiskFull as error:
+    print(error)
+print(len(array.array), (array.array == 5).all())
+os.unlink(sys.argv[1] + "/other")
+array.resize(7000)
+array.fill(6)
+print((array.array == 6).all(), made.nbytes >> 10)
+made.close()
+"""
+
+
+def test_a_full_disk_is_told_before_anything_is_touched(tmp_path):
+    """Room is reserved first: what a disk of 8 MiB has no room for is refused, and what was there is used on."""
+    no_disk, full, kept, used = on_small_disk(FULL, tmp_path, "8m")
+    assert "lies in memory itself (tmpfs)" in no_disk
+    assert full.startswith(f"2.93 MiB more in {tmp_path} (No space left on device); free some of that disk")
+    assert (kept, used) == ("4000 True", "True 8192")
+
+
+def test_a_limit_of_files_is_told_as_a_full_disk_is(tier):
+    """A process that may not make files of that size gets an error, and no signal."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        array = ReservedArray((256,), np.dtype(np.float32), 1 << 24, tier=tier)
+        with pytest.raises(DiskFull, match="File too large"):
+            array.resize(4000)
+        assert len(array.array) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+KILLED = """
+import os, sys, signal
+import numpy as np
+from psserver.tables.reserved import ReservedArray
+from psserver.tiers.tier import Tier
+
+array = ReservedArray((256,), np.dtype(np.float32), 1 << 24, tier=Tier(sys.argv[1], 1 << 20))
+array.resize(4000)
+array.fill(5)
+print(os.listdir(sys.argv[1]), os.statvfs(sys.argv[1]).f_bfree, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_process_leaves_nothing(directory):
+    """The files have no names, while it runs as after its death."""
+    done = subprocess.run([sys.executable, "-c", KILLED, str(directory)], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert done.stdout.startswith("[] ")
+    assert os.listdir(directory) == []
+
+
+def test_a_file_system_without_nameless_files_serves_as_well(directory, monkeypatch):
+    """Then a file loses its name at once."""
+    monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY | os.O_WRONLY)  # what a kernel that has none takes it for
+    file = MappedFile(str(directory), 1 << 20)
+    file.reserve(PAGE)
+    file.memory[:3] = b"abc"
+    assert os.listdir(directory) == []
+    assert file.reserved == min(STEP, 1 << 20)
+
+
+def test_systems_without_one_call_for_many_runs_get_one_each(tier, monkeypatch):
+    """An older kernel, or one that forbids it, is given advice run by run."""
+    paging._own_process.cache_clear()
+    monkeypatch.setattr(paging, "_vectored", lambda process, runs, advice: False)
+    try:
+        array = array_of(tier)
+        array.fill(2)
+        tier.settle()
+        assert truly_resident(array) <= 1.05 * BOUND
+        assert (array.array == 2).all()
+    finally:
+        paging._own_process.cache_clear()
+
+
+@pytest.mark.parametrize("pages", [[], [4], [0, 1, 2], [1, 2, 5, 7, 8, 9]])
+def test_runs(pages):
+    """Runs say which pages there are."""
+    firsts, counts = paging.runs_of(np.array(pages, np.int64))
+    found = [n for first, count in zip(firsts, counts, strict=True) for n in range(first, first + count)]
+    assert found == pages
+    assert len(firsts) == sum(1 for n in pages if n - 1 not in pages)
+
+
+def test_files_go_with_their_arrays(tier):
+    """A tier keeps no array alive, and closes the files of those that are gone."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    array = array_of(tier, 100)
+    assert tier.nbytes > 0
+    del array
+    gc.collect()
+    assert tier.nbytes == 0
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
+
+
+def test_a_tier_that_nobody_uses_has_no_thread(directory):
+    """It ends without being closed, as the arrays of a server that is dropped."""
+    array = array_of(Tier(str(directory), BOUND), 100)
+    array.fill(1)
+    (thread,) = [each for each in threading.enumerate() if each.name == "tier"]
+    del array
+    gc.collect()
+    eventually(lambda: not thread.is_alive())
