@@ -84,6 +84,43 @@ class _SessionRecord:
         return self.parted is not None and self.parted - self.seen <= PARTED_BEATS * beat
 
 
+class _Sessions(dict[int, _SessionRecord]):
+    """All sessions, by number, in the order in which they were opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._newest: dict[Task | None, _SessionRecord] = {}  # of each task, and of all chiefs
+
+    def add(self, session: _SessionRecord) -> None:
+        """Adds a session, which is its task's newest from now on."""
+        self[session.member.session] = session
+        self._newest[None if session.drives else session.member.task] = session
+
+    @property
+    def chief(self) -> _SessionRecord | None:
+        """The newest chief's, whatever has become of it."""
+        return self._newest.get(None)
+
+    def rival(self, task: Task, drives: bool) -> _SessionRecord | None:
+        """Returns the open session of a task, or, for one that drives, of any chief; None where there is none."""
+        found = self._newest.get(None if drives else task)
+        return found if found is not None and found.state == "open" else None
+
+    def open_or_driving(self) -> list[_SessionRecord]:
+        """Returns the sessions that have not ended."""
+        return [session for session in self.values() if session.state == "open"]
+
+    def open(self) -> list[_SessionRecord]:
+        """Returns those of them that take part in rounds."""
+        return [session for session in self.values() if session.state == "open" and not session.drives]
+
+    def forget_ended(self) -> None:
+        """Forgets the sessions that have ended."""
+        for number in [number for number, session in self.items() if session.state != "open"]:
+            del self[number]
+        self._newest = {key: session for key, session in self._newest.items() if session.state == "open"}
+
+
 class Membership:
     """The sessions of the job, and their leases. Guarded by the core's lock.
 
@@ -122,8 +159,7 @@ class Membership:
         self._registry = registry
         self._epoch = epoch
         self._incarnation, self._given = incarnation, 0  # how many numbers
-        self._sessions: dict[int, _SessionRecord] = {}
-        self._newest: dict[Task | None, _SessionRecord] = {}  # of each task, and of all chiefs
+        self._sessions = _Sessions()
         self._changing = False  # somebody waits for a change of consistency
 
     def open(
@@ -167,7 +203,7 @@ class Membership:
         if not drives:
             others = (s.member for s in self._sessions.values() if s.state == "open" and not s.drives)
             opens = as_all(opens, others, self._epochs())
-        rival = self._rival(task, drives)
+        rival = self._sessions.rival(task, drives)
         if rival is not None:
             self._check_gone(rival, task, now)
         self._check_room(task)
@@ -177,29 +213,20 @@ class Membership:
         self._given += 1
         token = self._next_token(term, drawn) if drives else 0
         self._registry.enter(number, task)
-        self._add(_SessionRecord(opens, drives, now, now, key, token))
+        self._sessions.add(_SessionRecord(opens, drives, now, now, key, token))
         self.version += 1
         return number, token
-
-    def _add(self, session: _SessionRecord) -> None:
-        self._sessions[session.member.session] = session
-        self._newest[None if session.drives else session.member.task] = session
-
-    def _rival(self, task: Task, drives: bool) -> _SessionRecord | None:
-        """Returns the open session of a task, or, for one that drives, of any chief; None where there is none."""
-        found = self._newest.get(None if drives else task)
-        return found if found is not None and found.state == "open" else None
 
     def know(self, member: Member, drives: bool, job: str, now: float) -> None:
         """Notes a session that was opened on the server that keeps them: this one may have to keep them one day."""
         known = self._sessions.get(member.session)
         if known is not None and known.member.task == member.task:
             return
-        rival = self._rival(member.task, drives)
+        rival = self._sessions.rival(member.task, drives)
         if rival is not None:
             self._end(rival, "replaced")
         self.job = job
-        self._add(_SessionRecord(member, drives, now, now, 0, 0))
+        self._sessions.add(_SessionRecord(member, drives, now, now, 0, 0))
 
     def take_over(self, token: int, now: float) -> None:
         """Keeps the sessions from now on: everybody gets a whole lease to be heard of.
@@ -210,7 +237,7 @@ class Membership:
         """
         self.token, self._heard = token, now
         self.version += 1
-        for session in self._open_or_driving():
+        for session in self._sessions.open_or_driving():
             session.seen, session.parted = now, None
 
     @property
@@ -229,7 +256,7 @@ class Membership:
         """Raises `ConfigError` for another job than the current one, while that is not over."""
         if job == self.job:
             return
-        here = ", ".join(str(session.member.task) for session in self._open_or_driving())
+        here = ", ".join(str(session.member.task) for session in self._sessions.open_or_driving())
         if self._held() or here:
             raise _other_job(task, job, self.job, here)
 
@@ -248,7 +275,7 @@ class Membership:
 
         It is the lowest that lives and stays. Nobody takes the place of a coordinator, whose script is its own.
         """
-        chief = self._newest.get(None)
+        chief = self._sessions.chief
         if chief is None or chief.state == "left" or not self._held():
             return False
         since = chief.seen if chief.parted is None else chief.parted
@@ -257,7 +284,8 @@ class Membership:
         scripts = [s.member for s in self._sessions.values() if not s.drives and s.member.task == chief.member.task]
         if chief.member.task.job == "chief" and any(member.alone for member in scripts):
             return False
-        lives = [s.member for s in self._open() if now - s.seen <= DEPUTY_BEATS * self._beat and not s.pace.leaving]
+        here, limit = self._sessions.open(), DEPUTY_BEATS * self._beat
+        lives = [s.member for s in here if now - s.seen <= limit and not s.pace.leaving]
         workers = [member for member in lives if member.task.job == "worker"]
         return bool(workers) and min(workers, key=lambda member: member.task).session == number
 
@@ -273,13 +301,13 @@ class Membership:
         of again.
         """
         if now - self._heard > self.lease / 2:
-            for session in self._open():
+            for session in self._sessions.open():
                 if not session.vanished(self._beat):
                     session.seen = now
         self._heard = now
 
     def _check_room(self, task: Task) -> None:
-        others = [session for session in self._open_or_driving() if session.member.task != task]
+        others = [session for session in self._sessions.open_or_driving() if session.member.task != task]
         if len(others) >= self._registry.limit:
             raise _one_too_many(task, self._registry.limit)
         self._registry.check_room()
@@ -338,7 +366,7 @@ class Membership:
 
     def _compare_changes(self) -> None:
         """Ends all sessions if two members do not come to one change of consistency."""
-        here = self._open()
+        here = self._sessions.open()
         self._changing = any(Change.parse(each.join_point) is not None for each in here)
         members = [each for each in here if self._takes_part(each.member.session)]
         error = differing([(each.member, each.join_point, each.waits[0]) for each in members], self._epochs())
@@ -347,7 +375,7 @@ class Membership:
 
     def move(self, model: Member) -> None:
         """All who are here make their rounds as this member from now on."""
-        for session in self._open():
+        for session in self._sessions.open():
             session.member = session.member.like(model)
 
     def _tell_apart(
@@ -401,7 +429,7 @@ class Membership:
         is less likely. Then only sessions whose connections ended as with their process are lost.
         """
         cut = now - self._heard > self.lease / 2
-        late = [s for s in self._open_or_driving() if now - s.seen > self.lease]
+        late = [s for s in self._sessions.open_or_driving() if now - s.seen > self.lease]
         lost = [s for s in late if s.drives or not cut or s.vanished(self._beat)]
         for session in lost:
             self._end(session, "lost")
@@ -409,7 +437,7 @@ class Membership:
 
     def fail_all(self, error: PSError) -> None:
         """Ends every session that takes part in rounds, with one error for all."""
-        for session in self._open():
+        for session in self._sessions.open():
             session.error = error
             self._end(session, "failed")
 
@@ -419,14 +447,13 @@ class Membership:
             if number in self._sessions:
                 self._end(self._sessions[number], "replaced")
         self._registry.retire({*numbers, *(n for n, session in self._sessions.items() if session.state != "open")})
-        self._sessions = {number: session for number, session in self._sessions.items() if session.state == "open"}
-        self._newest = {key: session for key, session in self._newest.items() if session.state == "open"}
+        self._sessions.forget_ended()
         self.ends += 1
 
     def forgive(self, seconds: float) -> None:
         """Extends all leases by some seconds."""
         self._heard += seconds
-        for session in self._open_or_driving():
+        for session in self._sessions.open_or_driving():
             session.seen += seconds
             session.parted = None if session.parted is None else session.parted + seconds
 
@@ -456,18 +483,12 @@ class Membership:
 
     def chief_left(self) -> bool:
         """Returns True if the chief itself has ended its session."""
-        chief = self._newest.get(None)
+        chief = self._sessions.chief
         return chief is not None and chief.state == "left"
 
     def states(self, now: float, drivers: bool = False) -> tuple[SessionState, ...]:
         """Returns the states of all sessions that take part in rounds; with `drivers` those of chiefs as well."""
         return tuple(session.told(now) for session in self._sessions.values() if drivers or not session.drives)
-
-    def _open_or_driving(self) -> list[_SessionRecord]:
-        return [s for s in self._sessions.values() if s.state == "open"]
-
-    def _open(self) -> list[_SessionRecord]:
-        return [s for s in self._sessions.values() if s.state == "open" and not s.drives]
 
     def _end(self, session: _SessionRecord, state: str) -> None:
         if session.state == "open":

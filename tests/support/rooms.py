@@ -203,6 +203,12 @@ ROOMS = {
             "pswire wire.model wire.security psserver psserver.programs wire.transport psclient._src src.processes "
             "src.transport psserver.transport psserver.core src.launch src.strategies psclient",
         ),
+        _room(
+            "pstesting.simulation",
+            16,
+            "pswire wire.api wire.model wire.transport wire.telemetry psserver psserver.programs psserver.plans "
+            "psserver.core psclient._src src.transport src.rounds src.chief",
+        ),
     )
 }
 

@@ -1,0 +1,316 @@
+"""Simulated workers and chiefs: their own code, which stands still where it waits."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+from unittest import mock
+
+import numpy as np
+
+from psclient._src.chief import checkpoints, driver, hung_members, returns
+from psclient._src.chief.driver import Chief
+from psclient._src.devices import Device
+from psclient._src.rounds import counters, creation, first_values, read_cache, rounds
+from psclient._src.rounds.membership import Group
+from psclient._src.rounds.rounds import Exchange, Outgoing
+from psclient._src.transport import hosting, session
+from psclient._src.transport.patience import Deadline, Patience
+from psclient._src.transport.session import Session
+from psserver.programs.kernels import compiler
+from pstesting.simulation.costs import Costs
+from pstesting.simulation.machines import Host, Strand
+from pstesting.simulation.scheduler import Process, Scheduler
+from pstesting.simulation.servers import Line, SimulatedServer
+from pstesting.simulation.workloads import TINY, Workload
+from pswire.api import Opened
+from pswire.cluster import ClusterSpec, Task
+from pswire.errors import PSError, ServerGone, TaskTaken
+from pswire.limits import Timeouts
+from pswire.model.log import Gone, Mode
+from pswire.telemetry import reminder
+
+T = TypeVar("T")
+
+TIMED = (counters, checkpoints, creation, driver, first_values, hosting, hung_members, read_cache, reminder, session)
+"""Modules that look at the clock."""
+
+WAITING = (checkpoints, driver, hosting, returns, rounds, session)
+"""Modules that wait for futures."""
+
+THREADED = (driver, session)
+"""Modules that make calls in threads."""
+
+
+class SimulatedThreads:
+    """Stands for `Threads`: each call is a process of the simulation."""
+
+    def __init__(self, scheduler: Scheduler, name: str) -> None:
+        self._scheduler = scheduler
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """As `Threads.submit`."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._scheduler.spawn(run)
+        return future
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+@contextmanager
+def simulated_time(scheduler: Scheduler) -> Iterator[None]:
+    """Within it the code of clients and chiefs sees the simulation's clock, and waits in its processes."""
+    clock = types.SimpleNamespace(
+        monotonic=lambda: scheduler.now,
+        perf_counter=lambda: scheduler.now,
+        time=lambda: scheduler.now,
+        sleep=scheduler.sleep,
+    )
+    with ExitStack() as stack:
+        # Compilers work beside it, in threads, and arrays are tiny.
+        stack.enter_context(mock.patch.object(compiler, "MAX_KERNELS", 0))
+        for module in TIMED:
+            stack.enter_context(mock.patch.object(module, "time", clock))
+        for module in WAITING:
+            stack.enter_context(mock.patch.object(module, "wait", scheduler.wait))
+        for module in THREADED:
+            stack.enter_context(mock.patch.object(module, "Threads", lambda name: SimulatedThreads(scheduler, name)))
+        yield
+
+
+class SimulatedSession(Session):
+    """A session of a simulated process: it stands still where it waits, and its beats are events."""
+
+    def __init__(self, scheduler: Scheduler, process: SimulatedProcess, *args: Any, **keys: Any) -> None:
+        super().__init__(*args, **keys)
+        self._scheduler, self._process = scheduler, process
+        self._patience = Patience(self.timeouts.lease, self.timeouts.beat, lambda: scheduler.now)
+
+    def _start_beating(self, index: int) -> None:
+        self._patience.heard(index)
+        life, number = self.hosting.life(index), self.number
+
+        def beat() -> None:
+            while self._process.alive and index not in self.hosting.gone and self._is_now(index, life, number):
+                self._scheduler.sleep(self.timeouts.beat)
+                try:
+                    self.beat_now(index)
+                    self._patience.heard(index)
+                except PSError as error:
+                    if self._is_now(index, life, number):
+                        self._unheard(index, error)
+
+        self._scheduler.spawn(beat)
+
+    def _open_first(self, key: int) -> Opened:
+        until = self._scheduler.now + self.timeouts.lease + 2 * self.timeouts.beat
+        while True:
+            try:
+                return self._open_at(self.log_server, key)
+            except TaskTaken:
+                if self._scheduler.now > until:
+                    raise
+            self.pause(self.timeouts.beat / 2)
+
+    def lose(self, losses: Sequence[Gone]) -> None:
+        """As `Session.lose`; what waits for the servers that are gone is told."""
+        super().lose(losses)
+        for index in self.hosting.gone:
+            self.servers[index].fail(ServerGone("is gone", str(Task("ps", index))))  # type: ignore[attr-defined]
+
+    def wait(
+        self,
+        future: Future[T],
+        deadline: Deadline,
+        late: Callable[[], PSError],
+        word: Callable[[], str],
+        needs_chief: Callable[[], bool] = lambda: True,
+    ) -> T:
+        """As `Session.wait`, without words."""
+        while not future.done():
+            self.check()
+            left = deadline.left()
+            if left <= 0:
+                raise late()
+            self._scheduler.wait((future, self._broken), left, "FIRST_COMPLETED")
+        return self._take(future)
+
+
+class SimulatedProcess:
+    """A client process.
+
+    Attributes:
+        strand: its thread.
+        alive: True until it is killed.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, host: Host, servers: Sequence[SimulatedServer], decides: bool = False
+    ) -> None:
+        self.scheduler = scheduler
+        self.strand = Strand(host)
+        self.lines: list[Any] = [Line(server, host, self.strand, decides) for server in servers]
+        self.failure: PSError | None = None
+        self._process: Process | None = None
+
+    @property
+    def alive(self) -> bool:
+        """True until it ends or is killed."""
+        return self.strand.alive
+
+    def has_ended(self) -> bool:
+        """Returns True once it has ended or was killed."""
+        return not self.alive
+
+    def begin(self) -> None:
+        """Starts it."""
+        self._process = self.scheduler.spawn(self._run)
+
+    def kill(self) -> None:
+        """Ends it where it stands; whoever waits for it is not told."""
+        self.strand.stop()
+        if self._process is not None:
+            self._process.kill()
+
+    def _run(self) -> None:
+        try:
+            self._script()
+        except PSError as error:
+            self.failure = error
+        self.strand.alive = False
+
+    def _script(self) -> None:
+        raise NotImplementedError
+
+    def spend(self, seconds: float) -> None:
+        """Computes for some seconds."""
+        done: Future[None] = Future()
+        self.strand.do(seconds, done.set_result, None)
+        self.scheduler.wait([done])
+
+
+class SimulatedWorker(SimulatedProcess):
+    """A worker that trains for a number of rounds.
+
+    Args:
+        scheduler, host, servers: as of `SimulatedProcess`.
+        task: its task.
+        costs: what its work takes.
+        workload: what a round is of.
+        cluster, timeouts, mode, backup_workers, staleness, copied: of the job.
+        rounds: the rounds that it makes.
+        made: called with its task when a round is over for it.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        host: Host,
+        servers: Sequence[SimulatedServer],
+        task: Task,
+        costs: Costs,
+        workload: Workload,
+        cluster: ClusterSpec,
+        timeouts: Timeouts,
+        mode: Mode,
+        backup_workers: int,
+        staleness: int,
+        rounds: int,
+        made: Callable[[Task], object],
+    ) -> None:
+        super().__init__(scheduler, host, servers)
+        self.task, self._costs, self._workload = task, costs, workload
+        self._rounds, self._made = rounds, made
+        self.session = SimulatedSession(
+            scheduler,
+            self,
+            task,
+            self.lines,
+            1,
+            False,
+            timeouts,
+            mode,
+            backup_workers=backup_workers,
+            staleness=staleness,
+            copied=workload.copies > 0,
+        )
+        self.group = Group(self.session, (Device.parse("cpu:0"),), cluster.tasks("worker"))
+        self.exchange = Exchange(self.session, self.group)
+
+    def _script(self) -> None:
+        self.session.open()
+        self.session.await_job()
+        create, workload = self.exchange.creation.create, self._workload
+        variables = [create(spec, where, np.zeros(TINY.shape, TINY.dtype)) for spec, where in workload.created]
+        self.exchange.creation.send()
+        outgoing = Outgoing(workload.plan, (1.0,) * len(variables), workload.contributions, ())
+        compute = workload.step + self._costs.step + workload.variables * self._costs.step_variable
+        reads = self.exchange.reads
+        for variable in variables:
+            reads.read(variable)
+        while self.group.round < self._rounds:
+            self.spend(compute)
+            self.exchange.enter(workload.plan)
+            self.exchange.send(outgoing)
+            for variable in variables:
+                reads.read(variable)
+            self._made(self.task)
+        self.exchange.settle()
+        self.session.leave()
+
+
+class SimulatedChief(SimulatedProcess):
+    """A chief that only drives.
+
+    Args:
+        scheduler, host, servers: as of `SimulatedProcess`.
+        cluster, timeouts, copied: of the job.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        host: Host,
+        servers: Sequence[SimulatedServer],
+        cluster: ClusterSpec,
+        timeouts: Timeouts,
+        copied: bool,
+    ) -> None:
+        super().__init__(scheduler, host, servers, decides=True)
+        owner = self
+
+        class Driving(Chief):
+            """A chief whose sessions are simulated."""
+
+            def _begin(self) -> None:
+                super()._begin()
+                self._returns._clock = self._differences._clock = lambda: scheduler.now
+
+            def _new_session(self) -> Session:
+                return SimulatedSession(
+                    scheduler,
+                    owner,
+                    self.task,
+                    self._servers,
+                    0,
+                    True,
+                    self._timeouts,
+                    job=self._job,
+                    copied=self._copied,
+                )
+
+        self.chief = Driving(Task("chief", 0), self.lines, cluster, timeouts, copied=copied)
+
+    def _script(self) -> None:
+        self.chief.drive()

@@ -1,0 +1,88 @@
+"""What things cost: processor time, links and latencies of a machine, as `psctl calibrate` measures them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pswire.errors import ConfigError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class LaneCosts:
+    """Costs of a push and of its answer on one lane, in seconds, and in seconds a byte.
+
+    Attributes:
+        send, send_byte: processor time of the worker for a push to one server.
+        receive, receive_byte: of the server for a push, until the machine is told.
+        answer, answer_byte: of the server for an answer.
+        take, take_byte: of the worker for an answer.
+        piece: of each side for a piece of a contribution, or of an answer, that streams, beside its bytes.
+        latency: from the end of a process's work to the beginning of the other's, beside what links take.
+    """
+
+    send: float
+    send_byte: float
+    receive: float
+    receive_byte: float
+    answer: float
+    answer_byte: float
+    take: float
+    take_byte: float
+    piece: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The cost model of a machine.
+
+    Attributes:
+        lanes: by the lane's name.
+        step: processor time of a worker for a round, beside its pushes, in seconds.
+        step_variable: the same, for each variable of the round.
+        round: processor time of a server for a round, beside its pushes.
+        round_variable: the same, for each variable of the round.
+        kernel_byte: for each byte of a contribution that is summed and applied.
+        row: processor time of a server for each row of a contribution and each row of its answer.
+        vote: of a server for a vote that it says or hears.
+        call: processor time of a server for a verb that is no push.
+        beat: of a server for a beat.
+        cores: processors of a host.
+        speed: free choice of who measured: what machine it was.
+    """
+
+    lanes: Mapping[str, LaneCosts]
+    step: float
+    step_variable: float
+    round: float
+    round_variable: float
+    kernel_byte: float
+    row: float
+    vote: float
+    call: float
+    beat: float
+    cores: int = 0
+    machine: str = ""
+
+    def write(self, path: Path) -> None:
+        """Writes it as JSON."""
+        path.write_text(json.dumps({"format": FORMAT} | dataclasses.asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Reads what `write` wrote; raises `ConfigError` where it is none."""
+        try:
+            said: dict[str, Any] = json.loads(path.read_text())
+            if said.pop("format") != FORMAT:
+                raise ValueError(f"its format is not {FORMAT}")
+            said["lanes"] = {name: LaneCosts(**costs) for name, costs in said["lanes"].items()}
+            return cls(**said)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{path} is no calibration ({error}); make one with psctl calibrate") from error

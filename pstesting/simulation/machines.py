@@ -1,0 +1,140 @@
+"""Hosts of a simulation: processors that processes share, and links that messages share."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from pstesting.simulation.scheduler import Scheduler
+
+Job = tuple[float, Callable[..., object], tuple[Any, ...]]
+
+
+class Strand:
+    """One thread of Python of a process: does one piece of work at a time, in order, where its host has a core free.
+
+    Attributes:
+        busy: seconds of work done so far.
+        slow: by how much it takes longer than it should.
+        alive: False once its process has ended.
+        host: where it runs.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.busy = 0.0
+        self.slow = 1.0
+        self.alive = True
+        self.host = host
+        self._queue: deque[Job] = deque()
+        self._runs = False  # or waits for a core
+
+    def do(self, seconds: float, then: Callable[..., object], *args: Any) -> None:
+        """Works for some seconds once what was asked for before is done; then calls a function."""
+        if not self.alive:
+            return
+        self._queue.append((seconds * self.slow, then, args))
+        if not self._runs:
+            self._runs = True
+            self.host.enter(self)
+
+    def begin(self) -> None:
+        """A core is free: does the next piece."""
+        seconds, then, args = self._queue.popleft()
+        self.busy += seconds
+        self.host.scheduler.after(seconds, self._end, then, args)
+
+    def _end(self, then: Callable[..., object], args: tuple[Any, ...]) -> None:
+        if self.alive:
+            then(*args)
+        if self._queue:
+            self.host.again(self)
+        else:
+            self._runs = False
+            self.host.leave()
+
+    def stop(self) -> None:
+        """Its process ends: what it has not done is never done."""
+        self.alive = False
+        self._queue.clear()
+
+
+class Link:
+    """One direction of a host's network interface: messages one after the other, at a rate.
+
+    Args:
+        rate: bytes per second; infinite for what is not limited.
+
+    Attributes:
+        busy: seconds in which something passed.
+        free: the time at which the last message that was sent has passed.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.busy = 0.0
+        self.free = 0.0
+
+    def pass_(self, nbytes: float, from_: float, until: float) -> float:
+        """Passes a message.
+
+        Args:
+            nbytes: its size.
+            from_: when its first byte is here.
+            until: when its last byte is here.
+
+        Returns:
+            When its last byte has passed.
+        """
+        seconds = nbytes / self.rate
+        self.busy += seconds
+        self.free = max(max(self.free, from_) + seconds, until)
+        return self.free
+
+
+class Host:
+    """A host.
+
+    Args:
+        scheduler: the simulation's.
+        cores: its processors; 0 for as many as are needed.
+        rate: bytes per second of its network, each way.
+    """
+
+    def __init__(self, scheduler: Scheduler, cores: int = 0, rate: float = float("inf")) -> None:
+        self.scheduler = scheduler
+        self.out, self.into = Link(rate), Link(rate)
+        self._free = cores or 1 << 30
+        self._waiting: deque[Strand] = deque()
+
+    def enter(self, strand: Strand) -> None:
+        """A strand has work: begins it if a core is free."""
+        if self._free:
+            self._free -= 1
+            strand.begin()
+        else:
+            self._waiting.append(strand)
+
+    def again(self, strand: Strand) -> None:
+        """A strand has more work: it begins it, unless others wait for a core."""
+        if self._waiting:
+            self._waiting.append(strand)
+            self._waiting.popleft().begin()
+        else:
+            strand.begin()
+
+    def leave(self) -> None:
+        """A strand has no more work."""
+        if self._waiting:
+            self._waiting.popleft().begin()
+        else:
+            self._free += 1
+
+
+def travel(scheduler: Scheduler, source: Host, sink: Host, nbytes: float, latency: float) -> float:
+    """Sends a message between hosts now; returns when its last byte is there. On one host it needs the latency."""
+    if source is sink:
+        return scheduler.now + latency
+    now = scheduler.now
+    left = source.out.pass_(nbytes, now, now)
+    return sink.into.pass_(nbytes, left - nbytes / source.out.rate + latency, left + latency)

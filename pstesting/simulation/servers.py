@@ -1,0 +1,310 @@
+"""A simulated server: the real core, on a host whose time its work takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from psserver.config import ServerConfig
+from psserver.core.core import Core
+from psserver.effects import Peer
+from psserver.plans.round import BRIEF_BYTES
+from pstesting.simulation.costs import Costs
+from pstesting.simulation.machines import Host, Strand, travel
+from pstesting.simulation.scheduler import Scheduler
+from pstesting.simulation.workloads import Workload
+from pswire.api import Contribution, RoundReply, Testimony, Vote
+from pswire.cluster import Task
+from pswire.errors import PSError, ServerLost
+from pswire.limits import Timeouts
+from pswire.transport.payload import Payload
+
+RESET_SECONDS = 0.1
+"""Until a client knows that nothing listens any more where a server was: it tries once more."""
+
+SMALL = 200
+"""Bytes of a message that has no arrays."""
+
+
+WAITING = frozenset(("watch", "pull", "snapshot", "restore", "schedule", "take", "fetch", "hand_out"))
+"""Verbs that return what is answered later."""
+
+
+class SimulatedServer:
+    """A server.
+
+    Args:
+        scheduler: the simulation's.
+        host: where it runs.
+        index: its number.
+        costs: what its work takes.
+        lane: the lane by which pushes come.
+        workload: what a round is of.
+        timeouts: of the job.
+        domain: the part of the machines that fails as one.
+        max_sessions: as the server's option.
+
+    Attributes:
+        core: the real one.
+        loop: the thread of its event loop.
+        arrays: its thread for array work.
+        others: all servers of the job, by number; set once they are there.
+        lines: the connections of clients.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        host: Host,
+        index: int,
+        costs: Costs,
+        lane: str,
+        workload: Workload,
+        timeouts: Timeouts,
+        domain: str,
+        max_sessions: int,
+    ) -> None:
+        self.scheduler, self.host, self.index = scheduler, host, index
+        self.costs, self.lane, self.workload = costs, costs.lanes[lane], workload
+        self.loop, self.arrays = Strand(host), Strand(host)
+        self.others: Sequence[SimulatedServer] = ()
+        self.lines: list[Line] = []
+        self._streamed: dict[tuple[int, int], list[Line]] = {}  # whose piece of a round is here
+        config = ServerConfig(Task("ps", index), timeouts=timeouts, domain=domain, max_sessions=max_sessions)
+        self.core = Core(config, 1000 + index, lambda: scheduler.now, _refuse, self._files)
+        self.core._arrays = self  # type: ignore[assignment]
+        self.core.others = self
+        self._tick = timeouts.lease / 8
+        scheduler.after(self._tick, self._look_at_leases)
+
+    @property
+    def alive(self) -> bool:
+        """True until it is killed."""
+        return self.loop.alive
+
+    def kill(self) -> None:
+        """Ends its process: its connections are reset."""
+        self.loop.stop()
+        self.arrays.stop()
+        for line in self.lines:
+            self.scheduler.after(RESET_SECONDS, line.reset)
+
+    def _look_at_leases(self) -> None:
+        if self.alive:
+            self.core.tick()
+            self.scheduler.after(self._tick, self._look_at_leases)
+
+    # ---- Array work ----
+
+    def run(self, piece: Callable[[], object], brief: bool) -> None:
+        """Runs array work of the core, as its `ArrayQueue` does."""
+        execution, seconds = self.core.machine.runner._execution, self.costs.call
+        if execution is not None:
+            contributions = len(execution.job.parts)
+            brief = brief and contributions * self.workload.on(self.index).pushed <= BRIEF_BYTES
+            seconds = self._round_seconds(contributions)
+        (self.loop if brief else self.arrays).do(seconds, piece)
+
+    def _round_seconds(self, contributions: int) -> float:
+        """The time of a round, but for the pieces that were applied before."""
+        costs, share = self.costs, self.workload.on(self.index)
+        rows = share.rows * contributions * costs.row
+        kernel = self._kernel_seconds(contributions, share.nbytes / share.chunks)
+        return costs.round + share.variables * costs.round_variable + rows + kernel
+
+    def _kernel_seconds(self, contributions: int, nbytes: float) -> float:
+        return (contributions + 1) * nbytes * self.costs.kernel_byte
+
+    # ---- Rounds that stream ----
+
+    def streamed(self, line: Line, round: int, piece: int, members: int) -> None:
+        """A piece of a contribution is here: with those of all others it is applied, and its values leave."""
+        lines = self._streamed.setdefault((round, piece), [])
+        lines.append(line)
+        if len(lines) == members:
+            del self._streamed[round, piece]
+            share = self.workload.on(self.index)
+            seconds = self._kernel_seconds(members, share.nbytes / share.chunks)
+            self.arrays.do(seconds, self._answer_piece, lines, share.answered / share.chunks)
+
+    def _answer_piece(self, lines: Sequence[Line], nbytes: float) -> None:
+        for line in lines:
+            self.loop.do(self.lane.piece + nbytes * self.lane.answer_byte, line.take_piece, nbytes)
+
+    def _files(self, piece: Callable[[], object]) -> None:
+        self.arrays.do(self.costs.call, piece)
+
+    # ---- Other servers ----
+
+    def know(self, servers: Sequence[Peer]) -> None:
+        """Does nothing: the servers of a simulation do not move."""
+
+    def say(self, server: int, said: Vote | Testimony) -> None:
+        """Says a vote to another server."""
+        other = self.others[server]
+        self.loop.do(self.costs.vote, self._send, other, other._hear, self.index, said)
+
+    def _send(self, other: SimulatedServer, call: Callable[..., object], *args: Any) -> None:
+        when = travel(self.scheduler, self.host, other.host, SMALL, self.lane.latency)
+        self.scheduler.at(when, other.loop.do, other.costs.vote, call, *args)
+
+    def _hear(self, sender: int, said: Vote | Testimony) -> None:
+        self.core.hear(sender, said)
+
+
+class Line:
+    """A client's connection to a server: every verb takes the time of its message, its work, and its answer.
+
+    Args:
+        server: the server.
+        host: the client's.
+        strand: the client's thread.
+        decides: True for the chief's: it alone says that a server is lost, and all others wait for that.
+    """
+
+    def __init__(self, server: SimulatedServer, host: Host, strand: Strand, decides: bool) -> None:
+        self.task, self.address = server.core.task, f"ps-{server.index}:2222"
+        self._server, self._host, self._strand, self._lane = server, host, strand, server.lane
+        self._scheduler = server.scheduler
+        self._decides = decides
+        self._failure: PSError | None = None
+        self._open: dict[Future[Any], None] = {}  # what waits for answers
+        server.lines.append(self)
+
+    def reset(self) -> None:
+        """The server has ended."""
+        if self._decides and self._failure is None:
+            self.fail(self._lost())
+
+    def _lost(self) -> ServerLost:
+        why = f"was lost (nothing listens there any more, at {self.address})"
+        return ServerLost(f"{why}; restart from a checkpoint", str(self.task))
+
+    def begin_anew(self, address: str = "") -> None:
+        """Looks for another life of the server."""
+        self._failure = None
+
+    def fail(self, error: PSError) -> None:
+        """Makes all calls under way, and all that come, raise an error."""
+        self._failure, waiting, self._open = error, [*self._open], {}
+        for answer in waiting:
+            _settle(answer, error)
+
+    def _asked(self) -> Future[Any]:
+        """Returns what a call waits for; raises what the connection failed with."""
+        if self._failure is not None:
+            raise type(self._failure)(self._failure.message, self._failure.task)
+        if self._decides and not self._server.alive:
+            raise self._lost()
+        answer: Future[Any] = Future()
+        self._open[answer] = None
+        return answer
+
+    def _answer(self, answer: Future[Any], made: Future[Any] | PSError) -> None:
+        if answer in self._open:
+            del self._open[answer]
+            _settle(answer, made)
+
+    def __getattr__(self, verb: str) -> Any:
+        call = partial(self._begin if verb in WAITING else self._call, verb)
+        setattr(self, verb, call)
+        return call
+
+    def _begin(self, verb: str, *args: Any, **keys: Any) -> Future[Any]:
+        """Makes a call whose answer may take long; returns what is answered with it."""
+        answer = self._asked()
+        cost = self._server.costs.beat if verb == "beat" else self._server.costs.call
+        self._up(SMALL, cost, self._made, answer, partial(getattr(self._server.core, verb), *args, **keys))
+        return answer
+
+    def _call(self, verb: str, *args: Any, **keys: Any) -> Any:
+        """Makes a call, in a process that stands still meanwhile."""
+        answer = self._begin(verb, *args, **keys)
+        self._scheduler.wait([answer])
+        return answer.result()
+
+    def _up(self, nbytes: float, seconds: float, call: Callable[..., object], *args: Any) -> None:
+        """A message goes to the server, which works on it."""
+        when = travel(self._scheduler, self._host, self._server.host, nbytes, self._lane.latency)
+        self._scheduler.at(when, self._server.loop.do, seconds, call, *args)
+
+    def _down(self, nbytes: float, seconds: float, call: Callable[..., object], *args: Any) -> None:
+        """An answer comes from the server; the client works on it."""
+        when = travel(self._scheduler, self._server.host, self._host, nbytes, self._lane.latency)
+        self._scheduler.at(when, self._strand.do, seconds, call, *args)
+
+    def _made(self, answer: Future[Any], verb: Callable[[], Any]) -> None:
+        made: Future[Any] = Future()
+        try:
+            result = verb()
+        except PSError as error:
+            made.set_exception(error)
+        else:
+            if isinstance(result, Future):
+                made = result
+            else:
+                made.set_result(result)
+        made.add_done_callback(lambda made: self._down(SMALL, 0.0, self._answer, answer, made))
+
+    def push(self, said: Contribution, payload: Payload) -> Future[RoundReply]:
+        """Pushes: the worker's time, then the link, then the server's time; and back."""
+        answer: Future[RoundReply] = self._asked()
+        share, lane = self._server.workload.on(self._server.index), self._lane
+        if said.first_values:
+            self._strand.do(lane.send, self._leave, said, payload, float(payload.size), answer)
+            return answer
+        part = share.pushed / share.chunks
+        for piece in range(share.chunks - 1):
+            self._strand.do(lane.piece + part * lane.send_byte, self._leave_piece, said.round, piece, part)
+        self._strand.do(lane.send + part * lane.send_byte, self._leave, said, payload, SMALL + part, answer)
+        return answer
+
+    def _leave_piece(self, round: int, piece: int, nbytes: float) -> None:
+        seconds, epoch = self._lane.piece + nbytes * self._lane.receive_byte, self._server.core.machine.rounds.epoch
+        members = len(epoch.members) if epoch else 0
+        self._up(nbytes, seconds, self._server.streamed, self, round, piece, members)
+
+    def take_piece(self, nbytes: float) -> None:
+        """A piece of an answer leaves the server."""
+        self._down(nbytes, self._lane.piece + nbytes * self._lane.take_byte, _nothing)
+
+    def _leave(self, said: Contribution, payload: Payload, nbytes: float, answer: Future[RoundReply]) -> None:
+        seconds = self._lane.receive + nbytes * self._lane.receive_byte
+        self._up(nbytes, seconds, self._arrive, said, payload, answer)
+
+    def _arrive(self, said: Contribution, payload: Payload, answer: Future[RoundReply]) -> None:
+        share = self._server.workload.on(self._server.index)
+        nbytes = SMALL + (share.answered / share.chunks if said.want else 0.0)
+        self._server.core.push(said, payload).add_done_callback(
+            lambda made: self._server.loop.do(
+                self._lane.answer + nbytes * self._lane.answer_byte, self._return, nbytes, answer, made
+            )
+        )
+
+    def _return(self, nbytes: float, answer: Future[RoundReply], made: Future[RoundReply]) -> None:
+        self._down(nbytes, self._lane.take + nbytes * self._lane.take_byte, self._answer, answer, made)
+
+    def close(self) -> None:
+        """Closes the connection."""
+
+
+def _settle(answer: Future[Any], made: Future[Any] | PSError) -> None:
+    """Answers a future as another one, which is over, or with an error."""
+    if answer.cancelled():
+        return
+    error = made if isinstance(made, PSError) else made.exception()
+    if error is not None:
+        answer.set_exception(error)
+    elif isinstance(made, Future):
+        answer.set_result(made.result())
+
+
+def _nothing() -> None:
+    """Does nothing: a piece of an answer is used with its last one."""
+
+
+def _refuse(work: Callable[[], object]) -> None:
+    """Array work of a simulated server goes to its strands."""
+    raise RuntimeError("array work went past the simulation")

@@ -1,0 +1,182 @@
+"""Simulated jobs: what they decide is what the real code decides, and what they take is what the model says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pstesting.simulation.costs import Costs, LaneCosts
+from pstesting.simulation.jobs import Cluster, SimulatedJob
+from pstesting.simulation.workloads import Workload
+from pswire.cluster import Task
+from pswire.errors import ConfigError, ServerLost
+from pswire.limits import Timeouts
+
+US = 1e-6
+
+LANE = LaneCosts(
+    send=50 * US,
+    send_byte=1e-10,
+    receive=100 * US,
+    receive_byte=2e-10,
+    answer=40 * US,
+    answer_byte=2e-10,
+    take=60 * US,
+    take_byte=1e-10,
+    piece=20 * US,
+    latency=30 * US,
+)
+COSTS = Costs(
+    lanes={"tcp": LANE},
+    step=200 * US,
+    step_variable=0.0,
+    round=300 * US,
+    round_variable=0.0,
+    kernel_byte=1e-10,
+    row=1e-7,
+    vote=20 * US,
+    call=50 * US,
+    beat=50 * US,
+    cores=2,
+)
+FREE = Costs(
+    {"tcp": LaneCosts(*[0.0] * 10)}, step=0.0, step_variable=0.0, round=0.0, round_variable=0.0, kernel_byte=0.0,
+    row=0.0, vote=0.0, call=0.0, beat=0.0,
+)  # fmt: skip
+"""Nothing but links takes time."""
+
+ROUNDS = 12
+
+
+def values(job: SimulatedJob) -> list[float]:
+    """The first number of each server's variable, on the servers that live."""
+    return [
+        float(np.asarray(server.core.machine.store.value(server.index))[0]) for server in job.servers if server.alive
+    ]
+
+
+def test_one_round_takes_the_sum_of_its_parts() -> None:
+    """With one worker and one server one piece of work follows the other."""
+    seen = SimulatedJob(Cluster(1, Workload(1, dense=4000.0), COSTS), ROUNDS).train()
+    lane, small = LANE, 4200.0
+    work = lane.send + lane.receive + COSTS.round + lane.answer + lane.take + COSTS.step
+    moved = small * (lane.send_byte + lane.receive_byte + lane.answer_byte + lane.take_byte)
+    assert seen.round_seconds == pytest.approx(work + moved + 2 * 4000 * COSTS.kernel_byte + 2 * lane.latency, rel=1e-3)
+
+
+def test_all_contributions_count_once() -> None:
+    """Every mode makes the rounds that its workers make, and sums them exactly."""
+    for mode, backup, staleness in (("sync", 0, 0), ("whole", 0, 0), ("async", 0, 0), ("bounded", 0, 2)):
+        job = SimulatedJob(
+            Cluster(3, Workload(2), COSTS, mode=mode, backup_workers=backup, staleness=staleness), ROUNDS
+        )
+        job.train()
+        assert values(job) == [3.0 * ROUNDS] * 2, mode
+        assert {task: len(times) for task, times in job.times.items()} == {
+            Task("worker", index): ROUNDS for index in range(3)
+        }
+
+
+def test_two_runs_are_equal() -> None:
+    """Nothing depends on the machine that simulates, nor on its clock."""
+    runs = [SimulatedJob(Cluster(4, Workload(2), COSTS, slow={1: 2.5}), ROUNDS) for _ in range(2)]
+    seen = [job.train() for job in runs]
+    assert seen[0] == seen[1]
+    assert runs[0].scheduler.events == runs[1].scheduler.events
+
+
+@pytest.mark.parametrize("servers", [1, 2, 4])
+def test_a_round_takes_what_the_links_of_servers_let_through(servers: int) -> None:
+    """All pushes come in one after the other, while answers leave; who is answered last pushes last, to one by one."""
+    rate, dense, workers = 1e8, 4e6, 4
+    seen = SimulatedJob(Cluster(workers, Workload(servers, dense), FREE, rate=rate), ROUNDS).train()
+    one = dense / servers / rate
+    assert (workers + 1) * one * 0.99 < seen.round_seconds < (workers + servers) * one * 1.01
+    assert "links" in seen.bottleneck
+
+
+def test_a_stream_uses_both_ways_of_a_link_at_once() -> None:
+    """What is large is answered while it comes: its round takes the time of one way, and of one piece."""
+    rate, dense = 1e8, 64e6
+    seen = SimulatedJob(Cluster(1, Workload(1, dense), FREE, rate=rate), ROUNDS).train()
+    assert seen.round_seconds == pytest.approx((1 + 1 / 16) * dense / rate, rel=0.02)
+
+
+def test_a_straggler_holds_all_up_but_with_backup_workers() -> None:
+    """And with bounded staleness it lets the others get ahead by so many rounds, and no more."""
+    step = Workload(1, step=0.010)
+    alike = SimulatedJob(Cluster(4, step, COSTS), 30).train()
+    slow = Cluster(4, step, COSTS, slow={0: 4.0})
+    held = SimulatedJob(slow, 30).train()
+    backed = SimulatedJob(replace(slow, backup_workers=1), 30).train()
+    assert held.round_seconds == pytest.approx(4 * alike.round_seconds, rel=0.2)
+    assert backed.round_seconds == pytest.approx(alike.round_seconds, rel=0.1)
+    job = SimulatedJob(replace(slow, mode="bounded", staleness=3), 30)
+    job.train()
+    late, early = (job.times[Task("worker", index)] for index in (0, 1))
+    for number, when in enumerate(early):
+        assert number - sum(time <= when for time in late) <= 3
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_job_with_copies_outlives_a_server(lost: int) -> None:
+    """The real chief finds it lost, tells the others, and the round is made by those that are left; sums are exact."""
+    job = SimulatedJob(Cluster(3, Workload(3, copies=1), COSTS), 300)
+    job.scheduler.after(0.1, job.servers[lost].kill)
+    seen = job.train(60.0)
+    longest = max(max(rounds) for rounds in seen.rounds.values())
+    assert 0.1 < longest < 0.5
+    assert longest > 20 * seen.round_seconds
+    for server in job.servers:
+        if server.alive:
+            held = [index for index, (_, where) in enumerate(job.cluster.workload.created) if server.index in where]
+            store = server.core.machine.store
+            assert [float(np.asarray(store.value(index))[0]) for index in held] == [900.0] * 2
+
+
+def test_a_job_without_copies_ends_with_its_server() -> None:
+    """Every process is told the same error as in a real job."""
+    job = SimulatedJob(Cluster(2, Workload(2), COSTS), 300)
+    job.scheduler.after(0.1, job.servers[1].kill)
+    with pytest.raises(ServerLost, match="/job:ps/task:1: was lost"):
+        job.train(60.0)
+    assert all(isinstance(worker.failure, ServerLost) for worker in job.workers if not worker.alive)
+
+
+def test_a_worker_that_is_killed_is_left_out_after_its_lease() -> None:
+    """The others wait for its lease, and go on."""
+    lease = 2.0
+    timeouts = Timeouts(lease=lease, beat=0.25, round=600.0)
+    job = SimulatedJob(Cluster(3, Workload(1), COSTS, timeouts=timeouts), 300)
+    job.scheduler.after(0.1, job.workers[2].kill)
+    seen = job.train(60.0)
+    longest = max(job_round for task, rounds in seen.rounds.items() if task.index < 2 for job_round in rounds)
+    assert lease / 2 < longest < 1.5 * lease
+    assert [len(job.times[Task("worker", index)]) for index in range(2)] == [300, 300]
+
+
+def test_processes_of_one_host_share_its_cores() -> None:
+    """Twice the workers on one core take twice the time."""
+    one = replace(COSTS, cores=1)
+    few, many = (
+        SimulatedJob(Cluster(count, Workload(1, step=0.01), one, one_host=True), ROUNDS).train() for count in (2, 4)
+    )
+    assert many.round_seconds == pytest.approx(2 * few.round_seconds, rel=0.1)
+    assert many.bottleneck == "the host's processors"
+    assert many.use[many.bottleneck] == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_cost_model_is_written_and_read(tmp_path: Path) -> None:
+    """A file that is none is refused, with what to do."""
+    path = tmp_path / "costs.json"
+    COSTS.write(path)
+    assert Costs.read(path) == COSTS
+    for text in ("", "[]", "{}", '{"format": 99}', path.read_text().replace('"send"', '"sent"')):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"is no calibration .*psctl calibrate"):
+            Costs.read(path)
+    with pytest.raises(ConfigError, match="is no calibration"):
+        Costs.read(tmp_path / "none")
