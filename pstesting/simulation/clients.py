@@ -96,6 +96,8 @@ class SimulatedSession(Session):
         super().__init__(*args, **keys)
         self._scheduler, self._process = scheduler, process
         self._patience = Patience(self.timeouts.lease, self.timeouts.beat, lambda: scheduler.now)
+        self._standing: set[Process] = set()
+        self._broken.add_done_callback(lambda _: [process.wake() for process in self._standing])
 
     def _start_beating(self, index: int) -> None:
         self._patience.heard(index)
@@ -138,12 +140,15 @@ class SimulatedSession(Session):
         needs_chief: Callable[[], bool] = lambda: True,
     ) -> T:
         """As `Session.wait`, without words."""
+        process = self._scheduler.current
         while not future.done():
             self.check()
-            left = deadline.left()
-            if left <= 0:
+            until = self._scheduler.now + self.timeouts.word
+            self._standing.add(process)
+            process.stand(until, (future,))
+            self._standing.discard(process)
+            if self._scheduler.now >= until and deadline.left() <= 0:
                 raise late()
-            self._scheduler.wait((future, self._broken), left, "FIRST_COMPLETED")
         return self._take(future)
 
 

@@ -59,6 +59,10 @@ class Process:
             self._turn += 1
             self._greenlet.switch()
 
+    def wake(self) -> None:
+        """Goes on, wherever it stands."""
+        self._scheduler.after(0.0, self.resume, self._turn)
+
     def stand(self, until: float | None, futures: Iterable[Future[Any]]) -> None:
         """Stands still until a time, or until one of some futures is answered; called within it."""
         scheduler, turn = self._scheduler, self._turn
