@@ -46,7 +46,9 @@ class Table:
         """The future of a call that waits."""
         future = Future()
         said = SimpleNamespace(session=session, round=0, want=(), lookups=())
-        more = {Watch: (after, -1), Hold: (after, UNTIL_GONE), Read: (Asked((0,), after),), Owed: ("record", said)}[kind]
+        more = {Watch: (after, -1), Hold: (after, UNTIL_GONE), Read: (Asked((0,), after),), Owed: ("record", said)}[
+            kind
+        ]
         self.waiters.add(kind(session, future, *more))
         return future
 
