@@ -97,7 +97,12 @@ class SimulatedSession(Session):
         self._scheduler, self._process = scheduler, process
         self._patience = Patience(self.timeouts.lease, self.timeouts.beat, lambda: scheduler.now)
         self._standing: set[Process] = set()
-        self._broken.add_done_callback(lambda _: [process.wake() for process in self._standing])
+        self._broken.add_done_callback(self._wake)
+
+    def _wake(self, _: Future[None]) -> None:
+        """Tells those that wait that the session has ended."""
+        for process in self._standing:
+            process.wake()
 
     def _start_beating(self, index: int) -> None:
         self._patience.heard(index)
