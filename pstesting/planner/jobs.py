@@ -1,0 +1,141 @@
+"""Real jobs on this machine, whose rounds are timed: what the cost model is fitted to, and compared with."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pstesting.processes import ProcessCluster
+from pstesting.simulation.workloads import Workload
+from pswire.cluster import Task
+from pswire.transport.traffic import LaneName
+
+ROUND_BYTES = 4e8
+"""Bytes of contributions that the timed rounds of a worker have in all, about."""
+
+MOST_ROUNDS, LEAST_ROUNDS = 400, 20
+
+WARM_ROUNDS = 300
+"""Rounds before those that are timed, of small workloads: servers compile kernels for what comes often."""
+
+REST_SECONDS = 0.2
+"""Between two looks at whether all processes rest."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A job whose rounds are timed, on one host.
+
+    Attributes:
+        lane: by which its pushes travel.
+        workers: number of workers.
+        workload: a training step.
+    """
+
+    lane: LaneName
+    workers: int
+    workload: Workload
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds are timed."""
+        return int(min(max(ROUND_BYTES / max(self.workload.dense, 1.0), LEAST_ROUNDS), MOST_ROUNDS))
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What a round of a cell took, in seconds.
+
+    Attributes:
+        wall: the median round, as worker 0 saw it.
+        server: processor time of the busiest server.
+        worker: processor time of a worker, on average.
+    """
+
+    wall: float
+    server: float
+    worker: float
+
+
+def _train(cells: list[tuple[float, int, int, int]]) -> None:
+    """The script of each worker: makes the rounds of one cell after the other, each once all are there."""
+    import numpy as np
+
+    import psclient as ps
+    from pstesting.script import gate, say
+
+    with ps.ParameterServerStrategy(["cpu:0"]) as strategy, strategy.scope():
+        for number, (dense, count, warm, rounds) in enumerate(cells):
+            shape = (max(int(dense / count / 4), 1),)
+            variables = [ps.Variable(np.zeros(shape, "float32"), name=f"cell{number}_{i}") for i in range(count)]
+            gradients = [np.full(shape, 2.0**-10, "float32") for _ in variables]
+            optimizer = ps.optimizers.SGD(0.125)
+
+            def make_round(gradients=gradients, variables=variables, optimizer=optimizer) -> float:  # type: ignore[no-untyped-def]
+                begun = time.perf_counter()
+                strategy.run(optimizer.apply_gradients, args=(list(zip(gradients, variables, strict=True)),))
+                for variable in variables:
+                    variable.numpy()
+                return time.perf_counter() - begun
+
+            for _ in range(warm):
+                make_round()
+            say("ready", number)
+            gate(f"go{number}")
+            before = time.process_time()
+            seconds = [make_round() for _ in range(rounds)]
+            say("took", [sorted(seconds)[rounds // 2], (time.process_time() - before) / rounds])
+
+
+def time_cells(cells: Sequence[Cell]) -> list[Timed]:
+    """Times cells that differ by their workloads alone, in one job.
+
+    Raises:
+        PSError: a process failed.
+    """
+    first = cells[0]
+    servers = first.workload.servers
+    if any((cell.lane, cell.workers, cell.workload.servers) != (first.lane, first.workers, servers) for cell in cells):
+        raise ValueError("cells of one job have one lane, and the same number of workers and servers")
+    said = [
+        (cell.workload.dense, cell.workload.variables, WARM_ROUNDS if cell.workload.dense < 1e6 else 10, cell.rounds)
+        for cell in cells
+    ]
+    found: list[Timed] = []
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="calibrate-")))
+        keys: dict[str, Any] = {"ps": servers, "workers": first.workers, "chief": "driver", "lane": first.lane}
+        gates = [f"go{number}" for number in range(len(cells))]
+        job = stack.enter_context(ProcessCluster(_train, directory, (said,), gates=gates, **keys))
+        workers = [Task("worker", index) for index in range(first.workers)]
+        pids = [job.cluster.processes[Task("ps", index)].pid for index in range(servers)]
+        for number, cell in enumerate(cells):
+            for worker in workers:
+                job.hear(worker, "ready", number)
+            before = at_rest(pids)
+            job.open(f"go{number}")
+            took = [job.hear(worker, "took") for worker in workers]
+            used = [after - start for after, start in zip(map(processor_seconds, pids), before, strict=True)]
+            found.append(Timed(took[0][0], max(used) / cell.rounds, sum(each for _, each in took) / len(took)))
+    return found
+
+
+def processor_seconds(pid: int) -> float:
+    """Returns the processor time that a process has used."""
+    # What clock_getcpuclockid(3) makes of a process: /proc counts in hundredths of seconds, which is too coarse.
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+def at_rest(pids: Sequence[int]) -> list[float]:
+    """Returns the processor time that processes have used once they rest: kernels compile in the background."""
+    used = list(map(processor_seconds, pids))
+    while True:
+        time.sleep(REST_SECONDS)
+        before, used = used, list(map(processor_seconds, pids))
+        if all(now - then < REST_SECONDS / 10 for now, then in zip(used, before, strict=True)):
+            return used

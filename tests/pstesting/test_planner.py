@@ -1,0 +1,88 @@
+"""The cost model: fitted to jobs whose costs are known, and timed on real ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pstesting.planner.fit import cells_of, fitted
+from pstesting.planner.jobs import Cell, Timed, time_cells
+from pstesting.simulation.costs import Costs, LaneCosts
+from pstesting.simulation.jobs import Cluster, SimulatedJob
+from pstesting.simulation.workloads import Workload
+from pswire.transport.traffic import LaneName
+
+US = 1e-6
+
+COSTS = Costs(
+    lanes={
+        name: LaneCosts(
+            send=factor * 60 * US,
+            send_byte=factor * 1e-10,
+            receive=factor * 80 * US,
+            receive_byte=factor * 2e-10,
+            answer=factor * 80 * US,
+            answer_byte=factor * 2e-10,
+            take=factor * 60 * US,
+            take_byte=factor * 1e-10,
+            piece=factor * 20 * US,
+            latency=40 * US,
+        )
+        for name, factor in (("tcp", 1.0), ("grpc", 3.0))
+    },
+    step=250 * US,
+    step_variable=6 * US,
+    round=300 * US,
+    round_variable=4 * US,
+    kernel_byte=5e-11,
+    row=0.0,
+    vote=0.0,
+    call=0.0,
+    beat=0.0,
+)
+
+
+def simulated(cell: Cell, costs: Costs) -> Timed:
+    """What a cell takes where these are the costs, on a host that has a core for each thread."""
+    rounds = 60
+    job = SimulatedJob(Cluster(cell.workers, cell.workload, costs, cell.lane, one_host=True), rounds)
+    seen = job.train()
+    seconds = seen.seconds / (rounds - 1)
+    server = seconds * (seen.use["the servers' event loops"] + seen.use["the servers' array work"])
+    return Timed(seen.round_seconds, server, seconds * seen.use["the workers' processors"])
+
+
+def test_known_costs_are_found() -> None:
+    """From cells that were timed without an error the fit tells what others take, of more workers and servers."""
+    lanes: tuple[LaneName, ...] = ("tcp", "grpc")
+    timed = {lane: [(cell, simulated(cell, COSTS)) for cells in cells_of(lane) for cell in cells] for lane in lanes}
+    found = replace(fitted(timed), cores=0)
+    for lane in lanes:
+        for workers, workload in (
+            (1, Workload(1, 1e5, 10)),
+            (4, Workload(1, 4000.0)),
+            (8, Workload(2, 1e6, 4)),
+            (16, Workload(4, 4000.0)),
+            (2, Workload(1, 64e6, 16)),
+        ):
+            cell = Cell(lane, workers, workload)
+            took = simulated(cell, COSTS).wall
+            assert simulated(cell, found).wall == pytest.approx(took, rel=0.1), cell
+
+
+def test_cells_of_one_job_are_alike() -> None:
+    """Those of several lanes cannot be timed in one."""
+    with pytest.raises(ValueError, match="one lane"):
+        time_cells([Cell("tcp", 1, Workload(1)), Cell("grpc", 1, Workload(1))])
+
+
+def test_a_real_job_is_timed() -> None:
+    """More bytes take longer, and more of the processors of both ends."""
+    small, large = time_cells([Cell("tcp", 1, Workload(1, 4000.0)), Cell("tcp", 1, Workload(1, 16e6, 8))])
+    for timed in (small, large):
+        assert 0 < timed.server < 10
+        assert 0 < timed.worker < 10
+        assert 0 < timed.wall < 10
+    assert large.wall > small.wall
+    assert large.server > small.server
