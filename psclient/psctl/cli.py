@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
 
 import click
 
@@ -19,10 +20,41 @@ from psclient.psctl.page import page
 from psclient.psctl.settings import CommandSettings, options
 from psclient.psctl.status import status
 from psclient.psctl.variables import read, variables
-from pswire.errors import PSError
+from pswire.errors import ConfigError, PSError
+
+GROUP = "paramserver.psctl"
+"""The entry points by which other packages give `psctl` commands: it imports them when they are called."""
 
 
-@click.group(name="psctl", no_args_is_help=False, invoke_without_command=True)
+class Commands(click.Group):
+    """The commands of this package, and those that others bring."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        """Returns the names of all of them."""
+        return sorted({*super().list_commands(context), *(found.name for found in entry_points(group=GROUP))})
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        """Returns a command by its name; None where there is none. One of this package wins."""
+        own = super().get_command(context, name)
+        found = None if own is not None else next(iter(entry_points(group=GROUP, name=name)), None)
+        return own if found is None else _brought(found)
+
+
+def _brought(found: EntryPoint) -> click.Command:
+    """Returns a command of another package; where it cannot be imported one that says so."""
+    try:
+        command: click.Command = found.load()
+    except ImportError as error:
+        why = f"psctl {found.name} cannot be loaded ({error}); install what it needs, or uninstall {found.module}"
+
+        def refuse() -> None:
+            raise ConfigError(why)
+
+        return click.Command(found.name, callback=refuse, help=why)
+    return command
+
+
+@click.group(name="psctl", cls=Commands, no_args_is_help=False, invoke_without_command=True)
 @click.version_option(package_name="paramserver", message="%(prog)s %(version)s")
 @options
 @click.pass_context
