@@ -186,7 +186,8 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> Non
     known = sorted(known)
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
+            begins = [other for other in known if name and other.startswith(name)]
+            near = begins or difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known) or 'none'}"
             raise ConfigError(f"{what} {name} is unknown; {hint}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ class Cell:
     @property
     def rounds(self) -> int:
         """How many rounds are timed."""
-        return int(min(max(ROUND_BYTES / max(self.workload.dense, 1.0), LEAST_ROUNDS), MOST_ROUNDS))
+        return int(min(max(ROUND_BYTES / max(self.workload.on(0).pushed, 1.0), LEAST_ROUNDS), MOST_ROUNDS))
 
 
 @dataclass(frozen=True)
@@ -62,33 +62,54 @@ class Timed:
     worker: float
 
 
-def _train(cells: list[tuple[float, int, int, int]]) -> None:
-    """The script of each worker: makes the rounds of one cell after the other, each once all are there."""
+def _rounds_of(strategy: Any, name: str, dense: float, count: int, ids: int, width: int) -> Callable[[int], float]:
+    """Creates what the rounds of a cell update; returns what makes one, and tells the seconds that it took."""
     import numpy as np
 
+    import psclient as ps
+
+    shape = (int(dense / max(count, 1) / 4),)
+    variables = [ps.Variable(np.zeros(shape, "float32"), name=f"{name}_{number}") for number in range(count)]
+    gradient, of_rows = np.full(shape, 2.0**-10, "float32"), np.full((ids, width), 2.0**-10, "float32")
+    optimizer = ps.optimizers.SGD(0.125)
+    table = ps.Variable(np.zeros((8 * ids, width), "float32"), name=f"{name}_table") if ids else None
+    batches = [np.random.default_rng(number).permutation(8 * ids)[:ids] for number in range(8)]
+
+    def step(turn: int) -> None:
+        pairs: list[Any] = [(gradient, variable) for variable in variables]
+        if table is not None:
+            pairs.append((table.lookup(batches[turn % 8]).gradient(of_rows), table))
+        optimizer.apply_gradients(pairs)
+
+    def make_round(turn: int) -> float:
+        following = batches[(turn + 1) % 8]
+        if table is not None:
+            table.look_ahead(following)
+        begun = time.perf_counter()
+        strategy.run(step, args=(turn,))
+        for variable in variables:
+            variable.numpy()
+        if table is not None:
+            table.lookup(following)
+        return time.perf_counter() - begun
+
+    return make_round
+
+
+def _train(cells: list[tuple[float, int, int, int, int, int]]) -> None:
+    """The script of each worker: makes the rounds of one cell after the other, each once all are there."""
     import psclient as ps
     from pstesting.script import gate, say
 
     with ps.ParameterServerStrategy(["cpu:0"]) as strategy, strategy.scope():
-        for number, (dense, count, warm, rounds) in enumerate(cells):
-            shape = (max(int(dense / count / 4), 1),)
-            variables = [ps.Variable(np.zeros(shape, "float32"), name=f"cell{number}_{i}") for i in range(count)]
-            gradients = [np.full(shape, 2.0**-10, "float32") for _ in variables]
-            optimizer = ps.optimizers.SGD(0.125)
-
-            def make_round(gradients=gradients, variables=variables, optimizer=optimizer) -> float:  # type: ignore[no-untyped-def]
-                begun = time.perf_counter()
-                strategy.run(optimizer.apply_gradients, args=(list(zip(gradients, variables, strict=True)),))
-                for variable in variables:
-                    variable.numpy()
-                return time.perf_counter() - begun
-
-            for _ in range(warm):
-                make_round()
+        for number, (dense, count, ids, width, warm, rounds) in enumerate(cells):
+            make_round = _rounds_of(strategy, f"cell{number}", dense, count, ids, width)
+            for turn in range(warm):
+                make_round(turn)
             say("ready", number)
             gate(f"go{number}")
             before = time.process_time()
-            seconds = [make_round() for _ in range(rounds)]
+            seconds = [make_round(turn) for turn in range(rounds)]
             say("took", [sorted(seconds)[rounds // 2], (time.process_time() - before) / rounds])
 
 
@@ -103,15 +124,23 @@ def time_cells(cells: Sequence[Cell]) -> list[Timed]:
     if any((cell.lane, cell.workers, cell.workload.servers) != (first.lane, first.workers, servers) for cell in cells):
         raise ValueError("cells of one job have one lane, and the same number of workers and servers")
     said = [
-        (cell.workload.dense, cell.workload.variables, WARM_ROUNDS if cell.workload.dense < 1e6 else 10, cell.rounds)
+        (
+            cell.workload.dense,
+            cell.workload.variables,
+            cell.workload.ids,
+            cell.workload.dimension,
+            WARM_ROUNDS if cell.workload.dense < 1e6 else 10,
+            cell.rounds,
+        )
         for cell in cells
     ]
     found: list[Timed] = []
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="calibrate-")))
         keys: dict[str, Any] = {"ps": servers, "workers": first.workers, "chief": "driver", "lane": first.lane}
+        helpers = (_rounds_of,)
         gates = [f"go{number}" for number in range(len(cells))]
-        job = stack.enter_context(ProcessCluster(_train, directory, (said,), gates=gates, **keys))
+        job = stack.enter_context(ProcessCluster(_train, directory, (said,), helpers, gates=gates, **keys))
         workers = [Task("worker", index) for index in range(first.workers)]
         pids = [job.cluster.processes[Task("ps", index)].pid for index in range(servers)]
         for number, cell in enumerate(cells):

@@ -265,7 +265,8 @@ class SimulatedWorker(SimulatedProcess):
         variables = [create(spec, where, np.zeros(TINY.shape, TINY.dtype)) for spec, where in workload.created]
         self.exchange.creation.send()
         outgoing = Outgoing(workload.plan, (1.0,) * len(variables), workload.contributions, ())
-        compute = workload.step + self._costs.step + workload.variables * self._costs.step_variable
+        costs = self._costs
+        compute = workload.step + costs.step + workload.variables * costs.step_variable + workload.ids * costs.step_row
         reads = self.exchange.reads
         for variable in variables:
             reads.read(variable)

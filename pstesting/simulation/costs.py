@@ -50,7 +50,8 @@ class Costs:
         round: processor time of a server for a round, beside its pushes.
         round_variable: the same, for each variable of the round.
         kernel_byte: for each byte of a contribution that is summed and applied.
-        row: processor time of a server for each row of a contribution and each row of its answer.
+        row: processor time of a server for a row of a contribution, and for one of the next batch in its answer.
+        step_row: the same, of a worker.
         vote: of a server for a vote that it says or hears.
         call: processor time of a server for a verb that is no push.
         beat: of a server for a beat.
@@ -65,6 +66,7 @@ class Costs:
     round_variable: float
     kernel_byte: float
     row: float
+    step_row: float
     vote: float
     call: float
     beat: float

@@ -37,6 +37,7 @@ COSTS = Costs(
     round_variable=4 * US,
     kernel_byte=5e-11,
     row=0.0,
+    step_row=0.0,
     vote=0.0,
     call=0.0,
     beat=0.0,

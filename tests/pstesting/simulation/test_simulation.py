@@ -37,6 +37,7 @@ COSTS = Costs(
     round_variable=0.0,
     kernel_byte=1e-10,
     row=1e-7,
+    step_row=1e-7,
     vote=20 * US,
     call=50 * US,
     beat=50 * US,
@@ -44,7 +45,8 @@ COSTS = Costs(
 )
 FREE = Costs(
     {"tcp": LaneCosts(*[0.0] * 10)}, step=0.0, step_variable=0.0, round=0.0, round_variable=0.0, kernel_byte=0.0,
-    row=0.0, vote=0.0, call=0.0, beat=0.0,
+    row=0.0,
+    step_row=0.0, vote=0.0, call=0.0, beat=0.0,
 )  # fmt: skip
 """Nothing but links takes time."""
 
