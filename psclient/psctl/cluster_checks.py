@@ -13,7 +13,7 @@ from functools import partial
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.tls_diagnosis import mismatch
 from psclient.psctl.findings import Check, Finding, Patient, fail, ok, warn
-from pswire.cluster import TaskConfig, check_address, is_loopback, parse_tf_config
+from pswire.cluster import ClusterSpec, TFConfig, check_address, is_loopback, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.model.program import PROGRAM_VERSION
 from pswire.model.status import ServerStatus
@@ -35,6 +35,9 @@ WRONG_HERE = ("replaced", "other_job", "same_server", "incomplete", "broken", "u
 
 def tf_config(patient: Patient) -> Iterator[Finding]:
     """Returns whether it is one, whether this task is in it, and whether the servers in it can be found by others."""
+    if patient.local:
+        yield from _local_cluster(patient)
+        return
     if not patient.tf_config.strip():
         if patient.cluster:
             yield ok("it is not set; the servers are those of --address")
@@ -51,11 +54,22 @@ def tf_config(patient: Patient) -> Iterator[Finding]:
         yield warn("it names no cluster: a script starts a server of its own", "write the cluster into it")
         return
     yield ok(f"this process is {config.task}, of a cluster of {config.cluster.describe()}")
-    yield from _addresses(config)
+    yield from _addresses(config.cluster)
 
 
-def _addresses(config: TaskConfig) -> Iterator[Finding]:
-    servers = [(task, config.cluster.address(task)) for task in config.cluster.tasks("ps")]
+def _local_cluster(patient: Patient) -> Iterator[Finding]:
+    """Returns what the file of the launcher says: the environment's TF_CONFIG may be of another cluster."""
+    try:
+        cluster = TFConfig(patient.tf_config).cluster_spec()
+    except ConfigError as error:
+        yield fail(f"{patient.local}: {error.message}", "start the cluster again")
+        return
+    yield ok(f"it is not read; --local names {patient.local}, a cluster of {cluster.describe()}")
+    yield from _addresses(cluster)
+
+
+def _addresses(cluster: ClusterSpec) -> Iterator[Finding]:
+    servers = [(task, cluster.address(task)) for task in cluster.tasks("ps")]
     for address, count in Counter(address for _, address in servers).items():
         if count > 1:
             same = " and ".join(str(task) for task, other in servers if other == address)

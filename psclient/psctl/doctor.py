@@ -9,7 +9,6 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from psclient._src.config import tf_config_text
 from psclient._src.telemetry.observer import Servers
 from psclient.psctl.cluster_checks import CLUSTER_CHECKS
 from psclient.psctl.findings import Check, Finding, Patient
@@ -33,7 +32,8 @@ def doctor(settings: CommandSettings) -> int:
     """Looks for what keeps a job from running.
 
     Checks TF_CONFIG, names, ports, TLS, servers, clocks, versions, shared memory, GPUs and limits. Run it where a task
-    is to run, with its environment. Exits with 1 if anything fails.
+    is to run, with its environment; with --local it looks at that cluster, and not at TF_CONFIG. Exits with 1 if
+    anything fails.
     """
     found = examine(patient(settings))
     failed = any(finding.level == "fail" for findings in found.values() for finding in findings)
@@ -49,7 +49,8 @@ def patient(settings: CommandSettings) -> Patient:
     except ConfigError:
         pass  # the first check says it
     return Patient(
-        tf_config=tf_config_text(),
+        tf_config=settings.tf_config(),
+        local=settings.chosen.name if settings.chosen else "",
         cluster=cluster,
         looked=_look(cluster, settings) if cluster else (),
         security=settings.paths(),

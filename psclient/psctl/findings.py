@@ -64,13 +64,14 @@ class Patient:
     """The subjects of all checks.
 
     Attributes:
-        tf_config: the text of TF_CONFIG.
+        tf_config: the text of TF_CONFIG, or of the cluster that `--local` names, without a task.
         cluster: the servers; None where none are named, or TF_CONFIG is malformed.
         looked: the answers of the servers, in the order of the cluster.
         security: paths of certificates and of the token.
         name: name that our certificate should have: "admin", or our task's as `task_name` writes it.
         host: the machine on which `psctl` runs.
         seconds: time that a server may take to answer.
+        local: name of the cluster that `--local` names; "" without `--local`.
     """
 
     tf_config: str
@@ -80,6 +81,7 @@ class Patient:
     name: str
     host: Host
     seconds: float
+    local: str = ""
 
     def places(self) -> Iterator[tuple[Looked, str, int]]:
         """Each server with its host and port."""

@@ -88,11 +88,18 @@ class CommandSettings:
         Raises:
             ConfigError: there is none, or it is malformed.
         """
-        if self.chosen is not None:
-            return cluster_of(json.dumps({"cluster": self.chosen.cluster}))
+        text = self.tf_config()
         if self.addresses:
             return ObservedCluster({Task("ps", index): address for index, address in enumerate(self.addresses)})
-        return cluster_of(tf_config_text())
+        return cluster_of(text)
+
+    def tf_config(self) -> str:
+        """The text of a TF_CONFIG: that of the cluster that `--local` names, without a task; else the environment's.
+
+        Raises:
+            ConfigError: `--local` names no cluster.
+        """
+        return tf_config_text() if self.chosen is None else json.dumps({"cluster": self.chosen.cluster})
 
     def paths(self) -> SecurityOptions:
         """Returns where certificates and the token are."""
@@ -104,7 +111,7 @@ class CommandSettings:
         try:
             self.paths().read(ADMIN)
         except ConfigError:
-            own = own_task(tf_config_text())
+            own = own_task(self.tf_config())
             return ADMIN if own is None else task_name(own)
         return ADMIN
 

@@ -17,6 +17,7 @@ import pytest
 from psclient._src.launch.psworker import command as psworker
 from psserver.cli import OUTLIVED
 from psserver.cli import command as psserver
+from psserver.programs.kernels.kept import KeptCode
 from pswire.cluster import Task, parse_tf_config
 from pswire.limits import Timeouts
 from tests.support.shell import PROGRAMS, shell
@@ -93,6 +94,25 @@ def test_a_unit_knows_the_exit_codes(job: str) -> None:
     assert codes == ({2, GIVEN_UP} if job == "chief" else {2})
     assert not codes & {LOST, OUTLIVED}
     assert one["SuccessExitStatus"] == ([] if job == "ps" else ["143"])  # told to end, and late
+
+
+@pytest.mark.parametrize("job", sorted(UNITS))
+def test_a_unit_keeps_kernels_in_a_folder_of_its_user(job: str, tmp_path: Path) -> None:
+    """The cache directory of a dynamic user is a link, which no server takes code from; the folder is below it."""
+    one = settings(job)
+    assert one["DynamicUser"] == ["yes"]
+    (tmp_path / "private").mkdir(mode=0o700)
+    (tmp_path / one["CacheDirectory"][0]).symlink_to(tmp_path / "private")
+    told, _ = started(job, 0, environment(), {"d": "/run/credentials/x", "S": "/var/lib", "C": str(tmp_path)})
+    kept = KeptCode(told["PS_KERNEL_CACHE"])
+    kept.write("0" * 64, b"code")
+    assert kept.read("0" * 64) == b"code"
+
+
+@pytest.mark.parametrize("job", sorted(UNITS))
+def test_a_line_of_the_journal_has_its_task(job: str) -> None:
+    """The unit's name, and not that of the program that sets TF_CONFIG."""
+    assert settings(job)["SyslogIdentifier"] == ["%N"]
 
 
 @pytest.mark.parametrize("job", ["worker", "chief"])

@@ -2,8 +2,8 @@
 
 The handler only notes the signal. The thread that comes to the beginning of a step looks at the note, and ends the
 process there by `Leaving`. A second signal ends the process at once, as one does where nothing is to be left; so does
-the end of the grace period. A third one kills. The launcher of a local cluster, which ends all of it, sends SIGHUP: it
-is as SIGTERM, and nothing is left before.
+the end of the grace period. A process that still closes some seconds later is ended without that. A third signal kills.
+The launcher of a local cluster, which ends all of it, sends SIGHUP: it is as SIGTERM, and nothing is left before.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from contextlib import contextmanager
 from types import FrameType
 
 log = logging.getLogger("psclient")
+
+LAST_SECONDS = 3.0
+"""Seconds that a process may take to close after its grace period: less than what schedulers give beyond that."""
 
 
 class Leaving(SystemExit):
@@ -152,6 +155,9 @@ class Notice:
                 log.exception("could not tell that this process leaves")
         time.sleep(self._grace)
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(LAST_SECONDS)
+        # It still closes, since it waits for servers that are gone as well, or for another thread of the script.
+        os._exit(128 + signal.SIGTERM)
 
 
 NOTICE = Notice()

@@ -63,6 +63,14 @@ def test_a_second_signal_and_the_end_of_the_grace_period_end_at_once(tmp_path):
     assert ends(tmp_path, part.format(0.2) + text.format(""), signal.SIGTERM) == (143, ["finally"])
 
 
+@pytest.mark.parametrize("installed", ["", "NOTICE.install()\n"])
+def test_who_closes_for_long_after_the_grace_period_is_ended(tmp_path, installed):
+    """As one that waits for servers that are gone as well: with the same code, before a scheduler kills it."""
+    part = "NOTICE.take_part(lambda: None, 0.2, False)\n"
+    text = "try:\n    say('ready')\n    sleep()\nfinally:\n    say('finally')\n    time.sleep(20)\n    say('late')\n"
+    assert ends(tmp_path, installed + part + text, signal.SIGTERM) == (143, ["finally"])
+
+
 def test_the_launcher_ends_a_process_at_once(tmp_path):
     """Its SIGHUP is a SIGTERM before which nothing is finished; a handler of the script's own is called."""
     text = "NOTICE.install(True)\nNOTICE.take_part(lambda: None, 600.0, False)\n{}say('ready')\nsleep()"

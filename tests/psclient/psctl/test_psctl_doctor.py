@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from psclient import psctl
 from psclient._src.devices import GpuReport
+from psclient._src.processes.local_clusters import register
 from psclient._src.telemetry.observer import Servers
 from psclient.psctl.certificate_authority import Authority
 from psclient.psctl.doctor import CHECKS, examine
@@ -306,3 +308,26 @@ def test_what_fails_is_in_the_exit_code(capsys, monkeypatch):
             psctl.main(["doctor"])
         assert ended.value.code == code
         assert f"{code} fail" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["", "{", tf_config(["h:0"], "worker", 0), tf_config(["elsewhere:1"], "boss")])
+def test_a_cluster_of_this_machine_is_examined(certificates, tmp_path, capsys, monkeypatch, text):
+    """`--local`: its addresses, and not what TF_CONFIG says; nor is the task that TF_CONFIG names anybody in it."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    (tmp_path / "runtime").mkdir()
+    monkeypatch.setenv("TF_CONFIG", text)
+    (certificates / "admin" / "tls.crt").unlink()  # a task's own certificate would be taken in its place
+    address = f"127.0.0.1:{closed_port()}"
+    cluster = {"ps": [address, address], "worker": ["w:0"], "chief": ["c:0"]}
+    register("dir/train.py", [address], cluster, options(certificates / "{task}").variables())
+    with pytest.raises(SystemExit):
+        psctl.main(["--local", "doctor", "--timeout", "0.2", "--json"])
+    said = [(each["check"], each["level"], each["message"]) for each in json.loads(capsys.readouterr().out)["findings"]]
+    named = f"it is not read; --local names train-{os.getpid()}, a cluster of 1 chief, 2 ps, 1 worker"
+    same = f"/job:ps/task:0 and /job:ps/task:1 have one address, {address}"
+    assert [each for each in said if each[0] == "TF_CONFIG"] == [
+        ("TF_CONFIG", "ok", named),
+        ("TF_CONFIG", "fail", same),
+    ]
+    ((_, level, message), *_) = [each for each in said if each[0] == "TLS"]
+    assert (level, "admin/tls.crt cannot be read" in message) == ("fail", True)
