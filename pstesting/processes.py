@@ -52,6 +52,7 @@ W0, W1, W2 = (Task("worker", index) for index in range(3))
 PS0, PS1 = (Task("ps", index) for index in range(2))
 
 _HEAD = """
+from __future__ import annotations
 import faulthandler
 import sys
 import time

@@ -209,7 +209,7 @@ ROOMS = {
             "pswire wire.api wire.model wire.transport wire.telemetry psserver psserver.programs psserver.plans "
             "psserver.core psclient._src src.transport src.rounds src.chief",
         ),
-        _room("pstesting.planner", 17, "pswire wire.transport psclient pstesting pstesting.simulation"),
+        _room("pstesting.planner", 17, "pswire wire.transport psclient psclient.psctl pstesting pstesting.simulation"),
     )
 }
 
