@@ -151,6 +151,7 @@ class Waiters:
         """Drops all calls, but of the watches only those for whose session `watches` holds; returns their futures."""
         dropped = self.rows[Read] + self.rows[Owed]
         self.rows[Read], self.rows[Owed] = [], []
+        self._held, self._fresh = None, 0
         for kind in (Watch, Hold):
             dropped += [row for row in self.rows[kind] if watches(row.session)]
             self.rows[kind] = [row for row in self.rows[kind] if not watches(row.session)]
