@@ -86,6 +86,7 @@ def _drawn(costs: Costs) -> Table:
         ["a round", f"{1e6 * costs.step:.0f}", f"{1e6 * costs.round:.0f}", "", f"{1e12 * costs.kernel_byte:.0f}"]
     )
     rows.append(["a variable", f"{1e6 * costs.step_variable:.1f}", f"{1e6 * costs.round_variable:.1f}"])
+    rows.append(["a row", f"{1e6 * costs.step_row:.2f}", f"{1e6 * costs.row:.2f}"])
     return table(
         ("processor time", "worker, us", "server, us", "worker, ns/KB", "server, ns/KB", "latency, us"),
         rows,
