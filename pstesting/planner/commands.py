@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import time
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import click
 from rich.table import Table
@@ -16,7 +17,13 @@ from pstesting.planner.fit import cells_of, fitted
 from pstesting.planner.jobs import Cell, Timed, time_cells
 from pstesting.simulation.costs import Costs
 from pswire.errors import ConfigError
+from pswire.sizes import human, parse_bytes
 from pswire.transport.traffic import LaneName
+
+if TYPE_CHECKING:
+    from pstesting.planner.plan import Prediction
+
+WORTH = "Part of a step that twice as many servers have to save; else there are enough."
 
 BUSY = 0.5
 """Load of each core, before it begins, above which a calibration says that others use this machine."""
@@ -61,6 +68,134 @@ def calibrate(lanes: tuple[LaneName, ...], output: Path, as_json: bool) -> int:
     else:
         show(_drawn(costs), f"{output}: {costs.machine}, {costs.cores} cores, in {time.monotonic() - begun:.0f} s")
     return 0
+
+
+_RATE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)bit(?:/s)?\s*", re.IGNORECASE)
+_TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(us|ms|s)\s*")
+_TABLE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMG]?):([0-9]{1,6})\s*")
+_THOUSANDS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def _rate(text: str) -> float:
+    """Bytes per second of `25Gbit`."""
+    match = _RATE.fullmatch(text)
+    if not match or float(match[1]) == 0:
+        raise ConfigError(f"--network {text!r} is no rate; write bits per second with a unit, such as 25Gbit")
+    return float(match[1]) * _THOUSANDS[match[2].upper()] / 8
+
+
+def _seconds(text: str) -> float:
+    """Seconds of `120ms`."""
+    match = _TIME.fullmatch(text)
+    if not match:
+        raise ConfigError(f"--step {text!r} is no time; write a number with a unit, such as 120ms")
+    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
+
+
+def _table(text: str) -> tuple[float, int]:
+    """Rows and dimension of `200M:64`."""
+    match = _TABLE.fullmatch(text)
+    if not match or int(match[3]) == 0:
+        raise ConfigError(f"--rows {text!r} is no table; write rows and numbers of a row, such as 200M:64")
+    return float(match[1]) * _THOUSANDS[match[2].upper()], int(match[3])
+
+
+@click.command()
+@click.option("--workers", type=click.IntRange(1), required=True, help="Number of workers.")
+@click.option("--parameters", default="0", show_default=True, help="Bytes of all dense variables, such as 10GB.")
+@click.option("--variables", type=click.IntRange(1), default=100, show_default=True, help="Number of dense variables.")
+@click.option("--rows", help="Rows of all tables, and numbers of a row, such as 200M:64.")
+@click.option("--ids", type=click.IntRange(0), default=0, help="Ids of a worker's batch, each once.")
+@click.option("--network", required=True, help="Each host's network, each way, such as 25Gbit.")
+@click.option("--step", default="0s", show_default=True, help="Time that a worker computes a step, such as 120ms.")
+@click.option(
+    "--slots", type=click.IntRange(0), default=2, show_default=True, help="Slot variables: 2 of Adam, 0 of SGD."
+)
+@click.option("--memory", default="0", show_default=True, help="Bytes that a server may hold, such as 64GB; 0: any.")
+@click.option("--copies", is_flag=True, help="Each variable has a copy on another server (PS_REPLICATION=1).")
+@click.option("--lane", type=click.Choice(get_args(LaneName)), default="tcp", show_default=True, help="For pushes.")
+@click.option("--worth", type=click.FloatRange(0.01, 0.9), default=0.1, show_default=True, help=WORTH)
+@click.option(
+    "--costs",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default="costs.json",
+    show_default=True,
+    help="What psctl calibrate wrote on such a machine.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")
+def plan(
+    workers: int,
+    parameters: str,
+    variables: int,
+    rows: str | None,
+    ids: int,
+    network: str,
+    step: str,
+    slots: int,
+    memory: str,
+    copies: bool,
+    lane: LaneName,
+    worth: float,
+    costs: Path,
+    as_json: bool,
+) -> int:
+    """Says how many servers a job needs, what is its bottleneck, and what more of them would give.
+
+    Simulates the job with 1, 2, 4 and more servers, by a cost model of the machines, each process on a host of its own.
+    It takes from seconds to minutes. Predictions are no better than the cost model: compare one with a job that you
+    have.
+    """
+    try:
+        from pstesting.planner import plan as planning
+    except ImportError as error:
+        raise ConfigError(f"psctl plan needs a package ({error}); pip install 'paramserver[simulation]'") from error
+    count, dimension = _table(rows) if rows else (0.0, 0)
+    found = planning.plan(
+        planning.Question(
+            Costs.read(costs),
+            workers,
+            parse_bytes(parameters, "--parameters"),
+            variables,
+            count,
+            dimension,
+            ids,
+            _rate(network),
+            _seconds(step),
+            slots,
+            parse_bytes(memory, "--memory"),
+            copies,
+            lane,
+            worth,
+        )
+    )
+    if as_json:
+        chosen = dataclasses.asdict(found.chosen)
+        others = {name: value for name, value in dataclasses.asdict(found).items() if name != "chosen"}
+        say(chosen | others | {"slow_by": planning.SLOW})
+        return 0
+    lines = [
+        ("with one more server", found.one_more),
+        ("without copies" if copies else "with copies", found.other_copies),
+    ]
+    lines += [
+        (f"with one worker {planning.SLOW:g} times slower", found.slow),
+        ("the same, and a backup worker", found.backed),
+    ]
+    shown = {each.servers: each for each in found.tried}
+    heads = ("servers", "step, ms", "of it the round", "a server holds", "used most")
+    show(
+        table(heads, [_row(each, each is found.chosen) for _, each in sorted(shown.items())]),
+        f"{found.chosen.servers} servers: twice as many would save less than {100 * worth:.0f} % of a step.",
+        *(f"{what}: {1e3 * each.step_seconds:.1f} ms a step" for what, each in lines if each is not None),
+    )
+    return 0
+
+
+def _row(found: Prediction, chosen: bool) -> list[str]:
+    used = f"{found.bottleneck}, {100 * found.use[found.bottleneck]:.0f} %"
+    name = f"{found.servers} *" if chosen else str(found.servers)
+    step, round = 1e3 * found.step_seconds, 1e3 * found.round_seconds
+    return [name, f"{step:.1f}", f"{round:.1f}", human(int(found.held_bytes)), used]
 
 
 def _timed(cells: list[Cell]) -> list[tuple[Cell, Timed]]:

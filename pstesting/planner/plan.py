@@ -1,0 +1,187 @@
+"""Plans a cluster: simulates a job with more and more servers, and says how many it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pstesting.simulation.costs import Costs
+from pstesting.simulation.jobs import Cluster, SimulatedJob
+from pstesting.simulation.workloads import Workload
+from pswire.errors import ConfigError
+from pswire.transport.traffic import LaneName
+
+ROUNDS = 6
+"""Rounds that are simulated; the first one is not looked at."""
+
+MOST_PAIRS = 40_000
+"""Workers times servers of the largest job that is simulated: it takes minutes."""
+
+SLOW = 1.5
+"""By how much one worker is slower, where it is asked what a backup worker gives."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A job of which it is asked how many servers it needs.
+
+    Attributes:
+        costs: of the machines.
+        workers: number of workers.
+        dense: bytes of all dense variables.
+        variables: their number.
+        rows: rows of all tables.
+        dimension: numbers of a row, of four bytes.
+        ids: ids of a worker's batch, each once.
+        rate: bytes per second of each host's network, each way.
+        step: seconds that a worker computes between two rounds.
+        slots: slot variables of each variable: 2 for Adam, 0 for SGD.
+        memory: bytes that a server may hold; 0 for as many as are needed.
+        copies: True if each variable has a copy on another server.
+        lane: by which pushes travel.
+        worth: the part of a step that twice as many servers have to save.
+    """
+
+    costs: Costs
+    workers: int
+    dense: float = 0.0
+    variables: int = 1
+    rows: float = 0.0
+    dimension: int = 0
+    ids: int = 0
+    rate: float = float("inf")
+    step: float = 0.0
+    slots: int = 0
+    memory: float = 0.0
+    copies: bool = False
+    lane: LaneName = "tcp"
+    worth: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.lane not in self.costs.lanes:
+            raise ConfigError(
+                f"the cost model has no lane {self.lane}; it has {', '.join(self.costs.lanes) or 'none'}: measure it "
+                f"with psctl calibrate --lane {self.lane}"
+            )
+        if self.workers < 1:
+            raise ConfigError("a job has one worker at least; give --workers")
+        if not (self.dense or (self.rows and self.ids)):
+            raise ConfigError("a job has variables; give --parameters, or --rows and --ids")
+
+    def held(self, servers: int) -> float:
+        """Returns the bytes that one of so many servers holds: variables, slots, copies and the index of tables."""
+        dense = self.dense * (1 + self.slots)
+        tables = self.rows * (4 * self.dimension * (1 + self.slots) + 24)
+        return (dense + tables) * (1 + self.copies) / servers
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a job does with a number of servers.
+
+    Attributes:
+        servers: their number.
+        step_seconds: from one step of a worker to the next.
+        round_seconds: of these what it does not compute.
+        bottleneck: what is used most.
+        use: of each kind of resource the part of the time in which it works.
+        held_bytes: of each server.
+    """
+
+    servers: int
+    step_seconds: float
+    round_seconds: float
+    bottleneck: str
+    use: Mapping[str, float]
+    held_bytes: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer.
+
+    Attributes:
+        chosen: with as many servers as it needs.
+        tried: with other numbers, in order.
+        one_more: with one more.
+        other_copies: with copies if there are none, and without them if there are.
+        slow, backed: with one worker that is slower by `SLOW`; the same with a backup worker. None for one worker.
+    """
+
+    chosen: Prediction
+    tried: tuple[Prediction, ...]
+    one_more: Prediction
+    other_copies: Prediction | None
+    slow: Prediction | None
+    backed: Prediction | None
+
+
+def predict(question: Question, servers: int, backup_workers: int = 0, slow: float = 1.0) -> Prediction:
+    """Simulates a job.
+
+    Args:
+        question: the job.
+        servers: number of servers.
+        backup_workers: as of `ps.Sync`.
+        slow: by how much worker 0 is slower.
+
+    Raises:
+        ConfigError: it is too large to be simulated.
+    """
+    if question.workers * servers > MOST_PAIRS:
+        raise ConfigError(
+            f"{question.workers} workers with {servers} servers are too many to be simulated; {MOST_PAIRS} connections "
+            "are the most"
+        )
+    workload = Workload(
+        servers,
+        question.dense,
+        question.variables,
+        question.ids,
+        question.dimension,
+        question.step,
+        int(question.copies and servers > 1),
+    )
+    cluster = Cluster(
+        question.workers,
+        workload,
+        question.costs,
+        question.lane,
+        question.rate,
+        backup_workers=backup_workers,
+        slow={0: slow} if slow != 1.0 else {},
+    )
+    seen = SimulatedJob(cluster, ROUNDS).train()
+    step = seen.round_seconds
+    round = max(step - question.step, 0.0)
+    return Prediction(servers, step, round, seen.bottleneck, dict(seen.use), question.held(servers))
+
+
+def plan(question: Question) -> Plan:
+    """Finds the number of servers beyond which twice as many save too little.
+
+    Raises:
+        ConfigError: it would be too large to be simulated.
+    """
+    first = 1 + question.copies
+    while question.memory and question.held(first) > question.memory:
+        first += 1
+    tried = {first: predict(question, first)}
+    servers = first
+    while True:
+        twice = predict(question, 2 * servers)
+        tried[2 * servers] = twice
+        if twice.step_seconds > tried[servers].step_seconds * (1 - question.worth):
+            break
+        servers *= 2
+    chosen = tried[servers]
+    other = replace(question, copies=not question.copies)
+    several = question.workers > 1
+    return Plan(
+        chosen,
+        tuple(tried[number] for number in sorted(tried)),
+        predict(question, servers + 1),
+        predict(other, servers) if servers > 1 else None,
+        predict(question, servers, slow=SLOW) if several else None,
+        predict(question, servers, backup_workers=1, slow=SLOW) if several else None,
+    )

@@ -1,0 +1,114 @@
+"""`psctl plan`: how many servers a job needs, by a cost model that the test knows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pstesting.planner import plan as planning
+from pstesting.planner.commands import plan
+from pstesting.planner.plan import Question
+from pstesting.simulation.costs import Costs, LaneCosts
+from pswire.errors import ConfigError
+
+FREE = Costs(
+    lanes={"tcp": LaneCosts(*[0.0] * 10)},
+    step=0.0,
+    step_variable=0.0,
+    round=0.0,
+    round_variable=0.0,
+    kernel_byte=0.0,
+    row=0.0,
+    step_row=0.0,
+    vote=0.0,
+    call=0.0,
+    beat=0.0,
+)
+"""Nothing but links takes time."""
+
+RATE = 1e8
+JOB = Question(FREE, workers=4, dense=16e6, rate=RATE, step=0.1, slots=2)
+
+
+def test_as_many_servers_as_are_worth_it() -> None:
+    """Twice as many halve what the links take, and not what a worker computes."""
+    found = planning.plan(replace(JOB, worth=0.2))
+    tried = {each.servers: each for each in found.tried}
+    assert list(tried) == [1, 2, 4, 8]
+    assert found.chosen is tried[4]
+    for before, after in ((1, 2), (2, 4)):
+        assert tried[after].step_seconds < 0.8 * tried[before].step_seconds
+    assert tried[8].step_seconds > 0.8 * tried[4].step_seconds
+    for each in found.tried:
+        assert each.round_seconds == pytest.approx(each.step_seconds - 0.1)
+        assert each.held_bytes == 3 * 16e6 / each.servers
+    assert "links" in tried[1].bottleneck
+    assert found.one_more.servers == 5
+    assert tried[8].step_seconds < found.one_more.step_seconds < tried[4].step_seconds * 1.001
+
+
+def test_what_copies_cost_and_backup_workers_give() -> None:
+    """Copies are pushed and answered as well; a backup worker makes up for one that is slow."""
+    found = planning.plan(replace(JOB, worth=0.2))
+    assert found.other_copies is not None
+    assert found.other_copies.round_seconds > 1.4 * found.chosen.round_seconds
+    assert found.slow is not None
+    assert found.backed is not None
+    assert found.slow.step_seconds > found.chosen.step_seconds + 0.04
+    assert found.backed.step_seconds < found.slow.step_seconds - 0.02
+
+
+def test_servers_have_room() -> None:
+    """With slots, the index of tables, and copies; of these there are two servers at least."""
+    rows = Question(FREE, 2, rows=1e6, dimension=64, ids=1000, rate=RATE, memory=3e8, slots=1)
+    assert rows.held(1) == 1e6 * (4 * 64 * 2 + 24)
+    assert planning.plan(rows).tried[0].servers == 2
+    assert planning.plan(replace(rows, memory=0.0, copies=True)).tried[0].servers == 2
+    assert planning.plan(replace(rows, workers=1)).slow is None
+
+
+ASKED = ["--workers", "2", "--parameters", "16MB", "--network", "800Mbit", "--step", "100ms", "--worth", "0.3"]
+
+
+@pytest.fixture
+def costs(tmp_path: Path) -> Path:
+    path = tmp_path / "costs.json"
+    FREE.write(path)
+    return path
+
+
+def test_the_answer_for_machines_and_for_people(costs: Path) -> None:
+    """JSON has the chosen number beside its prediction; the table marks it."""
+    asked = [*ASKED, "--costs", str(costs)]
+    said = json.loads(CliRunner().invoke(plan, [*asked, "--json"], standalone_mode=False).output)
+    assert {"servers", "bottleneck", "step_seconds", "round_seconds", "held_bytes", "use"} <= said.keys()
+    assert {"tried", "one_more", "other_copies", "slow", "slow_by", "backed"} <= said.keys()
+    assert said["servers"] in [each["servers"] for each in said["tried"]]
+    shown = CliRunner().invoke(plan, asked, standalone_mode=False).output
+    assert f"{said['servers']} *" in shown
+    assert "twice as many would save less than 30 % of a step" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--network", "25"], "--network '25' is no rate; write bits per second with a unit, such as 25Gbit"),
+        (["--network", "0Gbit"], "--network '0Gbit' is no rate"),
+        (["--step", "fast"], "--step 'fast' is no time; write a number with a unit, such as 120ms"),
+        (["--rows", "200M"], "--rows '200M' is no table; write rows and numbers of a row, such as 200M:64"),
+        (["--parameters", "ten"], "--parameters 'ten' is no size"),
+        (["--parameters", "0"], "a job has variables; give --parameters, or --rows and --ids"),
+        (["--lane", "shm"], "the cost model has no lane shm; it has tcp: measure it with psctl calibrate --lane shm"),
+        (["--workers", "40001"], "40001 workers with 1 servers are too many to be simulated"),
+        (["--costs", "none.json"], "none.json is no calibration"),
+    ],
+)
+def test_questions_that_cannot_be_answered(costs: Path, flags: list[str], said: str) -> None:
+    """Are refused at once, with what to write."""
+    with pytest.raises(ConfigError) as caught:
+        CliRunner().invoke(plan, [*ASKED, "--costs", str(costs), *flags], standalone_mode=False, catch_exceptions=False)
+    assert said in str(caught.value)
