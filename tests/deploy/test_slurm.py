@@ -112,7 +112,7 @@ def test_the_job_is_what_its_chief_says(tmp_path: Path, failing: set[int]) -> No
     made = shell(["psctl", "certs", "certs", "--ps", "1", "--workers", "2"], tmp_path)
     assert made.code == 0, made.err
     (tmp_path / "script.py").write_text(FAILING.format(failing=failing), encoding="utf-8")
-    quick = {"PS_TIMEOUT_ALONE": "4", "PS_TIMEOUT_LEASE": "4", "PS_TIMEOUT_BEAT": "0.5"}
+    quick = {"PS_TIMEOUT_ALONE": "12", "PS_TIMEOUT_LEASE": "4", "PS_TIMEOUT_BEAT": "0.5"}
     done = sbatch(tmp_path, 4, "script.py", PS_SERVERS="1", PS_PORT=str(free_ports(4)), **quick)
     fails = failing == {0, 1}  # by the chief's code, or by that of a server which is ended because of it
     assert bool(done.returncode) == fails, done.stderr
