@@ -201,8 +201,7 @@ class Membership:
         number = number_for(task, self._incarnation, self._given + 1)
         opens = Member(task, number, replicas, mode, backup_workers, staleness)
         if not drives:
-            others = (s.member for s in self._sessions.values() if s.state == "open" and not s.drives)
-            opens = as_all(opens, others, self._epochs())
+            opens = as_all(opens, (other.member for other in self._sessions.open()), self._epochs())
         rival = self._sessions.rival(task, drives)
         if rival is not None:
             self._check_gone(rival, task, now)
@@ -359,8 +358,9 @@ class Membership:
             session.waits = (-1, b"")
             return
         session.waits = waits
-        for other in [other for other in self._sessions.values() if other.differs(waits)]:
-            self._tell_apart(other, session, waits[0], describe)
+        for other in [*self._sessions.values()]:
+            if other.differs(waits):  # looked at now: the one before may have ended all
+                self._tell_apart(other, session, waits[0], describe)
         if self._changing:
             self._compare_changes()
 

@@ -465,6 +465,20 @@ def test_a_newcomer_that_waits_for_another_plan_ends_alone(members):
         members.check(one)
 
 
+def test_a_newcomer_that_is_as_one_of_two_who_differ_is_told_of_them(members):
+    """All have ended by then, and its own error would blame it alone."""
+    one, two, new = (opened(members, task) for task in (A, B, C))
+    members.take_part([Member(A, one, 1), Member(B, two, 1)], -1)
+    members.take_part([Member(A, one, 1), Member(B, two, 1), Member(C, new, 1)], 4)
+    beat(members, two, 0.0, (4, b"y"))
+    beat(members, new, 0.0, (4, b"y"))
+    beat(members, one, 0.0, (4, b"x"))
+    for number in (one, two, new):
+        with pytest.raises(Diverged, match="round 4") as caught:
+            members.check(number)
+        assert not isinstance(caught.value, NewcomerDiverged)
+
+
 def test_who_is_excluded_while_it_beats_is_told_why(members):
     """It held a round up; who had ended is told of that end."""
     hung, left, other = opened(members, A), opened(members, B), opened(members, C)
