@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -17,8 +18,9 @@ from psclient._src.devices import Device
 from psclient._src.rounds import counters, creation, first_values, read_cache, rounds
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.rounds import Exchange, Outgoing
-from psclient._src.transport import hosting, session
-from psclient._src.transport.patience import Deadline, Patience
+from psclient._src.transport import hosting, patience, session
+from psclient._src.transport.daemon_threads import settle
+from psclient._src.transport.patience import Deadline, Patience, until_free
 from psclient._src.transport.session import Session
 from psserver.programs.kernels import compiler
 from pstesting.simulation.costs import Costs
@@ -28,14 +30,17 @@ from pstesting.simulation.servers import Line, SimulatedServer
 from pstesting.simulation.workloads import TINY, Workload
 from pswire.api import Opened
 from pswire.cluster import ClusterSpec, Task
-from pswire.errors import PSError, ServerGone, TaskTaken
+from pswire.errors import PSError, ServerGone
 from pswire.limits import Timeouts
 from pswire.model.log import Gone, Mode
 from pswire.telemetry import reminder
 
 T = TypeVar("T")
 
-TIMED = (counters, checkpoints, creation, driver, first_values, hosting, hung_members, read_cache, reminder, session)
+TIMED = (
+    *(counters, checkpoints, creation, driver, first_values, hosting, hung_members, patience, read_cache, reminder),
+    session,
+)
 """Modules that look at the clock."""
 
 WAITING = (checkpoints, driver, hosting, returns, rounds, session)
@@ -54,14 +59,7 @@ class SimulatedThreads:
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """As `Threads.submit`."""
         future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(work())
-            except Exception as error:
-                future.set_exception(error)
-
-        self._scheduler.spawn(run)
+        self._scheduler.spawn(partial(settle, future, work))
         return future
 
     def close(self) -> None:
@@ -121,14 +119,8 @@ class SimulatedSession(Session):
         self._scheduler.spawn(beat)
 
     def _open_first(self, key: int) -> Opened:
-        until = self._scheduler.now + self.timeouts.lease + 2 * self.timeouts.beat
-        while True:
-            try:
-                return self._open_at(self.log_server, key)
-            except TaskTaken:
-                if self._scheduler.now > until:
-                    raise
-            self.pause(self.timeouts.beat / 2)
+        ended: Any = types.SimpleNamespace(wait=self._scheduler.sleep)
+        return until_free(partial(self._open_at, self.log_server, key), self.timeouts, ended)
 
     def lose(self, losses: Sequence[Gone]) -> None:
         """As `Session.lose`; what waits for the servers that are gone is told."""

@@ -55,8 +55,8 @@ class Costs:
         vote: of a server for a vote that it says or hears.
         call: processor time of a server for a verb that is no push.
         beat: of a server for a beat.
-        cores: processors of a host.
-        speed: free choice of who measured: what machine it was.
+        cores: processors of a host; 0 for one for each thread.
+        machine: which one it was, for people.
     """
 
     lanes: Mapping[str, LaneCosts]

@@ -27,7 +27,7 @@ class Waited(NamedTuple):
     not_done: set[Future[Any]]
 
 
-class Process:
+class Process(greenlet):
     """Some work that may stand still; see `Scheduler.spawn`.
 
     Attributes:
@@ -35,17 +35,17 @@ class Process:
     """
 
     def __init__(self, scheduler: Scheduler, work: Callable[[], object]) -> None:
+        super().__init__(self._run, scheduler.hub)
         self.over = False
         self._scheduler = scheduler
         self._work = work
-        self._greenlet = greenlet(self._run, scheduler.hub)
         self._turn = 0  # counts its waits: an event of an earlier one does not wake it
 
     def kill(self) -> None:
         """Ends it where it stands."""
         if not self.over:
             self.over = True
-            self._greenlet.throw(GreenletExit)
+            self.throw(GreenletExit)
 
     def _run(self) -> None:
         try:
@@ -57,7 +57,7 @@ class Process:
         """Goes on, if it still stands in that wait."""
         if turn == self._turn and not self.over:
             self._turn += 1
-            self._greenlet.switch()
+            self.switch()
 
     def wake(self) -> None:
         """Goes on, wherever it stands."""
@@ -92,7 +92,6 @@ class Scheduler:
         self.hub = getcurrent()
         self._order = count()
         self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
-        self._processes: dict[greenlet, Process] = {}
 
     def at(self, time: float, call: Callable[..., object], *args: Any) -> None:
         """Calls a function at a time; what is due at the same time comes in the order in which it was asked for."""
@@ -126,15 +125,14 @@ class Scheduler:
     def spawn(self, work: Callable[[], object]) -> Process:
         """Begins some work at once, as soon as whoever calls stands still; within it `sleep` and `wait` may be used."""
         process = Process(self, work)
-        self._processes[process._greenlet] = process
         self.after(0.0, process.resume, 0)
         return process
 
     @property
     def current(self) -> Process:
         """The process that calls; raises `RuntimeError` where none does."""
-        process = self._processes.get(getcurrent())
-        if process is None:
+        process = getcurrent()
+        if not isinstance(process, Process):
             raise RuntimeError("only a process of the simulation may wait")
         return process
 

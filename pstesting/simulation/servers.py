@@ -9,7 +9,7 @@ from typing import Any
 
 from psserver.config import ServerConfig
 from psserver.core.core import Core
-from psserver.effects import Peer
+from psserver.effects import Peer, settle
 from psserver.plans.round import BRIEF_BYTES
 from pstesting.simulation.costs import Costs
 from pstesting.simulation.machines import Host, Strand, travel
@@ -190,7 +190,7 @@ class Line:
         """Makes all calls under way, and all that come, raise an error."""
         self._failure, waiting, self._open = error, [*self._open], {}
         for answer in waiting:
-            _settle(answer, error)
+            settle(answer, None, error)
 
     def _asked(self) -> Future[Any]:
         """Returns what a call waits for; raises what the connection failed with."""
@@ -202,10 +202,11 @@ class Line:
         self._open[answer] = None
         return answer
 
-    def _answer(self, answer: Future[Any], made: Future[Any] | PSError) -> None:
-        if answer in self._open:
+    def _answer(self, answer: Future[Any], made: Future[Any]) -> None:
+        if answer in self._open and not made.cancelled():
             del self._open[answer]
-            _settle(answer, made)
+            error = made.exception()
+            settle(answer, None if error else made.result(), error)
 
     def __getattr__(self, verb: str) -> Any:
         call = partial(self._begin if verb in WAITING else self._call, verb)
@@ -288,17 +289,6 @@ class Line:
 
     def close(self) -> None:
         """Closes the connection."""
-
-
-def _settle(answer: Future[Any], made: Future[Any] | PSError) -> None:
-    """Answers a future as another one, which is over, or with an error."""
-    if answer.cancelled():
-        return
-    error = made if isinstance(made, PSError) else made.exception()
-    if error is not None:
-        answer.set_exception(error)
-    elif isinstance(made, Future):
-        answer.set_result(made.result())
 
 
 def _nothing() -> None:
