@@ -33,7 +33,7 @@ from typing import Any
 import click
 import numpy as np
 from figures import COLOURS, machine, publish
-from measures import Cost, at_rest, spread
+from measures import Cost, at_rest, read_share, spread
 from rich.console import Console
 from rich.table import Table
 
@@ -86,12 +86,6 @@ class Share:
     rounds: int
     nbytes: int
     lane: LaneName
-
-    @classmethod
-    def from_text(cls, text: str) -> Share:
-        """What `json.dumps(vars(share))` said."""
-        said = json.loads(text)
-        return cls(**{**said, "mine": tuple(said["mine"])})
 
 
 def be_clients(share: Share) -> None:
@@ -334,7 +328,7 @@ def main(
 ) -> None:
     """Measures, or is a process of clients."""
     if as_clients:
-        be_clients(Share.from_text(as_clients))
+        be_clients(read_share(Share, as_clients))
         return
     console = Console()
     rounds = QUICK_ROUNDS if quick else ROUNDS

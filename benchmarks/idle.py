@@ -36,7 +36,7 @@ from typing import Any
 import click
 import grpc
 from figures import machine, publish
-from measures import Cost
+from measures import Cost, read_share
 from rich.console import Console
 from rich.table import Table
 
@@ -98,12 +98,6 @@ class Share:
     sessions: int
     mine: tuple[int, ...]
     lane: str
-
-    @classmethod
-    def from_text(cls, text: str) -> Share:
-        """What `json.dumps(asdict(share))` said."""
-        said = json.loads(text)
-        return cls(**{**said, "mine": tuple(said["mine"])})
 
 
 def be_clients(share: Share) -> None:
@@ -486,7 +480,7 @@ def main(
 ) -> None:
     """Measures, or is a process of clients, or the server of gRPC alone."""
     if as_clients:
-        be_clients(Share.from_text(as_clients))
+        be_clients(read_share(Share, as_clients))
         return
     if as_bare:
         asyncio.run(be_bare())

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import subprocess
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from psclient._src.processes.process import describe_exit
+from pstesting.processor_time import await_rest, processor_seconds
 
-REST_SECONDS = 0.2
-"""Between two looks at processes that come to rest."""
+T = TypeVar("T")
 
 
 class Failed(Exception):
@@ -27,6 +27,12 @@ def check_exit(process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
     said = errors.read().decode(errors="replace").strip()
     if process.returncode:
         raise Failed(f"{describe_exit(process.returncode)}: {said.splitlines()[-1] if said else 'it said nothing'}")
+
+
+def read_share(share: type[T], text: str) -> T:
+    """Returns what a process of clients is told, of the dataclass whose fields its launcher wrote as JSON."""
+    said = json.loads(text)
+    return share(**{**said, "mine": tuple(said["mine"])})
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
@@ -58,9 +64,7 @@ class Cost:
     def of(cls, pid: int) -> Cost:
         """As it is now."""
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        # What clock_getcpuclockid(3) makes of a process: /proc counts in hundredths of seconds, which is too coarse.
-        clock = (~pid << 3) | 2
-        return cls(time.clock_gettime(clock), int(fields[21]) * os.sysconf("SC_PAGE_SIZE"), int(fields[17]))
+        return cls(processor_seconds(pid), int(fields[21]) * os.sysconf("SC_PAGE_SIZE"), int(fields[17]))
 
     def since(self, before: Cost) -> Cost:
         """What has come since an earlier moment."""
@@ -69,9 +73,5 @@ class Cost:
 
 def at_rest(pids: Sequence[int]) -> list[Cost]:
     """What each process has used once all rest: kernels that are compiled in the background are no part of a round."""
-    costs = list(map(Cost.of, pids))
-    while True:
-        time.sleep(REST_SECONDS)
-        before, costs = costs, list(map(Cost.of, pids))
-        if all(now.since(then).seconds < REST_SECONDS / 10 for now, then in zip(costs, before, strict=True)):
-            return costs
+    await_rest(pids)
+    return list(map(Cost.of, pids))

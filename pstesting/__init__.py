@@ -7,6 +7,7 @@
     network            connections that are cut without a word
     hosts              hosts on this machine, joined by links of a given rate
     forks              processes that are forked, and so begin at once
+    processor_time     processor time of processes, and when they rest
     replay             recordings of what a server was told, which can be replayed
     Clock              a clock that only the test turns
 

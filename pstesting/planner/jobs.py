@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pstesting.processes import ProcessCluster
+from pstesting.processor_time import await_rest, processor_seconds
 from pstesting.simulation.workloads import Workload
 from pswire.cluster import Task
 from pswire.transport.traffic import LaneName
@@ -22,9 +23,6 @@ MOST_ROUNDS, LEAST_ROUNDS = 400, 20
 
 WARM_ROUNDS = 300
 """Rounds before those that are timed, of small workloads: servers compile kernels for what comes often."""
-
-REST_SECONDS = 0.2
-"""Between two looks at whether all processes rest."""
 
 
 @dataclass(frozen=True)
@@ -146,25 +144,9 @@ def time_cells(cells: Sequence[Cell]) -> list[Timed]:
         for number, cell in enumerate(cells):
             for worker in workers:
                 job.hear(worker, "ready", number)
-            before = at_rest(pids)
+            before = await_rest(pids)
             job.open(f"go{number}")
             took = [job.hear(worker, "took") for worker in workers]
             used = [after - start for after, start in zip(map(processor_seconds, pids), before, strict=True)]
             found.append(Timed(took[0][0], max(used) / cell.rounds, sum(each for _, each in took) / len(took)))
     return found
-
-
-def processor_seconds(pid: int) -> float:
-    """Returns the processor time that a process has used."""
-    # What clock_getcpuclockid(3) makes of a process: /proc counts in hundredths of seconds, which is too coarse.
-    return time.clock_gettime((~pid << 3) | 2)
-
-
-def at_rest(pids: Sequence[int]) -> list[float]:
-    """Returns the processor time that processes have used once they rest: kernels compile in the background."""
-    used = list(map(processor_seconds, pids))
-    while True:
-        time.sleep(REST_SECONDS)
-        before, used = used, list(map(processor_seconds, pids))
-        if all(now - then < REST_SECONDS / 10 for now, then in zip(used, before, strict=True)):
-            return used

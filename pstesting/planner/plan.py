@@ -180,7 +180,7 @@ def plan(question: Question) -> Plan:
     return Plan(
         chosen,
         tuple(tried[number] for number in sorted(tried)),
-        predict(question, servers + 1),
+        tried.get(servers + 1) or predict(question, servers + 1),
         predict(other, servers) if servers > 1 else None,
         predict(question, servers, slow=SLOW) if several else None,
         predict(question, servers, backup_workers=1, slow=SLOW) if several else None,
