@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.costs import Costs
-from pstesting.simulation.jobs import Cluster, SimulatedJob
+from pstesting.simulation.jobs import SimulatedJob
 from pstesting.simulation.workloads import Workload
 from pswire.errors import ConfigError
 from pswire.transport.traffic import LaneName

@@ -4,6 +4,7 @@
     costs        the cost model: processor time of messages, rounds and bytes, as it was measured
     machines     hosts: cores that processes share, links that messages share
     workloads    what a round is of
+    clusters     where a job runs, and how
     servers      a real core on a simulated host, and connections to it
     clients      real sessions, exchanges and chiefs in simulated processes
     jobs         a whole job, and what was seen of it

@@ -23,16 +23,15 @@ from psclient._src.transport.daemon_threads import settle
 from psclient._src.transport.patience import Deadline, Patience, until_free
 from psclient._src.transport.session import Session
 from psserver.programs.kernels import compiler
-from pstesting.simulation.costs import Costs
+from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.machines import Host, Strand
 from pstesting.simulation.scheduler import Process, Scheduler
 from pstesting.simulation.servers import Line, SimulatedServer
-from pstesting.simulation.workloads import TINY, Workload
+from pstesting.simulation.workloads import TINY
 from pswire.api import Opened
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import PSError, ServerGone
-from pswire.limits import Timeouts
-from pswire.model.log import Gone, Mode
+from pswire.model.log import Gone
 from pswire.telemetry import reminder
 
 T = TypeVar("T")
@@ -207,10 +206,9 @@ class SimulatedWorker(SimulatedProcess):
 
     Args:
         scheduler, host, servers: as of `SimulatedProcess`.
-        task: its task.
-        costs: what its work takes.
-        workload: what a round is of.
-        cluster, timeouts, mode, backup_workers, staleness, copied: of the job.
+        cluster: the cluster.
+        spec: its tasks.
+        task: the worker's.
         rounds: the rounds that it makes.
         made: called with its task when a round is over for it.
     """
@@ -220,19 +218,14 @@ class SimulatedWorker(SimulatedProcess):
         scheduler: Scheduler,
         host: Host,
         servers: Sequence[SimulatedServer],
+        cluster: Cluster,
+        spec: ClusterSpec,
         task: Task,
-        costs: Costs,
-        workload: Workload,
-        cluster: ClusterSpec,
-        timeouts: Timeouts,
-        mode: Mode,
-        backup_workers: int,
-        staleness: int,
         rounds: int,
         made: Callable[[Task], object],
     ) -> None:
         super().__init__(scheduler, host, servers)
-        self.task, self._costs, self._workload = task, costs, workload
+        self.task, self._cluster = task, cluster
         self._rounds, self._made = rounds, made
         self.session = SimulatedSession(
             scheduler,
@@ -241,23 +234,22 @@ class SimulatedWorker(SimulatedProcess):
             self.lines,
             1,
             False,
-            timeouts,
-            mode,
-            backup_workers=backup_workers,
-            staleness=staleness,
-            copied=workload.copies > 0,
+            cluster.timeouts,
+            cluster.mode,
+            backup_workers=cluster.backup_workers,
+            staleness=cluster.staleness,
+            copied=cluster.copied,
         )
-        self.group = Group(self.session, (Device.parse("cpu:0"),), cluster.tasks("worker"))
+        self.group = Group(self.session, (Device.parse("cpu:0"),), spec.tasks("worker"))
         self.exchange = Exchange(self.session, self.group)
 
     def _script(self) -> None:
         self.session.open()
         self.session.await_job()
-        create, workload = self.exchange.creation.create, self._workload
+        create, workload, costs = self.exchange.creation.create, self._cluster.workload, self._cluster.costs
         variables = [create(spec, where, np.zeros(TINY.shape, TINY.dtype)) for spec, where in workload.created]
         self.exchange.creation.send()
         outgoing = Outgoing(workload.plan, (1.0,) * len(variables), workload.contributions, ())
-        costs = self._costs
         compute = workload.step + costs.step + workload.variables * costs.step_variable + workload.ids * costs.step_row
         reads = self.exchange.reads
         for variable in variables:
@@ -278,7 +270,8 @@ class SimulatedChief(SimulatedProcess):
 
     Args:
         scheduler, host, servers: as of `SimulatedProcess`.
-        cluster, timeouts, copied: of the job.
+        cluster: the cluster.
+        spec: its tasks.
     """
 
     def __init__(
@@ -286,9 +279,8 @@ class SimulatedChief(SimulatedProcess):
         scheduler: Scheduler,
         host: Host,
         servers: Sequence[SimulatedServer],
-        cluster: ClusterSpec,
-        timeouts: Timeouts,
-        copied: bool,
+        cluster: Cluster,
+        spec: ClusterSpec,
     ) -> None:
         super().__init__(scheduler, host, servers, decides=True)
         owner = self
@@ -313,7 +305,7 @@ class SimulatedChief(SimulatedProcess):
                     copied=self._copied,
                 )
 
-        self.chief = Driving(Task("chief", 0), self.lines, cluster, timeouts, copied=copied)
+        self.chief = Driving(Task("chief", 0), self.lines, spec, cluster.timeouts, copied=cluster.copied)
 
     def _script(self) -> None:
         self.chief.drive()

@@ -6,54 +6,17 @@ import gc
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 from statistics import median
 
 from pstesting.simulation.clients import SimulatedChief, SimulatedWorker, simulated_time
-from pstesting.simulation.costs import Costs
+from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.machines import Host
 from pstesting.simulation.scheduler import Scheduler
 from pstesting.simulation.servers import SimulatedServer
-from pstesting.simulation.workloads import Workload
 from pswire.cluster import ClusterSpec, Task
-from pswire.limits import Timeouts
-from pswire.model.log import Mode
-
-PATIENT = Timeouts(round=3600.0, start=3600.0)
-"""Nobody is given up because a round of many members takes long."""
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Where a simulated job runs, and how.
-
-    Attributes:
-        workers: number of workers.
-        workload: a training step; it says how many servers there are.
-        costs: of the machines.
-        lane: by which pushes travel: "shm", "tcp" or "grpc".
-        rate: bytes per second of each host's network, each way.
-        one_host: True if all processes share one host and its cores.
-        mode: how workers make their rounds.
-        backup_workers: of a round, the members that it does not wait for.
-        staleness: with the mode "bounded" the most rounds that a worker may be ahead of another.
-        slow: by worker, how many times longer its work takes than that of others.
-        timeouts: of the job.
-    """
-
-    workers: int
-    workload: Workload
-    costs: Costs
-    lane: str = "tcp"
-    rate: float = inf
-    one_host: bool = False
-    mode: Mode = "sync"
-    backup_workers: int = 0
-    staleness: int = 0
-    slow: Mapping[int, float] = field(default_factory=dict)
-    timeouts: Timeouts = PATIENT
 
 
 @dataclass(frozen=True)
@@ -105,43 +68,16 @@ class SimulatedJob:
         self.scheduler = scheduler = Scheduler()
         self.times: dict[Task, list[float]] = defaultdict(list)
         self._one = Host(scheduler, cluster.costs.cores)
-        workload, costs, timeouts = cluster.workload, cluster.costs, cluster.timeouts
-        self.servers = [
-            SimulatedServer(
-                scheduler,
-                self._host(),
-                index,
-                costs,
-                cluster.lane,
-                workload,
-                timeouts,
-                f"host {index}",
-                cluster.workers + 100,
-            )
-            for index in range(workload.servers)
-        ]
+        servers = cluster.workload.servers
+        self.servers = [SimulatedServer(scheduler, self._host(), index, cluster) for index in range(servers)]
         for server in self.servers:
             server.others = self.servers
-        addresses = {"ps": workload.servers, "worker": cluster.workers, "chief": 1}
-        spec = ClusterSpec({job: [f"{job}:1"] * count for job, count in addresses.items()})
+        counts = {"ps": servers, "worker": cluster.workers, "chief": 1}
+        spec = ClusterSpec({job: [f"{job}:1"] * count for job, count in counts.items()})
         with simulated_time(scheduler):
-            self.chief = SimulatedChief(scheduler, self._host(), self.servers, spec, timeouts, workload.copies > 0)
+            self.chief = SimulatedChief(scheduler, self._host(), self.servers, cluster, spec)
             self.workers = [
-                SimulatedWorker(
-                    scheduler,
-                    self._host(),
-                    self.servers,
-                    task,
-                    costs,
-                    workload,
-                    spec,
-                    timeouts,
-                    cluster.mode,
-                    cluster.backup_workers,
-                    cluster.staleness,
-                    rounds,
-                    self._made,
-                )
+                SimulatedWorker(scheduler, self._host(), self.servers, cluster, spec, task, rounds, self._made)
                 for task in spec.tasks("worker")
             ]
         for index, factor in cluster.slow.items():

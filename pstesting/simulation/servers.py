@@ -11,14 +11,12 @@ from psserver.config import ServerConfig
 from psserver.core.core import Core
 from psserver.effects import Peer, settle
 from psserver.plans.round import BRIEF_BYTES
-from pstesting.simulation.costs import Costs
+from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.machines import Host, Strand, travel
 from pstesting.simulation.scheduler import Scheduler
-from pstesting.simulation.workloads import Workload
 from pswire.api import Contribution, RoundReply, Testimony, Vote
 from pswire.cluster import Task
 from pswire.errors import PSError, ServerLost
-from pswire.limits import Timeouts
 from pswire.transport.payload import Payload
 
 RESET_SECONDS = 0.1
@@ -27,6 +25,8 @@ RESET_SECONDS = 0.1
 SMALL = 200
 """Bytes of a message that has no arrays."""
 
+SPARE_SESSIONS = 100
+"""Sessions that a server takes beside those of workers."""
 
 WAITING = frozenset(("watch", "pull", "snapshot", "restore", "schedule", "take", "fetch", "hand_out"))
 """Verbs that return what is answered later."""
@@ -39,12 +39,7 @@ class SimulatedServer:
         scheduler: the simulation's.
         host: where it runs.
         index: its number.
-        costs: what its work takes.
-        lane: the lane by which pushes come.
-        workload: what a round is of.
-        timeouts: of the job.
-        domain: the part of the machines that fails as one.
-        max_sessions: as the server's option.
+        cluster: the cluster.
 
     Attributes:
         core: the real one.
@@ -54,29 +49,23 @@ class SimulatedServer:
         lines: the connections of clients.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        host: Host,
-        index: int,
-        costs: Costs,
-        lane: str,
-        workload: Workload,
-        timeouts: Timeouts,
-        domain: str,
-        max_sessions: int,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, host: Host, index: int, cluster: Cluster) -> None:
         self.scheduler, self.host, self.index = scheduler, host, index
-        self.costs, self.lane, self.workload = costs, costs.lanes[lane], workload
+        self.costs, self.lane, self.workload = cluster.costs, cluster.lane_costs, cluster.workload
         self.loop, self.arrays = Strand(host), Strand(host)
         self.others: Sequence[SimulatedServer] = ()
         self.lines: list[Line] = []
         self._streamed: dict[tuple[int, int], list[Line]] = {}  # whose piece of a round is here
-        config = ServerConfig(Task("ps", index), timeouts=timeouts, domain=domain, max_sessions=max_sessions)
+        config = ServerConfig(
+            Task("ps", index),
+            timeouts=cluster.timeouts,
+            domain=f"host {index}",
+            max_sessions=cluster.workers + SPARE_SESSIONS,
+        )
         self.core = Core(config, 1000 + index, lambda: scheduler.now, _refuse, self._files)
         self.core._arrays = self  # type: ignore[assignment]
         self.core.others = self
-        self._tick = timeouts.lease / 8
+        self._tick = cluster.timeouts.lease / 8
         scheduler.after(self._tick, self._look_at_leases)
 
     @property

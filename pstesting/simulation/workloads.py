@@ -56,8 +56,8 @@ class Share:
 
     @property
     def answered(self) -> float:
-        """Bytes of an answer: the dense variables, and the rows of the next batch."""
-        return self.nbytes + self.rows * self.row_bytes
+        """Bytes of an answer: as many, with the rows of the next batch."""
+        return self.pushed
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ import pytest
 
 from pstesting.planner.fit import cells_of, fitted
 from pstesting.planner.jobs import Cell, Timed, time_cells
+from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.costs import Costs, LaneCosts
-from pstesting.simulation.jobs import Cluster, SimulatedJob
+from pstesting.simulation.jobs import SimulatedJob
 from pstesting.simulation.workloads import Workload
 from pswire.transport.traffic import LaneName
 

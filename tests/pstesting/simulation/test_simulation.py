@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.costs import Costs, LaneCosts
-from pstesting.simulation.jobs import Cluster, SimulatedJob
+from pstesting.simulation.jobs import SimulatedJob
 from pstesting.simulation.workloads import Workload
 from pswire.cluster import Task
 from pswire.errors import ConfigError, ServerLost

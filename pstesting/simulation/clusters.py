@@ -1,0 +1,56 @@
+"""Where a simulated job runs, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+from pstesting.simulation.costs import Costs, LaneCosts
+from pstesting.simulation.workloads import Workload
+from pswire.limits import Timeouts
+from pswire.model.log import Mode
+
+PATIENT = Timeouts(round=3600.0, start=3600.0)
+"""Nobody is given up because a round of many members takes long."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster, and the job that trains on it.
+
+    Attributes:
+        workers: number of workers.
+        workload: a training step; it says how many servers there are.
+        costs: of the machines.
+        lane: by which pushes travel: "shm", "tcp" or "grpc".
+        rate: bytes per second of each host's network, each way.
+        one_host: True if all processes share one host and its cores.
+        mode: how workers make their rounds.
+        backup_workers: of a round, the members that it does not wait for.
+        staleness: with the mode "bounded" the most rounds that a worker may be ahead of another.
+        slow: by worker, how many times longer its work takes than that of others.
+        timeouts: of the job.
+    """
+
+    workers: int
+    workload: Workload
+    costs: Costs
+    lane: str = "tcp"
+    rate: float = inf
+    one_host: bool = False
+    mode: Mode = "sync"
+    backup_workers: int = 0
+    staleness: int = 0
+    slow: Mapping[int, float] = field(default_factory=dict)
+    timeouts: Timeouts = PATIENT
+
+    @property
+    def lane_costs(self) -> LaneCosts:
+        """What pushes cost on its lane."""
+        return self.costs.lanes[self.lane]
+
+    @property
+    def copied(self) -> bool:
+        """True if variables have copies."""
+        return self.workload.copies > 0
