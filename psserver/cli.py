@@ -49,6 +49,9 @@ TICK = 0.25
 LOOP_SECONDS = 2.0
 """Seconds that the status page waits for the event loop."""
 
+ENDS = (signal.SIGTERM, signal.SIGINT)
+"""Signals that end the process."""
+
 OUTLIVED = 76
 """The exit code of a server without which the job goes on: it was paused, or cut off, for longer than a lease."""
 
@@ -105,12 +108,9 @@ def joined(config: ServerConfig, until_done: bool, lifeline: bool, given: Mappin
     """
     logging_setup.name("psserver")
     check_listening(config)
-    try:
-        with _raising(signal.SIGTERM, signal.SIGINT):
-            _say(f"psserver waits at {config.address} for the place of a server of {', '.join(config.join)}")
-            place, addresses = await_place(config, until_done, _held if lifeline else None)
-    except _Stopped:
-        place = NOWHERE
+    with _noted(*ENDS) as noted:
+        _say(f"psserver waits at {config.address} for the place of a server of {', '.join(config.join)}")
+        place, addresses = await_place(config, until_done, partial(_pause, noted, lifeline))
     if place == NOWHERE:
         _say("psserver ended; it had no place")
         return None
@@ -135,23 +135,29 @@ def _held() -> bool:
     return True
 
 
-class _Stopped(BaseException):
-    """A signal has come while the process waits for a place."""
+def _pause(noted: int, lifeline: bool, seconds: float) -> bool:
+    """Waits; returns False if the process is to end, as a signal that was noted, or its lifeline, says."""
+    return not select.select([noted], [], [], seconds)[0] and (not lifeline or _held())
 
 
 @contextlib.contextmanager
-def _raising(*numbers: signal.Signals) -> Iterator[None]:
-    """Makes signals raise `_Stopped`."""
+def _noted(*numbers: signal.Signals) -> Iterator[int]:
+    """Yields a file from which can be read once one of these signals has come.
 
-    def stop(number: int, frame: object) -> None:
-        raise _Stopped
-
-    before = {number: signal.signal(number, stop) for number in numbers}
+    A handler that raised would do so in any code, which may swallow the exception.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = {number: signal.signal(number, lambda number, frame: None) for number in numbers}
+    woken = signal.set_wakeup_fd(writer)
     try:
-        yield
+        yield reader
     finally:
+        signal.set_wakeup_fd(woken)
         for number, handler in before.items():
             signal.signal(number, handler)
+        os.close(reader)
+        os.close(writer)
 
 
 async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool = False) -> PSError | None:
@@ -308,7 +314,7 @@ async def _thread(config: ServerConfig, name: str, does: str) -> AsyncIterator[T
         ended = asyncio.get_running_loop().run_in_executor(None, pool.shutdown)
         while not (await asyncio.wait([ended], timeout=config.timeouts.word))[0]:
             log.warning("%s ends when it is done: it still %s; another signal kills it", config.task, does)
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in ENDS:
                 signal.signal(number, signal.SIG_DFL)
 
 

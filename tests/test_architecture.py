@@ -338,7 +338,7 @@ def may_wait(call: ast.Call) -> bool:
         case ast.Attribute(attr="poll"):
             return bool(call.args)
         case ast.Attribute(attr="select"):
-            return len(call.args) < 2
+            return len(call.args) < 2 or (len(call.args) == 4 and ast.unparse(call.args[3]) != "0.0")
         case ast.Attribute(attr=name):
             return name in ("wait", "wait_for", "result", "sleep", "shutdown", "ThreadPoolExecutor")
     return False

@@ -227,13 +227,16 @@ class Membership:
         self.job = job
         self._sessions.add(_SessionRecord(member, drives, now, now, 0, 0))
 
-    def take_over(self, token: int, now: float) -> None:
+    def take_over(self, token: int, now: float, members: Iterable[Member] = ()) -> None:
         """Keeps the sessions from now on: everybody gets a whole lease to be heard of.
 
         Args:
             token: of the chief that says so.
             now: monotonic seconds.
+            members: who takes part. They may not have opened their sessions here yet, where this server is just back.
         """
+        for member in members:
+            self.know(member, False, self.job, now)
         self.token, self._heard = token, now
         self.version += 1
         for session in self._sessions.open_or_driving():

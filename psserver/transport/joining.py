@@ -98,15 +98,13 @@ class Offers:
             self._calls.pop(key)[0].close()
 
 
-def await_place(
-    config: ServerConfig, until_done: bool, held: Callable[[], bool] | None = None
-) -> tuple[int, tuple[str, ...]]:
+def await_place(config: ServerConfig, until_done: bool, pause: Callable[[float], bool]) -> tuple[int, tuple[str, ...]]:
     """Waits for the place of a server.
 
     Args:
         config: the configuration of this process, which names the servers that it asks.
         until_done: True to wait no longer once the job is over.
-        held: False once there is nobody any more for whom to wait; asked each time before the servers are.
+        pause: waits for that many seconds between two questions; returns False if this process is to end.
 
     Returns:
         The index of the server whose place it has got, `NOWHERE` where there is no more to wait for, and where the
@@ -120,7 +118,7 @@ def await_place(
     where, heard, limit = ", ".join(config.join), time.monotonic(), limits.start
     silent = Reminder(limits.word, lambda: log.warning("no server answers at %s; asks on", where))
     try:
-        while held is None or held():
+        while True:
             offered = offers.say(NOWHERE)
             now = time.monotonic()
             if offered is None and now - heard > limit:
@@ -133,8 +131,8 @@ def await_place(
                 heard, limit = now, limits.server
                 if offered.place != NOWHERE or (offered.over and until_done):
                     return offered.place, offers.addresses
-            time.sleep(PAUSE_SECONDS)
-        return NOWHERE, offers.addresses
+            if not pause(PAUSE_SECONDS):
+                return NOWHERE, offers.addresses
     finally:
         offers.close()
 

@@ -49,6 +49,32 @@ def learn(size):
     say("is", [first.tolist(), w.numpy().ravel().tolist(), int(optimizer.iterations.numpy())])
 
 
+def stand_still_before_news():
+    """Has this process stop once where it waits for news of a server that comes back, until the test lets it go on."""
+    import os
+    import signal
+
+    from psclient._src.rounds.membership import Follower
+
+    follow = Follower._follow
+
+    def stop(self, deadline, late, word):
+        if "which comes back" in word():
+            Follower._follow = follow
+            say("waits", True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return follow(self, deadline, late, word)
+
+    Follower._follow = stop
+
+
+def learn_late(size):
+    """Learns; worker 0 hears late that a server is back."""
+    if ME == 0:
+        stand_still_before_news()
+    learn(size)
+
+
 def come_back(job, server):
     """Has a server lost and started again; returns once all go on with it, and it has not read its variables."""
     with job.server(OTHER[server]) as other:
@@ -117,6 +143,23 @@ def test_a_server_is_killed_while_it_reads(tmp_path):
         job.start(PS1)
         job.hear_error(PS1, "has its variables, with ")
         lose(job, PS0)
+        goes_on(job, PS1)
+        enough(job, tmp_path, PS1)
+
+
+def test_a_server_is_lost_that_has_not_told_all_of_the_others_return(tmp_path):
+    """Who has not heard of it finds the server that is back, keeps its session there, and goes on."""
+    helpers = learn, stand_still_before_news
+    with ProcessCluster(learn_late, tmp_path, (LARGE,), helpers, **KEYS) as job:
+        with job.server(PS0) as other:
+            job.until(lambda: other.status().round > 5)
+        lose(job, PS1)
+        job.start(PS1)
+        job.hear(W0, "waits")
+        job.hear_error(PS1, "has its variables, with ")
+        lose(job, PS0)
+        job.resume(W0)
+        job.hear_error(W0, f"goes on without {PS0}")
         goes_on(job, PS1)
         enough(job, tmp_path, PS1)
 

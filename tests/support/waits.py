@@ -137,7 +137,7 @@ BRIEF: dict[str, str] = {
     "psclient.psctl.activity._live": ASKED,
     # ---- Of servers: they wait for calls, and nobody for them; a client that waits for a server speaks itself ----
     "psserver.cli.Departure._move": "at most Timeouts.grace; it says before to where the server moves",
-    "psserver.transport.joining.await_place": "for a place, on purpose without an end where servers answer; it says so",
+    "psserver.cli._pause": "for a place, on purpose without an end where servers answer; it says so",
     "psserver.transport.joining._answer": "at most ASK_SECONDS",
     "psserver.transport.joining.StandingOffer._run": "the pause between two offers",
     "psserver.transport.joining.StandingOffer.close": "at most twice ASK_SECONDS",

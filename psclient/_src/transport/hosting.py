@@ -12,13 +12,13 @@ from contextlib import suppress
 from typing import TypeVar
 
 from psclient._src.transport.daemon_threads import Threads
-from psclient._src.transport.remote_server import RemoteServer, expect, follow_moves, look_again
+from psclient._src.transport.remote_server import RemoteServer, elsewhere, expect, follow_moves, look_again
 from pswire.api import Opened, ParameterServer
 from pswire.cluster import Task, server_of
 from pswire.encoding import protocol
 from pswire.errors import PSError, ServerGone, ServerLost, Unreachable
 from pswire.limits import Timeouts
-from pswire.model.log import Gone, in_order
+from pswire.model.log import Gone, Return, in_order
 from pswire.model.places import Moved
 from pswire.model.status import ServerStatus, newest_of
 
@@ -46,17 +46,20 @@ class Hosting:
         losses: the servers that were lost, one after the other; those that have come back included.
         lives: the incarnations of servers that were gone before this process came.
         suspects: of the chief, the servers that it has found lost, with the reason of each.
+        moves: addresses to which servers are about to move, or to come back, by their index; replaced, never changed.
     """
 
     def __init__(self, task: Task, servers: Sequence[ParameterServer]) -> None:
         self._task = task
         self._servers = servers
+        self._takes_back = threading.Lock()
         self._lock = threading.Lock()  # guards what follows
         self.gone: frozenset[int] = frozenset()
         self.live: tuple[int, ...] = tuple(range(len(servers)))
         self.losses: tuple[int, ...] = ()
         self.lives: dict[int, int] = {}
         self.suspects: dict[int, ServerLost] = {}
+        self.moves: dict[int, str] = {}
         self._news: Future[None] = Future()
         self._coming: set[int] = set()  # those at which this process opens its session anew
 
@@ -122,6 +125,10 @@ class Hosting:
         Returns:
             What `open` did; None where the server is lost again, or was never gone for this process.
         """
+        with self._takes_back:  # the script's thread and the lookout's may find it back at the same time
+            return self._take_back(server, times, address, open)
+
+    def _take_back(self, server: int, times: int, address: str, open: Callable[[], T]) -> T | None:
         there = self._servers[server]
         with self._lock:
             if server not in self.gone or self.losses.count(server) != times:
@@ -288,6 +295,61 @@ class Hosting:
             for server in found.keys() - gone if decides else ():
                 self.suspects[server] = ServerLost(found[server], str(Task("ps", server)))
         return True
+
+
+class Lookout:
+    """Looks for servers that are back, of which nobody is left who could tell this process.
+
+    A server that tells of another's return may be lost before it has told all. The job goes on, with the one that is
+    back; who does not know that, waits for the lost one.
+
+    Args:
+        hosting: what this process knows of the servers.
+        servers: all servers of the job.
+        job: the identity of this process's job.
+        take_back: goes on with a server that is back, which was lost so often before.
+    """
+
+    def __init__(
+        self,
+        hosting: Hosting,
+        servers: Sequence[ParameterServer],
+        job: str,
+        take_back: Callable[[Return, int], object],
+    ) -> None:
+        self._hosting = hosting
+        self._servers = servers
+        self._job = job
+        self._take_back = take_back
+        self._looks: Future[None] | None = None
+
+    def look(self, threads: Threads) -> None:
+        """Looks, in a thread of its own; called while this process waits."""
+        if self._hosting.gone and (self._looks is None or self._looks.done()):
+            self._looks = threads.submit(self._look)
+
+    def _look(self) -> None:
+        for server in sorted(self._hosting.gone):
+            there = self._servers[server]
+            if not isinstance(there, RemoteServer):
+                continue
+            address = self._hosting.moves.get(server, "")
+            found = elsewhere(there, address or there.address)
+            try:
+                status = found.status()
+            except PSError as error:
+                log.debug("%s is not back: %s", Task("ps", server), error)
+                continue
+            finally:
+                found.close()
+            if status.takes_part and status.job == self._job and self._goes_on(status):
+                back = Return(server, status.incarnation, status.epoch.number if status.epoch else 0, address=address)
+                self._take_back(back, status.losses.count(server))
+
+    def _goes_on(self, status: ServerStatus) -> bool:
+        """Returns whether the job goes on with a server, and without those that this process goes on with."""
+        gone = frozenset(status.gone)
+        return not (status.over or status.broken or status.server in gone) and gone >= set(self._hosting.live)
 
 
 def _moved(known: Mapping[int, ServerStatus], job: str) -> tuple[Moved, ...]:
