@@ -50,6 +50,7 @@ ASKED = "as long as the user has asked for"
 
 BRIEF: dict[str, str] = {
     # ---- Of clients ----
+    "psclient._src.launch.agent._attend": "for its task, on purpose without an end; for a silent launcher a lease",
     "psclient._src.launch.agent._run": "for a task that has ended, or was killed",
     "psclient._src.launch.agent._end": "at most TERM_SECONDS, when nobody is there any more who could be told",
     "psclient._src.launch.remote_cluster.RemoteCluster._beat": IDLE,
@@ -179,6 +180,8 @@ BRIEF: dict[str, str] = {
     "pswire.telemetry.page.sampler.Sampler.after": "at most ANSWER_SECONDS, in the thread of a browser's connection",
     "pswire.telemetry.page.sampler.Sampler.close": "at most END_SECONDS",
     "psserver.cli._on": "at most LOOP_SECONDS, in a thread of the page's own, which does without then",
+    "psserver.transport.peers.LaneCarrier.await_welcome": "at most CONNECT_SECONDS",
+    "psserver.transport.peers.LaneCarrier.keep": "in a thread of its own, for the end of the connection; nobody waits for it",
     "psserver.transport.peers.Link._run": "the pause between two attempts to connect; status and log say whom it misses",
     "psserver.transport.peers.Link.join": ENDS,
     "psserver.transport.peers.Peers.close": ENDS,
