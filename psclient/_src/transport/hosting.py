@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 from psclient._src.transport.daemon_threads import Threads
@@ -46,6 +47,7 @@ class Hosting:
         losses: the servers that were lost, one after the other; those that have come back included.
         lives: the incarnations of servers that were gone before this process came.
         suspects: of the chief, the servers that it has found lost, with the reason of each.
+        lookout: looks for servers that are back where nobody tells of them.
         moves: addresses to which servers are about to move, or to come back, by their index; replaced, never changed.
     """
 
@@ -60,6 +62,7 @@ class Hosting:
         self.lives: dict[int, int] = {}
         self.suspects: dict[int, ServerLost] = {}
         self.moves: dict[int, str] = {}
+        self.lookout = Lookout(self, servers)
         self._news: Future[None] = Future()
         self._coming: set[int] = set()  # those at which this process opens its session anew
 
@@ -306,29 +309,25 @@ class Lookout:
     Args:
         hosting: what this process knows of the servers.
         servers: all servers of the job.
-        job: the identity of this process's job.
-        take_back: goes on with a server that is back, which was lost so often before.
     """
 
-    def __init__(
-        self,
-        hosting: Hosting,
-        servers: Sequence[ParameterServer],
-        job: str,
-        take_back: Callable[[Return, int], object],
-    ) -> None:
+    def __init__(self, hosting: Hosting, servers: Sequence[ParameterServer]) -> None:
         self._hosting = hosting
         self._servers = servers
-        self._job = job
-        self._take_back = take_back
         self._looks: Future[None] | None = None
 
-    def look(self, threads: Threads) -> None:
-        """Looks, in a thread of its own; called while this process waits."""
-        if self._hosting.gone and (self._looks is None or self._looks.done()):
-            self._looks = threads.submit(self._look)
+    def look(self, threads: Threads, job: str, take_back: Callable[[Return, int], object]) -> None:
+        """Looks, in a thread of its own; called while this process waits.
 
-    def _look(self) -> None:
+        Args:
+            threads: for that.
+            job: the identity of this process's job.
+            take_back: goes on with a server that is back, and that was lost so often before.
+        """
+        if self._hosting.gone and (self._looks is None or self._looks.done()):
+            self._looks = threads.submit(partial(self._look, job, take_back))
+
+    def _look(self, job: str, take_back: Callable[[Return, int], object]) -> None:
         for server in sorted(self._hosting.gone):
             there = self._servers[server]
             if not isinstance(there, RemoteServer):
@@ -342,9 +341,9 @@ class Lookout:
                 continue
             finally:
                 found.close()
-            if status.takes_part and status.job == self._job and self._goes_on(status):
+            if status.takes_part and status.job == job and self._goes_on(status):
                 back = Return(server, status.incarnation, status.epoch.number if status.epoch else 0, address=address)
-                self._take_back(back, status.losses.count(server))
+                take_back(back, status.losses.count(server))
 
     def _goes_on(self, status: ServerStatus) -> bool:
         """Returns whether the job goes on with a server, and without those that this process goes on with."""

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from psclient._src.devices import Device
 from psclient._src.transport.daemon_threads import Threads
-from psclient._src.transport.hosting import Hosting, Lookout
+from psclient._src.transport.hosting import Hosting
 from psclient._src.transport.lane import Lane
 from psclient._src.transport.lane_reader import LaneReader
 from psclient._src.transport.log_calls import LogCalls, Proposals
@@ -119,7 +119,6 @@ class Session(LogCalls):
         self._threads = Threads("word")
         self._proposals = Proposals()
         self._reader = LaneReader(self._broken)
-        self._lookout = Lookout(self.hosting, self.servers, job, self.take_back)
 
     @property
     def round_limit(self) -> float:
@@ -176,8 +175,7 @@ class Session(LogCalls):
             return False
         for index in [index for index in self.hosting.live if index not in opened]:
             if not opened:
-                first = partial(self._open_at, self.log_server, key)
-                opened[index] = until_free(first, self.timeouts, self._ended) if waits else first()
+                opened[index] = self._open_first(key) if waits else self._open_at(self.log_server, key)
                 self.number, self.token = opened[index].session, opened[index].token
                 logging_setup.follow(lambda: (-1, self.number))
             else:
@@ -203,6 +201,10 @@ class Session(LogCalls):
         mode, backup, staleness = self.consistency, self.backup_workers, self.staleness
         return server.open(self.task, self.replicas, session, self._drives, mode, self.job, term, backup, staleness)
 
+    def _open_first(self, key: int) -> Opened:
+        """Opens the session on the server that keeps them; waits while another process has the task."""
+        return until_free(partial(self._open_at, self.log_server, key), self.timeouts, self._ended)
+
     def _unless_broken(self, work: Callable[[], T]) -> T:
         """Returns what a call gives that may wait for long, or what ends the session meanwhile."""
         future = self._threads.submit(work)
@@ -224,7 +226,6 @@ class Session(LogCalls):
 
         Where variables have copies, it is answered as well when a server is lost.
         """
-
         life, number = self.hosting.life(index), self.number
 
         def answered(told: Future[Watched]) -> None:
@@ -401,7 +402,7 @@ class Session(LogCalls):
             if spoken is None or spoken.done():
                 # In a thread of its own: it asks servers, and one that is lost would hold up the verdict.
                 spoken = self._threads.submit(lambda: self._speak(word, needs_chief))
-            self._lookout.look(self._threads)
+            self.hosting.lookout.look(self._threads, self.job, self.take_back)
 
     def lane(self, index: int) -> Lane | None:
         """Returns the lane to a server, by its number; None for gRPC."""
