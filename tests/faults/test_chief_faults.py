@@ -43,7 +43,7 @@ def standing_by(job):
     """Starts one more process of the chief task, which stands by; waits until it does."""
     cluster = job.cluster
     command = [sys.executable, "-P", "-m", "psclient", "--die-with-parent", str(os.getpid()), "--log-level", "info"]
-    told = cluster._options.variables() | {"TF_CONFIG": cluster.tf_config(CHIEF), "PS_JOB": cluster.job}
+    told = cluster._options.variables() | cluster._told(CHIEF)
     environ = child_environ(4, cluster.config.timeouts, told)
     process = subprocess.Popen([*command, "--standby"], env=environ, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None

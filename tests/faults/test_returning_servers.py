@@ -13,6 +13,7 @@ import psclient as ps
 from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, gate, say
 from pswire.cluster import Task
+from tests.faults.test_chief_faults import standing_by
 from tests.faults.test_lost_servers import BOTH, PS2, rows, values
 
 PS3 = Task("ps", 3)
@@ -166,6 +167,29 @@ def test_the_chief_and_a_server_die_at_once_and_are_started_again(tmp_path, lost
         job.open("go 40")
         for task in (W0, W1):
             assert job.hear(task, "is") == values(60, 60)
+
+
+@pytest.mark.parametrize("heir", ["started", "standing by"])
+def test_the_chief_and_the_server_that_keeps_the_log_die_at_once(tmp_path, heir):
+    """As with the host of both: the next chief finds that nothing listens there any more, and tells the others."""
+    keys = KEYS | {"timeouts": dataclasses.replace(CALM, lease=4.0)}
+    with ProcessCluster(learn, tmp_path, (60, [20, 30]), **keys) as job:
+        job.hear(W0, "at", 20)
+        job.hear(W1, "at", 20)
+        waiting = standing_by(job)[0] if heir == "standing by" else None
+        job.kill(CHIEF)
+        job.kill(PS0)
+        if waiting is None:
+            job.start(CHIEF)
+        job.open("go 20")
+        for task in (W0, W1):
+            job.hear_error(task, f"goes on without {PS0}: was lost (nothing listens there any more")
+            job.hear(task, "at", 30)
+        job.open("go 30")
+        for task in (W0, W1):
+            assert job.hear(task, "is") == values(60, 60)
+        if waiting is not None:
+            assert waiting.wait(60) == 0
 
 
 @pytest.mark.parametrize("lost", BOTH, ids=str)

@@ -68,6 +68,7 @@ def stand_by(servers: Sequence[RemoteServer], task: Task, timeouts: Timeouts, be
     """
     states = {"none": "a chief begins the job", "driven": "its chief is gone, or the job is over"}
     seen: Outlook = "none"
+    since: float | None = None  # when no server was found any more that keeps the sessions of the job
     for server in servers:
         look_again(server)
     reminder = Reminder(timeouts.word, lambda: log.info("%s stands by until %s", task, states.get(seen, "it is chief")))
@@ -79,6 +80,12 @@ def stand_by(servers: Sequence[RemoteServer], task: Task, timeouts: Timeouts, be
             log.warning("%s stands by no longer: server 0 has ended (%s)", task, error)
             return "over"
         seen = outlook(status, timeouts)
+        if status.incarnations and not (status.sessions or status.over or status.broken):
+            since = time.monotonic() if since is None else since
+            if time.monotonic() - since > timeouts.lease:  # a chief that was there would have told of its loss
+                return "gone"
+        else:
+            since = None
         if seen in ("gone", "over") or (begins and seen == "none"):
             return seen
         reminder.look()

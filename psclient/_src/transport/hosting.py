@@ -275,8 +275,11 @@ class Hosting:
         gone = set(newest.gone) if newest else set[int]()
         found: dict[int, str] = {}
         if newest and goes_on:
-            if decides and late:  # but for the one that keeps the log: another chief may be there with it
+            if decides and late:
+                # But for the one that keeps the log: another chief may be there with it, unless nothing listens there.
                 found |= dict.fromkeys(silent - gone - {newest.keeper}, "does not answer")
+                if newest.keeper in silent and isinstance(there := self._servers[newest.keeper], RemoteServer):
+                    expect(there)
             found |= {server: error.message for server, error in lost.items()}
             replaced = (i for i, status in known.items() if status.incarnation != newest.incarnations[i])
             found |= dict.fromkeys(replaced, "was replaced by a new process")
