@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import time
@@ -71,7 +72,8 @@ def calibrate(lanes: tuple[LaneName, ...], output: Path, as_json: bool) -> int:
 
 
 _RATE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)bit(?:/s)?\s*", re.IGNORECASE)
-_TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(us|ms|s)\s*")
+_TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(us|ms|s|min|h|d)\s*")
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _TABLE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMG]?):([0-9]{1,6})\s*")
 _THOUSANDS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
@@ -84,12 +86,12 @@ def _rate(text: str) -> float:
     return float(match[1]) * _THOUSANDS[match[2].upper()] / 8
 
 
-def _seconds(text: str) -> float:
+def _seconds(text: str, flag: str) -> float:
     """Seconds of `120ms`."""
     match = _TIME.fullmatch(text)
     if not match:
-        raise ConfigError(f"--step {text!r} is no time; write a number with a unit, such as 120ms")
-    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
+        raise ConfigError(f"{flag} {text!r} is no time; write a number with a unit, such as 120ms, 10min or 90d")
+    return float(match[1]) * _UNITS[match[2]]
 
 
 def _table(text: str) -> tuple[float, int]:
@@ -114,6 +116,9 @@ def _table(text: str) -> tuple[float, int]:
 @click.option("--memory", default="0", show_default=True, help="Bytes that a server may hold, such as 64GB; 0: any.")
 @click.option("--copies", is_flag=True, help="Each variable has a copy on another server (PS_REPLICATION=1).")
 @click.option("--lane", type=click.Choice(get_args(LaneName)), default="tcp", show_default=True, help="For pushes.")
+@click.option("--mtbf", default="90d", show_default=True, help="Mean time until a host fails.")
+@click.option("--save-every", default="10min", show_default=True, help="Time between two checkpoints.")
+@click.option("--restart", default="1min", show_default=True, help="Time until a job that is started again trains.")
 @click.option("--worth", type=click.FloatRange(0.01, 0.9), default=0.1, show_default=True, help=WORTH)
 @click.option(
     "--costs",
@@ -121,6 +126,9 @@ def _table(text: str) -> tuple[float, int]:
     default="costs.json",
     show_default=True,
     help="What psctl calibrate wrote on such a machine.",
+)
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="File for a plot, as PNG or SVG; needs matplotlib."
 )
 @click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")
 def plan(
@@ -135,8 +143,12 @@ def plan(
     memory: str,
     copies: bool,
     lane: LaneName,
+    mtbf: str,
+    save_every: str,
+    restart: str,
     worth: float,
     costs: Path,
+    plot: Path | None,
     as_json: bool,
 ) -> int:
     """Says how many servers a job needs, what is its bottleneck, and what more of them would give.
@@ -147,8 +159,13 @@ def plan(
     """
     try:
         from pstesting.planner import plan as planning
+
+        if plot is not None:  # what it needs is missed before minutes of work
+            from pstesting.planner.drawing import draw
     except ImportError as error:
-        raise ConfigError(f"psctl plan needs a package ({error}); pip install 'paramserver[simulation]'") from error
+        raise ConfigError(
+            f"psctl plan needs a package ({error}); pip install 'paramserver[simulation,bench]'"
+        ) from error
     count, dimension = _table(rows) if rows else (0.0, 0)
     found = planning.plan(
         planning.Question(
@@ -160,14 +177,19 @@ def plan(
             dimension,
             ids,
             _rate(network),
-            _seconds(step),
+            _seconds(step, "--step"),
             slots,
             parse_bytes(memory, "--memory"),
             copies,
             lane,
             worth,
+            _seconds(mtbf, "--mtbf") or math.inf,
+            _seconds(save_every, "--save-every"),
+            _seconds(restart, "--restart"),
         )
     )
+    if plot is not None:
+        draw(found, plot)
     if as_json:
         chosen = dataclasses.asdict(found.chosen)
         others = {name: value for name, value in dataclasses.asdict(found).items() if name != "chosen"}
@@ -182,11 +204,18 @@ def plan(
         ("the same, and a backup worker", found.backed),
     ]
     shown = {each.servers: each for each in found.tried}
+    lost = [(f"with{'' if copies else 'out'} copies", found.chosen.lost)]
+    lost += [(f"with{'out' if copies else ''} copies", found.other_copies.lost)] if found.other_copies else []
     heads = ("servers", "step, ms", "of it the round", "a server holds", "used most")
     show(
         table(heads, [_row(each, each is found.chosen) for _, each in sorted(shown.items())]),
         f"{found.chosen.servers} servers: twice as many would save less than {100 * worth:.0f} % of a step.",
         *(f"{what}: {1e3 * each.step_seconds:.1f} ms a step" for what, each in lines if each is not None),
+        *(
+            f"time lost to hosts that fail, {what}: {each.workers + each.servers:.0f} s a day, of it "
+            f"{each.servers:.0f} s by servers"
+            for what, each in lost
+        ),
     )
     return 0
 

@@ -119,8 +119,8 @@ def time_cells(cells: Sequence[Cell]) -> list[Timed]:
     """
     first = cells[0]
     servers = first.workload.servers
-    if any((cell.lane, cell.workers, cell.workload.servers) != (first.lane, first.workers, servers) for cell in cells):
-        raise ValueError("cells of one job have one lane, and the same number of workers and servers")
+    if len({(cell.lane, cell.workers, cell.workload.servers, cell.workload.copies) for cell in cells}) > 1:
+        raise ValueError("cells of one job have one lane, and the same number of workers, servers and copies")
     said = [
         (
             cell.workload.dense,
@@ -136,6 +136,7 @@ def time_cells(cells: Sequence[Cell]) -> list[Timed]:
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="calibrate-")))
         keys: dict[str, Any] = {"ps": servers, "workers": first.workers, "chief": "driver", "lane": first.lane}
+        keys["replication"] = first.workload.copies
         helpers = (_rounds_of,)
         gates = [f"go{number}" for number in range(len(cells))]
         job = stack.enter_context(ProcessCluster(_train, directory, (said,), helpers, gates=gates, **keys))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import inf
 
 from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.costs import Costs
 from pstesting.simulation.jobs import SimulatedJob
 from pstesting.simulation.workloads import Workload
 from pswire.errors import ConfigError
+from pswire.limits import Timeouts
 from pswire.transport.traffic import LaneName
 
 ROUNDS = 6
@@ -17,6 +19,8 @@ ROUNDS = 6
 
 MOST_PAIRS = 40_000
 """Workers times servers of the largest job that is simulated: it takes minutes."""
+
+DAY = 86400.0
 
 SLOW = 1.5
 """By how much one worker is slower, where it is asked what a backup worker gives."""
@@ -41,6 +45,9 @@ class Question:
         copies: True if each variable has a copy on another server.
         lane: by which pushes travel.
         worth: the part of a step that twice as many servers have to save.
+        between_failures: mean seconds until a host fails; infinite for hosts that never do.
+        save_every: seconds between two checkpoints.
+        restart: seconds until a job that was started again trains.
     """
 
     costs: Costs
@@ -50,13 +57,16 @@ class Question:
     rows: float = 0.0
     dimension: int = 0
     ids: int = 0
-    rate: float = float("inf")
+    rate: float = inf
     step: float = 0.0
     slots: int = 0
     memory: float = 0.0
     copies: bool = False
     lane: LaneName = "tcp"
     worth: float = 0.1
+    between_failures: float = inf
+    save_every: float = 600.0
+    restart: float = 60.0
 
     def __post_init__(self) -> None:
         if self.lane not in self.costs.lanes:
@@ -75,6 +85,26 @@ class Question:
         tables = self.rows * (4 * self.dimension * (1 + self.slots) + 24)
         return (dense + tables) * (1 + self.copies) / servers
 
+    def lost(self, servers: int, step: float) -> Lost:
+        """Returns the time that hosts which fail cost a day, where a step takes so many seconds."""
+        lease, many = Timeouts().lease, DAY / self.between_failures
+        noticed = lease + 0.5 + step  # and the step is made again
+        server = noticed if self.copies and servers > 1 else self.save_every / 2 + self.restart
+        return Lost(self.workers * many * (lease + step), servers * many * server)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The time in which a synchronous job does not train, since hosts fail, in seconds a day.
+
+    Attributes:
+        workers: all wait a lease for one that is gone.
+        servers: with copies all wait as long; without, the job goes back to its checkpoint.
+    """
+
+    workers: float
+    servers: float
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -87,6 +117,7 @@ class Prediction:
         bottleneck: what is used most.
         use: of each kind of resource the part of the time in which it works.
         held_bytes: of each server.
+        lost: what hosts that fail cost.
     """
 
     servers: int
@@ -95,6 +126,7 @@ class Prediction:
     bottleneck: str
     use: Mapping[str, float]
     held_bytes: float
+    lost: Lost
 
 
 @dataclass(frozen=True)
@@ -155,7 +187,8 @@ def predict(question: Question, servers: int, backup_workers: int = 0, slow: flo
     seen = SimulatedJob(cluster, ROUNDS).train()
     step = seen.round_seconds
     round = max(step - question.step, 0.0)
-    return Prediction(servers, step, round, seen.bottleneck, dict(seen.use), question.held(servers))
+    lost = question.lost(servers, step)
+    return Prediction(servers, step, round, seen.bottleneck, dict(seen.use), question.held(servers), lost)
 
 
 def plan(question: Question) -> Plan:

@@ -11,9 +11,10 @@ from click.testing import CliRunner
 
 from pstesting.planner import plan as planning
 from pstesting.planner.commands import plan
-from pstesting.planner.plan import Question
+from pstesting.planner.plan import DAY, Lost, Question
 from pstesting.simulation.costs import Costs, LaneCosts
 from pswire.errors import ConfigError
+from pswire.limits import Timeouts
 
 FREE = Costs(
     lanes={"tcp": LaneCosts(*[0.0] * 10)},
@@ -71,6 +72,15 @@ def test_servers_have_room() -> None:
     assert planning.plan(replace(rows, workers=1)).slow is None
 
 
+def test_time_that_hosts_which_fail_cost() -> None:
+    """A lease for each worker, and for each server with copies; without, half of what is between two checkpoints."""
+    day, lease = 86400.0, Timeouts().lease
+    often = replace(JOB, between_failures=day / 2, save_every=600.0, restart=60.0)
+    assert often.lost(3, 1.0) == Lost(2 * 4 * (lease + 1), 2 * 3 * 360)
+    assert replace(often, copies=True).lost(3, 1.0) == Lost(2 * 4 * (lease + 1), 2 * 3 * (lease + 1.5))
+    assert JOB.lost(3, 1.0) == Lost(0.0, 0.0)
+
+
 ASKED = ["--workers", "2", "--parameters", "16MB", "--network", "800Mbit", "--step", "100ms", "--worth", "0.3"]
 
 
@@ -91,6 +101,19 @@ def test_the_answer_for_machines_and_for_people(costs: Path) -> None:
     shown = CliRunner().invoke(plan, asked, standalone_mode=False).output
     assert f"{said['servers']} *" in shown
     assert "twice as many would save less than 30 % of a step" in shown
+    a_day = DAY / (90 * DAY) * said["servers"] * (300 + 60)
+    assert said["lost"]["servers"] == pytest.approx(a_day)
+    assert f"without copies: {sum(said['lost'].values()):.0f} s a day, of it {a_day:.0f} s by servers" in shown
+
+
+def test_a_plot(costs: Path, tmp_path: Path) -> None:
+    """Is a picture, in the format that the file's name says."""
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.svg"
+    CliRunner().invoke(plan, [*ASKED, "--costs", str(costs), "--plot", str(path)], standalone_mode=False)
+    drawn = path.read_text()
+    assert "<svg" in drawn
+    assert "servers are enough" in drawn
 
 
 @pytest.mark.parametrize(
@@ -98,7 +121,8 @@ def test_the_answer_for_machines_and_for_people(costs: Path) -> None:
     [
         (["--network", "25"], "--network '25' is no rate; write bits per second with a unit, such as 25Gbit"),
         (["--network", "0Gbit"], "--network '0Gbit' is no rate"),
-        (["--step", "fast"], "--step 'fast' is no time; write a number with a unit, such as 120ms"),
+        (["--step", "fast"], "--step 'fast' is no time; write a number with a unit, such as 120ms, 10min or 90d"),
+        (["--mtbf", "90"], "--mtbf '90' is no time; write a number with a unit, such as 120ms, 10min or 90d"),
         (["--rows", "200M"], "--rows '200M' is no table; write rows and numbers of a row, such as 200M:64"),
         (["--parameters", "ten"], "--parameters 'ten' is no size"),
         (["--parameters", "0"], "a job has variables; give --parameters, or --rows and --ids"),

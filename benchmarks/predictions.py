@@ -1,0 +1,166 @@
+#!/usr/bin/env python
+"""How right the planner is: rounds of real jobs on this host, beside what a simulation of the same jobs predicts.
+
+    python benchmarks/predictions.py [--quick] [--json FILE] [--lane LANE ...] [--costs FILE]
+
+First the host is calibrated, as `psctl calibrate` does, with jobs of one or two workers. Then jobs of 1 to 64 workers
+and 1 to 4 servers run, dense and with rows, with copies and without, all on this host, and each is simulated with that
+cost model. A row shows a job's median round, the predicted one, and their ratio; those that miss by more than a fifth
+stand in a table of their own. `--costs FILE` takes a cost model that was measured before.
+
+Medians are over the rounds of a job (20 to 400), in each of `TURNS` jobs, and over these. Nothing else should run.
+
+`--json FILE` writes `{"format", "machine", "costs", "rows"}`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+from figures import machine, publish
+from rich.console import Console
+from rich.table import Table
+
+from pstesting.planner.fit import cells_of, fitted
+from pstesting.planner.jobs import Cell, time_cells
+from pstesting.simulation.clusters import Cluster
+from pstesting.simulation.costs import Costs
+from pstesting.simulation.jobs import SimulatedJob
+from pstesting.simulation.workloads import Workload
+from pswire.transport.traffic import LaneName
+
+TURNS, QUICK_TURNS = 3, 1
+"""Jobs of each kind; their medians count."""
+
+SIZES = ((1, 1), (2, 2), (4, 1), (8, 2), (16, 1), (16, 4), (64, 1), (64, 4))
+"""Workers and servers."""
+
+QUICK_SIZES = ((1, 1), (4, 2), (8, 1))
+
+COPIED = ((2, 2), (8, 2))
+"""The same, of jobs whose variables have copies."""
+
+SIMULATED_ROUNDS = 14
+
+NEAR, FAR = 0.2, 0.4
+"""Errors that a prediction should not have, and that none may have."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of job.
+
+    Attributes:
+        lane, workers, servers: as of the job.
+        kind: what its rounds are of.
+        copies: True if variables have copies.
+        measured, predicted: median rounds, in seconds.
+    """
+
+    lane: str
+    workers: int
+    servers: int
+    kind: str
+    copies: bool
+    measured: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """By which part the prediction is off; above 0 where it is too long."""
+        return self.predicted / self.measured - 1
+
+
+def workloads(servers: int, copies: int) -> dict[str, Workload]:
+    """Returns what the rounds are of, by its name. None of it was calibrated with."""
+    return {
+        "dense, 40 KB in 10": Workload(servers, 4e4, 10, copies=copies),
+        "dense, 1 MB in 4": Workload(servers, 1e6, 4, copies=copies),
+        "dense, 16 MB in 8": Workload(servers, 16e6, 8, copies=copies),
+        "rows, 1024 of 32": Workload(servers, 0.0, 0, 1024, 32, copies=copies),
+    }
+
+
+def predicted(cell: Cell, costs: Costs) -> float:
+    """Returns a round's seconds in the simulation."""
+    cluster = Cluster(cell.workers, cell.workload, costs, cell.lane, one_host=True)
+    return SimulatedJob(cluster, SIMULATED_ROUNDS).train().round_seconds
+
+
+def measured(lane: LaneName, workers: int, servers: int, copies: int, turns: int) -> Iterator[tuple[str, Cell, float]]:
+    """Yields kinds of rounds, with their cells and median seconds."""
+    kinds = workloads(servers, copies)
+    cells = [Cell(lane, workers, workload) for workload in kinds.values()]
+    found = [time_cells(cells) for _ in range(turns)]
+    for (kind, _), cell, *seen in zip(kinds.items(), cells, *found, strict=True):
+        yield kind, cell, statistics.median(each.wall for each in seen)
+
+
+def tables(rows: list[Row]) -> list[Table]:
+    """Returns a table of all rows, and one of those that miss."""
+    drawn = []
+    for title, some in (("All", rows), (f"Off by more than {NEAR:.0%}", [r for r in rows if abs(r.error) > NEAR])):
+        table = Table(title=f"{title}: {len(some)}")
+        for head in ("lane", "workers", "servers", "rounds of", "copies", "measured, ms", "predicted, ms", "off by"):
+            table.add_column(head)
+        for row in some:
+            table.add_row(
+                row.lane,
+                str(row.workers),
+                str(row.servers),
+                row.kind,
+                "yes" if row.copies else "",
+                f"{1e3 * row.measured:.2f}",
+                f"{1e3 * row.predicted:.2f}",
+                f"{row.error:+.0%}",
+            )
+        drawn.append(table)
+    return drawn
+
+
+def report(rows: list[Row], costs: Costs) -> dict[str, Any]:
+    """Returns what `--json` writes."""
+    said = [dataclasses.asdict(row) | {"error": row.error} for row in rows]
+    return {"format": 1, "machine": machine(), "costs": dataclasses.asdict(costs), "rows": said}
+
+
+@click.command(help=__doc__)
+@click.option("--quick", is_flag=True, help="Few jobs, once each.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for the figures.")
+@click.option("--lane", "lanes", multiple=True, type=click.Choice(get_args(LaneName)), default=get_args(LaneName))
+@click.option("--costs", "costs_file", type=click.Path(exists=True, path_type=Path), help="A calibration.")
+def main(quick: bool, json_file: Path | None, lanes: tuple[LaneName, ...], costs_file: Path | None) -> None:
+    """Calibrates, measures and predicts."""
+    console = Console()
+    if costs_file is None:
+        with console.status("calibrates"):
+            jobs = {lane: cells_of(lane) for lane in lanes}
+            timed = {
+                lane: [pair for cells in some for pair in zip(cells, time_cells(cells), strict=True)]
+                for lane, some in jobs.items()
+            }
+            costs = fitted(timed)
+    else:
+        costs = Costs.read(costs_file)
+    sizes = [(*size, 0) for size in (QUICK_SIZES if quick else SIZES)] + [(*size, 1) for size in COPIED]
+    rows = []
+    for lane in lanes:
+        for workers, servers, copies in sizes:
+            with console.status(f"{lane}, {workers} workers, {servers} servers"):
+                turns = QUICK_TURNS if quick else TURNS
+                for kind, cell, seconds in measured(lane, workers, servers, copies, turns):
+                    rows.append(Row(lane, workers, servers, kind, bool(copies), seconds, predicted(cell, costs)))
+    near = sum(abs(row.error) <= NEAR for row in rows)
+    publish(console, report(rows, costs), tables(rows), json_file, None)
+    worst = max(rows, key=lambda row: abs(row.error))
+    console.print(f"{near} of {len(rows)} within {NEAR:.0%}; the worst is off by {worst.error:+.0%} (aim: {FAR:.0%})")
+
+
+if __name__ == "__main__":
+    main()
