@@ -118,6 +118,7 @@ bench: .venv/dev  ## times of rounds, of an update, of checkpoints, of training 
 	$(BIN)/python benchmarks/straggler.py $(ARGS)
 	$(BIN)/python benchmarks/copies.py $(ARGS)
 	$(BIN)/python benchmarks/hosts.py $(ARGS)
+	$(BIN)/python benchmarks/predictions.py $(ARGS)
 	$(BIN)/python benchmarks/peers/run.py $(ARGS) $(PEERS:%=--python %)
 	if $(BIN)/python -c 'import torch' 2>/dev/null; then $(BIN)/python benchmarks/frameworks.py $(ARGS) $(PEERS:%=--python %); \
 	  else echo "benchmarks/frameworks.py is left out: .venv has no torch, which make .venv/frameworks installs" >&2; fi

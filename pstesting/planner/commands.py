@@ -14,8 +14,6 @@ import click
 from rich.table import Table
 
 from psclient.psctl.output import say, show, table
-from pstesting.planner.fit import cells_of, fitted
-from pstesting.planner.jobs import Cell, Timed, time_cells
 from pstesting.simulation.costs import Costs
 from pswire.errors import ConfigError
 from pswire.sizes import human, parse_bytes
@@ -51,9 +49,13 @@ BUSY = 0.5
 def calibrate(lanes: tuple[LaneName, ...], output: Path, as_json: bool) -> int:
     """Measures this host: what a push, a round, a variable and a byte cost.
 
-    Runs small jobs of one or two servers and workers on it, for about half a minute for each lane, and writes a cost
-    model, with which simulations tell how long rounds take. Nothing else should use the host meanwhile.
+    Runs small jobs of one to eight workers on it, for about a minute for each lane, and writes a cost model, with which
+    simulations tell how long rounds take. Nothing else should use the host meanwhile.
     """
+    try:
+        from pstesting.planner.fit import calibrated
+    except ImportError as error:
+        raise _lacking("calibrate", error) from error
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no directory {output.parent}")
     load, begun = os.getloadavg()[0] / (os.cpu_count() or 1), time.monotonic()
@@ -61,8 +63,7 @@ def calibrate(lanes: tuple[LaneName, ...], output: Path, as_json: bool) -> int:
         click.echo(
             f"psctl: others use this host (load {load:.1f} for each core): its costs come out too high", err=True
         )
-    timed = {lane: [found for cells in cells_of(lane) for found in _timed(cells)] for lane in lanes}
-    costs = fitted(timed)
+    costs = calibrated(lanes)
     costs.write(output)
     if as_json:
         say({"costs": dataclasses.asdict(costs), "file": str(output), "seconds": time.monotonic() - begun})
@@ -163,9 +164,7 @@ def plan(
         if plot is not None:  # what it needs is missed before minutes of work
             from pstesting.planner.drawing import draw
     except ImportError as error:
-        raise ConfigError(
-            f"psctl plan needs a package ({error}); pip install 'paramserver[simulation,bench]'"
-        ) from error
+        raise _lacking("plan", error) from error
     count, dimension = _table(rows) if rows else (0.0, 0)
     found = planning.plan(
         planning.Question(
@@ -227,8 +226,9 @@ def _row(found: Prediction, chosen: bool) -> list[str]:
     return [name, f"{step:.1f}", f"{round:.1f}", human(int(found.held_bytes)), used]
 
 
-def _timed(cells: list[Cell]) -> list[tuple[Cell, Timed]]:
-    return list(zip(cells, time_cells(cells), strict=True))
+def _lacking(command: str, error: ImportError) -> ConfigError:
+    extras = "pip install 'paramserver[simulation,bench]'"
+    return ConfigError(f"psctl {command} needs a package ({error}); {extras}")
 
 
 def _drawn(costs: Costs) -> Table:

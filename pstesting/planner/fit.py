@@ -4,20 +4,40 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
-from pstesting.planner.jobs import Cell, Timed
+from pstesting.planner.jobs import Cell, Timed, time_cells
+from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.costs import Costs, LaneCosts
+from pstesting.simulation.jobs import SimulatedJob
 from pstesting.simulation.workloads import Workload
 from pswire.transport.traffic import LaneName
+
+AllTimed = Mapping[LaneName, Sequence[tuple[Cell, Timed]]]
 
 Floats = npt.NDArray[np.float64]
 
 SMALL = 4000.0
 """Bytes of a round whose bytes cost nothing."""
+
+
+ALONE = 3.0
+"""How much more a cell counts whose processes do not share cores, as those of a cluster do not."""
+
+MANY = 4
+"""Workers of a cell by which it is told what many processes on few cores cost, beside what each of them does."""
+
+MOST_SWITCH = 1e-3
+
+SIMULATED_ROUNDS = 8
+
+TURNS = 2
 
 
 def cells_of(lane: LaneName) -> list[list[Cell]]:
@@ -27,33 +47,105 @@ def cells_of(lane: LaneName) -> list[list[Cell]]:
     return [
         [Cell(lane, 1, work) for work in (small, many, large, stream, rows)],
         [Cell(lane, 2, work) for work in (small, large)],
-        [Cell(lane, 1, Workload(2, SMALL))],
+        [Cell(lane, 1, Workload(2, 2 * SMALL, 2)), Cell(lane, 1, Workload(2, 2e6, 4))],
+        [Cell(lane, 8, work) for work in (small, large)],
+        [Cell(lane, 4, Workload(2, 2 * SMALL, 2))],
     ]
 
 
-def fitted(timed: Mapping[LaneName, Sequence[tuple[Cell, Timed]]]) -> Costs:
+def fitted(timed: AllTimed) -> Costs:
     """Returns the costs with which the model tells best what was timed, relative to each cell."""
+    few = {lane: [pair for pair in found if pair[0].workers < MANY] for lane, found in timed.items()}
+    many = [pair for found in timed.values() for pair in found if pair[0].workers >= MANY]
+    costs = _without_switches(few)
+    for _ in range(TURNS):
+        costs = replace(costs, switch=_switch(costs, many))
+        alone = {lane: [(cell, _less_switches(cell, took, costs)) for cell, took in f] for lane, f in few.items()}
+        costs = replace(_without_switches(alone), switch=costs.switch)
+    return costs
+
+
+def _less_switches(cell: Cell, took: Timed, costs: Costs) -> Timed:
+    """Returns what a cell would have taken of processors if these took no time to come to another process."""
+    if not _is_crowded(cell, costs):
+        return took
+    with_, without = (seen(cell, each) for each in (costs, replace(costs, switch=0.0)))
+    return replace(
+        took, server=took.server * without.server / with_.server, worker=took.worker * without.worker / with_.worker
+    )
+
+
+def seen(cell: Cell, costs: Costs, rounds: int = SIMULATED_ROUNDS) -> Timed:
+    """Returns what a cell takes in a simulation of so many rounds."""
+    cluster = Cluster(cell.workers, cell.workload, costs, cell.lane, one_host=True)
+    found = SimulatedJob(cluster, rounds).train()
+    seconds = found.seconds / (rounds - 1)
+    server = seconds * (found.use["the servers' event loops"] + found.use["the servers' array work"])
+    return Timed(found.round_seconds, server, seconds * found.use["the workers' processors"])
+
+
+def _without_switches(timed: AllTimed) -> Costs:
+    """Returns the costs of rounds and steps, which are those of the lane in the middle, and with them of each lane."""
+    servers = [_costs(_server_row, found, [took.server for _, took in found]) for found in timed.values()]
+    workers = [_costs(_worker_row, found, [took.worker for _, took in found]) for found in timed.values()]
+    idle = [found[0][1].wall - found[0][1].server - found[0][1].worker for found in timed.values()]
+    round, variable, _, _, kernel, _, row = np.median(servers, axis=0).tolist()
+    step, step_variable, _, _, _, step_row = np.median(workers, axis=0).tolist()
+    settle = min(max(-median(idle), 0.0), round)  # what a server does once its answers have left
+    of_server, of_worker = {0: round, 1: variable, 4: kernel, 6: row}, {0: step, 1: step_variable, 5: step_row}
     lanes: dict[str, LaneCosts] = {}
-    rounds: list[tuple[float, ...]] = []
-    for lane, found in timed.items():
-        server = _least_squares([_server_row(cell) for cell, _ in found], [each.server for _, each in found])
-        worker = _least_squares([_worker_row(cell) for cell, _ in found], [each.worker for _, each in found])
-        round, variable, push, nbyte, kernel, piece, row = server
-        step, step_variable, send, send_byte, send_piece, step_row = worker
-        rounds.append((round, variable, kernel, step, step_variable, row, step_row))
-        small = found[0][1]
-        idle = small.wall - small.server - small.worker
+    for (lane, found), rest in zip(timed.items(), idle, strict=True):
+        _, _, push, nbyte, _, piece, _ = _costs(_server_row, found, [took.server for _, took in found], of_server)
+        _, _, send, send_byte, send_piece, _ = _costs(_worker_row, found, [took.worker for _, took in found], of_worker)
         lanes[lane] = LaneCosts(
             send / 2, send_byte / 2, push / 2, nbyte / 2, push / 2, nbyte / 2, send / 2, send_byte / 2,
-            (piece + send_piece) / 2, max(idle / 2, 0.0),
+            (piece + send_piece) / 2, max(rest / 2, 0.0),
         )  # fmt: skip
-    round, round_variable, kernel, step, step_variable, row, step_row = np.median(rounds, axis=0).tolist()
     push = max(lane.receive for lane in lanes.values())
     return Costs(
-        lanes, step, step_variable, round, round_variable, kernel, row=row,
-        step_row=step_row, vote=push, call=4 * push, beat=4 * push,
+        lanes, step, step_variable, round - settle, variable, kernel, row=row,
+        step_row=step_row, settle=settle, vote=push, call=4 * push, beat=4 * push,
         cores=os.cpu_count() or 1, machine=f"{platform.node()}, {platform.machine()}",
     )  # fmt: skip
+
+
+def calibrated(lanes: Sequence[LaneName]) -> Costs:
+    """Times jobs on this machine, and returns its costs; raises `PSError` where a process failed."""
+    timed = {
+        lane: [pair for cells in cells_of(lane) for pair in zip(cells, time_cells(cells), strict=True)]
+        for lane in lanes
+    }
+    return fitted(timed)
+
+
+def predicted(cell: Cell, costs: Costs) -> float:
+    """Returns what a simulated round takes of a cell, in seconds."""
+    return seen(cell, costs).wall
+
+
+def _switch(costs: Costs, timed: Sequence[tuple[Cell, Timed]]) -> float:
+    """Returns the time that a core takes to come to another process, with which half of the cells are predicted longer.
+
+    0 where there are as many cores as processes: nothing tells.
+    """
+    crowded = [(cell, took) for cell, took in timed if _is_crowded(cell, costs)]
+
+    def is_too_long(switch: float) -> bool:
+        tried = replace(costs, switch=switch)
+        return median(predicted(cell, tried) / took.wall for cell, took in crowded) > 1
+
+    if not crowded or is_too_long(0.0):
+        return 0.0
+    least, most = 0.0, MOST_SWITCH
+    while most - least > MOST_SWITCH / 256:
+        middle = (least + most) / 2
+        least, most = (least, middle) if is_too_long(middle) else (middle, most)
+    return least
+
+
+def _is_crowded(cell: Cell, costs: Costs) -> bool:
+    """Returns True if a cell has more processes than there are cores."""
+    return cell.workers + cell.workload.servers > costs.cores > 0
 
 
 def _server_row(cell: Cell) -> list[float]:
@@ -73,18 +165,30 @@ def _worker_row(cell: Cell) -> list[float]:
     return [1.0, cell.workload.variables, servers, servers * share.pushed, pieces, cell.workload.ids]
 
 
-def _least_squares(rows: Sequence[Sequence[float]], seen: Sequence[float]) -> list[float]:
-    """Returns the costs, none of them below 0, that come closest to what was seen, relative to it."""
-    weights = 1.0 / np.asarray(seen)
-    matrix = np.asarray(rows) * weights[:, None]
-    used = list(range(matrix.shape[1]))
+def _costs(
+    row: Callable[[Cell], list[float]],
+    found: Sequence[tuple[Cell, Timed]],
+    seen: Sequence[float],
+    known: Mapping[int, float] = MappingProxyType({}),
+) -> list[float]:
+    """Returns the costs, none of them below 0, that come closest to what was seen, relative to it.
+
+    Args:
+        row: how often a cell has each cost.
+        found: the cells.
+        seen: the processor time of each.
+        known: costs that are known, by their place in a row.
+    """
+    weights = np.asarray([ALONE if cell.workers == cell.workload.servers == 1 else 1.0 for cell, _ in found])
+    matrix = np.asarray([row(cell) for cell, _ in found]) * (weights / np.asarray(seen))[:, None]
+    costs = np.zeros(matrix.shape[1])
+    costs[[*known]] = [*known.values()]
+    used, rest = [column for column in range(len(costs)) if column not in known], weights - matrix @ costs
     while True:
-        found, *_ = np.linalg.lstsq(matrix[:, used], np.ones(len(seen)), rcond=None)
-        below = [column for column, cost in zip(used, found, strict=True) if cost < 0]
+        solved, *_ = np.linalg.lstsq(matrix[:, used], rest, rcond=None)
+        below = [column for column, cost in zip(used, solved, strict=True) if cost < 0]
         if not below:
             break
-        worst = min(zip(found, used, strict=True))[1]
-        used.remove(worst)
-    costs = np.zeros(matrix.shape[1])
-    costs[used] = found
+        used.remove(min(zip(solved, used, strict=True))[1])
+    costs[used] = solved
     return [float(cost) for cost in costs]

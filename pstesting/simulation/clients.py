@@ -160,7 +160,7 @@ class SimulatedProcess:
         self, scheduler: Scheduler, host: Host, servers: Sequence[SimulatedServer], decides: bool = False
     ) -> None:
         self.scheduler = scheduler
-        self.strand = Strand(host)
+        self.strand = Strand(host, self)
         self.lines: list[Any] = [Line(server, host, self.strand, decides) for server in servers]
         self.failure: PSError | None = None
         self._process: Process | None = None

@@ -48,13 +48,15 @@ class Costs:
         step: processor time of a worker for a round, beside its pushes, in seconds.
         step_variable: the same, for each variable of the round.
         round: processor time of a server for a round, beside its pushes.
-        round_variable: the same, for each variable of the round.
+        settle: the same, once its answers have left.
+        round_variable: as `round`, for each variable of the round.
         kernel_byte: for each byte of a contribution that is summed and applied.
         row: processor time of a server for a row of a contribution, and for one of the next batch in its answer.
         step_row: the same, of a worker.
         vote: of a server for a vote that it says or hears.
         call: processor time of a server for a verb that is no push.
         beat: of a server for a beat.
+        switch: what a core of a host takes to come to another process, where there are more of these than cores.
         cores: processors of a host; 0 for one for each thread.
         machine: which one it was, for people.
     """
@@ -70,6 +72,8 @@ class Costs:
     vote: float
     call: float
     beat: float
+    settle: float = 0.0
+    switch: float = 0.0
     cores: int = 0
     machine: str = ""
 

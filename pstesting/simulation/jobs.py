@@ -67,7 +67,7 @@ class SimulatedJob:
         self.cluster, self.rounds = cluster, rounds
         self.scheduler = scheduler = Scheduler()
         self.times: dict[Task, list[float]] = defaultdict(list)
-        self._one = Host(scheduler, cluster.costs.cores)
+        self._one = Host(scheduler, cluster.costs.cores, switch=cluster.costs.switch)
         servers = cluster.workload.servers
         self.servers = [SimulatedServer(scheduler, self._host(), index, cluster) for index in range(servers)]
         for server in self.servers:

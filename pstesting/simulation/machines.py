@@ -14,14 +14,19 @@ Job = tuple[float, Callable[..., object], tuple[Any, ...]]
 class Strand:
     """One thread of Python of a process: does one piece of work at a time, in order, where its host has a core free.
 
+    Args:
+        host: where it runs.
+        process: of which it is one thread; None for one of its own.
+
     Attributes:
         busy: seconds of work done so far.
         slow: by how much it takes longer than it should.
         alive: False once its process has ended.
-        host: where it runs.
+        host, process: as above.
     """
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, process: object = None) -> None:
+        self.process = process or self
         self.busy = 0.0
         self.slow = 1.0
         self.alive = True
@@ -38,9 +43,10 @@ class Strand:
             self._runs = True
             self.host.enter(self)
 
-    def begin(self) -> None:
-        """A core is free: does the next piece."""
+    def begin(self, more: float = 0.0) -> None:
+        """A core is free: does the next piece, which takes so many seconds more."""
         seconds, then, args = self._queue.popleft()
+        seconds += more
         self.busy += seconds
         self.host.scheduler.after(seconds, self._end, then, args)
 
@@ -99,19 +105,22 @@ class Host:
         scheduler: the simulation's.
         cores: its processors; 0 for as many as are needed.
         rate: bytes per second of its network, each way.
+        switch: seconds that a core takes to come to a process other than its last: its caches have nothing of that one.
     """
 
-    def __init__(self, scheduler: Scheduler, cores: int = 0, rate: float = float("inf")) -> None:
+    def __init__(self, scheduler: Scheduler, cores: int = 0, rate: float = float("inf"), switch: float = 0.0) -> None:
         self.scheduler = scheduler
         self.out, self.into = Link(rate), Link(rate)
+        self._switch = switch
         self._free = cores or 1 << 30
+        self._warm: deque[object] = deque(maxlen=cores)  # the processes of which cores did something last
         self._waiting: deque[Strand] = deque()
 
     def enter(self, strand: Strand) -> None:
         """A strand has work: begins it if a core is free."""
         if self._free:
             self._free -= 1
-            strand.begin()
+            self._come_to(strand)
         else:
             self._waiting.append(strand)
 
@@ -119,16 +128,22 @@ class Host:
         """A strand has more work: it begins it, unless others wait for a core."""
         if self._waiting:
             self._waiting.append(strand)
-            self._waiting.popleft().begin()
+            self._come_to(self._waiting.popleft())
         else:
             strand.begin()
 
     def leave(self) -> None:
         """A strand has no more work."""
         if self._waiting:
-            self._waiting.popleft().begin()
+            self._come_to(self._waiting.popleft())
         else:
             self._free += 1
+
+    def _come_to(self, strand: Strand) -> None:
+        cold = self._switch > 0 and strand.process not in self._warm
+        if cold:
+            self._warm.append(strand.process)
+        strand.begin(self._switch if cold else 0.0)
 
 
 def travel(scheduler: Scheduler, source: Host, sink: Host, nbytes: float, latency: float) -> float:

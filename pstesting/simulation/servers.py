@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from math import ceil
 from typing import Any
 
 from psserver.config import ServerConfig
@@ -21,6 +22,11 @@ from pswire.transport.payload import Payload
 
 RESET_SECONDS = 0.1
 """Until a client knows that nothing listens any more where a server was: it tries once more."""
+
+SLICE_BYTES = 1 << 18
+"""Bytes of a message of which the first are taken in while the others still come."""
+
+MOST_SLICES = 8
 
 SMALL = 200
 """Bytes of a message that has no arrays."""
@@ -52,7 +58,7 @@ class SimulatedServer:
     def __init__(self, scheduler: Scheduler, host: Host, index: int, cluster: Cluster) -> None:
         self.scheduler, self.host, self.index = scheduler, host, index
         self.costs, self.lane, self.workload = cluster.costs, cluster.lane_costs, cluster.workload
-        self.loop, self.arrays = Strand(host), Strand(host)
+        self.loop, self.arrays = Strand(host, self), Strand(host, self)
         self.others: Sequence[SimulatedServer] = ()
         self.lines: list[Line] = []
         self._streamed: dict[tuple[int, int], list[Line]] = {}  # whose piece of a round is here
@@ -94,7 +100,12 @@ class SimulatedServer:
             contributions = len(execution.job.parts)
             brief = brief and contributions * self.workload.on(self.index).pushed <= BRIEF_BYTES
             seconds = self._round_seconds(contributions)
+            piece = partial(self._then_settle, piece)
         (self.loop if brief else self.arrays).do(seconds, piece)
+
+    def _then_settle(self, piece: Callable[[], object]) -> None:
+        piece()  # which lets answers leave
+        self.loop.do(self.costs.settle, _nothing)
 
     def _round_seconds(self, contributions: int) -> float:
         """The time of a round, but for the pieces that were applied before."""
@@ -248,8 +259,14 @@ class Line:
         part = share.pushed / share.chunks
         for piece in range(share.chunks - 1):
             self._strand.do(lane.piece + part * lane.send_byte, self._leave_piece, said.round, piece, part)
-        self._strand.do(lane.send + part * lane.send_byte, self._leave, said, payload, SMALL + part, answer)
+        sliced = part / _slices(part)
+        for _ in range(_slices(part) - 1):
+            self._strand.do(sliced * lane.send_byte, self._leave_slice, sliced)
+        self._strand.do(lane.send + sliced * lane.send_byte, self._leave, said, payload, SMALL + sliced, answer)
         return answer
+
+    def _leave_slice(self, nbytes: float) -> None:
+        self._up(nbytes, nbytes * self._lane.receive_byte, _nothing)
 
     def _leave_piece(self, round: int, piece: int, nbytes: float) -> None:
         seconds, epoch = self._lane.piece + nbytes * self._lane.receive_byte, self._server.core.machine.rounds.epoch
@@ -267,11 +284,13 @@ class Line:
     def _arrive(self, said: Contribution, payload: Payload, answer: Future[RoundReply]) -> None:
         share = self._server.workload.on(self._server.index)
         nbytes = SMALL + (share.answered / share.chunks if said.want else 0.0)
-        self._server.core.push(said, payload).add_done_callback(
-            lambda made: self._server.loop.do(
-                self._lane.answer + nbytes * self._lane.answer_byte, self._return, nbytes, answer, made
-            )
-        )
+        self._server.core.push(said, payload).add_done_callback(partial(self._answer_all, nbytes, answer))
+
+    def _answer_all(self, nbytes: float, answer: Future[RoundReply], made: Future[RoundReply]) -> None:
+        sliced, lane = nbytes / _slices(nbytes), self._lane
+        for _ in range(_slices(nbytes) - 1):
+            self._server.loop.do(sliced * lane.answer_byte, self._down, sliced, sliced * lane.take_byte, _nothing)
+        self._server.loop.do(lane.answer + sliced * lane.answer_byte, self._return, sliced, answer, made)
 
     def _return(self, nbytes: float, answer: Future[RoundReply], made: Future[RoundReply]) -> None:
         self._down(nbytes, self._lane.take + nbytes * self._lane.take_byte, self._answer, answer, made)
@@ -280,8 +299,13 @@ class Line:
         """Closes the connection."""
 
 
+def _slices(nbytes: float) -> int:
+    """Returns in how many parts a message is worked on while it travels."""
+    return min(ceil(nbytes / SLICE_BYTES), MOST_SLICES) or 1
+
+
 def _nothing() -> None:
-    """Does nothing: a piece of an answer is used with its last one."""
+    """Does nothing: a part of a message is used with its last one."""
 
 
 def _refuse(work: Callable[[], object]) -> None:

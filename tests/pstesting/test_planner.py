@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from pstesting.planner.fit import cells_of, fitted
-from pstesting.planner.jobs import Cell, Timed, time_cells
-from pstesting.simulation.clusters import Cluster
+from pstesting.planner.fit import cells_of, fitted, seen
+from pstesting.planner.jobs import Cell, time_cells
 from pstesting.simulation.costs import Costs, LaneCosts
-from pstesting.simulation.jobs import SimulatedJob
 from pstesting.simulation.workloads import Workload
 from pswire.transport.traffic import LaneName
 
 US = 1e-6
+
+ROUNDS = 60
 
 COSTS = Costs(
     lanes={
@@ -45,20 +45,10 @@ COSTS = Costs(
 )
 
 
-def simulated(cell: Cell, costs: Costs) -> Timed:
-    """What a cell takes where these are the costs, on a host that has a core for each thread."""
-    rounds = 60
-    job = SimulatedJob(Cluster(cell.workers, cell.workload, costs, cell.lane, one_host=True), rounds)
-    seen = job.train()
-    seconds = seen.seconds / (rounds - 1)
-    server = seconds * (seen.use["the servers' event loops"] + seen.use["the servers' array work"])
-    return Timed(seen.round_seconds, server, seconds * seen.use["the workers' processors"])
-
-
 def test_known_costs_are_found() -> None:
     """From cells that were timed without an error the fit tells what others take, of more workers and servers."""
     lanes: tuple[LaneName, ...] = ("tcp", "grpc")
-    timed = {lane: [(cell, simulated(cell, COSTS)) for cells in cells_of(lane) for cell in cells] for lane in lanes}
+    timed = {lane: [(cell, seen(cell, COSTS, ROUNDS)) for cells in cells_of(lane) for cell in cells] for lane in lanes}
     found = replace(fitted(timed), cores=0)
     for lane in lanes:
         for workers, workload in (
@@ -69,8 +59,8 @@ def test_known_costs_are_found() -> None:
             (2, Workload(1, 64e6, 16)),
         ):
             cell = Cell(lane, workers, workload)
-            took = simulated(cell, COSTS).wall
-            assert simulated(cell, found).wall == pytest.approx(took, rel=0.1), cell
+            took = seen(cell, COSTS, ROUNDS).wall
+            assert seen(cell, found, ROUNDS).wall == pytest.approx(took, rel=0.1), cell
 
 
 def test_cells_of_one_job_are_alike() -> None:

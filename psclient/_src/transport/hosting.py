@@ -27,6 +27,9 @@ log = logging.getLogger("psclient")
 
 T = TypeVar("T")
 
+LOOK_SECONDS = 1.0
+"""Seconds that a server has to answer which may be back."""
+
 PAUSE = 0.1
 """Seconds between two looks for servers that do not answer yet."""
 
@@ -336,7 +339,7 @@ class Lookout:
             if not isinstance(there, RemoteServer):
                 continue
             address = self._hosting.moves.get(server, "")
-            found = elsewhere(there, address or there.address)
+            found = elsewhere(there, address or there.address, LOOK_SECONDS)
             try:
                 status = found.status()
             except PSError as error:

@@ -421,11 +421,18 @@ def look_again(server: RemoteServer) -> None:
         expect(server)
 
 
-def elsewhere(server: RemoteServer, address: str) -> RemoteServer:
-    """Returns a connection to a process at another address that is to be the same server."""
+def elsewhere(server: RemoteServer, address: str, call: float | None = None) -> RemoteServer:
+    """Returns a connection to a process that is to be the same server.
+
+    Args:
+        server: the connection that there is.
+        address: where the process is.
+        call: seconds that a call to it may take; None for as many as one to the server.
+    """
     decides, streams, told = server._options
     how = server._interceptors, server._lane, server._security, decides, streams, told
-    return RemoteServer(address, server.task, server._timeouts, *how)
+    timeouts = server._timeouts if call is None else replace(server._timeouts, call=call)
+    return RemoteServer(address, server.task, timeouts, *how)
 
 
 def follow_moves(servers: Sequence[ParameterServer], moved: Sequence[Moved]) -> list[int]:
