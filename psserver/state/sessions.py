@@ -233,10 +233,12 @@ class Membership:
         Args:
             token: of the chief that says so.
             now: monotonic seconds.
-            members: who takes part. They may not have opened their sessions here yet, where this server is just back.
+            members: who takes part. They may not have opened their sessions here yet, where this server is just back;
+                but where another process of the task has, theirs are over.
         """
         for member in members:
-            self.know(member, False, self.job, now)
+            if self._sessions.rival(member.task, False) is None:
+                self.know(member, False, self.job, now)
         self.token, self._heard = token, now
         self.version += 1
         for session in self._sessions.open_or_driving():

@@ -88,7 +88,7 @@ class Follower(Progress):
         back, session = epoch.awaited, self.session
         if back is None:
             return
-        session.hosting.moves |= {back.server: back.address}
+        session.hosting.moves = {**session.hosting.moves, back.server: back.address}
         self.departure.hand_over(back.path, "", back.epoch)
         task, deadline = Task("ps", back.server), session.deadline(session.timeouts.round)
         late = RoundTimeout(f"{session.task} waited too long for {task} to come back; is the chief running?")
