@@ -1,11 +1,12 @@
 #!/usr/bin/env python
 """Where growth ends: simulated jobs of up to 1,000 workers and 100 servers, by a cost model that was measured.
 
-    python benchmarks/curves.py [--quick] [--costs FILE] [--json FILE]
+    python benchmarks/curves.py [--quick] [--most N] --costs FILE [--mode MODE ...] [--json FILE]
 
 Each worker and each server has a host of its own, of the kind that `psctl calibrate` measured. Every tenth process is a
 server. A worker computes for `STEP` seconds between two rounds; one in fifty takes half as long again. `speedup` is
-what all workers do in a second over what one alone does; an ideal cluster has as much as it has workers.
+how many rounds all workers make in a second, each by its median round, over what one alone does; an ideal cluster has
+as much as it has workers.
 
 `--json FILE` writes `{"format", "costs", "rows"}`.
 """
@@ -13,6 +14,7 @@ what all workers do in a second over what one alone does; an ideal cluster has a
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +39,7 @@ STEP = 0.1
 
 RATE = 25e9 / 8
 
-ROUNDS = 6
+ROUNDS = 12
 
 SLOW, EVERY = 1.5, 50
 """How much longer one worker in so many takes."""
@@ -85,7 +87,8 @@ def simulated(mode: str, workers: int, costs: Costs, alone: float) -> Row:
     slow = dict.fromkeys(range(0, workers, EVERY), SLOW) if workers > 1 else {}
     workload = Workload(servers, DENSE, VARIABLES, step=STEP)
     seen = SimulatedJob(Cluster(workers, workload, costs, "tcp", RATE, slow=slow, **keys), ROUNDS).train()
-    speedup = seen.rounds_per_second / (alone or seen.rounds_per_second)
+    speed = sum(1 / statistics.median(made) for made in seen.rounds.values() if made)
+    speedup = speed / (alone or speed)
     took = time.perf_counter() - begun
     return Row(mode, workers, servers, seen.round_seconds, speedup, seen.bottleneck, seen.use[seen.bottleneck], took)
 
@@ -95,14 +98,15 @@ def simulated(mode: str, workers: int, costs: Costs, alone: float) -> Row:
 @click.option(
     "--costs", type=click.Path(exists=True, path_type=Path), required=True, help="What psctl calibrate wrote."
 )
+@click.option("--most", type=click.IntRange(1), default=1000, show_default=True, help="No more workers than these.")
 @click.option("--mode", "modes", multiple=True, type=click.Choice([*MODES]), default=[*MODES])
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for the figures.")
-def main(quick: bool, costs: Path, modes: tuple[str, ...], json_file: Path | None) -> None:
+def main(quick: bool, costs: Path, most: int, modes: tuple[str, ...], json_file: Path | None) -> None:
     """Simulates one job after the other."""
     console, model, rows = Console(), Costs.read(costs), list[Row]()
     for mode in modes:
         alone = 0.0
-        for workers in QUICK_WORKERS if quick else WORKERS:
+        for workers in (each for each in (QUICK_WORKERS if quick else WORKERS) if each <= most):
             with console.status(f"{mode}, {workers} workers"):
                 rows.append(simulated(mode, workers, model, alone))
             alone = alone or 1 / rows[-1].step_seconds
