@@ -1,14 +1,14 @@
 #!/usr/bin/env python
 """How right the planner is: rounds of real jobs on this host, beside what a simulation of the same jobs predicts.
 
-    python benchmarks/predictions.py [--quick] [--json FILE] [--lane LANE ...] [--costs FILE]
+    python benchmarks/predictions.py [--quick] [--turns N] [--json FILE] [--lane LANE ...] [--costs FILE]
 
-First the host is calibrated, as `psctl calibrate` does, with jobs of one or two workers. Then jobs of 1 to 64 workers
-and 1 to 4 servers run, dense and with rows, with copies and without, all on this host, and each is simulated with that
-cost model. A row shows a job's median round, the predicted one, and their ratio; those that miss by more than a fifth
-stand in a table of their own. `--costs FILE` takes a cost model that was measured before.
+First the host is calibrated, as `psctl calibrate` does, with small jobs of one to eight workers. Then jobs of 1 to 64
+workers and 1 to 4 servers run, dense and with rows, with copies and without, all on this host, and each is simulated
+with that cost model. A row shows a job's median round, the predicted one, and their ratio; those that miss by more than
+a fifth stand in a table of their own. `--costs FILE` takes a cost model that was measured before.
 
-Medians are over the rounds of a job (20 to 400), in each of `TURNS` jobs, and over these. Nothing else should run.
+Medians are over the rounds of a job (20 to 400), and over the `--turns` jobs of each kind. Nothing else should run.
 
 `--json FILE` writes `{"format", "machine", "costs", "rows"}`.
 """
@@ -27,14 +27,11 @@ from figures import machine, publish
 from rich.console import Console
 from rich.table import Table
 
-from pstesting.planner.fit import calibrated, predicted
+from pstesting.planner.fit import calibrated, seen
 from pstesting.planner.jobs import Cell, time_cells
 from pstesting.simulation.costs import Costs
 from pstesting.simulation.workloads import Workload
 from pswire.transport.traffic import LaneName
-
-TURNS, QUICK_TURNS = 1, 1
-"""Jobs of each kind; their medians count."""
 
 SIZES = ((1, 1), (2, 2), (4, 1), (8, 2), (16, 4), (64, 2))
 """Workers and servers."""
@@ -92,8 +89,8 @@ def measured(lane: LaneName, workers: int, servers: int, copies: int, turns: int
     kinds = workloads(workers, servers, copies)
     cells = [Cell(lane, workers, workload) for workload in kinds.values()]
     found = [time_cells(cells) for _ in range(turns)]
-    for (kind, _), cell, *seen in zip(kinds.items(), cells, *found, strict=True):
-        yield kind, cell, statistics.median(each.wall for each in seen)
+    for (kind, _), cell, *took in zip(kinds.items(), cells, *found, strict=True):
+        yield kind, cell, statistics.median(each.wall for each in took)
 
 
 def tables(rows: list[Row]) -> list[Table]:
@@ -125,11 +122,12 @@ def report(rows: list[Row], costs: Costs) -> dict[str, Any]:
 
 
 @click.command(help=__doc__)
-@click.option("--quick", is_flag=True, help="Few jobs, once each.")
+@click.option("--quick", is_flag=True, help="Few kinds of jobs.")
+@click.option("--turns", type=click.IntRange(1), default=1, show_default=True, help="Jobs of each kind.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for the figures.")
 @click.option("--lane", "lanes", multiple=True, type=click.Choice(get_args(LaneName)), default=get_args(LaneName))
 @click.option("--costs", "costs_file", type=click.Path(exists=True, path_type=Path), help="A calibration.")
-def main(quick: bool, json_file: Path | None, lanes: tuple[LaneName, ...], costs_file: Path | None) -> None:
+def main(quick: bool, turns: int, json_file: Path | None, lanes: tuple[LaneName, ...], costs_file: Path | None) -> None:
     """Calibrates, measures and predicts."""
     console = Console()
     if costs_file is None:
@@ -143,9 +141,8 @@ def main(quick: bool, json_file: Path | None, lanes: tuple[LaneName, ...], costs
     for lane in lanes:
         for workers, servers, copies in sizes:
             with console.status(f"{lane}, {workers} workers, {servers} servers"):
-                turns = QUICK_TURNS if quick else TURNS
                 for kind, cell, seconds in measured(lane, workers, servers, copies, turns):
-                    rows.append(Row(lane, workers, servers, kind, bool(copies), seconds, predicted(cell, costs)))
+                    rows.append(Row(lane, workers, servers, kind, bool(copies), seconds, seen(cell, costs).wall))
                     console.print(f"{lane} {workers} {servers} {kind} {copies} {rows[-1].error:+.0%}")
     near = sum(abs(row.error) <= NEAR for row in rows)
     publish(console, report(rows, costs), tables(rows), json_file, None)

@@ -141,7 +141,7 @@ class Registry:
     def _compare(self, epoch: Epoch | None) -> None:
         """Finds the sessions that another task has opened than the epoch says; once per epoch, as checks are many."""
         self._epoch = epoch
-        members = (*epoch.members, *epoch.leaving) if epoch else ()
+        members = epoch.everybody if epoch else ()
         found = [(member, self._sessions.get(member.session)) for member in members]
         self._stolen = {m.session: m.task for m, here in found if here is not None and here.task != m.task}
 

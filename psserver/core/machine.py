@@ -349,7 +349,7 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         agreed, follows = self.log.append(index, entries, prepared)
         effects += [*self._heard(follows), *self._handover.follow(self.log.entries, now)]
         if self.log.keeps and not kept:
-            self.members.take_over(token, now, () if (e := self.rounds.epoch) is None else (*e.members, *e.leaving))
+            self.members.take_over(token, now)
         for vote in self.rounds.votes.unopened(self.rounds.strands[None].last):
             self.rounds.open(vote, now)
         if (epoch := self.rounds.epoch) is not None and epoch.start is not None:

@@ -95,7 +95,7 @@ def _diverged(*does: tuple[Task, str]) -> Diverged:
 
 def left_out(before: Epoch | None, epoch: Epoch) -> set[int]:
     """Returns the sessions that made rounds, and make none any more; none at a change, before which they are fenced."""
-    members = () if before is None or change_of(epoch) is not None else (*before.members, *before.leaving)
+    members = () if before is None or change_of(epoch) is not None else before.everybody
     return {member.session for member in members if not epoch.takes_part(member.session)}
 
 

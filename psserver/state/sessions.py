@@ -227,16 +227,18 @@ class Membership:
         self.job = job
         self._sessions.add(_SessionRecord(member, drives, now, now, 0, 0))
 
-    def take_over(self, token: int, now: float, members: Iterable[Member] = ()) -> None:
+    def take_over(self, token: int, now: float) -> None:
         """Keeps the sessions from now on: everybody gets a whole lease to be heard of.
+
+        So does who takes part, and has not opened its session here, where this server is just back; but where another
+        process of the task has, that session is over.
 
         Args:
             token: of the chief that says so.
             now: monotonic seconds.
-            members: who takes part. They may not have opened their sessions here yet, where this server is just back;
-                but where another process of the task has, theirs are over.
         """
-        for member in members:
+        epoch = self._epoch()
+        for member in epoch.everybody if epoch else ():
             if self._sessions.rival(member.task, False) is None:
                 self.know(member, False, self.job, now)
         self.token, self._heard = token, now
@@ -328,8 +330,7 @@ class Membership:
             )
 
     def _takes_part(self, number: int) -> bool:
-        epoch = self._epoch()
-        return epoch is None or epoch.takes_part(number)
+        return (epoch := self._epoch()) is None or epoch.takes_part(number)
 
     def check_part(self, number: int) -> None:
         """Raises `InvalidRequest` for a session that is no member of the epoch: it decides nothing for members."""

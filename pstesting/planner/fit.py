@@ -10,7 +10,6 @@ from statistics import median
 from types import MappingProxyType
 
 import numpy as np
-import numpy.typing as npt
 
 from pstesting.planner.jobs import Cell, Timed, time_cells
 from pstesting.simulation.clusters import Cluster
@@ -20,8 +19,6 @@ from pstesting.simulation.workloads import Workload
 from pswire.transport.traffic import LaneName
 
 AllTimed = Mapping[LaneName, Sequence[tuple[Cell, Timed]]]
-
-Floats = npt.NDArray[np.float64]
 
 SMALL = 4000.0
 """Bytes of a round whose bytes cost nothing."""
@@ -118,11 +115,6 @@ def calibrated(lanes: Sequence[LaneName]) -> Costs:
     return fitted(timed)
 
 
-def predicted(cell: Cell, costs: Costs) -> float:
-    """Returns what a simulated round takes of a cell, in seconds."""
-    return seen(cell, costs).wall
-
-
 def _switch(costs: Costs, timed: Sequence[tuple[Cell, Timed]]) -> float:
     """Returns the time that a core takes to come to another process, with which half of the cells are predicted longer.
 
@@ -132,7 +124,7 @@ def _switch(costs: Costs, timed: Sequence[tuple[Cell, Timed]]) -> float:
 
     def is_too_long(switch: float) -> bool:
         tried = replace(costs, switch=switch)
-        return median(predicted(cell, tried) / took.wall for cell, took in crowded) > 1
+        return median(seen(cell, tried).wall / took.wall for cell, took in crowded) > 1
 
     if not crowded or is_too_long(0.0):
         return 0.0

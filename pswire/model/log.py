@@ -193,6 +193,11 @@ class Epoch:
         """The members by their sessions; a server looks there with each push."""
         return {member.session: member for member in self.members}
 
+    @property
+    def everybody(self) -> tuple[Member, ...]:
+        """Who makes rounds while this is the newest epoch: its members, and those who leave."""
+        return (*self.members, *self.leaving)
+
     def takes_part(self, number: int) -> bool:
         """Returns whether a session makes rounds while this is the newest epoch: of a member, or of one who leaves."""
         return number in self._by_session or number in self._leavers

@@ -75,7 +75,7 @@ class HungMembers:
             return False
         self._speak(stall, now)
         late = stall.seconds >= self._timeouts.round
-        members = (*epoch.members, *epoch.leaving)
+        members = epoch.everybody
         hung = {member.session for member in members if member.task in stall.missing} if late else set()
         new = hung - self.sessions
         self.sessions |= new

@@ -403,11 +403,12 @@ def test_a_clean_end_is_none_after_a_failure(members):
     assert states(members) == {lost: "left", failed: "failed", replaced: "left", beat_again: "open"}
 
 
-def test_who_takes_part_has_a_lease_to_come_where_another_server_keeps_the_sessions_now(members):
+def test_who_takes_part_has_a_lease_to_come_where_another_server_keeps_the_sessions_now():
     """But not a process in whose place another one has come already."""
     before, absent, now = (Member(task, number, 1) for task, number in ((A, 1), (B, 2), (A, 3)))
+    members = begun(epoch=lambda: Epoch(1, (before,), leaving=(absent,)))
     members.know(now, False, "job", 90.0)
-    members.take_over(1 << DRAWN, 100.0, [before, absent])
+    members.take_over(1 << DRAWN, 100.0)
     assert states(members) == {now.session: "open", absent.session: "open"}
     assert members.open(B, 1, False, absent.session, 105.0, job="job")[0] == absent.session
     for moment in (104.0, 108.0, 112.0):
