@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
-from pswire.api import Testimony, Vote
 from pswire.cluster import Task
 from pswire.errors import CheckpointError, MemoryLimit, PSError, VariableMismatch
+from pswire.servers.votes import Testimony, Vote
 from pswire.transport.payload import Payload
 
 log = logging.getLogger("psserver")

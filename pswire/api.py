@@ -164,6 +164,9 @@ class Contribution:
         alone: True for a round of its sender alone, in a job whose workers make rounds together: `round` is then the
             session's own count of such rounds, from 0, and its plan updates variables that are `alone`, and no others.
         trace: the span that sends it, as W3C's traceparent, where the worker traces this step; else "".
+        host: a number of the sender's host, whose workers' contributions are summed before others; 0 for none.
+        parts: where the payload is the sum of what several workers of a host contribute: what each of them says, the
+            sender included. Then `weights` are the sums of theirs, and `want` is what any of them wants.
     """
 
     session: int
@@ -186,57 +189,8 @@ class Contribution:
     chunks: tuple[int, ...] = ()
     alone: bool = False
     trace: str = ""
-
-
-@dataclass(frozen=True)
-class Digest:
-    """Hashes of variables on one server, as they were after a `round`: 64 bits for each of `variables`, by number."""
-
-    round: int
-    variables: tuple[int, ...]
-    hashes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Vote:
-    """What one server says to the others of a plan about a round, so that all count the same contributions.
-
-    Attributes:
-        job: the session of the chief that began the job.
-        round, plan_id, epoch: which round, as in its contributions.
-        attempt: how many votes of this round there were before.
-        whole: the sessions whose contributions are whole on this server.
-        error: why the round cannot run on this server; then it fails on all.
-        closed: the last round that is over on this server.
-        digest: what earlier rounds have made of the variables that both servers hold; None but in some rounds.
-    """
-
-    job: int
-    round: int
-    plan_id: bytes
-    epoch: int
-    attempt: int = 0
-    whole: frozenset[int] = frozenset()
-    error: PSError | None = None
-    closed: int = -1
-    digest: Digest | None = None
-
-
-@dataclass(frozen=True)
-class Testimony:
-    """What one server says to the others of one that is gone: all of its votes that count.
-
-    Attributes:
-        job: the session of the chief that began the job.
-        gone: the server that is gone.
-        votes: its votes that were heard, of rounds that are not over everywhere; no later one is heard.
-        before: how often it was gone before.
-    """
-
-    job: int
-    gone: int
-    votes: tuple[Vote, ...] = ()
-    before: int = 0
+    host: int = 0
+    parts: tuple[Contribution, ...] = ()
 
 
 @dataclass(frozen=True)

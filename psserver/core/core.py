@@ -38,8 +38,6 @@ from pswire.api import (
     RoundReply,
     RowRead,
     TableRead,
-    Testimony,
-    Vote,
     Watched,
 )
 from pswire.cluster import Task
@@ -52,6 +50,7 @@ from pswire.model.places import Offered, Spare
 from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.saved import Shard
 from pswire.model.status import STILL, Happened, Pace, ServerStatus
+from pswire.servers.votes import Testimony, Vote
 from pswire.transport.payload import Payload
 
 T = TypeVar("T")

@@ -20,11 +20,11 @@ from psserver.execution.nonfinite import NonfiniteVariables
 from psserver.plans.prepared import PreparedPlan
 from psserver.state.counters import ServerCounters
 from psserver.state.variables import Store
-from pswire.api import Digest
 from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.model.rows import Int64s
 from pswire.model.status import Difference
+from pswire.servers.votes import Digest
 
 log = logging.getLogger("psserver")
 

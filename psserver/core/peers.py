@@ -14,10 +14,10 @@ from psserver.effects import Effect, Reply
 from psserver.registry import Registry
 from psserver.state.counters import ServerCounters
 from psserver.state.rounds import Rounds
-from pswire.api import Testimony, Vote
 from pswire.cluster import Task
 from pswire.errors import InvalidRequest, PSError, ServerGone, ServerLost, Unreachable
 from pswire.model.log import Gone, LogEntry
+from pswire.servers.votes import Testimony, Vote
 
 log = logging.getLogger("psserver")
 

@@ -8,7 +8,7 @@ directions.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -115,8 +115,7 @@ class Runner:
         """Forgets the running round; its results are dropped."""
         self._tally.forget()
         self._nonfinite.clear()
-        self.broken = None
-        self._execution = self.held = self._awaits = self._ballot = self._late.keeps = None
+        self.broken = self._execution = self.held = self._awaits = self._ballot = self._late.keeps = None
         self._assigned = {}
         self._answers.drop()
 
@@ -190,6 +189,8 @@ class Runner:
         if verdict.error is not None:
             error = verdict.error
             return self._finish(trial, False, lambda: self._close(job, trial, *self._rounds.fail(job, error)))
+        if verdict.torn:
+            return self._again(ballot, None if trial is None else trial.execution, job.sessions)
         if agreed.is_short and not (verdict.unanimous or verdict.repeated):
             self._rounds.gather(job, ballot.attempt + 1)  # nothing was tried: what is waits for all
             return self.next()
@@ -254,22 +255,21 @@ class Runner:
         """Answers the members of a round that is over, but for those whose answers have to wait."""
         return self.replies(record, self._waiters.hold(record, waiters))
 
-    def _again(self, ballot: _Ballot, execution: Execution, agreed: frozenset[int] | None = None) -> list[Effect]:
-        """Drops a streamed run, whose contributions are used up: others count than it has.
+    def _again(self, ballot: _Ballot, execution: Execution | None, agreed: Set[int] | None = None) -> list[Effect]:
+        """Drops a run, and asks for its contributions once more: others count than it has.
 
         Args:
             ballot: the round.
-            execution: its run, which may still be in the thread for arrays.
+            execution: its run, which may still be in the thread for arrays; None where there was none.
             agreed: the sessions that its vote has left; None before that.
         """
-        job = ballot.job
         self._store.end_loan()
         self._execution = self._awaits = self._ballot = None
         self._answers.drop()
-        attempt = job.attempt if agreed is None else ballot.attempt + 1
+        job, attempt = ballot.job, ballot.job.attempt if agreed is None else ballot.attempt + 1
         asks = self._rounds.again(job, attempt, agreed)
-        log.info("round %d is made once more: a member was lost while it streamed", job.round)
-        return [*asks, Run(execution.close), *self.next()]
+        log.info("round %d is made once more: a member was lost while it was made", job.round)
+        return [*asks, *([] if execution is None else [Run(execution.close)]), *self.next()]
 
     def _holds(self, job: ReadyRound) -> bool:
         """Returns True if a round must wait: it would leave too many old values to a checkpoint."""

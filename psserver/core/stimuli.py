@@ -13,7 +13,7 @@ from psserver.core.waiting import Asked
 from psserver.effects import Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.registry import Registry
-from pswire.api import UNTIL_ENDED, UNTIL_GONE, Contribution, RestoreOrder, Testimony, Vote
+from pswire.api import UNTIL_ENDED, UNTIL_GONE, Contribution, RestoreOrder
 from pswire.cluster import Task
 from pswire.errors import PSError, ServerGone
 from pswire.model.chunks import ChunkAsk
@@ -22,6 +22,7 @@ from pswire.model.log import Member, Start
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.status import Happened
 from pswire.security.session_numbers import count_of
+from pswire.servers.votes import Testimony, Vote
 from pswire.sizes import human
 from pswire.transport.payload import Payload
 

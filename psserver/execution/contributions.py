@@ -265,6 +265,29 @@ class Contributions:
                 self._known[index] = found
         return found
 
+    @cached_property
+    def by_host(self) -> bool:
+        """True if several senders are of one host: what these contribute is summed first, as its workers would do it.
+
+        So the bits of a sum do not depend on whether they have.
+        """
+        hosts = [sender.part.said.host for sender in self.senders if sender.part.said.host]
+        return len(set(hosts)) < len(hosts)
+
+    @property
+    def batched(self) -> int:
+        """The number of contributions that kernels may sum in batches; 0 where they may not."""
+        return 0 if self.by_host else len(self.senders)
+
+    def _by_hosts(self, index: int, room: Room) -> list[Weighed]:
+        """Returns the contributions to a reduction, as `of`; of the senders of one host their sum, and its weight."""
+        if not self.by_host or self._prepared.plan.reductions[index].op == "first":
+            return self.of(index)
+        spec, hosts = self.spec(index), dict[object, list[Weighed]]()
+        for sender, weighed in zip(self.senders, self.of(index), strict=True):
+            hosts.setdefault(sender.part.said.host or sender, []).append(weighed)
+        return [_together(spec, each, room) for each in hosts.values()]
+
     def is_given(self, index: int) -> bool:
         """Returns whether any sender's contribution to a reduction counts."""
         return any(sender.contributes(index) for sender in self.senders)
@@ -289,7 +312,7 @@ class Contributions:
     def parts(self, index: int) -> ContributionParts | None:
         """Returns the contributions to a reduction, if a kernel may sum them."""
         reduction = self._prepared.plan.reductions[index]
-        if reduction.form != "dense" or reduction.codec is not None:
+        if reduction.form != "dense" or reduction.codec is not None or self.by_host:
             return None
         present = [weighed for weighed in self.of(index) if weighed[0]]
         if not 0 < len(present) <= MAX_PARTS:
@@ -316,7 +339,7 @@ class Contributions:
         if reduction.form == "dense" and reduction.codec is not None:
             return self._decoded(index, reduction, reduction.codec)
         if reduction.form == "dense":
-            return reduce(reduction.op, reduction.tensor, self.of(index), room)
+            return reduce(reduction.op, reduction.tensor, self._by_hosts(index, room), room)
         whole = np.zeros(reduction.tensor.shape, DTYPES[reduction.tensor.dtype])
         ids, values = self.reduced_rows(index)
         whole[ids] = values
@@ -399,6 +422,14 @@ class Contributions:
                 self._known.pop(index, None)
         for sender in self.senders:
             sender.let_go(self._readers)
+
+
+def _together(spec: TensorSpec, contributions: Sequence[Weighed], room: Room) -> Weighed:
+    """Returns the sum of contributions, of which any may have the weight 0, and of their weights."""
+    present = [each for each in contributions if each[0]]
+    if len(present) < 2:
+        return present[0] if present else (0.0, [])
+    return sum(weight for weight, _ in present), [reduce("sum", spec, present, room).reshape(-1)]
 
 
 def _check_ids(ids: Array, task: Task, reduction: Reduction) -> None:

@@ -275,7 +275,7 @@ class Execution:
         for application in self._outline.applications:
             self._variables.check(application.variables)  # before anything is written: kernels see addresses only
         self._known.update((ref, self._device.put(operand)) for ref, operand in self.contributions.operands())
-        self._batches = self.job.prepared.batches(self._kernels, len(self.contributions.senders))
+        self._batches = self.job.prepared.batches(self._kernels, self.contributions.batched)
         if self.job.plan.restore is not None:
             self._variables.settle()
         self.begun = True

@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
-from pswire.api import Contribution, Vote
+from pswire.api import Contribution
 from pswire.cluster import Task
 from pswire.errors import PSError
 from pswire.model.log import Member, Position
 from pswire.model.plan import Plan
+from pswire.servers.votes import Vote
 from pswire.transport.payload import Payload
 
 BRIEF_BYTES = 1 << 25
@@ -63,11 +64,24 @@ class MemberShare:
         member: the member.
         said: its contribution, without the payload.
         payload: operands, then contributions; it may still grow.
+        within: the share whose payload has this one's contribution in a sum; None for one with a payload of its own.
     """
 
     member: Member
     said: Contribution
     payload: Payload
+    within: MemberShare | None = None
+
+    @property
+    def whole(self) -> bool:
+        """True if all bytes of its contribution are there."""
+        return self.payload.whole if self.within is None else self.within.whole
+
+    @property
+    def summed(self) -> frozenset[int]:
+        """The sessions whose contributions are in one sum with it, its own included; empty for one that is in none."""
+        share = self.within or self
+        return frozenset(part.session for part in share.said.parts)
 
     @property
     def has_examples(self) -> bool:
@@ -145,14 +159,16 @@ class ReadyRound:
             closed: the last round that is over here.
         """
         whole = self.sessions if self.error is None else frozenset[int]()
-        return Vote(chief, self.round, self.plan.id, self.epoch, attempt, whole, self.error, closed)
+        sums = tuple([part.summed for part in self.parts if part.said.parts])
+        return Vote(chief, self.round, self.plan.id, self.epoch, attempt, whole, self.error, closed, sums=sums)
 
     @cached_property
     def accused(self) -> tuple[tuple[int, Task], ...]:
         """Contributions with NaN or infinity, where the plan does not apply them: the reduction, and whose it is."""
         if self.plan.nonfinite == "apply":
             return ()
-        return tuple((index, part.member.task) for part in self.contributors for index in part.said.nonfinite)
+        senders = (part for part in self.parts if not part.said.observes)
+        return tuple((index, part.member.task) for part in senders for index in part.said.nonfinite)
 
     def is_brief(self, kernels: Kernels) -> bool:
         """Returns True if it takes so little time that an event loop may run it, and asks nobody for anything."""
@@ -179,8 +195,8 @@ class ReadyRound:
 
     @property
     def contributors(self) -> list[MemberShare]:
-        """The contributions, without those of observers."""
-        return [part for part in self.parts if not part.said.observes]
+        """The contributions, without those of observers; of several that came as a sum the one that has it."""
+        return [part for part in self.parts if not part.said.observes and part.within is None]
 
     @property
     def positions(self) -> tuple[Position, ...]:

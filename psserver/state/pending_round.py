@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from psserver.effects import Effect, Fail
+from psserver.effects import Effect, Fail, Run
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Commit, Key, MemberShare, ReadyRound
+from psserver.plans.sums import shares_of
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
-from pswire.errors import PSError, PushAgain
+from pswire.errors import InvalidRequest, PSError, PushAgain
 from pswire.model.log import ALONE, Member, Mode, Position
 from pswire.model.status import OpenRound
 from pswire.transport.payload import Payload
@@ -66,7 +67,7 @@ class PendingRound:
     error: PSError | None = None
     doubtful: list[Push] = field(default_factory=list)
     attempt: int = 0
-    agreed: frozenset[int] | None = None
+    agreed: Set[int] | None = None
     voted: tuple[frozenset[int], frozenset[int]] | None = None
     whole: bool = False
     _lacking: int = 0  # the place in `members` of who was missing when it was last looked for
@@ -75,6 +76,11 @@ class PendingRound:
     def positions(self) -> tuple[Position, ...]:
         """Positions of its members' datasets."""
         return next((part.said.positions for part in self.parts.values() if part.said.positions), ())
+
+    @property
+    def sent(self) -> list[MemberShare]:
+        """The contributions that have come by themselves, and the sums; not what is within one."""
+        return [part for part in self.parts.values() if part.within is None]
 
     @property
     def sessions(self) -> set[int]:
@@ -87,7 +93,7 @@ class PendingRound:
 
     def missing(self, fenced: Set[int]) -> list[Member]:
         """Returns the members, without fenced ones, whose contributions are not whole."""
-        whole = {session for session, part in self.parts.items() if part.payload.whole}
+        whole = {session for session, part in self.parts.items() if part.whole}
         return [member for member in self._counted if member.session not in whole | fenced]
 
     def told(self, number: int, describe: Callable[[bytes], str], fenced: Set[int], approved: bool) -> OpenRound:
@@ -121,7 +127,8 @@ class PendingRound:
         return [
             part
             for part in parts
-            if (part.payload.whole and part.said.previous <= last) or not (whole or part.member.session in fenced)
+            if (part.whole and (part.summed or part.said.previous <= last))
+            or not (whole or part.member.session in fenced)
         ]
 
     def needs(self, plan: PreparedPlan, members: int) -> int:
@@ -205,7 +212,7 @@ class PendingRound:
             if session in fenced or not (agreed is None or session in agreed):
                 continue
             part = self.parts.get(session)
-            if part is None or part.said.previous > last or not (streams or part.payload.whole):
+            if part is None or part.said.previous > last or not (streams or part.whole):
                 self._lacking = place
                 return True
         return False
@@ -241,7 +248,74 @@ class PendingRound:
             late,
         )
 
-    def again(self, attempt: int, agreed: frozenset[int] | None) -> list[Effect]:
+    # ---- Contributions ----
+
+    def take(self, push: Push, members: Sequence[Member]) -> tuple[list[MemberShare], list[Effect]]:
+        """Adds a push to a round that has its plan and epoch.
+
+        Args:
+            push: the push; of one that came before, a resend.
+            members: who contributes: the sender, or of a sum the senders of its parts.
+
+        Returns:
+            The shares with a payload that are new, which is none for a resend; and the effects.
+
+        Raises:
+            PSError: why the round has failed.
+            InvalidRequest: it was sent before with something else.
+            PushAgain: each of a sum's senders has to push by itself.
+        """
+        if self.error is not None:
+            raise self.error
+        said, payload = push.said, push.payload
+        effects = self._tear_for(said)
+        found = self.parts.get(said.session)
+        if said.parts:
+            self._check_sum(said, found)
+        elif found is not None and not (found.summed or _is_again(found, push)):
+            raise InvalidRequest(f"round {said.round} of this session is sent again with another payload")
+        self.waiters.append((said, push.future))
+        if found is None:
+            shares = shares_of(said, payload, members) if said.parts else [MemberShare(members[0], said, payload)]
+            self.parts |= {share.member.session: share for share in shares}
+            if said.parts and not self.whole:
+                self.whole = True  # if a sum breaks off, its senders send what it has by themselves
+                effects += [Run(part.payload.hold) for part in self.sent]
+            return [share for share in shares if share.within is None], effects
+        # A resend does not replace arrived arrays, which may be in use. It brings the missing ones.
+        share = found.within or found
+        if found.summed and not said.parts:
+            effects.append(Run(payload.discard))
+        elif share.payload is not payload:
+            effects.append(Run(share.payload.follow, (payload,)))
+        return [], effects
+
+    def _check_sum(self, said: Contribution, found: MemberShare | None) -> None:
+        """Raises `PushAgain` for a sum beside contributions that its host's workers have sent by themselves."""
+        sessions = {part.session for part in said.parts}
+        there = found.summed if found is not None else frozenset[int]()
+        near = {session for session, part in self.parts.items() if part.said.host == said.host} | there
+        if (sessions & self.parts.keys() or near) and not near == there == sessions:
+            raise PushAgain(f"round {said.round} has contributions of this host already that are in no sum")
+
+    def _tear_for(self, said: Contribution) -> list[Effect]:
+        """Drops a sum that is of no use beside a contribution of its host: it has not come whole, or is without it."""
+        found, torn = self.parts.get(said.session), frozenset[int]()
+        if said.host and not said.parts:
+            near = (part for part in self.parts.values() if part.summed and part.said.host == said.host)
+            torn = next((part.summed for part in near if found is None or not part.whole), torn)
+        return self.tear(torn)
+
+    def tear(self, sessions: frozenset[int]) -> list[Effect]:
+        """Drops a sum, or a contribution; whoever waits for it is asked to push again, each by itself."""
+        error = PushAgain("what was sent for several workers of a host is not used; each has to push by itself")
+        shares = [self.parts.pop(session) for session in sessions]
+        dropped = [Run(share.payload.discard) for share in shares if share.within is None]
+        return [*dropped, *(effect for session in sorted(sessions) for effect in self.fail_session(session, error))]
+
+    # ---- The end ----
+
+    def again(self, attempt: int, agreed: Set[int] | None) -> list[Effect]:
         """Asks for all contributions once more, since they are used up; they will be taken in whole."""
         self.attempt, self.agreed, self.whole = attempt, agreed, True
         self.parts.clear()
@@ -272,3 +346,8 @@ class PendingRound:
         self.doubtful = [push for push in self.doubtful if push.said.session != session]
         self.waiters = [waiter for waiter in self.waiters if waiter[0].session != session]
         return [Fail(future, error) for future in failed]
+
+
+def _is_again(share: MemberShare, push: Push) -> bool:
+    """Returns whether a push may be a resend of a contribution."""
+    return (share.said.weights, share.payload.size) == (push.said.weights, push.payload.size)

@@ -6,7 +6,7 @@ the result. Methods return effects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from psserver.effects import Effect, Fail, Run
 from psserver.plans.backlog import Backlog
 from psserver.plans.prepared import PreparedPlan
 from psserver.plans.round import Key, MemberShare, Own, ReadyRound
+from psserver.plans.sums import check_sum
 from psserver.state.changes import go_on, left_out
 from psserver.state.chunks import ChunkQueue
 from psserver.state.clocks import Clocks
@@ -35,13 +36,14 @@ from psserver.state.strands import (
     shared_rounds,
 )
 from psserver.state.votes import Votes
-from pswire.api import Contribution, RoundReply, Vote
+from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
-from pswire.errors import Fenced, InvalidRequest, PSError
+from pswire.errors import Fenced, InvalidRequest, PSError, PushAgain
 from pswire.limits import CLOSURE_ROUNDS
 from pswire.model.changes import change_of
 from pswire.model.log import Epoch, Member, Position
 from pswire.model.status import OpenRound, WorkerProgress
+from pswire.servers.votes import Vote
 from pswire.transport.payload import Payload
 
 LATER = "a later section; it made none here"
@@ -105,7 +107,7 @@ class Rounds:
     @property
     def in_flight(self) -> int:
         """Bytes of contributions that are held and not released."""
-        return sum(p.payload.end - p.payload.begin for _, each in self._open() for p in each.parts.values())
+        return sum(part.payload.end - part.payload.begin for _, each in self._open() for part in each.sent)
 
     def approve(self, plan: PreparedPlan) -> list[Effect]:
         """Approves a plan: its rounds may run from now on."""
@@ -113,7 +115,7 @@ class Rounds:
         self.plans[plan_id] = plan
         for _, pending in self._open():
             if pending.plan_id == plan_id:
-                for part in list(pending.parts.values()):
+                for part in pending.sent:
                     self._admit(pending, part, plan)
         return self._take_effects()
 
@@ -183,16 +185,22 @@ class Rounds:
         strand.check_open(said)
         if take_over(strand, push, member, self._running == (key, said.round), self._effects):
             return
-        self._check_order(strand, said, member)
+        senders = _senders(epoch, push.said, member)
+        for part, each in senders:
+            self._check_order(strand, part, each)
         members = (member,) if key else epoch.members
         fresh = PendingRound(said.plan_id, said.epoch, members, push.since, whole=self.backlog.behind)
-        pending = strand.open.setdefault(said.round, fresh)
+        pending = strand.open.get(said.round, fresh)
+        if said.parts and (key or pending.differs(said) or _is_apart(said.parts, self)):
+            raise PushAgain(f"no sum may be sent to round {said.round}; each worker has to push by itself")
+        strand.open[said.round] = pending
         if pending.differs(said) and joins(said, self.epochs) and only_newcomers(pending, self.epochs):
             pending.doubtful.append(push)
             return
         self._check_plan(pending, said, member)
-        strand.came(said)
-        self._take(pending, push, member)
+        for part, _ in senders:
+            strand.came(part)
+        self._take(pending, push, [each for _, each in senders])
         if pending.doubtful and not joins(said, self.epochs):
             self._settle(pending)
 
@@ -201,24 +209,14 @@ class Rounds:
         self._closures.learn(version, newest, begun)
         self._closures.forget(self.strands)
 
-    def _take(self, pending: PendingRound, push: Push, member: Member) -> None:
-        """Adds a push to its round."""
-        said, payload = push.said, push.payload
-        found = pending.parts.get(said.session)
-        if pending.error is not None:
-            raise pending.error
-        if found is not None and (found.said.weights, found.payload.size) != (said.weights, payload.size):
-            raise InvalidRequest(f"round {said.round} of this session is sent again with another payload")
-        pending.waiters.append((said, push.future))
-        if found is not None:
-            # A resend does not replace arrived arrays, which may be in use. It brings the missing ones.
-            if found.payload is not payload:
-                self._effects.append(Run(found.payload.follow, (payload,)))
-        else:
-            part = MemberShare(member, said, payload)
-            pending.parts[said.session] = part
-            if plan := self.plans.get(said.plan_id):
-                self._admit(pending, part, plan)
+    def _take(self, pending: PendingRound, push: Push, members: Sequence[Member]) -> None:
+        """Adds a push to its round; `members` are those who contribute with it."""
+        shares, effects = pending.take(push, members)
+        self._effects += effects
+        plan = self.plans.get(push.said.plan_id)
+        if plan is not None:
+            for share in shares:
+                self._admit(pending, share, plan)
 
     def _check_plan(self, pending: PendingRound, said: Contribution, member: Member) -> None:
         """Checks that all members of a round have one plan for it; an error of a lone member concerns that member only.
@@ -270,8 +268,9 @@ class Rounds:
         try:
             prepared.check(said, part.payload.size)
         except InvalidRequest as error:
-            del pending.parts[said.session]
-            self._effects += pending.fail_session(said.session, error)
+            for session in part.summed or (said.session,):
+                del pending.parts[session]
+                self._effects += pending.fail_session(session, error)
         else:
             if pending.streams(prepared):
                 part.payload.reader = prepared.layout(said).window
@@ -298,6 +297,8 @@ class Rounds:
             raise InvalidRequest(f"round {said.round} had another plan")
         if not record.is_for(said.session):
             raise Fenced(f"round {said.round} was made without this session; restart the process")
+        if not all(record.is_for(part.session) for part in said.parts):
+            raise PushAgain(f"round {said.round} was made without some of a sum; each worker has to push by itself")
         strand.came(said)
         return record
 
@@ -364,7 +365,7 @@ class Rounds:
         record = Record(job.plan.id, error=type(error)(error.message, error.task))
         return record, self._close(job.strand, job.round, record)
 
-    def again(self, job: ReadyRound, attempt: int, agreed: frozenset[int] | None) -> list[Effect]:
+    def again(self, job: ReadyRound, attempt: int, agreed: Set[int] | None) -> list[Effect]:
         """A round that has run, of which nothing counts, waits for its contributions once more.
 
         Args:
@@ -452,6 +453,28 @@ def _member(epoch: Epoch, said: Contribution) -> Member | None:
     """Returns the sender of a contribution, as it makes its round; None if it is no member of the epoch."""
     member = epoch.session(said.session)
     return member if member is None or not said.alone else replace(member, mode="async", backup_workers=0)
+
+
+def _senders(epoch: Epoch, said: Contribution, member: Member) -> list[tuple[Contribution, Member]]:
+    """Returns who contributes with a push, and what each says: its sender, or the senders of a sum's parts.
+
+    Raises:
+        InvalidRequest: it cannot be the sum of its parts.
+        PushAgain: one of them is no member of the epoch.
+    """
+    if not said.parts:
+        return [(said, member)]
+    check_sum(said)
+    found = [(part, epoch.session(part.session)) for part in said.parts]
+    there = [(part, each) for part, each in found if each is not None]
+    if len(there) < len(found):
+        raise PushAgain(f"a sum has the contribution of no member of epoch {said.epoch}; each has to push by itself")
+    return there
+
+
+def _is_apart(parts: Iterable[Contribution], rounds: Rounds) -> bool:
+    """Returns whether any contribution must come by itself: of one who joins, and may be wrong, or is left out."""
+    return any(part.session in rounds.fenced or joins(part, rounds.epochs) for part in parts)
 
 
 def _key(member: Member | None, said: Contribution) -> Key:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from psserver.effects import Effect, Send
-from pswire.api import Digest, Testimony, Vote
 from pswire.errors import InvalidRequest, PSError
+from pswire.servers.votes import Digest, Testimony, Vote
 
 MAX_HEARD = 1024
 """Votes of rounds that are not over here, beyond which none is kept: a server that works is one round ahead."""
@@ -38,12 +38,14 @@ class Verdict:
         error: why the round fails on all servers.
         unanimous: whether all servers had these, and no others.
         repeated: whether each server has said the same in the attempt before: to vote once more changes nothing.
+        torn: whether a server has a sum of contributions of which some count, and others do not: each is asked for.
     """
 
     whole: frozenset[int]
     error: PSError | None = None
     unanimous: bool = True
     repeated: bool = False
+    torn: bool = False
 
 
 class Votes:
@@ -146,7 +148,8 @@ class Votes:
         repeated = bool(before) and all(
             server in before and before[server].whole == votes[server].whole for server in servers if server in votes
         )
-        return Verdict(whole, unanimous=all(vote.whole == whole for vote in ordered), repeated=repeated)
+        torn = any(each & whole and not each <= whole for vote in ordered for each in vote.sums)
+        return Verdict(whole, None, all(vote.whole == whole for vote in ordered), repeated, torn)
 
     def called(self, round: int, attempt: int) -> bool:
         """Returns True if another server has voted in an attempt."""

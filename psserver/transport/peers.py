@@ -21,7 +21,6 @@ import grpc
 from psserver.config import ServerConfig
 from psserver.effects import NOWHERE, Peer
 from psserver.transport.served import Served
-from pswire.api import Testimony, Vote
 from pswire.cluster import Task
 from pswire.encoding.messages import said_to_pb
 from pswire.encoding.protocol import PROTOCOL, check_protocol
@@ -29,6 +28,7 @@ from pswire.encoding.verbs import INCARNATION_KEY, TOKEN_KEY, VERBS, bearer, par
 from pswire.errors import InvalidRequest, PSError, ServerGone
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.names import certificate_name, task_name
+from pswire.servers.votes import Testimony, Vote
 from pswire.transport.grpc_channel import open_channel, reason, stub
 from pswire.transport.sockets import Kind, Message, MessageSocket, connect
 from pswire.transport.tls_socket import Stream

@@ -6,9 +6,10 @@ from typing import Protocol
 
 from psserver.effects import Others
 from psserver.registry import Registry
-from pswire.api import ParameterServer, Testimony, Vote
+from pswire.api import ParameterServer
 from pswire.errors import ServerGone
 from pswire.model.status import STILL, Pace
+from pswire.servers.votes import Testimony, Vote
 
 
 class Served(ParameterServer, Protocol):

@@ -15,9 +15,10 @@ from psserver.plans.round import BRIEF_BYTES
 from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.machines import Host, Strand, travel
 from pstesting.simulation.scheduler import Scheduler
-from pswire.api import Contribution, RoundReply, Testimony, Vote
+from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
 from pswire.errors import PSError, ServerLost
+from pswire.servers.votes import Testimony, Vote
 from pswire.transport.payload import Payload
 
 RESET_SECONDS = 0.1

@@ -12,7 +12,6 @@ from pswire.api import (
     Contribution,
     CreateBatchReply,
     CreateReply,
-    Digest,
     Opened,
     PullReply,
     RestoreOrder,
@@ -22,8 +21,6 @@ from pswire.api import (
     RowRead,
     TableQuestion,
     TableRead,
-    Testimony,
-    Vote,
     Watched,
 )
 from pswire.cluster import JOBS, Task
@@ -74,6 +71,7 @@ from pswire.model.tables import (
 )
 from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
+from pswire.servers.votes import Digest, Testimony, Vote
 from pswire.traces.traceparent import well_formed
 from pswire.transport.payload import Payload
 
@@ -259,6 +257,8 @@ def contribution_to_pb(contribution: Contribution, size: int) -> pb.PushHeader:
         chunks=contribution.chunks,
         alone=contribution.alone,
         trace=contribution.trace,
+        host=contribution.host,
+        parts=[contribution_to_pb(part, 0) for part in contribution.parts],
     )
 
 
@@ -285,6 +285,8 @@ def contribution_from_pb(message: pb.PushHeader) -> Contribution:
         tuple(message.chunks),
         message.alone,
         well_formed(message.trace),
+        message.host,
+        tuple([contribution_from_pb(part) for part in message.parts]),
     )
 
 
@@ -422,6 +424,7 @@ def _vote_to_pb(vote: Vote, session: int) -> pb.ServerVote:
         error=None if vote.error is None else refusal_to_pb(vote.error),
         closed=vote.closed,
         digest=None if vote.digest is None else DIGEST.to_pb(vote.digest),
+        sums=[pb.Sessions(numbers=sorted(each)) for each in vote.sums],
     )
 
 
@@ -441,4 +444,5 @@ def _vote_from_pb(message: pb.ServerVote) -> Vote:
         error,
         message.closed,
         digest,
+        tuple([frozenset(each.numbers) for each in message.sums]),
     )

@@ -359,7 +359,7 @@ class Moved(_message.Message):
     def __init__(self, server: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class ServerVote(_message.Message):
-    __slots__ = ("session", "job", "round", "plan_id", "epoch", "attempt", "whole", "error", "closed", "testimony", "digest")
+    __slots__ = ("session", "job", "round", "plan_id", "epoch", "attempt", "whole", "error", "closed", "testimony", "digest", "sums")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -371,6 +371,7 @@ class ServerVote(_message.Message):
     CLOSED_FIELD_NUMBER: _ClassVar[int]
     TESTIMONY_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
     session: int
     job: int
     round: int
@@ -382,7 +383,14 @@ class ServerVote(_message.Message):
     closed: int
     testimony: Testimony
     digest: Digest
-    def __init__(self, session: _Optional[int] = ..., job: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., whole: _Optional[_Iterable[int]] = ..., error: _Optional[_Union[Refusal, _Mapping]] = ..., closed: _Optional[int] = ..., testimony: _Optional[_Union[Testimony, _Mapping]] = ..., digest: _Optional[_Union[Digest, _Mapping]] = ...) -> None: ...
+    sums: _containers.RepeatedCompositeFieldContainer[Sessions]
+    def __init__(self, session: _Optional[int] = ..., job: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., whole: _Optional[_Iterable[int]] = ..., error: _Optional[_Union[Refusal, _Mapping]] = ..., closed: _Optional[int] = ..., testimony: _Optional[_Union[Testimony, _Mapping]] = ..., digest: _Optional[_Union[Digest, _Mapping]] = ..., sums: _Optional[_Iterable[_Union[Sessions, _Mapping]]] = ...) -> None: ...
+
+class Sessions(_message.Message):
+    __slots__ = ("numbers",)
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, numbers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Digest(_message.Message):
     __slots__ = ("round", "variables", "hashes")
@@ -1364,7 +1372,7 @@ class HandOutReply(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., over: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite", "follows", "first_values", "rows", "lookups", "seconds", "closure", "chunks", "alone", "trace")
+    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite", "follows", "first_values", "rows", "lookups", "seconds", "closure", "chunks", "alone", "trace", "host", "parts")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -1386,6 +1394,8 @@ class PushHeader(_message.Message):
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     ALONE_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     round: int
@@ -1407,7 +1417,9 @@ class PushHeader(_message.Message):
     chunks: _containers.RepeatedScalarFieldContainer[int]
     alone: bool
     trace: str
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ..., first_values: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., lookups: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ..., seconds: _Optional[int] = ..., closure: _Optional[_Union[ClosureName, _Mapping]] = ..., chunks: _Optional[_Iterable[int]] = ..., alone: _Optional[bool] = ..., trace: _Optional[str] = ...) -> None: ...
+    host: int
+    parts: _containers.RepeatedCompositeFieldContainer[PushHeader]
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ..., first_values: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., lookups: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ..., seconds: _Optional[int] = ..., closure: _Optional[_Union[ClosureName, _Mapping]] = ..., chunks: _Optional[_Iterable[int]] = ..., alone: _Optional[bool] = ..., trace: _Optional[str] = ..., host: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PushHeader, _Mapping]]] = ...) -> None: ...
 
 class RoundHeader(_message.Message):
     __slots__ = ("round", "epoch", "more", "left_out", "size", "warnings", "observers", "rows", "over")

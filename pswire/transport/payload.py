@@ -105,6 +105,14 @@ class Payload:
         for then in told:
             then()
 
+    def hold(self) -> None:
+        """Nobody reads it before it is whole: it comes without a stop."""
+        with self._lock:
+            self.reader = 0
+            told, self._crowding = [then for _, then in self._crowding], []
+        for then in told:
+            then()
+
     def discard(self) -> None:
         """Nobody reads any more of it: what is here is let go of, and so is what still comes."""
         with self._lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from psserver.effects import Peer
-from pswire.api import Vote
+from pswire.servers.votes import Vote
 
 
 class Mail:

@@ -44,25 +44,26 @@ ROOMS = {
         _room("pswire.telemetry.views", 2, "pswire wire.model wire.security"),
         _room("pswire.telemetry.page", 3, "pswire wire.model wire.security wire.telemetry wire.views"),
         _room("pswire.transport", 2, "pswire wire.model wire.security"),
-        _room("pswire.servers", 2, "wire.model"),
+        _room("pswire.servers", 2, "pswire wire.model"),
         _room("pswire.api", 3, "pswire wire.model wire.transport wire.servers"),
         _room("pswire.checkpoint", 4, "pswire wire.model wire.api"),
-        _room("pswire.encoding", 4, "pswire wire.model wire.traces wire.transport wire.api"),
-        _room("psserver", 4, "pswire wire.model wire.security wire.traces wire.transport wire.api"),
+        _room("pswire.encoding", 4, "pswire wire.model wire.servers wire.traces wire.transport wire.api"),
+        _room("psserver", 4, "pswire wire.model wire.security wire.servers wire.traces wire.transport"),
         _room("psserver.programs", 5, "pswire wire.model psserver"),
         _room("psserver.tiers", 5, "pswire wire.model"),
         _room("psserver.tables", 6, "pswire wire.model psserver.programs psserver.tiers"),
-        _room("psserver.plans", 6, "pswire wire.model wire.transport psserver.programs wire.api"),
+        _room("psserver.plans", 6, "pswire wire.model wire.servers wire.transport psserver.programs wire.api"),
         _room(
             "psserver.state",
             7,
-            "pswire wire.model wire.security wire.telemetry psserver wire.transport psserver.programs wire.api "
-            "psserver.plans psserver.tables",
+            "pswire wire.servers wire.model wire.security wire.telemetry psserver wire.transport psserver.programs "
+            "wire.api psserver.plans psserver.tables",
         ),
         _room(
             "psserver.transport",
             7,
-            "pswire wire.model wire.security wire.telemetry wire.traces psserver wire.transport wire.api wire.encoding",
+            "pswire wire.servers wire.model wire.security wire.telemetry wire.traces psserver wire.transport wire.api "
+            "wire.encoding",
         ),
         _room(
             "psserver.checkpoints",
@@ -73,8 +74,8 @@ ROOMS = {
         _room(
             "psserver.core",
             9,
-            "pswire wire.model wire.security wire.telemetry wire.traces psserver wire.transport psserver.programs "
-            "wire.api psserver.plans psserver.tables psserver.tiers wire.checkpoint psserver.state "
+            "pswire wire.servers wire.model wire.security wire.telemetry wire.traces psserver wire.transport "
+            "psserver.programs wire.api psserver.plans psserver.tables psserver.tiers wire.checkpoint psserver.state "
             "psserver.checkpoints psserver.execution",
         ),
         _room(
@@ -206,7 +207,7 @@ ROOMS = {
         _room(
             "pstesting.simulation",
             16,
-            "pswire wire.api wire.model wire.transport wire.telemetry psserver psserver.programs psserver.plans "
+            "pswire wire.servers wire.api wire.model wire.transport wire.telemetry psserver psserver.programs psserver.plans "
             "psserver.core psclient._src src.transport src.rounds src.chief",
         ),
         _room("pstesting.planner", 17, "pswire wire.transport psclient psclient.psctl pstesting pstesting.simulation"),

@@ -15,7 +15,6 @@ import numpy as np
 
 from psserver.effects import Others
 from psserver.registry import Registry
-from pswire import api
 from pswire.api import (
     RESTS,
     UNTIL_ENDED,
@@ -30,7 +29,6 @@ from pswire.api import (
     RoundReply,
     RowRead,
     TableRead,
-    Vote,
     Watched,
 )
 from pswire.cluster import Task
@@ -119,6 +117,7 @@ from pswire.model.tables import (
 )
 from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
+from pswire.servers.votes import Digest, Testimony, Vote
 from pswire.transport.payload import EMPTY, Payload
 from tests.support.tap import spell
 
@@ -543,8 +542,8 @@ SAMPLES = (
 VOTES = (
     Vote(77, 41, PLAN_ID, 6, 2, frozenset((SESSION, 9)), closed=-1),
     Vote(77, 42, PLAN_ID, 6, error=error("MemoryLimit"), closed=40),
-    Vote(77, 64, PLAN_ID, 6, 0, frozenset((9,)), closed=63, digest=api.Digest(62, (0, 300), (1 << 63, 7))),
-    api.Testimony(77, 3, (Vote(77, 43, PLAN_ID, 6, 1, frozenset((9,)), closed=42),), 2),
+    Vote(77, 64, PLAN_ID, 6, 0, frozenset((9,)), closed=63, digest=Digest(62, (0, 300), (1 << 63, 7))),
+    Testimony(77, 3, (Vote(77, 43, PLAN_ID, 6, 1, frozenset((9,)), closed=42),), 2),
 )
 """What another server says."""
 

@@ -10,9 +10,9 @@ import pytest
 from psserver.core.digests import MAX_NAMES, ROUNDS
 from psserver.effects import Work
 from pstesting.clock import Clock
-from pswire.api import Digest
 from pswire.errors import ServerGone
 from pswire.model.log import EpochClosed, Gone, JobStarted, Return
+from pswire.servers.votes import Digest
 from tests.support.mail import Mail
 from tests.support.rig import SOON, WORKERS, Job, Servers, core, sum_into
 

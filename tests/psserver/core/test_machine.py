@@ -15,14 +15,15 @@ from psserver.devices import Device
 from psserver.effects import Await, Fail, Know, Peer, Reply, Run, Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.programs.kernels.kernels import Kernels
-from pswire import api
-from pswire.api import Contribution, PullReply, RoundReply, Vote
+from pswire.api import Contribution, PullReply, RoundReply
 from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest, PSError, ServerGone, ServerLost, Unreachable
 from pswire.model.log import Approved, Done, Epoch, EpochClosed, Gone, JobStarted, Member, Return, Start
 from pswire.model.plan import Plan, SnapshotOrder, VariableSpec
 from pswire.model.status import Pace
 from pswire.model.tensor import TensorSpec
+from pswire.servers import votes as said_by_servers
+from pswire.servers.votes import Vote
 from pswire.transport.payload import Payload
 from tests.support.rig import CHIEF, WORKERS, payload, reduce_only, sum_into
 
@@ -122,7 +123,7 @@ def test_who_is_back_makes_no_round_of_before(told):
     plan = reduce_only(VALUE)
     vote = Vote(told.machine.rounds.votes.job, 3, plan.id, 1, 0, frozenset({1}), None, 2)
     told.append(Approved(plan), EpochClosed(Epoch(1, (Member(A, 1, 1),), start=Start(1, 0))))
-    told.tell("testify", 1, api.Testimony(vote.job, 2, (vote,), 0))
+    told.tell("testify", 1, said_by_servers.Testimony(vote.job, 2, (vote,), 0))
     assert [open.round for open in told.machine.rounds.waiting()] == [3]
     told.append(back(0, 100, 5))
     assert not told.machine.rounds.waiting()

@@ -35,7 +35,7 @@ from psserver.plans.round import Own
 from psserver.state.strands import Record
 from pstesting.clock import Clock
 from pstesting.replay import Recording, Replay
-from pswire.api import Contribution, Opened, RoundReply, Vote
+from pswire.api import Contribution, Opened, RoundReply
 from pswire.cluster import ClusterSpec, Task
 from pswire.errors import Fenced, InvalidRequest, ProgramError, PSError, PushAgain, ServerLost, TaskTaken
 from pswire.limits import Timeouts
@@ -44,6 +44,7 @@ from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, VariableSpec
 from pswire.model.program import Input, Node, Program
 from pswire.model.rows import row_specs
 from pswire.model.tensor import Array, TensorSpec, layout
+from pswire.servers.votes import Vote
 from pswire.transport.payload import Chunk, Payload
 from tests.support.mail import Mail
 from tests.support.model_tables import KINDS, PRIME, TABLE, Tables

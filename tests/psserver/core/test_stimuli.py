@@ -18,8 +18,7 @@ from psserver.core.waiting import Asked
 from psserver.effects import Work
 from psserver.plans.prepared import PreparedPlan
 from psserver.registry import Registry
-from pswire import api
-from pswire.api import UNTIL_ENDED, Contribution, RestoreOrder, Vote
+from pswire.api import UNTIL_ENDED, Contribution, RestoreOrder
 from pswire.cluster import Task
 from pswire.errors import CheckpointError, Fenced, InvalidRequest, PSError, ServerGone
 from pswire.model.chunks import ChunkAsk
@@ -29,6 +28,8 @@ from pswire.model.plan import PlacedVariable, Plan, Turn, VariableSpec
 from pswire.model.status import Happened
 from pswire.model.tensor import TensorSpec
 from pswire.security.session_numbers import COUNT_BITS, TAG_BITS
+from pswire.servers import votes as said_by_servers
+from pswire.servers.votes import Vote
 from pswire.transport.payload import Payload
 from tests.support.rig import CHIEF, WORKERS, checkpoint
 
@@ -130,7 +131,7 @@ WORDS: dict[str, list[tuple[tuple[Any, ...], str]]] = {
         ((1, Vote(7, 5, PLAN.id, 1, 1, error=InvalidRequest("no"))), "server 1 votes in round 5, again: no"),
     ],
     "introduce": [((2, 77), "server 2")],
-    "testify": [((2, api.Testimony(7, 1)), "server 2 has heard 0 votes of server 1, which is gone")],
+    "testify": [((2, said_by_servers.Testimony(7, 1)), "server 2 has heard 0 votes of server 1, which is gone")],
     "outlive": [((ServerGone("the job goes on without it"),), "the job goes on without it")],
     "meet": [((2,), "server 2 is connected")],
     "miss": [((2, "nothing listens there"), "server 2 is not connected: nothing listens there")],

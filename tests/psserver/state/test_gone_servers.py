@@ -8,9 +8,9 @@ import pytest
 
 from psserver.effects import Send
 from psserver.state.votes import MAX_HEARD, Votes
-from pswire import api
-from pswire.api import Vote
 from pswire.errors import InvalidRequest
+from pswire.servers import votes as said_by_servers
+from pswire.servers.votes import Vote
 
 JOB, ALL = 7, (0, 1, 2)
 
@@ -35,7 +35,7 @@ def lose(servers: list[Votes], gone: int) -> None:
     for server in servers:
         for effect in server.lose(gone, [other for other in ALL if other not in (gone, server._server)], -1):
             assert isinstance(effect, Send)
-            assert isinstance(effect.said, api.Testimony)
+            assert isinstance(effect.said, said_by_servers.Testimony)
             servers[effect.server].testify(server._server, effect.said, -1)
 
 
@@ -115,7 +115,7 @@ def test_more_votes_than_a_server_can_have_heard():
     zero, *_ = three()
     votes = tuple(vote({10}, round) for round in range(2 * MAX_HEARD + 1))
     with pytest.raises(InvalidRequest, match="no server is so far ahead"):
-        zero.testify(1, api.Testimony(JOB, 2, votes), -1)
+        zero.testify(1, said_by_servers.Testimony(JOB, 2, votes), -1)
 
 
 def test_every_order_of_losses_and_words():
@@ -124,7 +124,7 @@ def test_every_order_of_losses_and_words():
     for order in itertools.permutations(steps):
         servers = three()
         servers[0].hear(2, vote({10}), -1)
-        said: dict[int, api.Testimony] = {}
+        said: dict[int, said_by_servers.Testimony] = {}
         waiting: list[int] = []
         for step in order:
             what, index = step.split()

@@ -8,8 +8,8 @@ from psserver.config import ServerConfig
 from psserver.effects import NOWHERE, Peer
 from psserver.transport import peers
 from psserver.transport.peers import Peers
-from pswire.api import Vote
 from pswire.cluster import Task
+from pswire.servers.votes import Vote
 
 HERE, THERE, ANEW = Peer("a:1", 10), Peer("b:2", 20), Peer("b:2", 21)
 VOTE = Vote(1, 0, b"plan", 1, 0, frozenset(), None, -1)

@@ -10,8 +10,7 @@ import pytest
 from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
 
-from pswire import api
-from pswire.api import Contribution, CreateBatchReply, PullReply, RoundReply, Vote
+from pswire.api import Contribution, CreateBatchReply, PullReply, RoundReply
 from pswire.encoding import messages
 from pswire.encoding.mapper import Codec, Mapper
 from pswire.encoding.verbs import refusal_from_pb, refusal_to_pb
@@ -21,6 +20,8 @@ from pswire.model.plan import Operand
 from pswire.model.status import Saving, WorkerProgress
 from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
+from pswire.servers import votes as said_by_servers
+from pswire.servers.votes import Vote
 from pswire.transport.payload import EMPTY
 from tests.support.samples import (
     ALONE,
@@ -43,7 +44,7 @@ BY_HAND: dict[type, Codec[Any, Any]] = {
     CreateBatchReply: Codec(pb.CreateBatchReply, messages.batch_to_pb, messages.batch_from_pb),
     PSError: Codec(pb.Refusal, refusal_to_pb, refusal_from_pb),
     Vote: Codec(pb.ServerVote, lambda v: messages.said_to_pb(v, PEER_INCARNATION), messages.said_from_pb),
-    api.Testimony: Codec(pb.Testimony, messages.testimony_to_pb, messages.testimony_from_pb),
+    said_by_servers.Testimony: Codec(pb.Testimony, messages.testimony_to_pb, messages.testimony_from_pb),
 }
 PAIRS = messages.MAPPER.pairs | BY_HAND
 
@@ -93,7 +94,7 @@ def values() -> Iterator[tuple[Codec[Any, Any], Any]]:
     yield messages.HAPPENED, HAPPENED
     for said in VOTES:
         yield PAIRS[Vote], said
-    yield PAIRS[api.Testimony], VOTES[-1]
+    yield PAIRS[said_by_servers.Testimony], VOTES[-1]
 
 
 def fields() -> set[str]:

@@ -1,0 +1,60 @@
+"""Sums of what several workers of a host contribute, which came as one contribution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from psserver.plans.round import MemberShare
+from pswire.api import Contribution
+from pswire.errors import InvalidRequest
+from pswire.model.log import Member
+from pswire.transport.payload import EMPTY, Payload
+
+
+def check_sum(said: Contribution) -> None:
+    """Raises `InvalidRequest` if a contribution cannot be the sum of its parts."""
+    parts, sessions = said.parts, {part.session for part in said.parts}
+    if len(sessions) < len(parts) or said.session not in sessions:
+        raise InvalidRequest("a sum of contributions has each of its senders once, and who sends it among them")
+    if any((part.epoch, part.round, part.plan_id, part.host) != _round_of(said) for part in parts):
+        raise InvalidRequest("a sum has contributions to other rounds, or of other hosts")
+    if said.alone or said.observes or said.lookups or any(_is_special(part) for part in (said, *parts)):
+        raise InvalidRequest("a sum has contributions that no sum may have")
+    weights = [part.weights for part in parts]
+    if {len(each) for each in weights} != {len(said.weights)} or said.weights != total_weights(weights):
+        raise InvalidRequest(f"the weights {said.weights[:8]} of a sum are not those of its parts")
+
+
+def total_weights(weights: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """Returns for each reduction the sum of the weights of several contributions, in their order."""
+    return tuple(map(sum, zip(*weights, strict=True)))
+
+
+def shares_of(said: Contribution, payload: Payload, members: Sequence[Member]) -> list[MemberShare]:
+    """Returns the members' shares of a sum: the first one that contributes has it, and the others are within that.
+
+    Args:
+        said: the sum, which `check_sum` has let pass.
+        payload: its payload.
+        members: the senders of its parts, in their order.
+
+    Raises:
+        InvalidRequest: nobody contributes.
+    """
+    pairs = sorted(zip(members, said.parts, strict=True), key=lambda pair: pair[0].task)
+    first = next((member for member, part in pairs if not part.observes), None)
+    if first is None:
+        raise InvalidRequest("a sum of nothing")
+    own = next(part for member, part in pairs if member is first)
+    whole = MemberShare(first, replace(own, weights=said.weights, parts=said.parts), payload)
+    return [whole if member is first else MemberShare(member, part, EMPTY, whole) for member, part in pairs]
+
+
+def _round_of(said: Contribution) -> tuple[int, int, bytes, int]:
+    return said.epoch, said.round, said.plan_id, said.host
+
+
+def _is_special(part: Contribution) -> bool:
+    """Returns whether a contribution is more than arrays: rows, batches that were handed out, a closure's."""
+    return bool(part.rows or part.lookups or part.chunks or part.first_values or part.closure or part.alone)
