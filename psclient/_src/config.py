@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Literal, cast, get_args
 
 from pswire.cluster import TaskConfig, parse_tf_config
 from pswire.errors import ConfigError
@@ -42,6 +42,9 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_N
 LANE = "PS_LANE"
 """The environment variable that says which lane to begin with."""
 
+AGGREGATION = "PS_AGGREGATION"
+"""The environment variable that says whether workers of one host sum what they contribute."""
+
 GRPC_STREAM = "PS_GRPC_STREAM"
 """The environment variable that says whether pushes and pulls over gRPC share a stream: 1, or 0."""
 
@@ -64,6 +67,11 @@ TOKEN = "PS_TOKEN"
 """The environment variable that has the job's token."""
 
 JOB_NAME = re.compile(r"[\w.:/-]{0,128}", re.ASCII)
+
+Aggregation = Literal["none", "host"]
+"""Whether each worker pushes what it contributes, or those of one host a sum."""
+
+AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 
 CHIEFS = ("driver", "script", "none")
 """Ways to have a chief: a process that only drives, one that runs the script too, or worker 0."""
@@ -124,6 +132,13 @@ class LaunchConfig:
         variable=LANE,
         otherwise=LANES[0],
     )
+    aggregation: str = option(
+        lambda: aggregation_from(),
+        'Whether workers of one host sum what they contribute before one of them sends it ("host").',
+        choices=AGGREGATIONS,
+        variable=AGGREGATION,
+        otherwise=AGGREGATIONS[0],
+    )
     log_level: str = logging_setup.LOG_LEVEL.field("")
     log_format: str = logging_setup.LOG_FORMAT.field(logging_setup.FORMATS[0])
     metrics_port: int | None = option(
@@ -155,6 +170,7 @@ class LaunchConfig:
         if self.chief not in CHIEFS:
             raise ConfigError(f"chief {self.chief!r} is unknown; write one of {', '.join(CHIEFS)}")
         check_lane(self.lane)
+        check_aggregation(self.aggregation)
         refuse_unknown([self.log_level] if self.log_level else [], logging_setup.LEVELS, "log_level")
         refuse_unknown([self.log_format], logging_setup.FORMATS, "log_format")
         _check_port("metrics_port", self.metrics_port)
@@ -219,6 +235,21 @@ def check_lane(name: str) -> LaneName:
     """Returns the lane of a name; raises `ConfigError` if there is none."""
     refuse_unknown([name], LANES, "lane")
     return LANES[LANES.index(cast(LaneName, name))]
+
+
+def aggregation_from(environ: Mapping[str, str] = os.environ) -> Aggregation:
+    """Whether the workers of a host sum what they contribute, which `PS_AGGREGATION` says; else "none".
+
+    Raises:
+        ConfigError: it says neither "host" nor "none".
+    """
+    return check_aggregation(environ.get(AGGREGATION) or AGGREGATIONS[0])
+
+
+def check_aggregation(said: str) -> Aggregation:
+    """Returns a kind of aggregation; raises `ConfigError` if there is none of this name."""
+    refuse_unknown([said], AGGREGATIONS, "aggregation")
+    return AGGREGATIONS[AGGREGATIONS.index(cast(Aggregation, said))]
 
 
 def job_from(environ: Mapping[str, str] = os.environ) -> str:

@@ -186,10 +186,10 @@ class Epoch:
 
     def session(self, number: int) -> Member | None:
         """The member with a session, or None."""
-        return self._by_session.get(number)
+        return self.by_session.get(number)
 
     @cached_property
-    def _by_session(self) -> dict[int, Member]:
+    def by_session(self) -> dict[int, Member]:
         """The members by their sessions; a server looks there with each push."""
         return {member.session: member for member in self.members}
 
@@ -200,7 +200,7 @@ class Epoch:
 
     def takes_part(self, number: int) -> bool:
         """Returns whether a session makes rounds while this is the newest epoch: of a member, or of one who leaves."""
-        return number in self._by_session or number in self._leavers
+        return number in self.by_session or number in self._leavers
 
     @cached_property
     def _leavers(self) -> frozenset[int]:

@@ -112,6 +112,11 @@ ROOMS = {
             5,
             "pswire wire.model wire.security wire.telemetry wire.transport psclient._src wire.api wire.encoding",
         ),
+        _room(
+            "src.aggregation",
+            5,
+            "pswire wire.model wire.transport psclient._src wire.api wire.encoding",
+        ),
         _room("psclient.cluster_resolver", 5, "src.cluster_resolver"),
         _room("psclient.metrics", 5, "wire.model psclient._src src.variables psclient.losses"),
         _room("psclient.nn", 5, "wire.model psclient._src src.variables"),
@@ -124,7 +129,7 @@ ROOMS = {
             "src.rounds",
             6,
             "pswire wire.model wire.telemetry wire.transport psclient._src wire.api src.data src.processes src.tracing "
-            "src.variables src.distribute src.telemetry.traces src.transport",
+            "src.variables src.distribute src.telemetry.traces src.transport src.aggregation",
         ),
         _room("psclient.optimizers", 6, "wire.model psclient._src src.tracing src.variables src.distribute"),
         _room(
@@ -207,8 +212,8 @@ ROOMS = {
         _room(
             "pstesting.simulation",
             16,
-            "pswire wire.servers wire.api wire.model wire.transport wire.telemetry psserver psserver.programs psserver.plans "
-            "psserver.core psclient._src src.transport src.rounds src.chief",
+            "pswire wire.servers wire.api wire.model wire.transport wire.telemetry psserver psserver.programs "
+            "psserver.plans psserver.core psclient._src src.transport src.rounds src.chief",
         ),
         _room("pstesting.planner", 17, "pswire wire.transport psclient psclient.psctl pstesting pstesting.simulation"),
     )

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from psclient._src.config import JOB, LANE, REPLICATION, TF_CONFIG, LaunchConfig, child_environ, job_from
+from psclient._src.config import AGGREGATION, JOB, LANE, REPLICATION, TF_CONFIG, LaunchConfig, child_environ, job_from
 from psclient._src.launch.outcome import Failure, Outcome
 from psclient._src.launch.restarts import Replacement, Restarts
 from psclient._src.processes.local_clusters import register
@@ -282,8 +282,9 @@ class Cluster:
 
     def _told(self, task: Task) -> dict[str, str]:
         """The variables that such a task gets, beside those of security."""
-        copies = str(self.config.replication)
-        return {LANE: self.config.lane, JOB: self.job, REPLICATION: copies, TF_CONFIG: self.tf_config(task)}
+        config = self.config
+        told = {LANE: config.lane, AGGREGATION: config.aggregation, REPLICATION: str(config.replication)}
+        return {**told, JOB: self.job, TF_CONFIG: self.tf_config(task)}
 
     def _flags(self, task: Task) -> list[str]:
         """Returns what every process is told of what to show, and where."""

@@ -21,10 +21,12 @@ class SharedRounds:
     Attributes:
         group: counts them.
         pushed: for each server the last round that was pushed there; -1 for none.
+        host: the number of this host, whose workers sum what they contribute; 0 where they do not.
     """
 
     group: Group
     pushed: list[int]
+    host: int = 0
 
     @property
     def round(self) -> int:
@@ -39,6 +41,7 @@ class SharedRounds:
             "positions": group.positions,
             "start": group.start,
             "chunks": () if observes else group.chunks,
+            "host": 0 if group.alone else self.host,
         }
 
     def sent(self, trains: bool) -> Pass | None:

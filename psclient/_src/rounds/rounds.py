@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+from psclient._src.aggregation.host_group import HostGroup
+from psclient._src.aggregation.sums import Own
 from psclient._src.devices import Coming
 from psclient._src.distribute.compressed import compress
 from psclient._src.distribute.reduction import SentRows
@@ -168,9 +170,11 @@ class Exchange:
         own: those of this process alone that are under way.
         buffers: arrays that are sent from where they are.
         traces: the traces of its rounds; None where they are off.
+        near: the workers of this host, with whom it sums what it contributes; None where it does not.
     """
 
     traces: StepTraces | None = None
+    near: HostGroup | None = None
 
     def __init__(self, session: Session, group: Group) -> None:
         self.session = session
@@ -194,6 +198,16 @@ class Exchange:
     def _none_pushed(self) -> list[int]:
         """For each server the last round that it was sent, before the first."""
         return [-1] * len(self.session.servers)
+
+    def join_host(self) -> None:
+        """Sums what it contributes with other workers of this host, from now on."""
+        session, begun = self.session, self.session.begun
+        job = repr((begun.job, begun.incarnations)).encode()
+        self.near = HostGroup(job, session.number, session.timeouts.lease, self.push_once, self._spec)
+        self._shared = SharedRounds(self.group, self._none_pushed(), self.near.number)
+
+    def _spec(self, id: int) -> TensorSpec:
+        return self._variables[id].spec.tensor
 
     def begin_run(self) -> None:
         """The program begins a `run` that is within no other."""
@@ -507,16 +521,23 @@ class Exchange:
         )
 
     def _push(self, server: int, plan: Plan, said: Contribution, payload: Payload) -> Future[RoundReply]:
+        """Pushes to a server, in a sum with other workers of this host where they make one."""
+        singly, epoch = partial(self._push_singly, server, plan, said, payload), self.group.epoch
+        if self.near is None or epoch is None or not said.host:
+            return singly()
+        return self.near.push(Own(server, plan, said, payload, epoch.by_session, singly))
+
+    def _push_singly(self, server: int, plan: Plan, said: Contribution, payload: Payload) -> Future[RoundReply]:
         """Pushes to a server, and once more whenever it asks for that: at once, since other servers may wait for it."""
-        push = partial(self._push_once, server, said, payload)
+        push = partial(self.push_once, server, said, payload)
         whole = self.session.consistency == "whole" and len(plan.servers) > 1 and server in plan.streams
-        if not whole and said.closure is None:
+        if not whole and said.closure is None and not said.host:
             return push()  # it uses up nothing before all have voted
         answer: Future[RoundReply] = Future()
         push().add_done_callback(partial(_answered, push, answer))
         return answer
 
-    def _push_once(self, server: int, said: Contribution, payload: Payload) -> Future[RoundReply]:
+    def push_once(self, server: int, said: Contribution, payload: Payload) -> Future[RoundReply]:
         """Pushes to a server that may be gone, as is then known with the answers to the round."""
         try:
             return self.session.servers[server].push(said, payload)

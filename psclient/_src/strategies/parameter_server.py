@@ -18,6 +18,9 @@ from psclient._src.chief.standby import taken_over_by
 from psclient._src.cluster_resolver.base import ClusterResolver
 from psclient._src.cluster_resolver.tf_config import TFConfigClusterResolver, task_of
 from psclient._src.config import (
+    Aggregation,
+    aggregation_from,
+    check_aggregation,
     check_lane,
     job_from,
     lane_from,
@@ -96,6 +99,8 @@ class ParameterServerStrategy(Strategy):
         variable_partitioner: cuts variables into shards, which lie on the servers in turn: a function of a shape and a
             dtype that returns the number of parts for each axis, such as one of `ps.experimental.partitioners`; the
             same in all processes. Variables of more than one shard are `ps.ShardedVariable`. None cuts none.
+        aggregation: "host" to sum what the workers of one host contribute to a synchronous round in shared memory,
+            before one of them sends it; "none" for each by itself. By default what `PS_AGGREGATION` says, else "none".
         compression: how contributions travel to trained variables of floating dtypes that do not say it themselves:
             one of `ps.compression`, the same in all processes. None for as they are. See `docs/compression.md`.
 
@@ -119,6 +124,7 @@ class ParameterServerStrategy(Strategy):
         deterministic: bool = False,
         variable_partitioner: PartitionFn | None = None,
         compression: Compression | None = None,
+        aggregation: Aggregation | None = None,
     ) -> None:
         self._coordinator: object = None  # the `ClusterCoordinator`, once there is one
         check_ps_strategy(ps_strategy)
@@ -126,6 +132,7 @@ class ParameterServerStrategy(Strategy):
         self._deterministic = deterministic
         check_deterministic(deterministic, self._given)
         self._lane = lane_from() if lane is None else check_lane(lane)
+        self._aggregation = aggregation_from() if aggregation is None else check_aggregation(aggregation)
         self._ps_strategy = ps_strategy
         self._partitioner = check_partitioner(variable_partitioner)
         self._compression = check_compression(compression, "ParameterServerStrategy") or None
@@ -189,6 +196,8 @@ class ParameterServerStrategy(Strategy):
         self._session.await_job()
         expected = [*cluster.tasks("worker"), *([task] if task.job == "chief" else [])]
         self._exchange = Exchange(self._session, Group(self._session, self._devices, expected))
+        if self._aggregation == "host" and self._embedded is None:
+            self._exchange.join_host()
         self._exporter.add_worker(self._exchange, self._servers)
         self._exchange.group.departure.save = self._save_to_leave
         if task.job == "worker":
@@ -367,6 +376,8 @@ class ParameterServerStrategy(Strategy):
             error = self._flush_last()
         if hasattr(self, "extended"):
             super().close()
+        if hasattr(self, "_exchange") and self._exchange.near is not None:
+            self._exchange.near.close()
         if hasattr(self, "_session"):
             # Only the servers may know that the job cannot go on, and that its end need not be waited for.
             error = self._session.leave(error)

@@ -1,0 +1,350 @@
+"""The worker of a host that sends: it gathers what its host's workers contribute, and hands on what came of it."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from psclient._src.aggregation.link import HostLink, HostMessage, Kind, LinkLost, Outbox
+from psclient._src.aggregation.sums import Own, Single, part_of, sum_of
+from pswire.api import Contribution, RoundReply
+from pswire.encoding import messages
+from pswire.encoding.verbs import parse
+from pswire.errors import InvalidRequest, PSError
+from pswire.model.tensor import TensorSpec
+from pswire.pb import parameter_server_pb2 as pb
+from pswire.transport.payload import Payload
+
+log = logging.getLogger("psclient")
+
+Push = Callable[[int, Contribution, Payload], Future[RoundReply]]
+"""Pushes to a server, by its index."""
+
+DECIDED = 256
+"""Rounds of a server that are remembered, since it is decided how they are sent."""
+
+MOST_RESTS = 64
+"""Rounds in which nothing is summed after a sum that was of no use: one after the first, then twice as many."""
+
+
+@dataclass(frozen=True, eq=False)
+class Handed:
+    """A contribution that another worker has handed over.
+
+    Attributes:
+        leader: who has it.
+        server: index of the server that it is for.
+        link: where it came from.
+        call: its number there.
+        said: what it says.
+        payload: what it contributes.
+    """
+
+    leader: Leader
+    server: int
+    link: HostLink
+    call: int
+    said: Contribution
+    payload: Payload
+
+    def answer(self, reply: RoundReply) -> None:
+        """Hands on what came of it."""
+        name = self.server, self.said.round, self.said.want
+        answer = HostMessage(Kind.ANSWER, self.server, self.call, self.leader.encoder.encode(reply), reply.payload)
+        with suppress(LinkLost):
+            if not self.link.send(answer, name):
+                self.refuse()
+
+    def refuse(self) -> None:
+        """Its sender has to push it."""
+        with suppress(LinkLost):
+            self.link.tell(Kind.SINGLY, self.call)
+
+
+class Leader:
+    """Gathers, sums and sends. May be used by any thread.
+
+    Args:
+        listener: the socket at which the others find it.
+        session: number of this process's session.
+        silence: seconds after which another worker counts as gone, if nothing comes from it.
+        patience: seconds that a round waits for another worker; after it each pushes by itself.
+        push: pushes a sum.
+        spec: returns a variable's tensor, by its number.
+
+    Attributes:
+        encoder: encodes answers.
+        summed, singly: contributions that were sent in sums, and those that were not.
+        lost: True once it leads no more.
+
+    Raises:
+        OSError: the system gives no memory.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        session: int,
+        silence: float,
+        patience: float,
+        push: Push,
+        spec: Callable[[int], TensorSpec],
+    ) -> None:
+        self._listener = listener
+        self._session = session
+        self._silence, self._patience = silence, patience
+        self._push = push
+        self._spec = spec
+        self.encoder = messages.RoundEncoder()
+        self.summed = self.singly = 0
+        self.lost = False
+        self._outbox = Outbox()
+        self._lock = threading.RLock()  # guards all below
+        self._links: dict[HostLink, None] = {}
+        self._open: dict[tuple[int, int], _Gathering] = {}
+        self._decided: deque[tuple[int, int]] = deque(maxlen=DECIDED)
+        self._rests, self._left = 1, 0
+        self._bell, self._rope = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._bell, selectors.EVENT_READ, lambda: None)
+        threading.Thread(target=self._run, name="host", daemon=True).start()
+
+    # ---- What is gathered ----
+
+    def push(self, own: Own) -> None:
+        """Takes this process's contribution, once it is whole; its future is answered in any case."""
+        own.payload.reach(own.payload.size, partial(self._offer, (own.server, own.said.round), own))
+
+    def decline(self, server: int, round: int) -> None:
+        """Notes that one of the workers pushes what it contributes to a round of a server by itself."""
+        self._offer((server, round), None)
+
+    def _offer(self, key: tuple[int, int], single: Own | Handed | None) -> None:
+        """Takes a contribution to a round of a server; None if its sender pushes it by itself."""
+        with self._lock:
+            late = self.lost or key in self._decided
+            if not late:
+                gathering = self._open.setdefault(key, _Gathering(time.monotonic()))
+                gathering.take(single)
+        if not late:
+            self._look(key)
+        elif single is not None:
+            self.singly += 1
+            single.refuse()
+
+    def _look(self, key: tuple[int, int], waits: bool = True) -> None:
+        """Sends a round whose contributions are all there, or, if it waits no more, has each pushed by itself."""
+        with self._lock:
+            gathering = self._open.get(key)
+            if gathering is None or (waits and gathering.awaits({link.session for link in self._links})):
+                return
+            del self._open[key]
+            self._decided.append(key)
+            sums = waits and not gathering.apart and gathering.own is not None and len(gathering.singles) > 1
+            if sums and self._left:
+                self._left -= 1
+                sums = False
+        singles = gathering.in_order
+        if not (sums and gathering.own is not None and self._send(gathering.own, singles)):
+            self._refuse(singles)
+
+    def _send(self, own: Own, singles: Sequence[Single]) -> bool:
+        """Sends the sum of some contributions; returns False if there is none."""
+        try:
+            found = sum_of(own, singles)
+            if found is None:
+                return False
+            pushed = self._push(own.server, *found)
+        except PSError:
+            return False
+        except Exception:  # a bug of ours: the servers take the contributions one by one
+            log.exception("contributions to round %d cannot be summed", own.said.round)
+            return False
+        pushed.add_done_callback(partial(self._answered, own, singles, found[0].want))
+        return True
+
+    def _answered(self, own: Own, singles: Sequence[Single], want: Sequence[int], pushed: Future[RoundReply]) -> None:
+        """Hands on what came of a sum. Where that is an error each asks for itself: it may be its own alone."""
+        if pushed.exception() is not None:
+            with self._lock:
+                self._left, self._rests = self._rests, min(2 * self._rests, MOST_RESTS)
+            self._refuse(singles)
+            return
+        self._rests = 1
+        self.summed += len(singles)
+        reply, parts = pushed.result(), dict[tuple[int, ...], RoundReply]()
+        for single in singles:
+            if single is not own:
+                mine = single.said.want
+                if mine not in parts:
+                    parts[mine] = part_of(reply, want, mine, partial(self._specs, own, want))
+                single.answer(parts[mine])
+        own.answer(part_of(reply, want, own.said.want, partial(self._specs, own, want)))
+
+    def _specs(self, own: Own, want: Sequence[int]) -> list[TensorSpec]:
+        return [*map(self._spec, want), *(spec for _, spec in own.plan.given(own.server))]
+
+    def _refuse(self, singles: Sequence[Single]) -> None:
+        self.singly += len(singles)
+        for single in singles:
+            single.refuse()
+
+    # ---- The thread ----
+
+    def _run(self) -> None:
+        pause = self._silence / 4
+        try:
+            last = time.monotonic()
+            while not self.lost:
+                for key, _ in self._selector.select(pause):
+                    key.data()
+                now = time.monotonic()
+                self._see(now, forgive=now - last > 2 * pause)  # this process stood still, and could hear nobody
+                last = now
+        except Exception:
+            log.exception("the workers of this host are led no more")
+        finally:
+            self.close()
+            self._selector.close()
+            self._bell.close()
+            self._rope.close()
+
+    def _see(self, now: float, forgive: bool) -> None:
+        """Looks who is silent, and which rounds wait too long."""
+        for link in list(self._links):
+            if forgive:
+                link.heard = now
+            try:
+                link.tell(Kind.ALIVE)
+            except LinkLost as error:
+                self._lose(link, str(error))
+            if now - link.heard > self._silence:
+                # It may read answers when it goes on: this memory is written no more.
+                log.warning("a worker of this host is silent: for a while each pushes by itself")
+                self.close()
+                return
+        with self._lock:
+            slow = [(key, each.own) for key, each in self._open.items() if now - each.since > self._patience]
+        for key, _ in slow:
+            self._look(key, waits=False)
+        if any(own is None for _, own in slow):
+            self.close()  # this process takes no part any more: another one leads
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return  # it is gone already
+        sock.setblocking(False)
+        link = HostLink(sock, self._outbox)
+        if not link.is_ours:
+            log.warning("a process of another user came to the workers of this host, and was sent away")
+            link.close()
+            return
+        self._selector.register(sock, selectors.EVENT_READ, partial(self._read, link))
+
+    def _read(self, link: HostLink) -> None:
+        try:
+            for message in link.receive():
+                self._handle(link, message)
+        except (LinkLost, OSError, PSError) as error:
+            self._lose(link, str(error))
+
+    def _handle(self, link: HostLink, message: HostMessage) -> None:
+        if message.kind is Kind.HELLO and not link.session:
+            link.session = message.call
+            link.introduce(Kind.WELCOME)
+            with self._lock:
+                self._links[link] = None
+        elif message.kind is Kind.PUSH and link.session:
+            said = messages.contribution_from_pb(parse(pb.PushHeader, message.header))
+            if said.session != link.session:
+                raise InvalidRequest(f"it speaks for session {said.session}, and is {link.session}")
+            single = Handed(self, message.server, link, message.call, said, message.payload)
+            self._offer((message.server, said.round), single)
+        elif message.kind is Kind.SINGLY and link.session:
+            self.decline(message.server, message.call)
+        else:
+            raise InvalidRequest(f"it sends {message.kind.name}")
+
+    def _lose(self, link: HostLink, why: str) -> None:
+        """A worker is gone; what it has handed over counts."""
+        log.info("a worker of this host is gone: %s", why)
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(link.sock)
+        with self._lock:
+            self._links.pop(link, None)
+            keys = list(self._open)
+        link.close()
+        for key in keys:
+            self._look(key)
+
+    def close(self) -> None:
+        """Leads no more: the others find it out, and each pushes by itself what is not answered."""
+        with self._lock:
+            if self.lost:
+                return
+            self.lost = True
+            rounds, self._open = list(self._open.values()), {}
+            links, self._links = list(self._links), {}
+        self._listener.close()
+        for link in links:
+            link.close()
+        with suppress(OSError):
+            self._rope.send(b"\0")
+        self._outbox.close()
+        for each in rounds:
+            self._refuse(each.in_order)
+
+
+class _Gathering:
+    """The contributions of a host's workers to one round of one server.
+
+    Args:
+        since: the time of the first one, in monotonic seconds.
+
+    Attributes:
+        own: this process's; None before it has come.
+        singles: all, by their sessions.
+        apart: True if a worker pushes its own by itself.
+    """
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self.own: Own | None = None
+        self.singles: dict[int, Own | Handed] = {}
+        self.apart = False
+
+    def take(self, single: Own | Handed | None) -> None:
+        """Adds one; None if its sender pushes it by itself."""
+        if single is None:
+            self.apart = True
+            return
+        self.singles[single.said.session] = single
+        if isinstance(single, Own):
+            self.own = single
+
+    def awaits(self, linked: set[int]) -> bool:
+        """Returns whether it waits for any of the workers that are there, which `linked` has without this one."""
+        if self.apart:
+            return False
+        if self.own is None:
+            return True
+        return not (linked & self.own.members.keys()) <= self.singles.keys()
+
+    @property
+    def in_order(self) -> list[Own | Handed]:
+        """All, in task order; those of no member, which no server sums, come last."""
+        members = {} if self.own is None else self.own.members
+        place = {session: number for number, session in enumerate(members)}
+        return sorted(self.singles.values(), key=lambda each: place.get(each.said.session, len(place)))

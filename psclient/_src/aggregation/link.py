@@ -1,0 +1,262 @@
+"""The connection between two workers of one host: messages in a socket, data in memory that both share."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+
+from pswire.errors import InvalidRequest
+from pswire.limits import ALIGN
+from pswire.model.tensor import align
+from pswire.transport.payload import EMPTY, Payload
+from pswire.transport.shared_memory import Segment, SharedArena, SharedView
+
+HEAD = struct.Struct("<BxxxIQQQQ")
+"""Kind, server, call, place, size of the header, size of the payload."""
+
+ROOMS = (1 << 34, 1 << 30, 1 << 26)
+"""Bytes of a segment, of which only what is in use at a time takes memory; less where the system gives no more."""
+
+CREDENTIALS = struct.Struct("iII")
+"""Process, user and group of the other end, as the system knows them."""
+
+SOCKETS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""The sockets of this process: a fork of it has no part in the job, and must not keep them open."""
+
+TURN = 64
+"""Messages of one link that are handled before another's."""
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    HELLO = 1
+    """Whose session it is; brings the memory of its sender."""
+    WELCOME = 2
+    """The answer to it; brings the memory of answers."""
+    PUSH = 3
+    """A contribution."""
+    ANSWER = 4
+    """What came of it."""
+    SINGLY = 5
+    """A contribution, or the one to a round of a server, is pushed by its sender."""
+    FREED = 6
+    """Data are needed no more."""
+    ALIVE = 7
+    """Nothing else."""
+
+
+class LinkLost(Exception):
+    """The other end is gone, or is not what it should be."""
+
+
+@dataclass(frozen=True)
+class HostMessage:
+    """One message.
+
+    Attributes:
+        kind: what it is.
+        server: index of the server that it is about.
+        call: a number that its first sender has given.
+        header: an encoded message of the protocol, or nothing.
+        payload: what belongs to it.
+    """
+
+    kind: Kind
+    server: int = 0
+    call: int = 0
+    header: bytes = b""
+    payload: Payload = EMPTY
+
+
+class Outbox:
+    """Memory into which this process writes what others read. May be used by any thread.
+
+    Raises:
+        OSError: the system gives none.
+    """
+
+    def __init__(self) -> None:
+        for size in ROOMS:
+            try:
+                segment, self.file = Segment.make(size)
+            except (OSError, OverflowError):  # the address space of this process is limited
+                if size == ROOMS[-1]:
+                    raise
+            else:
+                break
+        self.arena = SharedArena(segment.memory)
+
+    def close(self) -> None:
+        """Hands the memory to nobody any more; who has it keeps it."""
+        with suppress(OSError):
+            os.close(self.file)
+
+
+class HostLink:
+    """A connection to another worker of this host. May be sent on by any thread; one receives.
+
+    Args:
+        sock: the connection, which does not block.
+        outbox: the memory for what is sent; of a leader the same for all links.
+
+    Attributes:
+        session: the session of the other end; 0 before its hello.
+        heard: the time at which something came last, in monotonic seconds.
+    """
+
+    def __init__(self, sock: socket.socket, outbox: Outbox) -> None:
+        self.sock = sock
+        SOCKETS.add(sock)
+        self.session = 0
+        self.heard = time.monotonic()
+        self._outbox = outbox
+        self._mirror: SharedView | None = None
+        self._lock = threading.Lock()  # guards what the other end has still to read
+        self._lent = Counter[int]()
+
+    # ---- Sending ----
+
+    def introduce(self, kind: Kind, call: int = 0) -> None:
+        """Hands over the memory of what is sent from now on, with a hello or a welcome; raises `OSError`."""
+        socket.send_fds(self.sock, [HEAD.pack(kind, 0, call, 0, 0, 0)], [self._outbox.file])
+
+    def tell(self, kind: Kind, call: int = 0, place: int = 0, server: int = 0) -> None:
+        """Sends a message without data; raises `LinkLost`."""
+        self._send(HEAD.pack(kind, server, call, place, 0, 0))
+
+    def send(self, message: HostMessage, key: Hashable = None) -> bool:
+        """Sends a message with data.
+
+        Args:
+            message: the message; its payload is whole.
+            key: a name of these data; several that send them under one name write them once.
+
+        Returns:
+            False, and sends nothing, if its data do not fit into the memory.
+
+        Raises:
+            LinkLost: it cannot be sent.
+        """
+        buffers = list(_laid_out(message.header, message.payload))
+        size = sum(map(len, buffers))
+        place = self._outbox.arena.put(buffers, size, key)
+        if place is None:
+            return False
+        with self._lock:
+            self._lent[place] += 1
+        sizes = len(message.header), message.payload.size
+        self._send(HEAD.pack(message.kind, message.server, message.call, place, *sizes))
+        return True
+
+    def _send(self, data: bytes) -> None:
+        try:
+            self.sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError as error:  # also where the other end reads nothing for long
+            raise LinkLost(f"nothing can be sent ({error})") from None
+
+    # ---- Receiving ----
+
+    def receive(self) -> Iterator[HostMessage]:
+        """Yields what has come, at most a turn of it.
+
+        Raises:
+            LinkLost: the other end is gone, or sends what is no message.
+        """
+        for _ in range(TURN):
+            try:
+                data, files, _, _ = socket.recv_fds(self.sock, HEAD.size, 1, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise LinkLost(str(error)) from None
+            try:
+                self.heard = time.monotonic()
+                found = self._take(data, files)
+            except (InvalidRequest, ValueError, struct.error, OSError) as error:
+                raise LinkLost(f"it sends what is no message ({error})") from None
+            finally:
+                for file in files:
+                    os.close(file)
+            if found is not None:
+                yield found
+
+    def _take(self, data: bytes, files: list[int]) -> HostMessage | None:
+        if not data:
+            raise LinkLost("its process has ended, or has left")
+        number, server, call, place, head, size = HEAD.unpack(data)
+        kind = Kind(number)
+        if files:
+            self._mirror = SharedView(Segment.take(files[0]).memory, self._let_go)
+        if kind is Kind.FREED:
+            self._free(place)
+            return None
+        if kind is Kind.ALIVE:
+            return None
+        if not head:
+            return HostMessage(kind, server, call)
+        if self._mirror is None:
+            raise InvalidRequest("data without memory")
+        begin = align(head)
+        view = self._mirror.read(place, begin + size, reader=1)
+        payload = Payload([(0, view[begin:])], size) if size else EMPTY
+        return HostMessage(kind, server, call, bytes(view[:head]), payload)
+
+    def _let_go(self, place: int, _: int) -> None:
+        with suppress(LinkLost, OSError):
+            self.tell(Kind.FREED, place=place)
+
+    def _free(self, place: int) -> None:
+        with self._lock:
+            if not self._lent[place]:
+                raise InvalidRequest(f"nothing lies at {place}")
+            self._lent[place] -= 1
+        self._outbox.arena.free(place)
+
+    # ---- The end ----
+
+    def close(self) -> None:
+        """Ends the connection; what the other end has not read it will not read."""
+        self.sock.close()
+        with self._lock:
+            lent, self._lent = list(self._lent.elements()), Counter[int]()
+        for place in lent:
+            self._outbox.arena.free(place)
+
+    @property
+    def is_ours(self) -> bool:
+        """True if the other end is a process of the same user."""
+        found = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+        return bool(CREDENTIALS.unpack(found)[1] == os.geteuid())
+
+
+PADDING = memoryview(bytes(ALIGN))
+
+
+def _laid_out(header: bytes, payload: Payload) -> Iterator[memoryview]:
+    """Yields the bytes of a message: its header, and each chunk of its payload at its place behind that."""
+    begin = align(len(header))
+    yield memoryview(header)
+    at = len(header)
+    for offset, buffer in payload.chunks:
+        yield PADDING[: begin + offset - at]
+        yield buffer
+        at = begin + offset + len(buffer)
+    yield PADDING[: max(begin - at, 0)]
+
+
+def _forget() -> None:
+    for sock in list(SOCKETS):
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_forget)
