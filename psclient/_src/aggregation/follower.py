@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from psclient._src.aggregation.link import HostLink, HostMessage, Kind, LinkLost, Outbox
+from psclient._src.aggregation.link import HostLink, HostMessage, Kind, LinkLost, Outbox, Pulse
 from psclient._src.aggregation.sums import Own
 from pswire.encoding import messages
 from pswire.encoding.verbs import parse
@@ -100,20 +100,14 @@ class Follower:
                 own.refuse()
 
     def _run(self) -> None:
-        pause = self._silence / 4
+        pulse = Pulse(self._silence)
         try:
-            last = time.monotonic()
             while not self.lost:
-                select.select([self._link.sock], [], [], pause)
+                select.select([self._link.sock], [], [], pulse.left)
                 for message in self._link.receive():
                     self._handle(message)
-                now = time.monotonic()
-                if now - last > 2 * pause:  # this process stood still, and could hear nobody
-                    self._link.heard = now
-                last = now
-                self._link.tell(Kind.ALIVE)
-                if now - self._link.heard > self._silence:
-                    raise LinkLost(f"nothing has come for {now - self._link.heard:.3g} s")
+                if pulse.is_due():
+                    self._link.say_alive(pulse)
         except (LinkLost, OSError, ValueError) as error:  # the last: it was closed meanwhile
             log.info("the worker of this host that sends is gone: %s", error)
         except Exception:

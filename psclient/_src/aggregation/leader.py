@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from psclient._src.aggregation.link import HostLink, HostMessage, Kind, LinkLost, Outbox
+from psclient._src.aggregation.link import HostLink, HostMessage, Kind, LinkLost, Outbox, Pulse, Silent
 from psclient._src.aggregation.sums import Own, Single, part_of, sum_of
 from pswire.api import Contribution, RoundReply
 from pswire.encoding import messages
@@ -202,15 +202,13 @@ class Leader:
     # ---- The thread ----
 
     def _run(self) -> None:
-        pause = self._silence / 4
+        pulse = Pulse(self._silence)
         try:
-            last = time.monotonic()
             while not self.lost:
-                for key, _ in self._selector.select(pause):
+                for key, _ in self._selector.select(pulse.left):
                     key.data()
-                now = time.monotonic()
-                self._see(now, forgive=now - last > 2 * pause)  # this process stood still, and could hear nobody
-                last = now
+                if pulse.is_due():
+                    self._see(pulse)
         except Exception:
             log.exception("the workers of this host are led no more")
         finally:
@@ -219,22 +217,20 @@ class Leader:
             self._bell.close()
             self._rope.close()
 
-    def _see(self, now: float, forgive: bool) -> None:
+    def _see(self, pulse: Pulse) -> None:
         """Looks who is silent, and which rounds wait too long."""
         for link in list(self._links):
-            if forgive:
-                link.heard = now
             try:
-                link.tell(Kind.ALIVE)
-            except LinkLost as error:
-                self._lose(link, str(error))
-            if now - link.heard > self._silence:
+                link.say_alive(pulse)
+            except Silent:
                 # It may read answers when it goes on: this memory is written no more.
                 log.warning("a worker of this host is silent: for a while each pushes by itself")
                 self.close()
                 return
+            except LinkLost as error:
+                self._lose(link, str(error))
         with self._lock:
-            slow = [(key, each.own) for key, each in self._open.items() if now - each.since > self._patience]
+            slow = [(key, each.own) for key, each in self._open.items() if pulse.now - each.since > self._patience]
         for key, _ in slow:
             self._look(key, waits=False)
         if any(own is None for _, own in slow):

@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -57,6 +57,40 @@ class Kind(IntEnum):
 
 class LinkLost(Exception):
     """The other end is gone, or is not what it should be."""
+
+
+class Silent(LinkLost):
+    """The other end says nothing, but may be there: it may read what was written for it when it goes on."""
+
+
+class Pulse:
+    """The times at which a thread says that it is there.
+
+    Args:
+        silence: seconds after which the other end counts as gone, if nothing comes from it.
+
+    Attributes:
+        now: the time when it was due last, in monotonic seconds.
+        stood_still: True if this process did nothing for so long before that it could hear nobody.
+    """
+
+    def __init__(self, silence: float) -> None:
+        self.silence = silence
+        self.now = time.monotonic()
+        self.stood_still = False
+
+    @property
+    def left(self) -> float:
+        """Seconds until it is due."""
+        return max(self.now + self.silence / 4 - time.monotonic(), 0.0)
+
+    def is_due(self) -> bool:
+        """Returns True at most four times in a `silence`; then it counts as done."""
+        now = time.monotonic()
+        if now - self.now < self.silence / 4:
+            return False
+        self.stood_still, self.now = now - self.now > self.silence / 2, now
+        return True
 
 
 @dataclass(frozen=True)
@@ -123,6 +157,7 @@ class HostLink:
         self._mirror: SharedView | None = None
         self._lock = threading.Lock()  # guards what the other end has still to read
         self._lent = Counter[int]()
+        self._untold = deque[int]()  # places of the other end that are free again
 
     # ---- Sending ----
 
@@ -159,6 +194,12 @@ class HostLink:
         return True
 
     def _send(self, data: bytes) -> None:
+        while self._untold:
+            with suppress(IndexError):  # another thread was faster
+                self._put(HEAD.pack(Kind.FREED, 0, 0, self._untold.popleft(), 0, 0))
+        self._put(data)
+
+    def _put(self, data: bytes) -> None:
         try:
             self.sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except OSError as error:  # also where the other end reads nothing for long
@@ -212,8 +253,7 @@ class HostLink:
         return HostMessage(kind, server, call, bytes(view[:head]), payload)
 
     def _let_go(self, place: int, _: int) -> None:
-        with suppress(LinkLost, OSError):
-            self.tell(Kind.FREED, place=place)
+        self._untold.append(place)  # the next message tells it: one by itself would wake the other end for nothing
 
     def _free(self, place: int) -> None:
         with self._lock:
@@ -221,6 +261,14 @@ class HostLink:
                 raise InvalidRequest(f"nothing lies at {place}")
             self._lent[place] -= 1
         self._outbox.arena.free(place)
+
+    def say_alive(self, pulse: Pulse) -> None:
+        """Says that this end is there, and looks whether the other one is; raises `LinkLost`."""
+        if pulse.stood_still:
+            self.heard = pulse.now
+        self.tell(Kind.ALIVE)
+        if pulse.now - self.heard > pulse.silence:
+            raise Silent(f"nothing has come for {pulse.now - self.heard:.3g} s")
 
     # ---- The end ----
 
