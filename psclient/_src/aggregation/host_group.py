@@ -51,8 +51,8 @@ class HostGroup:
     """
 
     def __init__(self, job: bytes, session: int, lease: float, push: Push, spec: Callable[[int], TensorSpec]) -> None:
-        self._name = b"\0paramserver-" + hashlib.sha256(job).hexdigest()[:32].encode()
         self.number = host_number(job)
+        self._name = f"\0paramserver-{self.number:016x}"
         self._session = session
         self._lease = lease
         self._push = push

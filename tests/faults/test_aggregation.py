@@ -1,0 +1,124 @@
+"""Workers of one host that sum what they contribute: whoever is lost, each contribution counts once, or not at all."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from pstesting.processes import QUICK, W0, W1, W2, ProcessCluster
+from pstesting.script import DIRECTORY, ME, add_all, gate, say
+from pswire.cluster import Task
+
+WORKERS = (W0, W1, W2)
+KEYS = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": QUICK, "aggregation": "host"}
+
+
+def endure(elements, stop, stall):
+    """Adds the same to a variable of each server, until a file says that it is the end.
+
+    Each contribution is a power of 1000, so that the sums' digits count contributions by worker. A worker says it when
+    it leads. From the fifth round on that is summed it waits, where `stop` says who: at a gate before a round, or
+    after it has sent to the servers before number `stall` what it has gathered.
+    """
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v = ps.Variable(np.zeros(elements), name="v")
+        u = ps.Variable(np.zeros(elements), name="u")
+        end = ps.Variable(0.0, name="end")
+    near = strategy._exchange.near
+
+    def hold():
+        say("holds", strategy.round)
+        gate("never")
+
+    def push(server, said, payload):
+        if said.parts and near.summed > 60 and server == stall:
+            hold()
+        return strategy._exchange.push_once(server, said, payload)
+
+    if stall is not None:
+        near._push = push
+    told = False
+    while not float(end.numpy()):
+        if stall is None and told and stop == near.leads:
+            hold()
+        mine = np.full(elements, 1000.0**ME)
+        ends = np.float64((DIRECTORY / "end").exists())
+        strategy.run(lambda mine=mine, ends=ends: add_all([(v, mine), (u, mine), (end, ends)]))
+        found = v.numpy(), u.numpy()
+        assert all((value == found[0][0]).all() for value in found)
+        say("did", strategy.round - 1)
+        if not told and (near.summed > 40 or (not near.leads and strategy.round > 20)):
+            told = True
+            say("sums", near.leads)
+        elif told and near.leads:
+            say("leads", near.summed)
+        time.sleep(0.005)
+    say("all", [float(v.numpy()[0]), float(u.numpy()[0])])
+
+
+def leader_of(job) -> Task:
+    """Waits until all know it; returns who sends for the others."""
+    leading = [task for task in WORKERS if job.hear(task, "sums")]
+    assert len(leading) == 1
+    return leading[0]
+
+
+def end(job, tmp_path, gone: Task, others) -> None:
+    """Lets the others end, and checks their sums: of who is gone all count that were answered, and at most one more."""
+    (tmp_path / "end").touch()
+    sums = {tuple(job.hear(task, "all")) for task in others}
+    assert len(sums) == 1
+    v, u = sums.pop()
+    assert v == u
+    for task in WORKERS:
+        count, did = int(v) // 1000**task.index % 1000, len(job.said(task, "did"))
+        assert did <= count <= did + (task == gone), (task, count, did)
+    for task in others:
+        assert job.exited(task) == 0
+
+
+def goes_on(job, others, seconds: float) -> Task:
+    """Waits until the others have done more rounds, in sums of one of them again; returns which."""
+    began, before = time.monotonic(), {task: len(job.said(task, "did")) for task in others}
+    job.until(lambda: all(len(job.said(task, "did")) > before[task] + 2 for task in others))
+    assert time.monotonic() - began < seconds
+    said = {task: job.said(task, "leads")[-1:] for task in others}
+    job.until(lambda: any(job.said(task, "leads")[-1:] != said[task] for task in others))
+    return next(task for task in others if job.said(task, "leads")[-1:] != said[task])
+
+
+@pytest.mark.parametrize("leads", [True, False], ids=["who sends", "another"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("elements", [50, 700_000])
+def test_a_worker_of_the_host_is_lost(tmp_path, elements, how, leads):
+    """The others go on within its lease, in sums again; a worker that stood still is told that it is out."""
+    with ProcessCluster(endure, tmp_path, (elements, leads, None), gates=["never"], **KEYS) as job:
+        leader = leader_of(job)
+        job.until(lambda: any(job.said(task, "holds") for task in WORKERS))
+        gone = next(task for task in WORKERS if job.said(task, "holds"))
+        assert (gone == leader) == leads
+        others = [task for task in WORKERS if task != gone]
+        job.kill(gone, how)
+        goes_on(job, others, 3 * QUICK.lease)
+        if how == signal.SIGSTOP:
+            job.kill(gone, signal.SIGCONT)
+            job.kill(gone)
+        end(job, tmp_path, gone, others)
+
+
+@pytest.mark.parametrize("elements", [50, 700_000])
+@pytest.mark.parametrize("server", [0, 1], ids=["before it sends", "when one of two servers has it"])
+def test_who_sends_is_lost_while_it_does(tmp_path, elements, server):
+    """Both servers count the same: the others push by themselves what it has not sent everywhere."""
+    with ProcessCluster(endure, tmp_path, (elements, None, server), gates=["never"], **KEYS) as job:
+        leader = leader_of(job)
+        job.hear(leader, "holds")
+        others = [task for task in WORKERS if task != leader]
+        job.kill(leader)
+        goes_on(job, others, 3 * QUICK.lease)
+        end(job, tmp_path, leader, others)
