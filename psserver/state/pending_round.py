@@ -51,7 +51,7 @@ class PendingRound:
         error: the error of a failed round; None otherwise.
         doubtful: pushes of newcomers that differ from it, before an older member has pushed.
         attempt: how many votes of it there were before.
-        agreed: the sessions that those votes have left; None before the first.
+        agreed: the sessions that those votes have left; None where anybody may count.
         voted: with too few contributions that all servers have, what this server has voted for, and who was fenced
             then; it votes again once that has changed, or once another server does. None before.
         whole: True if contributions are taken in whole: some were used up of which nothing counts, or the round is to
@@ -293,7 +293,7 @@ class PendingRound:
 
     def _check_sum(self, said: Contribution, found: MemberShare | None) -> None:
         """Raises `PushAgain` for a sum beside contributions that its host's workers have sent by themselves."""
-        if self.agreed is not None:  # all that votes have left are asked for, each by itself
+        if self.attempt and found is None:  # it may be of some whom other servers have not, and would be cut again
             raise PushAgain(f"round {said.round} is made once more; each worker has to push by itself")
         sessions = {part.session for part in said.parts}
         there = found.summed if found is not None else frozenset[int]()

@@ -372,7 +372,7 @@ class Rounds:
         Args:
             job: the round.
             attempt: the number of its next vote.
-            agreed: the sessions that the votes so far have left; None before the first.
+            agreed: the sessions that the votes so far have left; None where anybody may count.
         """
         self._running = None
         return self.strands[job.strand].open[job.round].again(attempt, agreed)

@@ -257,6 +257,20 @@ def test_contributions_of_other_hosts_leave_a_sum_alone(hosts):
     assert made(total, *others) == [True] * 3
 
 
+def test_a_round_with_a_sum_does_not_stream(tmp_path, monkeypatch):
+    """Nothing of a sum is used before it is whole, since it may be dropped until then; nor of what came before it."""
+    monkeypatch.setattr("pswire.model.plan.PART_BYTES", 0)
+    hosts = Hosts(tmp_path, mode="sync")
+    rest = hosts.half()
+    last = hosts.push(hosts.d, data=rest)
+    total = hosts.sum(hosts.a, hosts.b, hosts.c, data=hosts.half())
+    told = [last, *map(hosts.push, (hosts.a, hosts.b, hosts.c))]
+    assert errors(total) == [PushAgain]
+    rest.add(0, memoryview(np.full(2, 1e3, "float32")).cast("B"))
+    assert made(*told) == [True] * 4
+    assert hosts.values == [1111]
+
+
 def test_all_senders_of_a_sum_that_breaks_off_are_lost(hosts):
     """The round goes on without them."""
     total = hosts.sum(hosts.a, hosts.b, hosts.c, data=hosts.half())
@@ -463,15 +477,30 @@ def test_a_vote_that_would_cut_a_sum(two):
 
 
 def test_no_sum_counts_after_a_vote_that_would_have_cut_it(two):
-    """One that was on its way still is refused: votes have left out one of its senders, of whom it has more."""
+    """One that was on its way still is refused: it might be cut again, and its senders are asked already."""
     pending = torn(two)
-    two.members = [worker for worker in two.members if worker is not two.b]
     late = two.sum(two.a, two.c, server=0, parts=tuple(two.said(worker, epoch=1) for worker in (two.a, two.c)), epoch=1)
     assert errors(late) == [PushAgain]
     again = [two.push(worker, server=server, epoch=1) for worker, server in pending]
     two.hear()
     assert [future.result(0).left_out for future in again] == [(B,)] * 6
     assert two.values == [1101, 1101]
+
+
+def test_a_vote_that_would_cut_a_sum_and_has_too_few(tmp_path):
+    """With backup workers: whoever was late may count at the next attempt, so that enough are on all servers."""
+    two = Hosts(tmp_path, servers=2, backup=1)
+    for worker in two.members:
+        everywhere(two, two.push, worker)
+    two.hear()
+    two.turn()
+    told = [two.sum(two.a, two.b), two.push(two.d), *(two.push(w, server=1) for w in (two.a, two.c, two.d))]
+    two.hear()
+    assert errors(*told) == [PushAgain] * 5
+    again = [future for worker in (two.a, two.b, two.d) for future in everywhere(two, two.push, worker)]
+    two.hear()
+    assert [future.result(0).left_out for future in again] == [(C,)] * 6
+    assert two.values == [1111 + 1011] * 2
 
 
 def test_a_vote_that_leaves_out_all_of_a_sum(two):
