@@ -133,7 +133,7 @@ class Runner:
         if self._execution is not None:
             lost = self._execution.contributions.drop(self._rounds.fenced)
             if lost and self._ballot is not None:
-                return self._again(self._ballot, self._execution)
+                return self._again(self._ballot, self._execution, self._ballot.job.attempt)
             if self._awaits is None or self._awaits == self._execution.awaits():
                 return []
             return self._go_on(self._execution)
@@ -190,7 +190,7 @@ class Runner:
             error = verdict.error
             return self._finish(trial, False, lambda: self._close(job, trial, *self._rounds.fail(job, error)))
         if verdict.torn:
-            return self._again(ballot, None if trial is None else trial.execution, job.sessions)
+            return self._again(ballot, None if trial is None else trial.execution, ballot.attempt + 1)
         if agreed.is_short and not (verdict.unanimous or verdict.repeated):
             self._rounds.gather(job, ballot.attempt + 1)  # nothing was tried: what is waits for all
             return self.next()
@@ -200,7 +200,7 @@ class Runner:
         if job.prepared.revotes and not verdict.unanimous:  # somebody has to run it again, and may then fail
             if trial is not None and agreed.parts != job.parts:
                 if job.commit is Commit.PROGRESSIVE:
-                    return self._again(ballot, trial.execution, verdict.whole)
+                    return self._again(ballot, trial.execution, ballot.attempt + 1, verdict.whole)
                 return self._finish(trial, False, lambda: self._elect(_Ballot(agreed, ballot.attempt + 1)))
             return self._elect(_Ballot(agreed, ballot.attempt + 1, trial))
         if trial is None:
@@ -255,18 +255,21 @@ class Runner:
         """Answers the members of a round that is over, but for those whose answers have to wait."""
         return self.replies(record, self._waiters.hold(record, waiters))
 
-    def _again(self, ballot: _Ballot, execution: Execution | None, agreed: Set[int] | None = None) -> list[Effect]:
+    def _again(
+        self, ballot: _Ballot, execution: Execution | None, attempt: int, agreed: Set[int] | None = None
+    ) -> list[Effect]:
         """Drops a run, and asks for its contributions once more: others count than it has.
 
         Args:
             ballot: the round.
             execution: its run, which may still be in the thread for arrays; None where there was none.
-            agreed: the sessions that its vote has left; None before that.
+            attempt: the number of its next vote.
+            agreed: the sessions that its votes have left; None where anybody may count.
         """
         self._store.end_loan()
         self._execution = self._awaits = self._ballot = None
         self._answers.drop()
-        job, attempt = ballot.job, ballot.job.attempt if agreed is None else ballot.attempt + 1
+        job = ballot.job
         asks = self._rounds.again(job, attempt, agreed)
         log.info("round %d is made once more: a member was lost while it was made", job.round)
         return [*asks, *([] if execution is None else [Run(execution.close)]), *self.next()]

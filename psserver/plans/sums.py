@@ -17,9 +17,11 @@ def check_sum(said: Contribution) -> None:
     parts, sessions = said.parts, {part.session for part in said.parts}
     if len(sessions) < len(parts) or said.session not in sessions:
         raise InvalidRequest("a sum of contributions has each of its senders once, and who sends it among them")
+    if not said.host or all(part.observes for part in parts):
+        raise InvalidRequest("a sum is of the contributions of one host, of which one or more count")
     if any((part.epoch, part.round, part.plan_id, part.host) != _round_of(said) for part in parts):
         raise InvalidRequest("a sum has contributions to other rounds, or of other hosts")
-    if said.alone or said.observes or said.lookups or any(_is_special(part) for part in (said, *parts)):
+    if said.observes or any(_is_special(part) for part in (said, *parts)) or any(part.parts for part in parts):
         raise InvalidRequest("a sum has contributions that no sum may have")
     weights = [part.weights for part in parts]
     if {len(each) for each in weights} != {len(said.weights)} or said.weights != total_weights(weights):
@@ -38,15 +40,9 @@ def shares_of(said: Contribution, payload: Payload, members: Sequence[Member]) -
         said: the sum, which `check_sum` has let pass.
         payload: its payload.
         members: the senders of its parts, in their order.
-
-    Raises:
-        InvalidRequest: nobody contributes.
     """
     pairs = sorted(zip(members, said.parts, strict=True), key=lambda pair: pair[0].task)
-    first = next((member for member, part in pairs if not part.observes), None)
-    if first is None:
-        raise InvalidRequest("a sum of nothing")
-    own = next(part for member, part in pairs if member is first)
+    first, own = next((member, part) for member, part in pairs if not part.observes)
     whole = MemberShare(first, replace(own, weights=said.weights, parts=said.parts), payload)
     return [whole if member is first else MemberShare(member, part, EMPTY, whole) for member, part in pairs]
 

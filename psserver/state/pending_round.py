@@ -51,7 +51,7 @@ class PendingRound:
         error: the error of a failed round; None otherwise.
         doubtful: pushes of newcomers that differ from it, before an older member has pushed.
         attempt: how many votes of it there were before.
-        agreed: the sessions that those votes have left; None before the first.
+        agreed: the sessions that those votes have left; None where anybody may count.
         voted: with too few contributions that all servers have, what this server has voted for, and who was fenced
             then; it votes again once that has changed, or once another server does. None before.
         whole: True if contributions are taken in whole: some were used up of which nothing counts, or the round is to
@@ -250,12 +250,13 @@ class PendingRound:
 
     # ---- Contributions ----
 
-    def take(self, push: Push, members: Sequence[Member]) -> tuple[list[MemberShare], list[Effect]]:
+    def take(self, push: Push, members: Sequence[Member], runs: bool) -> tuple[list[MemberShare], list[Effect]]:
         """Adds a push to a round that has its plan and epoch.
 
         Args:
             push: the push; of one that came before, a resend.
             members: who contributes: the sender, or of a sum the senders of its parts.
+            runs: True if the round has begun: it reads what is whole.
 
         Returns:
             The shares with a payload that are new, which is none for a resend; and the effects.
@@ -268,11 +269,11 @@ class PendingRound:
         if self.error is not None:
             raise self.error
         said, payload = push.said, push.payload
-        effects = self._tear_for(said)
+        effects = self._tear_for(said, runs)
         found = self.parts.get(said.session)
         if said.parts:
             self._check_sum(said, found)
-        elif found is not None and not (found.summed or _is_again(found, push)):
+        if found is not None and (said.parts or not found.summed) and not _is_again(found.within or found, push):
             raise InvalidRequest(f"round {said.round} of this session is sent again with another payload")
         self.waiters.append((said, push.future))
         if found is None:
@@ -292,18 +293,23 @@ class PendingRound:
 
     def _check_sum(self, said: Contribution, found: MemberShare | None) -> None:
         """Raises `PushAgain` for a sum beside contributions that its host's workers have sent by themselves."""
+        if self.attempt and found is None:  # it may be of some whom other servers have not, and would be cut again
+            raise PushAgain(f"round {said.round} is made once more; each worker has to push by itself")
         sessions = {part.session for part in said.parts}
         there = found.summed if found is not None else frozenset[int]()
         near = {session for session, part in self.parts.items() if part.said.host == said.host} | there
         if (sessions & self.parts.keys() or near) and not near == there == sessions:
             raise PushAgain(f"round {said.round} has contributions of this host already that are in no sum")
 
-    def _tear_for(self, said: Contribution) -> list[Effect]:
-        """Drops a sum that is of no use beside a contribution of its host: it has not come whole, or is without it."""
+    def _tear_for(self, said: Contribution, runs: bool) -> list[Effect]:
+        """Drops a sum that is of no use beside a contribution of its host: it has not come whole, or is without it.
+
+        Not a whole one that the round is made with: then the contribution is late, and counts nowhere.
+        """
         found, torn = self.parts.get(said.session), frozenset[int]()
         if said.host and not said.parts:
             near = (part for part in self.parts.values() if part.summed and part.said.host == said.host)
-            torn = next((part.summed for part in near if found is None or not part.whole), torn)
+            torn = next((part.summed for part in near if not part.whole or (found is None and not runs)), torn)
         return self.tear(torn)
 
     def tear(self, sessions: frozenset[int]) -> list[Effect]:

@@ -186,13 +186,13 @@ class Rounds:
         if take_over(strand, push, member, self._running == (key, said.round), self._effects):
             return
         senders = _senders(epoch, push.said, member)
-        for part, each in senders:
-            self._check_order(strand, part, each)
         members = (member,) if key else epoch.members
         fresh = PendingRound(said.plan_id, said.epoch, members, push.since, whole=self.backlog.behind)
         pending = strand.open.get(said.round, fresh)
         if said.parts and (key or pending.differs(said) or _is_apart(said.parts, self)):
             raise PushAgain(f"no sum may be sent to round {said.round}; each worker has to push by itself")
+        for part, each in senders:
+            self._check_order(strand, part, each)
         strand.open[said.round] = pending
         if pending.differs(said) and joins(said, self.epochs) and only_newcomers(pending, self.epochs):
             pending.doubtful.append(push)
@@ -200,7 +200,7 @@ class Rounds:
         self._check_plan(pending, said, member)
         for part, _ in senders:
             strand.came(part)
-        self._take(pending, push, [each for _, each in senders])
+        self._take(pending, push, [each for _, each in senders], self._running == (key, said.round))
         if pending.doubtful and not joins(said, self.epochs):
             self._settle(pending)
 
@@ -209,9 +209,9 @@ class Rounds:
         self._closures.learn(version, newest, begun)
         self._closures.forget(self.strands)
 
-    def _take(self, pending: PendingRound, push: Push, members: Sequence[Member]) -> None:
-        """Adds a push to its round; `members` are those who contribute with it."""
-        shares, effects = pending.take(push, members)
+    def _take(self, pending: PendingRound, push: Push, members: Sequence[Member], runs: bool) -> None:
+        """Adds a push to its round, which runs or not; `members` are those who contribute with it."""
+        shares, effects = pending.take(push, members, runs)
         self._effects += effects
         plan = self.plans.get(push.said.plan_id)
         if plan is not None:
@@ -299,7 +299,8 @@ class Rounds:
             raise Fenced(f"round {said.round} was made without this session; restart the process")
         if not all(record.is_for(part.session) for part in said.parts):
             raise PushAgain(f"round {said.round} was made without some of a sum; each worker has to push by itself")
-        strand.came(said)
+        for part in said.parts or (said,):
+            strand.came(part)
         return record
 
     def next_job(self) -> ReadyRound | None:
@@ -371,7 +372,7 @@ class Rounds:
         Args:
             job: the round.
             attempt: the number of its next vote.
-            agreed: the sessions that the votes so far have left; None before the first.
+            agreed: the sessions that the votes so far have left; None where anybody may count.
         """
         self._running = None
         return self.strands[job.strand].open[job.round].again(attempt, agreed)
@@ -388,8 +389,8 @@ class Rounds:
 
     def unused(self, job: ReadyRound) -> list[Effect]:
         """Lets go of what late members have sent of a round that is over: nobody will read it, nor what still comes."""
-        parts = self.strands[job.strand].open[job.round].parts if job.late else {}
-        return [Run(part.payload.discard) for session, part in parts.items() if session not in job.sessions]
+        sent = self.strands[job.strand].open[job.round].sent if job.late else []
+        return [Run(part.payload.discard) for part in sent if part.said.session not in job.sessions]
 
     def _close(self, key: Key, number: int, record: Record) -> list[Waiter]:
         self._running = None
@@ -465,6 +466,8 @@ def _senders(epoch: Epoch, said: Contribution, member: Member) -> list[tuple[Con
     if not said.parts:
         return [(said, member)]
     check_sum(said)
+    for part in said.parts:
+        _check_weights(part)
     found = [(part, epoch.session(part.session)) for part in said.parts]
     there = [(part, each) for part, each in found if each is not None]
     if len(there) < len(found):

@@ -414,6 +414,8 @@ _NAME = ClosureName(2001, 2002, 2003, (2001, 1 << 35))
 _ORDER = ClosureOrder(2001, "step", (1998, 1 << 35), _PIECE, ("step(x)", "batches()"), 17, True, (1990, 1 << 36))
 _QUEUE = ClosureQueue(2001, 31, 32, 33, 1999, 18, _FAILURE)
 _TOLD = ClosureResult(2001, _PIECE, "ValueError", TEXT)
+_HOST = 0x0FED_CBA9_8765_4321
+_PARTS = (contribution(host=_HOST), Contribution(9, 6, 41, PLAN_ID, (0.0, 0.0, 0.0), observes=True, host=_HOST))
 _ASKED = ChunkAsk(
     2001,
     2002,
@@ -531,6 +533,7 @@ SAMPLES = (
     Sample("Move", "full", (3, "ps9:1", 1 << 40), "ps9:1"),
     Sample("Move", "least", (0, "", 0), "ps9:1"),
     Sample("Push", "alone", (contribution(alone=True), small()), reply(small())),
+    Sample("Push", "of a host", (contribution(host=_HOST, parts=_PARTS), small()), reply(small())),
     Sample("Status", "full", (), STATUS),
     Sample("Status", "least", (), BARE),
     Sample("Recent", "full", (), (HAPPENED, Happened(0.25, "close", ""))),
@@ -543,6 +546,7 @@ VOTES = (
     Vote(77, 41, PLAN_ID, 6, 2, frozenset((SESSION, 9)), closed=-1),
     Vote(77, 42, PLAN_ID, 6, error=error("MemoryLimit"), closed=40),
     Vote(77, 64, PLAN_ID, 6, 0, frozenset((9,)), closed=63, digest=Digest(62, (0, 300), (1 << 63, 7))),
+    Vote(77, 44, PLAN_ID, 6, whole=frozenset((9, 10)), sums=(frozenset((9, 1 << 40)), frozenset((10,)))),
     Testimony(77, 3, (Vote(77, 43, PLAN_ID, 6, 1, frozenset((9,)), closed=42),), 2),
 )
 """What another server says."""

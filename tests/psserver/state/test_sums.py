@@ -1,0 +1,513 @@
+"""Sums of what several workers of a host contribute: each contribution counts once, in a sum or by itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pstesting.clock import Clock
+from pswire.api import Contribution, RowRead
+from pswire.errors import Fenced, InvalidRequest, NonfiniteError, PushAgain
+from pswire.model.closures import ClosureName
+from pswire.transport.payload import Payload
+from tests.support.mail import Mail
+from tests.support.rig import WORKERS, Job, Servers, core, payload, sum_into
+
+HERE, THERE = 7, 9
+A, B, C, D = WORKERS
+
+
+class Hosts:
+    """Servers, four members of which three are on one host, a variable on each server, and a plan that adds to all.
+
+    Each member contributes its own power of ten, so that a value says whose contributions are in it.
+
+    Attributes:
+        votes: what is on its way, as (sender, receiver, vote).
+        work: array work that is not done; it is done at once unless `lags`.
+    """
+
+    def __init__(self, root, servers=1, mode="whole", backup=0, op="sum", nonfinite="apply"):
+        self.clock, self.votes, self.work, self.lags = Clock(), [], [], False
+        self.cores = [core(n, 0, 0, root, self.clock, self._submit) for n in range(servers)]
+        for number, one in enumerate(self.cores):
+            one.others = Mail(number, self.votes)
+        self.job = Job(Servers(list(self.cores), self.cores, self.clock, root, False))
+        self.members = self.job.join(A, B, C, D, mode=mode, backup_workers=backup)
+        self.a, self.b, self.c, self.d = self.members
+        self.variables = [self.job.variable(self.a, np.zeros(2, "float32"), (n,)) for n in range(servers)]
+        self.plan = replace(sum_into(*self.variables, op=op, returned=False), nonfinite=nonfinite)
+        self.job.approve(self.plan, self.a)
+
+    def _submit(self, work):
+        self.work.append(work)
+        while self.work and not self.lags:
+            self.work.pop(0)()
+
+    def catch_up(self):
+        """Does the array work that was left."""
+        self.lags = False
+        while self.work:
+            self.work.pop(0)()
+
+    def hear(self):
+        """All votes arrive, and those that follow."""
+        while self.votes:
+            sender, receiver, vote = self.votes.pop(0)
+            self.cores[receiver].hear(sender, vote)
+
+    def said(self, worker, weight=1.0, **more):
+        """What a member says; D is on a host of its own."""
+        host = THERE if worker.task == D else HERE
+        weights = (weight,) * len(self.plan.reductions)
+        said = Contribution(worker.session, self.job.epoch.number, worker.round, self.plan.id, weights, host=host)
+        return replace(said, previous=worker.round - 1, **more)
+
+    def data(self, workers, server=0, weight=1.0):
+        """The payload of some members' contributions."""
+        value = np.full(2, sum(10.0**worker.task.index for worker in workers))
+        number = len(self.plan.reductions)
+        return payload(self.plan, server, [value] * number, (weight,) * number, ())
+
+    def push(self, worker, server=0, data=None, **said):
+        """A member contributes by itself; returns the future."""
+        return self.cores[server].push(self.said(worker, **said), data or self.data([worker], server))
+
+    def sum(self, *workers, server=0, data=None, parts=None, **said):
+        """The first of some members sends their sum; returns the future."""
+        parts = tuple(map(self.said, workers)) if parts is None else parts
+        weights = tuple(map(sum, zip(*(part.weights for part in parts), strict=True)))
+        whole = replace(self.said(workers[0]), **{"weights": weights, "parts": parts, **said})
+        return self.cores[server].push(whole, data or self.data(workers, server))
+
+    def half(self, server=0):
+        """A payload of which nothing has come."""
+        return Payload((), self.data([self.a], server).size)
+
+    def close(self, *lost):
+        """The chief closes an epoch without these."""
+        self.job.close([worker.member for worker in self.members if worker not in lost])
+
+    def turn(self):
+        """All go on to their next round."""
+        for worker in self.members:
+            worker.round += 1
+
+    @property
+    def values(self):
+        """What is in the variable of each server."""
+        return [int(one.machine.store.value(v.id)[0]) for one, v in zip(self.cores, self.variables, strict=True)]
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    return Hosts(tmp_path)
+
+
+@pytest.fixture
+def two(tmp_path):
+    return Hosts(tmp_path, servers=2)
+
+
+def errors(*futures):
+    return [type(future.exception(0)) for future in futures]
+
+
+def made(*futures):
+    """Whether futures have the answer to a round with everybody's contribution."""
+    return [future.done() and future.result().left_out == () for future in futures]
+
+
+# ---- A sum ----
+
+
+def test_a_sum_counts_as_all_of_its_senders(hosts):
+    """The round waits for nobody else, and its record names nobody who was left out."""
+    last = hosts.push(hosts.d)
+    total = hosts.sum(hosts.b, hosts.a, hosts.c)
+    assert made(last, total) == [True, True]
+    assert hosts.values == [1111]
+    assert record(hosts).sessions == {worker.session for worker in hosts.members}
+
+
+def record(hosts, server=0, round=0):
+    return hosts.cores[server].machine.rounds.strands[None].records[round]
+
+
+def test_a_mean_is_over_the_weights_of_all_senders(tmp_path):
+    """A sum has the weight of its senders, who may have some examples more or less."""
+    hosts = Hosts(tmp_path, op="mean")
+    hosts.push(hosts.d, weight=5.0)
+    parts = (hosts.said(hosts.a, weight=2.0), hosts.said(hosts.b, weight=0.0), hosts.said(hosts.c, weight=3.0))
+    hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts, data=hosts.data([hosts.a, hosts.c]))
+    assert hosts.cores[0].machine.store.value(0).tolist() == [pytest.approx(1101 / 10)] * 2
+
+
+def test_a_sum_that_is_sent_again_counts_once(hosts):
+    """Before the round is over, where it brings what the first one has not, and after it."""
+    first = hosts.sum(hosts.a, hosts.b, hosts.c, data=hosts.half())
+    again = hosts.sum(hosts.b, hosts.a, hosts.c)
+    last = hosts.push(hosts.d)
+    assert made(first, again, last) == [True] * 3
+    assert made(hosts.sum(hosts.a, hosts.b, hosts.c)) == [True]
+    assert hosts.values == [1111]
+
+
+def test_a_sum_that_is_sent_again_with_something_else(hosts):
+    """It is refused, as any contribution is."""
+    first = hosts.sum(hosts.a, hosts.b, hosts.c)
+    parts = (hosts.said(hosts.a), hosts.said(hosts.b, weight=2.0), hosts.said(hosts.c))
+    assert errors(hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts)) == [InvalidRequest]
+    assert errors(hosts.sum(hosts.a, hosts.b, hosts.c, data=Payload((), 4))) == [InvalidRequest]
+    assert made(hosts.push(hosts.d), first) == [True, True]
+    assert hosts.values == [1111]
+
+
+def test_senders_of_a_sum_ask_by_themselves(hosts):
+    """As they do where the one that sent it is lost: each is answered, and counts once, before the end and after it."""
+    total = hosts.sum(hosts.a, hosts.b, hosts.c)
+    early = [hosts.push(worker) for worker in (hosts.c, hosts.a)]
+    assert not any(future.done() for future in early)
+    last = hosts.push(hosts.d)
+    assert made(total, *early, last, *map(hosts.push, hosts.members)) == [True] * 8
+    assert hosts.values == [1111]
+
+
+def test_who_was_lost_counts_in_a_sum_that_is_whole(hosts):
+    """It had contributed; and the others of its sum with it."""
+    hosts.sum(hosts.a, hosts.b, hosts.c)
+    hosts.close(hosts.a, hosts.b)
+    own = hosts.push(hosts.c, epoch=1)
+    last = hosts.push(hosts.d, epoch=1)
+    assert made(own, last) == [True, True]
+    assert hosts.values == [1111]
+
+
+def test_observers_in_a_sum(hosts):
+    """They contribute nothing and are named; the sum is whose contribution it has, also if one of them sends it."""
+    parts = (hosts.said(hosts.a, weight=0.0, observes=True), hosts.said(hosts.b), hosts.said(hosts.c))
+    total = hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts, data=hosts.data([hosts.b, hosts.c]))
+    assert made(hosts.push(hosts.d), total) == [True, True]
+    assert total.result().observers == (A,)
+    assert hosts.values == [1110]
+
+
+def test_what_is_not_finite_in_a_sum_is_its_senders(tmp_path):
+    """The error accuses who said so, and nobody else of its host."""
+    hosts = Hosts(tmp_path, nonfinite="raise")
+    parts = (hosts.said(hosts.a), hosts.said(hosts.b, nonfinite=(0,)), hosts.said(hosts.c))
+    total, last = hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts), hosts.push(hosts.d)
+    assert errors(total, last) == [NonfiniteError] * 2
+    assert str(B) in str(total.exception())
+    assert str(A) not in str(total.exception())
+    assert hosts.values == [0]
+
+
+# ---- Sums beside contributions of the same host ----
+
+
+def test_a_sum_beside_a_contribution_of_its_host(hosts):
+    """It is refused, whether the other one is in it or not; each then pushes by itself, and nothing is lost."""
+    own = hosts.push(hosts.c)
+    assert errors(hosts.sum(hosts.a, hosts.b, hosts.c), hosts.sum(hosts.a, hosts.b)) == [PushAgain] * 2
+    assert made(*map(hosts.push, (hosts.a, hosts.b, hosts.d)), own) == [True] * 4
+    assert hosts.values == [1111]
+
+
+def test_two_sums_of_a_host(hosts):
+    """The second one is refused, with some of the first one's senders or without."""
+    first = hosts.sum(hosts.a, hosts.b)
+    assert errors(hosts.sum(hosts.b, hosts.c), hosts.sum(hosts.c)) == [PushAgain] * 2
+    assert errors(hosts.sum(hosts.a, hosts.b, hosts.c)) == [PushAgain]
+    assert not first.done()
+
+
+def test_a_sum_that_has_not_come_whole(hosts):
+    """The first of its senders that pushes by itself drops it; who sent it is asked again, and what still comes of it
+    counts nothing."""
+    data = hosts.half()
+    total = hosts.sum(hosts.a, hosts.b, hosts.c, data=data)
+    own = hosts.push(hosts.b)
+    assert errors(total) == [PushAgain]
+    last = [hosts.push(hosts.c), hosts.push(hosts.d)]
+    data.add(0, memoryview(np.full(2, 5e5, "float32")).cast("B"))
+    assert not own.done()
+    assert errors(hosts.sum(hosts.a, hosts.b, hosts.c)) == [PushAgain]
+    assert made(hosts.push(hosts.a), own, *last) == [True] * 4
+    assert hosts.values == [1111]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_contribution_of_the_same_host_that_is_not_in_a_sum(hosts, whole):
+    """The sum is dropped, since its bits would be others; all of its senders are asked again."""
+    total = hosts.sum(hosts.a, hosts.b, data=None if whole else hosts.half())
+    early = hosts.push(hosts.b) if whole else total
+    own = hosts.push(hosts.c)
+    assert errors(total, early) == [PushAgain] * 2
+    assert made(*map(hosts.push, (hosts.a, hosts.b, hosts.d)), own) == [True] * 4
+    assert hosts.values == [1111]
+
+
+def test_contributions_of_other_hosts_leave_a_sum_alone(hosts):
+    """And of no host."""
+    total = hosts.sum(hosts.a, hosts.b)
+    others = [hosts.push(hosts.c, host=0), hosts.push(hosts.d)]
+    assert made(total, *others) == [True] * 3
+
+
+def test_a_round_with_a_sum_does_not_stream(tmp_path, monkeypatch):
+    """Nothing of a sum is used before it is whole, since it may be dropped until then; nor of what came before it."""
+    monkeypatch.setattr("pswire.model.plan.PART_BYTES", 0)
+    hosts = Hosts(tmp_path, mode="sync")
+    rest = hosts.half()
+    last = hosts.push(hosts.d, data=rest)
+    total = hosts.sum(hosts.a, hosts.b, hosts.c, data=hosts.half())
+    told = [last, *map(hosts.push, (hosts.a, hosts.b, hosts.c))]
+    assert errors(total) == [PushAgain]
+    rest.add(0, memoryview(np.full(2, 1e3, "float32")).cast("B"))
+    assert made(*told) == [True] * 4
+    assert hosts.values == [1111]
+
+
+def test_all_senders_of_a_sum_that_breaks_off_are_lost(hosts):
+    """The round goes on without them."""
+    total = hosts.sum(hosts.a, hosts.b, hosts.c, data=hosts.half())
+    last = hosts.push(hosts.d)
+    hosts.close(hosts.a, hosts.b, hosts.c)
+    assert last.result(0).left_out == (A, B, C)
+    assert errors(total) == [Fenced]
+    assert hosts.values == [1000]
+
+
+def test_who_sends_a_sum_is_lost_halfway(hosts):
+    """The others push by themselves, and the round goes on without it."""
+    total = hosts.sum(hosts.a, hosts.b, hosts.c, data=hosts.half())
+    others = [hosts.push(hosts.d), hosts.push(hosts.b)]
+    hosts.close(hosts.a)
+    assert errors(total) == [PushAgain]
+    others.append(hosts.push(hosts.c, epoch=1))
+    assert [future.result(0).left_out for future in others] == [(A,)] * 3
+    assert hosts.values == [1110]
+
+
+def test_a_late_contribution_leaves_a_sum_alone_that_its_round_has_begun_with(tmp_path):
+    """With backup workers: the round reads what the sum has. Whoever is late gets the answer, and counts nowhere."""
+    hosts = Hosts(tmp_path, backup=1)
+    assert made(*map(hosts.push, hosts.members)) == [True] * 4
+    hosts.turn()
+    hosts.lags = True
+    told = [hosts.sum(hosts.a, hosts.b), hosts.push(hosts.d)]
+    assert hosts.work, "it has begun"
+    told += [hosts.push(hosts.c), hosts.push(hosts.a)]
+    hosts.catch_up()
+    assert [future.result(0).left_out for future in told] == [(C,)] * 4
+    assert hosts.values == [1111 + 1011]
+
+
+# ---- Senders that no sum may have ----
+
+
+def test_a_sum_with_a_member_that_was_lost(hosts):
+    """It is refused: the others push by themselves, and it cannot."""
+    hosts.close(hosts.b)
+    assert errors(hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts_of(hosts, 1), epoch=1)) == [PushAgain]
+    told = [hosts.push(worker, epoch=1) for worker in (hosts.a, hosts.c, hosts.d)]
+    assert [future.result(0).left_out for future in told] == [(B,)] * 3
+    assert hosts.values == [1101]
+
+
+def parts_of(hosts, epoch, **said):
+    """What A, B and C say."""
+    return tuple(hosts.said(worker, epoch=epoch, **said) for worker in (hosts.a, hosts.b, hosts.c))
+
+
+def test_a_sum_with_a_session_that_is_no_member(hosts):
+    """As that of a process that the next epoch takes in."""
+    stranger = replace(hosts.said(hosts.c), session=hosts.c.session + 10_000)
+    parts = (hosts.said(hosts.a), hosts.said(hosts.b), stranger)
+    assert errors(hosts.sum(hosts.a, hosts.b, parts=parts)) == [PushAgain]
+    assert made(*map(hosts.push, hosts.members)) == [True] * 4
+    assert hosts.values == [1111]
+
+
+def test_a_sum_with_a_newcomer(hosts):
+    """It may be in another section in its first round, which then is its error alone."""
+    assert made(*map(hosts.push, hosts.members)) == [True] * 4
+    hosts.turn()
+    parts = (hosts.said(hosts.a), hosts.said(hosts.b), hosts.said(hosts.c, start=1))
+    assert errors(hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts)) == [PushAgain]
+    told = [hosts.push(hosts.c, start=1), *map(hosts.push, (hosts.a, hosts.b, hosts.d))]
+    assert made(*told) == [True] * 4
+
+
+def test_a_sum_to_an_epoch_that_is_not_known_yet(hosts):
+    """It waits for that."""
+    total = hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts_of(hosts, 2), epoch=2)
+    assert not total.done()
+    hosts.close(hosts.d)
+    assert total.result(0).left_out == ()
+    assert hosts.values == [111]
+
+
+def test_a_sum_to_a_round_that_was_made_without_one_of_its_senders(hosts):
+    """Each asks for itself: it gets the answer, or that it was left out."""
+    others = [hosts.push(hosts.a), hosts.push(hosts.c), hosts.push(hosts.d)]
+    hosts.close(hosts.b)
+    assert [future.result(0).left_out for future in others] == [(B,)] * 3
+    with pytest.raises(PushAgain):
+        hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts_of(hosts, 1), epoch=1)
+    assert hosts.push(hosts.a, epoch=1).result(0).left_out == (B,)
+    with pytest.raises(Fenced):
+        hosts.push(hosts.b, epoch=1).result(0)
+
+
+def test_a_sum_to_rounds_that_each_worker_makes_by_itself(tmp_path):
+    """There is no round of both."""
+    hosts = Hosts(tmp_path, mode="async")
+    assert errors(hosts.sum(hosts.a, hosts.b)) == [PushAgain]
+    assert errors(hosts.push(hosts.a), hosts.push(hosts.b)) == [type(None)] * 2
+    assert hosts.values == [11]
+
+
+# ---- What is no sum ----
+
+CLOSURE = ClosureName(1, 1, 1, ())
+WRONG = {
+    "weights that do not add up": {"weights": (4.0,)},
+    "weights of another plan": {"weights": (3.0, 3.0)},
+    "a session twice": {"twice": True},
+    "without its sender": {"missing": True},
+    "of another round": {"part": {"round": 1}},
+    "of another epoch": {"part": {"epoch": 2}},
+    "of another plan": {"part": {"plan_id": b"another"}},
+    "of another host": {"part": {"host": THERE}},
+    "with rows": {"part": {"rows": (2,)}},
+    "with lookups": {"part": {"lookups": (RowRead(0, b""),)}},
+    "with lookups of all": {"lookups": (RowRead(0, b""),)},
+    "with a closure's": {"part": {"closure": CLOSURE}},
+    "with batches that were handed out": {"part": {"chunks": (1,)}},
+    "with first values": {"part": {"first_values": (1,)}},
+    "with a round of one alone": {"part": {"alone": True}},
+    "with an observer that contributes": {"part": {"observes": True}},
+    "with weights that are no counts": {"part": {"weights": (-1.0,)}, "weights": (1.0,)},
+    "with a sum": {"nested": True},
+    "of observers": {"part": {"observes": True, "weights": (0.0,)}, "all": True, "weights": (0.0,)},
+    "that only observes": {"observes": True, "weights": (0.0,)},
+    "without a host": {"hostless": True},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_no_sum_is_refused(hosts, wrong):
+    """With an error that is its sender's, not with a word to send again; and nothing of it is taken."""
+    said = dict(WRONG[wrong])
+    parts = list(map(hosts.said, (hosts.a, hosts.b, hosts.c)))
+    part = said.pop("part", {})
+    for index in range(3) if said.pop("all", False) else [1]:
+        parts[index] = replace(parts[index], **part)
+    if said.pop("twice", False):
+        parts[2] = parts[1]
+    if said.pop("missing", False):
+        del parts[0]
+    if said.pop("nested", False):
+        parts[1] = replace(parts[1], parts=(parts[1],))
+    if said.pop("hostless", False):
+        parts, said = [replace(part, host=0) for part in parts], {"host": 0}
+    with pytest.raises(InvalidRequest):
+        hosts.sum(hosts.a, hosts.b, hosts.c, parts=tuple(parts), **said).result(0)
+    assert hosts.cores[0].status().waiting == ()
+    assert made(*map(hosts.push, hosts.members)) == [True] * 4
+    assert hosts.values == [1111]
+
+
+def test_a_sum_that_does_not_fit_its_plan(hosts):
+    """All of it is dropped: its senders can still push what they have."""
+    with pytest.raises(InvalidRequest, match="does not fit"):
+        hosts.sum(hosts.a, hosts.b, hosts.c, data=Payload((), 4)).result(0)
+    assert made(*map(hosts.push, hosts.members)) == [True] * 4
+
+
+# ---- Several servers ----
+
+
+def everywhere(two, push, *args):
+    """Pushes to both servers."""
+    return [push(*args, server=server) for server in (0, 1)]
+
+
+def test_a_sum_on_several_servers(two):
+    """Nothing is visible before all have voted; a server that has no sum votes for the same sessions."""
+    told = everywhere(two, two.sum, two.a, two.b, two.c) + everywhere(two, two.push, two.d)
+    assert two.values == [0, 0]
+    two.hear()
+    assert made(*told) == [True] * 4
+    assert two.values == [1111, 1111]
+
+
+def test_a_sum_on_one_server_and_its_parts_on_another(two):
+    """What counts is the same; whether it came as a sum is nobody's business."""
+    told = [two.sum(two.a, two.b, two.c), *(two.push(worker, server=1) for worker in (two.a, two.b, two.c))]
+    told += everywhere(two, two.push, two.d)
+    two.hear()
+    assert made(*told) == [True] * 6
+    assert two.values == [1111, 1111]
+
+
+def torn(two):
+    """One server has a sum, the other the contributions of all its senders but one, which is lost; all have voted."""
+    told = [two.sum(two.b, two.a, two.c), two.push(two.d)]
+    told += [two.push(worker, server=1) for worker in (two.a, two.c, two.d)]
+    two.close(two.b)
+    assert {len(vote.whole) for _, _, vote in two.votes} == {3, 4}
+    two.hear()
+    assert errors(*told) == [Fenced, PushAgain, PushAgain, PushAgain, PushAgain]
+    return [(worker, server) for server in (0, 1) for worker in (two.a, two.c, two.d)]
+
+
+def test_a_vote_that_would_cut_a_sum(two):
+    """Both servers ask for all contributions again, and count the same."""
+    again = [two.push(worker, server=server, epoch=1) for worker, server in torn(two)]
+    assert two.values == [0, 0]
+    two.hear()
+    assert [future.result(0).left_out for future in again] == [(B,)] * 6
+    assert two.values == [1101, 1101]
+    assert [record(two, server).sessions for server in (0, 1)] == [record(two).sessions] * 2
+
+
+def test_no_sum_counts_after_a_vote_that_would_have_cut_it(two):
+    """One that was on its way still is refused: it might be cut again, and its senders are asked already."""
+    pending = torn(two)
+    late = two.sum(two.a, two.c, server=0, parts=tuple(two.said(worker, epoch=1) for worker in (two.a, two.c)), epoch=1)
+    assert errors(late) == [PushAgain]
+    again = [two.push(worker, server=server, epoch=1) for worker, server in pending]
+    two.hear()
+    assert [future.result(0).left_out for future in again] == [(B,)] * 6
+    assert two.values == [1101, 1101]
+
+
+def test_a_vote_that_would_cut_a_sum_and_has_too_few(tmp_path):
+    """With backup workers: whoever was late may count at the next attempt, so that enough are on all servers."""
+    two = Hosts(tmp_path, servers=2, backup=1)
+    for worker in two.members:
+        everywhere(two, two.push, worker)
+    two.hear()
+    two.turn()
+    told = [two.sum(two.a, two.b), two.push(two.d), *(two.push(w, server=1) for w in (two.a, two.c, two.d))]
+    two.hear()
+    assert errors(*told) == [PushAgain] * 5
+    again = [future for worker in (two.a, two.b, two.d) for future in everywhere(two, two.push, worker)]
+    two.hear()
+    assert [future.result(0).left_out for future in again] == [(C,)] * 6
+    assert two.values == [1111 + 1011] * 2
+
+
+def test_a_vote_that_leaves_out_all_of_a_sum(two):
+    """All its senders are lost before the second server has anything of them: nothing has to be asked for again."""
+    total, last = two.sum(two.a, two.b, two.c), everywhere(two, two.push, two.d)
+    two.close(two.a, two.b, two.c)
+    two.hear()
+    assert errors(total) == [Fenced]
+    assert [future.result(0).left_out for future in last] == [(A, B, C)] * 2
+    assert two.values == [1000, 1000]
