@@ -36,6 +36,9 @@ from pswire.model.tensor import Array
 
 log = logging.getLogger("psserver")
 
+Agreed = Set[int] | None
+"""The sessions that votes have left; None where anybody may count."""
+
 
 @dataclass(frozen=True)
 class _Trial:
@@ -255,24 +258,21 @@ class Runner:
         """Answers the members of a round that is over, but for those whose answers have to wait."""
         return self.replies(record, self._waiters.hold(record, waiters))
 
-    def _again(
-        self, ballot: _Ballot, execution: Execution | None, attempt: int, agreed: Set[int] | None = None
-    ) -> list[Effect]:
+    def _again(self, ballot: _Ballot, ran: Execution | None, attempt: int, agreed: Agreed = None) -> list[Effect]:
         """Drops a run, and asks for its contributions once more: others count than it has.
 
         Args:
             ballot: the round.
-            execution: its run, which may still be in the thread for arrays; None where there was none.
+            ran: its run, which may still be in the thread for arrays; None where there was none.
             attempt: the number of its next vote.
             agreed: the sessions that its votes have left; None where anybody may count.
         """
         self._store.end_loan()
         self._execution = self._awaits = self._ballot = None
         self._answers.drop()
-        job = ballot.job
-        asks = self._rounds.again(job, attempt, agreed)
-        log.info("round %d is made once more: a member was lost while it was made", job.round)
-        return [*asks, *([] if execution is None else [Run(execution.close)]), *self.next()]
+        log.info("round %d is made once more: a member was lost while it was made", ballot.job.round)
+        ends = [] if ran is None else [Run(ran.close)]
+        return [*self._rounds.again(ballot.job, attempt, agreed), *ends, *self.next()]
 
     def _holds(self, job: ReadyRound) -> bool:
         """Returns True if a round must wait: it would leave too many old values to a checkpoint."""

@@ -21,30 +21,33 @@ def endure(elements, stop, stall):
     """Adds the same to a variable of each server, until a file says that it is the end.
 
     Each contribution is a power of 1000, so that the sums' digits count contributions by worker. A worker says it when
-    it leads. From the fifth round on that is summed it waits, where `stop` says who: at a gate before a round, or
-    after it has sent to the servers before number `stall` what it has gathered.
+    it leads. Once they make sums one worker holds: at a gate before a round, if it leads or does not, as `stop` says;
+    or after it has sent to the servers before number `stall` what it has gathered.
     """
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         v = ps.Variable(np.zeros(elements), name="v")
         u = ps.Variable(np.zeros(elements), name="u")
         end = ps.Variable(0.0, name="end")
-    near = strategy._exchange.near
+    near = strategy._exchange.pushes.near
 
     def hold():
+        try:
+            (DIRECTORY / "held").touch(exist_ok=False)
+        except FileExistsError:
+            return
         say("holds", strategy.round)
         gate("never")
 
     def push(server, said, payload):
         if said.parts and near.summed > 60 and server == stall:
             hold()
-        return strategy._exchange.push_once(server, said, payload)
+        return strategy._exchange.pushes.once(server, said, payload)
 
     if stall is not None:
         near._push = push
-    told = False
     while not float(end.numpy()):
-        if stall is None and told and stop == near.leads:
+        if stall is None and strategy.round > 20 and stop == near.leads:
             hold()
         mine = np.full(elements, 1000.0**ME)
         ends = np.float64((DIRECTORY / "end").exists())
@@ -52,20 +55,17 @@ def endure(elements, stop, stall):
         found = v.numpy(), u.numpy()
         assert all((value == found[0][0]).all() for value in found)
         say("did", strategy.round - 1)
-        if not told and (near.summed > 40 or (not near.leads and strategy.round > 20)):
-            told = True
-            say("sums", near.leads)
-        elif told and near.leads:
+        if near.summed:
             say("leads", near.summed)
         time.sleep(0.005)
     say("all", [float(v.numpy()[0]), float(u.numpy()[0])])
 
 
 def leader_of(job) -> Task:
-    """Waits until all know it; returns who sends for the others."""
-    leading = [task for task in WORKERS if job.hear(task, "sums")]
-    assert len(leading) == 1
-    return leading[0]
+    """Returns who sends for the others, once it does."""
+    job.until(lambda: any(job.said(task, "leads") for task in WORKERS))
+    (leader,) = (task for task in WORKERS if job.said(task, "leads"))
+    return leader
 
 
 def end(job, tmp_path, gone: Task, others) -> None:

@@ -113,9 +113,9 @@ ROOMS = {
             "pswire wire.model wire.security wire.telemetry wire.transport psclient._src wire.api wire.encoding",
         ),
         _room(
-            "src.aggregation",
+            "src.processes.aggregation",
             5,
-            "pswire wire.model wire.transport psclient._src wire.api wire.encoding",
+            "pswire wire.model wire.transport wire.api wire.encoding",
         ),
         _room("psclient.cluster_resolver", 5, "src.cluster_resolver"),
         _room("psclient.metrics", 5, "wire.model psclient._src src.variables psclient.losses"),
@@ -129,7 +129,7 @@ ROOMS = {
             "src.rounds",
             6,
             "pswire wire.model wire.telemetry wire.transport psclient._src wire.api src.data src.processes src.tracing "
-            "src.variables src.distribute src.telemetry.traces src.transport src.aggregation",
+            "src.variables src.distribute src.telemetry.traces src.transport src.processes.aggregation",
         ),
         _room("psclient.optimizers", 6, "wire.model psclient._src src.tracing src.variables src.distribute"),
         _room(

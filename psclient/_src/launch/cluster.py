@@ -282,9 +282,8 @@ class Cluster:
 
     def _told(self, task: Task) -> dict[str, str]:
         """The variables that such a task gets, beside those of security."""
-        config = self.config
-        told = {LANE: config.lane, AGGREGATION: config.aggregation, REPLICATION: str(config.replication)}
-        return {**told, JOB: self.job, TF_CONFIG: self.tf_config(task)}
+        how = {LANE: self.config.lane, AGGREGATION: self.config.aggregation, REPLICATION: str(self.config.replication)}
+        return {**how, JOB: self.job, TF_CONFIG: self.tf_config(task)}
 
     def _flags(self, task: Task) -> list[str]:
         """Returns what every process is told of what to show, and where."""

@@ -41,7 +41,7 @@ class SharedRounds:
             "positions": group.positions,
             "start": group.start,
             "chunks": () if observes else group.chunks,
-            "host": 0 if group.alone else self.host,
+            "host": 0 if group.alone or group.backup_workers else self.host,
         }
 
     def sent(self, trains: bool) -> Pass | None:

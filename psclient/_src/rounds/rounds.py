@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from psclient._src.aggregation.host_group import HostGroup
-from psclient._src.aggregation.sums import Own
 from psclient._src.devices import Coming
 from psclient._src.distribute.compressed import compress
 from psclient._src.distribute.reduction import SentRows
 from psclient._src.distribute.strands import Marks, PlanCutter, PlanPart
+from psclient._src.processes.aggregation.host_group import HostGroup
+from psclient._src.processes.aggregation.pushes import Pushes
 from psclient._src.rounds.awaited import Awaited
 from psclient._src.rounds.buffers import Buffer, Buffers
 from psclient._src.rounds.buffers import pack as pack_buffers
@@ -34,14 +34,13 @@ from psclient._src.rounds.read_cache import ReadCache
 from psclient._src.rounds.under_way import Lookup, UnderWay
 from psclient._src.rounds.window import OwnWindow, Window
 from psclient._src.tracing.diagnostics import users_line
-from psclient._src.transport.daemon_threads import follow
 from psclient._src.transport.pacing import passes
 from psclient._src.transport.session import Session
 from psclient._src.transport.staging import Sent, any_pending, fill, host, keep, pack
 from psclient._src.variables.feedback import Feedback
 from pswire.api import Contribution, RoundReply, RowRead
 from pswire.cluster import Task
-from pswire.errors import Fenced, PSError, PushAgain, ServerGone
+from pswire.errors import Fenced, PSError, ServerGone
 from pswire.limits import PART_BYTES
 from pswire.model.closures import ClosureName
 from pswire.model.finite import is_finite
@@ -170,11 +169,10 @@ class Exchange:
         own: those of this process alone that are under way.
         buffers: arrays that are sent from where they are.
         traces: the traces of its rounds; None where they are off.
-        near: the workers of this host, with whom it sums what it contributes; None where it does not.
+        pushes: its pushes, by themselves or in sums.
     """
 
     traces: StepTraces | None = None
-    near: HostGroup | None = None
 
     def __init__(self, session: Session, group: Group) -> None:
         self.session = session
@@ -189,6 +187,7 @@ class Exchange:
         self.buffers = Buffers(session.lane, self._take)
         self.creation = Creation(session, group, self.reads)
         self._variables = self.creation.variables
+        self.pushes = Pushes(session.servers)
         self._proposed: set[bytes] = set()
         self._prepared: dict[bytes, PlanShares] = {}
         self._shared: SharedRounds | ClosureRounds = SharedRounds(group, self._none_pushed())
@@ -203,11 +202,8 @@ class Exchange:
         """Sums what it contributes with other workers of this host, from now on."""
         session, begun = self.session, self.session.begun
         job = repr((begun.job, begun.incarnations)).encode()
-        self.near = HostGroup(job, session.number, session.timeouts.lease, self.push_once, self._spec)
-        self._shared = SharedRounds(self.group, self._none_pushed(), self.near.number)
-
-    def _spec(self, id: int) -> TensorSpec:
-        return self._variables[id].spec.tensor
+        near = HostGroup(job, session.number, session.timeouts.lease, self.pushes.once, lambda id: self._variables[id])
+        self.pushes.near, self._shared = near, SharedRounds(self.group, self._none_pushed(), near.number)
 
     def begin_run(self) -> None:
         """The program begins a `run` that is within no other."""
@@ -521,30 +517,9 @@ class Exchange:
         )
 
     def _push(self, server: int, plan: Plan, said: Contribution, payload: Payload) -> Future[RoundReply]:
-        """Pushes to a server, in a sum with other workers of this host where they make one."""
-        singly, epoch = partial(self._push_singly, server, plan, said, payload), self.group.epoch
-        if self.near is None or epoch is None or not said.host:
-            return singly()
-        return self.near.push(Own(server, plan, said, payload, epoch.by_session, singly))
-
-    def _push_singly(self, server: int, plan: Plan, said: Contribution, payload: Payload) -> Future[RoundReply]:
-        """Pushes to a server, and once more whenever it asks for that: at once, since other servers may wait for it."""
-        push = partial(self.push_once, server, said, payload)
         whole = self.session.consistency == "whole" and len(plan.servers) > 1 and server in plan.streams
-        if not whole and said.closure is None and not said.host:
-            return push()  # it uses up nothing before all have voted
-        answer: Future[RoundReply] = Future()
-        push().add_done_callback(partial(_answered, push, answer))
-        return answer
-
-    def push_once(self, server: int, said: Contribution, payload: Payload) -> Future[RoundReply]:
-        """Pushes to a server that may be gone, as is then known with the answers to the round."""
-        try:
-            return self.session.servers[server].push(said, payload)
-        except ServerGone as error:
-            answer: Future[RoundReply] = Future()
-            answer.set_exception(error)
-            return answer
+        again = whole or said.closure is not None  # else it uses up nothing before all have voted
+        return self.pushes.push(server, plan, said, payload, self.group.epoch, again)
 
 
 def _flush(traces: StepTraces, plan: Plan, group: Group, own: OwnRounds | None) -> Flush | None:
@@ -582,14 +557,3 @@ def _numbers(sent: Sent | SentRows) -> Sent:
 def _nbytes(arrays: Iterable[Sent], buffers: Mapping[int, Buffer | None]) -> int:
     """Returns the size of arrays that may change after their call."""
     return sum(array.nbytes for array in arrays if id(array) not in buffers)
-
-
-def _answered(push: Callable[[], Future[RoundReply]], answer: Future[RoundReply], pushed: Future[RoundReply]) -> None:
-    """Hands on what a push came to, or pushes once more. No closure, whose cycle would keep the values of the round."""
-    if not isinstance(pushed.exception(), PushAgain):
-        follow(answer, pushed)
-        return
-    try:
-        push().add_done_callback(partial(_answered, push, answer))
-    except PSError as error:
-        answer.set_exception(error)

@@ -376,8 +376,8 @@ class ParameterServerStrategy(Strategy):
             error = self._flush_last()
         if hasattr(self, "extended"):
             super().close()
-        if hasattr(self, "_exchange") and self._exchange.near is not None:
-            self._exchange.near.close()
+        if hasattr(self, "_exchange") and self._exchange.pushes.near is not None:
+            self._exchange.pushes.near.close()
         if hasattr(self, "_session"):
             # Only the servers may know that the job cannot go on, and that its end need not be waited for.
             error = self._session.leave(error)

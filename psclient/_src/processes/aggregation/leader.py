@@ -14,12 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from psclient._src.aggregation.link import HostLink, HostMessage, Kind, LinkLost, Outbox, Pulse, Silent
-from psclient._src.aggregation.sums import Own, Single, part_of, sum_of
+from psclient._src.processes.aggregation.link import HostLink, HostMessage, Kind, LinkLost, Outbox, Pulse, Silent
+from psclient._src.processes.aggregation.sums import Own, Single, part_of, sum_of
 from pswire.api import Contribution, RoundReply
 from pswire.encoding import messages
 from pswire.encoding.verbs import parse
 from pswire.errors import InvalidRequest, PSError
+from pswire.model.plan import PlacedVariable
 from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import Payload
@@ -28,6 +29,9 @@ log = logging.getLogger("psclient")
 
 Push = Callable[[int, Contribution, Payload], Future[RoundReply]]
 """Pushes to a server, by its index."""
+
+VariableOf = Callable[[int], PlacedVariable]
+"""Returns a variable, by its number."""
 
 DECIDED = 256
 """Rounds of a server that are remembered, since it is decided how they are sent."""
@@ -79,7 +83,7 @@ class Leader:
         silence: seconds after which another worker counts as gone, if nothing comes from it.
         patience: seconds that a round waits for another worker; after it each pushes by itself.
         push: pushes a sum.
-        spec: returns a variable's tensor, by its number.
+        variable: returns a variable, by its number.
 
     Attributes:
         encoder: encodes answers.
@@ -97,13 +101,13 @@ class Leader:
         silence: float,
         patience: float,
         push: Push,
-        spec: Callable[[int], TensorSpec],
+        variable: VariableOf,
     ) -> None:
         self._listener = listener
         self._session = session
         self._silence, self._patience = silence, patience
         self._push = push
-        self._spec = spec
+        self._variable = variable
         self.encoder = messages.RoundEncoder()
         self.summed = self.singly = 0
         self.lost = False
@@ -192,7 +196,7 @@ class Leader:
         own.answer(part_of(reply, want, own.said.want, partial(self._specs, own, want)))
 
     def _specs(self, own: Own, want: Sequence[int]) -> list[TensorSpec]:
-        return [*map(self._spec, want), *(spec for _, spec in own.plan.given(own.server))]
+        return [*(self._variable(id).spec.tensor for id in want), *(spec for _, spec in own.plan.given(own.server))]
 
     def _refuse(self, singles: Sequence[Single]) -> None:
         self.singly += len(singles)
@@ -279,9 +283,13 @@ class Leader:
         with suppress(KeyError, ValueError):
             self._selector.unregister(link.sock)
         with self._lock:
+            alone = link in self._links and len(self._links) == 1
             self._links.pop(link, None)
             keys = list(self._open)
         link.close()
+        if alone:
+            self.close()  # perhaps this process stood still, and the others have found another one
+            return
         for key in keys:
             self._look(key)
 

@@ -8,22 +8,23 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
-from psclient._src.aggregation.follower import Follower
-from psclient._src.aggregation.leader import Leader, Push
-from psclient._src.aggregation.link import SOCKETS, LinkLost
-from psclient._src.aggregation.sums import Own, may_sum
+from psclient._src.processes.aggregation.follower import Follower
+from psclient._src.processes.aggregation.leader import Leader, Push, VariableOf
+from psclient._src.processes.aggregation.link import SOCKETS, LinkLost
+from psclient._src.processes.aggregation.sums import Own, may_sum
 from pswire.api import RoundReply
-from pswire.model.tensor import TensorSpec
 
 log = logging.getLogger("psclient")
 
 ATTEMPTS = 3
 """How often a process looks for who leads, before it goes without for a while: another may begin, or end, meanwhile."""
+
+NAMES = 4
+"""Names of the host's socket; more than one, since a process that stands still keeps its own."""
 
 AGAIN_SECONDS = 1.0
 """Seconds until it looks again."""
@@ -36,29 +37,30 @@ class HostGroup:
     """The workers of this host, and who of them sends. May be used by any thread.
 
     The one that has bound the host's socket leads. The system unbinds it where that process ends, and who comes next
-    binds it: nobody votes. Processes see each other where they have one network, as the system separates them, and one
-    user; others are other hosts.
+    binds it: nobody votes. While this process has no role it pushes by itself. Processes see each other where they
+    have one network, as the system separates them, and one user; others are other hosts.
 
     Args:
         job: identifies the job, among all of this host.
         session: number of this process's session.
         lease: the job's lease, in seconds.
         push: pushes a sum.
-        spec: returns a variable's tensor, by its number.
+        variable: returns a variable, by its number.
 
     Attributes:
         number: the number of this host, the same for all of its workers in the job.
     """
 
-    def __init__(self, job: bytes, session: int, lease: float, push: Push, spec: Callable[[int], TensorSpec]) -> None:
+    def __init__(self, job: bytes, session: int, lease: float, push: Push, variable: VariableOf) -> None:
         self.number = host_number(job)
-        self._name = f"\0paramserver-{self.number:016x}"
+        self._names = [f"\0paramserver-{self.number:016x}-{each}" for each in range(NAMES)]
         self._session = session
         self._lease = lease
         self._push = push
-        self._spec = spec
+        self._variable = variable
         self._lock = threading.Lock()  # guards all below
         self._role: Leader | Follower | None = None
+        self._joining = False
         self._again = 0.0
         self._closed = False
 
@@ -77,40 +79,62 @@ class HostGroup:
         return own.future
 
     def _role_now(self) -> Leader | Follower | None:
+        """Returns this process's role; None while there is none, and then has a thread find one."""
         with self._lock:
             role = self._role
-            if (role is None or role.lost) and not self._closed and time.monotonic() >= self._again:
-                role = self._role = self._join()
-                if role is None:
-                    self._again = time.monotonic() + AGAIN_SECONDS
-            return None if role is None or role.lost else role
+            if role is not None and not role.lost:
+                return role
+            self._role = None
+            if not (self._joining or self._closed) and time.monotonic() >= self._again:
+                self._joining = True
+                threading.Thread(target=self._begin, name="host joins", daemon=True).start()
+            return None
+
+    def _begin(self) -> None:
+        try:
+            role = self._join()
+        except Exception as error:
+            role = None
+            log.info("what this host's workers contribute is not summed: %s", error)
+        with self._lock:
+            self._joining, closed = False, self._closed
+            self._again = time.monotonic() + AGAIN_SECONDS if role is None else 0.0
+            self._role = None if closed else role
+        if closed and role is not None:
+            role.close()
 
     def _join(self) -> Leader | Follower | None:
-        """Follows who leads, or leads; None where neither works."""
-        try:
-            for _ in range(ATTEMPTS):
+        """Follows who leads, or leads; None where neither works.
+
+        Who leads, and stands still, keeps its name: the others go on with the next one.
+        """
+        for _ in range(ATTEMPTS):
+            free = ""
+            for name in self._names:
                 sock = _socket()
                 try:
-                    sock.connect(self._name)
-                except ConnectionRefusedError:
-                    sock.close()
-                else:
+                    sock.connect(name)
                     return Follower(sock, self._session, self._lease / 2)
-                listener = _socket()
-                try:
-                    listener.bind(self._name)
-                    listener.listen(QUEUE)
-                except OSError:  # another one was faster
-                    listener.close()
-                else:
-                    return self._lead(listener)
-        except (LinkLost, OSError) as error:
-            log.info("what this host's workers contribute is not summed: %s", error)
+                except ConnectionRefusedError:
+                    free = free or name
+                except (LinkLost, OSError) as error:
+                    log.info("a worker of this host does not lead: %s", error)
+                sock.close()
+            if not free:
+                break
+            listener = _socket()
+            try:
+                listener.bind(free)
+                listener.listen(QUEUE)
+            except OSError:  # another one was faster
+                listener.close()
+            else:
+                return self._lead(listener)
         return None
 
     def _lead(self, listener: socket.socket) -> Leader:
         try:
-            return Leader(listener, self._session, self._lease / 2, self._lease, self._push, self._spec)
+            return Leader(listener, self._session, self._lease / 2, self._lease, self._push, self._variable)
         except BaseException:
             listener.close()
             raise

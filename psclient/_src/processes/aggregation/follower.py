@@ -13,8 +13,8 @@ from functools import partial
 
 import numpy as np
 
-from psclient._src.aggregation.link import HostLink, HostMessage, Kind, LinkLost, Outbox, Pulse
-from psclient._src.aggregation.sums import Own
+from psclient._src.processes.aggregation.link import HostLink, HostMessage, Kind, LinkLost, Outbox, Pulse
+from psclient._src.processes.aggregation.sums import Own
 from pswire.encoding import messages
 from pswire.encoding.verbs import parse
 from pswire.errors import PSError
