@@ -174,6 +174,8 @@ class PreparedPlan:
                 "a round of one worker alone is of variables that were created with ps.Async(), and this section "
                 "does something else; all workers make it together"
             )
+        if said.parts and not self.plan.sums:
+            raise InvalidRequest("what is contributed to this section may not be summed before it is here")
         if not said.observes and (len(said.rows) != len(self.plan.rows) or max(said.rows, default=0) > MAX_ROWS):
             raise InvalidRequest(
                 f"a contribution says {said.rows[:8]} rows to a section with {len(self.plan.rows)} reductions of rows; "

@@ -338,6 +338,12 @@ class Plan:
         return tuple(number for number, reduction in enumerate(self.reductions) if reduction.codec is not None)
 
     @cached_property
+    def sums(self) -> bool:
+        """True if contributions may be summed before a server has them: they are whole arrays, and nothing else."""
+        whole = (each.form == "dense" and each.codec is None and each.op != "first" for each in self.reductions)
+        return bool(self.reductions) and all(whole) and not (self.snapshot or self.restore or self.trims)
+
+    @cached_property
     def chosen(self) -> tuple[int, ...]:
         """Numbers of the reductions whose contributions are elements by their places, which may be refused."""
         each = ((number, self.reductions[number]) for number in self.compressed)

@@ -17,7 +17,6 @@ from psclient._src.processes.aggregation.link import HostLink, HostMessage, Kind
 from psclient._src.processes.aggregation.sums import Own
 from pswire.encoding import messages
 from pswire.encoding.verbs import parse
-from pswire.errors import PSError
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import Payload
 
@@ -43,7 +42,9 @@ class Follower:
     def __init__(self, sock: socket.socket, session: int, silence: float) -> None:
         self._silence = silence
         self._outbox = Outbox()
-        self._link = HostLink(sock, self._outbox)
+        self._link = HostLink(sock, self._outbox, socket.SHUT_RD)
+        self._news = select.poll()
+        self._news.register(sock, select.POLLIN)
         self._lock = threading.Lock()  # guards the calls, and that it is lost once
         self._calls: dict[int, Own] = {}
         self._numbers = itertools.count(1)
@@ -63,21 +64,13 @@ class Follower:
     def _await_welcome(self) -> None:
         until = time.monotonic() + HELLO_SECONDS
         while (left := until - time.monotonic()) > 0:
-            select.select([self._link.sock], [], [], left)
+            self._news.poll(1e3 * left)
             if any(message.kind is Kind.WELCOME for message in self._link.receive()):
                 return
         raise LinkLost("it does not answer")
 
     def push(self, own: Own) -> None:
         """Hands over a contribution, once it is whole; its future is answered in any case."""
-        own.payload.reach(own.payload.size, partial(self._send, own))
-
-    def decline(self, server: int, round: int) -> None:
-        """Says that this process pushes what it contributes to a round of a server by itself."""
-        with suppress(LinkLost):
-            self._link.tell(Kind.SINGLY, round, server=server)
-
-    def _send(self, own: Own) -> None:
         call = next(self._numbers)
         with self._lock:
             lost = self.lost
@@ -85,7 +78,18 @@ class Follower:
                 self._calls[call] = own
         if lost:
             own.refuse()
-            return
+        else:
+            own.payload.reach(own.payload.size, partial(self._send, call))
+
+    def decline(self, server: int, round: int) -> None:
+        """Says that this process pushes what it contributes to a server by itself, up to a round."""
+        with suppress(LinkLost):
+            self._link.tell(Kind.SINGLY, round, server=server)
+
+    def _send(self, call: int) -> None:
+        own = self._calls.get(call)
+        if own is None:
+            return  # it was pushed by itself meanwhile
         header = messages.contribution_to_pb(own.said, own.payload.size).SerializeToString()
         try:
             sent = self._link.send(HostMessage(Kind.PUSH, own.server, call, header, own.payload))
@@ -94,31 +98,35 @@ class Follower:
             return
         if not sent:
             self.decline(own.server, own.said.round)
-            with self._lock:
-                there = self._calls.pop(call, None)
-            if there is not None:
+            if self._take(call) is not None:
                 own.refuse()
+
+    def _take(self, call: int) -> Own | None:
+        """Returns a call that is not answered, which its caller then answers; None if another one does."""
+        with self._lock:
+            return self._calls.pop(call, None)
 
     def _run(self) -> None:
         pulse = Pulse(self._silence)
         try:
             while not self.lost:
-                select.select([self._link.sock], [], [], pulse.left)
+                self._news.poll(1e3 * pulse.left)
                 for message in self._link.receive():
                     self._handle(message)
+                    del message  # its data lie in the other end's memory, which has use for that
                 if pulse.is_due():
                     self._link.say_alive(pulse)
-        except (LinkLost, OSError, ValueError) as error:  # the last: it was closed meanwhile
+        except (LinkLost, OSError) as error:
             log.info("the worker of this host that sends is gone: %s", error)
         except Exception:
             log.exception("a worker of this host cannot be followed")
         finally:
+            self._link.close()  # last of all: from now on the other end writes where answers were
             self.close()
-            self._link.close()
+            self._outbox.close()
 
     def _handle(self, message: HostMessage) -> None:
-        with self._lock:
-            own = self._calls.pop(message.call, None)
+        own = self._take(message.call)
         if own is None:
             return
         if message.kind is not Kind.ANSWER:
@@ -126,10 +134,11 @@ class Follower:
             return
         try:
             reply = self._decoder.decode(parse(pb.RoundHeader, message.header), _copied(message.payload))
-        except PSError:
+        except Exception as error:
+            log.warning("an answer of the worker of this host that sends cannot be read: %s", error)
             own.refuse()
-            return
-        own.answer(reply)
+        else:
+            own.answer(reply)
 
     def close(self) -> None:
         """Ends it; what is not answered is pushed by itself."""
@@ -138,15 +147,13 @@ class Follower:
                 return
             self.lost = True
             calls, self._calls = list(self._calls.values()), {}
-        with suppress(OSError):
-            self._link.sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._link.end()
         for own in calls:
             own.refuse()
-        self._outbox.close()
 
 
 def _copied(payload: Payload) -> Payload:
-    """Copies an answer: its memory is another process's, which may lose this one, and write there."""
+    """Copies an answer, whose memory is another process's: who gets it may keep it for long."""
     memory = np.empty(payload.size, np.uint8)
     for offset, buffer in payload.chunks:
         memory[offset : offset + len(buffer)] = np.frombuffer(buffer, np.uint8)

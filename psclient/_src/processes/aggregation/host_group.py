@@ -15,7 +15,7 @@ from pathlib import Path
 from psclient._src.processes.aggregation.follower import Follower
 from psclient._src.processes.aggregation.leader import Leader, Push, VariableOf
 from psclient._src.processes.aggregation.link import SOCKETS, LinkLost
-from psclient._src.processes.aggregation.sums import Own, may_sum
+from psclient._src.processes.aggregation.sums import Own
 from pswire.api import RoundReply
 
 log = logging.getLogger("psclient")
@@ -60,19 +60,20 @@ class HostGroup:
         self._variable = variable
         self._lock = threading.Lock()  # guards all below
         self._role: Leader | Follower | None = None
+        self._newest: dict[int, int] = {}  # the newest round that was pushed to each server
         self._joining = False
         self._again = 0.0
         self._closed = False
 
     def push(self, own: Own) -> Future[RoundReply]:
         """Pushes a contribution: in a sum with those of other workers, or by itself."""
-        if not may_sum(own.plan):
-            return own.singly()
-        role = self._role_now()
         said = own.said
+        with self._lock:
+            role = self._role_now()
+            self._newest[own.server] = said.round
         if role is None:
             return own.singly()
-        if said.lookups or said.rows or said.seconds:
+        if not own.plan.sums or said.lookups or said.rows or said.chunks:
             role.decline(own.server, said.round)
             return own.singly()
         role.push(own)
@@ -80,15 +81,13 @@ class HostGroup:
 
     def _role_now(self) -> Leader | Follower | None:
         """Returns this process's role; None while there is none, and then has a thread find one."""
-        with self._lock:
-            role = self._role
-            if role is not None and not role.lost:
-                return role
-            self._role = None
-            if not (self._joining or self._closed) and time.monotonic() >= self._again:
-                self._joining = True
-                threading.Thread(target=self._begin, name="host joins", daemon=True).start()
-            return None
+        if self._role is not None and not self._role.lost:
+            return self._role
+        self._role = None
+        if not (self._joining or self._closed) and time.monotonic() >= self._again:
+            self._joining = True
+            threading.Thread(target=self._begin, name="host joins", daemon=True).start()
+        return None
 
     def _begin(self) -> None:
         try:
@@ -100,8 +99,13 @@ class HostGroup:
             self._joining, closed = False, self._closed
             self._again = time.monotonic() + AGAIN_SECONDS if role is None else 0.0
             self._role = None if closed else role
-        if closed and role is not None:
+            newest = dict(self._newest)
+        if role is None:
+            return
+        if closed:
             role.close()
+        for server, round in newest.items():
+            role.decline(server, round)  # nobody waits for what this process pushed before it had this role
 
     def _join(self) -> Leader | Follower | None:
         """Follows who leads, or leads; None where neither works.

@@ -7,15 +7,23 @@ import selectors
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from psclient._src.processes.aggregation.link import HostLink, HostMessage, Kind, LinkLost, Outbox, Pulse, Silent
-from psclient._src.processes.aggregation.sums import Own, Single, part_of, sum_of
+from psclient._src.processes.aggregation.link import (
+    HostLink,
+    HostMessage,
+    Kind,
+    Left,
+    LinkLost,
+    Outbox,
+    Pulse,
+    Silent,
+)
+from psclient._src.processes.aggregation.sums import Own, part_of, sum_of
 from pswire.api import Contribution, RoundReply
 from pswire.encoding import messages
 from pswire.encoding.verbs import parse
@@ -33,8 +41,8 @@ Push = Callable[[int, Contribution, Payload], Future[RoundReply]]
 VariableOf = Callable[[int], PlacedVariable]
 """Returns a variable, by its number."""
 
-DECIDED = 256
-"""Rounds of a server that are remembered, since it is decided how they are sent."""
+AT_ONCE = 1 << 18
+"""Bytes to add that a thread adds which has more to do; more of them are left to one that has not."""
 
 MOST_RESTS = 64
 """Rounds in which nothing is summed after a sum that was of no use: one after the first, then twice as many."""
@@ -64,7 +72,7 @@ class Handed:
         """Hands on what came of it."""
         name = self.server, self.said.round, self.said.want
         answer = HostMessage(Kind.ANSWER, self.server, self.call, self.leader.encoder.encode(reply), reply.payload)
-        with suppress(LinkLost):
+        with suppress(LinkLost):  # then its sender finds that out, and pushes it
             if not self.link.send(answer, name):
                 self.refuse()
 
@@ -111,95 +119,131 @@ class Leader:
         self.encoder = messages.RoundEncoder()
         self.summed = self.singly = 0
         self.lost = False
-        self._outbox = Outbox()
         self._lock = threading.RLock()  # guards all below
-        self._links: dict[HostLink, None] = {}
+        self._links: set[HostLink] = set()
+        self._coming: set[Own] = set()
         self._open: dict[tuple[int, int], _Gathering] = {}
-        self._decided: deque[tuple[int, int]] = deque(maxlen=DECIDED)
+        self._decided = dict[int, int]()  # for each server up to which round it is decided how they are sent
         self._rests, self._left = 1, 0
+        self._adder = ThreadPoolExecutor(1, "host sums")
         self._bell, self._rope = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._bell, selectors.EVENT_READ, lambda: None)
+        self._outbox = Outbox()
         threading.Thread(target=self._run, name="host", daemon=True).start()
 
     # ---- What is gathered ----
 
     def push(self, own: Own) -> None:
         """Takes this process's contribution, once it is whole; its future is answered in any case."""
-        own.payload.reach(own.payload.size, partial(self._offer, (own.server, own.said.round), own))
+        with self._lock:
+            lost = self.lost
+            if not lost:
+                self._coming.add(own)
+        if lost:
+            self._refuse([own])
+        else:
+            own.payload.reach(own.payload.size, partial(self._begin, own))
+
+    def _begin(self, own: Own) -> None:
+        with self._lock:
+            there = own in self._coming
+            self._coming.discard(own)
+        if there:  # else it was pushed by itself meanwhile
+            self._offer(own)
 
     def decline(self, server: int, round: int) -> None:
-        """Notes that one of the workers pushes what it contributes to a round of a server by itself."""
-        self._offer((server, round), None)
-
-    def _offer(self, key: tuple[int, int], single: Own | Handed | None) -> None:
-        """Takes a contribution to a round of a server; None if its sender pushes it by itself."""
+        """Notes that one of the workers pushes what it contributes to a server by itself, up to a round."""
         with self._lock:
-            late = self.lost or key in self._decided
+            behind = self._decide(server, round)
+        for gathering in behind:
+            self._refuse(gathering.in_order)
+
+    def _decide(self, server: int, round: int) -> list[_Gathering]:
+        """Returns what is there up to a round; what comes later to one of these is pushed by its sender."""
+        self._decided[server] = max(round, self._decided.get(server, round))
+        keys = sorted(key for key in self._open if key[0] == server and key[1] <= round)
+        return [self._open.pop(key) for key in keys]
+
+    def _offer(self, single: Own | Handed) -> None:
+        """Takes a contribution."""
+        server, round = single.server, single.said.round
+        with self._lock:
+            late = self.lost or round <= self._decided.get(server, -1)
             if not late:
-                gathering = self._open.setdefault(key, _Gathering(time.monotonic()))
-                gathering.take(single)
-        if not late:
-            self._look(key)
-        elif single is not None:
-            self.singly += 1
-            single.refuse()
+                self._open.setdefault((server, round), _Gathering(time.monotonic())).take(single)
+        if late:
+            self._refuse([single])
+        else:
+            self._look(server, round)
 
-    def _look(self, key: tuple[int, int], waits: bool = True) -> None:
-        """Sends a round whose contributions are all there, or, if it waits no more, has each pushed by itself."""
+    def _look(self, server: int, round: int) -> None:
+        """Sends a round whose contributions are all there."""
         with self._lock:
-            gathering = self._open.get(key)
-            if gathering is None or (waits and gathering.awaits({link.session for link in self._links})):
+            gathering = self._open.get((server, round))
+            if gathering is None or gathering.awaits({link.session for link in self._links}):
                 return
-            del self._open[key]
-            self._decided.append(key)
-            sums = waits and not gathering.apart and gathering.own is not None and len(gathering.singles) > 1
-            if sums and self._left:
-                self._left -= 1
-                sums = False
-        singles = gathering.in_order
-        if not (sums and gathering.own is not None and self._send(gathering.own, singles)):
+            *behind, gathering = self._decide(server, round)
+            own, singles = gathering.own, gathering.in_order
+            rests, self._left = self._left > 0, max(self._left - 1, 0)
+        for each in behind:
+            self._refuse(each.in_order)
+        if own is None or rests or len(singles) == 1:
             self._refuse(singles)
+        elif own.payload.size * len(singles) <= AT_ONCE:
+            self._send(own, singles)
+        else:
+            try:
+                self._adder.submit(self._send, own, singles)
+            except RuntimeError:  # it is over, or this process ends
+                self._refuse(singles)
 
-    def _send(self, own: Own, singles: Sequence[Single]) -> bool:
-        """Sends the sum of some contributions; returns False if there is none."""
+    def _send(self, own: Own, singles: Sequence[Own | Handed]) -> None:
+        """Sends the sum of some contributions; if there is none, each is pushed by itself."""
         try:
             found = sum_of(own, singles)
-            if found is None:
-                return False
-            pushed = self._push(own.server, *found)
-        except PSError:
-            return False
+            pushed = None if found is None else self._push(own.server, *found)
+        except PSError as error:
+            log.info("a sum cannot be sent: %s", error)
+            pushed = None
         except Exception:  # a bug of ours: the servers take the contributions one by one
             log.exception("contributions to round %d cannot be summed", own.said.round)
-            return False
-        pushed.add_done_callback(partial(self._answered, own, singles, found[0].want))
-        return True
+            pushed = None
+        if found is None or pushed is None:
+            self._refuse(singles)
+        else:
+            pushed.add_done_callback(partial(self._answered, own, singles, found[0].want))
 
-    def _answered(self, own: Own, singles: Sequence[Single], want: Sequence[int], pushed: Future[RoundReply]) -> None:
+    def _answered(
+        self, own: Own, singles: Sequence[Own | Handed], want: Sequence[int], pushed: Future[RoundReply]
+    ) -> None:
         """Hands on what came of a sum. Where that is an error each asks for itself: it may be its own alone."""
         if pushed.exception() is not None:
             with self._lock:
                 self._left, self._rests = self._rests, min(2 * self._rests, MOST_RESTS)
             self._refuse(singles)
             return
-        self._rests = 1
-        self.summed += len(singles)
+        with self._lock:
+            self._rests = 1
+            self.summed += len(singles)
         reply, parts = pushed.result(), dict[tuple[int, ...], RoundReply]()
-        for single in singles:
-            if single is not own:
-                mine = single.said.want
+        for single in sorted(singles, key=lambda each: each is own):  # this process has much to do after it
+            mine = single.said.want
+            try:
                 if mine not in parts:
                     parts[mine] = part_of(reply, want, mine, partial(self._specs, own, want))
                 single.answer(parts[mine])
-        own.answer(part_of(reply, want, own.said.want, partial(self._specs, own, want)))
+            except Exception:  # a bug of ours: it asks the server
+                log.exception("an answer to round %d cannot be handed on", reply.round)
+                self._refuse([single])
 
     def _specs(self, own: Own, want: Sequence[int]) -> list[TensorSpec]:
         return [*(self._variable(id).spec.tensor for id in want), *(spec for _, spec in own.plan.given(own.server))]
 
-    def _refuse(self, singles: Sequence[Single]) -> None:
-        self.singly += len(singles)
+    def _refuse(self, singles: Sequence[Own | Handed]) -> None:
+        with self._lock:
+            self.singly += len(singles)
         for single in singles:
             single.refuse()
 
@@ -217,26 +261,30 @@ class Leader:
             log.exception("the workers of this host are led no more")
         finally:
             self.close()
+            for link in self._links:
+                link.close()
+            for sock in (self._listener, self._bell, self._rope):
+                sock.close()
             self._selector.close()
-            self._bell.close()
-            self._rope.close()
+            self._outbox.close()
 
     def _see(self, pulse: Pulse) -> None:
         """Looks who is silent, and which rounds wait too long."""
         for link in list(self._links):
             try:
                 link.say_alive(pulse)
-            except Silent:
-                # It may read answers when it goes on: this memory is written no more.
-                log.warning("a worker of this host is silent: for a while each pushes by itself")
-                self.close()
-                return
-            except LinkLost as error:
-                self._lose(link, str(error))
+            except Silent as error:
+                if link.session:  # it may read answers when it goes on: this memory is written no more
+                    log.warning("a worker of this host is silent: for a while each pushes by itself")
+                    self.close()
+                    return
+                self._lose(link, error)
+            except LinkLost:
+                pass  # its end is read
         with self._lock:
             slow = [(key, each.own) for key, each in self._open.items() if pulse.now - each.since > self._patience]
         for key, _ in slow:
-            self._look(key, waits=False)
+            self.decline(*key)
         if any(own is None for _, own in slow):
             self.close()  # this process takes no part any more: another one leads
 
@@ -246,52 +294,53 @@ class Leader:
         except OSError:
             return  # it is gone already
         sock.setblocking(False)
-        link = HostLink(sock, self._outbox)
+        link = HostLink(sock, self._outbox, socket.SHUT_WR)
         if not link.is_ours:
             log.warning("a process of another user came to the workers of this host, and was sent away")
             link.close()
             return
         self._selector.register(sock, selectors.EVENT_READ, partial(self._read, link))
+        with self._lock:
+            self._links.add(link)
 
     def _read(self, link: HostLink) -> None:
         try:
             for message in link.receive():
                 self._handle(link, message)
         except (LinkLost, OSError, PSError) as error:
-            self._lose(link, str(error))
+            self._lose(link, error)
 
     def _handle(self, link: HostLink, message: HostMessage) -> None:
         if message.kind is Kind.HELLO and not link.session:
-            link.session = message.call
             link.introduce(Kind.WELCOME)
             with self._lock:
-                self._links[link] = None
+                link.session = message.call
         elif message.kind is Kind.PUSH and link.session:
             said = messages.contribution_from_pb(parse(pb.PushHeader, message.header))
             if said.session != link.session:
                 raise InvalidRequest(f"it speaks for session {said.session}, and is {link.session}")
-            single = Handed(self, message.server, link, message.call, said, message.payload)
-            self._offer((message.server, said.round), single)
+            self._offer(Handed(self, message.server, link, message.call, said, message.payload))
         elif message.kind is Kind.SINGLY and link.session:
             self.decline(message.server, message.call)
         else:
             raise InvalidRequest(f"it sends {message.kind.name}")
 
-    def _lose(self, link: HostLink, why: str) -> None:
+    def _lose(self, link: HostLink, why: Exception) -> None:
         """A worker is gone; what it has handed over counts."""
         log.info("a worker of this host is gone: %s", why)
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(link.sock)
+        self._selector.unregister(link.sock)
         with self._lock:
-            alone = link in self._links and len(self._links) == 1
-            self._links.pop(link, None)
+            self._links.discard(link)
+            alone = link.session and not any(each.session for each in self._links)
             keys = list(self._open)
         link.close()
+        if isinstance(why, Left):
+            link.reclaim()
         if alone:
             self.close()  # perhaps this process stood still, and the others have found another one
             return
         for key in keys:
-            self._look(key)
+            self._look(*key)
 
     def close(self) -> None:
         """Leads no more: the others find it out, and each pushes by itself what is not answered."""
@@ -300,15 +349,14 @@ class Leader:
                 return
             self.lost = True
             rounds, self._open = list(self._open.values()), {}
-            links, self._links = list(self._links), {}
-        self._listener.close()
+            coming, self._coming = list(self._coming), set()
+            links = list(self._links)
+        self._adder.shutdown(wait=False)
         for link in links:
-            link.close()
+            link.end()
         with suppress(OSError):
             self._rope.send(b"\0")
-        self._outbox.close()
-        for each in rounds:
-            self._refuse(each.in_order)
+        self._refuse([*coming, *(single for each in rounds for single in each.in_order)])
 
 
 class _Gathering:
@@ -320,31 +368,22 @@ class _Gathering:
     Attributes:
         own: this process's; None before it has come.
         singles: all, by their sessions.
-        apart: True if a worker pushes its own by itself.
     """
 
     def __init__(self, since: float) -> None:
         self.since = since
         self.own: Own | None = None
         self.singles: dict[int, Own | Handed] = {}
-        self.apart = False
 
-    def take(self, single: Own | Handed | None) -> None:
-        """Adds one; None if its sender pushes it by itself."""
-        if single is None:
-            self.apart = True
-            return
+    def take(self, single: Own | Handed) -> None:
+        """Adds one."""
         self.singles[single.said.session] = single
         if isinstance(single, Own):
             self.own = single
 
     def awaits(self, linked: set[int]) -> bool:
         """Returns whether it waits for any of the workers that are there, which `linked` has without this one."""
-        if self.apart:
-            return False
-        if self.own is None:
-            return True
-        return not (linked & self.own.members.keys()) <= self.singles.keys()
+        return self.own is None or not linked & self.own.members.keys() <= self.singles.keys()
 
     @property
     def in_order(self) -> list[Own | Handed]:

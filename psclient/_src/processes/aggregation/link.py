@@ -48,7 +48,7 @@ class Kind(IntEnum):
     ANSWER = 4
     """What came of it."""
     SINGLY = 5
-    """A contribution, or the one to a round of a server, is pushed by its sender."""
+    """A contribution is pushed by its sender, or all of it to a server up to a round."""
     FREED = 6
     """Data are needed no more."""
     ALIVE = 7
@@ -57,6 +57,10 @@ class Kind(IntEnum):
 
 class LinkLost(Exception):
     """The other end is gone, or is not what it should be."""
+
+
+class Left(LinkLost):
+    """The process of the other end is gone, or reads no more of what was written for it."""
 
 
 class Silent(LinkLost):
@@ -139,23 +143,30 @@ class Outbox:
 class HostLink:
     """A connection to another worker of this host. May be sent on by any thread; one receives.
 
+    The other end may read what was sent until it closes its end, so it closes that when it reads nothing any more, and
+    only then is this memory written again. An end that is over is therefore shut in one direction at first: see `end`.
+
     Args:
         sock: the connection, which does not block.
         outbox: the memory for what is sent; of a leader the same for all links.
+        shuts: what is shut where this end is over: `SHUT_WR` lets the other one find it out, which then closes;
+            `SHUT_RD` only wakes the thread of this one, which then closes.
 
     Attributes:
         session: the session of the other end; 0 before its hello.
         heard: the time at which something came last, in monotonic seconds.
     """
 
-    def __init__(self, sock: socket.socket, outbox: Outbox) -> None:
+    def __init__(self, sock: socket.socket, outbox: Outbox, shuts: int) -> None:
         self.sock = sock
         SOCKETS.add(sock)
         self.session = 0
         self.heard = time.monotonic()
         self._outbox = outbox
+        self._shuts = shuts
         self._mirror: SharedView | None = None
-        self._lock = threading.Lock()  # guards what the other end has still to read
+        self._lock = threading.Lock()  # guards that it is over, and what the other end has still to read
+        self._over = False
         self._lent = Counter[int]()
         self._untold = deque[int]()  # places of the other end that are free again
 
@@ -188,6 +199,9 @@ class HostLink:
         if place is None:
             return False
         with self._lock:
+            if self._over:
+                self._outbox.arena.free(place)
+                raise LinkLost("it is over")
             self._lent[place] += 1
         sizes = len(message.header), message.payload.size
         self._send(HEAD.pack(message.kind, message.server, message.call, place, *sizes))
@@ -200,10 +214,14 @@ class HostLink:
         self._put(data)
 
     def _put(self, data: bytes) -> None:
-        try:
-            self.sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        except OSError as error:  # also where the other end reads nothing for long
-            raise LinkLost(f"nothing can be sent ({error})") from None
+        with self._lock:  # the number of a closed socket may be another file's
+            if self._over:
+                raise LinkLost("it is over")
+            try:
+                self.sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except OSError as error:  # also where the other end reads nothing for long: a message is lost, so all are
+                self._end()
+                raise LinkLost(f"nothing can be sent ({error})") from None
 
     # ---- Receiving ----
 
@@ -211,7 +229,8 @@ class HostLink:
         """Yields what has come, at most a turn of it.
 
         Raises:
-            LinkLost: the other end is gone, or sends what is no message.
+            Left: the other end is closed.
+            LinkLost: it sends what is no message.
         """
         for _ in range(TURN):
             try:
@@ -219,7 +238,7 @@ class HostLink:
             except BlockingIOError:
                 return
             except OSError as error:
-                raise LinkLost(str(error)) from None
+                raise Left(str(error)) from None
             try:
                 self.heard = time.monotonic()
                 found = self._take(data, files)
@@ -230,10 +249,11 @@ class HostLink:
                     os.close(file)
             if found is not None:
                 yield found
+                del found  # its data lie in the other end's memory, which has use for that
 
     def _take(self, data: bytes, files: list[int]) -> HostMessage | None:
         if not data:
-            raise LinkLost("its process has ended, or has left")
+            raise Left("its process has ended, or has left")
         number, server, call, place, head, size = HEAD.unpack(data)
         kind = Kind(number)
         if files:
@@ -272,9 +292,24 @@ class HostLink:
 
     # ---- The end ----
 
+    def end(self) -> None:
+        """Sends nothing more. May be called by any thread; the one that receives then finds it over, and closes it."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        self._over = True
+        with suppress(OSError):  # it is closed
+            self.sock.shutdown(self._shuts)
+
     def close(self) -> None:
-        """Ends the connection; what the other end has not read it will not read."""
-        self.sock.close()
+        """Closes it; only the thread that receives does. The other end may read on what it was sent."""
+        with self._lock:
+            self._over = True
+            self.sock.close()
+
+    def reclaim(self) -> None:
+        """Takes back the memory of what was sent: the other end has left, and reads no more."""
         with self._lock:
             lent, self._lent = list(self._lent.elements()), Counter[int]()
         for place in lent:

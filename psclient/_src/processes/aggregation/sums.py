@@ -10,17 +10,10 @@ from typing import Protocol
 import numpy as np
 
 from pswire.api import Contribution, RoundReply
-from pswire.errors import PSError
 from pswire.model.log import Member
 from pswire.model.plan import Plan
 from pswire.model.tensor import DTYPES, Array, TensorSpec, join, layout
 from pswire.transport.payload import Payload
-
-
-def may_sum(plan: Plan) -> bool:
-    """Returns whether contributions to a plan may be summed before a server has them: whole arrays, and no other."""
-    whole = all(each.form == "dense" and each.codec is None and each.op != "first" for each in plan.reductions)
-    return bool(plan.reductions) and whole and not (plan.snapshot or plan.restore or plan.trims)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +46,7 @@ class Own:
         """It is in no sum: pushes it."""
         try:
             pushed = self.singly()
-        except PSError as error:
+        except Exception as error:
             self.future.set_exception(error)
         else:
             pushed.add_done_callback(self._follow)
@@ -67,7 +60,7 @@ class Own:
 
 
 class Single(Protocol):
-    """One worker's contribution, as it is summed, and who waits for what comes of it."""
+    """One worker's contribution, as it is summed."""
 
     @property
     def said(self) -> Contribution:
@@ -77,14 +70,6 @@ class Single(Protocol):
     @property
     def payload(self) -> Payload:
         """What it contributes, whole."""
-        ...
-
-    def answer(self, reply: RoundReply) -> None:
-        """Hands on what came of it."""
-        ...
-
-    def refuse(self) -> None:
-        """It is in no sum: its sender pushes it."""
         ...
 
 
@@ -115,6 +100,8 @@ def sum_of(own: Own, singles: Sequence[Single]) -> tuple[Contribution, Payload] 
     specs = [spec for index, spec in here if weights[index]]
     offsets, size = layout([*operands, *specs])
     memory = np.empty(size, np.uint8)
+    for begin, offset, spec in zip([0, *offsets], [*offsets, size], [None, *operands, *specs], strict=True):
+        memory[begin + (spec.nbytes if spec else 0) : offset] = 0  # what lies between tensors is sent, too
     for offset, sent in zip(offsets, first, strict=False):
         memory[offset : offset + len(sent)] = np.frombuffer(sent, np.uint8)
     alike = len({spec.dtype for spec in specs}) == 1 and len({tuple(map(bool, s.said.weights)) for s in givers}) == 1
