@@ -64,6 +64,11 @@ def _rounds(worker: Worker) -> Values:
     return {(outcome,): count for outcome, count in worker.exchange.measures.rounds.items()}
 
 
+def _contributions(worker: Worker) -> Values:
+    near = worker.exchange.pushes.near
+    return {} if near is None else {("in_sums",): near.summed, ("singly",): near.singly}
+
+
 def _last_round(worker: Worker) -> Values:
     last = worker.exchange.window.last_round
     return {} if last is None else {("counted",): len(last.contributors), ("left_out",): len(last.left_out)}
@@ -95,6 +100,14 @@ OF_WORKERS: tuple[Row[Worker], ...] = (
         "Bytes of payloads that travelled, repeats included.",
         _payloads,
         ("lane", "direction"),
+    ),
+    Row(
+        WORKER + "host_contributions",
+        "counter",
+        "With aggregation: contributions of this host's workers that this process has sent in sums; and its own that "
+        "it has pushed by themselves.",
+        _contributions,
+        ("how",),
     ),
     Row(
         WORKER + "contributions_left_out",

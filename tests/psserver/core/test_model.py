@@ -26,12 +26,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from psclient._src.chief import driver as chief_module
 from psclient._src.chief.driver import Chief
+from psclient._src.processes.aggregation.sums import Own
 from psclient._src.rounds.membership import Group
+from psclient._src.rounds.numbering import SharedRounds
 from psclient._src.rounds.rounds import Exchange, Outgoing
 from psclient._src.rounds.under_way import UnderWay
 from psclient._src.transport.session import Session
 from psserver.core.core import Core
-from psserver.plans.round import Own
+from psserver.plans.round import Own as OwnStrand
 from psserver.state.strands import Record
 from pstesting.clock import Clock
 from pstesting.replay import Recording, Replay
@@ -47,6 +49,7 @@ from pswire.model.tensor import Array, TensorSpec, layout
 from pswire.servers.votes import Vote
 from pswire.transport.payload import Chunk, Payload
 from tests.support.mail import Mail
+from tests.support.model_hosts import Door, ModelHost
 from tests.support.model_tables import KINDS, PRIME, TABLE, Tables
 from tests.support.rig import CHIEF, WORKERS, adding, core
 from tests.support.strands import Strand as Thread
@@ -99,6 +102,7 @@ class Message:
         server: where to.
         said, payload: what it says.
         reply: what its sender waits for.
+        singles: of a sum, what it is of.
         answers: what the server promised, one for each attempt, and the payloads of which it told before.
         travels: whether it is still to arrive whole.
     """
@@ -107,9 +111,15 @@ class Message:
     server: int
     said: Contribution
     payload: Payload
+    singles: Sequence[Own] = ()
     reply: Future[RoundReply] = field(default_factory=Future)
     answers: list[tuple[Future[RoundReply], list[Payload]]] = field(default_factory=list)
     travels: bool = True
+
+    @property
+    def each(self) -> list[tuple[Contribution, Payload]]:
+        """What it says and brings, of each worker that contributes with it."""
+        return [(own.said, own.payload) for own in self.singles] or [(self.said, self.payload)]
 
 
 @dataclass
@@ -175,6 +185,10 @@ class Worker:
         )
         self.group = Group(self.session, (None,), ())  # type: ignore[arg-type]
         self.exchange = Exchange(self.session, self.group)
+        if model.hosts:
+            host = model.hosts[task.index % len(model.hosts)]
+            self.exchange.pushes.near = Door(host, self)  # type: ignore[assignment]
+            self.exchange._shared = SharedRounds(self.group, [-1] * len(lines), host.number)
         self.sent: list[UnderWay] = []
         self.seen = [0] * len(model.cores)
         self.strand = Thread(self._run)
@@ -212,7 +226,7 @@ class Worker:
                 assert alike, "the datasets and the rounds do not stand alike"
                 group.advance(0, 0, batch + 1, batch + 1 < model.rounds, frozenset())
             outgoing = model.section(batch % len(model.plans))
-            if next(model.unique) % 2:
+            if next(model.unique) % 2 and (not model.hosts or model.luck.randrange(8) == 0):  # rows are in no sum
                 self.exchange.reads.look_ahead(*self._some_rows(created))
             self.exchange.enter(outgoing.plan)
             self.sent.append(self.exchange.send(outgoing))
@@ -311,6 +325,8 @@ class Worker:
             self.state = state
             self.strand.kill()
             self.model.part(self.session)
+            for host in self.model.hosts:
+                host.end(self)
             for message in self.model.messages:
                 if message.said.session == self.session.number and message.answers:
                     message.travels = False
@@ -464,6 +480,9 @@ class Model(RuleBasedStateMachine):
     mode: Mode = "sync"
     backup_workers = 0
     apart = False
+    kinds = len(KINDS)
+    most_hosts = 0
+    hosts: Sequence[ModelHost] = ()
 
     def __init__(self) -> None:
         super().__init__()
@@ -484,6 +503,7 @@ class Model(RuleBasedStateMachine):
         self.epochs: dict[int, Epoch] = {}
         self.begun: dict[Name, dict[int, Contribution]] = defaultdict(dict)
         self.arrived: dict[Name, set[int]] = defaultdict(set)
+        self.carriers: dict[tuple[Name, int], list[Message]] = defaultdict(list)
         self.contents: dict[tuple[Name, int], Content] = {}
         self.progress: dict[tuple[Name, int], int] = defaultdict(int)
         self.records: dict[Name, frozenset[int]] = {}
@@ -545,11 +565,15 @@ class Model(RuleBasedStateMachine):
         sections = st.lists(st.sampled_from(every), min_size=1, unique=True).map(sorted).map(tuple)
         script = data.draw(st.lists(sections, min_size=1, max_size=3), "script")
         # What has no table may stream.
-        ways = st.dictionaries(st.sampled_from(KINDS), st.sampled_from(["dense", "exact"]))
+        ways = st.dictionaries(st.sampled_from(KINDS), st.sampled_from(["dense", "exact"]), max_size=self.kinds)
         self.plans = [
             self.tables.updated(self._plan(index, where), data.draw(ways, "tables"), data.draw(st.booleans()))
             for index, where in enumerate(script)
         ]
+        if self.most_hosts:
+            number = data.draw(st.integers(1, self.most_hosts), "hosts")
+            self.hosts = [ModelHost(each + 1, self._send_sum, self._tensors, self.luck) for each in range(number)]
+            workers = 1 + workers
         self.workers = [self._start(task) for task in WORKERS[:workers]]
         if warm:
             self.new_chief()
@@ -758,6 +782,8 @@ class Model(RuleBasedStateMachine):
             chunks = self.luck.randrange(4 + len(message.payload.chunks))
             if not message.answers or chunks > 2:
                 self._arrive(message, chunks=chunks)
+        for host in self.hosts:
+            host.go_on()
         for server in range(len(self.cores)):
             self.run_work(server)
         while self.votes:
@@ -808,29 +834,40 @@ class Model(RuleBasedStateMachine):
         if message.said.alone:
             self.own.came(message, payload)
             return
-        key, session = self._name(message.server, message.task, message.said.round), message.said.session
-        if key not in self.records:
-            self.begun[key].setdefault(session, message.said)
-            self.contents[key, session] = self._content(message)
-            self.tables.came(key, self._plan_of(message.said.plan_id), message.said, message.payload)
+        key = self._name(message.server, message.task, message.said.round)
+        for said, brought in message.each if key not in self.records else ():
+            session = said.session
+            self.begun[key].setdefault(session, said)
+            self.contents[key, session] = self._content(message.server, said, brought)
+            self.tables.came(key, self._plan_of(said.plan_id), said, brought)
             self.progress[key, session] = max(self.progress[key, session], payload.end)
             if payload.whole:
                 self.arrived[key].add(session)
+                self.carriers[key, session].append(message)
 
     def _name(self, server: int, task: Task, round: int) -> Name:
         return server, task if self.mode == "async" else None, round
 
-    def _content(self, message: Message) -> Content:
-        """The numbers that a message brings to its server, and where each ends; 0 where it brings none."""
-        plan, weights = self._plan_of(message.said.plan_id), message.said.weights
+    def _content(self, server: int, said: Contribution, payload: Payload) -> Content:
+        """The numbers that are brought to a server, and where each ends; 0 where none is."""
+        plan, weights = self._plan_of(said.plan_id), said.weights
         dense = [i for i in range(len(plan.reductions)) if i not in plan.rows]
-        here = [i for i in dense if message.server in plan.reductions[i].servers]
+        here = [i for i in dense if server in plan.reductions[i].servers]
         counted = [i for i in here if weights[i]]
         places = dict(zip(counted, layout([VALUE] * (1 + len(counted)))[0][1:], strict=True))
         return [
-            (int(message.payload.pieces(places[i], VALUE)[0][0]), places[i] + VALUE.nbytes) if i in places else (0, 0)
+            (int(payload.pieces(places[i], VALUE)[0][0]), places[i] + VALUE.nbytes) if i in places else (0, 0)
             for i in here
         ]
+
+    def _send_sum(
+        self, task: Task, server: int, said: Contribution, payload: Payload, singles: Sequence[Own]
+    ) -> Future[RoundReply]:
+        self.messages.append(Message(task, server, said, payload, singles))
+        return self.messages[-1].reply
+
+    def _tensors(self, ids: Sequence[int]) -> list[TensorSpec]:
+        return [self.variables[id][0].tensor for id in ids]
 
     def _plan_of(self, id: bytes) -> Plan:
         return next(plan for plan in self.plans if plan.id == id)
@@ -855,7 +892,7 @@ class Model(RuleBasedStateMachine):
         for number, one in enumerate(self.cores):
             for key, strand in one.machine.rounds.strands.items():
                 for round in sorted(strand.records):
-                    if isinstance(key, Own):
+                    if isinstance(key, OwnStrand):
                         self.own.recorded(number, key.session, round, strand.records[round])
                     elif (number, key, round) not in self.records:
                         self._check_record((number, key, round), strand.records[round])
@@ -1015,7 +1052,12 @@ class Model(RuleBasedStateMachine):
         if not message.reply.done():
             message.travels = False
             self.attempts = [attempt for attempt in self.attempts if attempt.message is not message]
-            self.arrived[self._name(message.server, message.task, message.said.round)].discard(message.said.session)
+            name = self._name(message.server, message.task, message.said.round)
+            for said, _ in message.each:
+                others = [each for each in self.carriers[name, said.session] if each is not message]
+                self.carriers[name, said.session] = others
+                if not others:
+                    self.arrived[name].discard(said.session)
             message.reply.set_exception(error)
 
     def answered(self, worker: Worker, sent: UnderWay, values: Mapping[Ref, Any]) -> None:
@@ -1126,6 +1168,18 @@ class Apart(Whole):
     apart = True
 
 
+class Hosts(Whole):
+    """The same with workers of one host that sum what they contribute, before one of them sends it; or do not."""
+
+    kinds = 0
+    most_hosts = 2
+
+    @rule(which=st.integers(0, 1))
+    def sum_up(self, which: int) -> None:
+        """What is there at a host is summed, or goes by itself."""
+        self.hosts[which % len(self.hosts)].go_on()
+
+
 class Late(Whole):
     """The same with rounds that do not wait for the last of their members: servers have others, and agree."""
 
@@ -1155,6 +1209,10 @@ class TestApart(Apart.TestCase):
     """Runs the model of rounds of one worker beside those of all."""
 
 
+class TestHosts(Hosts.TestCase):
+    """Runs the model of sums of hosts."""
+
+
 class TestLate(Late.TestCase):
     """Runs the model of backup workers."""
 
@@ -1163,5 +1221,6 @@ if settings.get_current_profile_name() != "soak":
     TestModel.settings = settings(max_examples=20, stateful_step_count=40)
     TestWhole.settings = settings(max_examples=25, stateful_step_count=40)
     TestApart.settings = settings(max_examples=25, stateful_step_count=40)
+    TestHosts.settings = settings(max_examples=25, stateful_step_count=40)
     TestLate.settings = settings(max_examples=25, stateful_step_count=40)
     TestAlone.settings = settings(max_examples=10, stateful_step_count=40)

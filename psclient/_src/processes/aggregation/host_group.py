@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -49,6 +50,7 @@ class HostGroup:
 
     Attributes:
         number: the number of this host, the same for all of its workers in the job.
+        singly: contributions that this process has pushed by themselves.
     """
 
     def __init__(self, job: bytes, session: int, lease: float, push: Push, variable: VariableOf) -> None:
@@ -59,6 +61,7 @@ class HostGroup:
         self._push = push
         self._variable = variable
         self._lock = threading.Lock()  # guards all below
+        self.singly = self._before = 0
         self._role: Leader | Follower | None = None
         self._newest: dict[int, int] = {}  # the newest round that was pushed to each server
         self._joining = False
@@ -83,7 +86,7 @@ class HostGroup:
         """Returns this process's role; None while there is none, and then has a thread find one."""
         if self._role is not None and not self._role.lost:
             return self._role
-        self._role = None
+        self._before, self._role = self.summed, None
         if not (self._joining or self._closed) and time.monotonic() >= self._again:
             self._joining = True
             threading.Thread(target=self._begin, name="host joins", daemon=True).start()
@@ -150,8 +153,14 @@ class HostGroup:
 
     @property
     def summed(self) -> int:
-        """Contributions that this process has sent in sums."""
-        return self._role.summed if isinstance(self._role, Leader) else 0
+        """Contributions that this process has sent in sums, those of others included, which were answered."""
+        return self._before + (self._role.summed if isinstance(self._role, Leader) else 0)
+
+    def by_itself(self, push: Callable[[], Future[RoundReply]]) -> Future[RoundReply]:
+        """Pushes a contribution that is in no sum."""
+        with self._lock:
+            self.singly += 1
+        return push()
 
     def close(self) -> None:
         """Leaves the others: they find it out at once."""

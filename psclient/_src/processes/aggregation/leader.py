@@ -95,7 +95,7 @@ class Leader:
 
     Attributes:
         encoder: encodes answers.
-        summed, singly: contributions that were sent in sums, and those that were not.
+        summed: contributions that it has sent in sums, which were answered.
         lost: True once it leads no more.
 
     Raises:
@@ -117,7 +117,7 @@ class Leader:
         self._push = push
         self._variable = variable
         self.encoder = messages.RoundEncoder()
-        self.summed = self.singly = 0
+        self.summed = 0
         self.lost = False
         self._lock = threading.RLock()  # guards all below
         self._links: set[HostLink] = set()
@@ -242,8 +242,6 @@ class Leader:
         return [*(self._variable(id).spec.tensor for id in want), *(spec for _, spec in own.plan.given(own.server))]
 
     def _refuse(self, singles: Sequence[Own | Handed]) -> None:
-        with self._lock:
-            self.singly += len(singles)
         for single in singles:
             single.refuse()
 

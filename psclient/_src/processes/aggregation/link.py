@@ -249,7 +249,6 @@ class HostLink:
                     os.close(file)
             if found is not None:
                 yield found
-                del found  # its data lie in the other end's memory, which has use for that
 
     def _take(self, data: bytes, files: list[int]) -> HostMessage | None:
         if not data:

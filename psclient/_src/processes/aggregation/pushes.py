@@ -44,7 +44,7 @@ class Pushes:
         """
         if self.near is None or epoch is None or not said.host:
             return self.singly(server, said, payload) if again else self.once(server, said, payload)
-        singly = partial(self.singly, server, said, payload)
+        singly = partial(self.near.by_itself, partial(self.singly, server, said, payload))
         return self.near.push(Own(server, plan, said, payload, epoch.by_session, singly))
 
     def singly(self, server: int, said: Contribution, payload: Payload) -> Future[RoundReply]:

@@ -1,0 +1,476 @@
+"""Sums of a host's workers, in one process: whatever goes wrong, each contribution is answered, and as it should be."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+
+from psclient._src.processes.aggregation import follower
+from psclient._src.processes.aggregation.follower import Follower
+from psclient._src.processes.aggregation.host_group import HostGroup
+from psclient._src.processes.aggregation.leader import AT_ONCE, Leader
+from psclient._src.processes.aggregation.link import HostLink, Kind, LinkLost
+from psclient._src.processes.aggregation.sums import Own, sum_of
+from pswire.api import Contribution, RoundReply
+from pswire.cluster import Task
+from pswire.errors import PSError, PushAgain
+from pswire.model.compression import Codec
+from pswire.model.log import Epoch, Member
+from pswire.model.plan import PlacedVariable, Plan, Reduction, VariableSpec
+from pswire.model.tensor import Array, TensorSpec
+from pswire.transport.payload import Payload
+from tests.support.rig import eventually
+
+MEMBERS = tuple(Member(Task("worker", number), number + 1, 1) for number in range(3))
+EPOCH = Epoch(1, MEMBERS)
+NUMBERS = count()
+LONG = 20.0
+
+
+@dataclass
+class Server:
+    """Takes sums; `answer` answers them."""
+
+    sums: list[tuple[int, Contribution, Payload, Future[RoundReply]]] = field(default_factory=list)
+
+    def push(self, server: int, said: Contribution, payload: Payload) -> Future[RoundReply]:
+        future: Future[RoundReply] = Future()
+        self.sums.append((server, said, payload, future))
+        return future
+
+    def until(self, number: int) -> None:
+        eventually(lambda: len(self.sums) == number)
+
+    def answer(self, number: int, value: float, size: int) -> None:
+        array = np.full(size, value, np.float32)
+        said, future = self.sums[number][1], self.sums[number][3]
+        future.set_result(RoundReply(said.round, EPOCH, False, (), Payload.pack([array])))
+
+
+@dataclass
+class Worker:
+    """A worker of the host, and what it pushed by itself."""
+
+    session: int
+    group: HostGroup
+    singly: list[int] = field(default_factory=list)
+
+    def push(self, round: int, size: int = 4, server: int = 0, value: float | None = None, **said: Any) -> Own:
+        spec = TensorSpec("float32", (size,))
+        plan = said.pop("plan", Plan(reductions=(Reduction("sum", spec, (0, 1)),)))
+        payload = said.pop("payload", Payload.pack([np.full(size, value or self.session, np.float32)]))
+        whole = {"weights": (1.0,), "host": 7, "want": (0,), **said}
+        contribution = Contribution(self.session, 1, round, plan.id, **whole)
+
+        def singly() -> Future[RoundReply]:
+            self.singly.append(round)
+            answer: Future[RoundReply] = Future()
+            answer.set_result(RoundReply(round, EPOCH, False, (), Payload.pack([np.full(size, -1, np.float32)])))
+            return answer
+
+        own = Own(server, plan, contribution, payload, EPOCH.by_session, singly)
+        future = self.group.push(own)
+        return own if future is own.future else replace(own, future=future)
+
+    @property
+    def role(self) -> Any:
+        return self.group._role
+
+    def close(self) -> None:
+        self.group.close()
+
+
+def thread_of(worker: Worker) -> threading.Thread:
+    """Returns the thread that receives for a worker."""
+    return next(each for each in threading.enumerate() if getattr(each, "_target", None) == worker.role._run)
+
+
+def _variable(number: int) -> PlacedVariable:
+    return PlacedVariable(number, VariableSpec(f"v{number}", TensorSpec("float32", (4,))), (0,))
+
+
+@pytest.fixture
+def make():
+    made: list[Worker] = []
+
+    def begin(number: int, server: Server, lease: float = LONG) -> list[Worker]:
+        """The first leads, and the others follow."""
+        job = f"{os.getpid()} {next(NUMBERS)}".encode()
+        for session in range(1, number + 1):
+            worker = Worker(session, HostGroup(job, session, lease, server.push, _variable))
+            made.append(worker)
+            with worker.group._lock:
+                worker.group._role_now()
+            eventually(lambda worker=worker: worker.role is not None)
+        assert isinstance(made[0].role, Leader)
+        assert all(isinstance(worker.role, Follower) for worker in made[1:])
+        return made
+
+    yield begin
+    for worker in made:
+        worker.close()
+    eventually(lambda: not any(thread.name.startswith("host") for thread in threading.enumerate()))
+
+
+def values(own: Own) -> list[float]:
+    """Returns the different elements of an answer."""
+    payload = own.future.result(LONG).payload
+    found: Array = np.concatenate([np.frombuffer(buffer, np.float32) for _, buffer in payload.chunks])
+    return sorted(set(found.tolist()))
+
+
+def test_sums_are_sent_by_one_and_answered_to_all(make):
+    server = Server()
+    workers = make(3, server)
+    for round, size in enumerate((4, AT_ONCE)):
+        owns = [worker.push(round, size) for worker in workers]
+        server.until(round + 1)
+        _, said, payload, _ = server.sums[round]
+        assert [part.session for part in said.parts] == [1, 2, 3]
+        assert said.weights == (3.0,)
+        assert set(np.frombuffer(payload.chunks[0][1], np.float32).tolist()) == {6.0}
+        server.answer(round, 10.0 + round, size)
+        assert [values(own) for own in owns] == [[10.0 + round]] * 3
+    assert workers[0].group.summed == 6
+    assert not any(worker.singly for worker in workers)
+
+
+def test_nobody_waits_for_what_was_pushed_before_a_role(make):
+    """Of a round that any worker pushed by itself, before it had its role, nothing waits for it."""
+    server = Server()
+    workers = make(2, server)
+    for late, other in (workers, reversed(workers)):
+        late.role.decline(1, 20 + late.session)  # as it does when it has found its role
+        own = other.push(20 + late.session, server=1)
+        assert values(own) == [-1.0]
+    job = f"{os.getpid()} {next(NUMBERS)}".encode()
+    first = Worker(1, HostGroup(job, 1, LONG, server.push, _variable))
+    assert values(first.push(5)) == [-1.0]  # it has no role yet
+    eventually(lambda: first.role is not None)
+    second = Worker(2, HostGroup(job, 2, LONG, server.push, _variable))
+    with second.group._lock:
+        second.group._role_now()
+    eventually(lambda: second.role is not None)
+    assert values(second.push(5)) == [-1.0]
+    owns = [second.push(6), first.push(6)]
+    server.until(1)
+    server.answer(0, 3.0, 4)
+    assert [values(own) for own in owns] == [[3.0]] * 2
+    for worker in (second, first):
+        worker.close()
+
+
+def test_an_answer_is_not_overwritten_while_it_is_read(make, monkeypatch):
+    """A leader that leaves writes nothing where others read, though answers to older sums still come."""
+    server, size = Server(), 1 << 18
+    leads, follows = make(2, server)
+    first = follows.push(0, size)
+    leads.push(0, size)
+    server.until(1)
+    second = follows.push(1, size)
+    leads.push(1, size)
+    server.until(2)
+    reads, go, real = threading.Event(), threading.Event(), follower._copied
+
+    def slowly(payload: Payload) -> Payload:
+        reads.set()
+        assert go.wait(LONG)
+        return real(payload)
+
+    monkeypatch.setattr(follower, "_copied", slowly)
+    server.answer(0, 111.0, size)
+    assert reads.wait(LONG)
+    thread = thread_of(leads)
+    leads.close()
+    thread.join(LONG)
+    server.answer(1, 222.0, size)
+    go.set()
+    assert values(first) == [111.0]
+    assert values(second) == [-1.0]
+
+
+@pytest.mark.parametrize("how", ["leaves", "sends nonsense"])
+def test_nothing_is_written_where_one_reads_whose_link_is_over(make, monkeypatch, how):
+    server, size = Server(), 1 << 18
+    leads, follows, third = make(3, server)
+    first = follows.push(0, size)
+    owns = [worker.push(0, size) for worker in (third, leads)]
+    server.until(1)
+    reads, go, real = threading.Event(), threading.Event(), follower._copied
+    reader = thread_of(follows)
+
+    def slowly(payload: Payload) -> Payload:
+        if threading.current_thread() is reader:
+            reads.set()
+            assert go.wait(LONG)
+        return real(payload)
+
+    monkeypatch.setattr(follower, "_copied", slowly)
+    server.answer(0, 111.0, size)
+    assert reads.wait(LONG)
+    assert [values(own) for own in owns] == [[111.0]] * 2
+    if how == "leaves":
+        follows.close()
+    else:
+        follows.role._link.sock.send(b"x")
+        eventually(lambda: len(leads.role._links) == 1)
+    owns = [worker.push(1, size) for worker in (third, leads)]
+    gathers = leads.role._open
+    eventually(lambda: len(server.sums) == 2 or ((0, 1) in gathers and len(gathers[0, 1].singles) == 2))
+    if len(server.sums) == 2:  # who leads waits for nobody any more: not where its link seems to be there still
+        server.answer(1, 222.0, size)
+        assert [values(own) for own in owns] == [[222.0]] * 2
+    go.set()
+    assert values(first) == [111.0]
+    server.until(2)
+    if how == "leaves":
+        server.answer(1, 222.0, size)
+        assert [values(own) for own in owns] == [[222.0]] * 2
+        own = third.push(2)  # it tells what it needs no more, too
+        leads.push(2)
+        server.until(3)
+        server.answer(2, 5.0, 4)
+        assert values(own) == [5.0]
+        assert sum(each.size for each in leads.role._outbox.arena._entries.values()) < size
+
+
+def test_a_message_that_finds_no_room_ends_the_link(make, monkeypatch):
+    """A worker that reads nothing for long loses the link: it would wait for ever for the answer that was dropped."""
+    server = Server()
+    leads, follows = make(2, server)
+    own = follows.push(0)
+    mine = leads.push(0)
+    server.until(1)
+    reads, go = threading.Event(), threading.Event()
+
+    def slowly(message: object) -> None:
+        reads.set()
+        assert go.wait(LONG)
+
+    monkeypatch.setattr(follows.role, "_handle", slowly)
+    (link,) = leads.role._links
+    link.tell(Kind.SINGLY, 10**6)
+    assert reads.wait(LONG)
+    with pytest.raises(LinkLost, match="nothing can be sent"):
+        _flood(link)
+    server.answer(0, 1.0, 4)
+    go.set()
+    assert values(mine) == [1.0]
+    assert values(own) == [-1.0]
+    eventually(lambda: follows.role.lost)
+
+
+def _flood(link: HostLink) -> None:
+    while True:
+        link.tell(Kind.ALIVE)
+
+
+def test_one_failure_keeps_nobody_waiting(make):
+    """An answer that cannot be cut, and a push that raises, are each one's own."""
+    server = Server()
+    leads, follows = make(2, server)
+    own, other = leads.push(0, want=()), follows.push(0)
+    server.until(1)
+    server.answer(0, 1.0, 3)  # not the size of the variable
+    assert values(other) == [1.0]  # it wants what all want: it is handed on as it is
+    assert values(own) == [-1.0]
+
+    spec = TensorSpec("float32", (4,))
+    plan = Plan(reductions=(Reduction("sum", spec, (0, 1)),))
+
+    def singly() -> Future[RoundReply]:
+        raise RuntimeError("it cannot")
+
+    said = Contribution(1, 1, 1, plan.id, (1.0,), host=7, want=(0,))
+    broken = Own(0, plan, said, Payload.pack([np.ones(4, np.float32)]), EPOCH.by_session, singly)
+    other = follows.push(1)
+    leads.group.push(broken)
+    server.until(2)
+    server.sums[1][3].set_exception(PushAgain("each by itself"))
+    assert values(other) == [-1.0]
+    with pytest.raises(RuntimeError, match="it cannot"):
+        broken.future.result(LONG)
+
+
+def test_after_a_sum_that_was_of_no_use_a_few_are_not_made(make):
+    server = Server()
+    leads, follows = make(2, server)
+    made = []
+    for round in range(40):
+        before, owns = len(server.sums), [follows.push(round), leads.push(round)]
+        eventually(lambda before=before, owns=owns: len(server.sums) > before or all(o.future.done() for o in owns))
+        if len(server.sums) > before:
+            made.append(round)
+            server.sums[-1][3].set_exception(PushAgain("each by itself"))
+        assert [values(own) for own in owns] == [[-1.0]] * 2
+    assert made == [0, 2, 5, 10, 19, 36]
+
+
+def test_what_never_comes_whole_is_pushed_by_itself_at_the_end(make):
+    server = Server()
+    leads, follows = make(2, server)
+    halves = [Payload(size=16), Payload(size=16)]
+    owns = [worker.push(0, payload=half) for worker, half in zip((leads, follows), halves, strict=True)]
+    assert not any(own.future.done() for own in owns)
+    leads.close()
+    assert [values(own) for own in owns] == [[-1.0]] * 2
+    for half in halves:
+        half.add(0, memoryview(bytes(16)))  # too late
+    assert (leads.singly, follows.singly) == ([0], [0])
+
+
+def test_what_comes_whole_after_a_later_round_is_pushed_by_itself(make):
+    server = Server()
+    leads, follows = make(2, server)
+    half = Payload(size=16)
+    owns = [follows.push(0), leads.push(0, payload=half)]
+    later = [worker.push(1) for worker in (leads, follows)]
+    server.until(1)
+    server.answer(0, 2.0, 4)
+    assert [values(own) for own in later] == [[2.0]] * 2
+    assert values(owns[0]) == [-1.0]
+    half.add(0, memoryview(bytes(16)))
+    assert values(owns[1]) == [-1.0]
+
+
+def test_a_round_of_which_one_is_late_is_pushed_singly_after_the_lease(make):
+    server = Server()
+    leads, follows, third = make(3, server, 0.5)
+    owns = [worker.push(0) for worker in (leads, third)]
+    assert [values(own) for own in owns] == [[-1.0]] * 2
+    assert values(follows.push(0)) == [-1.0]  # late
+    assert not server.sums
+
+
+def test_a_leader_whose_own_contribution_does_not_come_leads_no_more(make):
+    server = Server()
+    leads, follows = make(2, server, 0.5)
+    assert values(follows.push(0)) == [-1.0]
+    eventually(lambda: leads.role.lost)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"chunks": (3,)},
+        {"rows": (1,)},
+        {"plan": Plan(reductions=(Reduction("sum", TensorSpec("float32", (4,)), (0, 1), codec=Codec("fp16")),))},
+        {"plan": Plan(reductions=(Reduction("first", TensorSpec("float32", (4,)), (0, 1)),))},
+    ],
+    ids=["batches that were handed out", "rows", "compressed", "first values"],
+)
+def test_others_do_not_wait_for_what_is_in_no_sum(make, more):
+    server = Server()
+    leads, follows = make(2, server)
+    for round, (special, plain) in enumerate(((leads, follows), (follows, leads))):
+        before = plain.push(2 * round)
+        assert values(special.push(2 * round, **more)) == [-1.0]
+        assert values(before) == [-1.0]
+        assert values(special.push(2 * round + 1, **more)) == [-1.0]
+        eventually(lambda round=round: leads.role._decided.get(0, -1) == 2 * round + 1)
+        assert values(plain.push(2 * round + 1)) == [-1.0]
+
+
+def test_rounds_of_other_plans_or_epochs_are_in_no_sum(make):
+    server = Server()
+    leads, follows = make(2, server)
+    owns = [follows.push(0, 5), leads.push(0)]
+    assert [values(own) for own in owns] == [[-1.0]] * 2
+    assert not server.sums
+
+
+def test_who_connects_and_says_nothing_stops_nobody(make):
+    server = Server()
+    leads, follows = make(2, server, 0.5)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect(leads.group._names[0])
+        eventually(lambda: len(leads.role._links) == 2)
+        eventually(lambda: len(leads.role._links) == 1)
+    own = follows.push(0)
+    leads.push(0)
+    server.until(1)
+    server.answer(0, 2.0, 4)
+    assert values(own) == [2.0]
+
+
+@pytest.mark.parametrize("message", [b"x", b"\x09" * 40, b"\x03" + bytes(39)], ids=["short", "kind", "before hello"])
+def test_nonsense_ends_a_link(make, message):
+    server = Server()
+    (leads,) = make(1, server)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect(leads.group._names[0])
+        stranger.settimeout(LONG)
+        stranger.send(message)
+        assert stranger.recv(1) == b""
+    eventually(lambda: not leads.role._links)
+    assert not leads.role.lost
+
+
+def test_a_process_with_many_files_follows(make):
+    server = Server()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        leads, follows = make(2, server)
+        own = follows.push(0)
+        leads.push(0)
+        server.until(1)
+        server.answer(0, 2.0, 4)
+        assert values(own) == [2.0]
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_memory_of_answers_and_contributions_is_used_again(make):
+    """Of many rounds the two memories hold no more than what is under way."""
+    server, size = Server(), 1 << 16
+    leads, follows = make(2, server)
+    for round in range(50):
+        own = follows.push(round, size)
+        leads.push(round, size)
+        server.until(round + 1)
+        server.answer(round, float(round), size)
+        assert values(own) == [float(round)]
+        server.sums[round] = (0, *server.sums[round][1:2], Payload(), Future())
+        del own
+    gc.collect()
+    for outbox in (leads.role._outbox, follows.role._outbox):
+        assert sum(each.size for each in outbox.arena._entries.values()) <= 3 * 4 * size + 4096
+
+
+def test_nothing_of_this_process_lies_between_the_tensors_of_a_sum(monkeypatch):
+    """What is sent has no bytes that were there before: they may be anything."""
+    specs = [TensorSpec("float32", (3,)), TensorSpec("float32", (5,)), TensorSpec("float64", (1,))]
+    plan = Plan(reductions=tuple(Reduction("sum", spec, (0,)) for spec in specs))
+    arrays = [np.ones(spec.shape, spec.dtype) for spec in specs]
+    empty: Callable[..., Array] = np.empty
+    monkeypatch.setattr(np, "empty", lambda *args, **keys: np.full_like(empty(*args, **keys), 0xAB))
+    owns = [
+        Own(0, plan, Contribution(s, 1, 0, plan.id, (1.0,) * 3, host=7), Payload.pack(arrays), {}, _never)
+        for s in (1, 2)
+    ]
+    found = sum_of(owns[0], owns)
+    assert found is not None
+    data = np.frombuffer(found[1].chunks[0][1], np.uint8)
+    expected = np.zeros(found[1].size, np.uint8)
+    for offset, buffer in Payload.pack([2 * array for array in arrays]).chunks:
+        expected[offset : offset + len(buffer)] = np.frombuffer(buffer, np.uint8)
+    assert data.tolist() == expected.tolist()
+
+
+def _never() -> Future[RoundReply]:
+    raise PSError("not asked for")
