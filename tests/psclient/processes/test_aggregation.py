@@ -6,6 +6,8 @@ import gc
 import os
 import resource
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,7 +22,7 @@ from psclient._src.processes.aggregation import follower
 from psclient._src.processes.aggregation.follower import Follower
 from psclient._src.processes.aggregation.host_group import HostGroup
 from psclient._src.processes.aggregation.leader import AT_ONCE, Leader
-from psclient._src.processes.aggregation.link import HostLink, Kind, LinkLost
+from psclient._src.processes.aggregation.link import HEAD, HostLink, Kind, LinkLost
 from psclient._src.processes.aggregation.sums import Own, sum_of
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
@@ -415,6 +417,39 @@ def test_nonsense_ends_a_link(make, message):
         assert stranger.recv(1) == b""
     eventually(lambda: not leads.role._links)
     assert not leads.role.lost
+
+
+KNOCK = """
+import os, socket, sys
+os.setuid(65534)
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+    stranger.connect("\\0" + sys.argv[1])
+    stranger.settimeout(20)
+    print(stranger.recv(1))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_a_process_of_another_user_is_sent_away(make):
+    (leads,) = make(1, Server())
+    name = leads.group._names[0][1:]
+    found = subprocess.run([sys.executable, "-c", KNOCK, name], capture_output=True, text=True)
+    assert found.stdout == "b''\n", found.stderr
+    assert not leads.role._links
+
+
+def test_memory_that_is_not_sealed_is_not_taken(make):
+    """It could shrink while it is read, which would end the process that reads."""
+    (leads,) = make(1, Server())
+    file = os.memfd_create("loose", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, 1 << 20)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+        stranger.connect(leads.group._names[0])
+        stranger.settimeout(LONG)
+        socket.send_fds(stranger, [HEAD.pack(Kind.HELLO, 0, 2, 0, 0, 0)], [file])
+        assert stranger.recv(1) == b""
+    os.close(file)
+    eventually(lambda: not leads.role._links)
 
 
 def test_a_process_with_many_files_follows(make):
