@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psclient._src.config import child_environ, task_config, timeouts_from
+from psclient._src.config import aggregation_from, child_environ, task_config, timeouts_from
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts
@@ -57,3 +57,10 @@ def test_children_keep_what_the_user_set(monkeypatch):
     assert environ["GLIBC_TUNABLES"] == "glibc.malloc.check=0"
     assert environ["OPENBLAS_NUM_THREADS"] == "1"
     assert "TF_CONFIG" not in environ
+
+
+def test_aggregation_comes_from_the_environment():
+    assert (aggregation_from({}), aggregation_from({"PS_AGGREGATION": ""})) == ("none", "none")
+    assert aggregation_from({"PS_AGGREGATION": "host"}) == "host"
+    with pytest.raises(ConfigError, match="aggregation hots is unknown; did you mean host"):
+        aggregation_from({"PS_AGGREGATION": "hots"})
