@@ -2,11 +2,15 @@
 """How right the planner is: rounds of real jobs on this host, beside what a simulation of the same jobs predicts.
 
     python benchmarks/predictions.py [--quick] [--turns N] [--json FILE] [--lane LANE ...] [--costs FILE]
+    python benchmarks/predictions.py --network 1Gbit --lane tcp    each process on a host of its own; needs root
 
 First the host is calibrated, as `psctl calibrate` does, with small jobs of one to eight workers. Then jobs of 1 to 64
 workers and 1 to 4 servers run, dense and with rows, with copies and without, all on this host, and each is simulated
 with that cost model. A row shows a job's median round, the predicted one, and their ratio; those that miss by more than
 a fifth stand in a table of their own. `--costs FILE` takes a cost model that was measured before.
+
+With `--network` jobs of four processes and fewer have hosts (`pstesting.hosts`) whose links carry that rate each way.
+They share this machine's processors, which simulated hosts do not.
 
 Medians are over the rounds of a job (20 to 400), and over the `--turns` jobs of each kind. Nothing else should run.
 
@@ -19,6 +23,7 @@ import dataclasses
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,6 +32,7 @@ from figures import machine, publish
 from rich.console import Console
 from rich.table import Table
 
+from pstesting.planner.commands import rate_of
 from pstesting.planner.fit import calibrated, seen
 from pstesting.planner.jobs import Cell, time_cells
 from pstesting.simulation.costs import Costs
@@ -37,6 +43,9 @@ SIZES = ((1, 1), (2, 2), (4, 1), (8, 2), (16, 4), (64, 2))
 """Workers and servers."""
 
 QUICK_SIZES = ((1, 1), (4, 1))
+
+HOSTED_SIZES = ((1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (1, 3))
+"""The same, of jobs whose processes have hosts of their own: four at most."""
 
 COPIED = ((4, 2),)
 """The same, of jobs whose variables have copies."""
@@ -53,6 +62,7 @@ class Row:
         lane, workers, servers: as of the job.
         kind: what its rounds are of.
         copies: True if variables have copies.
+        rate: bytes per second of the hosts' network; infinite for one host.
         measured, predicted: median rounds, in seconds.
     """
 
@@ -61,6 +71,7 @@ class Row:
     servers: int
     kind: str
     copies: bool
+    rate: float
     measured: float
     predicted: float
 
@@ -84,10 +95,12 @@ def workloads(workers: int, servers: int, copies: int) -> dict[str, Workload]:
     }
 
 
-def measured(lane: LaneName, workers: int, servers: int, copies: int, turns: int) -> Iterator[tuple[str, Cell, float]]:
+def measured(
+    lane: LaneName, workers: int, servers: int, copies: int, rate: float, turns: int
+) -> Iterator[tuple[str, Cell, float]]:
     """Yields kinds of rounds, with their cells and median seconds."""
     kinds = workloads(workers, servers, copies)
-    cells = [Cell(lane, workers, workload) for workload in kinds.values()]
+    cells = [Cell(lane, workers, workload, rate) for workload in kinds.values()]
     found = [time_cells(cells) for _ in range(turns)]
     for (kind, _), cell, *took in zip(kinds.items(), cells, *found, strict=True):
         yield kind, cell, statistics.median(each.wall for each in took)
@@ -117,7 +130,7 @@ def tables(rows: list[Row]) -> list[Table]:
 
 def report(rows: list[Row], costs: Costs) -> dict[str, Any]:
     """Returns what `--json` writes."""
-    said = [dataclasses.asdict(row) | {"error": row.error} for row in rows]
+    said = [dataclasses.asdict(row) | {"error": row.error, "rate": row.rate if row.rate < inf else None} for row in rows]
     return {"format": 1, "machine": machine(), "costs": dataclasses.asdict(costs), "rows": said}
 
 
@@ -127,7 +140,15 @@ def report(rows: list[Row], costs: Costs) -> dict[str, Any]:
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for the figures.")
 @click.option("--lane", "lanes", multiple=True, type=click.Choice(get_args(LaneName)), default=get_args(LaneName))
 @click.option("--costs", "costs_file", type=click.Path(exists=True, path_type=Path), help="A calibration.")
-def main(quick: bool, turns: int, json_file: Path | None, lanes: tuple[LaneName, ...], costs_file: Path | None) -> None:
+@click.option("--network", help="Rate of the link of each process's host, such as 1Gbit; else one host has all.")
+def main(
+    quick: bool,
+    turns: int,
+    json_file: Path | None,
+    lanes: tuple[LaneName, ...],
+    costs_file: Path | None,
+    network: str | None,
+) -> None:
     """Calibrates, measures and predicts."""
     console = Console()
     if costs_file is None:
@@ -137,12 +158,15 @@ def main(quick: bool, turns: int, json_file: Path | None, lanes: tuple[LaneName,
         costs = Costs.read(costs_file)
     sizes = [(*size, 0) for size in (QUICK_SIZES if quick else SIZES)]
     sizes += [] if quick else [(*size, 1) for size in COPIED]
+    rate = inf
+    if network is not None:
+        rate, sizes = rate_of(network), [(*size, 0) for size in HOSTED_SIZES]
     rows = []
     for lane in lanes:
         for workers, servers, copies in sizes:
             with console.status(f"{lane}, {workers} workers, {servers} servers"):
-                for kind, cell, seconds in measured(lane, workers, servers, copies, turns):
-                    rows.append(Row(lane, workers, servers, kind, bool(copies), seconds, seen(cell, costs).wall))
+                for kind, cell, seconds in measured(lane, workers, servers, copies, rate, turns):
+                    rows.append(Row(lane, workers, servers, kind, bool(copies), rate, seconds, seen(cell, costs).wall))
                     console.print(f"{lane} {workers} {servers} {kind} {copies} {rows[-1].error:+.0%}")
     near = sum(abs(row.error) <= NEAR for row in rows)
     publish(console, report(rows, costs), tables(rows), json_file, None)

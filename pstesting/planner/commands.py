@@ -7,6 +7,7 @@ import math
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -14,7 +15,9 @@ import click
 from rich.table import Table
 
 from psclient.psctl.output import say, show, table
+from pstesting.planner import network as networks
 from pstesting.simulation.costs import Costs
+from pswire.cluster import check_address
 from pswire.errors import ConfigError
 from pswire.sizes import human, parse_bytes
 from pswire.transport.traffic import LaneName
@@ -45,13 +48,23 @@ BUSY = 0.5
     show_default=True,
     help="File for the cost model.",
 )
+@click.option("--peer", help="Another host, as HOST:PORT, that runs psctl calibrate --answer: measures the network.")
+@click.option("--answer", "answers", help="Only answer another host's --peer, once: the PORT, or HOST:PORT, for that.")
 @click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")
-def calibrate(lanes: tuple[LaneName, ...], output: Path, as_json: bool) -> int:
+def calibrate(lanes: tuple[LaneName, ...], output: Path, peer: str | None, answers: str | None, as_json: bool) -> int:
     """Measures this host: what a push, a round, a variable and a byte cost.
 
     Runs small jobs of one to eight workers on it, for about a minute for each lane, and writes a cost model, with which
-    simulations tell how long rounds take. Nothing else should use the host meanwhile.
+    simulations tell how long rounds take. Nothing else should use the host meanwhile. With --peer it measures the
+    network to another host as well, which takes ten seconds.
     """
+    if answers is not None:
+        host, port = check_address(answers if ":" in answers else f"0.0.0.0:{answers}", "--answer")
+        networks.answer(
+            host, port, lambda at: click.echo(f"answers at {at}, until another host has measured", err=True)
+        )
+        return 0
+    pair = None if peer is None else check_address(peer, "--peer")
     try:
         from pstesting.planner.fit import calibrated
     except ImportError as error:
@@ -63,12 +76,19 @@ def calibrate(lanes: tuple[LaneName, ...], output: Path, as_json: bool) -> int:
         click.echo(
             f"psctl: others use this host (load {load:.1f} for each core): its costs come out too high", err=True
         )
+    found = None if pair is None else networks.measure(*pair)  # first: what is wrong is told at once
     costs = calibrated(lanes)
+    if found is not None:
+        costs = replace(costs, network=found.rate, network_latency=found.latency)
     costs.write(output)
     if as_json:
         say({"costs": dataclasses.asdict(costs), "file": str(output), "seconds": time.monotonic() - begun})
     else:
-        show(_drawn(costs), f"{output}: {costs.machine}, {costs.cores} cores, in {time.monotonic() - begun:.0f} s")
+        lines = [f"{output}: {costs.machine}, {costs.cores} cores, in {time.monotonic() - begun:.0f} s"]
+        if found is not None:
+            later = f"{1e6 * found.latency:.0f} us more latency than within it"
+            lines.append(f"between this host and {peer}: {8e-9 * found.rate:.3g} Gbit/s each way, {later}")
+        show(_drawn(costs), *lines)
     return 0
 
 
@@ -79,7 +99,7 @@ _TABLE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMG]?):([0-9]{1,6})\s*")
 _THOUSANDS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
-def _rate(text: str) -> float:
+def rate_of(text: str) -> float:
     """Bytes per second of `25Gbit`."""
     match = _RATE.fullmatch(text)
     if not match or float(match[1]) == 0:
@@ -109,7 +129,7 @@ def _table(text: str) -> tuple[float, int]:
 @click.option("--variables", type=click.IntRange(1), default=100, show_default=True, help="Number of dense variables.")
 @click.option("--rows", help="Rows of all tables, and numbers of a row, such as 200M:64.")
 @click.option("--ids", type=click.IntRange(0), default=0, help="Ids of a worker's batch, each once.")
-@click.option("--network", required=True, help="Each host's network, each way, such as 25Gbit.")
+@click.option("--network", help="Each host's network, each way, such as 25Gbit; else what calibrate --peer measured.")
 @click.option("--step", default="0s", show_default=True, help="Time that a worker computes a step, such as 120ms.")
 @click.option(
     "--slots", type=click.IntRange(0), default=2, show_default=True, help="Slot variables: 2 of Adam, 0 of SGD."
@@ -138,7 +158,7 @@ def plan(
     variables: int,
     rows: str | None,
     ids: int,
-    network: str,
+    network: str | None,
     step: str,
     slots: int,
     memory: str,
@@ -165,17 +185,23 @@ def plan(
             from pstesting.planner.drawing import draw
     except ImportError as error:
         raise _lacking("plan", error) from error
+    model = Costs.read(costs)
+    if network is None and not model.network:
+        raise ConfigError(
+            f"{costs} has no network between hosts: give --network, such as 25Gbit, or measure one with "
+            "psctl calibrate --peer"
+        )
     count, dimension = _table(rows) if rows else (0.0, 0)
     found = planning.plan(
         planning.Question(
-            Costs.read(costs),
+            model,
             workers,
             parse_bytes(parameters, "--parameters"),
             variables,
             count,
             dimension,
             ids,
-            _rate(network),
+            model.network if network is None else rate_of(network),
             _seconds(step, "--step"),
             slots,
             parse_bytes(memory, "--memory"),

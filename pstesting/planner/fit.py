@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from statistics import median
 from types import MappingProxyType
 
@@ -74,7 +75,7 @@ def _less_switches(cell: Cell, took: Timed, costs: Costs) -> Timed:
 
 def seen(cell: Cell, costs: Costs, rounds: int = SIMULATED_ROUNDS) -> Timed:
     """Returns what a cell takes in a simulation of so many rounds."""
-    cluster = Cluster(cell.workers, cell.workload, costs, cell.lane, one_host=True)
+    cluster = Cluster(cell.workers, cell.workload, costs, cell.lane, cell.rate, one_host=cell.rate == inf)
     found = SimulatedJob(cluster, rounds).train()
     seconds = found.seconds / (rounds - 1)
     server = seconds * (found.use["the servers' event loops"] + found.use["the servers' array work"])

@@ -7,9 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
+from pstesting.hosts import Host, HostCluster, Hosts
 from pstesting.processes import ProcessCluster
 from pstesting.processor_time import await_rest, processor_seconds
 from pstesting.simulation.workloads import Workload
@@ -27,17 +30,20 @@ WARM_ROUNDS = 300
 
 @dataclass(frozen=True)
 class Cell:
-    """A job whose rounds are timed, on one host.
+    """A job whose rounds are timed, all of it on this machine.
 
     Attributes:
         lane: by which its pushes travel.
         workers: number of workers.
         workload: a training step.
+        rate: bytes per second, each way, of the network of hosts of which each process has one; infinite for processes
+            that share one host.
     """
 
     lane: LaneName
     workers: int
     workload: Workload
+    rate: float = inf
 
     @property
     def rounds(self) -> int:
@@ -111,16 +117,28 @@ def _train(cells: list[tuple[float, int, int, int, int, int]]) -> None:
             say("took", [sorted(seconds)[rounds // 2], (time.process_time() - before) / rounds])
 
 
+def _hosts_of(cell: Cell, stack: ExitStack) -> tuple[Hosts, dict[Task, str]]:
+    """Makes a host for each process of a cell; returns them, and which is whose. The chief's has no limit."""
+    jobs = {"ps": cell.workload.servers, "worker": cell.workers}
+    where = {Task(job, index): f"{job}{index}" for job, number in jobs.items() for index in range(number)}
+    limited = [Host(name, 8 * cell.rate) for name in where.values()]
+    hosts = stack.enter_context(Hosts([*limited, Host("chief")]))
+    return hosts, where | {Task("chief", 0): "chief"}
+
+
 def time_cells(cells: Sequence[Cell]) -> list[Timed]:
     """Times cells that differ by their workloads alone, in one job.
 
     Raises:
         PSError: a process failed.
+        HostsUnavailable: the cells have a network, and this machine cannot make hosts.
     """
     first = cells[0]
     servers = first.workload.servers
-    if len({(cell.lane, cell.workers, cell.workload.servers, cell.workload.copies) for cell in cells}) > 1:
-        raise ValueError("cells of one job have one lane, and the same number of workers, servers and copies")
+    if len({(cell.lane, cell.workers, cell.workload.servers, cell.workload.copies, cell.rate) for cell in cells}) > 1:
+        raise ValueError(
+            "cells of one job have one lane and network, and the same number of workers, servers and copies"
+        )
     said = [
         (
             cell.workload.dense,
@@ -137,6 +155,8 @@ def time_cells(cells: Sequence[Cell]) -> list[Timed]:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="calibrate-")))
         keys: dict[str, Any] = {"ps": servers, "workers": first.workers, "chief": "driver", "lane": first.lane}
         keys["replication"] = first.workload.copies
+        if first.rate < inf:
+            keys["launcher"] = partial(HostCluster, *_hosts_of(first, stack))
         helpers = (_rounds_of,)
         gates = [f"go{number}" for number in range(len(cells))]
         job = stack.enter_context(ProcessCluster(_train, directory, (said,), helpers, gates=gates, **keys))

@@ -178,7 +178,7 @@ def predict(question: Question, servers: int, backup_workers: int = 0, slow: flo
     cluster = Cluster(
         question.workers,
         workload,
-        question.costs,
+        question.costs.between_hosts,
         question.lane,
         question.rate,
         backup_workers=backup_workers,

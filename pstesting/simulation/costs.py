@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from pswire.errors import ConfigError
 
 FORMAT = 1
+
+OF_FRAMES = 0.956
+"""Part of a network's bits that are data: what Ethernet, IP and TCP leave of frames of 1,500 bytes."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,9 @@ class Costs:
         switch: what a core of a host takes to come to another process, where there are more of these than cores.
         cores: processors of a host; 0 for one for each thread.
         machine: which one it was, for people.
+        network: bytes per second, each way, between this host and another, headers included; 0 where it was not
+            measured.
+        network_latency: seconds that a message needs between them, one way, beyond what lanes say.
     """
 
     lanes: Mapping[str, LaneCosts]
@@ -76,6 +82,14 @@ class Costs:
     switch: float = 0.0
     cores: int = 0
     machine: str = ""
+    network: float = 0.0
+    network_latency: float = 0.0
+
+    @property
+    def between_hosts(self) -> Self:
+        """The same, where each message goes from one host to another."""
+        later = {name: replace(lane, latency=lane.latency + self.network_latency) for name, lane in self.lanes.items()}
+        return replace(self, lanes=later, network_latency=0.0)
 
     def write(self, path: Path) -> None:
         """Writes it as JSON."""

@@ -13,6 +13,7 @@ from statistics import median
 
 from pstesting.simulation.clients import SimulatedChief, SimulatedWorker, simulated_time
 from pstesting.simulation.clusters import Cluster
+from pstesting.simulation.costs import OF_FRAMES
 from pstesting.simulation.machines import Host
 from pstesting.simulation.scheduler import Scheduler
 from pstesting.simulation.servers import SimulatedServer
@@ -87,7 +88,7 @@ class SimulatedJob:
         self._after: dict[str, list[float]] = {}
 
     def _host(self) -> Host:
-        return self._one if self.cluster.one_host else Host(self.scheduler, 0, self.cluster.rate)
+        return self._one if self.cluster.one_host else Host(self.scheduler, 0, OF_FRAMES * self.cluster.rate)
 
     def train(self, limit: float = inf) -> Trained:
         """Runs the job to its end.

@@ -106,6 +106,20 @@ def test_the_answer_for_machines_and_for_people(costs: Path) -> None:
     assert f"without copies: {sum(said['lost'].values()):.0f} s a day, of it {a_day:.0f} s by servers" in shown
 
 
+def test_the_network_that_was_measured(costs: Path) -> None:
+    """Counts where none is given; without either nothing is asked."""
+    asked = [word for word in ASKED if word not in ("--network", "800Mbit")]
+    with pytest.raises(ConfigError, match=r"costs.json has no network between hosts: give --network, such as 25Gbit"):
+        CliRunner().invoke(plan, [*asked, "--costs", str(costs)], standalone_mode=False, catch_exceptions=False)
+    given = CliRunner().invoke(plan, [*ASKED, "--costs", str(costs), "--json"], standalone_mode=False).output
+    replace(FREE, network=1e8).write(costs)
+    found = CliRunner().invoke(plan, [*asked, "--costs", str(costs), "--json"], standalone_mode=False).output
+    assert json.loads(found) == json.loads(given)
+    replace(FREE, network=1e8, network_latency=0.01).write(costs)
+    later = CliRunner().invoke(plan, [*asked, "--costs", str(costs), "--json"], standalone_mode=False).output
+    assert json.loads(later)["round_seconds"] > json.loads(found)["round_seconds"] + 0.015
+
+
 def test_a_plot(costs: Path, tmp_path: Path) -> None:
     """Is a picture, in the format that the file's name says."""
     pytest.importorskip("matplotlib")

@@ -44,6 +44,9 @@ log = logging.getLogger("psclient")
 
 T = TypeVar("T")
 
+BEATS = 16
+"""Times in a pause between two beats at which sessions beat: those of one time wake a server once for all of them."""
+
 FATAL = (ServerLost, Fenced, Diverged, ChiefLost)
 """After one of these the session is over: its process has to start again."""
 
@@ -316,7 +319,7 @@ class Session(LogCalls):
 
     def _beat(self, index: int, life: int, number: int) -> None:
         while True:
-            woken = self.wakes[index].wait(self.timeouts.beat)
+            woken = self.wakes[index].wait(until_beat(self.timeouts.beat, number, time.time()))
             if index in self.hosting.gone or not self._is_now(index, life, number):
                 return
             self.wakes[index].clear()
@@ -429,6 +432,18 @@ class Session(LogCalls):
             self.end(error)
             self.check()
         return future.result()
+
+
+def until_beat(pause: float, number: int, now: float) -> float:
+    """Returns the seconds until a session beats: at one of a few times, which are the same for all that share a clock.
+
+    Args:
+        pause: seconds between two beats.
+        number: number of the session.
+        now: seconds since 1970; where clocks differ, beats are spread as if there were no such times.
+    """
+    left = pause - (now - number % BEATS * pause / BEATS) % pause
+    return left if left > pause / BEATS else left + pause  # this one was woken a little early
 
 
 def _is_loss(error: BaseException | None, index: int) -> bool:

@@ -1,0 +1,99 @@
+"""What the network between two hosts carries: measured on links whose rates the test knows."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from pstesting.hosts import Host
+from pstesting.planner.network import LEAST, MOST, WORD
+from tests.support.linked import linked
+
+ANSWER = """
+from pstesting.planner.network import answer
+answer({host!r}, {port}, lambda at: print(at, flush=True))
+"""
+
+MEASURE = """
+import json
+from pstesting.planner.network import measure
+found = measure({host!r}, {port})
+print(json.dumps([found.rate, found.latency]))
+"""
+
+
+def test_the_rate_of_the_slower_way_and_the_latency_of_a_link() -> None:
+    """Two hosts of 80 and 40 Mbit move 40, either way."""
+    with ExitStack() as stack:
+        hosts = linked(stack, Host("one", 80e6), Host("two", 40e6))
+        at = hosts.addresses["two"]
+        code = ANSWER.format(host=at, port=5000)
+        peer = hosts.start("two", [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert peer.stdout is not None
+        assert peer.stdout.readline() == f"{at}:5000\n"
+        code = MEASURE.format(host=at, port=5000)
+        found = hosts.start("one", [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        rate, latency = json.loads(found.communicate(timeout=60)[0])
+        assert rate == pytest.approx(40e6 / 8, rel=0.1)
+        assert 0 <= latency < 0.01
+        assert peer.wait(10) == 0
+
+
+@pytest.fixture
+def peer():
+    process = subprocess.Popen(
+        [sys.executable, "-c", ANSWER.format(host="127.0.0.1", port=0)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    host, _, port = process.stdout.readline().strip().rpartition(":")
+    yield process, (host, int(port))
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("word", [WORD.pack(b"x", 1), WORD.pack(b"t", MOST + 1), b"GET /", b""])
+def test_nonsense_ends_a_connection_and_no_more(peer, word: bytes) -> None:
+    process, address = peer
+    with socket.create_connection(address, 20) as sock:
+        sock.sendall(word)
+        sock.shutdown(socket.SHUT_WR)
+        assert sock.recv(1) == b""
+    with socket.create_connection(address, 20) as sock:
+        sock.sendall(WORD.pack(b"s", LEAST))
+        left = LEAST
+        while left:
+            came = sock.recv(1 << 16)
+            assert came
+            assert came.count(0) == len(came)
+            left -= len(came)
+        sock.sendall(WORD.pack(b"e", 0))
+    assert process.wait(20) == 0
+
+
+def psctl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "psclient.psctl", *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--peer", "127.0.0.1:1"],
+            "127.0.0.1:1 does not answer ([Errno 111] Connection refused); run psctl calibrate",
+        ),
+        (["--peer", "here"], "--peer: 'here' is no address"),
+        (["--answer", "many"], "--answer: '0.0.0.0:many' is no address"),
+        (["--answer", "192.0.2.1:5000"], "nothing can listen at 192.0.2.1:5000"),
+    ],
+)
+def test_hosts_that_cannot_be_measured(tmp_path: Path, arguments: list[str], said: str) -> None:
+    found = psctl("calibrate", "--output", str(tmp_path / "costs.json"), *arguments)
+    assert found.returncode != 0
+    assert said in found.stderr
+    assert not list(tmp_path.iterdir())
