@@ -173,6 +173,7 @@ WALL_CLOCK_IN = {
     "psclient.psctl.page",  # how long a link is good, by the clock of the server that checks it
     "pswire.telemetry.page.status_page",  # the same
     "psclient._src.rounds.rounds",  # when rows were updated that live for a time
+    "psclient._src.transport.session",  # which beats come together
     "psclient.train.manager",  # keep_checkpoint_every_n_hours
     "psclient.summary.writer",  # TensorBoard
     "pswire.traces.tracer",  # when spans began
