@@ -141,7 +141,7 @@ class HostGroup:
 
     def _lead(self, listener: socket.socket) -> Leader:
         try:
-            return Leader(listener, self._session, self._lease / 2, self._lease, self._push, self._variable)
+            return Leader(listener, self._lease / 2, self._lease, self._push, self._variable)
         except BaseException:
             listener.close()
             raise
