@@ -166,6 +166,7 @@ class HostGroup:
         """Leaves the others: they find it out at once."""
         with self._lock:
             self._closed, role = True, self._role
+            self._before, self._role = self.summed, None  # its memory is given back with it
         if role is not None:
             role.close()
 
