@@ -14,7 +14,7 @@ from psserver.effects import Peer, settle
 from psserver.plans.round import BRIEF_BYTES
 from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.machines import Host, Strand, travel
-from pstesting.simulation.scheduler import Scheduler
+from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
 from pswire.errors import PSError, ServerLost
@@ -199,7 +199,7 @@ class Line:
             raise type(self._failure)(self._failure.message, self._failure.task)
         if self._decides and not self._server.alive:
             raise self._lost()
-        answer: Future[Any] = Future()
+        answer: Future[Any] = UnlockedFuture()
         self._open[answer] = None
         return answer
 
@@ -238,7 +238,7 @@ class Line:
         self._scheduler.at(when, self._strand.do, seconds, call, *args)
 
     def _made(self, answer: Future[Any], verb: Callable[[], Any]) -> None:
-        made: Future[Any] = Future()
+        made: Future[Any] = UnlockedFuture()
         try:
             result = verb()
         except PSError as error:
