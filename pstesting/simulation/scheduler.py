@@ -49,9 +49,9 @@ class UnlockedFuture(Future[T]):
         """As `Future.cancelled`."""
         return self._dropped
 
-    def running(self) -> bool:
-        """Returns False: work is never begun and not over."""
-        return False
+    def set_running_or_notify_cancel(self) -> bool:
+        """As `Future.set_running_or_notify_cancel`."""
+        return not self._dropped
 
     def done(self) -> bool:
         """As `Future.done`."""
