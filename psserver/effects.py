@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -138,11 +138,13 @@ Effect = Reply | Fail | Run | Await | Work | Know | Send
 
 def settle(future: Future[Any], value: object, error: BaseException | None = None) -> None:
     """Answers a future with an error if there is one, else with a value; skips an answered or cancelled future."""
-    with suppress(InvalidStateError):  # by another thread, now: a server that ends fails what is being answered
+    try:
         if error is None:
             future.set_result(value)
         else:
             future.set_exception(error)
+    except InvalidStateError:
+        pass  # by another thread, now: a server that ends fails what is being answered
 
 
 def attempt(call: Callable[[], T]) -> tuple[T | None, PSError | None]:

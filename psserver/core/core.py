@@ -406,8 +406,10 @@ def _refusal(answer: object, effects: Sequence[Effect], args: Sequence[object]) 
     said = answer[0] if isinstance(answer, tuple) and answer else answer
     if isinstance(said, PSError):
         return said
-    failed = (effect for effect in effects if isinstance(effect, Fail))
-    return next((fail.error for fail in failed if any(fail.future is arg for arg in args)), None)
+    for effect in effects:
+        if isinstance(effect, Fail) and any(effect.future is arg for arg in args):
+            return effect.error
+    return None
 
 
 def _raise(error: PSError | None) -> None:

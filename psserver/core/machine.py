@@ -398,12 +398,12 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         elif len(set(contribution.want)) != len(contribution.want):
             raise InvalidRequest("a variable is wanted twice")
         else:
-            self.store.check_rows(contribution.lookups)
-            tensors = self.store.tables_of(read.variable for read in contribution.lookups)
-            effects += reading_ahead(tensors, contribution.lookups)  # at once: the round may have to wait for others
+            if contribution.lookups:
+                self.store.check_rows(contribution.lookups)
+                tensors = self.store.tables_of(read.variable for read in contribution.lookups)
+                effects += reading_ahead(tensors, contribution.lookups)  # at once: the round may wait for others
             effects += self._heard(self.rounds.push(contribution, payload, future, now))
-            refused = any(isinstance(effect, Fail) and effect.future is future for effect in effects)
-            if begun is not None and not refused:
+            if begun is not None and not any(isinstance(each, Fail) and each.future is future for each in effects):
                 effects += self.runner.listen(contribution, future, begun)
         return None, effects if whole else [*effects, Await(payload, payload.size)]
 

@@ -181,6 +181,8 @@ class Waiters:
     def due(self, ended: Callable[[int], PSError | None]) -> list[Effect]:
         """Answers the contributions to rounds that are over, as far as they need not wait any longer."""
         answers: list[Effect] = []
+        if not self.rows[Owed]:
+            return answers
         for owed in self._take(Owed, self._can_go, ended, answers):
             answers += self._reply(owed)
         return answers
@@ -219,6 +221,8 @@ class Waiters:
         """
         answers: list[Effect] = []
         calls, held, older = self.rows[Hold], (ends, len(self._log.losses)), list[Any]()
+        if held == self._held and not self._fresh:
+            return answers
         if held == self._held:
             older, self.rows[Hold] = calls[: len(calls) - self._fresh], calls[len(calls) - self._fresh :]
         self._held, self._fresh = held, 0

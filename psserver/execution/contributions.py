@@ -230,6 +230,8 @@ class Contributions:
 
     def operands(self) -> Iterator[tuple[Ref, Array]]:
         """Yields the operands of this server; raises `Diverged` if contributors have sent different ones."""
+        if not self._prepared.operands:
+            return
         first, *others = self.senders
         # Nearly always all begin with the same bytes. Else what lies between operands may differ, which is nothing.
         beginning = first.beginning()

@@ -45,6 +45,7 @@ class PreparedPlan:
         self.server = server
         self._needs = [Need.of(program) for program in plan.programs] if limited else None
         self._layouts: dict[tuple[bool, tuple[bool, ...]], ContributionLayout] = {}
+        self._newest: tuple[tuple[float, ...], bool, ContributionLayout | None] = ((), False, None)
         self._settled: dict[tuple[Kernels, int], PlanKernels] = {}
         self.is_alone = False
 
@@ -137,12 +138,15 @@ class PreparedPlan:
 
     def layout(self, said: Contribution) -> ContributionLayout:
         """Returns the layout of a contribution. In nearly every round all contributions have the same."""
-        key = said.observes, tuple(map(bool, said.weights))
-        found = self._layouts.get(key)
-        if found is None:
-            if len(self._layouts) >= MAX_LAYOUTS:
-                self._layouts.clear()
-            found = self._layouts[key] = lay_out(self.plan, self.server, self.outline.needs, said)
+        weights, observes, found = self._newest
+        if found is None or said.weights != weights or said.observes is not observes:
+            key = said.observes, tuple(map(bool, said.weights))
+            found = self._layouts.get(key)
+            if found is None:
+                if len(self._layouts) >= MAX_LAYOUTS:
+                    self._layouts.clear()
+                found = self._layouts[key] = lay_out(self.plan, self.server, self.outline.needs, said)
+            self._newest = said.weights, said.observes, found
         if not said.rows or said.observes:
             return found
         sent = zip(self.row_bytes, said.rows, strict=True)

@@ -306,11 +306,12 @@ class PendingRound:
 
         Not a whole one that the round is made with: then the contribution is late, and counts nowhere.
         """
-        found, torn = self.parts.get(said.session), frozenset[int]()
-        if said.host and not said.parts:
-            near = (part for part in self.parts.values() if part.summed and part.said.host == said.host)
-            torn = next((part.summed for part in near if not part.whole or (found is None and not runs)), torn)
-        return self.tear(torn)
+        if not said.host or said.parts:
+            return []
+        found = self.parts.get(said.session)
+        near = (part for part in self.parts.values() if part.summed and part.said.host == said.host)
+        torn = next((part.summed for part in near if not part.whole or (found is None and not runs)), None)
+        return [] if torn is None else self.tear(torn)
 
     def tear(self, sessions: frozenset[int]) -> list[Effect]:
         """Drops a sum, or a contribution; whoever waits for it is asked to push again, each by itself."""

@@ -90,6 +90,7 @@ class Rounds:
         self._parked = Parked()
         self._effects: list[Effect] = []  # of the running method, which returns them
         self._running: tuple[Key, int] | None = None
+        self._weights: tuple[float, ...] = ()  # of the last push whose weights were checked
         self._closures = ClosuresOver()
         self.backlog.clear()
         self.chunks = ChunkQueue(lambda session: any(session in each.parts for _, each in self._open()))
@@ -170,7 +171,9 @@ class Rounds:
         said = push.said
         if said.plan_id in self.refused:
             raise self.refused[said.plan_id]
-        _check_weights(said)
+        if said.observes or said.weights != self._weights:  # those of nearly all pushes are the same
+            _check_weights(said)
+            self._weights = said.weights
         epoch = self.epochs.get(said.epoch)
         if epoch is None:
             self._effects += self._parked.put(push)
@@ -186,9 +189,10 @@ class Rounds:
         if take_over(strand, push, member, self._running == (key, said.round), self._effects):
             return
         senders = _senders(epoch, push.said, member)
-        members = (member,) if key else epoch.members
-        fresh = PendingRound(said.plan_id, said.epoch, members, push.since, whole=self.backlog.behind)
-        pending = strand.open.get(said.round, fresh)
+        pending = strand.open.get(said.round)
+        if pending is None:
+            members = (member,) if key else epoch.members
+            pending = PendingRound(said.plan_id, said.epoch, members, push.since, whole=self.backlog.behind)
         if said.parts and (key or pending.differs(said) or _is_apart(said.parts, self)):
             raise PushAgain(f"no sum may be sent to round {said.round}; each worker has to push by itself")
         for part, each in senders:
@@ -307,8 +311,10 @@ class Rounds:
         """Returns the round that can run now, if any. It counts as running until `complete` or `fail`."""
         if self._running:
             return None
-        found = (self._first(key, strand) for key, strand in list(self.strands.items()))
-        return next((job for job in found if job), None)
+        for key, strand in [item for item in self.strands.items() if item[1].open]:
+            if (job := self._first(key, strand)) is not None:
+                return job
+        return None
 
     def _first(self, key: Key, strand: Strand) -> ReadyRound | None:
         """Returns the first round of a strand, if it can run."""

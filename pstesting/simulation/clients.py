@@ -22,10 +22,11 @@ from psclient._src.transport import hosting, patience, session
 from psclient._src.transport.daemon_threads import settle
 from psclient._src.transport.patience import Deadline, Patience, until_free
 from psclient._src.transport.session import Session
+from psserver.core import core
 from psserver.programs.kernels import compiler
 from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.machines import Host, Strand
-from pstesting.simulation.scheduler import Process, Scheduler
+from pstesting.simulation.scheduler import Process, Scheduler, UnlockedFuture
 from pstesting.simulation.servers import Line, SimulatedServer
 from pstesting.simulation.workloads import TINY
 from pswire.api import Opened
@@ -57,7 +58,7 @@ class SimulatedThreads:
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """As `Threads.submit`."""
-        future: Future[T] = Future()
+        future: Future[T] = UnlockedFuture()
         self._scheduler.spawn(partial(settle, future, work))
         return future
 
@@ -77,6 +78,7 @@ def simulated_time(scheduler: Scheduler) -> Iterator[None]:
     with ExitStack() as stack:
         # Compilers work beside it, in threads, and arrays are tiny.
         stack.enter_context(mock.patch.object(compiler, "MAX_KERNELS", 0))
+        stack.enter_context(mock.patch.object(core, "Future", UnlockedFuture))
         for module in TIMED:
             stack.enter_context(mock.patch.object(module, "time", clock))
         for module in WAITING:
@@ -172,7 +174,7 @@ class SimulatedProcess:
 
     def has_ended(self) -> bool:
         """Returns True once it has ended or was killed."""
-        return not self.alive
+        return not self.strand.alive
 
     def begin(self) -> None:
         """Starts it."""
@@ -196,7 +198,7 @@ class SimulatedProcess:
 
     def spend(self, seconds: float) -> None:
         """Computes for some seconds."""
-        done: Future[None] = Future()
+        done: Future[None] = UnlockedFuture()
         self.strand.do(seconds, done.set_result, None)
         self.scheduler.wait([done])
 

@@ -31,6 +31,7 @@ class Strand:
         self.slow = 1.0
         self.alive = True
         self.host = host
+        self._shares = host.crowded
         self._queue: deque[Job] = deque()
         self._runs = False  # or waits for a core
 
@@ -39,9 +40,13 @@ class Strand:
         if not self.alive:
             return
         self._queue.append((seconds * self.slow, then, args))
-        if not self._runs:
-            self._runs = True
+        if self._runs:
+            return
+        self._runs = True
+        if self._shares:
             self.host.enter(self)
+        else:
+            self.begin()
 
     def begin(self, more: float = 0.0) -> None:
         """A core is free: does the next piece, which takes so many seconds more."""
@@ -53,11 +58,14 @@ class Strand:
     def _end(self, then: Callable[..., object], args: tuple[Any, ...]) -> None:
         if self.alive:
             then(*args)
-        if self._queue:
+        if not self._queue:
+            self._runs = False
+            if self._shares:
+                self.host.leave()
+        elif self._shares:
             self.host.again(self)
         else:
-            self._runs = False
-            self.host.leave()
+            self.begin()
 
     def stop(self) -> None:
         """Its process ends: what it has not done is never done."""
@@ -81,21 +89,21 @@ class Link:
         self.busy = 0.0
         self.free = 0.0
 
-    def pass_(self, nbytes: float, from_: float, until: float) -> float:
+    def pass_(self, seconds: float, from_: float, until: float) -> float:
         """Passes a message.
 
         Args:
-            nbytes: its size.
+            seconds: what it takes by itself.
             from_: when its first byte is here.
             until: when its last byte is here.
 
         Returns:
             When its last byte has passed.
         """
-        seconds = nbytes / self.rate
         self.busy += seconds
-        self.free = max(max(self.free, from_) + seconds, until)
-        return self.free
+        passed = (self.free if self.free > from_ else from_) + seconds
+        self.free = passed = passed if passed > until else until
+        return passed
 
 
 class Host:
@@ -106,13 +114,17 @@ class Host:
         cores: its processors; 0 for as many as are needed.
         rate: bytes per second of its network, each way.
         switch: seconds that a core takes to come to a process other than its last: its caches have nothing of that one.
+
+    Attributes:
+        crowded: True if a strand may have to wait for a core.
     """
 
     def __init__(self, scheduler: Scheduler, cores: int = 0, rate: float = float("inf"), switch: float = 0.0) -> None:
         self.scheduler = scheduler
         self.out, self.into = Link(rate), Link(rate)
+        self.crowded = cores > 0
         self._switch = switch
-        self._free = cores or 1 << 30
+        self._free = cores
         self._warm: deque[object] = deque(maxlen=cores)  # the processes of which cores did something last
         self._waiting: deque[Strand] = deque()
 
@@ -150,6 +162,7 @@ def travel(scheduler: Scheduler, source: Host, sink: Host, nbytes: float, latenc
     """Sends a message between hosts now; returns when its last byte is there. On one host it needs the latency."""
     if source is sink:
         return scheduler.now + latency
-    now = scheduler.now
-    left = source.out.pass_(nbytes, now, now)
-    return sink.into.pass_(nbytes, left - nbytes / source.out.rate + latency, left + latency)
+    now, link = scheduler.now, source.out
+    seconds = nbytes / link.rate
+    left = link.pass_(seconds, now, now)
+    return sink.into.pass_(nbytes / sink.into.rate, left - seconds + latency, left + latency)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 from greenlet import GreenletExit, getcurrent, greenlet
+
+T = TypeVar("T")
 
 
 class Waited(NamedTuple):
@@ -25,6 +27,76 @@ class Waited(NamedTuple):
 
     done: set[Future[Any]]
     not_done: set[Future[Any]]
+
+
+class UnlockedFuture(Future[T]):
+    """A future of one thread: it has no lock, which takes most of a future's time. Only processes wait for it."""
+
+    def __init__(self) -> None:
+        self._answer: Any = None
+        self._error: BaseException | None = None
+        self._over = self._dropped = False
+        self._calls: list[Callable[[Future[T]], object]] = []
+
+    def cancel(self) -> bool:
+        """As `Future.cancel`."""
+        if not self._over:
+            self._dropped = True
+            self._settle()
+        return self._dropped
+
+    def cancelled(self) -> bool:
+        """As `Future.cancelled`."""
+        return self._dropped
+
+    def set_running_or_notify_cancel(self) -> bool:
+        """As `Future.set_running_or_notify_cancel`."""
+        return not self._dropped
+
+    def done(self) -> bool:
+        """As `Future.done`."""
+        return self._over
+
+    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+        """As `Future.add_done_callback`; what a callback raises is raised where the future is answered."""
+        if self._over:
+            fn(self)
+        else:
+            self._calls.append(fn)
+
+    def result(self, timeout: float | None = None) -> T:
+        """As `Future.result`, of a future that is answered."""
+        if (error := self.exception()) is not None:
+            raise error
+        return cast(T, self._answer)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As `Future.exception`, of a future that is answered."""
+        if not self._over:
+            raise RuntimeError("a process has to wait for it first")
+        if self._dropped:
+            raise CancelledError
+        return self._error
+
+    def set_result(self, result: T) -> None:
+        """As `Future.set_result`."""
+        if self._over:
+            raise InvalidStateError("it is answered")
+        self._answer = result
+        self._settle()
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """As `Future.set_exception`."""
+        if self._over:
+            raise InvalidStateError("it is answered")
+        self._error = exception
+        self._settle()
+
+    def _settle(self) -> None:
+        self._over = True
+        calls, self._calls = self._calls, []
+        for call in calls:
+            call(self)
 
 
 class Process(greenlet):
@@ -40,6 +112,8 @@ class Process(greenlet):
         self._scheduler = scheduler
         self._work = work
         self._turn = 0  # counts its waits: an event of an earlier one does not wake it
+        self._until: float | None = None  # when it goes on by itself
+        self._alarm: float | None = None  # when it looks at that
 
     def kill(self) -> None:
         """Ends it where it stands."""
@@ -57,6 +131,7 @@ class Process(greenlet):
         """Goes on, if it still stands in that wait."""
         if turn == self._turn and not self.over:
             self._turn += 1
+            self._until = None
             self.switch()
 
     def wake(self) -> None:
@@ -72,9 +147,26 @@ class Process(greenlet):
 
         for future in futures:
             future.add_done_callback(answered)
-        if until is not None:
-            scheduler.at(until, self.resume, turn)
+        self._until = until
+        if until is not None and (self._alarm is None or until < self._alarm):
+            self._set_alarm(until)
         scheduler.hub.switch()
+
+    def _set_alarm(self, time: float) -> None:
+        """One for all its waits: most end long before, and each would leave an event to come."""
+        self._alarm = time
+        self._scheduler.at(time, self._ring, time)
+
+    def _ring(self, time: float) -> None:
+        if time != self._alarm or self.over:
+            return
+        self._alarm = None
+        if self._until is None:
+            return
+        if self._until <= time:
+            self.resume(self._turn)
+        else:
+            self._set_alarm(self._until)
 
 
 class Scheduler:
@@ -111,12 +203,12 @@ class Scheduler:
         Raises:
             RuntimeError: nothing is left that could happen, or the limit has come.
         """
-        heap = self._heap
+        heap, pop = self._heap, heapq.heappop
         while not until():
             if not heap or heap[0][0] > limit:
                 why = "nothing is left that could happen" if not heap else f"{limit:g} s have passed"
                 raise RuntimeError(f"the simulation does not end: {why}")
-            self.now, _, call, args = heapq.heappop(heap)
+            self.now, _, call, args = pop(heap)
             self.events += 1
             call(*args)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from psserver.config import ServerConfig
 from psserver.core.core import Core
@@ -14,7 +14,7 @@ from psserver.effects import Peer, settle
 from psserver.plans.round import BRIEF_BYTES
 from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.machines import Host, Strand, travel
-from pstesting.simulation.scheduler import Scheduler
+from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
 from pswire.errors import PSError, ServerLost
@@ -39,6 +39,30 @@ WAITING = frozenset(("watch", "pull", "snapshot", "restore", "schedule", "take",
 """Verbs that return what is answered later."""
 
 
+class Sliced(NamedTuple):
+    """A message, or a piece of one, that is worked on while it travels.
+
+    Attributes:
+        nbytes: its size.
+        slices: in how many slices.
+        slice: bytes of each.
+    """
+
+    nbytes: float
+    slices: int
+    slice: float
+
+    @classmethod
+    def of(cls, nbytes: float) -> Sliced:
+        """Returns how a message is sliced."""
+        slices = min(ceil(nbytes / SLICE_BYTES), MOST_SLICES) or 1
+        return cls(nbytes, slices, nbytes / slices)
+
+
+NO_VALUES = Sliced.of(SMALL)
+"""An answer to who wants none."""
+
+
 class SimulatedServer:
     """A server.
 
@@ -58,7 +82,9 @@ class SimulatedServer:
 
     def __init__(self, scheduler: Scheduler, host: Host, index: int, cluster: Cluster) -> None:
         self.scheduler, self.host, self.index = scheduler, host, index
-        self.costs, self.lane, self.workload = cluster.costs, cluster.lane_costs, cluster.workload
+        self.costs, self.lane = cluster.costs, cluster.lane_costs
+        self.share = share = cluster.workload.on(index)
+        self.pushed, self.answered = Sliced.of(share.pushed / share.chunks), Sliced.of(SMALL + share.answered / share.chunks)
         self.loop, self.arrays = Strand(host, self), Strand(host, self)
         self.others: Sequence[SimulatedServer] = ()
         self.lines: list[Line] = []
@@ -99,7 +125,7 @@ class SimulatedServer:
         execution, seconds = self.core.machine.runner._execution, self.costs.call
         if execution is not None:
             contributions = len(execution.job.parts)
-            brief = brief and contributions * self.workload.on(self.index).pushed <= BRIEF_BYTES
+            brief = brief and contributions * self.share.pushed <= BRIEF_BYTES
             seconds = self._round_seconds(contributions)
             piece = partial(self._then_settle, piece)
         (self.loop if brief else self.arrays).do(seconds, piece)
@@ -110,7 +136,7 @@ class SimulatedServer:
 
     def _round_seconds(self, contributions: int) -> float:
         """The time of a round, but for the pieces that were applied before."""
-        costs, share = self.costs, self.workload.on(self.index)
+        costs, share = self.costs, self.share
         rows = share.rows * contributions * costs.row
         kernel = self._kernel_seconds(contributions, share.nbytes / share.chunks)
         return costs.round + share.variables * costs.round_variable + rows + kernel
@@ -126,7 +152,7 @@ class SimulatedServer:
         lines.append(line)
         if len(lines) == members:
             del self._streamed[round, piece]
-            share = self.workload.on(self.index)
+            share = self.share
             seconds = self._kernel_seconds(members, share.nbytes / share.chunks)
             self.arrays.do(seconds, self._answer_piece, lines, share.answered / share.chunks)
 
@@ -199,7 +225,7 @@ class Line:
             raise type(self._failure)(self._failure.message, self._failure.task)
         if self._decides and not self._server.alive:
             raise self._lost()
-        answer: Future[Any] = Future()
+        answer: Future[Any] = UnlockedFuture()
         self._open[answer] = None
         return answer
 
@@ -238,7 +264,7 @@ class Line:
         self._scheduler.at(when, self._strand.do, seconds, call, *args)
 
     def _made(self, answer: Future[Any], verb: Callable[[], Any]) -> None:
-        made: Future[Any] = Future()
+        made: Future[Any] = UnlockedFuture()
         try:
             result = verb()
         except PSError as error:
@@ -253,17 +279,16 @@ class Line:
     def push(self, said: Contribution, payload: Payload) -> Future[RoundReply]:
         """Pushes: the worker's time, then the link, then the server's time; and back."""
         answer: Future[RoundReply] = self._asked()
-        share, lane = self._server.workload.on(self._server.index), self._lane
+        pushed, lane, do = self._server.pushed, self._lane, self._strand.do
         if said.first_values:
-            self._strand.do(lane.send, self._leave, said, payload, float(payload.size), answer)
+            do(lane.send, self._leave, said, payload, float(payload.size), answer)
             return answer
-        part = share.pushed / share.chunks
-        for piece in range(share.chunks - 1):
-            self._strand.do(lane.piece + part * lane.send_byte, self._leave_piece, said.round, piece, part)
-        sliced = part / _slices(part)
-        for _ in range(_slices(part) - 1):
-            self._strand.do(sliced * lane.send_byte, self._leave_slice, sliced)
-        self._strand.do(lane.send + sliced * lane.send_byte, self._leave, said, payload, SMALL + sliced, answer)
+        part, slice = pushed.nbytes, pushed.slice
+        for piece in range(self._server.share.chunks - 1):
+            do(lane.piece + part * lane.send_byte, self._leave_piece, said.round, piece, part)
+        for _ in range(pushed.slices - 1):
+            do(slice * lane.send_byte, self._leave_slice, slice)
+        do(lane.send + slice * lane.send_byte, self._leave, said, payload, SMALL + slice, answer)
         return answer
 
     def _leave_slice(self, nbytes: float) -> None:
@@ -283,26 +308,20 @@ class Line:
         self._up(nbytes, seconds, self._arrive, said, payload, answer)
 
     def _arrive(self, said: Contribution, payload: Payload, answer: Future[RoundReply]) -> None:
-        share = self._server.workload.on(self._server.index)
-        nbytes = SMALL + (share.answered / share.chunks if said.want else 0.0)
-        self._server.core.push(said, payload).add_done_callback(partial(self._answer_all, nbytes, answer))
+        sliced = self._server.answered if said.want else NO_VALUES
+        self._server.core.push(said, payload).add_done_callback(partial(self._answer_all, sliced, answer))
 
-    def _answer_all(self, nbytes: float, answer: Future[RoundReply], made: Future[RoundReply]) -> None:
-        sliced, lane = nbytes / _slices(nbytes), self._lane
-        for _ in range(_slices(nbytes) - 1):
-            self._server.loop.do(sliced * lane.answer_byte, self._down, sliced, sliced * lane.take_byte, _nothing)
-        self._server.loop.do(lane.answer + sliced * lane.answer_byte, self._return, sliced, answer, made)
+    def _answer_all(self, sliced: Sliced, answer: Future[RoundReply], made: Future[RoundReply]) -> None:
+        slice, lane, do = sliced.slice, self._lane, self._server.loop.do
+        for _ in range(sliced.slices - 1):
+            do(slice * lane.answer_byte, self._down, slice, slice * lane.take_byte, _nothing)
+        do(lane.answer + slice * lane.answer_byte, self._return, slice, answer, made)
 
     def _return(self, nbytes: float, answer: Future[RoundReply], made: Future[RoundReply]) -> None:
         self._down(nbytes, self._lane.take + nbytes * self._lane.take_byte, self._answer, answer, made)
 
     def close(self) -> None:
         """Closes the connection."""
-
-
-def _slices(nbytes: float) -> int:
-    """Returns in how many parts a message is worked on while it travels."""
-    return min(ceil(nbytes / SLICE_BYTES), MOST_SLICES) or 1
 
 
 def _nothing() -> None:
