@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil, inf
 from typing import Any
 
 from pstesting.simulation.scheduler import Scheduler
+
+PACKET = 1 << 18
+"""Most bytes that one end sends in its turn."""
 
 Job = tuple[float, Callable[..., object], tuple[Any, ...]]
 
@@ -74,36 +79,54 @@ class Strand:
 
 
 class Link:
-    """One direction of a host's network interface: messages one after the other, at a rate.
+    """One direction of a host's network interface: messages at a rate, of all hosts at the other end in turns.
 
     Args:
+        scheduler: the simulation's.
         rate: bytes per second; infinite for what is not limited.
 
     Attributes:
         busy: seconds in which something passed.
-        free: the time at which the last message that was sent has passed.
     """
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, scheduler: Scheduler, rate: float) -> None:
         self.rate = rate
         self.busy = 0.0
-        self.free = 0.0
+        self._scheduler = scheduler
+        self._free = 0.0  # when it is free again
+        self._waiting: dict[Host, deque[Job]] = {}  # by the other end; the next one's turn is the first's
 
-    def pass_(self, seconds: float, from_: float, until: float) -> float:
+    def pass_(self, other: Host, seconds: float, begins: Callable[..., object], *args: Any) -> None:
         """Passes a message.
 
         Args:
-            seconds: what it takes by itself.
-            from_: when its first byte is here.
-            until: when its last byte is here.
-
-        Returns:
-            When its last byte has passed.
+            other: the host at the other end.
+            seconds: what the message takes.
+            begins: called when its first byte passes.
+            args: of that call.
         """
+        if self._waiting:
+            self._waiting.setdefault(other, deque()).append((seconds, begins, args))
+        elif self._free > self._scheduler.now:
+            self._waiting[other] = deque([(seconds, begins, args)])
+            self._scheduler.at(self._free, self._next)
+        else:
+            self._begin(seconds, begins, args)
+
+    def _begin(self, seconds: float, begins: Callable[..., object], args: tuple[Any, ...]) -> None:
         self.busy += seconds
-        passed = (self.free if self.free > from_ else from_) + seconds
-        self.free = passed = passed if passed > until else until
-        return passed
+        self._free = self._scheduler.now + seconds
+        begins(*args)
+
+    def _next(self) -> None:
+        other = next(iter(self._waiting))
+        queue = self._waiting.pop(other)
+        seconds, begins, args = queue.popleft()
+        if queue:
+            self._waiting[other] = queue  # behind the others
+        self._begin(seconds, begins, args)
+        if self._waiting:
+            self._scheduler.at(self._free, self._next)
 
 
 class Host:
@@ -121,7 +144,7 @@ class Host:
 
     def __init__(self, scheduler: Scheduler, cores: int = 0, rate: float = float("inf"), switch: float = 0.0) -> None:
         self.scheduler = scheduler
-        self.out, self.into = Link(rate), Link(rate)
+        self.out, self.into = Link(scheduler, rate), Link(scheduler, rate)
         self.crowded = cores > 0
         self._switch = switch
         self._free = cores
@@ -158,11 +181,58 @@ class Host:
         strand.begin(self._switch if cold else 0.0)
 
 
-def travel(scheduler: Scheduler, source: Host, sink: Host, nbytes: float, latency: float) -> float:
-    """Sends a message between hosts now; returns when its last byte is there. On one host it needs the latency."""
-    if source is sink:
-        return scheduler.now + latency
-    now, link = scheduler.now, source.out
-    seconds = nbytes / link.rate
-    left = link.pass_(seconds, now, now)
-    return sink.into.pass_(nbytes / sink.into.rate, left - seconds + latency, left + latency)
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """A part of a message between two hosts, which others may overtake.
+
+    Attributes:
+        scheduler: the simulation's.
+        source, sink: the hosts.
+        nbytes: its size.
+        latency: seconds that it needs beside what links take.
+    """
+
+    scheduler: Scheduler
+    source: Host
+    sink: Host
+    nbytes: float
+    latency: float
+
+    def leave(self, seconds: float, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+        """Its first byte leaves, and the last one so many seconds later; calls a function once that is there."""
+        ends = self.scheduler.now + seconds + self.latency
+        if self.sink.into.rate == inf:
+            self.scheduler.at(ends, call, *args)
+        else:
+            self.scheduler.after(self.latency, self._arrive, ends, call, args)
+
+    def _arrive(self, ends: float, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+        seconds = self.nbytes / self.sink.into.rate
+        self.sink.into.pass_(self.source, seconds, self._enter, seconds, ends, call, args)
+
+    def _enter(self, seconds: float, ends: float, call: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self.scheduler.at(max(self.scheduler.now + seconds, ends), call, *args)
+
+
+def travel(
+    scheduler: Scheduler,
+    source: Host,
+    sink: Host,
+    nbytes: float,
+    latency: float,
+    call: Callable[..., object],
+    *args: Any,
+) -> None:
+    """Sends a message between hosts; calls a function once its last byte is there. On one host it needs the latency."""
+    if source is sink or source.out.rate == sink.into.rate == inf:
+        scheduler.after(latency, call, *args)
+        return
+    packets = ceil(nbytes / PACKET) or 1
+    packet, seconds = Packet(scheduler, source, sink, nbytes / packets, latency), nbytes / packets / source.out.rate
+    for _ in range(packets - 1):
+        source.out.pass_(sink, seconds, packet.leave, seconds, _nothing, ())
+    source.out.pass_(sink, seconds, packet.leave, seconds, call, args)
+
+
+def _nothing() -> None:
+    """Does nothing: a message is there with its last packet."""

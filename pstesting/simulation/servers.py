@@ -84,7 +84,10 @@ class SimulatedServer:
         self.scheduler, self.host, self.index = scheduler, host, index
         self.costs, self.lane = cluster.costs, cluster.lane_costs
         self.share = share = cluster.workload.on(index)
-        self.pushed, self.answered = Sliced.of(share.pushed / share.chunks), Sliced.of(SMALL + share.answered / share.chunks)
+        self.pushed, self.answered = (
+            Sliced.of(share.pushed / share.chunks),
+            Sliced.of(SMALL + share.answered / share.chunks),
+        )
         self.loop, self.arrays = Strand(host, self), Strand(host, self)
         self.others: Sequence[SimulatedServer] = ()
         self.lines: list[Line] = []
@@ -174,8 +177,8 @@ class SimulatedServer:
         self.loop.do(self.costs.vote, self._send, other, other._hear, self.index, said)
 
     def _send(self, other: SimulatedServer, call: Callable[..., object], *args: Any) -> None:
-        when = travel(self.scheduler, self.host, other.host, SMALL, self.lane.latency)
-        self.scheduler.at(when, other.loop.do, other.costs.vote, call, *args)
+        do, seconds = other.loop.do, other.costs.vote
+        travel(self.scheduler, self.host, other.host, SMALL, self.lane.latency, do, seconds, call, *args)
 
     def _hear(self, sender: int, said: Vote | Testimony) -> None:
         self.core.hear(sender, said)
@@ -255,13 +258,13 @@ class Line:
 
     def _up(self, nbytes: float, seconds: float, call: Callable[..., object], *args: Any) -> None:
         """A message goes to the server, which works on it."""
-        when = travel(self._scheduler, self._host, self._server.host, nbytes, self._lane.latency)
-        self._scheduler.at(when, self._server.loop.do, seconds, call, *args)
+        do, host = self._server.loop.do, self._server.host
+        travel(self._scheduler, self._host, host, nbytes, self._lane.latency, do, seconds, call, *args)
 
     def _down(self, nbytes: float, seconds: float, call: Callable[..., object], *args: Any) -> None:
         """An answer comes from the server; the client works on it."""
-        when = travel(self._scheduler, self._server.host, self._host, nbytes, self._lane.latency)
-        self._scheduler.at(when, self._strand.do, seconds, call, *args)
+        do, host = self._strand.do, self._server.host
+        travel(self._scheduler, host, self._host, nbytes, self._lane.latency, do, seconds, call, *args)
 
     def _made(self, answer: Future[Any], verb: Callable[[], Any]) -> None:
         made: Future[Any] = UnlockedFuture()

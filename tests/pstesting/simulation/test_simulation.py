@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from pstesting.simulation.clusters import Cluster
-from pstesting.simulation.costs import Costs, LaneCosts
+from pstesting.simulation.costs import OF_FRAMES, Costs, LaneCosts
 from pstesting.simulation.jobs import SimulatedJob
+from pstesting.simulation.machines import Host, travel
+from pstesting.simulation.scheduler import Scheduler
 from pstesting.simulation.workloads import Workload
 from pswire.cluster import Task
 from pswire.errors import ConfigError, ServerLost
@@ -93,11 +95,11 @@ def test_two_runs_are_equal() -> None:
 
 @pytest.mark.parametrize("servers", [1, 2, 4])
 def test_a_round_takes_what_the_links_of_servers_let_through(servers: int) -> None:
-    """All pushes come in one after the other, while answers leave; who is answered last pushes last, to one by one."""
+    """All workers share a server's link, as connections do: pushes are there at one time, and answers leave then."""
     rate, dense, workers = 1e8, 4e6, 4
     seen = SimulatedJob(Cluster(workers, Workload(servers, dense), FREE, rate=rate), ROUNDS).train()
-    one = dense / servers / rate
-    assert (workers + 1) * one * 0.99 < seen.round_seconds < (workers + servers) * one * 1.01
+    one = dense / servers / (OF_FRAMES * rate)
+    assert seen.round_seconds == pytest.approx(2 * workers * one, rel=0.08)
     assert "links" in seen.bottleneck
 
 
@@ -105,7 +107,17 @@ def test_a_stream_uses_both_ways_of_a_link_at_once() -> None:
     """What is large is answered while it comes: its round takes the time of one way, and of one piece."""
     rate, dense = 1e8, 64e6
     seen = SimulatedJob(Cluster(1, Workload(1, dense), FREE, rate=rate), ROUNDS).train()
-    assert seen.round_seconds == pytest.approx((1 + 1 / 16) * dense / rate, rel=0.02)
+    assert seen.round_seconds == pytest.approx((1 + 1 / 16) * dense / (OF_FRAMES * rate), rel=0.02)
+
+
+def test_a_slow_link_holds_up_no_other() -> None:
+    """Two workers of 1 to a server of 10: both push at once, each at its own rate."""
+    scheduler, came = Scheduler(), list[float]()
+    sink, sources = Host(scheduler, 0, 10e6), [Host(scheduler, 0, 1e6) for _ in range(2)]
+    for source in sources:
+        travel(scheduler, source, sink, 1e6, 0.0, lambda: came.append(scheduler.now))
+    scheduler.run(lambda: len(came) == 2)
+    assert came == pytest.approx([1.0, 1.0])
 
 
 def test_a_straggler_holds_all_up_but_with_backup_workers() -> None:
