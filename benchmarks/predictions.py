@@ -62,7 +62,7 @@ class Row:
         lane, workers, servers: as of the job.
         kind: what its rounds are of.
         copies: True if variables have copies.
-        rate: bytes per second of the hosts' network; infinite for one host.
+        rate: bytes per second of the hosts' network; None for one host.
         measured, predicted: median rounds, in seconds.
     """
 
@@ -71,7 +71,7 @@ class Row:
     servers: int
     kind: str
     copies: bool
-    rate: float
+    rate: float | None
     measured: float
     predicted: float
 
@@ -96,11 +96,11 @@ def workloads(workers: int, servers: int, copies: int) -> dict[str, Workload]:
 
 
 def measured(
-    lane: LaneName, workers: int, servers: int, copies: int, rate: float, turns: int
+    lane: LaneName, workers: int, servers: int, copies: int, rate: float | None, turns: int
 ) -> Iterator[tuple[str, Cell, float]]:
     """Yields kinds of rounds, with their cells and median seconds."""
     kinds = workloads(workers, servers, copies)
-    cells = [Cell(lane, workers, workload, rate) for workload in kinds.values()]
+    cells = [Cell(lane, workers, workload, rate or inf) for workload in kinds.values()]
     found = [time_cells(cells) for _ in range(turns)]
     for (kind, _), cell, *took in zip(kinds.items(), cells, *found, strict=True):
         yield kind, cell, statistics.median(each.wall for each in took)
@@ -130,7 +130,7 @@ def tables(rows: list[Row]) -> list[Table]:
 
 def report(rows: list[Row], costs: Costs) -> dict[str, Any]:
     """Returns what `--json` writes."""
-    said = [dataclasses.asdict(row) | {"error": row.error, "rate": row.rate if row.rate < inf else None} for row in rows]
+    said = [dataclasses.asdict(row) | {"error": row.error} for row in rows]
     return {"format": 1, "machine": machine(), "costs": dataclasses.asdict(costs), "rows": said}
 
 
@@ -158,9 +158,9 @@ def main(
         costs = Costs.read(costs_file)
     sizes = [(*size, 0) for size in (QUICK_SIZES if quick else SIZES)]
     sizes += [] if quick else [(*size, 1) for size in COPIED]
-    rate = inf
-    if network is not None:
-        rate, sizes = rate_of(network), [(*size, 0) for size in HOSTED_SIZES]
+    rate = None if network is None else rate_of(network)
+    if rate is not None:
+        sizes = [(*size, 0) for size in HOSTED_SIZES]
     rows = []
     for lane in lanes:
         for workers, servers, copies in sizes:
