@@ -130,7 +130,9 @@ def tables(rows: list[Row]) -> list[Table]:
 
 def report(rows: list[Row], costs: Costs) -> dict[str, Any]:
     """Returns what `--json` writes."""
-    said = [dataclasses.asdict(row) | {"error": row.error, "rate": row.rate if row.rate < inf else None} for row in rows]
+    said = [
+        dataclasses.asdict(row) | {"error": row.error, "rate": row.rate if row.rate < inf else None} for row in rows
+    ]
     return {"format": 1, "machine": machine(), "costs": dataclasses.asdict(costs), "rows": said}
 
 

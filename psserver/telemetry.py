@@ -15,6 +15,7 @@ from psserver.config import ServerConfig
 from psserver.core.core import Core
 from psserver.state.counters import ServerCounters
 from psserver.tables.table import Table
+from psserver.tiers.tier import OUTCOMES
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.model.log import LogEntry
@@ -82,6 +83,11 @@ def _tables(value: Callable[[Table], float]) -> Callable[[Seen], Values]:
 def _tier_moves(seen: Seen) -> Values:
     tier = seen.core.machine.store.native.tier
     return {("in",): tier.came, ("out",): tier.left} if tier else {("in",): 0, ("out",): 0}
+
+
+def _tier_pages(seen: Seen) -> Values:
+    tier = seen.core.machine.store.native.tier
+    return _by_label(tier.outcomes if tier else dict.fromkeys(OUTCOMES, 0))
 
 
 def _by_label(numbers: Mapping[str, float]) -> Values:
@@ -237,6 +243,13 @@ ROWS: tuple[Row[Seen], ...] = (
         "Bytes that have come from these files into memory, and that were taken out of it.",
         _tier_moves,
         ("direction",),
+    ),
+    Row(
+        SERVER + "tier_pages",
+        "counter",
+        "Pages of these files that hints brought into memory, that were looked up there, and that rounds waited for.",
+        _tier_pages,
+        OUTCOME,
     ),
     # Checkpoints.
     Row(

@@ -131,6 +131,13 @@ class Rows:
             for tensor in self.tensors:
                 tensor.touch(slots, use, later)
 
+    def hint(self, slots: Int64s) -> None:
+        """Rows are going to be looked up later; see `ReservedArray.hint`. Slots below 0 are passed over."""
+        if self._tier is not None:
+            slots = slots[slots >= 0]
+            for tensor in self.tensors:
+                tensor.hint(slots)
+
     @property
     def _arrays(self) -> list[ReservedArray]:
         return [*self.tensors, self._books]

@@ -263,6 +263,10 @@ class Table:
         """Begins to read the rows of keys that are going to be looked up, as far as they lie on a disk alone."""
         self._contents.rows.touch(self._contents.find(keys)[1] - 1, Use.LOOKUP, later=True)
 
+    def hint(self, keys: Array) -> None:
+        """Begins to read the rows of keys that are going to be looked up later, if the tier has room."""
+        self._contents.rows.hint(self._contents.find(keys)[1] - 1)
+
     def begin(
         self, round: int, keys: Array, times: Int64s | None = None, room: int = -1, sizes: Sequence[int] = ()
     ) -> Opened:

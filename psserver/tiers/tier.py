@@ -35,6 +35,13 @@ MEMORY_OF_COUNTS = 16
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 """File systems whose files are memory."""
 
+HINTED = 1 / 2
+"""Share of the bound that pages may take that are kept for lookups, up to which hints are followed."""
+
+OUTCOMES = ("hinted", "hit", "waited")
+"""Pages that are counted: those that hints brought into memory, those of them that were looked up there, and those that
+were missing when a round needed them."""
+
 LOW, HIGH = 15 / 16, 9 / 8
 """Shares of the bound down to which pages leave, and at which a round waits for that."""
 
@@ -68,14 +75,16 @@ class Tier:
         self._directory = directory
         self._bound = memory // PAGE
         self._files: list[weakref.ref[MappedFile]] = []
-        self._came = self._left = 0  # pages
-        self._lock = threading.Lock()  # guards the list of files, and what has come
+        self._came = self._left = self._hinted = self._hit = self._waited = 0  # pages
+        self._lock = threading.Lock()  # guards the list of files, what has come, and the hints
         self._paging = threading.Lock()  # held by who takes pages out
         self._hand = self._turn = self._updates = 0
         self._leaving: list[tuple[MappedFile, Int64s]] = []  # guarded by `_paging`, and so are the hand and the turn
         self._full = threading.Event()
         self._reader = ThreadPoolExecutor(1, "tier")  # reads ahead, while others compute
         self._asked: Future[None] = self._reader.submit(_nothing)
+        self._hints = ThreadPoolExecutor(1, "tier-hints")  # reads what is hinted at, which nobody waits for
+        self._untaken = 0  # pages of hints that nothing was read of yet
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -120,6 +129,11 @@ class Tier:
         return PAGE * self._left
 
     @property
+    def outcomes(self) -> dict[str, int]:
+        """Numbers of pages so far, by `OUTCOMES`."""
+        return dict(zip(OUTCOMES, (self._hinted, self._hit, self._waited), strict=True))
+
+    @property
     def room(self) -> int:
         """Bytes of the whole disk: no file needs more address space."""
         found = os.statvfs(self._directory)
@@ -134,7 +148,8 @@ class Tier:
             file, pages, use: see `MappedFile.touch`.
             later: True if there is time until then.
         """
-        missing = file.touch(pages, use)
+        missing, hits = file.touch(pages, use)
+        self._hit += hits
         if use is Use.UPDATE:
             self._updates += pages.size
             if self._updates > MEMORY_OF_COUNTS * self._bound:
@@ -144,6 +159,7 @@ class Tier:
         if missing.size:
             with self._lock:
                 self._came += missing.size
+                self._waited += missing.size * (use is not Use.PASS)
             if later and not self._closed:
                 self._asked = self._reader.submit(file.read_and_map, missing)
             else:
@@ -151,6 +167,31 @@ class Tier:
             self._check()
         if not later:
             wait([self._asked])  # to fault pages in one by one takes longer than all together
+
+    def hint(self, file: MappedFile, pages: Int64s) -> None:
+        """Pages of a file are going to be looked up: a thread reads them, and keeps them until then, if there is room.
+
+        Nobody waits for it. What rounds look up first stays: a hint has what room they leave in a share of the bound.
+
+        Args:
+            file, pages: see `MappedFile.touch`.
+        """
+        with self._lock:
+            if self._closed or self._untaken + pages.size > HINTED * self._bound:
+                return
+            self._untaken += pages.size
+        self._hints.submit(self._take_hint, file, pages)
+
+    def _take_hint(self, file: MappedFile, pages: Int64s) -> None:
+        wanted, resident = sum(each.wanted for each in self.files()), self.resident // PAGE
+        room = int(min(HINTED * self._bound - wanted, HIGH * self._bound - resident))  # above which a round waits
+        came = file.take_hint(pages, room).size
+        with self._lock:
+            self._untaken -= pages.size
+            self._came += came
+            self._hinted += came
+        if self.resident // PAGE > self._bound:
+            self._full.set()
 
     def _check(self) -> None:
         if self.resident // PAGE > self._bound:
@@ -224,6 +265,7 @@ class Tier:
         with self._lock:
             self._closed, thread = True, self._thread
         self._full.set()
+        self._hints.shutdown(cancel_futures=True)
         self._reader.shutdown()
         if thread is not None:
             thread.join()
