@@ -15,7 +15,6 @@ from psserver.config import ServerConfig
 from psserver.core.core import Core
 from psserver.state.counters import ServerCounters
 from psserver.tables.table import Table
-from psserver.tiers.tier import OUTCOMES
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.model.log import LogEntry
@@ -87,7 +86,7 @@ def _tier_moves(seen: Seen) -> Values:
 
 def _tier_pages(seen: Seen) -> Values:
     tier = seen.core.machine.store.native.tier
-    return _by_label(tier.outcomes if tier else dict.fromkeys(OUTCOMES, 0))
+    return _by_label(tier.outcomes if tier else {"hinted": 0, "hit": 0, "waited": 0})
 
 
 def _by_label(numbers: Mapping[str, float]) -> Values:

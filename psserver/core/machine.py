@@ -37,7 +37,7 @@ from psserver.registry import Registry
 from psserver.state.closures import Closures
 from psserver.state.counters import ServerCounters
 from psserver.state.first_values import FirstValues
-from psserver.state.key_tables import reading_ahead, taking_hints
+from psserver.state.key_tables import reading_ahead
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import DRAWN, STILL_SECONDS, Membership
 from psserver.state.spares import Spares
@@ -204,8 +204,8 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
             token = max(self.members.term, self._token >> DRAWN, term) + 1 << DRAWN | drawn if drives else 0
         self.tally.signs += 1
         seen = max(self.members.term, self._token >> DRAWN)
-        here, tiered = str(self.store.device), self.store.native.tier is not None
-        return Opened(session, self.incarnation, token, self.server, here, seen, WINDOW, self._domain, tiered), []
+        here, tiers = str(self.store.device), self.store.native.tier is not None
+        return Opened(session, self.incarnation, token, self.server, here, seen, WINDOW, self._domain, tiers), []
 
     def _holds_job(self) -> bool:
         """Returns True if there is a job with variables that is not over."""
@@ -398,17 +398,14 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         elif len(set(contribution.want)) != len(contribution.want):
             raise InvalidRequest("a variable is wanted twice")
         else:
-            lookups, hints = contribution.lookups, contribution.hints
-            self.store.check_rows(lookups)
-            self.store.check_ids(hints)
-            tensors = self.store.tables_of(read.variable for read in (*lookups, *hints))
-            effects += reading_ahead(tensors, lookups)  # at once: the round may have to wait for others
+            self.store.check_rows(contribution.lookups, contribution.hints)
+            tensors = self.store.tables_of(read.variable for read in (*contribution.lookups, *contribution.hints))
+            effects += reading_ahead(tensors, contribution.lookups)  # at once: the round may have to wait for others
             effects += self._heard(self.rounds.push(contribution, payload, future, now))
             refused = any(isinstance(effect, Fail) and effect.future is future for effect in effects)
             if begun is not None and not refused:
                 effects += self.runner.listen(contribution, future, begun)
-            if hints and not refused:
-                effects += taking_hints(tensors, hints)  # behind the round, if this completes it
+            effects += [] if refused else reading_ahead(tensors, contribution.hints, hint=True)  # behind the round
         return None, effects if whole else [*effects, Await(payload, payload.size)]
 
     def _reply(self, owed: Owed) -> list[Effect]:

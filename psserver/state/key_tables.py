@@ -44,32 +44,19 @@ class KeyedRows:
     rows: Array
 
 
-def reading_ahead(tensors: Mapping[int, TableTensor], reads: Sequence[RowRead]) -> list[Effect]:
-    """Returns the work that begins to read rows that are wanted after a round, of tables in a tier, from the disk."""
-    wanted = _in_tiers(tensors, reads)
-    return [Work("arrays", _read_ahead, (wanted,))] if wanted else []
+def reading_ahead(tensors: Mapping[int, TableTensor], reads: Sequence[RowRead], hint: bool = False) -> list[Effect]:
+    """Returns the work that begins to read rows that are wanted after a round, of tables in a tier, from the disk.
+
+    With `hint` they are wanted after the next round, and others first.
+    """
+    wanted = [(tensors[read.variable].stored, read) for read in reads if read.variable in tensors]
+    wanted = [(stored, read) for stored, read in wanted if stored.table.tier is not None]
+    return [Work("arrays", _read_ahead, (wanted, hint))] if wanted else []
 
 
-def taking_hints(tensors: Mapping[int, TableTensor], reads: Sequence[RowRead]) -> list[Effect]:
-    """Returns the work that hands a hint to the tier: rows that are wanted after the round behind this one."""
-    wanted = _in_tiers(tensors, reads)
-    return [Work("arrays", _take_hints, (wanted,))] if wanted else []
-
-
-def _in_tiers(tensors: Mapping[int, TableTensor], reads: Sequence[RowRead]) -> list[tuple[StoredTable, RowRead]]:
-    """Returns those of some reads that are of tables in a tier, with the table."""
-    found = [(tensors[read.variable].stored, read) for read in reads if read.variable in tensors]
-    return [(stored, read) for stored, read in found if stored.table.tier is not None]
-
-
-def _read_ahead(wanted: Sequence[tuple[StoredTable, RowRead]]) -> None:
+def _read_ahead(wanted: Sequence[tuple[StoredTable, RowRead]], hint: bool) -> None:
     for stored, read in wanted:
-        stored.table.read_ahead(stored.keys(read.numbers()))
-
-
-def _take_hints(wanted: Sequence[tuple[StoredTable, RowRead]]) -> None:
-    for stored, read in wanted:
-        stored.table.hint(stored.keys(read.numbers()))
+        stored.table.read_ahead(stored.keys(read.numbers()), hint)
 
 
 class StoredTable:

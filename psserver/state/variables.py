@@ -381,21 +381,14 @@ class Store:
             raise InvalidRequest(f"variable {name} has no value on this server", str(self.task))
         return value
 
-    def check_rows(self, reads: Sequence[RowRead]) -> None:
-        """Checks what rows are asked for.
+    def check_rows(self, reads: Sequence[RowRead], hints: Sequence[RowRead] = ()) -> None:
+        """Checks what rows are asked for, and what rows are hinted at, which no answer has.
 
         Raises:
             InvalidRequest: a variable has no value here, or one of the ids is no row of it.
             MemoryLimit: the answer would be too large.
         """
-        self.check_ids(reads)
-        self._check_answer(
-            len(read.ids) // ID_BYTES * row_bytes(self.variables[read.variable].spec.tensor) for read in reads
-        )
-
-    def check_ids(self, reads: Sequence[RowRead]) -> None:
-        """Checks rows that are named, and are not part of an answer; raises `InvalidRequest` as `check_rows`."""
-        for read in reads:
+        for read in (*reads, *hints):
             if read.variable in self._parts:
                 self._parts[read.variable].stored.check_keys(read.numbers())
                 continue
@@ -404,6 +397,9 @@ class Store:
                 name = self.variables[read.variable].spec.name
                 bad = next((int(i) for i in ids if not (shape and 0 <= i < shape[0])), "")
                 raise InvalidRequest(f"id {bad} is no row of variable {name!r}, whose shape is {shape}", str(self.task))
+        self._check_answer(
+            len(read.ids) // ID_BYTES * row_bytes(self.variables[read.variable].spec.tensor) for read in reads
+        )
 
     def values(self) -> dict[int, Array]:
         """Returns all values, by number."""

@@ -131,9 +131,11 @@ class Rows:
             for tensor in self.tensors:
                 tensor.touch(slots, use, later)
 
-    def hint(self, slots: Int64s) -> None:
-        """Rows are going to be looked up later; see `ReservedArray.hint`. Slots below 0 are passed over."""
-        if self._tier is not None:
+    def read_ahead(self, slots: Int64s, hint: bool) -> None:
+        """Rows are going to be looked up, with `hint` after others; see `Table.read_ahead`. Else as `touch`."""
+        if not hint:
+            self.touch(slots, Use.LOOKUP, later=True)
+        elif self._tier is not None:
             slots = slots[slots >= 0]
             for tensor in self.tensors:
                 tensor.hint(slots)

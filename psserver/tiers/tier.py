@@ -38,10 +38,6 @@ IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 HINTED = 1 / 2
 """Share of the bound that pages may take that are kept for lookups, up to which hints are followed."""
 
-OUTCOMES = ("hinted", "hit", "waited")
-"""Pages that are counted: those that hints brought into memory, those of them that were looked up there, and those that
-were missing when a round needed them."""
-
 LOW, HIGH = 15 / 16, 9 / 8
 """Shares of the bound down to which pages leave, and at which a round waits for that."""
 
@@ -130,8 +126,10 @@ class Tier:
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """Numbers of pages so far, by `OUTCOMES`."""
-        return dict(zip(OUTCOMES, (self._hinted, self._hit, self._waited), strict=True))
+        """Numbers of pages so far: those that hints brought into memory, of them those that were looked up there, and
+        those that were missing when a round needed them.
+        """
+        return {"hinted": self._hinted, "hit": self._hit, "waited": self._waited}
 
     @property
     def room(self) -> int:

@@ -428,7 +428,7 @@ class ReadCache:
 
     def takes_hints(self, variable: PlacedVariable) -> bool:
         """Returns whether a hint is of use to the server that is asked for a variable."""
-        return self._home(variable) in self._session.taking_hints
+        return self._home(variable) in self._session.hosting.taking_hints
 
     def hint(self, variable: PlacedVariable, *ids: Int64s) -> None:
         """The next round that assigns a part of a table hints at these rows of it; ids are as of `look_ahead`."""

@@ -69,7 +69,6 @@ class Session(LogCalls):
 
     Attributes:
         domains: the parts of the machines that fail as one in which the servers run, in their order.
-        taking_hints: the servers of whose dynamic tables rows lie in files.
     """
 
     def __init__(
@@ -100,7 +99,6 @@ class Session(LogCalls):
         self.devices: tuple[str, ...] = ()
         """The devices on which the servers hold variables, in their order, as `/job:ps/task:0/device:CPU:0`."""
         self.domains: tuple[str, ...] = ()
-        self.taking_hints = set[int]()
         self.told = False
         """True once the error that ended it was raised: the script may have caught it."""
         self.waits = (-1, b"")
@@ -170,7 +168,6 @@ class Session(LogCalls):
         self.incarnations = tuple(answer.incarnation for answer in answers)
         self.devices = tuple(Device.parse(answer.device).full_name(Task("ps", answer.server)) for answer in answers)
         self.domains = tuple(answer.domain for answer in answers)
-        self.taking_hints = {server for server, answer in enumerate(answers) if answer.takes_hints}
 
     def _open_all(self, opened: dict[int, Opened], key: int, waits: bool) -> bool:
         """Opens the session on every server on which it is not open yet, first on the one that keeps the sessions.
@@ -205,7 +202,8 @@ class Session(LogCalls):
 
     def _open_at(self, server: ParameterServer, session: int, term: int = 0) -> Opened:
         mode, backup, staleness = self.consistency, self.backup_workers, self.staleness
-        return server.open(self.task, self.replicas, session, self._drives, mode, self.job, term, backup, staleness)
+        how = self.replicas, session, self._drives, mode, self.job, term, backup, staleness
+        return self.hosting.note(server.open(self.task, *how))
 
     def _open_first(self, key: int) -> Opened:
         """Opens the session on the server that keeps them; waits while another process has the task."""
@@ -285,7 +283,6 @@ class Session(LogCalls):
         if opened is not None:
             self.incarnations = back.among(self.incarnations)
             self.domains = (*self.domains[:server], opened.domain, *self.domains[server + 1 :])
-            self.taking_hints = self.taking_hints - {server} | ({server} if opened.takes_hints else set())
             self._start_beating(server)
             self._hold(server)
 
