@@ -175,8 +175,8 @@ class Tier:
             file, pages: see `MappedFile.touch`.
         """
         with self._lock:
-            if self._closed or self._untaken + pages.size > HINTED * self._bound:
-                return
+            if self._closed or self._untaken > HINTED * self._bound:
+                return  # the disk is slower than the rounds: this would come too late
             self._untaken += pages.size
         self._hints.submit(self._take_hint, file, pages)
 
