@@ -178,9 +178,10 @@ class Tier:
             if self._closed or self._untaken > HINTED * self._bound:
                 return  # the disk is slower than the rounds: this would come too late
             self._untaken += pages.size
-        self._hints.submit(self._take_hint, file, pages)
+            self._hints.submit(self._take_hint, file, pages)
 
     def _take_hint(self, file: MappedFile, pages: Int64s) -> None:
+        self._wait_for_room(1.0)  # here, so that no round has to
         wanted, resident = sum(each.wanted for each in self.files()), self.resident // PAGE
         room = int(min(HINTED * self._bound - wanted, HIGH * self._bound - resident))  # above which a round waits
         came = file.take_hint(pages, room).size
@@ -194,8 +195,12 @@ class Tier:
     def _check(self) -> None:
         if self.resident // PAGE > self._bound:
             self._full.set()
+        self._wait_for_room(HIGH)
+
+    def _wait_for_room(self, share: float) -> None:
+        """Takes pages out of memory until at most a share of the bound is there; it gives up after a while."""
         for _ in range(PATIENCE):
-            if self.resident // PAGE <= HIGH * self._bound:
+            if self.resident // PAGE <= share * self._bound:
                 return
             if not self.shrink():
                 time.sleep(PAUSE)

@@ -178,9 +178,9 @@ def test_a_hint_that_was_wrong_is_forgotten(tier):
     """After many updates of other rows its pages leave, and hints have room again."""
     array = array_of(tier)
     rows = on_the_disk(array, tier, 40)
-    wrong, right = rows[:400], rows[-400:]
+    wrong, right = rows[:80], rows[-80:]
     array.hint(wrong)
-    eventually(lambda: tier.outcomes["hinted"] > 400)
+    eventually(lambda: tier.outcomes["hinted"] == pages_of(wrong).size)
     hot = np.arange(2000, 2600)
     for _ in range(40):
         array.touch(hot, Use.UPDATE)
