@@ -232,6 +232,12 @@ class MappedFile:
         Returns:
             Those that are in memory still: call it again with them. Without those that were looked up meanwhile.
         """
+        with self._lock:
+            stay = self._wanted[pages]
+            self._leaving[pages[stay]] = False
+        pages = pages[~stay]
+        if not pages.size:
+            return pages
         paging.advise(self._base, pages, paging.MADV_PAGEOUT)
         paging.drop(self._file, pages)
         self.look(int(pages[0]), int(pages[-1] - pages[0]) + 1)

@@ -127,7 +127,7 @@ class Tier:
     @property
     def outcomes(self) -> dict[str, int]:
         """Numbers of pages so far: those that hints brought into memory, of them those that were looked up there, and
-        those that were missing when a round needed them.
+        those that were missing when a round needed them, new ones included.
         """
         return {"hinted": self._hinted, "hit": self._hit, "waited": self._waited}
 
