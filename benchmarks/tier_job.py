@@ -5,7 +5,7 @@
 
 For each system one server and two workers, all real processes on this machine, as users have them: a dataset names
 the keys of each batch (`InputOptions(lookups=...)`), 4,096 for each worker by Zipf's law; a step looks its rows up,
-computes for a while (it sleeps), and applies a gradient of each row by SGD. A step is measured without what it computes.
+computes for a while (it sleeps), and applies a gradient of each row by SGD. What it computes is left out of its time.
 The jobs are there together, and make their steps in turns, lap by lap.
 
 - `memory`: the table in memory. `tier`: in a file, as it is. `unhinted`: in a file, where a push names the rows of the

@@ -44,6 +44,9 @@ LOW, HIGH = 15 / 16, 9 / 8
 PATROL, PATROL_SECONDS = 16, 1.0
 """Windows that are looked at for pages that nobody has told of, and how often, where nothing else is to be done."""
 
+REST, MOST_UNREST = 0.003, 0.03
+"""Seconds without a round that touches pages, after which hints are followed, and for how long they wait for that."""
+
 PAUSE = 0.005
 """Seconds to wait where the disk is still writing all that could leave."""
 
@@ -80,6 +83,7 @@ class Tier:
         self._reader = ThreadPoolExecutor(1, "tier")  # reads ahead, while others compute
         self._asked: Future[None] = self._reader.submit(_nothing)
         self._hints = ThreadPoolExecutor(1, "tier-hints")  # reads what is hinted at, which nobody waits for
+        self._touched = 0.0  # when a round did so last
         self._untaken = 0  # pages of hints that nothing was read of yet
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -146,6 +150,7 @@ class Tier:
             file, pages, use: see `MappedFile.touch`.
             later: True if there is time until then.
         """
+        self._touched = time.monotonic()
         missing, hits = file.touch(pages, use)
         self._hit += hits
         if use is Use.UPDATE:
@@ -181,6 +186,7 @@ class Tier:
             self._hints.submit(self._take_hint, file, pages)
 
     def _take_hint(self, file: MappedFile, pages: Int64s) -> None:
+        self._wait_for_rest()
         self._wait_for_room(1.0)  # here, so that no round has to
         wanted, resident = sum(each.wanted for each in self.files()), self.resident // PAGE
         room = int(min(HINTED * self._bound - wanted, HIGH * self._bound - resident))  # above which a round waits
@@ -191,6 +197,12 @@ class Tier:
             self._hinted += came
         if self.resident // PAGE > self._bound:
             self._full.set()
+
+    def _wait_for_rest(self) -> None:
+        """Waits until the round is over in which a hint came: what it reads would take processors and the disk from it."""
+        began = time.monotonic()
+        while (left := min(self._touched + REST, began + MOST_UNREST) - time.monotonic()) > 0:
+            time.sleep(left)
 
     def _check(self) -> None:
         if self.resident // PAGE > self._bound:
