@@ -82,7 +82,8 @@ class Work:
         sums = np.cumsum(np.arange(1, self.rows + 1) ** -self.zipf)
         count = (1 + self.laps) * self.steps * WORKERS * BATCH
         drawn = sums[-1] * np.random.default_rng(0).random(count)
-        return np.searchsorted(sums, drawn, "right").clip(0, self.rows - 1)
+        found: np.ndarray[Any, np.dtype[np.int64]] = np.searchsorted(sums, drawn, "right").clip(0, self.rows - 1)
+        return found
 
     def filled(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Returns all keys in the order in which they get their rows; a key's number is the rank of its frequency."""
@@ -129,7 +130,7 @@ def train(work: Work, system: str, directory: Path) -> None:
             seconds = list(_laps(work.steps, batches, lambda keys: strategy.run(step, args=(keys,)), lambda: slept))
             say(system, seconds[WARM:])
         wait_for(directory / f"{system} {1 + work.laps}")
-        total = sum(float(rows.sum(dtype=np.float64)) for rows in _rows(table, work.rows))
+        total = sum(float(rows.sum(dtype=np.float64)) for rows in _rows(table, filled))
         say(system, [total])
 
 
@@ -151,9 +152,10 @@ def _laps(
         began = now
 
 
-def _rows(table: Any, count: int) -> Iterator[Any]:
-    for first in range(0, count, FILLED):
-        yield table.lookup(np.arange(first, min(first + FILLED, count))).values
+def _rows(table: Any, filled: Any) -> Iterator[Any]:
+    """Yields all rows, in the order in which they lie in a file."""
+    for first in range(0, len(filled), FILLED):
+        yield table.lookup(filled[first : first + FILLED]).values
 
 
 def say(system: str, numbers: list[float]) -> None:
@@ -179,7 +181,6 @@ class Job:
         self._said: queue.Queue[list[float]] = queue.Queue()
         self._url = ""
         memory = f"{work.rows * DIM * 4 // work.share}B"
-        tier = {} if system == "memory" else {"tier_path": path, "tier_memory": memory}
         self._cluster = Cluster(
             sink=self._hear,
             ps=1,
@@ -187,7 +188,7 @@ class Job:
             chief="none",
             script=str(Path(__file__)),
             args=("--as-worker", json.dumps(asdict(work)), system, str(directory)),
-            server=ServerOptions(**tier),
+            server=ServerOptions() if system == "memory" else ServerOptions(tier_path=path, tier_memory=memory),
             metrics_port=0,
         )
 

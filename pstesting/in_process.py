@@ -74,6 +74,8 @@ class InProcessCluster:
                     tier_memory=self._tier_memory,
                 )
                 core = Core(config, secrets.randbits(64), time.monotonic, submit)
+                if (tier := core.machine.store.native.tier) is not None:
+                    stack.callback(tier.close)
                 stack.callback(core.close)
                 thread = stack.enter_context(ServerThread(core, config, grace=0.0))
                 self.cores.append(core)

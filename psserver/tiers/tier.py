@@ -199,7 +199,7 @@ class Tier:
             self._full.set()
 
     def _wait_for_rest(self) -> None:
-        """Waits until the round is over in which a hint came: what it reads would take processors and the disk from it."""
+        """Waits until the round is over in which a hint came, which would take processors and the disk from it."""
         began = time.monotonic()
         while (left := min(self._touched + REST, began + MOST_UNREST) - time.monotonic()) > 0:
             time.sleep(left)
