@@ -10,8 +10,8 @@ and are compared at the end.
 - `order`: "frequency" where keys came first that come often, as in training, "random" where any came first: then a page
   of 4 KiB has rows of both kinds.
 - `pause`: time between two rounds, in which workers compute, and pages leave memory.
-- `early`: the keys of the next round are told before the pause. A server is told with the round alone; this is what it
-  would gain.
+- `early`: the keys of the next round are told before the pause, as a hint tells them to a server. `tier_job.py`
+  measures jobs with hints.
 - `read` and `written` are pages of 4 KiB a round, by the system's word (/proc/self/io), so that they did come from a
   disk; that of a virtual machine may be the memory of its host. `resident` is by the system's word as well (mincore).
 """

@@ -84,6 +84,11 @@ def _tier_moves(seen: Seen) -> Values:
     return {("in",): tier.came, ("out",): tier.left} if tier else {("in",): 0, ("out",): 0}
 
 
+def _tier_pages(seen: Seen) -> Values:
+    tier = seen.core.machine.store.native.tier
+    return _by_label(tier.outcomes if tier else {"hinted": 0, "hit": 0, "waited": 0})
+
+
 def _by_label(numbers: Mapping[str, float]) -> Values:
     """Returns a number for each value of a metric's one label."""
     return {(value,): number for value, number in numbers.items()}
@@ -237,6 +242,13 @@ ROWS: tuple[Row[Seen], ...] = (
         "Bytes that have come from these files into memory, and that were taken out of it.",
         _tier_moves,
         ("direction",),
+    ),
+    Row(
+        SERVER + "tier_pages",
+        "counter",
+        "Pages of these files that hints brought into memory, that were looked up there, and that rounds waited for.",
+        _tier_pages,
+        OUTCOME,
     ),
     # Checkpoints.
     Row(

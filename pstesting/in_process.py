@@ -34,6 +34,7 @@ class InProcessCluster:
         checkpoint_root: directory or URL of checkpoints.
         timeouts: time limits of the servers.
         device: the device of the variables: "cpu" or "gpu:N".
+        tier_path, tier_memory: the directory for rows of dynamic tables, "" for none, and bytes of them in memory.
 
     Attributes:
         addresses: `host:port` of each server.
@@ -47,6 +48,8 @@ class InProcessCluster:
         checkpoint_root: str | Path = "runs",
         timeouts: Timeouts | None = None,
         device: str = "cpu",
+        tier_path: str = "",
+        tier_memory: int = 0,
     ) -> None:
         self.addresses: list[str] = []
         self.cores: list[Core] = []
@@ -55,6 +58,7 @@ class InProcessCluster:
         self._root = checkpoint_root
         self._timeouts = timeouts or Timeouts()
         self._device = device
+        self._tier_path, self._tier_memory = tier_path, tier_memory
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -62,9 +66,16 @@ class InProcessCluster:
             for index in range(self._count):
                 submit = stack.enter_context(ThreadPoolExecutor(1, f"server {index}")).submit
                 config = ServerConfig(
-                    Task("ps", index), device=self._device, checkpoint_root=str(self._root), timeouts=self._timeouts
+                    Task("ps", index),
+                    device=self._device,
+                    checkpoint_root=str(self._root),
+                    timeouts=self._timeouts,
+                    tier_path=self._tier_path,
+                    tier_memory=self._tier_memory,
                 )
                 core = Core(config, secrets.randbits(64), time.monotonic, submit)
+                if (tier := core.machine.store.native.tier) is not None:
+                    stack.callback(tier.close)
                 stack.callback(core.close)
                 thread = stack.enter_context(ServerThread(core, config, grace=0.0))
                 self.cores.append(core)

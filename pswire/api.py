@@ -42,6 +42,7 @@ class Opened:
         term: the greatest term of a chief that this server has seen; a token's high bits.
         window: the most rounds of a session that may be under way at a time; 0 of a server that says none means one.
         domain: the part of the machines that fails as one, in which this server runs; by default its host.
+        takes_hints: True if rows of its dynamic tables lie in files, so that `Contribution.hints` are of use.
     """
 
     session: int
@@ -52,6 +53,7 @@ class Opened:
     term: int = 0
     window: int = 0
     domain: str = ""
+    takes_hints: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,8 @@ class Contribution:
         host: a number of the sender's host, whose workers' contributions are summed before others; 0 for none.
         parts: where the payload is the sum of what several workers of a host contribute: what each of them says, the
             sender included. Then `weights` are the sums of theirs, and `want` is what any of them wants.
+        hints: rows of dynamic tables that the worker will look up with the round after the next one. Nothing is
+            answered, and no result depends on them: a server whose rows lie in files reads them meanwhile.
     """
 
     session: int
@@ -191,6 +195,7 @@ class Contribution:
     trace: str = ""
     host: int = 0
     parts: tuple[Contribution, ...] = ()
+    hints: tuple[RowRead, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,9 +152,19 @@ class EmbeddingBagCollection(LookupModule):
 
     def look_ahead(self, *features: Any) -> None:
         """Says which features will be looked up next, so that their rows come with the next round; see `Loader`."""
+        for rows, ids in self._ids(features):
+            rows.table.look_ahead(*ids)
+
+    def hint_ahead(self, *features: Any) -> None:
+        """Says which features will be looked up after that, so that servers read their rows from their disks."""
+        for rows, ids in self._ids(features):
+            rows.table.hint_ahead(*ids)
+
+    def _ids(self, features: Sequence[Any]) -> Iterator[tuple[TableRows, list[Any]]]:
+        """Yields each table with the ids that it looks up for some batches."""
         bags = [_Bags(each) for each in features]
         for config, rows in zip(self._configs, self._tables, strict=True):
-            rows.table.look_ahead(*[each.ids(config.feature_names).cpu().numpy() for each in bags])
+            yield rows, [each.ids(config.feature_names).cpu().numpy() for each in bags]
 
     def forward(self, features: Any) -> KeyedTensor:
         """Returns the bags of each feature.

@@ -204,8 +204,8 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
             token = max(self.members.term, self._token >> DRAWN, term) + 1 << DRAWN | drawn if drives else 0
         self.tally.signs += 1
         seen = max(self.members.term, self._token >> DRAWN)
-        here = str(self.store.device)
-        return Opened(session, self.incarnation, token, self.server, here, seen, WINDOW, self._domain), []
+        here, tiers = str(self.store.device), self.store.native.tier is not None
+        return Opened(session, self.incarnation, token, self.server, here, seen, WINDOW, self._domain, tiers), []
 
     def _holds_job(self) -> bool:
         """Returns True if there is a job with variables that is not over."""
@@ -398,13 +398,16 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         elif len(set(contribution.want)) != len(contribution.want):
             raise InvalidRequest("a variable is wanted twice")
         else:
-            if contribution.lookups:
-                self.store.check_rows(contribution.lookups)
-                tensors = self.store.tables_of(read.variable for read in contribution.lookups)
+            if contribution.lookups or contribution.hints:
+                self.store.check_rows(contribution.lookups, contribution.hints)
+                tensors = self.store.tables_of(read.variable for read in (*contribution.lookups, *contribution.hints))
                 effects += reading_ahead(tensors, contribution.lookups)  # at once: the round may wait for others
             effects += self._heard(self.rounds.push(contribution, payload, future, now))
-            if begun is not None and not any(isinstance(each, Fail) and each.future is future for each in effects):
+            refused = any(isinstance(each, Fail) and each.future is future for each in effects)
+            if begun is not None and not refused:
                 effects += self.runner.listen(contribution, future, begun)
+            if contribution.hints and not refused:
+                effects += reading_ahead(tensors, contribution.hints, hint=True)  # behind the round
         return None, effects if whole else [*effects, Await(payload, payload.size)]
 
     def _reply(self, owed: Owed) -> list[Effect]:

@@ -53,4 +53,5 @@ def _round_of(said: Contribution) -> tuple[int, int, bytes, int]:
 
 def _is_special(part: Contribution) -> bool:
     """Returns whether a contribution is more than arrays: rows, batches that were handed out, a closure's."""
-    return bool(part.rows or part.lookups or part.chunks or part.first_values or part.closure or part.alone)
+    rows = part.rows or part.lookups or part.hints
+    return bool(rows or part.chunks or part.first_values or part.closure or part.alone)

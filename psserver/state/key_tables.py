@@ -44,16 +44,19 @@ class KeyedRows:
     rows: Array
 
 
-def reading_ahead(tensors: Mapping[int, TableTensor], reads: Sequence[RowRead]) -> list[Effect]:
-    """Returns the work that begins to read rows that are wanted after a round, of tables in a tier, from the disk."""
+def reading_ahead(tensors: Mapping[int, TableTensor], reads: Sequence[RowRead], hint: bool = False) -> list[Effect]:
+    """Returns the work that begins to read rows that are wanted after a round, of tables in a tier, from the disk.
+
+    With `hint` they are wanted after the next round, and others first.
+    """
     wanted = [(tensors[read.variable].stored, read) for read in reads if read.variable in tensors]
     wanted = [(stored, read) for stored, read in wanted if stored.table.tier is not None]
-    return [Work("arrays", _read_ahead, (wanted,))] if wanted else []
+    return [Work("arrays", _read_ahead, (wanted, hint))] if wanted else []
 
 
-def _read_ahead(wanted: Sequence[tuple[StoredTable, RowRead]]) -> None:
+def _read_ahead(wanted: Sequence[tuple[StoredTable, RowRead]], hint: bool) -> None:
     for stored, read in wanted:
-        stored.table.read_ahead(stored.keys(read.numbers()))
+        stored.table.read_ahead(stored.keys(read.numbers()), hint)
 
 
 class StoredTable:

@@ -381,14 +381,14 @@ class Store:
             raise InvalidRequest(f"variable {name} has no value on this server", str(self.task))
         return value
 
-    def check_rows(self, reads: Sequence[RowRead]) -> None:
-        """Checks what rows are asked for.
+    def check_rows(self, reads: Sequence[RowRead], hints: Sequence[RowRead] = ()) -> None:
+        """Checks what rows are asked for, and what rows are hinted at, which no answer has.
 
         Raises:
             InvalidRequest: a variable has no value here, or one of the ids is no row of it.
             MemoryLimit: the answer would be too large.
         """
-        for read in reads:
+        for read in (*reads, *hints):
             if read.variable in self._parts:
                 self._parts[read.variable].stored.check_keys(read.numbers())
                 continue

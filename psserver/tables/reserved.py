@@ -170,11 +170,24 @@ class ReservedArray:
             later: True if there is time until then.
         """
         if self._file is not None and self.tier is not None and rows.size:
-            first = rows * self._row // PAGE
-            last = (rows * self._row + self._row - 1) // PAGE
-            most = int((last - first).max())
-            pages = [first, *(np.minimum(first + n, last) for n in range(1, most + 1))]
-            self.tier.touch(self._file, np.concatenate(pages) if most else first, use, later)
+            self.tier.touch(self._file, self._pages(rows), use, later)
+
+    def hint(self, rows: Int64s) -> None:
+        """Rows are going to be looked up, and there is time: reads those that lie on the disk alone if there is room.
+
+        Args:
+            rows: as of `touch`.
+        """
+        if self._file is not None and self.tier is not None and rows.size:
+            self.tier.hint(self._file, self._pages(rows))
+
+    def _pages(self, rows: Int64s) -> Int64s:
+        """Returns the pages that rows lie in; some of them several times."""
+        first = rows * self._row // PAGE
+        last = (rows * self._row + self._row - 1) // PAGE
+        most = int((last - first).max())
+        pages = [first, *(np.minimum(first + n, last) for n in range(1, most + 1))]
+        return np.concatenate(pages) if most else first
 
     def pieces(self) -> Iterator[slice]:
         """Yields all rows in pieces, for whoever passes over all of them: of a file they do not stay in memory."""

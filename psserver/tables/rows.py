@@ -131,6 +131,15 @@ class Rows:
             for tensor in self.tensors:
                 tensor.touch(slots, use, later)
 
+    def read_ahead(self, slots: Int64s, hint: bool) -> None:
+        """Rows are going to be looked up, with `hint` after others; see `Table.read_ahead`. Else as `touch`."""
+        if not hint:
+            self.touch(slots, Use.LOOKUP, later=True)
+        elif self._tier is not None:
+            slots = slots[slots >= 0]
+            for tensor in self.tensors:
+                tensor.hint(slots)
+
     @property
     def _arrays(self) -> list[ReservedArray]:
         return [*self.tensors, self._books]

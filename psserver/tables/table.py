@@ -259,9 +259,12 @@ class Table:
             found[unknown] = self.tensors[tensor - 1].value if tensor else self._first.unknown(keys[unknown])
         return found
 
-    def read_ahead(self, keys: Array) -> None:
-        """Begins to read the rows of keys that are going to be looked up, as far as they lie on a disk alone."""
-        self._contents.rows.touch(self._contents.find(keys)[1] - 1, Use.LOOKUP, later=True)
+    def read_ahead(self, keys: Array, hint: bool = False) -> None:
+        """Begins to read the rows of keys that are going to be looked up, as far as they lie on a disk alone.
+
+        With `hint` others are looked up before: rows are read while the tier has nothing else to do, and has room.
+        """
+        self._contents.rows.read_ahead(self._contents.find(keys)[1] - 1, hint)
 
     def begin(
         self, round: int, keys: Array, times: Int64s | None = None, room: int = -1, sizes: Sequence[int] = ()

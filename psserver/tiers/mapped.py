@@ -80,6 +80,7 @@ class MappedFile:
         self._counts: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)  # updates of late, also of pages on the disk alone
         self._wanted: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # pages that were looked up, and not updated since
         self._leaving: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # pages that are being written, to leave then
+        self._hinted: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # pages that a hint brought, not looked up since
 
     def reserve(self, nbytes: int) -> None:
         """Reserves room on the disk for the first bytes of it.
@@ -105,6 +106,7 @@ class MappedFile:
                 self._counts = np.concatenate([self._counts, np.zeros(more, np.uint8)])
                 self._wanted = np.concatenate([self._wanted, np.zeros(more, np.bool_)])
                 self._leaving = np.concatenate([self._leaving, np.zeros(more, np.bool_)])
+                self._hinted = np.concatenate([self._hinted, np.zeros(more, np.bool_)])
         self.reserved = end
 
     def _allocated(self, wanted: int, exact: int) -> int:
@@ -130,7 +132,7 @@ class MappedFile:
         with self._lock:
             gone = slice(start // PAGE, None)
             self.resident -= int(np.count_nonzero(self._here[gone]))
-            self._here[gone] = self._wanted[gone] = self._leaving[gone] = False
+            self._here[gone] = self._wanted[gone] = self._leaving[gone] = self._hinted[gone] = False
             self._counts[gone] = 0
         self.reserved = start
 
@@ -141,24 +143,61 @@ class MappedFile:
         """Number of pages that it has."""
         return self.reserved // PAGE
 
-    def touch(self, pages: Int64s, use: Use) -> Int64s:
-        """Notes that pages are about to be touched; returns those that are not in memory, each once, in order.
+    def touch(self, pages: Int64s, use: Use) -> tuple[Int64s, int]:
+        """Notes that pages are about to be touched.
 
         Args:
             pages: int64[n], may repeat, in any order.
             use: what for.
+
+        Returns:
+            Those that are not in memory, each once, in order; and of those that are, if this is a lookup, how many a
+            hint had brought there.
         """
         with self._lock:
-            missing = np.unique(pages[~self._here[pages]])
+            here, hits = self._here[pages], 0
+            missing = np.unique(pages[~here])
             self._here[missing] = True
             self.resident += missing.size
             if use is Use.LOOKUP:
+                hits = np.unique(pages[here & self._hinted[pages]]).size
+                self._hinted[pages] = False
                 self._wanted[pages] = True
             if use is Use.UPDATE:
                 counts = self._counts[pages]
                 self._counts[pages] = counts + (counts < MOST)
                 self._wanted[pages] = False
-        return missing
+        return missing, hits
+
+    def take_hint(self, pages: Int64s, room: int) -> Int64s:
+        """Keeps pages that are going to be looked up where they are in memory, and reads the others, which takes time.
+
+        Others may touch the same pages meanwhile: of those that are being read nothing is said before they are there.
+
+        Args:
+            pages: as of `touch`.
+            room: most pages of them that it keeps or reads.
+
+        Returns:
+            Those that it has read, each once, in order.
+        """
+        with self._lock:
+            pages = np.unique(pages[pages < self.pages])
+            here = self._here[pages]
+            missing = pages[~here][: max(room, 0)]
+            self._wanted[pages[here][: max(room - missing.size, 0)]] = True
+        self.read_and_map(missing)
+        with self._lock:
+            came = missing[~self._here[missing] & (missing < self.pages)]
+            self._here[came] = self._wanted[came] = self._hinted[came] = True
+            self.resident += came.size
+        return came
+
+    @property
+    def wanted(self) -> int:
+        """Number of pages that are kept for a lookup, or for the update behind it."""
+        with self._lock:
+            return int(np.count_nonzero(self._wanted))
 
     def read(self, pages: Int64s) -> None:
         """Begins to read pages, each given once, in order."""
@@ -193,6 +232,12 @@ class MappedFile:
         Returns:
             Those that are in memory still: call it again with them. Without those that were looked up meanwhile.
         """
+        with self._lock:
+            stay = self._wanted[pages]
+            self._leaving[pages[stay]] = False
+        pages = pages[~stay]
+        if not pages.size:
+            return pages
         paging.advise(self._base, pages, paging.MADV_PAGEOUT)
         paging.drop(self._file, pages)
         self.look(int(pages[0]), int(pages[-1] - pages[0]) + 1)

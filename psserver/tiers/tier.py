@@ -35,11 +35,17 @@ MEMORY_OF_COUNTS = 16
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 """File systems whose files are memory."""
 
+HINTED = 1 / 2
+"""Share of the bound that pages may take that are kept for lookups, up to which hints are followed."""
+
 LOW, HIGH = 15 / 16, 9 / 8
 """Shares of the bound down to which pages leave, and at which a round waits for that."""
 
 PATROL, PATROL_SECONDS = 16, 1.0
 """Windows that are looked at for pages that nobody has told of, and how often, where nothing else is to be done."""
+
+REST, MOST_UNREST = 0.003, 0.03
+"""Seconds without a round that touches pages, after which hints are followed, and for how long they wait for that."""
 
 PAUSE = 0.005
 """Seconds to wait where the disk is still writing all that could leave."""
@@ -68,14 +74,17 @@ class Tier:
         self._directory = directory
         self._bound = memory // PAGE
         self._files: list[weakref.ref[MappedFile]] = []
-        self._came = self._left = 0  # pages
-        self._lock = threading.Lock()  # guards the list of files, and what has come
+        self._came = self._left = self._hinted = self._hit = self._waited = 0  # pages
+        self._lock = threading.Lock()  # guards the list of files, what has come, and the hints
         self._paging = threading.Lock()  # held by who takes pages out
         self._hand = self._turn = self._updates = 0
         self._leaving: list[tuple[MappedFile, Int64s]] = []  # guarded by `_paging`, and so are the hand and the turn
         self._full = threading.Event()
         self._reader = ThreadPoolExecutor(1, "tier")  # reads ahead, while others compute
         self._asked: Future[None] = self._reader.submit(_nothing)
+        self._hints = ThreadPoolExecutor(1, "tier-hints")  # reads what is hinted at, which nobody waits for
+        self._touched = 0.0  # when a round did so last
+        self._untaken = 0  # pages of hints that nothing was read of yet
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -120,6 +129,13 @@ class Tier:
         return PAGE * self._left
 
     @property
+    def outcomes(self) -> dict[str, int]:
+        """Numbers of pages so far: those that hints brought into memory, of them those that were looked up there, and
+        those that were missing when a round needed them, new ones included.
+        """
+        return {"hinted": self._hinted, "hit": self._hit, "waited": self._waited}
+
+    @property
     def room(self) -> int:
         """Bytes of the whole disk: no file needs more address space."""
         found = os.statvfs(self._directory)
@@ -134,7 +150,9 @@ class Tier:
             file, pages, use: see `MappedFile.touch`.
             later: True if there is time until then.
         """
-        missing = file.touch(pages, use)
+        self._touched = time.monotonic()
+        missing, hits = file.touch(pages, use)
+        self._hit += hits
         if use is Use.UPDATE:
             self._updates += pages.size
             if self._updates > MEMORY_OF_COUNTS * self._bound:
@@ -144,6 +162,7 @@ class Tier:
         if missing.size:
             with self._lock:
                 self._came += missing.size
+                self._waited += missing.size * (use is not Use.PASS)
             if later and not self._closed:
                 self._asked = self._reader.submit(file.read_and_map, missing)
             else:
@@ -152,11 +171,48 @@ class Tier:
         if not later:
             wait([self._asked])  # to fault pages in one by one takes longer than all together
 
+    def hint(self, file: MappedFile, pages: Int64s) -> None:
+        """Pages of a file are going to be looked up: a thread reads them, and keeps them until then, if there is room.
+
+        Nobody waits for it. What rounds look up first stays: a hint has what room they leave in a share of the bound.
+
+        Args:
+            file, pages: see `MappedFile.touch`.
+        """
+        with self._lock:
+            if self._closed or self._untaken > HINTED * self._bound:
+                return  # the disk is slower than the rounds: this would come too late
+            self._untaken += pages.size
+            self._hints.submit(self._take_hint, file, pages)
+
+    def _take_hint(self, file: MappedFile, pages: Int64s) -> None:
+        self._wait_for_rest()
+        self._wait_for_room(1.0)  # here, so that no round has to
+        wanted, resident = sum(each.wanted for each in self.files()), self.resident // PAGE
+        room = int(min(HINTED * self._bound - wanted, HIGH * self._bound - resident))  # above which a round waits
+        came = file.take_hint(pages, room).size
+        with self._lock:
+            self._untaken -= pages.size
+            self._came += came
+            self._hinted += came
+        if self.resident // PAGE > self._bound:
+            self._full.set()
+
+    def _wait_for_rest(self) -> None:
+        """Waits until the round is over in which a hint came, which would take processors and the disk from it."""
+        began = time.monotonic()
+        while (left := min(self._touched + REST, began + MOST_UNREST) - time.monotonic()) > 0:
+            time.sleep(left)
+
     def _check(self) -> None:
         if self.resident // PAGE > self._bound:
             self._full.set()
+        self._wait_for_room(HIGH)
+
+    def _wait_for_room(self, share: float) -> None:
+        """Takes pages out of memory until at most a share of the bound is there; it gives up after a while."""
         for _ in range(PATIENCE):
-            if self.resident // PAGE <= HIGH * self._bound:
+            if self.resident // PAGE <= share * self._bound:
                 return
             if not self.shrink():
                 time.sleep(PAUSE)
@@ -224,6 +280,7 @@ class Tier:
         with self._lock:
             self._closed, thread = True, self._thread
         self._full.set()
+        self._hints.shutdown(cancel_futures=True)
         self._reader.shutdown()
         if thread is not None:
             thread.join()

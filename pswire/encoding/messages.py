@@ -259,6 +259,7 @@ def contribution_to_pb(contribution: Contribution, size: int) -> pb.PushHeader:
         trace=contribution.trace,
         host=contribution.host,
         parts=[contribution_to_pb(part, 0) for part in contribution.parts],
+        hints=map(ROW_READ.to_pb, contribution.hints),
     )
 
 
@@ -287,6 +288,7 @@ def contribution_from_pb(message: pb.PushHeader) -> Contribution:
         well_formed(message.trace),
         message.host,
         tuple([contribution_from_pb(part) for part in message.parts]),
+        tuple(map(ROW_READ.from_pb, message.hints)),
     )
 
 

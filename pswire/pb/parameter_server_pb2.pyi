@@ -153,7 +153,7 @@ class OpenRequest(_message.Message):
     def __init__(self, task: _Optional[_Union[Task, _Mapping]] = ..., replicas: _Optional[int] = ..., session: _Optional[int] = ..., drives: _Optional[bool] = ..., mode: _Optional[_Union[Mode, str]] = ..., job: _Optional[str] = ..., term: _Optional[int] = ..., protocol: _Optional[int] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ...) -> None: ...
 
 class OpenReply(_message.Message):
-    __slots__ = ("session", "incarnation", "token", "server", "device", "data_port", "data_path", "lane_token", "in_flight", "term", "protocol", "window", "buffer_bytes", "domain")
+    __slots__ = ("session", "incarnation", "token", "server", "device", "data_port", "data_path", "lane_token", "in_flight", "term", "protocol", "window", "buffer_bytes", "domain", "takes_hints")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +168,7 @@ class OpenReply(_message.Message):
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
     DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    TAKES_HINTS_FIELD_NUMBER: _ClassVar[int]
     session: int
     incarnation: int
     token: int
@@ -182,7 +183,8 @@ class OpenReply(_message.Message):
     window: int
     buffer_bytes: int
     domain: str
-    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., token: _Optional[int] = ..., server: _Optional[int] = ..., device: _Optional[str] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., lane_token: _Optional[bytes] = ..., in_flight: _Optional[int] = ..., term: _Optional[int] = ..., protocol: _Optional[int] = ..., window: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., domain: _Optional[str] = ...) -> None: ...
+    takes_hints: bool
+    def __init__(self, session: _Optional[int] = ..., incarnation: _Optional[int] = ..., token: _Optional[int] = ..., server: _Optional[int] = ..., device: _Optional[str] = ..., data_port: _Optional[int] = ..., data_path: _Optional[str] = ..., lane_token: _Optional[bytes] = ..., in_flight: _Optional[int] = ..., term: _Optional[int] = ..., protocol: _Optional[int] = ..., window: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., domain: _Optional[str] = ..., takes_hints: _Optional[bool] = ...) -> None: ...
 
 class EnlistRequest(_message.Message):
     __slots__ = ("key", "task", "protocol")
@@ -1372,7 +1374,7 @@ class HandOutReply(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., over: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite", "follows", "first_values", "rows", "lookups", "seconds", "closure", "chunks", "alone", "trace", "host", "parts")
+    __slots__ = ("session", "epoch", "round", "plan_id", "weights", "more", "positions", "want", "size", "observes", "start", "nonfinite", "follows", "first_values", "rows", "lookups", "seconds", "closure", "chunks", "alone", "trace", "host", "parts", "hints")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -1396,6 +1398,7 @@ class PushHeader(_message.Message):
     TRACE_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     session: int
     epoch: int
     round: int
@@ -1419,7 +1422,8 @@ class PushHeader(_message.Message):
     trace: str
     host: int
     parts: _containers.RepeatedCompositeFieldContainer[PushHeader]
-    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ..., first_values: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., lookups: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ..., seconds: _Optional[int] = ..., closure: _Optional[_Union[ClosureName, _Mapping]] = ..., chunks: _Optional[_Iterable[int]] = ..., alone: _Optional[bool] = ..., trace: _Optional[str] = ..., host: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PushHeader, _Mapping]]] = ...) -> None: ...
+    hints: _containers.RepeatedCompositeFieldContainer[RowRead]
+    def __init__(self, session: _Optional[int] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., plan_id: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., more: _Optional[bool] = ..., positions: _Optional[_Iterable[_Union[Position, _Mapping]]] = ..., want: _Optional[_Iterable[int]] = ..., size: _Optional[int] = ..., observes: _Optional[bool] = ..., start: _Optional[int] = ..., nonfinite: _Optional[_Iterable[int]] = ..., follows: _Optional[int] = ..., first_values: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., lookups: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ..., seconds: _Optional[int] = ..., closure: _Optional[_Union[ClosureName, _Mapping]] = ..., chunks: _Optional[_Iterable[int]] = ..., alone: _Optional[bool] = ..., trace: _Optional[str] = ..., host: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PushHeader, _Mapping]]] = ..., hints: _Optional[_Iterable[_Union[RowRead, _Mapping]]] = ...) -> None: ...
 
 class RoundHeader(_message.Message):
     __slots__ = ("round", "epoch", "more", "left_out", "size", "warnings", "observers", "rows", "over")

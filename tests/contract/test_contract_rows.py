@@ -163,6 +163,8 @@ def test_rows_that_are_not_there_are_refused(job, two, bad):
     with pytest.raises(InvalidRequest, match=why):
         push(two[0], plan, rows(1), lookups=(make(table),)).result(SOON)
     with pytest.raises(InvalidRequest, match=why):
+        push(two[0], plan, rows(1), hints=(make(table),)).result(SOON)
+    with pytest.raises(InvalidRequest, match=why):
         job.verbs[0].pull(two[0].session, [], -1, [make(table)]).result(SOON)
     together(*(push(worker, plan, rows(1)) for worker in two))
     assert job.value(two[0], table)[1].tolist() == (TABLE[1] + 2).tolist()

@@ -70,6 +70,20 @@ def test_a_row_is_made_by_its_first_gradient(job, two):
     assert size(job, two[0], table) == 3
 
 
+def test_hints_change_nothing(job, two):
+    """Rows that are not there, keys that come twice, a variable that is no table: nothing is answered to them."""
+    table, plain = table_of(job, two[0]), job.variable(two[0], np.ones((4, 2), "float32"))
+    plan = job.approve(by_keys(table), two[0])
+    hints = RowRead.of(table.id, np.array([NEW, 7, 7, OLD])), RowRead.of(plain.id, np.array([3, 0]))
+    replies = together(
+        push(two[0], plan, [NEW, OLD], lookups=[(table, [NEW])], hints=hints), push(two[1], plan, [NEW], hints=hints)
+    )
+    assert replies[0].payload.tensors([TensorSpec("float32", (1, 2))])[0].tolist() == [[2.5, 2.5]]
+    assert replies[1].payload.size == 0
+    assert looked_up(job, two[0], table, OLD, 7, after=0) == [1.5, 0.5]
+    assert size(job, two[0], table) == 2
+
+
 def test_keys_and_rows_by_buckets(job, two):
     """They come in the order of the hashes, all of them once."""
     table = table_of(job, two[0])
@@ -277,6 +291,9 @@ def test_parts_on_two_servers(job, two):
     together(*futures)
     assert [size(job, two[0], part) for part in parts] == [len(each) for each in mine]
     assert looked_up(job, two[0], parts[1], *mine[1]) == [2.5] * len(mine[1])
+    hinting = {"rows": (0, len(mine[1])), "hints": (RowRead.of(parts[1].id, np.array([mine[1][0], mine[0][0]])),)}
+    with pytest.raises(InvalidRequest, match=f"key {mine[0][0]} of table 'users' is of bucket"):
+        push(two[0], plan, mine[1], server=1, round=1, **hinting).result(SOON)
     with pytest.raises(InvalidRequest, match=f"key {mine[0][0]} of table 'users' is of bucket"):
         looked_up(job, two[0], parts[1], *mine[0])
     read = TableRead(parts[1].id, "keys", 0, 10)

@@ -13,8 +13,10 @@ from pswire.cluster import Task
 from pswire.server_options import ServerOptions
 from tests.support.disks import disk
 from tests.support.rig import eventually
+from tests.support.scraped import Page, metrics_url
 
 MEMORY = 16 << 20
+W0, W1 = (Task("worker", n) for n in range(2))
 
 
 def train(steps):
@@ -82,3 +84,76 @@ def test_a_table_beyond_its_memory_is_trained_bit_for_bit(tmp_path):
         assert found == expected
         assert os.listdir(directory) == []
     assert expected[0] > 10_000
+
+
+def compute(many, steps):
+    """Fills a table; then steps of a dataset that names its keys, each with time to compute; says what it comes to."""
+    import hashlib
+    import time
+
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        users = ps.dynamic_embedding.get_variable("users", dim=64)
+        optimizer = ps.optimizers.Adagrad(0.1)
+        optimizer.build([users])
+
+    def step(keys, seconds):
+        rows = users.lookup(keys)
+        time.sleep(seconds)  # computes
+        optimizer.apply_gradients([(rows.gradient(np.sin(rows.values) + 1), users)])
+
+    for batch in strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(many)).batch(8000)):
+        strategy.run(step, args=(batch, 0))
+    optimizer.iterations.numpy()  # waits for all of it
+    say("hints", users.takes_hints)
+    gate("filled")
+    keys = np.random.default_rng(0).integers(0, many, (steps, 300))
+    options = ps.InputOptions(lookups={users: lambda batch: batch})
+    for batch in strategy.experimental_distribute_dataset(list(keys), options):
+        strategy.run(step, args=(batch, 0.1))
+    say("trained", strategy.extended.read_var(optimizer.iterations).tolist())
+    gate("read")
+    keys, values = users.export()
+    say("digest", hashlib.sha256(keys.tobytes() + values.tobytes()).hexdigest())
+    gate("end")
+
+
+def computed(directory, tiered, **options):
+    """What it comes to with these options of the server, and the pages of its tier, by outcome."""
+    directory.mkdir()
+    server = ServerOptions(checkpoint_root=str(directory / "checkpoints"), **options)
+    keys = {"ps": 1, "workers": 2, "metrics_port": 0, "gates": ["filled", "read", "end"]}
+    with ProcessCluster(compute, directory, (80_000, 20), server=server, **keys) as job:
+        assert [job.hear(task, "hints") for task in (W0, W1)] == [tiered] * 2
+        url, filled = metrics_url(job, PS0), 80_000 * 64 * 4 * 2
+        if tiered:
+            job.until(lambda: Page.at(url)("server_tier_moved_bytes_total", direction="out") > 0.9 * (filled - MEMORY))
+        pages = [Page.at(url)]
+        job.open("filled")
+        assert {job.hear(task, "trained") for task in (W0, W1)} == {30}
+        pages.append(Page.at(url))
+        job.open("read")
+        said = {job.hear(task, "digest") for task in (W0, W1)}
+        job.open("end")
+        job.finish()
+    before, after = ({o: page("server_tier_pages_total", outcome=o) for o in OUTCOMES} for page in pages)
+    (digest,) = said
+    return digest, {outcome: after[outcome] - before[outcome] for outcome in OUTCOMES}
+
+
+OUTCOMES = "hinted", "hit", "waited"
+
+
+def test_rows_that_are_hinted_at_are_there_when_they_are_needed(tmp_path):
+    """While workers compute a server reads what the batch after the next one looks up: few pages are waited for.
+
+    In memory there is nothing to read, no hint, and the same values.
+    """
+    expected, none = computed(tmp_path / "memory", tiered=False)
+    with disk() as directory:
+        found, pages = computed(tmp_path / "tier", True, tier_path=str(directory), tier_memory="16MiB")
+    assert found == expected
+    assert none == dict.fromkeys(OUTCOMES, 0)
+    assert pages["hit"] > 18 * 300
+    assert pages["hinted"] < 1.2 * pages["hit"]
+    assert pages["waited"] < pages["hit"] / 4

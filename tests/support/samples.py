@@ -312,6 +312,7 @@ BARE = ServerStatus(0, INCARNATION, 0, None, 0, (), (), 0, 0, 0, float("inf"), p
 
 
 ROWS = (RowRead(152, b"\x07" + bytes(7)),)
+HINTS = RowRead(160, bytes(range(8, 24))), RowRead(1 << 34, bytes(range(24, 32)))
 QUESTIONS = TableRead(160, "size"), TableRead(162, "keys", 300, 424), TableRead(1 << 35, "rows", 1023, 1)
 
 
@@ -389,7 +390,7 @@ def error(name: str) -> PSError:
 
 
 _SESSION_AND_VERSION = (SESSION, 40, -70_000)
-_OPENED = Opened(SESSION, INCARNATION, 0x1122_3344_5566, 3, "gpu:0", 9, 8, "rack-7")
+_OPENED = Opened(SESSION, INCARNATION, 0x1122_3344_5566, 3, "gpu:0", 9, 8, "rack-7", True)
 _PACE = Pace(30, 61, 32)
 _CREATED = CreateReply(150, (0, 3), True, True)
 _CREATE = (SESSION, 12, -1, VARIABLE.spec, (0, 3))
@@ -404,7 +405,7 @@ _PULL_OF_TABLES = Sample("Pull", "of tables", (SESSION, (), 41, (), QUESTIONS), 
 _PUSH_OF_KEYS = Sample(
     "Push",
     "of keys",
-    (contribution(seconds=1 << 31, lookups=(RowRead(160, bytes(range(8))),)), small()),
+    (contribution(seconds=1 << 31, lookups=(RowRead(160, bytes(range(8))),), hints=HINTS), small()),
     reply(small()),
 )
 

@@ -333,14 +333,14 @@ class _Distributed:
         """
         last: Nest | None = None
         # One step is read ahead, since each tells whether another follows.
-        waiting, taken = deque(islice(steps, 1)), list[Nest]()
+        waiting, taken, depth = deque(islice(steps, 1)), list[Nest](), self._depth
         while True:
             if taken and self._group.left_out(self._number):
                 waiting.appendleft(taken)
             if not (waiting or self._group.any_more(self._number)):
                 break
             # Before the boundary, which waits for the rounds of the step before.
-            waiting.extend(islice(steps, max(2 - len(waiting), 0)))
+            waiting.extend(islice(steps, max(1 + depth - len(waiting), 0)))
             self._group.boundary(self._number)
             taken = [] if not waiting or self._group.is_behind(self._number) else list(waiting.popleft())
             if taken:
@@ -349,7 +349,7 @@ class _Distributed:
                 last = self._blank()
             spare = nest.map_structure(lambda array: array[:0], last)
             parts = [*taken, *[spare] * (len(self._group.devices) - len(taken))]
-            self._look_ahead(waiting[0] if waiting else ())
+            self._look_ahead(*islice(waiting, depth))
             index += 1
             self._tell(epoch, index, bool(waiting), parts)
             yield self._place(parts)
@@ -363,11 +363,22 @@ class _Distributed:
         alone = self._group.slice()[1] == len(self._group.devices)
         return not alone and not self._group.made_round(self._number)
 
-    def _look_ahead(self, parts: Sequence[Nest]) -> None:
-        """Names the rows that the next batch will look up; `parts` are the replicas' batches."""
+    @property
+    def _depth(self) -> int:
+        """Batches that are read ahead of the one in use: two where their rows are worth a hint, else one."""
+        return 1 + any(_takes_hints(variable) for variable in self._options.lookups)
+
+    def _look_ahead(self, *ahead: Sequence[Nest]) -> None:
+        """Names the rows that the next batch will look up, and hints at those of the one behind it.
+
+        Args:
+            ahead: the batches ahead, as far as they are known, at most two: of each those of the replicas.
+        """
         for variable, ids in self._options.lookups.items():
-            if parts:
-                variable.look_ahead(*map(ids, parts))
+            if ahead and ahead[0]:
+                variable.look_ahead(*map(ids, ahead[0]))
+            if len(ahead) > 1 and ahead[1] and _takes_hints(variable):
+                variable.hint_ahead(*map(ids, ahead[1]))
 
     def _blank(self) -> Nest:
         def empty(spec: ArraySpec) -> Array:
@@ -435,18 +446,19 @@ class DistributedDataset(_Distributed):
         return self._even(epoch, index)
 
     def _even(self, epoch: int, index: int) -> Iterator[Nest]:
-        batches = self._source.batches(epoch, index)
+        batches, depth = self._source.batches(epoch, index), self._depth
         # One batch is read ahead, since each tells whether another follows.
-        ahead = next(batches, None)
-        while ahead:
-            following = next(batches, None)  # before the boundary, which waits for the rounds of the step before
+        waiting = deque(islice(batches, 1))
+        while waiting:
+            # Before the boundary, which waits for the rounds of the step before.
+            waiting.extend(islice(batches, 1 + depth - len(waiting)))
             self._group.boundary(self._number)
-            parts, examples = self._slices(ahead), ahead.examples
-            ahead = following
-            if ahead is not None and self._options.lookups:
-                self._look_ahead(self._slices(ahead))
+            batch = waiting.popleft()
+            parts = self._slices(batch)
+            if self._options.lookups:
+                self._look_ahead(*map(self._slices, waiting))
             index += 1
-            self._tell(*((epoch, index, True) if ahead else (epoch + 1, 0, False)), parts, examples)
+            self._tell(*((epoch, index, True) if waiting else (epoch + 1, 0, False)), parts, batch.examples)
             yield self._place(parts)
         self._end(epoch)
 
@@ -458,18 +470,18 @@ class DistributedDataset(_Distributed):
         """
         group, number, local = self._group, self._number, len(self._group.devices)
         batches, kept = self._source.batches(epoch, index), dict[int, Batch]()
-        ahead, following = next(batches, None), None
+        waiting, depth = deque(islice(batches, 1)), self._depth
         while True:
-            if following is None:
-                following = next(batches, None)  # before the rounds of the step before are waited for
+            # Before the rounds of the step before are waited for.
+            waiting.extend(islice(batches, 1 + depth - len(waiting)))
             returned = group.returned(number)
             group.boundary(number)
             first, replicas = group.share()
-            if returned and (ahead is None or len(returned) >= replicas):
+            if returned and (not waiting or len(returned) >= replicas):
                 dealt, returned = returned[:replicas], returned[replicas:]
-            elif ahead is not None:
-                dealt, kept[index] = _cut_up(index, ahead.examples, replicas), ahead
-                index, ahead, following = index + 1, following, None
+            elif waiting:
+                kept[index] = waiting.popleft()
+                dealt, index = _cut_up(index, kept[index].examples, replicas), index + 1
             else:
                 break
             wanted = {each.index for each in (*dealt, *returned)}
@@ -478,8 +490,8 @@ class DistributedDataset(_Distributed):
             mine = () if group.is_behind(number) else dealt[first : first + local]
             parts = [kept[each.index].rows(each.first, each.stop) for each in mine]
             parts += [kept[dealt[0].index].rows(0, 0)] * (local - len(parts))
-            if ahead is not None and self._options.lookups:
-                self._look_ahead(self._slices(ahead))
+            if self._options.lookups:
+                self._look_ahead(*map(self._slices, islice(waiting, depth)))
             self._tell(epoch, index, True, parts, sum(each.stop - each.first for each in dealt), returned)
             if group.backup_workers:
                 group.deal(number, dealt)
@@ -577,6 +589,10 @@ class DistributedDatasetFromFunction(_Distributed):
             f"the dataset of {worker} gives no batch in pass {epoch}; every worker needs at least one, and "
             "what dataset_fn returns must give its batches anew each time it is iterated"
         )
+
+
+def _takes_hints(variable: object) -> bool:
+    return getattr(variable, "takes_hints", False)
 
 
 def _cut_up(index: int, examples: int, replicas: int) -> tuple[Examples, ...]:

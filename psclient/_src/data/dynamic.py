@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import islice
 from typing import Protocol
 
 from psclient._src.data.adapters import Batch, Indexable, indexable
@@ -150,16 +151,15 @@ class HandedOut:
         self._last = time.monotonic()
         return chunk
 
-    def coming(self) -> Batch | None:
-        """Reads the batch that comes next, if it is here already."""
+    def coming(self, count: int) -> list[Batch]:
+        """Reads the batches that come next, as many as are wanted and are here already."""
         if self._asked is not None and self._asked.done():
             self._collect()
-        if not self._ahead:
-            return None
-        chunk = self._ahead[0]
-        if chunk.ticket not in self._read:
-            self._read[chunk.ticket] = self.read(chunk.epoch, chunk.examples)
-        return self._read[chunk.ticket]
+        chunks = list(islice(self._ahead, count))
+        for chunk in chunks:
+            if chunk.ticket not in self._read:
+                self._read[chunk.ticket] = self.read(chunk.epoch, chunk.examples)
+        return [self._read[chunk.ticket] for chunk in chunks]
 
     def batch(self, chunk: Chunk) -> Batch:
         """Returns a batch that `next` has given."""
@@ -294,7 +294,7 @@ class DynamicDataset(DistributedDataset):
                 "grain, or use AUTO"
             )
         calls.check()
-        least = 2 if self._options.lookups else 1  # what is looked up with a round is of the batch after it
+        least = 2 * self._depth if self._options.lookups else 1  # those that rounds look up, or hint at, are known
         self._handed = HandedOut(group, calls, number, source, least)
         self._chunks = group
         self._begun: tuple[tuple[Position, ...], int] | None = None
@@ -321,7 +321,7 @@ class DynamicDataset(DistributedDataset):
         handed, group = self._handed, self._group
         handed.begin(epoch)
         while True:
-            handed.coming()  # before the boundary, which waits for the rounds of the step before
+            handed.coming(self._depth)  # before the boundary, which waits for the rounds of the step before
             group.boundary(self._number)
             chunk = handed.next()
             if chunk is None:
@@ -329,8 +329,8 @@ class DynamicDataset(DistributedDataset):
             batch = handed.batch(chunk)
             parts = self._slices(batch)
             handed.ask_ahead()
-            if self._options.lookups and (following := handed.coming()) is not None:
-                self._look_ahead(self._slices(following))
+            if self._options.lookups:
+                self._look_ahead(*map(self._slices, handed.coming(self._depth)))
             index = chunk.examples.index + 1 if chunk.epoch == epoch else index
             self._tell(epoch, index, True, parts, batch.examples)
             yield self._place(parts)

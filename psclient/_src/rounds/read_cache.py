@@ -206,6 +206,8 @@ class ReadCache:
         self._ahead: list[dict[int, PlacedVariable]] = [{} for _ in session.servers]
         # What rounds bring, by variable: increasing ids, in pieces that are joined where a round asks for them.
         self._ahead_rows: dict[int, tuple[PlacedVariable, Sequence[Int64s]]] = {}
+        # What the next round that assigns a variable hints at, as above.
+        self._hinted: dict[int, tuple[PlacedVariable, Sequence[Int64s]]] = {}
         self._rows_brought: set[int] = set()
         self._rows: dict[int, Rows] = {}  # rows that came with the last round that assigns the variable
         self._unasked: dict[int, int] = {}  # bytes of values that came so and that nobody has asked for
@@ -422,6 +424,36 @@ class ReadCache:
                 ids = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
                 self._ahead_rows[variable.id] = variable, [ids]
                 found.append(Lookup(variable.id, ids, row_specs(variable.spec.tensor, count)[1]))
+        return tuple(found)
+
+    def takes_hints(self, variable: PlacedVariable) -> bool:
+        """Returns whether a hint is of use to the server that is asked for a variable."""
+        return self._home(variable) in self._session.hosting.taking_hints
+
+    def hint(self, variable: PlacedVariable, *ids: Int64s) -> None:
+        """The next round that assigns a part of a table hints at these rows of it; ids are as of `look_ahead`."""
+        self._hinted[variable.id] = variable, ids
+
+    def hints(self, written: Iterable[int], server: int, lookups: Sequence[Lookup]) -> tuple[RowRead, ...]:
+        """Returns the rows that a round hints at which assigns variables on a server; once each.
+
+        Args:
+            written: the variables.
+            server: the server.
+            lookups: the rows that come back with the round: what they leave of its header is for hints.
+        """
+        if not self._hinted:
+            return ()
+        found, room = list[RowRead](), ROWS_AT_A_TIME - sum(len(each.ids) for each in lookups)
+        for id in [id for id in written if id in self._hinted]:
+            variable, pieces = self._hinted[id]
+            if self._home(variable) != server:
+                continue
+            del self._hinted[id]
+            count = sum(map(len, pieces))
+            if 0 < count <= room:
+                room -= count
+                found.append(RowRead.of(id, np.concatenate(pieces)))
         return tuple(found)
 
     def pull(self, variables: Sequence[PlacedVariable]) -> list[Array]:

@@ -87,6 +87,14 @@ class VariableReader:
         """Rounds that assign a variable bring these rows of it: see `ReadCache.look_ahead`."""
         self._reads.look_ahead(handle, *ids)
 
+    def takes_hints(self, handle: Handle) -> bool:
+        """Returns whether a hint is of use to the server of a part of a table."""
+        return self._reads.takes_hints(handle)
+
+    def hint(self, handle: Handle, *ids: Int64s) -> None:
+        """The next round that assigns a part of a table hints at these rows of it: see `ReadCache.hint`."""
+        self._reads.hint(handle, *ids)
+
     def into(self, arrays: Sequence[tuple[Variable, Array | None]]) -> None:
         """Has rounds write the values of variables into arrays, where they are now and after each round that assigns.
 

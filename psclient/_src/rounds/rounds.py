@@ -377,6 +377,7 @@ class Exchange:
         parts = {server: share for server, share in shares.shares.items() if server not in gone}
         want = {server: self._want(share.writes, server) for server, share in parts.items()}
         lookups = {server: self.reads.lookups(share.writes, server) for server, share in parts.items()}
+        hints = {server: self.reads.hints(share.writes, server, lookups[server]) for server, share in parts.items()}
         alone = isinstance(strand, OwnRounds)
         if self.session.waits[0] < 0 and not (group.alone or alone):
             self.session.waits = (group.round, plan.id)
@@ -396,6 +397,7 @@ class Exchange:
                         server,
                         want[server],
                         lookups[server],
+                        hints[server],
                         observes,
                         nonfinite,
                         server in shares.timed,
@@ -489,6 +491,7 @@ class Exchange:
         server: int,
         want: Sequence[tuple[int, TensorSpec]],
         lookups: Sequence[Lookup],
+        hints: tuple[RowRead, ...],
         observes: bool,
         nonfinite: tuple[int, ...],
         timed: bool,
@@ -513,6 +516,7 @@ class Exchange:
             # The time at which rows were updated, where some live for a time: it goes no further than to their tables.
             seconds=int(time.time()) if timed else 0,
             trace=trace,
+            hints=hints,
             **strand.said(observes),
         )
 

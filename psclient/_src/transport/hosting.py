@@ -52,6 +52,7 @@ class Hosting:
         suspects: of the chief, the servers that it has found lost, with the reason of each.
         lookout: looks for servers that are back where nobody tells of them.
         moves: addresses to which servers are about to move, or to come back, by their index; replaced, never changed.
+        taking_hints: the servers of whose dynamic tables rows lie in files; replaced, never changed.
     """
 
     def __init__(self, task: Task, servers: Sequence[ParameterServer]) -> None:
@@ -65,6 +66,7 @@ class Hosting:
         self.lives: dict[int, int] = {}
         self.suspects: dict[int, ServerLost] = {}
         self.moves: dict[int, str] = {}
+        self.taking_hints: frozenset[int] = frozenset()
         self.lookout = Lookout(self, servers)
         self._news: Future[None] = Future()
         self._coming: set[int] = set()  # those at which this process opens its session anew
@@ -114,6 +116,13 @@ class Hosting:
     def life(self, server: int) -> int:
         """Returns which life of a server this is: how often it was lost before."""
         return self.losses.count(server)
+
+    def note(self, opened: Opened) -> Opened:
+        """Notes what a server says of itself when a session is opened there; returns the same."""
+        server = {opened.server}
+        with self._lock:
+            self.taking_hints = self.taking_hints | server if opened.takes_hints else self.taking_hints - server
+        return opened
 
     def left_by(self, server: int) -> Opened:
         """Returns what is known of a server that was gone before this process came."""

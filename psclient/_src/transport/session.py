@@ -202,7 +202,8 @@ class Session(LogCalls):
 
     def _open_at(self, server: ParameterServer, session: int, term: int = 0) -> Opened:
         mode, backup, staleness = self.consistency, self.backup_workers, self.staleness
-        return server.open(self.task, self.replicas, session, self._drives, mode, self.job, term, backup, staleness)
+        how = self.replicas, session, self._drives, mode, self.job, term, backup, staleness
+        return self.hosting.note(server.open(self.task, *how))
 
     def _open_first(self, key: int) -> Opened:
         """Opens the session on the server that keeps them; waits while another process has the task."""

@@ -45,6 +45,14 @@ class ServerReader(Protocol):
         """Rounds that assign a variable bring these rows of it, one piece after another increasing, each once."""
         ...
 
+    def takes_hints(self, handle: Handle) -> bool:
+        """Returns whether the rows of a part of a table lie in a file on its server."""
+        ...
+
+    def hint(self, handle: Handle, *ids: Int64s) -> None:
+        """The next round that assigns a part of a table says these rows of it, given as to `look_ahead`."""
+        ...
+
 
 class ServerVariable(Variable):
     """A variable on parameter servers.

@@ -122,6 +122,10 @@ def gradient_of_all(lookups: Sequence[LookedUpRows], gradients: Sequence[AnyArra
     return v._slices(v._shown(ids[order[starts[:-1]]]), lambda: total, values)
 
 
+NAMED = 3
+"""Ids that were named and are remembered: of the batch in use, and of the two that may be known ahead."""
+
+
 class RowReadable(Readable):
     """A variable, or a copy of one, of which rows can be read.
 
@@ -180,6 +184,11 @@ class RowReadable(Readable):
         """
         return self.sparse_read(indices)
 
+    @property
+    def takes_hints(self) -> bool:
+        """True if `hint_ahead` is of use: this is a dynamic table whose rows lie in files on its servers."""
+        return False
+
     def look_ahead(self, *ids: Nest) -> None:
         """Says which rows will be looked up next, so that they come with the next round that assigns the variable.
 
@@ -193,10 +202,23 @@ class RowReadable(Readable):
         Raises:
             TypeError, ValueError, RuntimeError: as `lookup`.
         """
-        asked = np.concatenate([self._checked_ids(each).ravel() for each in ids] or [np.empty(0, np.int64)])
-        order, starts = self._group(asked)
-        self._named = (asked, order, starts), *self._named[:1]
-        self._look_ahead(asked[order[starts[:-1]]])
+        self._look_ahead(self._name(ids))
+
+    def hint_ahead(self, *ids: Nest) -> None:
+        """Says which rows the batch behind the next one looks up, so that a server reads them from its disk meanwhile.
+
+        Servers are told with the next round that assigns the table, and `look_ahead` names the rows one batch later.
+        Nothing that is computed depends on it. In replica and cross-replica context; of no use, and without effect,
+        unless `takes_hints` is True. `InputOptions(lookups=...)` calls it for each batch.
+
+        Args:
+            ids: as of `lookup`, each.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as `lookup`.
+        """
+        if self.takes_hints:
+            self._hint_ahead(self._name(ids))
 
     def no_rows(self) -> IndexedSlices:
         """Returns a gradient of none of its rows."""
@@ -206,16 +228,31 @@ class RowReadable(Readable):
     def _grouped(self, asked: Int64s) -> tuple[Int64s, Int64s]:
         """Returns each of some ids once, in order, and the place of each that was asked for, in their shape."""
         ids = asked.ravel()
-        # What was named is most often what is looked up next, or behind the ids of the batch after it.
-        known = ((order, starts) for named, order, starts in self._named if np.array_equal(named, ids))
-        order, starts = next(known, None) or self._group(ids)
+        order, starts = self._known_groups(ids) or self._group(ids)
         found = ids[order[starts[:-1]]]
         places = np.empty(asked.size, np.int64)
         places[order] = np.repeat(np.arange(len(found)), np.diff(starts))
         return found, places.reshape(asked.shape)
 
+    def _name(self, ids: Sequence[Nest]) -> Int64s:
+        """Returns ids that are named ahead, each once, in order; remembers how they are grouped."""
+        asked = np.concatenate([self._checked_ids(each).ravel() for each in ids] or [np.empty(0, np.int64)])
+        known = self._known_groups(asked)
+        order, starts = known or self._group(asked)
+        if known is None:
+            self._named = (asked, order, starts), *self._named[: NAMED - 1]
+        return asked[order[starts[:-1]]]
+
+    def _known_groups(self, ids: Int64s) -> tuple[Int64s, Int64s] | None:
+        """Returns how ids are grouped that were named; None for others."""
+        # What was named is most often what is looked up next, or behind the ids of the batches after it.
+        return next(((order, starts) for named, order, starts in self._named if np.array_equal(named, ids)), None)
+
     def _look_ahead(self, ids: Int64s) -> None:
         """Does as `look_ahead`, with int64[U], increasing."""
+
+    def _hint_ahead(self, ids: Int64s) -> None:
+        """Does as `hint_ahead`, with int64[U], increasing."""
 
     def _take_rows(self, ids: Int64s) -> AnyArray:
         """Fetches rows; all reads of rows come here.

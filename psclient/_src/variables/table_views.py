@@ -123,6 +123,14 @@ class TableView(RowWritable):
     def _look_ahead(self, ids: Int64s) -> None:
         self.table.look_ahead_as(self.number, ids)
 
+    @property
+    def takes_hints(self) -> bool:
+        """True if `hint_ahead` is of use: rows of the group lie in files on its servers."""
+        return self.table.takes_hints
+
+    def _hint_ahead(self, ids: Int64s) -> None:
+        self.table.hint_ahead_as(self.number, ids)
+
     def _take_rows(self, ids: Int64s) -> AnyArray:
         return self.table._take_rows(ids)
 
@@ -186,6 +194,15 @@ class TableGroup(Mapping[str, TableView]):
         """
         for name, own in ids.items():
             self[name].look_ahead(own)
+
+    def hint_ahead(self, ids: Mapping[str, Nest]) -> None:
+        """Says which rows the batch behind the next one looks up: calls `hint_ahead` of each table.
+
+        Args:
+            ids: as of `look_ahead`.
+        """
+        for name, own in ids.items():
+            self[name].hint_ahead(own)
 
     def size(self) -> int:
         """Returns the number of rows of all tables; see `TableVariable.size`."""

@@ -97,6 +97,15 @@ class PartOfTable(ServerVariable):
         """Rounds that assign the table bring the rows of these keys, one piece after another increasing, each once."""
         self._reader.look_ahead(self.handle, *pieces)
 
+    @property
+    def takes_hints(self) -> bool:
+        """True if its rows lie in a file on its server."""
+        return self._reader.takes_hints(self.handle)
+
+    def hint_by(self, pieces: Sequence[Int64s]) -> None:
+        """The next round that assigns the table hints at the rows of these keys, given as to `look_ahead_by`."""
+        self._reader.hint(self.handle, *pieces)
+
 
 class TableVariable(CutVariable):
     """A dynamic table: a variable of rows by keys, as many as there are keys. Made by `get_variable`.
@@ -127,6 +136,9 @@ class TableVariable(CutVariable):
 
     _ahead: dict[int, list[Int64s]] = {}
     """Keys that will be looked up next, by part; by the number of who has named them, whose keys come in this order."""
+
+    _behind: dict[int, list[Int64s]] = {}
+    """Keys that will be looked up after those, likewise."""
 
     # ---- What it is ----
 
@@ -258,6 +270,24 @@ class TableVariable(CutVariable):
         self._ahead = ahead
         for number_of_part, part in enumerate(self.parts):
             part.look_ahead_by([ahead[each][number_of_part] for each in sorted(ahead)])
+
+    @property
+    def takes_hints(self) -> bool:
+        """True if `hint_ahead` is of use: rows of it lie in files on its servers."""
+        return any(part.takes_hints for part in self.parts)
+
+    def hint_ahead_as(self, number: int, ids: Int64s) -> None:
+        """As `hint_ahead`, for one of several who look up rows; arguments are as of `look_ahead_as`."""
+        self._hint({**self._behind, number: [own for _, own in self.sharding.split_ids(ids)]})
+
+    def _hint_ahead(self, ids: Int64s) -> None:
+        self._hint({0: [own for _, own in self.sharding.split_ids(ids)]})
+
+    def _hint(self, behind: dict[int, list[Int64s]]) -> None:
+        self._behind = behind
+        for number_of_part, part in enumerate(self.parts):
+            if part.takes_hints:
+                part.hint_by([behind[each][number_of_part] for each in sorted(behind)])
 
     def _scatter_here(self, how: str, slices: IndexedSlices) -> Value:
         replica = None if context.in_cross_replica_context() else context.get_replica_context()

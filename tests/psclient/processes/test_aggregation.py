@@ -24,7 +24,7 @@ from psclient._src.processes.aggregation.host_group import HostGroup
 from psclient._src.processes.aggregation.leader import AT_ONCE, Leader
 from psclient._src.processes.aggregation.link import HEAD, HostLink, Kind, LinkLost
 from psclient._src.processes.aggregation.sums import Own, sum_of
-from pswire.api import Contribution, RoundReply
+from pswire.api import Contribution, RoundReply, RowRead
 from pswire.cluster import Task
 from pswire.errors import PSError, PushAgain
 from pswire.model.compression import Codec
@@ -146,6 +146,17 @@ def test_sums_are_sent_by_one_and_answered_to_all(make):
         assert [values(own) for own in owns] == [[10.0 + round]] * 3
     assert workers[0].group.summed == 6
     assert not any(worker.singly for worker in workers)
+
+
+@pytest.mark.parametrize("special", [{"lookups": (RowRead(0, b""),)}, {"hints": (RowRead(0, b""),)}, {"rows": (2,)}])
+def test_what_is_more_than_arrays_is_sent_by_itself(make, special):
+    """No sum has rows, nor lookups of some, nor hints at some; nobody waits for it."""
+    server = Server()
+    workers = make(2, server)
+    for round, (first, second) in enumerate((workers, workers[::-1])):
+        owns = first.push(round, **special), second.push(round)
+        assert [values(own) for own in owns] == [[-1.0]] * 2
+    assert not server.sums
 
 
 def test_nobody_waits_for_what_was_pushed_before_a_role(make):

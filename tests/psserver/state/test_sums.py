@@ -386,6 +386,8 @@ WRONG = {
     "with rows": {"part": {"rows": (2,)}},
     "with lookups": {"part": {"lookups": (RowRead(0, b""),)}},
     "with lookups of all": {"lookups": (RowRead(0, b""),)},
+    "with hints": {"part": {"hints": (RowRead(0, b""),)}},
+    "with hints of all": {"hints": (RowRead(0, b""),)},
     "with a closure's": {"part": {"closure": CLOSURE}},
     "with batches that were handed out": {"part": {"chunks": (1,)}},
     "with first values": {"part": {"first_values": (1,)}},

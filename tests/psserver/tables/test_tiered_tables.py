@@ -71,10 +71,11 @@ class Twins:
         assert one is other or np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
     def round(self) -> None:
-        keys, fails, ahead = self.keys(), self.rng.integers(0, 6) == 0, self.keys()
+        keys, fails, ahead, behind = self.keys(), self.rng.integers(0, 6) == 0, self.keys(), self.keys()
 
         def make(table: Table) -> np.ndarray:
             table.read_ahead(ahead)
+            table.read_ahead(behind, hint=True)
             opened = table.begin(table.round + 1, keys)
             kept = [array[opened.touched] for array in table.arrays]
             for array, rows in zip(table.arrays, kept, strict=True):

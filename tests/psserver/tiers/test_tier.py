@@ -121,6 +121,89 @@ def test_read_ahead_brings_rows_into_memory(tier):
     assert np.count_nonzero(after & ~before) <= 2 * len(rows)
 
 
+def here(array: ReservedArray) -> np.ndarray:
+    """Of each page of the rows if it is in memory, by the system's word."""
+    return paging.are_resident(address_of(array.array), array.array.nbytes // PAGE)
+
+
+def pages_of(rows: np.ndarray) -> np.ndarray:
+    """The pages that rows lie in."""
+    return np.unique(np.concatenate([rows * WIDTH * 4 // PAGE, (rows * WIDTH * 4 + WIDTH * 4 - 1) // PAGE]))
+
+
+def on_the_disk(array: ReservedArray, tier: Tier, step: int) -> np.ndarray:
+    """Writes all rows; returns some of which each lies on the disk alone."""
+    array.fill(1)
+    tier.settle()
+    rows, there = np.arange(0, ROWS - 10, step), here(array)
+    return rows[~(there[rows * WIDTH * 4 // PAGE] | there[(rows * WIDTH * 4 + WIDTH * 4 - 1) // PAGE])]
+
+
+def test_a_hint_brings_rows_into_memory_and_no_lookup_waits_for_them(tier):
+    """They stay while others come and go, until they are looked up; what came is counted, and what it was good for."""
+    array = array_of(tier)
+    rows = on_the_disk(array, tier, 400)
+    pages, before = pages_of(rows), tier.outcomes["waited"]
+    array.hint(rows)
+    eventually(lambda: tier.outcomes["hinted"] == pages.size)
+    assert here(array)[pages].all()
+    for first in range(0, ROWS, 2000):  # a pass over everything, ten times the bound
+        array.touch(np.arange(first, first + 2000), Use.PASS)
+        array.array[first : first + 2000] += 1
+    tier.settle()
+    assert here(array)[pages].mean() > 0.99
+    array.touch(rows, Use.LOOKUP, later=True)
+    assert tier.outcomes == {"hinted": pages.size, "hit": pages.size, "waited": before}
+    array.touch(rows, Use.UPDATE)
+    array.touch(rows, Use.LOOKUP, later=True)
+    assert tier.outcomes["hit"] == pages.size
+
+
+def test_a_hint_has_the_room_that_lookups_leave(tier):
+    """Half of the bound, less what is looked up first; that stays, and so does the bound."""
+    array = array_of(tier)
+    rows = on_the_disk(array, tier, 5)
+    first, more = rows[: BOUND // PAGE // 8], rows[BOUND // PAGE // 8 :]
+    array.touch(first, Use.LOOKUP, later=True)
+    for piece in np.array_split(more, 30):  # ten times as many as there is room for
+        array.hint(piece)
+    eventually(lambda: tier.resident <= BOUND and not tier._untaken)
+    assert 0 < tier.outcomes["hinted"] <= BOUND // PAGE // 2 - pages_of(first).size
+    assert here(array)[pages_of(first)].mean() > 0.99
+    tier.settle()
+    assert truly_resident(array) <= 1.05 * BOUND
+
+
+def test_a_hint_that_was_wrong_is_forgotten(tier):
+    """After many updates of other rows its pages leave, and hints have room again."""
+    array = array_of(tier)
+    rows = on_the_disk(array, tier, 40)
+    wrong, right = rows[:80], rows[-80:]
+    array.hint(wrong)
+    eventually(lambda: tier.outcomes["hinted"] == pages_of(wrong).size)
+    hot = np.arange(2000, 2600)
+    for _ in range(40):
+        array.touch(hot, Use.UPDATE)
+        array.array[hot] += 1
+    for first in range(0, ROWS, 2000):
+        array.touch(np.arange(first, first + 2000), Use.PASS)
+        array.array[first : first + 2000] += 1
+    tier.settle()
+    assert here(array)[pages_of(wrong)].mean() < 0.5
+    before = tier.outcomes["hinted"]
+    array.hint(right)
+    eventually(lambda: tier.outcomes["hinted"] > before)
+
+
+def test_a_hint_to_a_tier_that_ends_is_passed_over(tier):
+    """As a server ends while its members still push."""
+    array = array_of(tier)
+    rows = on_the_disk(array, tier, 400)
+    tier.close()
+    array.hint(rows)
+    assert tier.outcomes["hinted"] == 0
+
+
 def test_the_tail_is_given_back_and_comes_back_zero(tier):
     """Rows that are not shown any more take nothing of the disk."""
     array = array_of(tier)

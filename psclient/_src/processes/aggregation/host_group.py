@@ -76,7 +76,7 @@ class HostGroup:
             self._newest[own.server] = said.round
         if role is None:
             return own.singly()
-        if not own.plan.sums or said.lookups or said.rows or said.chunks:
+        if not own.plan.sums or said.lookups or said.hints or said.rows or said.chunks:
             role.decline(own.server, said.round)
             return own.singly()
         role.push(own)

@@ -1,0 +1,247 @@
+"""Hints: a push says what the batch after the next one looks up, where rows lie in files, and nothing depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent import futures
+from itertools import islice
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from psclient._src.rounds import read_cache
+from pstesting.in_process import InProcessCluster
+from pswire.api import Contribution
+from tests.support.disks import disk
+from tests.support.rig import eventually
+
+de = ps.dynamic_embedding
+MEMORY = 8 << 20
+COUNT, SIZE = 9, 6
+KEYS = np.random.default_rng(3).integers(-(1 << 62), 1 << 62, (COUNT, SIZE))
+
+
+@pytest.fixture
+def directory():
+    with disk() as found:
+        yield found
+
+
+class Pushes:
+    """The pushes to a cluster's servers from now on that assign tables, by server."""
+
+    def __init__(self, cluster: InProcessCluster) -> None:
+        self.said: list[list[Contribution]] = [[] for _ in cluster.cores]
+        for core, said in zip(cluster.cores, self.said, strict=True):
+            core.stimuli.record = lambda stimulus, said=said: self._note(stimulus, said)
+
+    def _note(self, stimulus, said: list[Contribution]) -> None:
+        if stimulus.name == "push" and any(stimulus.args[0].rows):
+            said.append(stimulus.args[0])
+
+    def keys(self, what: str) -> list[list[int]]:
+        """Of each round the keys that all servers were told, in order: as "lookups", or as "hints"."""
+        rounds = zip(*self.said, strict=True)
+        return [sorted(k for said in round for read in getattr(said, what) for k in numbers(read)) for round in rounds]
+
+
+def numbers(read) -> list[int]:
+    return [int(number) for number in read.numbers()]
+
+
+def opened(cluster, **more):
+    return ps.ParameterServerStrategy(devices=["cpu:0"], cluster_resolver=cluster.resolver(), **more)
+
+
+def made(strategy, optimizer, name="users"):
+    with strategy.scope():
+        table = de.get_variable(name, dim=2)
+        optimizer.build([table])
+    return table
+
+
+def train(strategy, table, optimizer, data):
+    """A pass over some batches of keys."""
+
+    def step(keys):
+        rows = table.lookup(keys)
+        optimizer.apply_gradients([(rows.gradient(np.ones_like(rows.values)), table)])
+
+    for keys in data:
+        strategy.run(step, (keys,))
+    strategy.backend.settle()
+
+
+WAYS = {
+    "shared": ({}, {}),
+    "one after the other": ({}, {"auto_shard_policy": ps.AutoShardPolicy.OFF}),
+    "asynchronous": ({"consistency": ps.Async()}, {}),
+}
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_push_names_the_rows_of_two_batches_ahead(directory, way, servers):
+    """Those of the next one to get them, those of the one behind it as a hint; each server is told of its own."""
+    of_strategy, of_data = WAYS[way]
+    with (
+        InProcessCluster(servers, tier_path=str(directory), tier_memory=MEMORY) as cluster,
+        opened(cluster, **of_strategy) as strategy,
+    ):
+        optimizer = ps.optimizers.SGD(1.0)
+        table = made(strategy, optimizer)
+        assert table.takes_hints
+        pushes = Pushes(cluster)
+        options = ps.InputOptions(lookups={table: lambda keys: keys}, **of_data)
+        data = strategy.experimental_distribute_dataset(list(KEYS), options)
+        train(strategy, table, optimizer, data)
+        expected = [*map(sorted, KEYS.tolist())]
+        assert pushes.keys("lookups")[:-1] == expected[1:]
+        assert pushes.keys("hints") == [*expected[2:], [], []]
+
+
+def test_batches_that_are_handed_out_are_hinted_at_as_far_as_they_are_known(directory):
+    """A worker has that many ahead that it is told of two in most steps, where steps take as long as an answer."""
+    batches = np.arange(400).reshape(40, 10)
+    with (
+        InProcessCluster(tier_path=str(directory), tier_memory=MEMORY) as cluster,
+        opened(cluster, consistency=ps.Async()) as strategy,
+    ):
+        optimizer = ps.optimizers.SGD(1.0)
+        table = made(strategy, optimizer)
+        pushes, asked, calls = Pushes(cluster), [], strategy.backend.group.chunk_calls
+        ask = calls.ask
+        calls.ask = lambda question: asked.append(ask(question)) or asked[-1]
+        policy = ps.AutoShardPolicy.DYNAMIC
+        options = ps.InputOptions(lookups={table: lambda keys: keys}, auto_shard_policy=policy)
+        data = strategy.experimental_distribute_dataset(list(batches), options)
+        train(strategy, table, optimizer, ((keys, futures.wait(asked))[0] for keys in data))
+        hints, expected = pushes.keys("hints"), [*batches[2:].tolist(), [], []]
+        assert sum(map(bool, hints)) > 25
+        assert all(found in ([], more) for found, more in zip(hints, expected, strict=True))
+
+
+def test_a_function_of_a_worker_gives_hints_as_well(directory):
+    """A dataset of its own is read two batches ahead."""
+    with InProcessCluster(tier_path=str(directory), tier_memory=MEMORY) as cluster, opened(cluster) as strategy:
+        optimizer = ps.optimizers.SGD(1.0)
+        table = made(strategy, optimizer)
+        pushes = Pushes(cluster)
+        options = ps.InputOptions(lookups={table: lambda keys: keys})
+        data = strategy.distribute_datasets_from_function(lambda context: list(KEYS), options)
+        train(strategy, table, optimizer, data)
+        assert pushes.keys("hints") == [*map(sorted, KEYS[2:].tolist()), [], []]
+
+
+@pytest.mark.parametrize("tiered", [True, False])
+def test_data_is_read_further_ahead_only_for_files(directory, tiered):
+    """Of a table in memory a push has no hints, and one batch is read ahead of the one in use."""
+    tier = {"tier_path": str(directory), "tier_memory": MEMORY} if tiered else {}
+    with InProcessCluster(**tier) as cluster, opened(cluster) as strategy:
+        optimizer = ps.optimizers.SGD(1.0)
+        table, read = made(strategy, optimizer), list[int]()
+
+        def batches() -> Iterator[np.ndarray]:
+            for number, keys in enumerate(KEYS):
+                read.append(number)
+                yield keys
+
+        class Data:
+            def __iter__(self) -> Iterator[np.ndarray]:
+                return batches()
+
+        pushes, ahead = Pushes(cluster), []
+        options = ps.InputOptions(lookups={table: lambda keys: keys})
+        data = strategy.experimental_distribute_dataset(Data(), options)
+        first = next(iter(data)), read.clear()
+        assert len(first)
+        train(strategy, table, optimizer, ((keys, ahead.append(len(read) - n))[0] for n, keys in enumerate(data, 1)))
+        assert max(ahead) == 1 + tiered
+        assert any(pushes.keys("hints")) == tiered
+        assert table.takes_hints == tiered
+
+
+def test_a_hint_is_said_once(directory):
+    """With the next round that assigns the table; a later one says what is named until then, or nothing."""
+    with InProcessCluster(tier_path=str(directory), tier_memory=MEMORY) as cluster, opened(cluster) as strategy:
+        optimizer = ps.optimizers.SGD(1.0)
+        table, other = made(strategy, optimizer), made(strategy, optimizer, "others")
+        pushes = Pushes(cluster)
+        table.hint_ahead([5, 3, 5], [9])
+        other.hint_ahead([4])
+        for _ in range(2):
+            train(strategy, table, optimizer, [[1]])
+        table.hint_ahead([6])
+        train(strategy, table, optimizer, [[1]])
+        train(strategy, other, optimizer, [[1]])
+        assert pushes.keys("hints") == [[3, 5, 9], [], [6], [4]]
+
+
+def test_hints_of_a_group_go_together(directory):
+    """Each table names its own keys, and keeps what the others have named."""
+    with InProcessCluster(tier_path=str(directory), tier_memory=MEMORY) as cluster, opened(cluster) as strategy:
+        with strategy.scope():
+            group = de.group(["user", "item"], dim=2)
+        pushes = Pushes(cluster)
+        group.hint_ahead({"item": [4, 9], "user": [4]})
+        group["user"].hint_ahead([5])
+        group["user"].scatter_add(ps.IndexedSlices(np.ones((1, 2), "float32"), [1]))
+        strategy.backend.settle()
+        (found,) = pushes.keys("hints")
+        assert [(key >> 48, key & 0xFFFF) for key in found] == [(0, 5), (1, 4), (1, 9)]
+        assert group["item"].takes_hints
+
+
+def test_what_lookups_leave_of_a_header_is_for_hints(directory, monkeypatch):
+    """Hints that have no room there are left out, and the round goes on."""
+    monkeypatch.setattr(read_cache, "ROWS_AT_A_TIME", 7)
+    with InProcessCluster(tier_path=str(directory), tier_memory=MEMORY) as cluster, opened(cluster) as strategy:
+        optimizer = ps.optimizers.SGD(1.0)
+        table = made(strategy, optimizer)
+        pushes = Pushes(cluster)
+        for lookups, hints in ((4, 3), (4, 4), (9, 7)):
+            table.look_ahead(range(lookups))
+            table.hint_ahead(range(10, 10 + hints))
+            train(strategy, table, optimizer, [[1]])
+        assert [len(keys) for keys in pushes.keys("lookups")] == [4, 4, 0]
+        assert [len(keys) for keys in pushes.keys("hints")] == [3, 0, 7]
+
+
+def test_bad_hints_are_refused_where_they_are_named(directory):
+    """As bad ids of lookups; a plain variable takes none, and looks at none."""
+    with InProcessCluster(tier_path=str(directory), tier_memory=MEMORY) as cluster, opened(cluster) as strategy:
+        optimizer = ps.optimizers.SGD(1.0)
+        table = made(strategy, optimizer)
+        with pytest.raises(TypeError, match="of rows of table 'users' are"):
+            table.hint_ahead([0.5])
+        with strategy.scope():
+            plain = ps.Variable(np.zeros((3, 2), "float32"), name="plain")
+        assert not plain.takes_hints
+        plain.hint_ahead([7])
+
+
+def test_a_server_reads_what_it_is_told(directory):
+    """Pages of a hint come while the worker computes: the round that needs them finds them, and they are counted."""
+    many = 40_000  # rows of 256 bytes: ten times the memory
+    with InProcessCluster(tier_path=str(directory), tier_memory=1 << 20) as cluster, opened(cluster) as strategy:
+        optimizer = ps.optimizers.SGD(1.0)
+        with strategy.scope():
+            table = de.get_variable("users", dim=64)
+            optimizer.build([table])
+        for first in range(0, many, 4000):
+            train(strategy, table, optimizer, [np.arange(first, first + 4000)])
+        tier = cluster.cores[0].machine.store.native.tier
+        tier.settle()
+        rows = list(np.arange(0, many, 50).reshape(-1, 40))  # a page each
+        table.look_ahead(rows[0])
+        before = None
+        for now, after, behind in zip(rows, islice(rows, 1, None), islice(rows, 2, None), strict=False):
+            table.look_ahead(after)
+            table.hint_ahead(behind)
+            before = before or tier.outcomes  # without what the first lookup waits for
+            train(strategy, table, optimizer, [now])
+            eventually(lambda: not tier._untaken)
+        found = {name: count - before[name] for name, count in tier.outcomes.items()}
+        assert found["hit"] > 500
+        assert found["waited"] < found["hit"] // 5
