@@ -398,16 +398,14 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         elif len(set(contribution.want)) != len(contribution.want):
             raise InvalidRequest("a variable is wanted twice")
         else:
-            if contribution.lookups or contribution.hints:
-                self.store.check_rows(contribution.lookups, contribution.hints)
-                tensors = self.store.tables_of(read.variable for read in (*contribution.lookups, *contribution.hints))
-                effects += reading_ahead(tensors, contribution.lookups)  # at once: the round may wait for others
+            self.store.check_rows(contribution.lookups, contribution.hints)
+            tensors = self.store.tables_of(read.variable for read in (*contribution.lookups, *contribution.hints))
+            effects += reading_ahead(tensors, contribution.lookups)  # at once: the round may have to wait for others
             effects += self._heard(self.rounds.push(contribution, payload, future, now))
             refused = any(isinstance(each, Fail) and each.future is future for each in effects)
             if begun is not None and not refused:
                 effects += self.runner.listen(contribution, future, begun)
-            if contribution.hints and not refused:
-                effects += reading_ahead(tensors, contribution.hints, hint=True)  # behind the round
+            effects += [] if refused else reading_ahead(tensors, contribution.hints, hint=True)  # behind the round
         return None, effects if whole else [*effects, Await(payload, payload.size)]
 
     def _reply(self, owed: Owed) -> list[Effect]:

@@ -90,7 +90,6 @@ class Rounds:
         self._parked = Parked()
         self._effects: list[Effect] = []  # of the running method, which returns them
         self._running: tuple[Key, int] | None = None
-        self._weights: tuple[float, ...] = ()  # of the last push whose weights were checked
         self._closures = ClosuresOver()
         self.backlog.clear()
         self.chunks = ChunkQueue(lambda session: any(session in each.parts for _, each in self._open()))
@@ -171,9 +170,7 @@ class Rounds:
         said = push.said
         if said.plan_id in self.refused:
             raise self.refused[said.plan_id]
-        if said.observes or said.weights != self._weights:  # those of nearly all pushes are the same
-            _check_weights(said)
-            self._weights = said.weights
+        _check_weights(said)
         epoch = self.epochs.get(said.epoch)
         if epoch is None:
             self._effects += self._parked.put(push)
@@ -189,10 +186,9 @@ class Rounds:
         if take_over(strand, push, member, self._running == (key, said.round), self._effects):
             return
         senders = _senders(epoch, push.said, member)
-        pending = strand.open.get(said.round)
-        if pending is None:
-            members = (member,) if key else epoch.members
-            pending = PendingRound(said.plan_id, said.epoch, members, push.since, whole=self.backlog.behind)
+        if (pending := strand.open.get(said.round)) is None:
+            members, behind = (member,) if key else epoch.members, self.backlog.behind
+            pending = PendingRound(said.plan_id, said.epoch, members, push.since, whole=behind)
         if said.parts and (key or pending.differs(said) or _is_apart(said.parts, self)):
             raise PushAgain(f"no sum may be sent to round {said.round}; each worker has to push by itself")
         for part, each in senders:
@@ -311,10 +307,8 @@ class Rounds:
         """Returns the round that can run now, if any. It counts as running until `complete` or `fail`."""
         if self._running:
             return None
-        for key, strand in [item for item in self.strands.items() if item[1].open]:
-            if (job := self._first(key, strand)) is not None:
-                return job
-        return None
+        found = (self._first(key, strand) for key, strand in list(self.strands.items()) if strand.open)
+        return next((job for job in found if job), None)
 
     def _first(self, key: Key, strand: Strand) -> ReadyRound | None:
         """Returns the first round of a strand, if it can run."""
