@@ -85,7 +85,7 @@ class RoundTraces:
             "paramserver.round": job.round,
             "paramserver.plan": job.plan.id.hex()[:16],
             "paramserver.epoch": job.epoch,
-            "paramserver.contributions": len(job.contributors),
+            "paramserver.contributions": sum(not part.said.observes for part in job.parts),
             "paramserver.left_out": len(record.left_out),
             "paramserver.bytes": sum(part.payload.size for part in job.parts),
             "paramserver.outcome": outcome,

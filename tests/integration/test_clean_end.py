@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -115,10 +116,11 @@ def descriptors():
     return sum(not target.startswith("anon_inode:") for target in open_files())
 
 
-def alone(function):
+def alone(function, **environ):
     """Calls a function in a process of its own: in this one, what other tests have left may begin and end."""
     call = f"from {__name__} import {function.__name__}; {function.__name__}()"
-    done = subprocess.run([sys.executable, "-c", call], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+    keys = {"cwd": ROOT, "env": os.environ | environ, "timeout": SECONDS}
+    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, **keys)
     assert done.returncode == 0, done.stderr
 
 
@@ -161,9 +163,10 @@ def strategies_with_servers_of_their_own():
         held.check()
 
 
-def test_strategies_leave_nothing_in_their_process():
+@pytest.mark.parametrize("aggregation", ["none", "host"])
+def test_strategies_leave_nothing_in_their_process(aggregation):
     """Twenty jobs, one after the other on the same two servers: threads and descriptors stay as they are."""
-    alone(strategies_one_after_the_other)
+    alone(strategies_one_after_the_other, PS_AGGREGATION=aggregation)
 
 
 def test_an_embedded_server_ends_with_its_strategy():

@@ -403,6 +403,16 @@ def test_rounds_of_other_plans_or_epochs_are_in_no_sum(make):
     assert not server.sums
 
 
+@pytest.mark.parametrize("values_of", [(1.0, np.nan), (np.inf, 1.0), (3e38, 3e38)], ids=["NaN", "infinity", "overflow"])
+def test_a_sum_that_is_not_finite_is_not_sent(make, values_of):
+    """A server says whose contribution it is, which a sum does not tell."""
+    server = Server()
+    workers = make(2, server)
+    owns = [worker.push(0, value=value) for worker, value in zip(workers, values_of, strict=True)]
+    assert [values(own) for own in owns] == [[-1.0]] * 2
+    assert not server.sums
+
+
 def test_who_connects_and_says_nothing_stops_nobody(make):
     server = Server()
     leads, follows = make(2, server, 0.5)

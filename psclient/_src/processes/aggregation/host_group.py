@@ -141,7 +141,7 @@ class HostGroup:
 
     def _lead(self, listener: socket.socket) -> Leader:
         try:
-            return Leader(listener, self._session, self._lease / 2, self._lease, self._push, self._variable)
+            return Leader(listener, self._lease / 2, self._lease, self._push, self._variable)
         except BaseException:
             listener.close()
             raise
@@ -166,6 +166,7 @@ class HostGroup:
         """Leaves the others: they find it out at once."""
         with self._lock:
             self._closed, role = True, self._role
+            self._before, self._role = self.summed, None  # its memory is given back with it
         if role is not None:
             role.close()
 

@@ -87,7 +87,6 @@ class Leader:
 
     Args:
         listener: the socket at which the others find it.
-        session: number of this process's session.
         silence: seconds after which another worker counts as gone, if nothing comes from it.
         patience: seconds that a round waits for another worker; after it each pushes by itself.
         push: pushes a sum.
@@ -105,14 +104,12 @@ class Leader:
     def __init__(
         self,
         listener: socket.socket,
-        session: int,
         silence: float,
         patience: float,
         push: Push,
         variable: VariableOf,
     ) -> None:
         self._listener = listener
-        self._session = session
         self._silence, self._patience = silence, patience
         self._push = push
         self._variable = variable

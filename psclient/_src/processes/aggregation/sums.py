@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from pswire.api import Contribution, RoundReply
+from pswire.model.finite import is_finite
 from pswire.model.log import Member
 from pswire.model.plan import Plan
 from pswire.model.tensor import DTYPES, Array, TensorSpec, join, layout
@@ -83,8 +84,8 @@ def sum_of(own: Own, singles: Sequence[Single]) -> tuple[Contribution, Payload] 
         singles: all of them, in task order.
 
     Returns:
-        The contribution, and its payload; None if they do not belong together, or nobody contributes: then a server has
-        to say what is wrong.
+        The contribution, and its payload; None where a server has to say what is wrong: if they do not belong together,
+        nobody contributes, or the sum has NaN or infinity, of which it does not tell whose they are.
     """
     said = [single.said for single in singles]
     rounds = {(each.epoch, each.round, each.plan_id, each.host, len(each.weights)) for each in said}
@@ -110,6 +111,9 @@ def sum_of(own: Own, singles: Sequence[Single]) -> tuple[Contribution, Payload] 
             _add_alike(memory, DTYPES[specs[0].dtype], offsets[len(operands)], [single.payload for single in givers])
         else:
             _add_each(memory, operands, here, givers)
+    sums = zip(offsets[len(operands) :], specs, strict=True)
+    if not all(is_finite(memory[at : at + spec.nbytes].view(DTYPES[spec.dtype])) for at, spec in sums):
+        return None
     want = tuple(dict.fromkeys(id for each in said for id in each.want))
     more, parts = any(each.more for each in said), tuple(said)
     whole = replace(
