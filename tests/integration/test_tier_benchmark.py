@@ -33,3 +33,19 @@ def test_a_small_table_is_measured(tmp_path):
     ]
     assert all(min(line["memory"], line["tier"]) > 0 and line["bound, MiB"] == 7 for line in found)
     assert found[-1]["read"] > 0
+
+
+@pytest.mark.soak
+def test_jobs_are_measured(tmp_path):
+    """Each with its table in memory, in a file, and in one without hints; the benchmark compares their tables."""
+    file = tmp_path / "jobs.json"
+    with disk() as directory:
+        command = [sys.executable, str(ROOT / "benchmarks" / "tier_job.py"), "--path", str(directory)]
+        command += ["--rows", "100000", "--share", "1", "--order", "random", "--laps", "1", "--steps", "6"]
+        done = subprocess.run(
+            [*command, "--json", str(file)], capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(file.read_text(encoding="utf-8"))["tiers"]
+    assert all(found[f"{system}, ms"] > 0 for system in ("memory", "tier", "unhinted"))
+    assert found["unhinted, hinted"] == 0

@@ -249,6 +249,17 @@ def test_zero_grad_forgets_rows():
     assert job(work) == [[0, 2, 3]]
 
 
+def test_a_table_in_memory_takes_no_hints():
+    """A module says what its table says, and hands on what it is told."""
+
+    def work(strategy, worker):
+        module = pst.Embedding(static(strategy))
+        module.hint_ahead(torch.tensor([2, 3]), torch.tensor([4]))
+        return module.takes_hints
+
+    assert job(work) == [False]
+
+
 def test_a_second_backward_to_rows_is_told():
     """As of parameters: in `accumulate` it is right, and adds up; lookups of one backward are no second one."""
 
