@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from pstesting.simulation.clusters import Cluster
-from pstesting.simulation.costs import Costs, LaneCosts
+from pstesting.simulation.costs import OF_FRAMES, Costs, LaneCosts
 from pstesting.simulation.jobs import SimulatedJob
+from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pstesting.simulation.workloads import Workload
 from pswire.cluster import Task
 from pswire.errors import ConfigError, ServerLost
@@ -83,6 +84,26 @@ def test_all_contributions_count_once() -> None:
         }
 
 
+def test_waits_end_in_time_and_leave_no_events() -> None:
+    """A process has one alarm for all its waits: those that end early leave nothing that would come at their ends."""
+    scheduler, waited = Scheduler(), list[float]()
+
+    def work() -> None:
+        for limit in (*[1000.0] * 50, 0.5, 1000.0, 0.25):
+            answer = UnlockedFuture[None]()
+            scheduler.after(1.0, answer.set_result, None)
+            scheduler.wait([answer], limit)
+            waited.append(scheduler.now)
+
+    process = scheduler.spawn(work)
+    scheduler.run(lambda: process.over)
+    assert waited[49:] == [50.0, 50.5, 51.5, 51.75]
+    before = scheduler.events
+    with pytest.raises(RuntimeError, match="nothing is left"):
+        scheduler.run(lambda: False)
+    assert scheduler.events - before <= 4  # the last answer, and an alarm for each change of the limit
+
+
 def test_two_runs_are_equal() -> None:
     """Nothing depends on the machine that simulates, nor on its clock."""
     runs = [SimulatedJob(Cluster(4, Workload(2), COSTS, slow={1: 2.5}), ROUNDS) for _ in range(2)]
@@ -96,7 +117,7 @@ def test_a_round_takes_what_the_links_of_servers_let_through(servers: int) -> No
     """All pushes come in one after the other, while answers leave; who is answered last pushes last, to one by one."""
     rate, dense, workers = 1e8, 4e6, 4
     seen = SimulatedJob(Cluster(workers, Workload(servers, dense), FREE, rate=rate), ROUNDS).train()
-    one = dense / servers / rate
+    one = dense / servers / (OF_FRAMES * rate)
     assert (workers + 1) * one * 0.99 < seen.round_seconds < (workers + servers) * one * 1.01
     assert "links" in seen.bottleneck
 
@@ -105,7 +126,7 @@ def test_a_stream_uses_both_ways_of_a_link_at_once() -> None:
     """What is large is answered while it comes: its round takes the time of one way, and of one piece."""
     rate, dense = 1e8, 64e6
     seen = SimulatedJob(Cluster(1, Workload(1, dense), FREE, rate=rate), ROUNDS).train()
-    assert seen.round_seconds == pytest.approx((1 + 1 / 16) * dense / rate, rel=0.02)
+    assert seen.round_seconds == pytest.approx((1 + 1 / 16) * dense / (OF_FRAMES * rate), rel=0.02)
 
 
 def test_a_straggler_holds_all_up_but_with_backup_workers() -> None:
