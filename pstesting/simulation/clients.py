@@ -209,7 +209,7 @@ class SimulatedWorker(SimulatedProcess):
     Args:
         scheduler, host, servers: as of `SimulatedProcess`.
         cluster: the cluster.
-        spec: its tasks.
+        members: all workers of the job, in order.
         task: the worker's.
         rounds: the rounds that it makes.
         made: called with its task when a round is over for it.
@@ -221,7 +221,7 @@ class SimulatedWorker(SimulatedProcess):
         host: Host,
         servers: Sequence[SimulatedServer],
         cluster: Cluster,
-        spec: ClusterSpec,
+        members: Sequence[Task],
         task: Task,
         rounds: int,
         made: Callable[[Task], object],
@@ -242,7 +242,7 @@ class SimulatedWorker(SimulatedProcess):
             staleness=cluster.staleness,
             copied=cluster.copied,
         )
-        self.group = Group(self.session, (Device.parse("cpu:0"),), spec.tasks("worker"))
+        self.group = Group(self.session, (Device.parse("cpu:0"),), members)
         self.exchange = Exchange(self.session, self.group)
 
     def _script(self) -> None:

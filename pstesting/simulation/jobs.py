@@ -75,11 +75,12 @@ class SimulatedJob:
             server.others = self.servers
         counts = {"ps": servers, "worker": cluster.workers, "chief": 1}
         spec = ClusterSpec({job: [f"{job}:1"] * count for job, count in counts.items()})
+        tasks = spec.tasks("worker")
         with simulated_time(scheduler):
             self.chief = SimulatedChief(scheduler, self._host(), self.servers, cluster, spec)
             self.workers = [
-                SimulatedWorker(scheduler, self._host(), self.servers, cluster, spec, task, rounds, self._made)
-                for task in spec.tasks("worker")
+                SimulatedWorker(scheduler, self._host(), self.servers, cluster, tasks, task, rounds, self._made)
+                for task in tasks
             ]
         for index, factor in cluster.slow.items():
             self.workers[index].strand.slow = factor

@@ -84,10 +84,8 @@ class SimulatedServer:
         self.scheduler, self.host, self.index = scheduler, host, index
         self.costs, self.lane = cluster.costs, cluster.lane_costs
         self.share = share = cluster.workload.on(index)
-        self.pushed, self.answered = (
-            Sliced.of(share.pushed / share.chunks),
-            Sliced.of(SMALL + share.answered / share.chunks),
-        )
+        self.pushed = Sliced.of(share.pushed / share.chunks)
+        self.answered = Sliced.of(SMALL + share.answered / share.chunks)
         self.loop, self.arrays = Strand(host, self), Strand(host, self)
         self.others: Sequence[SimulatedServer] = ()
         self.lines: list[Line] = []

@@ -12,7 +12,7 @@ from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.costs import OF_FRAMES, Costs, LaneCosts
 from pstesting.simulation.jobs import SimulatedJob
 from pstesting.simulation.machines import Host, travel
-from pstesting.simulation.scheduler import Scheduler
+from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pstesting.simulation.workloads import Workload
 from pswire.cluster import Task
 from pswire.errors import ConfigError, ServerLost
@@ -83,6 +83,26 @@ def test_all_contributions_count_once() -> None:
         assert {task: len(times) for task, times in job.times.items()} == {
             Task("worker", index): ROUNDS for index in range(3)
         }
+
+
+def test_waits_end_in_time_and_leave_no_events() -> None:
+    """A process has one alarm for all its waits: those that end early leave nothing that would come at their ends."""
+    scheduler, waited = Scheduler(), list[float]()
+
+    def work() -> None:
+        for limit in (*[1000.0] * 50, 0.5, 1000.0, 0.25):
+            answer = UnlockedFuture[None]()
+            scheduler.after(1.0, answer.set_result, None)
+            scheduler.wait([answer], limit)
+            waited.append(scheduler.now)
+
+    process = scheduler.spawn(work)
+    scheduler.run(lambda: process.over)
+    assert waited[49:] == [50.0, 50.5, 51.5, 51.75]
+    before = scheduler.events
+    with pytest.raises(RuntimeError, match="nothing is left"):
+        scheduler.run(lambda: False)
+    assert scheduler.events - before <= 4  # the last answer, and an alarm for each change of the limit
 
 
 def test_two_runs_are_equal() -> None:
