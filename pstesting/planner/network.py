@@ -34,7 +34,7 @@ WORD = struct.Struct("<cQ")
 """What a connection asks for: to take bytes ("t") and say so, to send them ("s"), one byte ("p"), or the end ("e")."""
 
 BLOCK = 1 << 18
-LEAST, MOST = 1 << 20, 1 << 40
+LEAST, MOST = 1 << 16, 1 << 40
 """Bytes of one request."""
 
 PATIENCE = 20.0

@@ -106,7 +106,7 @@ def test_a_file_says_everything(tmp_path: Path) -> None:
 
 BAD = {
     "wokers: 2": "key wokers is unknown; did you mean workers?",
-    "zebra: 2": "key zebra is unknown; known are args, chief",
+    "zebra: 2": "key zebra is unknown; known are aggregation, args, chief",
     "server: {memory: 1}": "key of server memory is unknown; did you mean memory_limit?",
     "timeouts: {leese: 1}": "key of timeouts leese is unknown; did you mean lease?",
     "security: {tls_crt: a}": "key of security tls_crt is unknown; did you mean tls_cert?",
