@@ -105,13 +105,12 @@ class Link:
             begins: called when its first byte passes.
             args: of that call.
         """
-        if self._waiting:
-            self._waiting.setdefault(other, deque()).append((seconds, begins, args))
-        elif self._free > self._scheduler.now:
-            self._waiting[other] = deque([(seconds, begins, args)])
-            self._scheduler.at(self._free, self._next)
-        else:
+        if not self._waiting and self._free <= self._scheduler.now:
             self._begin(seconds, begins, args)
+            return
+        if not self._waiting:
+            self._scheduler.at(self._free, self._next)
+        self._waiting.setdefault(other, deque()).append((seconds, begins, args))
 
     def _begin(self, seconds: float, begins: Callable[..., object], args: tuple[Any, ...]) -> None:
         self.busy += seconds
@@ -230,9 +229,9 @@ def travel(
     packets = ceil(nbytes / PACKET) or 1
     packet, seconds = Packet(scheduler, source, sink, nbytes / packets, latency), nbytes / packets / source.out.rate
     for _ in range(packets - 1):
-        source.out.pass_(sink, seconds, packet.leave, seconds, _nothing, ())
+        source.out.pass_(sink, seconds, packet.leave, seconds, nothing, ())
     source.out.pass_(sink, seconds, packet.leave, seconds, call, args)
 
 
-def _nothing() -> None:
-    """Does nothing: a message is there with its last packet."""
+def nothing() -> None:
+    """Does nothing: a message is there, and is used, with its last part."""

@@ -13,7 +13,7 @@ from psserver.core.core import Core
 from psserver.effects import Peer, settle
 from psserver.plans.round import BRIEF_BYTES
 from pstesting.simulation.clusters import Cluster
-from pstesting.simulation.machines import Host, Strand, travel
+from pstesting.simulation.machines import Host, Strand, nothing, travel
 from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
@@ -133,7 +133,7 @@ class SimulatedServer:
 
     def _then_settle(self, piece: Callable[[], object]) -> None:
         piece()  # which lets answers leave
-        self.loop.do(self.costs.settle, _nothing)
+        self.loop.do(self.costs.settle, nothing)
 
     def _round_seconds(self, contributions: int) -> float:
         """The time of a round, but for the pieces that were applied before."""
@@ -293,7 +293,7 @@ class Line:
         return answer
 
     def _leave_slice(self, nbytes: float) -> None:
-        self._up(nbytes, nbytes * self._lane.receive_byte, _nothing)
+        self._up(nbytes, nbytes * self._lane.receive_byte, nothing)
 
     def _leave_piece(self, round: int, piece: int, nbytes: float) -> None:
         seconds, epoch = self._lane.piece + nbytes * self._lane.receive_byte, self._server.core.machine.rounds.epoch
@@ -302,7 +302,7 @@ class Line:
 
     def take_piece(self, nbytes: float) -> None:
         """A piece of an answer leaves the server."""
-        self._down(nbytes, self._lane.piece + nbytes * self._lane.take_byte, _nothing)
+        self._down(nbytes, self._lane.piece + nbytes * self._lane.take_byte, nothing)
 
     def _leave(self, said: Contribution, payload: Payload, nbytes: float, answer: Future[RoundReply]) -> None:
         seconds = self._lane.receive + nbytes * self._lane.receive_byte
@@ -315,7 +315,7 @@ class Line:
     def _answer_all(self, sliced: Sliced, answer: Future[RoundReply], made: Future[RoundReply]) -> None:
         slice, lane, do = sliced.slice, self._lane, self._server.loop.do
         for _ in range(sliced.slices - 1):
-            do(slice * lane.answer_byte, self._down, slice, slice * lane.take_byte, _nothing)
+            do(slice * lane.answer_byte, self._down, slice, slice * lane.take_byte, nothing)
         do(lane.answer + slice * lane.answer_byte, self._return, slice, answer, made)
 
     def _return(self, nbytes: float, answer: Future[RoundReply], made: Future[RoundReply]) -> None:
@@ -323,10 +323,6 @@ class Line:
 
     def close(self) -> None:
         """Closes the connection."""
-
-
-def _nothing() -> None:
-    """Does nothing: a part of a message is used with its last one."""
 
 
 def _refuse(work: Callable[[], object]) -> None:

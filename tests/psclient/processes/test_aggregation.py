@@ -98,6 +98,20 @@ def thread_of(worker: Worker) -> threading.Thread:
     return next(each for each in threading.enumerate() if getattr(each, "_target", None) == worker.role._run)
 
 
+def held_in(monkeypatch: pytest.MonkeyPatch, reader: threading.Thread) -> tuple[threading.Event, threading.Event]:
+    """Has a thread stand still where it copies an answer; returns what tells that it does, and what lets it go on."""
+    reads, go, real = threading.Event(), threading.Event(), follower._copied
+
+    def slowly(payload: Payload) -> Payload:
+        if threading.current_thread() is reader:
+            reads.set()
+            assert go.wait(LONG)
+        return real(payload)
+
+    monkeypatch.setattr(follower, "_copied", slowly)
+    return reads, go
+
+
 def _variable(number: int) -> PlacedVariable:
     return PlacedVariable(number, VariableSpec(f"v{number}", TensorSpec("float32", (4,))), (0,))
 
@@ -194,14 +208,7 @@ def test_an_answer_is_not_overwritten_while_it_is_read(make, monkeypatch):
     second = follows.push(1, size)
     leads.push(1, size)
     server.until(2)
-    reads, go, real = threading.Event(), threading.Event(), follower._copied
-
-    def slowly(payload: Payload) -> Payload:
-        reads.set()
-        assert go.wait(LONG)
-        return real(payload)
-
-    monkeypatch.setattr(follower, "_copied", slowly)
+    reads, go = held_in(monkeypatch, thread_of(follows))
     server.answer(0, 111.0, size)
     assert reads.wait(LONG)
     thread = thread_of(leads)
@@ -220,16 +227,7 @@ def test_nothing_is_written_where_one_reads_whose_link_is_over(make, monkeypatch
     first = follows.push(0, size)
     owns = [worker.push(0, size) for worker in (third, leads)]
     server.until(1)
-    reads, go, real = threading.Event(), threading.Event(), follower._copied
-    reader = thread_of(follows)
-
-    def slowly(payload: Payload) -> Payload:
-        if threading.current_thread() is reader:
-            reads.set()
-            assert go.wait(LONG)
-        return real(payload)
-
-    monkeypatch.setattr(follower, "_copied", slowly)
+    reads, go = held_in(monkeypatch, thread_of(follows))
     server.answer(0, 111.0, size)
     assert reads.wait(LONG)
     assert [values(own) for own in owns] == [[111.0]] * 2
