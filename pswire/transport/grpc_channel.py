@@ -26,15 +26,15 @@ OPTIONS = (
 KEEPALIVE = 5.0
 """Seconds at most that nothing may come on a connection until a sign of life is asked for, and until it is missed."""
 
-NOBODY = "nothing listens there"
+NOBODY, SILENT = "nothing listens there", "it is silent"
 
 REASONS = {
     "lookup failed": "the host's name is unknown",
     "DNS": "the host's name is unknown",
     "Connection refused": NOBODY,
     "No route": "there is no route to the host",
-    "Deadline": "it is silent",
-    "timed out": "it is silent",
+    "Deadline": SILENT,
+    "timed out": SILENT,
 }
 """Readings of gRPC's details for people, by a part of them."""
 

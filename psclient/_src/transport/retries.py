@@ -15,7 +15,7 @@ from pswire.cluster import Task
 from pswire.encoding.verbs import UNANSWERED, Verb, refused
 from pswire.errors import BY_NAME, ConfigError, InvalidRequest, PSError, ServerGone, ServerLost, Unreachable
 from pswire.limits import Timeouts
-from pswire.transport.grpc_channel import NOBODY, reason
+from pswire.transport.grpc_channel import NOBODY, SILENT, reason
 
 log = logging.getLogger("psclient.calls")
 
@@ -99,7 +99,7 @@ class Attempts:
         """
         limit = getattr(self._timeouts, verb.deadline) + extra if verb.deadline else float("inf")
         started = time.monotonic()
-        spoke, pause, life = started, FIRST_PAUSE, self._life
+        spoke, pause, life, before = started, FIRST_PAUSE, self._life, ""
         while True:
             self._check()
             if life != self._life:
@@ -123,6 +123,9 @@ class Attempts:
                 self._lost_since = self._lost_since or time.monotonic()
             if isinstance(why, PSError):
                 raise why
+            if why == SILENT and seconds < self._attempt_seconds(verb, float("inf"), extra):
+                why = before or why  # what is left of the deadline may be too short to hear anything
+            before = why
             gone = ends and why == NOBODY
             self._give_up(verb, limit, time.monotonic() - started, why, gone)
             # A server that answers late on purpose is not named here: who waits says for whom.

@@ -125,6 +125,6 @@ def test_without_a_job_nothing_moves(tmp_path, psctl_of):  # noqa: F811
         job.hear(W0, "is")
         for task in (W0, CHIEF, PS0, PS1):
             assert job.exited(task) == 0
-        code, text = psctl_of(job)("rebalance", "--timeout", "1")
+        code, text = psctl_of(job)("rebalance", "--timeout", "3")
         assert code == 2
         assert "nothing listens there" in text
