@@ -77,11 +77,16 @@ class Read(Waiter):
 class Owed(Waiter):
     """A contribution to a round that is over, resent or held back. Its answer has the values of when it goes.
 
-    It waits until no round writes; with bounded staleness also until no other worker is too far behind.
+    It waits until no round writes.
     """
 
     record: Record
     said: Contribution
+
+
+@dataclass(frozen=True, eq=False)
+class Ahead(Owed):
+    """One whose answer waits, with bounded staleness, until no other worker is too far behind; then it is owed."""
 
 
 class Waiters:
@@ -104,7 +109,7 @@ class Waiters:
         rounds: Rounds,
         reply: Callable[[Owed], Sequence[Effect]],
     ) -> None:
-        self.rows: dict[type[Waiter], list[Any]] = {Owed: [], Read: [], Watch: [], Hold: []}
+        self.rows: dict[type[Waiter], list[Any]] = {Owed: [], Ahead: [], Read: [], Watch: [], Hold: []}
         self._log = log
         self._members = members
         self._store = store
@@ -113,6 +118,7 @@ class Waiters:
         self._superseded: list[Future[Any]] = []
         self._looked: tuple[int, int] | None = None  # the version and length that all watches were compared with
         self._held: tuple[object, int] | None = None  # what ends sessions, and the losses, as all holds know them
+        self._waited: tuple[int, object] | None = None  # the clocks, and what ends sessions, as those ahead know them
         self._fresh = 0  # how many holds, the last ones, were compared with neither
 
     def add(self, row: Waiter) -> None:
@@ -126,6 +132,8 @@ class Waiters:
                 self._fresh += 1
             case Watch():
                 self._looked = None
+            case Owed() if not self._rounds.clocks.answers(row.said.session, row.said.round):
+                row = Ahead(row.session, row.future, row.record, row.said)
             case Read(asked=Asked(variables=ids)):
                 if len(set(ids)) != len(ids):
                     raise InvalidRequest("a variable is asked for twice")
@@ -134,7 +142,7 @@ class Waiters:
                 else:
                     self._check(row.asked)
         calls = self.rows[type(row)]
-        mine = [other for other in calls if other.session == row.session]
+        mine = [other for other in calls if other.session == row.session] if len(calls) >= MAX_CALLS else []
         for gone in mine[: max(len(mine) - MAX_CALLS + 1, 0)]:
             calls.remove(gone)
             self._superseded.append(gone.future)
@@ -149,8 +157,8 @@ class Waiters:
 
     def drop(self, watches: Callable[[int], bool]) -> list[Future[Any]]:
         """Drops all calls, but of the watches only those for whose session `watches` holds; returns their futures."""
-        dropped = self.rows[Read] + self.rows[Owed]
-        self.rows[Read], self.rows[Owed] = [], []
+        dropped = self.rows[Read] + self.rows[Owed] + self.rows[Ahead]
+        self.rows[Read], self.rows[Owed], self.rows[Ahead] = [], [], []
         self._held, self._fresh = None, 0
         for kind in (Watch, Hold):
             dropped += [row for row in self.rows[kind] if watches(row.session)]
@@ -169,29 +177,34 @@ class Waiters:
     def held(self) -> tuple[OpenRound, ...]:
         """The rounds whose answers wait for other workers, each once, with those workers."""
         found: dict[tuple[int, int], OpenRound] = {}
-        for row in self.rows[Owed]:
+        for row in self.rows[Ahead]:
             said = row.said
-            behind = self._rounds.clocks.behind(said.session, said.round)
-            if behind:
-                section = f"{self._log.describe(said.plan_id)}; applied, and ahead of others"
-                missing = tuple(sorted(member.task for member in behind))
-                found[said.session, said.round] = OpenRound(said.round, section, missing, True)
+            section = f"{self._log.describe(said.plan_id)}; applied, and ahead of others"
+            missing = tuple(sorted(member.task for member in self._rounds.clocks.behind(said.session, said.round)))
+            found[said.session, said.round] = OpenRound(said.round, section, missing, True)
         return tuple(found.values())
 
-    def due(self, ended: Callable[[int], PSError | None]) -> list[Effect]:
-        """Answers the contributions to rounds that are over, as far as they need not wait any longer."""
+    def due(self, ended: Callable[[int], PSError | None], ends: object) -> list[Effect]:
+        """Answers the contributions to rounds that are over, as far as they need not wait any longer.
+
+        Arguments are those of `answers`.
+        """
         answers: list[Effect] = []
-        if not self.rows[Owed]:
-            return answers
+        waited = self._rounds.clocks.version, ends
+        if self.rows[Ahead] and waited != self._waited:
+            for row in self._take(Ahead, self._is_near, ended, answers):
+                self.rows[Owed].append(Owed(row.session, row.future, row.record, row.said))
+        self._waited = waited
         for owed in self._take(Owed, self._can_go, ended, answers):
             answers += self._reply(owed)
         return answers
 
+    def _is_near(self, row: Ahead) -> bool:
+        return self._rounds.clocks.answers(row.said.session, row.said.round)
+
     def _can_go(self, row: Owed) -> bool:
         reads = bool(row.said.want or row.said.lookups)
-        if self._store.lent or (reads and self._rounds.backlog.behind):
-            return False
-        return self._rounds.clocks.answers(row.said.session, row.said.round)
+        return not self._store.lent and not (reads and self._rounds.backlog.behind)
 
     def answers(self, now: float, ended: Callable[[int], PSError | None], ends: object) -> list[Effect]:
         """Answers the calls that need not wait any longer.
@@ -206,7 +219,7 @@ class Waiters:
             error = InvalidRequest(f"{MAX_CALLS} later calls of this session wait as well; make fewer at a time")
             answers += [Fail(future, error) for future in self._superseded]
             self._superseded = []
-        answers += self.due(ended)
+        answers += self.due(ended, ends)
         answers += map(self._read, self._take(Read, self._can_read, ended, answers))
         look = self._members.version, len(self._log.entries)
         if look != self._looked:  # else no session has ended either

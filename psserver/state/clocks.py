@@ -18,14 +18,16 @@ class Clocks:
 
     Attributes:
         bound: k, the most rounds that an answered worker may be ahead of another one.
+        version: changes where an answer that waits may have to wait no longer.
     """
 
     def __init__(self) -> None:
-        self.bound = 0
+        self.bound = self.version = 0
         self._members: dict[int, Member] = {}
         self._at: dict[int, int] = {}
         self._resting: set[int] = set()
         self._saves: dict[int, int] = {}
+        self._counts: dict[int, int] = {}  # by clock, how many of those that count are there
 
     def close_epoch(self, before: Epoch | None, epoch: Epoch) -> None:
         """Enters a new epoch.
@@ -42,7 +44,9 @@ class Clocks:
             self.bound = member.staleness
             self._members[session] = member
             self._at[session] = epoch.start.round - 1 if epoch.start else -1
-            if before is not None:
+            if before is None:
+                self._count(session)
+            else:
                 self._resting.add(session)
 
     def tell(self, session: int, next: int) -> None:
@@ -53,6 +57,7 @@ class Clocks:
         if session not in self._members:
             return
         if next == RESTS:
+            self._discount(session)
             self._resting.add(session)
         else:
             self._reach(session, next - 1)
@@ -61,19 +66,37 @@ class Clocks:
         """A round of a worker is over here; `saves` if it only orders a checkpoint, which is no tick."""
         if session in self._members:
             self._saves[session] = self._saves.get(session, 0) + saves
+            self.version += saves
             self._reach(session, self._clock(session, round))
 
     def _reach(self, session: int, clock: int) -> None:
-        least = self._least(session) if session in self._resting else None
+        least = self._least if session in self._resting else None
+        self._discount(session)
         self._at[session] = max(self._at[session], clock, clock if least is None else least)
         self._resting.discard(session)
+        self._count(session)
 
     def leave(self, session: int) -> None:
         """A worker has left, or is lost: nobody waits for it any more."""
+        self._discount(session)
         self._members.pop(session, None)
         self._at.pop(session, None)
         self._saves.pop(session, None)
         self._resting.discard(session)
+
+    def _count(self, session: int) -> None:
+        at = self._at[session]
+        self._counts[at] = self._counts.get(at, 0) + 1
+
+    def _discount(self, session: int) -> None:
+        """A clock changes, or counts no longer, if it did."""
+        if session not in self._at or session in self._resting:
+            return
+        at = self._at[session]
+        self._counts[at] -= 1
+        if not self._counts[at]:
+            self.version += at == self._least
+            del self._counts[at]
 
     @property
     def sessions(self) -> tuple[int, ...]:
@@ -86,7 +109,11 @@ class Clocks:
 
     def answers(self, session: int, round: int) -> bool:
         """Returns whether the answer of a round may go; of a session without a clock it always may."""
-        return not self.behind(session, round)
+        if session not in self._members:
+            return True
+        least = self._clock(session, round) - self.bound
+        behind = sum(count for at, count in self._counts.items() if at < least)
+        return behind == (session not in self._resting and self._at[session] < least)  # it does not wait for itself
 
     def behind(self, session: int, round: int) -> list[Member]:
         """Returns for whom the answer of a round waits."""
@@ -98,8 +125,10 @@ class Clocks:
     def _clock(self, session: int, round: int) -> int:
         return round - self._saves.get(session, 0)
 
-    def _least(self, but: int) -> int | None:
-        return min((at for session, at in self.counted.items() if session != but), default=None)
+    @property
+    def _least(self) -> int | None:
+        """The least clock that counts."""
+        return min(self._counts, default=None)
 
     @property
     def counted(self) -> Mapping[int, int]:
@@ -114,4 +143,4 @@ class Clocks:
     @property
     def gap(self) -> int:
         """Rounds between the foremost and the hindmost clock that count; 0 where there are none."""
-        return max(self.counted.values(), default=0) - min(self.counted.values(), default=0)
+        return max(self._counts, default=0) - min(self._counts, default=0)

@@ -63,7 +63,7 @@ class Rounds:
         last: the last complete round, -1 before the first; in asynchronous mode the number of complete rounds, less
             one.
         closed: number of rounds that are over, in asynchronous mode only of those that order a checkpoint.
-        strands: all strands, with their rounds; the next to run comes first.
+        strands: all strands, with their rounds.
         epochs: all of them that are known here, by number.
         clocks: how far the workers with bounded staleness are.
         chunks: the batches that are handed out, and done by rounds.
@@ -90,6 +90,7 @@ class Rounds:
         self._parked = Parked()
         self._effects: list[Effect] = []  # of the running method, which returns them
         self._running: tuple[Key, int] | None = None
+        self._turns: dict[Key, None] = {}  # strands with open rounds, the next to run first
         self._closures = ClosuresOver()
         self.backlog.clear()
         self.chunks = ChunkQueue(lambda session: any(session in each.parts for _, each in self._open()))
@@ -194,6 +195,7 @@ class Rounds:
         for part, each in senders:
             self._check_order(strand, part, each)
         strand.open[said.round] = pending
+        self._turns.setdefault(key)
         if pending.differs(said) and joins(said, self.epochs) and only_newcomers(pending, self.epochs):
             pending.doubtful.append(push)
             return
@@ -305,16 +307,12 @@ class Rounds:
 
     def next_job(self) -> ReadyRound | None:
         """Returns the round that can run now, if any. It counts as running until `complete` or `fail`."""
-        if self._running:
-            return None
-        found = (self._first(key, strand) for key, strand in list(self.strands.items()) if strand.open)
-        return next((job for job in found if job), None)
+        return None if self._running else next(filter(None, map(self._first, list(self._turns))), None)
 
-    def _first(self, key: Key, strand: Strand) -> ReadyRound | None:
+    def _first(self, key: Key) -> ReadyRound | None:
         """Returns the first round of a strand, if it can run."""
-        while strand.open:
-            number = min(strand.open)
-            pending = strand.open[number]
+        while (strand := self.strands.get(key)) and strand.open:
+            number, pending = min(strand.open.items())
             plan = self.plans.get(pending.plan_id) or self._declined.get(pending.plan_id)
             pending.error = pending.error or self.refused.get(pending.plan_id)
             voters, called = pending.voters(plan) if plan else (), self.votes.called(number, pending.attempt)
@@ -332,6 +330,7 @@ class Rounds:
                 self._running = key, number
                 section = partial(self._describe, pending.plan_id)
                 return pending.ready(number, plan, self.fenced, section, key, strand.last)
+        del self._turns[key]
         return None
 
     def open(self, vote: Vote, now: float) -> None:
@@ -344,6 +343,7 @@ class Rounds:
         if plan is not None and plan.server in plan.plan.servers and epoch is not None and vote.round > strand.last:
             pending = PendingRound(vote.plan_id, vote.epoch, epoch.members, now, whole=self.backlog.behind)
             strand.open.setdefault(vote.round, pending)
+            self._turns.setdefault(None)
 
     def complete(
         self, job: ReadyRound, given: Given, dropped: Sequence[Task] = (), warnings: Sequence[str] = ()
@@ -398,8 +398,8 @@ class Rounds:
         plan = self.plans.get(record.plan_id)
         saves = plan is not None and plan.plan.snapshot is not None
         self.closed += key is None or saves
-        # To the end of the line: a fast worker must not keep the others from their turn.
-        strand = self.strands[key] = self.strands.pop(key)
+        self._turns[key] = self._turns.pop(key)  # to the end: a fast worker must not keep the others from their turn
+        strand = self.strands[key]
         if key is None:
             self.votes.close(number)
         elif not isinstance(key, Own):

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from psserver.core.waiting import MAX_CALLS, Asked, Hold, Owed, Read, Waiters, Watch
+from psserver.core.waiting import MAX_CALLS, Ahead, Asked, Hold, Owed, Read, Waiters, Watch
 from psserver.devices import Device
 from psserver.effects import Fail, Reply, Work, attempt, settle
 from psserver.state.clocks import Clocks
 from pswire.api import UNTIL_ENDED, UNTIL_GONE
+from pswire.cluster import Task
 from pswire.errors import Fenced, InvalidRequest
+from pswire.model.log import Epoch, Member
 
 ONE, TWO = 1, 2
 """Sessions."""
@@ -43,9 +45,9 @@ class Table:
         return [Reply(row.future, "the answer")]
 
     def add(self, kind, session=ONE, after=0):
-        """The future of a call that waits."""
+        """The future of a call that waits; `after` is the round of one that is owed."""
         future = Future()
-        said = SimpleNamespace(session=session, round=0, want=(), lookups=())
+        said = SimpleNamespace(session=session, round=after, want=(), lookups=())
         more = {Watch: (after, -1), Hold: (after, UNTIL_GONE), Read: (Asked((0,), after),), Owed: ("record", said)}[
             kind
         ]
@@ -177,3 +179,67 @@ def test_a_variable_that_is_written_is_not_read(table):
     assert done(*futures) == [False, True]
     with pytest.raises(InvalidRequest, match="twice"):
         table.waiters.add(Read(ONE, Future(), Asked((1, 1), 0)))
+
+
+def bounded(table, workers):
+    """Workers with bounded staleness, none of which may be more than a round ahead; all begin with round 0."""
+    members = tuple(Member(Task("worker", each), each + 1, 1, "bounded", staleness=1) for each in range(workers))
+    table.rounds.clocks.close_epoch(None, Epoch(1, members))
+    table.store.lent = set()
+
+
+def test_an_answer_ahead_waits_until_the_last_has_come_near(table):
+    """And as all others, while a round writes."""
+    bounded(table, 3)
+    clocks = table.rounds.clocks
+    for session in (ONE, TWO):
+        clocks.over(session, 1, False)
+    futures = [table.add(Owed, session, 1) for session in (ONE, TWO)]
+    table.progress()
+    assert (done(*futures), len(table.waiters.rows[Ahead])) == ([False, False], 2)
+    table.store.lent = {0}
+    clocks.over(3, 0, False)
+    table.progress()
+    assert (done(*futures), table.waiting()) == ([False, False], (0, 0, 0, 2))
+    table.store.lent = set()
+    table.progress()
+    assert done(*futures) == [True, True]
+
+
+def test_who_is_ahead_is_looked_at_when_the_last_moves(table):
+    """Of a thousand workers most may be ahead, and each push of another one must not look at them all."""
+    bounded(table, 50)
+    clocks, looked = table.rounds.clocks, []
+    for session in range(1, 49):
+        clocks.over(session, 1, False)
+        table.add(Owed, session, 1)
+    table.progress()
+    for _ in range(3):
+        table.waiters.answers(0.0, looked.append, 0)
+    clocks.over(49, 0, False)  # one of the last two
+    looked.clear()
+    table.waiters.answers(0.0, looked.append, 0)
+    assert not looked
+    clocks.over(50, 0, False)
+    assert len(table.waiters.answers(0.0, looked.append, 0)) == 48
+
+
+def test_who_is_ahead_and_has_ended_is_told_why(table):
+    """Nobody else moves."""
+    bounded(table, 2)
+    table.rounds.clocks.over(ONE, 1, False)
+    future = table.add(Owed, ONE, 1)
+    table.progress()
+    table.ended[ONE] = Fenced("it was ended")
+    table.progress()
+    assert future.exception(0) is table.ended[ONE]
+    assert not table.waiters.rows[Ahead]
+
+
+def test_who_is_ahead_is_given_up_with_all(table):
+    """When a job begins anew."""
+    bounded(table, 2)
+    table.rounds.clocks.over(ONE, 1, False)
+    future = table.add(Owed, ONE, 1)
+    assert table.waiters.drop(lambda session: True) == [future]
+    assert not table.waiters.rows[Ahead]

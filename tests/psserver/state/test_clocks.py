@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from psserver.state.clocks import Clocks
 from pswire.api import RESTS
@@ -136,3 +138,39 @@ def test_other_modes_have_no_clocks(mode):
     assert found.gap == 0
     assert found.answers(1, 100)
     assert found.begins(1, 100)
+
+
+MEMBERS = [Member(Task("worker", index), index + 1, 1, "bounded", staleness=2) for index in range(4)]
+
+DONE = st.one_of(
+    st.tuples(st.just("over"), st.integers(1, 5), st.integers(0, 9), st.booleans()),
+    st.tuples(st.just("tell"), st.integers(1, 5), st.sampled_from([RESTS, *range(9)])),
+    st.tuples(st.just("leave"), st.integers(1, 5)),
+    st.tuples(st.just("come"), st.integers(0, 4), st.integers(0, 9)),
+)
+"""What may happen to clocks, of sessions 1 to 4 that are members and 5 that is none."""
+
+
+@given(st.lists(DONE, max_size=30))
+def test_whoever_comes_and_goes_an_answer_goes_once_nobody_is_behind(done):
+    """And the version tells where one that waited may go: who looks at nothing else misses none."""
+    found = clocks(*MEMBERS[:2])
+    asked = [(session, round) for session in range(1, 6) for round in range(12)]
+    for verb, *args in done:
+        goes, version = {each for each in asked if found.answers(*each)}, found.version
+        if verb == "come":
+            late(found, *MEMBERS[: args[0]], start=args[1])
+        else:
+            getattr(found, verb)(*args)
+        now = {each for each in asked if found.answers(*each)}
+        assert now == {each for each in asked if not found.behind(*each)}
+        counted = found.counted.values()
+        assert found.gap == max(counted, default=0) - min(counted, default=0)
+        over = {(session, round) for session, round in now - goes if _is_over(found, session, round)}
+        assert verb == "come" or found.version != version or not over
+
+
+def _is_over(found, session, round):
+    """Whether a round may wait for its answer: it is over, and its worker's clock says so."""
+    at = {member.session: clock for member, clock in found.all}
+    return session in at and round <= at[session]
