@@ -32,7 +32,11 @@ class Task:
         return f"/job:{self.job}/task:{self.index}"
 
     def __lt__(self, other: Task) -> bool:
-        return (_rank(self.job), self.index) < (_rank(other.job), other.index)
+        return self.order() < other.order()
+
+    def order(self) -> tuple[int, int]:
+        """Returns by what tasks are ordered: the job, and the index."""
+        return _rank(self.job), self.index
 
     @classmethod
     def parse(cls, text: str) -> Task:

@@ -202,13 +202,13 @@ class Strand:
     @property
     def newest(self) -> int:
         """The last round with a contribution, complete or not."""
-        return max([self.last, *self.open])
+        return max(self.last, *self.open) if self.open else self.last
 
     @property
     def positions(self) -> tuple[Position, ...]:
         """Positions of its members' datasets, from the newest round that has some."""
-        found = (self.open[number].positions for number in sorted(self.open, reverse=True))
-        return next(filter(None, found), self.settled)
+        newest = sorted(self.open, reverse=True)
+        return next((found for number in newest if (found := self.open[number].positions)), self.settled)
 
     def begin_at(self, round: int) -> None:
         """Takes part from this round on; what is open of those before was made without this server."""
@@ -248,9 +248,8 @@ def forget_own(strands: MutableMapping[Key, Strand], fenced: Set[int]) -> None:
 
 def places_of(strands: Mapping[Key, Strand], clocks: Iterable[tuple[Member, int]]) -> tuple[WorkerProgress, ...]:
     """Returns the progress of each task that makes rounds of its own, or has a clock, in task order."""
-    own, at = (
-        {key: strand for key, strand in strands.items() if isinstance(key, Task)},
-        {member.task: at for member, at in clocks},
-    )
-    found = [(task, own.get(task, Strand())) for task in sorted({*own, *at})]
-    return tuple(WorkerProgress(task, one.newest, one.positions, at.get(task, -1) + 1) for task, one in found)
+    own = {key: strand for key, strand in strands.items() if isinstance(key, Task)}
+    at = {member.task: at for member, at in clocks}
+    none = Strand()  # of who has a clock alone
+    found = [(task, own.get(task, none)) for task in sorted(own.keys() | at.keys(), key=Task.order)]
+    return tuple([WorkerProgress(task, one.newest, one.positions, at.get(task, -1) + 1) for task, one in found])

@@ -24,6 +24,9 @@ log = logging.getLogger("psclient")
 PAUSES = 0.001, 0.1
 """Seconds between two questions, at first and at last."""
 
+LOOKS = 0.1, 1.0
+"""Seconds between two looks at all servers, at first and at last. What they say is as long as there are processes."""
+
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
@@ -85,8 +88,11 @@ class FirstValues:
         """
         session, ahead = self._session, self._group.ahead() if missing else ()
         deadline, said, pause = session.deadline(session.timeouts.round), time.monotonic(), PAUSES[0]
+        first, look, looks = ahead[0].task if ahead else None, said + LOOKS[0], LOOKS[0]
         while ahead and missing:
-            first = self._first(ahead)
+            if time.monotonic() >= look:
+                first, looks = self._first(ahead), min(2 * looks, LOOKS[1])
+                look = time.monotonic() + looks
             # Asked behind that: who has come to a round by now has given its values before.
             if len(ask(missing[:1])) == 0 or first is None:
                 missing = ask(missing)

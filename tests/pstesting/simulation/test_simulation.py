@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from psserver.core.core import Core
 from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.costs import OF_FRAMES, Costs, LaneCosts
 from pstesting.simulation.jobs import SimulatedJob
@@ -17,6 +19,7 @@ from pstesting.simulation.workloads import Workload
 from pswire.cluster import Task
 from pswire.errors import ConfigError, ServerLost
 from pswire.limits import Timeouts
+from pswire.model.status import ServerStatus
 
 US = 1e-6
 
@@ -83,6 +86,24 @@ def test_all_contributions_count_once() -> None:
         assert {task: len(times) for task, times in job.times.items()} == {
             Task("worker", index): ROUNDS for index in range(3)
         }
+
+
+def test_a_thousand_workers_ask_servers_for_their_state_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state is as long as there are workers: who waits for a first value asks for some of it, and looks now and then.
+
+    Here the first worker takes seconds until it gives its own.
+    """
+    asked, status, workers, servers = Counter[int](), Core.status, 20, 2
+
+    def counted(core: Core) -> ServerStatus:
+        asked[core.task.index] += 1
+        return status(core)
+
+    monkeypatch.setattr(Core, "status", counted)
+    job = SimulatedJob(Cluster(workers, Workload(servers), COSTS, slow={0: 1e5}), 1)
+    with pytest.raises(RuntimeError, match="10 s have passed"):
+        job.train(10.0)
+    assert 0 < max(asked.values()) < 30 * workers
 
 
 def test_waits_end_in_time_and_leave_no_events() -> None:
