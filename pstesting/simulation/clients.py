@@ -19,7 +19,6 @@ from psclient._src.rounds import counters, creation, first_values, read_cache, r
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.rounds import Exchange, Outgoing
 from psclient._src.transport import hosting, patience, session
-from psclient._src.transport.daemon_threads import settle
 from psclient._src.transport.patience import Deadline, Patience, until_free
 from psclient._src.transport.session import Session
 from psserver.core import core
@@ -34,6 +33,7 @@ from pswire.cluster import ClusterSpec, Task
 from pswire.errors import PSError, ServerGone
 from pswire.model.log import Gone
 from pswire.telemetry import reminder
+from pswire.transport.futures import settle
 
 T = TypeVar("T")
 

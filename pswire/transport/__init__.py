@@ -6,5 +6,6 @@ grpc_frames    parts as gRPC messages
 sockets        messages and payloads on plain sockets; tls_socket on encrypted ones
 shared_memory  memory that two processes of one host share
 scratch        buffers to receive into, lent while something comes
+futures        hands on answers of calls that wait
 traffic        counts bytes for the metrics
 """

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from pswire.errors import PSError
+from pswire.transport.futures import settle
 
 T = TypeVar("T")
 
@@ -73,28 +74,6 @@ class Threads:
             del task  # with it go the arrays that it sent
             with self._lock:
                 self._idle += 1
-
-
-def settle(future: Future[T], work: Callable[[], T]) -> None:
-    """Answers a future with the result of a function, or with what it raises."""
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = work()
-    except BaseException as error:  # whatever it is, it belongs to who waits
-        future.set_exception(error)
-        del future, work  # else the error, by its traceback, and the future hold each other, and a call's connection
-    else:
-        future.set_result(result)
-
-
-def follow(future: Future[T], other: Future[T]) -> None:
-    """Answers a future as another one, which is over."""
-    error = other.exception()
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(other.result())
 
 
 def check_startable() -> None:

@@ -10,10 +10,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from psclient._src.transport.daemon_threads import Threads, settle
+from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.lane import Answered, Lane, LaneLost, Offer
 from pswire.errors import PSError
 from pswire.model.status import Pace
+from pswire.transport.futures import settle
 from pswire.transport.payload import Payload
 from pswire.transport.traffic import LANES, LaneName, Traffic
 

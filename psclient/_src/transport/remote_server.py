@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 
 from psclient._src.config import grpc_streams
 from psclient._src.transport import older_server, tls_diagnosis
-from psclient._src.transport.daemon_threads import Threads, follow
+from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.grpc_calls import GrpcCalls
 from psclient._src.transport.lane import Answered, Lane, Offer
 from psclient._src.transport.lane_selector import LaneSelector
@@ -57,6 +57,7 @@ from pswire.model.status import STILL, Pace
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.security.names import certificate_name, task_name
+from pswire.transport.futures import follow
 from pswire.transport.grpc_channel import Interceptor
 from pswire.transport.payload import Payload
 from pswire.transport.traffic import LaneName, traffic

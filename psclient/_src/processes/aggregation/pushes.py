@@ -12,6 +12,7 @@ from pswire.api import Contribution, ParameterServer, RoundReply
 from pswire.errors import PSError, PushAgain, ServerGone
 from pswire.model.log import Epoch
 from pswire.model.plan import Plan
+from pswire.transport.futures import follow
 from pswire.transport.payload import Payload
 
 
@@ -65,9 +66,8 @@ class Pushes:
 
 def _answered(push: Callable[[], Future[RoundReply]], answer: Future[RoundReply], pushed: Future[RoundReply]) -> None:
     """Hands on what a push came to, or pushes once more. No closure, whose cycle would keep the values of the round."""
-    error = pushed.exception()
-    if not isinstance(error, PushAgain):
-        answer.set_exception(error) if error is not None else answer.set_result(pushed.result())
+    if not isinstance(pushed.exception(), PushAgain):
+        follow(answer, pushed)
         return
     try:
         push().add_done_callback(partial(_answered, push, answer))

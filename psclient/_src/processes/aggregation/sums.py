@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +15,7 @@ from pswire.model.finite import is_finite
 from pswire.model.log import Member
 from pswire.model.plan import Plan
 from pswire.model.tensor import DTYPES, Array, TensorSpec, join, layout
+from pswire.transport.futures import follow
 from pswire.transport.payload import Payload
 
 
@@ -50,14 +52,7 @@ class Own:
         except Exception as error:
             self.future.set_exception(error)
         else:
-            pushed.add_done_callback(self._follow)
-
-    def _follow(self, pushed: Future[RoundReply]) -> None:
-        error = pushed.exception()
-        if error is None:
-            self.future.set_result(pushed.result())
-        else:
-            self.future.set_exception(error)
+            pushed.add_done_callback(partial(follow, self.future))
 
 
 class Single(Protocol):
