@@ -389,8 +389,8 @@ class Rounds:
 
     def unused(self, job: ReadyRound) -> list[Effect]:
         """Lets go of what late members have sent of a round that is over: nobody will read it, nor what still comes."""
-        sent = self.strands[job.strand].open[job.round].sent if job.late else []
-        return [Run(part.payload.discard) for part in sent if part.said.session not in job.sessions]
+        sent, used = self.strands[job.strand].open[job.round].sent if job.late else [], job.sessions
+        return [Run(part.payload.discard) for part in sent if part.said.session not in used]
 
     def _close(self, key: Key, number: int, record: Record) -> list[Waiter]:
         self._running = None
