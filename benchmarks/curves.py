@@ -3,10 +3,10 @@
 
     python benchmarks/curves.py [--quick] [--most N] --costs FILE [--mode MODE ...] [--json FILE]
 
-Each worker and each server has a host of its own, of the kind that `psctl calibrate` measured. Every tenth process is a
-server. A worker computes for `STEP` seconds between two rounds; one in fifty takes half as long again. `speedup` is
-how many rounds all workers make in a second, each by its median round, over what one alone does; an ideal cluster has
-as much as it has workers.
+Each server has a host of its own, of the kind that `psctl calibrate` measured, and so has each worker, but in the modes
+with ten of them to a host, who push by themselves or in sums. Every tenth process is a server. A worker computes for
+`STEP` seconds between two rounds; one in fifty takes half as long again. `speedup` is how many rounds all workers make
+in a second, each by its median round, over what one alone does; an ideal cluster has as much as it has workers.
 
 `--json FILE` writes `{"format", "costs", "rows"}`.
 """
@@ -51,6 +51,8 @@ MODES: dict[str, dict[str, Any]] = {
     "sync, 2 % backup workers": {"backup_workers": 0.02},
     "bounded, 4 rounds": {"mode": "bounded", "staleness": 4},
     "async": {"mode": "async"},
+    "sync, 10 to a host": {"per_host": 10},
+    "sync, sums of 10": {"per_host": 10, "aggregation": True},
 }
 
 

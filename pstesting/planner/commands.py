@@ -125,6 +125,7 @@ def _table(text: str) -> tuple[float, int]:
 
 @click.command()
 @click.option("--workers", type=click.IntRange(1), required=True, help="Number of workers.")
+@click.option("--per-host", type=click.IntRange(1), default=1, show_default=True, help="Workers that share a host.")
 @click.option("--parameters", default="0", show_default=True, help="Bytes of all dense variables, such as 10GB.")
 @click.option("--variables", type=click.IntRange(1), default=100, show_default=True, help="Number of dense variables.")
 @click.option("--rows", help="Rows of all tables, and numbers of a row, such as 200M:64.")
@@ -154,6 +155,7 @@ def _table(text: str) -> tuple[float, int]:
 @click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")
 def plan(
     workers: int,
+    per_host: int,
     parameters: str,
     variables: int,
     rows: str | None,
@@ -211,6 +213,7 @@ def plan(
             _seconds(mtbf, "--mtbf") or math.inf,
             _seconds(save_every, "--save-every"),
             _seconds(restart, "--restart"),
+            per_host,
         )
     )
     if plot is not None:
@@ -227,6 +230,7 @@ def plan(
     lines += [
         (f"with one worker {planning.SLOW:g} times slower", found.slow),
         ("the same, and a backup worker", found.backed),
+        ("where workers of a host send sums (aggregation)", found.summed),
     ]
     shown = {each.servers: each for each in found.tried}
     lost = [(f"with{'' if copies else 'out'} copies", found.chosen.lost)]
@@ -277,6 +281,9 @@ def _drawn(costs: Costs) -> Table:
     )
     rows.append(["a variable", f"{1e6 * costs.step_variable:.1f}", f"{1e6 * costs.round_variable:.1f}"])
     rows.append(["a row", f"{1e6 * costs.step_row:.2f}", f"{1e6 * costs.row:.2f}"])
+    rows.append(
+        ["a worker in a sum", f"{4e6 * costs.hand:.0f}", f"{1e6 * costs.part:.0f}", f"{4e12 * costs.hand_byte:.0f}"]
+    )
     return table(
         ("processor time", "worker, us", "server, us", "worker, ns/KB", "server, ns/KB", "latency, us"),
         rows,

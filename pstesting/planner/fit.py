@@ -25,6 +25,12 @@ SMALL = 4000.0
 """Bytes of a round whose bytes cost nothing."""
 
 
+LARGE = 2e6
+"""Bytes of one whose bytes cost most."""
+
+SUMMED = 2, 8
+"""Workers by whose difference it is told what one more in a sum costs."""
+
 ALONE = 3.0
 """How much more a cell counts whose processes do not share cores, as those of a cluster do not."""
 
@@ -33,19 +39,19 @@ MANY = 4
 
 MOST_SWITCH = 1e-3
 
-SIMULATED_ROUNDS = 8
+SIMULATED_ROUNDS, ROUNDS_OF_SUMS = 8, 40
 
 TURNS = 2
 
 
 def cells_of(lane: LaneName) -> list[list[Cell]]:
     """Returns the cells by which the costs of a lane are told apart, by the jobs that time them."""
-    small, many, large = Workload(1, SMALL), Workload(1, 64 * SMALL, 64), Workload(1, 2e6)
+    small, many, large = Workload(1, SMALL), Workload(1, 64 * SMALL, 64), Workload(1, LARGE)
     stream, rows = Workload(1, 32e6, 8), Workload(1, 0.0, 0, 4096, 64)
     return [
         [Cell(lane, 1, work) for work in (small, many, large, stream, rows)],
         [Cell(lane, 2, work) for work in (small, large)],
-        [Cell(lane, 1, Workload(2, 2 * SMALL, 2)), Cell(lane, 1, Workload(2, 2e6, 4))],
+        [Cell(lane, 1, Workload(2, 2 * SMALL, 2)), Cell(lane, 1, Workload(2, LARGE, 4))],
         [Cell(lane, 8, work) for work in (small, large)],
         [Cell(lane, 4, Workload(2, 2 * SMALL, 2))],
     ]
@@ -75,11 +81,12 @@ def _less_switches(cell: Cell, took: Timed, costs: Costs) -> Timed:
 
 def seen(cell: Cell, costs: Costs, rounds: int = SIMULATED_ROUNDS) -> Timed:
     """Returns what a cell takes in a simulation of so many rounds."""
-    cluster = Cluster(cell.workers, cell.workload, costs, cell.lane, cell.rate, one_host=cell.rate == inf)
+    one_host, sums = cell.rate == inf, cell.aggregation
+    cluster = Cluster(cell.workers, cell.workload, costs, cell.lane, cell.rate, one_host, aggregation=sums)
     found = SimulatedJob(cluster, rounds).train()
     seconds = found.seconds / (rounds - 1)
     server = seconds * (found.use["the servers' event loops"] + found.use["the servers' array work"])
-    return Timed(found.round_seconds, server, seconds * found.use["the workers' processors"])
+    return Timed(found.round_seconds, server, seconds * found.average["the workers' processors"])
 
 
 def _without_switches(timed: AllTimed) -> Costs:
@@ -109,11 +116,37 @@ def _without_switches(timed: AllTimed) -> Costs:
 
 def calibrated(lanes: Sequence[LaneName]) -> Costs:
     """Times jobs on this machine, and returns its costs; raises `PSError` where a process failed."""
-    timed = {
-        lane: [pair for cells in cells_of(lane) for pair in zip(cells, time_cells(cells), strict=True)]
-        for lane in lanes
-    }
-    return fitted(timed)
+    costs = fitted({lane: _timed(cells_of(lane)) for lane in lanes})
+    return with_sums(costs, _timed(cells_of_sums(lanes[0])))
+
+
+def _timed(jobs: Sequence[Sequence[Cell]]) -> list[tuple[Cell, Timed]]:
+    return [pair for cells in jobs for pair in zip(cells, time_cells(cells), strict=True)]
+
+
+def cells_of_sums(lane: LaneName) -> list[list[Cell]]:
+    """Returns the cells by which it is told what sums cost, by the jobs that time them."""
+    small, large = Workload(1, SMALL), Workload(1, LARGE)
+    few, many = SUMMED
+    return [
+        [Cell(lane, few, small, aggregation=True)],
+        [Cell(lane, many, work, aggregation=True) for work in (small, large)],
+    ]
+
+
+def with_sums(costs: Costs, timed: Sequence[tuple[Cell, Timed]]) -> Costs:
+    """Returns the costs with those of sums: what the cells of `cells_of_sums` took beyond all that is known of them."""
+
+    def beyond(cell: Cell, took: Timed) -> tuple[float, float]:
+        known = seen(cell, costs, ROUNDS_OF_SUMS)
+        return took.server - known.server, took.worker - known.worker
+
+    few, small, large = timed
+    workers, fewer = small[0].workers, few[0].workers
+    handed = 4 * (workers - 1) / workers  # a contribution and its answer, by two each; the first's is not
+    costs = replace(costs, part=max(beyond(*small)[0] - beyond(*few)[0], 0.0) / (workers - fewer))
+    costs = replace(costs, hand=max(beyond(*small)[1], 0.0) / handed)
+    return replace(costs, hand_byte=max(beyond(*large)[1], 0.0) / handed / large[0].workload.on(0).pushed)
 
 
 def _switch(costs: Costs, timed: Sequence[tuple[Cell, Timed]]) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pstesting.hosts import Host, HostCluster, Hosts
 from pstesting.processes import ProcessCluster
@@ -38,12 +38,14 @@ class Cell:
         workload: a training step.
         rate: bytes per second, each way, of the network of hosts of which each process has one; infinite for processes
             that share one host.
+        aggregation: True if its workers, which share a host, sum what they contribute.
     """
 
     lane: LaneName
     workers: int
     workload: Workload
     rate: float = inf
+    aggregation: bool = False
 
     @property
     def rounds(self) -> int:
@@ -100,12 +102,12 @@ def _rounds_of(strategy: Any, name: str, dense: float, count: int, ids: int, wid
     return make_round
 
 
-def _train(cells: list[tuple[float, int, int, int, int, int]]) -> None:
+def _train(cells: list[tuple[float, int, int, int, int, int]], aggregation: Literal["none", "host"]) -> None:
     """The script of each worker: makes the rounds of one cell after the other, each once all are there."""
     import psclient as ps
     from pstesting.script import gate, say
 
-    with ps.ParameterServerStrategy(["cpu:0"]) as strategy, strategy.scope():
+    with ps.ParameterServerStrategy(["cpu:0"], aggregation=aggregation) as strategy, strategy.scope():
         for number, (dense, count, ids, width, warm, rounds) in enumerate(cells):
             make_round = _rounds_of(strategy, f"cell{number}", dense, count, ids, width)
             for turn in range(warm):
@@ -135,9 +137,11 @@ def time_cells(cells: Sequence[Cell]) -> list[Timed]:
     """
     first = cells[0]
     servers = first.workload.servers
-    if len({(cell.lane, cell.workers, cell.workload.servers, cell.workload.copies, cell.rate) for cell in cells}) > 1:
+    jobs = {(c.lane, c.workers, c.workload.servers, c.workload.copies, c.rate, c.aggregation) for c in cells}
+    if len(jobs) > 1:
         raise ValueError(
-            "cells of one job have one lane and network, and the same number of workers, servers and copies"
+            "cells of one job have one lane, network and aggregation, and the same number of workers, servers and "
+            "copies"
         )
     said = [
         (
@@ -159,7 +163,8 @@ def time_cells(cells: Sequence[Cell]) -> list[Timed]:
             keys["launcher"] = partial(HostCluster, *_hosts_of(first, stack))
         helpers = (_rounds_of,)
         gates = [f"go{number}" for number in range(len(cells))]
-        job = stack.enter_context(ProcessCluster(_train, directory, (said,), helpers, gates=gates, **keys))
+        args = said, "host" if first.aggregation else "none"
+        job = stack.enter_context(ProcessCluster(_train, directory, args, helpers, gates=gates, **keys))
         workers = [Task("worker", index) for index in range(first.workers)]
         pids = [job.cluster.processes[Task("ps", index)].pid for index in range(servers)]
         for number, cell in enumerate(cells):

@@ -48,6 +48,7 @@ class Question:
         between_failures: mean seconds until a host fails; infinite for hosts that never do.
         save_every: seconds between two checkpoints.
         restart: seconds until a job that was started again trains.
+        per_host: workers that share a host, and its network.
     """
 
     costs: Costs
@@ -67,6 +68,7 @@ class Question:
     between_failures: float = inf
     save_every: float = 600.0
     restart: float = 60.0
+    per_host: int = 1
 
     def __post_init__(self) -> None:
         if self.lane not in self.costs.lanes:
@@ -78,6 +80,11 @@ class Question:
             raise ConfigError("a job has one worker at least; give --workers")
         if not (self.dense or (self.rows and self.ids)):
             raise ConfigError("a job has variables; give --parameters, or --rows and --ids")
+
+    @property
+    def sums(self) -> bool:
+        """True if it is known what it takes that workers of a host sum what they contribute; rows are never summed."""
+        return self.per_host > 1 and self.workers > 1 and not self.ids and self.costs.hand > 0
 
     def held(self, servers: int) -> float:
         """Returns the bytes that one of so many servers holds: variables, slots, copies and the index of tables."""
@@ -139,6 +146,7 @@ class Plan:
         one_more: with one more.
         other_copies: with copies if there are none, and without them if there are.
         slow, backed: with one worker that is slower by `SLOW`; the same with a backup worker. None for one worker.
+        summed: with `aggregation="host"`; None where no workers share a host, with rows, and where sums have no price.
     """
 
     chosen: Prediction
@@ -147,9 +155,12 @@ class Plan:
     other_copies: Prediction | None
     slow: Prediction | None
     backed: Prediction | None
+    summed: Prediction | None
 
 
-def predict(question: Question, servers: int, backup_workers: int = 0, slow: float = 1.0) -> Prediction:
+def predict(
+    question: Question, servers: int, backup_workers: int = 0, slow: float = 1.0, aggregation: bool = False
+) -> Prediction:
     """Simulates a job.
 
     Args:
@@ -157,6 +168,7 @@ def predict(question: Question, servers: int, backup_workers: int = 0, slow: flo
         servers: number of servers.
         backup_workers: as of `ps.Sync`.
         slow: by how much worker 0 is slower.
+        aggregation: True if workers of a host sum what they contribute.
 
     Raises:
         ConfigError: it is too large to be simulated.
@@ -181,6 +193,8 @@ def predict(question: Question, servers: int, backup_workers: int = 0, slow: flo
         question.costs.between_hosts,
         question.lane,
         question.rate,
+        per_host=question.per_host,
+        aggregation=aggregation,
         backup_workers=backup_workers,
         slow={0: slow} if slow != 1.0 else {},
     )
@@ -218,4 +232,5 @@ def plan(question: Question) -> Plan:
         predict(other, servers) if servers > 1 else None,
         predict(question, servers, slow=SLOW) if several else None,
         predict(question, servers, backup_workers=1, slow=SLOW) if several else None,
+        predict(question, servers, aggregation=True) if question.sums else None,
     )

@@ -6,6 +6,7 @@
     workloads    what a round is of
     clusters     where a job runs, and how
     servers      a real core on a simulated host, and connections to it
+    host_sums    workers of one host that sum what they contribute
     clients      real sessions, exchanges and chiefs in simulated processes
     jobs         a whole job, and what was seen of it
 

@@ -24,6 +24,7 @@ from psclient._src.transport.session import Session
 from psserver.core import core
 from psserver.programs.kernels import compiler
 from pstesting.simulation.clusters import Cluster
+from pstesting.simulation.host_sums import HostSums
 from pstesting.simulation.machines import Host, Strand
 from pstesting.simulation.scheduler import Process, Scheduler, UnlockedFuture
 from pstesting.simulation.servers import Line, SimulatedServer
@@ -213,6 +214,7 @@ class SimulatedWorker(SimulatedProcess):
         task: the worker's.
         rounds: the rounds that it makes.
         made: called with its task when a round is over for it.
+        near: the workers of its host.
     """
 
     def __init__(
@@ -225,6 +227,7 @@ class SimulatedWorker(SimulatedProcess):
         task: Task,
         rounds: int,
         made: Callable[[Task], object],
+        near: HostSums,
     ) -> None:
         super().__init__(scheduler, host, servers)
         self.task, self._cluster = task, cluster
@@ -244,6 +247,8 @@ class SimulatedWorker(SimulatedProcess):
         )
         self.group = Group(self.session, (Device.parse("cpu:0"),), members)
         self.exchange = Exchange(self.session, self.group)
+        if cluster.aggregation:
+            self.exchange.sum_with(near.join(self.strand, self.exchange))  # type: ignore[arg-type]
 
     def _script(self) -> None:
         self.session.open()

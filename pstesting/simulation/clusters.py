@@ -26,6 +26,8 @@ class Cluster:
         lane: by which pushes travel: "shm", "tcp" or "grpc".
         rate: bytes per second of each host's network, each way.
         one_host: True if all processes share one host and its cores.
+        per_host: workers that share a host where not all do.
+        aggregation: True if workers of a host sum what they contribute.
         mode: how workers make their rounds.
         backup_workers: of a round, the members that it does not wait for.
         staleness: with the mode "bounded" the most rounds that a worker may be ahead of another.
@@ -39,6 +41,8 @@ class Cluster:
     lane: str = "tcp"
     rate: float = inf
     one_host: bool = False
+    per_host: int = 1
+    aggregation: bool = False
     mode: Mode = "sync"
     backup_workers: int = 0
     staleness: int = 0

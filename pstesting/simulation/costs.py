@@ -59,6 +59,9 @@ class Costs:
         vote: of a server for a vote that it says or hears.
         call: processor time of a server for a verb that is no push.
         beat: of a server for a beat.
+        part: of a server for a worker whose contribution is in a sum.
+        hand, hand_byte: processor time on either side where a worker hands a contribution over to another one of its
+            host, which sums it, or where an answer is handed back; the same for each of its bytes.
         switch: what a core of a host takes to come to another process, where there are more of these than cores.
         cores: processors of a host; 0 for one for each thread.
         machine: which one it was, for people.
@@ -81,6 +84,9 @@ class Costs:
     settle: float = 0.0
     switch: float = 0.0
     cores: int = 0
+    part: float = 0.0
+    hand: float = 0.0
+    hand_byte: float = 0.0
     machine: str = ""
     network: float = 0.0
     network_latency: float = 0.0

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
-from statistics import median
+from statistics import mean, median
 
 from pstesting.simulation.clients import SimulatedChief, SimulatedWorker, simulated_time
 from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.costs import OF_FRAMES
+from pstesting.simulation.host_sums import HostSums
 from pstesting.simulation.machines import Host
 from pstesting.simulation.scheduler import Scheduler
 from pstesting.simulation.servers import SimulatedServer
@@ -28,11 +29,13 @@ class Trained:
         rounds: for each worker the seconds from one of its rounds to the next.
         seconds: of simulated time.
         use: of each kind of resource the part of that time in which the busiest of its kind worked.
+        average: the same of all of its kind, on average.
     """
 
     rounds: Mapping[Task, list[float]]
     seconds: float
     use: Mapping[str, float]
+    average: Mapping[str, float]
 
     @property
     def round_seconds(self) -> float:
@@ -78,15 +81,21 @@ class SimulatedJob:
         tasks = spec.tasks("worker")
         with simulated_time(scheduler):
             self.chief = SimulatedChief(scheduler, self._host(), self.servers, cluster, spec)
+            hosts = [self._host() for _ in tasks[:: cluster.per_host]]
+            sums = [HostSums(scheduler, cluster, 1 + number) for number in range(len(hosts))]
             self.workers = [
-                SimulatedWorker(scheduler, self._host(), self.servers, cluster, tasks, task, rounds, self._made)
-                for task in tasks
+                SimulatedWorker(scheduler, hosts[at], self.servers, cluster, tasks, task, rounds, self._made, sums[at])
+                for task, at in zip(tasks, map(self._host_of, range(len(tasks))), strict=True)
             ]
         for index, factor in cluster.slow.items():
             self.workers[index].strand.slow = factor
         self._from = self._until = 0.0
         self._before: dict[str, list[float]] = {}
         self._after: dict[str, list[float]] = {}
+
+    def _host_of(self, worker: int) -> int:
+        """Returns on which host a worker is."""
+        return 0 if self.cluster.one_host else worker // self.cluster.per_host
 
     def _host(self) -> Host:
         return self._one if self.cluster.one_host else Host(self.scheduler, 0, OF_FRAMES * self.cluster.rate)
@@ -144,15 +153,16 @@ class SimulatedJob:
 
     def _trained(self) -> Trained:
         seconds = self._until - self._from
-        use = {
-            name: max(after - before for before, after in zip(self._before[name], found, strict=True)) / seconds
+        worked = {
+            name: [(after - before) / seconds for before, after in zip(self._before[name], found, strict=True)]
             for name, found in self._after.items()
         }
+        use, average = ({name: call(found) for name, found in worked.items()} for call in (max, mean))
         seen = {
             task: [after - before for before, after in pairwise(times) if self._from <= before and after <= self._until]
             for task, times in self.times.items()
         }
-        return Trained(seen, seconds, use)
+        return Trained(seen, seconds, use, average)
 
 
 @contextmanager

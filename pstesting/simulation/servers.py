@@ -78,14 +78,17 @@ class SimulatedServer:
         arrays: its thread for array work.
         others: all servers of the job, by number; set once they are there.
         lines: the connections of clients.
+        share: what of a round lies here.
+        chunks: the pieces in which that travels, and is applied.
     """
 
     def __init__(self, scheduler: Scheduler, host: Host, index: int, cluster: Cluster) -> None:
         self.scheduler, self.host, self.index = scheduler, host, index
         self.costs, self.lane = cluster.costs, cluster.lane_costs
         self.share = share = cluster.workload.on(index)
-        self.pushed = Sliced.of(share.pushed / share.chunks)
-        self.answered = Sliced.of(SMALL + share.answered / share.chunks)
+        self.chunks = 1 if cluster.aggregation else share.chunks  # a sum is taken once it is whole
+        self.pushed = Sliced.of(share.pushed / self.chunks)
+        self.answered = Sliced.of(SMALL + share.answered / self.chunks)
         self.loop, self.arrays = Strand(host, self), Strand(host, self)
         self.others: Sequence[SimulatedServer] = ()
         self.lines: list[Line] = []
@@ -125,7 +128,7 @@ class SimulatedServer:
         """Runs array work of the core, as its `ArrayQueue` does."""
         execution, seconds = self.core.machine.runner._execution, self.costs.call
         if execution is not None:
-            contributions = len(execution.job.parts)
+            contributions = sum(part.within is None for part in execution.job.parts)
             brief = brief and contributions * self.share.pushed <= BRIEF_BYTES
             seconds = self._round_seconds(contributions)
             piece = partial(self._then_settle, piece)
@@ -139,7 +142,7 @@ class SimulatedServer:
         """The time of a round, but for the pieces that were applied before."""
         costs, share = self.costs, self.share
         rows = share.rows * contributions * costs.row
-        kernel = self._kernel_seconds(contributions, share.nbytes / share.chunks)
+        kernel = self._kernel_seconds(contributions, share.nbytes / self.chunks)
         return costs.round + share.variables * costs.round_variable + rows + kernel
 
     def _kernel_seconds(self, contributions: int, nbytes: float) -> float:
@@ -153,9 +156,8 @@ class SimulatedServer:
         lines.append(line)
         if len(lines) == members:
             del self._streamed[round, piece]
-            share = self.share
-            seconds = self._kernel_seconds(members, share.nbytes / share.chunks)
-            self.arrays.do(seconds, self._answer_piece, lines, share.answered / share.chunks)
+            seconds = self._kernel_seconds(members, self.share.nbytes / self.chunks)
+            self.arrays.do(seconds, self._answer_piece, lines, self.share.answered / self.chunks)
 
     def _answer_piece(self, lines: Sequence[Line], nbytes: float) -> None:
         for line in lines:
@@ -285,7 +287,7 @@ class Line:
             do(lane.send, self._leave, said, payload, float(payload.size), answer)
             return answer
         part, slice = pushed.nbytes, pushed.slice
-        for piece in range(self._server.share.chunks - 1):
+        for piece in range(self._server.chunks - 1):
             do(lane.piece + part * lane.send_byte, self._leave_piece, said.round, piece, part)
         for _ in range(pushed.slices - 1):
             do(slice * lane.send_byte, self._leave_slice, slice)
@@ -305,7 +307,7 @@ class Line:
         self._down(nbytes, self._lane.piece + nbytes * self._lane.take_byte, nothing)
 
     def _leave(self, said: Contribution, payload: Payload, nbytes: float, answer: Future[RoundReply]) -> None:
-        seconds = self._lane.receive + nbytes * self._lane.receive_byte
+        seconds = self._lane.receive + nbytes * self._lane.receive_byte + len(said.parts) * self._server.costs.part
         self._up(nbytes, seconds, self._arrive, said, payload, answer)
 
     def _arrive(self, said: Contribution, payload: Payload, answer: Future[RoundReply]) -> None:

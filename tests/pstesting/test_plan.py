@@ -63,6 +63,17 @@ def test_what_copies_cost_and_backup_workers_give() -> None:
     assert found.backed.step_seconds < found.slow.step_seconds - 0.02
 
 
+def test_what_sums_of_a_host_give() -> None:
+    """Four workers of one host have one link, which either all use, or one of them."""
+    shared = replace(JOB, per_host=4, costs=replace(FREE, hand=1e-6), worth=0.3)
+    found = planning.plan(shared)
+    assert found.summed is not None
+    assert found.chosen.step_seconds - 0.1 > 3 * (found.summed.step_seconds - 0.1)
+    for other in (replace(shared, per_host=1), replace(shared, costs=FREE), replace(shared, workers=1)):
+        assert planning.plan(other).summed is None
+    assert not replace(shared, rows=1e6, dimension=8, ids=100).sums
+
+
 def test_servers_have_room() -> None:
     """With slots, the index of tables, and copies; of these there are two servers at least."""
     rows = Question(FREE, 2, rows=1e6, dimension=64, ids=1000, rate=RATE, memory=3e8, slots=1)
@@ -96,11 +107,12 @@ def test_the_answer_for_machines_and_for_people(costs: Path) -> None:
     asked = [*ASKED, "--costs", str(costs)]
     said = json.loads(CliRunner().invoke(plan, [*asked, "--json"], standalone_mode=False).output)
     assert {"servers", "bottleneck", "step_seconds", "round_seconds", "held_bytes", "use"} <= said.keys()
-    assert {"tried", "one_more", "other_copies", "slow", "slow_by", "backed"} <= said.keys()
+    assert {"tried", "one_more", "other_copies", "slow", "slow_by", "backed", "summed"} <= said.keys()
     assert said["servers"] in [each["servers"] for each in said["tried"]]
     shown = CliRunner().invoke(plan, asked, standalone_mode=False).output
     assert f"{said['servers']} *" in shown
     assert "twice as many would save less than 30 % of a step" in shown
+    assert "sums" not in shown
     a_day = DAY / (90 * DAY) * said["servers"] * (300 + 60)
     assert said["lost"]["servers"] == pytest.approx(a_day)
     assert f"without copies: {sum(said['lost'].values()):.0f} s a day, of it {a_day:.0f} s by servers" in shown

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pstesting.planner.fit import cells_of, fitted, seen
+from pstesting.planner.fit import cells_of, cells_of_sums, fitted, seen, with_sums
 from pstesting.planner.jobs import Cell, time_cells
 from pstesting.simulation.costs import Costs, LaneCosts
 from pstesting.simulation.workloads import Workload
@@ -63,10 +63,20 @@ def test_known_costs_are_found() -> None:
             assert seen(cell, found, ROUNDS).wall == pytest.approx(took, rel=0.1), cell
 
 
+def test_known_costs_of_sums_are_found() -> None:
+    """From what rounds with sums took beyond those costs that were known before."""
+    true = replace(COSTS, part=45 * US, hand=150 * US, hand_byte=2e-10)
+    cells = [cell for job in cells_of_sums("tcp") for cell in job]
+    found = with_sums(COSTS, [(cell, seen(cell, true, ROUNDS)) for cell in cells])
+    assert [found.part, found.hand, found.hand_byte] == pytest.approx([true.part, true.hand, true.hand_byte], rel=0.02)
+
+
 def test_cells_of_one_job_are_alike() -> None:
-    """Those of several lanes cannot be timed in one."""
+    """Those of several lanes cannot be timed in one, nor those with sums and those without."""
     with pytest.raises(ValueError, match="one lane"):
         time_cells([Cell("tcp", 1, Workload(1)), Cell("grpc", 1, Workload(1))])
+    with pytest.raises(ValueError, match="aggregation"):
+        time_cells([Cell("tcp", 2, Workload(1)), Cell("tcp", 2, Workload(1), aggregation=True)])
 
 
 def test_a_real_job_is_timed() -> None:

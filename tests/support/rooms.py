@@ -213,7 +213,7 @@ ROOMS = {
             "pstesting.simulation",
             16,
             "pswire wire.servers wire.api wire.model wire.transport wire.telemetry psserver psserver.programs "
-            "psserver.plans psserver.core psclient._src src.transport src.rounds src.chief",
+            "psserver.plans psserver.core psclient._src src.transport src.rounds src.processes.aggregation src.chief",
         ),
         _room("pstesting.planner", 17, "pswire wire.transport psclient psclient.psctl pstesting pstesting.simulation"),
     )

@@ -202,7 +202,11 @@ class Exchange:
         """Sums what it contributes with other workers of this host, from now on."""
         session, begun = self.session, self.session.begun
         job = repr((begun.job, begun.incarnations)).encode()
-        near = HostGroup(job, session.number, session.timeouts.lease, self.pushes.once, lambda id: self._variables[id])
+        lease = session.timeouts.lease
+        self.sum_with(HostGroup(job, session.number, lease, self.pushes.once, lambda id: self._variables[id]))
+
+    def sum_with(self, near: HostGroup) -> None:
+        """Sums what it contributes with others, from now on."""
         self.pushes.near, self._shared = near, SharedRounds(self.group, self._none_pushed(), near.number)
 
     def begin_run(self) -> None:

@@ -144,6 +144,29 @@ def test_a_round_takes_what_the_links_of_servers_let_through(servers: int) -> No
     assert "links" in seen.bottleneck
 
 
+@pytest.mark.parametrize("dense", [4e6, 16e6])
+def test_workers_of_a_host_send_one_sum(dense: float) -> None:
+    """So a server's link has as many contributions as there are hosts, and what is applied is of all workers.
+
+    What is large does not stream then.
+    """
+    rate, hosts, per_host = 1e8, 3, 4
+    cluster = Cluster(hosts * per_host, Workload(2, dense), FREE, rate=rate, per_host=per_host, aggregation=True)
+    job = SimulatedJob(cluster, ROUNDS)
+    seen = job.train()
+    assert values(job) == [float(hosts * per_host * ROUNDS)] * 2
+    assert seen.round_seconds == pytest.approx(2 * hosts * dense / 2 / (OF_FRAMES * rate), rel=0.08)
+
+
+def test_what_is_handed_over_takes_its_price() -> None:
+    """Of a sum of two the other one's contribution and answer pass twice, between three pieces of work of either."""
+    costs = replace(COSTS, cores=0, part=70 * US, hand=500 * US, hand_byte=1e-8)
+    alone = SimulatedJob(Cluster(1, Workload(1), costs), ROUNDS).train()
+    two = SimulatedJob(Cluster(2, Workload(1), costs, per_host=2, aggregation=True), ROUNDS).train()
+    handed = 4 * (costs.hand + 4000 * costs.hand_byte) + 2 * LANE.latency
+    assert two.round_seconds - alone.round_seconds == pytest.approx(handed + 2 * costs.part, rel=0.02)
+
+
 def test_a_stream_uses_both_ways_of_a_link_at_once() -> None:
     """What is large is answered while it comes: its round takes the time of one way, and of one piece."""
     rate, dense = 1e8, 64e6

@@ -1,0 +1,111 @@
+"""Workers of one simulated host, which sum what they contribute: they stand for those of `HostGroup`.
+
+What is summed is what the real code sums. What it takes is a price for each contribution that is handed over, in place
+of memory that workers share, sockets, and the thread that gathers. None of these workers may end before its rounds do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+from psclient._src.processes.aggregation.sums import Own, sum_of
+from psclient._src.rounds.rounds import Exchange
+from pstesting.simulation.clusters import Cluster
+from pstesting.simulation.machines import Strand
+from pstesting.simulation.scheduler import Scheduler
+from pswire.api import RoundReply
+
+
+class HostSums:
+    """The workers of one host. The first that comes sends for all.
+
+    Args:
+        scheduler: the simulation's.
+        cluster: the cluster.
+        number: of the host; not 0.
+
+    Attributes:
+        number: as above.
+    """
+
+    def __init__(self, scheduler: Scheduler, cluster: Cluster, number: int) -> None:
+        self.number = number
+        self._scheduler = scheduler
+        self._costs, self._workload = cluster.costs, cluster.workload
+        self._latency = cluster.lane_costs.latency
+        self._members: list[HostMember] = []
+        self._gathered: dict[tuple[int, int], dict[HostMember, Own]] = {}
+
+    def join(self, strand: Strand, exchange: Exchange) -> HostMember:
+        """Takes a worker in, whose thread and whose rounds are given; all come before the first round."""
+        member = HostMember(self, strand, exchange)
+        self._members.append(member)
+        return member
+
+    def _seconds(self, server: int) -> float:
+        """What a contribution takes that is handed over, or an answer, on either side."""
+        return self._costs.hand + self._workload.on(server).pushed * self._costs.hand_byte
+
+    def hand_over(self, member: HostMember, own: Own) -> None:
+        """A worker has something to contribute: it goes to the one that sends."""
+        seconds, first = self._seconds(own.server), self._members[0]
+        if member is first:
+            self._gather(member, own)
+        else:
+            member.strand.do(seconds, self._later, first.strand, seconds, self._gather, member, own)
+
+    def _later(self, strand: Strand, seconds: float, call: Callable[..., object], *args: object) -> None:
+        self._scheduler.after(self._latency, strand.do, seconds, call, *args)
+
+    def _gather(self, member: HostMember, own: Own) -> None:
+        name = own.server, own.said.round
+        gathered = self._gathered.setdefault(name, {})
+        gathered[member] = own
+        if len(gathered) < len(self._members):
+            return
+        del self._gathered[name]
+        first = self._members[0]
+        found = sum_of(gathered[first], [gathered[each] for each in self._members])
+        if found is None:
+            raise RuntimeError("contributions of simulated workers have no sum")
+        pushed = first.exchange.pushes.once(own.server, *found)
+        pushed.add_done_callback(partial(self._hand_back, gathered))
+
+    def _hand_back(self, gathered: dict[HostMember, Own], pushed: Future[RoundReply]) -> None:
+        reply, first = pushed.result(), self._members[0]
+        for member in self._members[1:]:
+            own = gathered[member]
+            seconds = self._seconds(own.server)
+            first.strand.do(seconds, self._later, member.strand, seconds, own.answer, reply)
+        gathered[first].answer(reply)  # it has much to do after it, as the real one
+
+
+class HostMember:
+    """One of them.
+
+    Args:
+        host: all.
+        strand: its thread.
+        exchange: its rounds.
+
+    Attributes:
+        number: of the host.
+        strand, exchange: as above.
+    """
+
+    def __init__(self, host: HostSums, strand: Strand, exchange: Exchange) -> None:
+        self.number = host.number
+        self.strand = strand
+        self.exchange = exchange
+        self._host = host
+
+    def push(self, own: Own) -> Future[RoundReply]:
+        """As `HostGroup.push`."""
+        self._host.hand_over(self, own)
+        return own.future
+
+    def by_itself(self, push: Callable[[], Future[RoundReply]]) -> Future[RoundReply]:
+        """As `HostGroup.by_itself`."""
+        return push()
