@@ -29,6 +29,7 @@ from psserver.state.strands import (
     Parked,
     Record,
     Strand,
+    Turns,
     check_window,
     forget_own,
     kept,
@@ -90,7 +91,7 @@ class Rounds:
         self._parked = Parked()
         self._effects: list[Effect] = []  # of the running method, which returns them
         self._running: tuple[Key, int] | None = None
-        self._turns: dict[Key, None] = {}  # strands with open rounds, the next to run first
+        self._turns = Turns()
         self._closures = ClosuresOver()
         self.backlog.clear()
         self.chunks = ChunkQueue(lambda session: any(session in each.parts for _, each in self._open()))
@@ -194,8 +195,8 @@ class Rounds:
             raise PushAgain(f"no sum may be sent to round {said.round}; each worker has to push by itself")
         for part, each in senders:
             self._check_order(strand, part, each)
+        self._turns.come(key, strand)
         strand.open[said.round] = pending
-        self._turns.setdefault(key)
         if pending.differs(said) and joins(said, self.epochs) and only_newcomers(pending, self.epochs):
             pending.doubtful.append(push)
             return
@@ -307,11 +308,11 @@ class Rounds:
 
     def next_job(self) -> ReadyRound | None:
         """Returns the round that can run now, if any. It counts as running until `complete` or `fail`."""
-        return None if self._running else next(filter(None, map(self._first, list(self._turns))), None)
+        return None if self._running else self._turns.first(self.strands, self._first)
 
-    def _first(self, key: Key) -> ReadyRound | None:
+    def _first(self, key: Key, strand: Strand) -> ReadyRound | None:
         """Returns the first round of a strand, if it can run."""
-        while (strand := self.strands.get(key)) and strand.open:
+        while strand.open:
             number, pending = min(strand.open.items())
             plan = self.plans.get(pending.plan_id) or self._declined.get(pending.plan_id)
             pending.error = pending.error or self.refused.get(pending.plan_id)
@@ -330,7 +331,6 @@ class Rounds:
                 self._running = key, number
                 section = partial(self._describe, pending.plan_id)
                 return pending.ready(number, plan, self.fenced, section, key, strand.last)
-        del self._turns[key]
         return None
 
     def open(self, vote: Vote, now: float) -> None:
@@ -342,8 +342,8 @@ class Rounds:
         plan = self.plans.get(vote.plan_id) or self._declined.get(vote.plan_id)
         if plan is not None and plan.server in plan.plan.servers and epoch is not None and vote.round > strand.last:
             pending = PendingRound(vote.plan_id, vote.epoch, epoch.members, now, whole=self.backlog.behind)
+            self._turns.come(None, strand)
             strand.open.setdefault(vote.round, pending)
-            self._turns.setdefault(None)
 
     def complete(
         self, job: ReadyRound, given: Given, dropped: Sequence[Task] = (), warnings: Sequence[str] = ()
@@ -398,13 +398,14 @@ class Rounds:
         plan = self.plans.get(record.plan_id)
         saves = plan is not None and plan.plan.snapshot is not None
         self.closed += key is None or saves
-        self._turns[key] = self._turns.pop(key)  # to the end: a fast worker must not keep the others from their turn
         strand = self.strands[key]
         if key is None:
             self.votes.close(number)
         elif not isinstance(key, Own):
             self.clocks.over(strand.open[number].members[0].session, number, saves)
-        return strand.close(number, record, CLOSURE_ROUNDS if isinstance(key, int) else kept(self.epoch))
+        waiters = strand.close(number, record, CLOSURE_ROUNDS if isinstance(key, int) else kept(self.epoch))
+        self._turns.over(key, strand)
+        return waiters
 
     def abandon(self, error: PSError) -> list[Effect]:
         """Fails all calls that wait."""

@@ -7,9 +7,11 @@ it is made once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from heapq import heappop, heappush
+from itertools import count
+from typing import NamedTuple, TypeVar
 
 from psserver.effects import Effect, Fail
 from psserver.plans.round import Key, Own, ReadyRound
@@ -21,6 +23,8 @@ from pswire.limits import WINDOW
 from pswire.model.log import Epoch, Member, Position
 from pswire.model.status import OpenRound, WorkerProgress
 from pswire.model.tensor import Array
+
+T = TypeVar("T")
 
 RESENDS = 8
 """Most attempts at one contribution that are kept while its epoch is not known here."""
@@ -170,6 +174,7 @@ class Strand:
         records: answers of the last rounds, by number, for resends.
         open: open rounds, by number.
         pushed: the newest round that each session has pushed to this server.
+        turn: its place in the line of those that have open rounds: see `Turns`.
     """
 
     last: int = -1
@@ -177,6 +182,7 @@ class Strand:
     records: dict[int, Record] = field(default_factory=dict)
     open: dict[int, PendingRound] = field(default_factory=dict)
     pushed: dict[int, int] = field(default_factory=dict)
+    turn: int = -1
 
     def came(self, said: Contribution) -> None:
         """Notes that a session has come to a round, which may be over."""
@@ -231,6 +237,47 @@ class Strand:
         pending = self.open.pop(number)
         self.settled = pending.positions or self.settled
         return pending.waiters
+
+
+class Turns:
+    """The strands with open rounds: first that whose last round was over the longest ago.
+
+    So a fast worker does not keep the others from their turn, and a slow one, for which others may wait, is not kept
+    waiting by a burst of theirs.
+    """
+
+    def __init__(self) -> None:
+        self._line: list[tuple[int, Key]] = []  # a heap; of a strand whose turn is another one now it is out of date
+        self._order = count()
+
+    def come(self, key: Key, strand: Strand) -> None:
+        """A strand gets an open round: it stands in the line from its first one on."""
+        if strand.turn < 0:
+            strand.turn = next(self._order)
+        if not strand.open:
+            heappush(self._line, (strand.turn, key))
+
+    def over(self, key: Key, strand: Strand) -> None:
+        """A round of a strand is over: it goes to the end."""
+        strand.turn = next(self._order)
+        if strand.open:
+            heappush(self._line, (strand.turn, key))
+
+    def first(self, strands: Mapping[Key, Strand], ready: Callable[[Key, Strand], T | None]) -> T | None:
+        """Returns what a function returns for the first strand for which it is not None; it may end open rounds."""
+        found, passed = None, list[tuple[int, Key]]()
+        while self._line and found is None:
+            turn, key = self._line[0]
+            strand = strands.get(key)
+            current = strand is not None and strand.open and strand.turn == turn
+            found = ready(key, strand) if strand is not None and current else None
+            if found is None:
+                heappop(self._line)
+                if strand is not None and current and strand.open:
+                    passed.append((turn, key))
+        for each in passed:
+            heappush(self._line, each)
+        return found
 
 
 def shared_rounds(strands: Mapping[Key, Strand]) -> list[tuple[int, PendingRound]]:

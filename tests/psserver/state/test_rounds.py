@@ -523,6 +523,23 @@ def test_who_pushes_fast_does_not_keep_others_from_their_turn(alone):
     assert turns == [ONE, TWO, THREE] * 3
 
 
+def test_a_slow_worker_does_not_wait_for_a_burst_of_others(alone):
+    """Its last round was over the longest ago, though it pushes last; with bounded staleness all may wait for it."""
+    alone.close_epoch(Epoch(2, LONERS))
+    for session, round in ((3, 0), (1, 0), (2, 0), (1, 1), (2, 1)):
+        push(alone, session, round, epoch=2)
+        finish(alone, alone.next_job())
+    for session, round in ((1, 2), (2, 2), (3, 1)):
+        push(alone, session, round, epoch=2)
+    turns = []
+    for _ in range(3):
+        job = alone.next_job()
+        turns.append(job.strand)
+        finish(alone, job)
+    assert turns == [THREE, ONE, TWO]
+    assert alone.next_job() is None
+
+
 def test_a_wait_for_approval_is_ones_own(alone):
     """Others go on."""
     strange = reduce_only(NUMBER, target="strange")
