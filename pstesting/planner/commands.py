@@ -230,8 +230,9 @@ def plan(
     lines += [
         (f"with one worker {planning.SLOW:g} times slower", found.slow),
         ("the same, and a backup worker", found.backed),
-        ("where workers of a host send sums (aggregation)", found.summed),
     ]
+    if found.summed is not None:
+        lines.append((f"with {found.summed.servers} servers, where workers of a host send sums", found.summed))
     shown = {each.servers: each for each in found.tried}
     lost = [(f"with{'' if copies else 'out'} copies", found.chosen.lost)]
     lost += [(f"with{'out' if copies else ''} copies", found.other_copies.lost)] if found.other_copies else []
@@ -245,6 +246,7 @@ def plan(
             f"{each.servers:.0f} s by servers"
             for what, each in lost
         ),
+        *([f"{costs} has no price for sums of a host: measure it again"] if per_host > 1 and not model.hand else []),
     )
     return 0
 

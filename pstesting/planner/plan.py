@@ -146,7 +146,8 @@ class Plan:
         one_more: with one more.
         other_copies: with copies if there are none, and without them if there are.
         slow, backed: with one worker that is slower by `SLOW`; the same with a backup worker. None for one worker.
-        summed: with `aggregation="host"`; None where no workers share a host, with rows, and where sums have no price.
+        summed: with `aggregation="host"`, and as many servers as are worth it then; None where no workers share a host,
+            with rows, and where sums have no price.
     """
 
     chosen: Prediction
@@ -211,18 +212,8 @@ def plan(question: Question) -> Plan:
     Raises:
         ConfigError: it would be too large to be simulated.
     """
-    first = 1 + question.copies
-    while question.memory and question.held(first) > question.memory:
-        first += 1
-    tried = {first: predict(question, first)}
-    servers = first
-    while True:
-        twice = predict(question, 2 * servers)
-        tried[2 * servers] = twice
-        if twice.step_seconds > tried[servers].step_seconds * (1 - question.worth):
-            break
-        servers *= 2
-    chosen = tried[servers]
+    chosen, tried = _chosen(question, aggregation=False)
+    servers = chosen.servers
     other = replace(question, copies=not question.copies)
     several = question.workers > 1
     return Plan(
@@ -232,5 +223,18 @@ def plan(question: Question) -> Plan:
         predict(other, servers) if servers > 1 else None,
         predict(question, servers, slow=SLOW) if several else None,
         predict(question, servers, backup_workers=1, slow=SLOW) if several else None,
-        predict(question, servers, aggregation=True) if question.sums else None,
+        _chosen(question, aggregation=True)[0] if question.sums else None,
     )
+
+
+def _chosen(question: Question, aggregation: bool) -> tuple[Prediction, dict[int, Prediction]]:
+    """Returns what a job does with as many servers as are worth it, and all that was tried, by their number."""
+    servers = 1 + question.copies
+    while question.memory and question.held(servers) > question.memory:
+        servers += 1
+    tried = {servers: predict(question, servers, aggregation=aggregation)}
+    while True:
+        twice = tried[2 * servers] = predict(question, 2 * servers, aggregation=aggregation)
+        if twice.step_seconds > tried[servers].step_seconds * (1 - question.worth):
+            return tried[servers], tried
+        servers *= 2

@@ -74,6 +74,13 @@ def test_what_sums_of_a_host_give() -> None:
     assert not replace(shared, rows=1e6, dimension=8, ids=100).sums
 
 
+def test_sums_are_worth_fewer_servers() -> None:
+    """Whoever sends for its host takes what all others hand over for each of them."""
+    found = planning.plan(replace(JOB, workers=8, per_host=4, costs=replace(FREE, hand=0.05), worth=0.3))
+    assert found.summed is not None
+    assert (found.chosen.servers, found.summed.servers) == (2, 1)
+
+
 def test_servers_have_room() -> None:
     """With slots, the index of tables, and copies; of these there are two servers at least."""
     rows = Question(FREE, 2, rows=1e6, dimension=64, ids=1000, rate=RATE, memory=3e8, slots=1)
@@ -116,6 +123,16 @@ def test_the_answer_for_machines_and_for_people(costs: Path) -> None:
     a_day = DAY / (90 * DAY) * said["servers"] * (300 + 60)
     assert said["lost"]["servers"] == pytest.approx(a_day)
     assert f"without copies: {sum(said['lost'].values()):.0f} s a day, of it {a_day:.0f} s by servers" in shown
+
+
+def test_sums_are_told_where_workers_share_hosts(costs: Path) -> None:
+    """And where their price was measured; else, that it was not."""
+    asked = [*ASKED, "--costs", str(costs), "--per-host", "2"]
+    shown = CliRunner().invoke(plan, asked, standalone_mode=False).output
+    assert f"{costs} has no price for sums of a host: measure it again" in shown
+    replace(FREE, hand=1e-6).write(costs)
+    shown = CliRunner().invoke(plan, asked, standalone_mode=False).output
+    assert "servers, where workers of a host send sums: " in shown
 
 
 def test_the_network_that_was_measured(costs: Path) -> None:

@@ -289,6 +289,9 @@ class Session(LogCalls):
     def leave(self, error: str = "") -> str:
         """Ends the session; a clean end tells the chief that this process has done its part.
 
+        With copies all servers hear of it. Of a clean end the one that keeps the log hears last: once the chief sees
+        there that it has left, the others may end its session.
+
         Args:
             error: why it does not end cleanly; "" if it does, for all that this process knows.
 
@@ -301,7 +304,7 @@ class Session(LogCalls):
         for wake in self.wakes:
             wake.set()
         self._threads.close()
-        for index in self.hosting.live if self.copied else [0]:
+        for index in (self.hosting.live if error else self.hosting.live[::-1]) if self.copied else (0,):
             if self.number and not _is_loss(self._error(), index):
                 try:
                     self.servers[index].leave(self.number, error)

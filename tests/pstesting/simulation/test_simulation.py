@@ -184,6 +184,26 @@ def test_a_slow_link_holds_up_no_other() -> None:
     assert came == pytest.approx([1.0, 1.0])
 
 
+def test_who_leaves_is_told_nothing_of_an_end_that_others_saw_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With copies all servers hear that a worker leaves, and that which keeps the log last.
+
+    Where the chief saw it there first, it closed an epoch without the worker; others then took it for one that hangs.
+    """
+    left, leave = list[tuple[int, int]](), Core.leave
+
+    def noted(core: Core, session: int, error: str) -> None:
+        left.append((session, core.task.index))
+        leave(core, session, error)
+
+    monkeypatch.setattr(Core, "leave", noted)
+    workers = 3
+    SimulatedJob(Cluster(workers, Workload(3, copies=1), COSTS), ROUNDS).train()
+    told = Counter(session for session, _ in left)
+    of_all = [[at for session, at in left if session == each] for each, count in told.items() if count == 3]
+    assert len(of_all) >= workers
+    assert all(at[-1] == 0 for at in of_all)
+
+
 def test_a_straggler_holds_all_up_but_with_backup_workers() -> None:
     """And with bounded staleness it lets the others get ahead by so many rounds, and no more."""
     step = Workload(1, step=0.010)
