@@ -264,8 +264,15 @@ class LaneCarrier:
                     raise InvalidRequest(f"it answered {message.kind.name}")
                 self._link.trust()
                 return
-            select.select([self._sock], [], [], left)
+            self._wait(False, left)
         raise TimeoutError(f"no answer within {CONNECT_SECONDS:g} s")
+
+    def _wait(self, writes: bool, seconds: float) -> tuple[bool, bool]:
+        """Waits until something can be read, or, if asked for, written; returns which."""
+        poll = select.poll()  # select would take no file above 1,023
+        poll.register(self._sock, select.POLLIN | (select.POLLOUT if writes else 0))
+        events = sum(event for _, event in poll.poll(1000 * seconds))
+        return bool(events & ~select.POLLOUT), bool(events & select.POLLOUT)
 
     def say(self, data: bytes) -> None:
         """Sends a vote as far as the system takes it; `keep` sends the rest, and finds out if the connection broke."""
@@ -275,8 +282,7 @@ class LaneCarrier:
     def keep(self, closed: threading.Event) -> None:
         """Waits until the connection breaks; raises `OSError` or `InvalidRequest`."""
         while not closed.is_set():
-            waiting = [self._sock] if self._link.waiting else []
-            readable, writable, _ = select.select([self._sock], waiting, [], LOOK_SECONDS)
+            readable, writable = self._wait(bool(self._link.waiting), LOOK_SECONDS)
             if readable:
                 for _ in self._link.receive():  # nothing comes this way but the end
                     pass

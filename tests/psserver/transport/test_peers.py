@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
+import resource
+import socket
+import threading
+
 import pytest
 
 from psserver.config import ServerConfig
 from psserver.effects import NOWHERE, Peer
 from psserver.transport import peers
-from psserver.transport.peers import Peers
+from psserver.transport.peers import LaneCarrier, Peers
 from pswire.cluster import Task
 from pswire.servers.votes import Vote
+from pswire.transport.sockets import Kind, Message
 
 HERE, THERE, ANEW = Peer("a:1", 10), Peer("b:2", 20), Peer("b:2", 21)
 VOTE = Vote(1, 0, b"plan", 1, 0, frozenset(), None, -1)
@@ -80,3 +86,25 @@ def test_nobody_is_connected_any_more_at_the_end(known):
     known.know((HERE, ANEW))
     known.say(1, VOTE)
     assert [link.closed for link in Link.made] == [True]
+
+
+def test_a_server_with_many_connections_has_votes(monkeypatch):
+    """A thousand clients have files as well: the number of a connection to another server may be above 1,023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    here, there = socket.socketpair()
+    try:
+        high = socket.socket(fileno=fcntl.fcntl(here.fileno(), fcntl.F_DUPFD, 1100))
+        here.close()
+        high.setblocking(False)
+        with high, there:
+            carrier = LaneCarrier(high)
+            there.sendall(Message(Kind.WELCOME).head())
+            carrier.await_welcome()
+            carrier.say(b"a vote")
+            assert b"a vote" in there.recv(1000)
+            there.close()
+            with pytest.raises(OSError, match="closed"):
+                carrier.keep(threading.Event())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
