@@ -1047,8 +1047,9 @@ class Model(RuleBasedStateMachine):
         return [array.tolist() for array in arrays[:behind]], arrays[behind:]
 
     def _ask_again(self, message: Message, error: PushAgain) -> None:
-        """What has arrived is used up, and does not count; the rest of it goes nowhere."""
+        """What has arrived is used up, and does not count, unless it came before and is held; the rest goes nowhere."""
         assert self.mode == "whole"
+        held = not all(answer.done() for answer, _ in message.answers)  # a resend alone was refused
         if not message.reply.done():
             message.travels = False
             self.attempts = [attempt for attempt in self.attempts if attempt.message is not message]
@@ -1056,7 +1057,7 @@ class Model(RuleBasedStateMachine):
             for said, _ in message.each:
                 others = [each for each in self.carriers[name, said.session] if each is not message]
                 self.carriers[name, said.session] = others
-                if not others:
+                if not others and not held:
                     self.arrived[name].discard(said.session)
             message.reply.set_exception(error)
 
