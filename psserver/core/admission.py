@@ -22,6 +22,9 @@ class Admission:
         rounds: which of them an epoch has ended.
         runner: whether a round has failed halfway.
         log: which server keeps the sessions.
+
+    Attributes:
+        seen: what `ends` was when `changed` was asked last.
     """
 
     def __init__(
@@ -33,12 +36,12 @@ class Admission:
         self._members = members
         self._rounds = rounds
         self._runner = runner
-        self._seen: tuple[object, ...] = ()
+        self.seen: tuple[object, ...] = ()
 
     def changed(self) -> bool:
         """Returns True if a session may have ended since the last time that this was asked."""
         ends = self.ends
-        changed, self._seen = ends != self._seen, ends
+        changed, self.seen = ends != self.seen, ends
         return changed
 
     @property

@@ -152,7 +152,7 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
                     effects += self.closures.end(session, error)
             self._admission.stop_clocks()
         effects += self.first_values.next()
-        effects += self.waiters.due(self._admission.ended, self._admission.ends)  # the next round lends what they hold
+        effects += self.waiters.due(self._admission.ended, self._admission.seen)  # before a round lends what they hold
         effects += self.runner.next()
         effects += self.waiters.answers(now, self._admission.ended, self._admission.ends)
         effects += self.snapshots.hopeless()

@@ -208,13 +208,13 @@ class Strand:
     @property
     def newest(self) -> int:
         """The last round with a contribution, complete or not."""
-        return max(self.last, *self.open) if self.open else self.last
+        return max([self.last, *self.open])
 
     @property
     def positions(self) -> tuple[Position, ...]:
         """Positions of its members' datasets, from the newest round that has some."""
-        newest = sorted(self.open, reverse=True)
-        return next((found for number in newest if (found := self.open[number].positions)), self.settled)
+        found = (self.open[number].positions for number in sorted(self.open, reverse=True))
+        return next(filter(None, found), self.settled)
 
     def begin_at(self, round: int) -> None:
         """Takes part from this round on; what is open of those before was made without this server."""
@@ -267,14 +267,13 @@ class Turns:
         """Returns what a function returns for the first strand for which it is not None; it may end open rounds."""
         found, passed = None, list[tuple[int, Key]]()
         while self._line and found is None:
-            turn, key = self._line[0]
+            turn, key = heappop(self._line)
             strand = strands.get(key)
-            current = strand is not None and strand.open and strand.turn == turn
-            found = ready(key, strand) if strand is not None and current else None
-            if found is None:
-                heappop(self._line)
-                if strand is not None and current and strand.open:
-                    passed.append((turn, key))
+            if strand is None or strand.turn != turn:
+                continue
+            found = ready(key, strand)
+            if strand.open:
+                passed.append((turn, key))
         for each in passed:
             heappush(self._line, each)
         return found

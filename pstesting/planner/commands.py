@@ -246,7 +246,11 @@ def plan(
             f"{each.servers:.0f} s by servers"
             for what, each in lost
         ),
-        *([f"{costs} has no price for sums of a host: measure it again"] if per_host > 1 and not model.hand else []),
+        *(
+            [f"{costs} has no price for sums of a host: measure it again"]
+            if per_host > 1 and not (ids or model.hand)
+            else []
+        ),
     )
     return 0
 

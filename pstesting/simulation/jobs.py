@@ -81,21 +81,19 @@ class SimulatedJob:
         tasks = spec.tasks("worker")
         with simulated_time(scheduler):
             self.chief = SimulatedChief(scheduler, self._host(), self.servers, cluster, spec)
-            hosts = [self._host() for _ in tasks[:: cluster.per_host]]
+            together = cluster.workers if cluster.one_host else cluster.per_host
+            hosts = [self._host() for _ in tasks[::together]]
             sums = [HostSums(scheduler, cluster, 1 + number) for number in range(len(hosts))]
             self.workers = [
                 SimulatedWorker(scheduler, hosts[at], self.servers, cluster, tasks, task, rounds, self._made, sums[at])
-                for task, at in zip(tasks, map(self._host_of, range(len(tasks))), strict=True)
+                for task in tasks
+                for at in (task.index // together,)
             ]
         for index, factor in cluster.slow.items():
             self.workers[index].strand.slow = factor
         self._from = self._until = 0.0
         self._before: dict[str, list[float]] = {}
         self._after: dict[str, list[float]] = {}
-
-    def _host_of(self, worker: int) -> int:
-        """Returns on which host a worker is."""
-        return 0 if self.cluster.one_host else worker // self.cluster.per_host
 
     def _host(self) -> Host:
         return self._one if self.cluster.one_host else Host(self.scheduler, 0, OF_FRAMES * self.cluster.rate)

@@ -88,11 +88,11 @@ class FirstValues:
         """
         session, ahead = self._session, self._group.ahead() if missing else ()
         deadline, said, pause = session.deadline(session.timeouts.round), time.monotonic(), PAUSES[0]
-        first, look, looks = ahead[0].task if ahead else None, said + LOOKS[0], LOOKS[0]
+        first, look, gap = ahead[0].task if ahead else None, said + LOOKS[0], LOOKS[0]
         while ahead and missing:
             if time.monotonic() >= look:
-                first, looks = self._first(ahead), min(2 * looks, LOOKS[1])
-                look = time.monotonic() + looks
+                first, gap = self._first(ahead), min(2 * gap, LOOKS[1])
+                look = time.monotonic() + gap
             # Asked behind that: who has come to a round by now has given its values before.
             if len(ask(missing[:1])) == 0 or first is None:
                 missing = ask(missing)

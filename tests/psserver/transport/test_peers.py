@@ -88,7 +88,7 @@ def test_nobody_is_connected_any_more_at_the_end(known):
     assert [link.closed for link in Link.made] == [True]
 
 
-def test_a_server_with_many_connections_has_votes(monkeypatch):
+def test_a_server_with_many_connections_has_votes():
     """A thousand clients have files as well: the number of a connection to another server may be above 1,023."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
