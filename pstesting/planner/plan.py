@@ -84,7 +84,7 @@ class Question:
     @property
     def sums(self) -> bool:
         """True if it is known what it takes that workers of a host sum what they contribute; rows are never summed."""
-        return self.per_host > 1 and self.workers > 1 and not self.ids and self.costs.hand > 0
+        return self.per_host > 1 and self.workers > 1 and not self.ids and self.costs.prices_sums
 
     def held(self, servers: int) -> float:
         """Returns the bytes that one of so many servers holds: variables, slots, copies and the index of tables."""

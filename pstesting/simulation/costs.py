@@ -92,6 +92,11 @@ class Costs:
     network_latency: float = 0.0
 
     @property
+    def prices_sums(self) -> bool:
+        """True if sums of a host were measured: one of their costs may be 0, where others took more than it."""
+        return self.part > 0 or self.hand > 0 or self.hand_byte > 0
+
+    @property
     def between_hosts(self) -> Self:
         """The same, where each message goes from one host to another."""
         later = {name: replace(lane, latency=lane.latency + self.network_latency) for name, lane in self.lanes.items()}
