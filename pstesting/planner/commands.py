@@ -248,7 +248,7 @@ def plan(
         ),
         *(
             [f"{costs} has no price for sums of a host: measure it again"]
-            if per_host > 1 and not (ids or model.hand)
+            if per_host > 1 and not (ids or model.prices_sums)
             else []
         ),
     )

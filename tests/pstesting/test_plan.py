@@ -72,6 +72,8 @@ def test_what_sums_of_a_host_give() -> None:
     for other in (replace(shared, per_host=1), replace(shared, costs=FREE), replace(shared, workers=1)):
         assert planning.plan(other).summed is None
     assert not replace(shared, rows=1e6, dimension=8, ids=100).sums
+    for price in ("part", "hand", "hand_byte"):
+        assert replace(shared, costs=replace(FREE, **{price: 1e-9})).sums
 
 
 def test_sums_are_worth_fewer_servers() -> None:

@@ -59,7 +59,7 @@ def test_a_host_is_calibrated(tmp_path: Path) -> None:
     assert 0 < lane.receive + lane.answer + costs.round < 0.1
     assert 0 < lane.send + lane.take + costs.step < 0.1
     assert 0 < lane.receive_byte + lane.answer_byte + costs.kernel_byte < 1e-6
-    assert 0 < costs.hand < 0.1
+    assert 0 < costs.part + costs.hand + 4000 * costs.hand_byte < 0.1
     assert costs.cores == os.cpu_count()
     assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]
 
