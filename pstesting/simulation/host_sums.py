@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
+from psclient._src.processes.aggregation.host_group import parts_of
 from psclient._src.processes.aggregation.sums import Own, sum_of
 from psclient._src.rounds.rounds import Exchange
 from pstesting.simulation.clusters import Cluster
@@ -19,7 +20,7 @@ from pswire.api import RoundReply
 
 
 class HostSums:
-    """The workers of one host. The first that comes sends for all.
+    """The workers of one host. Each sends for all to its share of the servers.
 
     Args:
         scheduler: the simulation's.
@@ -50,11 +51,15 @@ class HostSums:
 
     def hand_over(self, member: HostMember, own: Own) -> None:
         """A worker has something to contribute: it goes to the one that sends."""
-        seconds, first = self._seconds(own.server), self._members[0]
-        if member is first:
+        seconds, sender = self._seconds(own.server), self._sender(own.server)
+        if member is sender:
             self._gather(member, own)
         else:
-            member.strand.do(seconds, self._later, first.strand, seconds, self._gather, member, own)
+            member.strand.do(seconds, self._later, sender.strand, seconds, self._gather, member, own)
+
+    def _sender(self, server: int) -> HostMember:
+        """Returns who sends to a server, as the real ones share them out once all are there."""
+        return self._members[server % parts_of(self._workload.servers) % len(self._members)]
 
     def _later(self, strand: Strand, seconds: float, call: Callable[..., object], *args: object) -> None:
         self._scheduler.after(self._latency, strand.do, seconds, call, *args)
@@ -66,20 +71,19 @@ class HostSums:
         if len(gathered) < len(self._members):
             return
         del self._gathered[name]
-        first = self._members[0]
-        found = sum_of(gathered[first], [gathered[each] for each in self._members])
+        sender = self._sender(own.server)
+        found = sum_of(gathered[sender], [gathered[each] for each in self._members])
         if found is None:
             raise RuntimeError("contributions of simulated workers have no sum")
-        pushed = first.exchange.pushes.once(own.server, *found)
-        pushed.add_done_callback(partial(self._hand_back, gathered))
+        pushed = sender.exchange.pushes.once(own.server, *found)
+        pushed.add_done_callback(partial(self._hand_back, sender, gathered))
 
-    def _hand_back(self, gathered: dict[HostMember, Own], pushed: Future[RoundReply]) -> None:
-        reply, first = pushed.result(), self._members[0]
-        for member in self._members[1:]:
-            own = gathered[member]
+    def _hand_back(self, sender: HostMember, gathered: dict[HostMember, Own], pushed: Future[RoundReply]) -> None:
+        reply, mine = pushed.result(), gathered.pop(sender)
+        for member, own in gathered.items():
             seconds = self._seconds(own.server)
-            first.strand.do(seconds, self._later, member.strand, seconds, own.answer, reply)
-        gathered[first].answer(reply)  # it has much to do after it, as the real one
+            sender.strand.do(seconds, self._later, member.strand, seconds, own.answer, reply)
+        mine.answer(reply)  # it has much to do after it, as the real one
 
 
 class HostMember:

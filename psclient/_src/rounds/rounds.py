@@ -202,8 +202,8 @@ class Exchange:
         """Sums what it contributes with other workers of this host, from now on."""
         session, begun = self.session, self.session.begun
         job = repr((begun.job, begun.incarnations)).encode()
-        lease = session.timeouts.lease
-        self.sum_with(HostGroup(job, session.number, lease, self.pushes.once, lambda id: self._variables[id]))
+        lease, servers = session.timeouts.lease, len(session.servers)
+        self.sum_with(HostGroup(job, session.number, lease, servers, self.pushes.once, self._variables.__getitem__))
 
     def sum_with(self, near: HostGroup) -> None:
         """Sums what it contributes with others, from now on."""

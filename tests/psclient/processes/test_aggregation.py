@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -20,7 +21,8 @@ import pytest
 
 from psclient._src.processes.aggregation import follower
 from psclient._src.processes.aggregation.follower import Follower
-from psclient._src.processes.aggregation.host_group import HostGroup
+from psclient._src.processes.aggregation.host_group import PARTS, HostGroup
+from psclient._src.processes.aggregation.host_role import HostRole
 from psclient._src.processes.aggregation.leader import AT_ONCE, Leader
 from psclient._src.processes.aggregation.link import HEAD, HostLink, Kind, LinkLost
 from psclient._src.processes.aggregation.sums import Own, sum_of
@@ -86,8 +88,19 @@ class Worker:
         return own if future is own.future else replace(own, future=future)
 
     @property
+    def place(self) -> HostRole:
+        """Its role for the only part of the servers that there is."""
+        (found,) = self.group._roles
+        return found
+
+    @property
     def role(self) -> Any:
-        return self.group._role
+        return self.place._role
+
+    def find_role(self) -> None:
+        with self.place._lock:
+            self.place._role_now()
+        eventually(lambda: self.role is not None)
 
     def close(self) -> None:
         self.group.close()
@@ -124,11 +137,9 @@ def make():
         """The first leads, and the others follow."""
         job = f"{os.getpid()} {next(NUMBERS)}".encode()
         for session in range(1, number + 1):
-            worker = Worker(session, HostGroup(job, session, lease, server.push, _variable))
+            worker = Worker(session, HostGroup(job, session, lease, 1, server.push, _variable))
             made.append(worker)
-            with worker.group._lock:
-                worker.group._role_now()
-            eventually(lambda worker=worker: worker.role is not None)
+            worker.find_role()
         assert isinstance(made[0].role, Leader)
         assert all(isinstance(worker.role, Follower) for worker in made[1:])
         return made
@@ -182,13 +193,11 @@ def test_nobody_waits_for_what_was_pushed_before_a_role(make):
         own = other.push(20 + late.session, server=1)
         assert values(own) == [-1.0]
     job = f"{os.getpid()} {next(NUMBERS)}".encode()
-    first = Worker(1, HostGroup(job, 1, LONG, server.push, _variable))
+    first = Worker(1, HostGroup(job, 1, LONG, 1, server.push, _variable))
     assert values(first.push(5)) == [-1.0]  # it has no role yet
     eventually(lambda: first.role is not None)
-    second = Worker(2, HostGroup(job, 2, LONG, server.push, _variable))
-    with second.group._lock:
-        second.group._role_now()
-    eventually(lambda: second.role is not None)
+    second = Worker(2, HostGroup(job, 2, LONG, 1, server.push, _variable))
+    second.find_role()
     assert values(second.push(5)) == [-1.0]
     owns = [second.push(6), first.push(6)]
     server.until(1)
@@ -415,7 +424,7 @@ def test_who_connects_and_says_nothing_stops_nobody(make):
     server = Server()
     leads, follows = make(2, server, 0.5)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.connect(leads.group._names[0])
+        stranger.connect(leads.place._names[0])
         eventually(lambda: len(leads.role._links) == 2)
         eventually(lambda: len(leads.role._links) == 1)
     own = follows.push(0)
@@ -430,7 +439,7 @@ def test_nonsense_ends_a_link(make, message):
     server = Server()
     (leads,) = make(1, server)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.connect(leads.group._names[0])
+        stranger.connect(leads.place._names[0])
         stranger.settimeout(LONG)
         stranger.send(message)
         assert stranger.recv(1) == b""
@@ -451,7 +460,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_a_process_of_another_user_is_sent_away(make):
     (leads,) = make(1, Server())
-    name = leads.group._names[0][1:]
+    name = leads.place._names[0][1:]
     found = subprocess.run([sys.executable, "-c", KNOCK, name], capture_output=True, text=True)
     assert found.stdout == "b''\n", found.stderr
     assert not leads.role._links
@@ -463,7 +472,7 @@ def test_memory_that_is_not_sealed_is_not_taken(make):
     file = os.memfd_create("loose", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(file, 1 << 20)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.connect(leads.group._names[0])
+        stranger.connect(leads.place._names[0])
         stranger.settimeout(LONG)
         socket.send_fds(stranger, [HEAD.pack(Kind.HELLO, 0, 2, 0, 0, 0)], [file])
         assert stranger.recv(1) == b""
@@ -528,3 +537,49 @@ def test_nothing_of_this_process_lies_between_the_tensors_of_a_sum(monkeypatch):
 
 def _never() -> Future[RoundReply]:
     raise PSError("not asked for")
+
+
+SERVERS = 2 * PARTS + 1
+
+
+def all_push(workers: list[Worker], server: Server, round: int) -> None:
+    """Has each push to all servers, and ends the round: sums are answered as they come."""
+    answered = len(server.sums)
+    owns = [worker.push(round, server=number, plan=MANY) for number in range(SERVERS) for worker in workers]
+
+    def is_over() -> bool:
+        nonlocal answered
+        while answered < len(server.sums):
+            server.answer(answered, 3.0, 4)
+            answered += 1
+        return all(own.future.done() for own in owns)
+
+    eventually(is_over)
+
+
+def counts(workers: list[Worker]) -> list[int]:
+    """Returns how many parts each of them leads."""
+    return sorted(sum(isinstance(role._role, Leader) for role in worker.group._roles) for worker in workers)
+
+
+MANY = Plan(reductions=(Reduction("sum", TensorSpec("float32", (4,)), tuple(range(SERVERS))),))
+
+
+def test_each_worker_of_a_host_sends_to_its_share_of_the_servers(request):
+    """They come one after the other, and leave; whoever is there shares the parts, and all is in sums again."""
+    server, rounds, job = Server(), count(), f"{os.getpid()} {next(NUMBERS)}".encode()
+    workers: list[Worker] = []
+
+    def is_settled(expected: list[int]) -> bool:
+        before = len(server.sums)
+        all_push(workers, server, next(rounds))
+        wholes = [said for _, said, _, _ in server.sums[before:] if len(said.parts) == len(workers)]
+        return len(wholes) == SERVERS * (len(workers) > 1) and counts(workers) == expected
+
+    for session in (1, 2, 3):
+        workers.append(Worker(session, HostGroup(job, session, LONG, SERVERS, server.push, _variable)))
+        request.addfinalizer(workers[-1].close)
+        eventually(partial(is_settled, {1: [PARTS], 2: [4, 4], 3: [2, 3, 3]}[session]))
+    assert all(worker.group.leads for worker in workers)
+    workers.pop(0).close()
+    eventually(partial(is_settled, [4, 4]))

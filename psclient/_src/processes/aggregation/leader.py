@@ -91,6 +91,7 @@ class Leader:
         patience: seconds that a round waits for another worker; after it each pushes by itself.
         push: pushes a sum.
         variable: returns a variable, by its number.
+        met: is called where another worker has come.
 
     Attributes:
         encoder: encodes answers.
@@ -108,11 +109,13 @@ class Leader:
         patience: float,
         push: Push,
         variable: VariableOf,
+        met: Callable[[], None],
     ) -> None:
         self._listener = listener
         self._silence, self._patience = silence, patience
         self._push = push
         self._variable = variable
+        self._met = met
         self.encoder = messages.RoundEncoder()
         self.summed = 0
         self.lost = False
@@ -310,6 +313,7 @@ class Leader:
             link.introduce(Kind.WELCOME)
             with self._lock:
                 link.session = message.call
+            self._met()
         elif message.kind is Kind.PUSH and link.session:
             said = messages.contribution_from_pb(parse(pb.PushHeader, message.header))
             if said.session != link.session:
@@ -336,6 +340,12 @@ class Leader:
             return
         for key in keys:
             self._look(*key)
+
+    @property
+    def workers(self) -> int:
+        """Workers of this host that take part in these sums, with this one."""
+        with self._lock:
+            return 1 + sum(link.session != 0 for link in self._links)
 
     def close(self) -> None:
         """Leads no more: the others find it out, and each pushes by itself what is not answered."""

@@ -36,6 +36,13 @@ TURN = 64
 """Messages of one link that are handled before another's."""
 
 
+def host_socket() -> socket.socket:
+    """Returns a socket for a connection of this host's workers, which does not block."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    SOCKETS.add(sock)
+    return sock
+
+
 class Kind(IntEnum):
     """What a message is."""
 

@@ -1,0 +1,138 @@
+"""Who of this host's workers sends to some of the servers: this process, or another one that it follows."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from psclient._src.processes.aggregation.follower import Follower
+from psclient._src.processes.aggregation.leader import Leader
+from psclient._src.processes.aggregation.link import Left, LinkLost, host_socket
+from psclient._src.processes.aggregation.sums import Own
+from pswire.api import RoundReply
+
+log = logging.getLogger("psclient")
+
+ATTEMPTS = 3
+"""How often a process looks for who leads, before it goes without for a while: another may begin, or end, meanwhile."""
+
+AGAIN_SECONDS = 1.0
+"""Seconds until it looks again."""
+
+Lead = Callable[[str], Leader | None]
+"""Begins to lead at a name; None where another one was faster, or this process leads as much as it should."""
+
+
+class HostRole:
+    """This process's role among the workers of its host, for some of the servers. May be used by any thread.
+
+    The one that has bound a socket leads. The system unbinds it where that process ends, and who comes next binds it:
+    nobody votes. While this process has no role it pushes by itself.
+
+    Args:
+        names: of the socket: the same for all of the host. More than one, since a process that stands still keeps its
+            own.
+        session: number of this process's session.
+        silence: seconds after which who leads counts as gone, if nothing comes from it.
+        lead: begins to lead.
+    """
+
+    def __init__(self, names: Sequence[str], session: int, silence: float, lead: Lead) -> None:
+        self._names = names
+        self._session = session
+        self._silence = silence
+        self._lead = lead
+        self._lock = threading.Lock()  # guards all below
+        self._before = 0
+        self._role: Leader | Follower | None = None
+        self._newest: dict[int, int] = {}  # the newest round that was pushed to each server
+        self._joining = False
+        self._again = 0.0
+        self._closed = False
+
+    def push(self, own: Own) -> Future[RoundReply]:
+        """Pushes a contribution: in a sum with those of other workers, or by itself."""
+        said = own.said
+        with self._lock:
+            role = self._role_now()
+            self._newest[own.server] = said.round
+        if role is None:
+            return own.singly()
+        if not own.plan.sums or said.lookups or said.hints or said.rows or said.chunks:
+            role.decline(own.server, said.round)
+            return own.singly()
+        role.push(own)
+        return own.future
+
+    def _role_now(self) -> Leader | Follower | None:
+        """Returns this process's role; None while there is none, and then has a thread find one."""
+        if self._role is not None and not self._role.lost:
+            return self._role
+        self._before, self._role = self._summed(), None
+        if not (self._joining or self._closed) and time.monotonic() >= self._again:
+            self._joining = True
+            threading.Thread(target=self._begin, name="host joins", daemon=True).start()
+        return None
+
+    def _begin(self) -> None:
+        try:
+            role = self._join()
+        except Exception as error:
+            role = None
+            log.info("what this host's workers contribute is not summed: %s", error)
+        with self._lock:
+            self._joining, closed = False, self._closed
+            self._again = time.monotonic() + AGAIN_SECONDS if role is None else 0.0
+            self._role = None if closed else role
+            newest = dict(self._newest)
+        if role is None:
+            return
+        if closed:
+            role.close()
+        for server, round in newest.items():
+            role.decline(server, round)  # nobody waits for what this process pushed before it had this role
+
+    def _join(self) -> Leader | Follower | None:
+        """Follows who leads, or leads; None where neither works.
+
+        Who leads, and stands still, keeps its name: the others go on with the next one. Who has just left gives it
+        back, and all look for it again.
+        """
+        for left in reversed(range(ATTEMPTS)):
+            free, ended = "", False
+            for name in self._names:
+                sock = host_socket()
+                try:
+                    sock.connect(name)
+                    return Follower(sock, self._session, self._silence)
+                except ConnectionRefusedError:
+                    free = free or name
+                except (LinkLost, OSError) as error:
+                    log.info("a worker of this host does not lead: %s", error)
+                    ended = ended or isinstance(error, Left)
+                sock.close()
+            if not free:
+                break
+            if not (ended and left) and (leader := self._lead(free)) is not None:
+                return leader
+        return None
+
+    def _summed(self) -> int:
+        return self._before + (self._role.summed if isinstance(self._role, Leader) else 0)
+
+    @property
+    def summed(self) -> int:
+        """Contributions that this process has sent in sums, those of others included, which were answered."""
+        with self._lock:
+            return self._summed()
+
+    def close(self) -> None:
+        """Leaves the others: they find it out at once."""
+        with self._lock:
+            self._closed, role = True, self._role
+            self._before, self._role = self._summed(), None  # its memory is given back with it
+        if role is not None:
+            role.close()
