@@ -4,27 +4,30 @@
     python benchmarks/predictions.py [--quick] [--turns N] [--json FILE] [--lane LANE ...] [--costs FILE]
     python benchmarks/predictions.py --network 1Gbit --lane tcp    each process on a host of its own; needs root
 
-First the host is calibrated, as `psctl calibrate` does, with small jobs of one to eight workers. Then jobs of 1 to 64
-workers and 1 to 4 servers run, dense and with rows, with copies and without, all on this host, and each is simulated
-with that cost model. A row shows a job's median round, the predicted one, and their ratio; those that miss by more than
-a fifth stand in a table of their own. `--costs FILE` takes a cost model that was measured before.
+In each turn the host is calibrated, as `psctl calibrate` does, with small jobs of one to eight workers. Then jobs of 1
+to 64 workers and 1 to 4 servers run, dense and with rows, with copies and without, all on this host, and each is
+simulated with that cost model. A row shows a job's median round, the predicted one, and their ratio; those that miss by
+more than a fifth stand in a table of their own. `--costs FILE` takes a cost model that was measured before.
 
 With `--network` jobs of four processes and fewer have hosts (`pstesting.hosts`) whose links carry that rate each way.
 They share this machine's processors, which simulated hosts do not.
 
-Medians are over the rounds of a job (20 to 400), and over the `--turns` jobs of each kind. Nothing else should run.
+Medians are over the rounds of a job (20 to 400), and then over the `--turns`, of what was measured and of what was
+predicted. Jobs of 16 workers and more run in the first turn alone. Nothing else should run.
 
-`--json FILE` writes `{"format", "machine", "costs", "rows"}`.
+`--json FILE` writes `{"format", "machine", "costs", "rows"}`, with the costs of each turn.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import statistics
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import inf
 from pathlib import Path
+from statistics import median
 from typing import Any, get_args
 
 import click
@@ -55,15 +58,14 @@ NEAR, FAR = 0.2, 0.4
 
 
 @dataclass(frozen=True)
-class Row:
-    """One kind of job.
+class Kind:
+    """A kind of job.
 
     Attributes:
         lane, workers, servers: as of the job.
         kind: what its rounds are of.
         copies: True if variables have copies.
         rate: bytes per second of the hosts' network; None for one host.
-        measured, predicted: median rounds, in seconds.
     """
 
     lane: str
@@ -72,6 +74,16 @@ class Row:
     kind: str
     copies: bool
     rate: float | None
+
+
+@dataclass(frozen=True)
+class Row(Kind):
+    """What was found of one.
+
+    Attributes:
+        measured, predicted: median rounds, in seconds.
+    """
+
     measured: float
     predicted: float
 
@@ -82,7 +94,7 @@ class Row:
 
 
 MANY = 16
-"""Workers of which large rounds are not timed: they take minutes."""
+"""Workers of jobs that take minutes: they run once, and have no large rounds."""
 
 
 def workloads(workers: int, servers: int, copies: int) -> dict[str, Workload]:
@@ -95,15 +107,22 @@ def workloads(workers: int, servers: int, copies: int) -> dict[str, Workload]:
     }
 
 
-def measured(
-    lane: LaneName, workers: int, servers: int, copies: int, rate: float | None, turns: int
-) -> Iterator[tuple[str, Cell, float]]:
-    """Yields kinds of rounds, with their cells and median seconds."""
+def compared(
+    lane: LaneName, size: tuple[int, int, int], rate: float | None, costs: Costs
+) -> Iterator[tuple[Kind, float, float]]:
+    """Yields kinds of jobs with what their rounds take, measured and predicted, in seconds.
+
+    Args:
+        lane: by which pushes travel.
+        size: workers, servers, copies.
+        rate: bytes per second of the hosts' network; None for one host.
+        costs: by which they are predicted.
+    """
+    workers, servers, copies = size
     kinds = workloads(workers, servers, copies)
     cells = [Cell(lane, workers, workload, rate or inf) for workload in kinds.values()]
-    found = [time_cells(cells) for _ in range(turns)]
-    for (kind, _), cell, *took in zip(kinds.items(), cells, *found, strict=True):
-        yield kind, cell, statistics.median(each.wall for each in took)
+    for kind, cell, took in zip(kinds, cells, time_cells(cells), strict=True):
+        yield Kind(lane, workers, servers, kind, copies > 0, rate), took.wall, seen(cell, costs).wall
 
 
 def tables(rows: list[Row]) -> list[Table]:
@@ -128,10 +147,15 @@ def tables(rows: list[Row]) -> list[Table]:
     return drawn
 
 
-def report(rows: list[Row], costs: Costs) -> dict[str, Any]:
+def rows_of(found: Mapping[Kind, Sequence[tuple[float, float]]]) -> list[Row]:
+    """Returns the medians over all turns of what was measured, and of what was predicted."""
+    return [Row(*dataclasses.astuple(kind), *map(median, zip(*pairs, strict=True))) for kind, pairs in found.items()]
+
+
+def report(rows: list[Row], costs: Sequence[Costs]) -> dict[str, Any]:
     """Returns what `--json` writes."""
     said = [dataclasses.asdict(row) | {"error": row.error} for row in rows]
-    return {"format": 1, "machine": machine(), "costs": dataclasses.asdict(costs), "rows": said}
+    return {"format": 2, "machine": machine(), "costs": [dataclasses.asdict(each) for each in costs], "rows": said}
 
 
 @click.command(help=__doc__)
@@ -151,23 +175,23 @@ def main(
 ) -> None:
     """Calibrates, measures and predicts."""
     console = Console()
-    if costs_file is None:
-        with console.status("calibrates"):
-            costs = calibrated(lanes)
-    else:
-        costs = Costs.read(costs_file)
+    rate = None if network is None else rate_of(network)
     sizes = [(*size, 0) for size in (QUICK_SIZES if quick else SIZES)]
     sizes += [] if quick else [(*size, 1) for size in COPIED]
-    rate = None if network is None else rate_of(network)
     if rate is not None:
         sizes = [(*size, 0) for size in HOSTED_SIZES]
-    rows = []
-    for lane in lanes:
-        for workers, servers, copies in sizes:
-            with console.status(f"{lane}, {workers} workers, {servers} servers"):
-                for kind, cell, seconds in measured(lane, workers, servers, copies, rate, turns):
-                    rows.append(Row(lane, workers, servers, kind, bool(copies), rate, seconds, seen(cell, costs).wall))
-                    console.print(f"{lane} {workers} {servers} {kind} {copies} {rows[-1].error:+.0%}")
+    found, costs = defaultdict[Kind, list[tuple[float, float]]](list), list[Costs]()
+    for turn in range(turns):
+        with console.status("calibrates"):
+            costs.append(Costs.read(costs_file) if costs_file else calibrated(lanes))
+        for lane, size in product(lanes, sizes):
+            if turn and size[0] >= MANY:
+                continue
+            with console.status(f"{lane}, {size[0]} workers, {size[1]} servers"):
+                for kind, measured, predicted in compared(lane, size, rate, costs[-1]):
+                    found[kind].append((measured, predicted))
+                    console.print(f"{turn} {lane} {size} {kind.kind} {predicted / measured - 1:+.0%}")
+    rows = rows_of(found)
     near = sum(abs(row.error) <= NEAR for row in rows)
     publish(console, report(rows, costs), tables(rows), json_file, None)
     worst = max(rows, key=lambda row: abs(row.error))

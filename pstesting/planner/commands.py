@@ -283,9 +283,11 @@ def _drawn(costs: Costs) -> Table:
             ]
         )
     rows.append(
-        ["a round", f"{1e6 * costs.step:.0f}", f"{1e6 * costs.round:.0f}", "", f"{1e12 * costs.kernel_byte:.0f}"]
+        ["a round", f"{1e6 * costs.step:.0f}", f"{1e6 * costs.round:.0f}", "", f"{1e12 * costs.apply_byte:.0f}"]
     )
+    rows.append(["a contribution, summed", "", "", "", f"{1e12 * costs.kernel_byte:.0f}"])
     rows.append(["a variable", f"{1e6 * costs.step_variable:.1f}", f"{1e6 * costs.round_variable:.1f}"])
+    rows.append(["a round's rows", f"{1e6 * costs.step_table:.0f}", f"{1e6 * costs.table:.0f}"])
     rows.append(["a row", f"{1e6 * costs.step_row:.2f}", f"{1e6 * costs.row:.2f}"])
     rows.append(
         ["a worker in a sum", f"{4e6 * costs.hand:.0f}", f"{1e6 * costs.part:.0f}", f"{4e12 * costs.hand_byte:.0f}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -35,38 +36,50 @@ ALONE = 3.0
 """How much more a cell counts whose processes do not share cores, as those of a cluster do not."""
 
 MANY = 4
-"""Workers of a cell by which it is told what many processes on few cores cost, beside what each of them does."""
+"""Pushes of a round by which it is told what many processes on few cores cost, beside what each of them does."""
+
+ADDED = 1 << 24
+"""Bytes of arrays by which it is told what adding costs: more than caches hold of two of them."""
 
 MOST_SWITCH = 1e-3
 
 SIMULATED_ROUNDS, ROUNDS_OF_SUMS = 8, 40
 
-TURNS = 2
+TURNS, TURNS_OF_ADDING = 2, 21
 
 
 def cells_of(lane: LaneName) -> list[list[Cell]]:
     """Returns the cells by which the costs of a lane are told apart, by the jobs that time them."""
     small, many, large = Workload(1, SMALL), Workload(1, 64 * SMALL, 64), Workload(1, LARGE)
-    stream, rows = Workload(1, 32e6, 8), Workload(1, 0.0, 0, 4096, 64)
+    stream, rows, few_rows = Workload(1, 32e6, 8), Workload(1, 0.0, 0, 4096, 64), Workload(1, 0.0, 0, 512, 16)
     return [
-        [Cell(lane, 1, work) for work in (small, many, large, stream, rows)],
-        [Cell(lane, 2, work) for work in (small, large)],
+        [Cell(lane, 1, work) for work in (small, many, large, stream, rows, few_rows)],
+        [Cell(lane, 2, work) for work in (small, large, stream)],
         [Cell(lane, 1, Workload(2, 2 * SMALL, 2)), Cell(lane, 1, Workload(2, LARGE, 4))],
+        [Cell(lane, 2, Workload(2, 2 * SMALL, 2))],
         [Cell(lane, 8, work) for work in (small, large)],
         [Cell(lane, 4, Workload(2, 2 * SMALL, 2))],
     ]
 
 
-def fitted(timed: AllTimed) -> Costs:
-    """Returns the costs with which the model tells best what was timed, relative to each cell."""
-    few = {lane: [pair for pair in found if pair[0].workers < MANY] for lane, found in timed.items()}
-    many = [pair for found in timed.values() for pair in found if pair[0].workers >= MANY]
-    costs = _without_switches(few)
+def fitted(timed: AllTimed, kernel_byte: float) -> Costs:
+    """Returns the costs with which the model tells best what was timed, relative to each cell.
+
+    What a byte costs that is summed is given: the more contributions a round has, the more bytes come as well, so that
+    times of rounds do not tell the two apart.
+    """
+    few = {lane: [pair for pair in found if _pushes(pair[0]) < MANY] for lane, found in timed.items()}
+    many = [pair for found in timed.values() for pair in found if _pushes(pair[0]) >= MANY]
+    costs = _without_switches(few, kernel_byte)
     for _ in range(TURNS):
         costs = replace(costs, switch=_switch(costs, many))
         alone = {lane: [(cell, _less_switches(cell, took, costs)) for cell, took in f] for lane, f in few.items()}
-        costs = replace(_without_switches(alone), switch=costs.switch)
+        costs = replace(_without_switches(alone, kernel_byte), switch=costs.switch)
     return costs
+
+
+def _pushes(cell: Cell) -> int:
+    return cell.workers * cell.workload.servers
 
 
 def _less_switches(cell: Cell, took: Timed, costs: Costs) -> Timed:
@@ -89,35 +102,50 @@ def seen(cell: Cell, costs: Costs, rounds: int = SIMULATED_ROUNDS) -> Timed:
     return Timed(found.round_seconds, server, seconds * found.average["the workers' processors"])
 
 
-def _without_switches(timed: AllTimed) -> Costs:
+def _without_switches(timed: AllTimed, kernel_byte: float) -> Costs:
     """Returns the costs of rounds and steps, which are those of the lane in the middle, and with them of each lane."""
-    servers = [_costs(_server_row, found, [took.server for _, took in found]) for found in timed.values()]
+    adding = {KERNEL: kernel_byte}
+    servers = [_costs(_server_row, found, [took.server for _, took in found], adding) for found in timed.values()]
     workers = [_costs(_worker_row, found, [took.worker for _, took in found]) for found in timed.values()]
     idle = [found[0][1].wall - found[0][1].server - found[0][1].worker for found in timed.values()]
-    round, variable, _, _, kernel, _, row = np.median(servers, axis=0).tolist()
-    step, step_variable, _, _, _, step_row = np.median(workers, axis=0).tolist()
+    round, variable, apply, row, table, *_ = np.median(servers, axis=0).tolist()
+    step, step_variable, step_row, step_table, *_ = np.median(workers, axis=0).tolist()
     settle = min(max(-median(idle), 0.0), round)  # what a server does once its answers have left
-    of_server, of_worker = {0: round, 1: variable, 4: kernel, 6: row}, {0: step, 1: step_variable, 5: step_row}
+    of_server, of_worker = (
+        dict(enumerate((round, variable, apply, row, table))),
+        dict(enumerate((step, step_variable, step_row, step_table))),
+    )
     lanes: dict[str, LaneCosts] = {}
     for (lane, found), rest in zip(timed.items(), idle, strict=True):
-        _, _, push, nbyte, _, piece, _ = _costs(_server_row, found, [took.server for _, took in found], of_server)
-        _, _, send, send_byte, send_piece, _ = _costs(_worker_row, found, [took.worker for _, took in found], of_worker)
+        *_, push, nbyte, piece = _costs(_server_row, found, [took.server for _, took in found], of_server | adding)
+        *_, send, send_byte, send_piece = _costs(_worker_row, found, [took.worker for _, took in found], of_worker)
         lanes[lane] = LaneCosts(
             send / 2, send_byte / 2, push / 2, nbyte / 2, push / 2, nbyte / 2, send / 2, send_byte / 2,
             (piece + send_piece) / 2, max(rest / 2, 0.0),
         )  # fmt: skip
     push = max(lane.receive for lane in lanes.values())
     return Costs(
-        lanes, step, step_variable, round - settle, variable, kernel, row=row,
-        step_row=step_row, settle=settle, vote=push, call=4 * push, beat=4 * push,
+        lanes, step, step_variable, round - settle, variable, kernel_byte, apply, row, step_row,
+        vote=push, call=4 * push, beat=4 * push, table=table, step_table=step_table, settle=settle,
         cores=os.cpu_count() or 1, machine=f"{platform.node()}, {platform.machine()}",
     )  # fmt: skip
 
 
 def calibrated(lanes: Sequence[LaneName]) -> Costs:
     """Times jobs on this machine, and returns its costs; raises `PSError` where a process failed."""
-    costs = fitted({lane: _timed(cells_of(lane)) for lane in lanes})
+    costs = fitted({lane: _timed(cells_of(lane)) for lane in lanes}, seconds_of_adding())
     return with_sums(costs, _timed(cells_of_sums(lanes[0])))
+
+
+def seconds_of_adding() -> float:
+    """Times the addition of large arrays; returns what a byte takes."""
+    total, *others = (np.ones(ADDED // 4, np.float32) for _ in range(4))
+    seconds = []
+    for turn in range(TURNS_OF_ADDING):
+        begun = time.perf_counter()
+        np.add(total, others[turn % len(others)], out=total)
+        seconds.append(time.perf_counter() - begun)
+    return median(seconds) / ADDED
 
 
 def _timed(jobs: Sequence[Sequence[Cell]]) -> list[tuple[Cell, Timed]]:
@@ -175,20 +203,29 @@ def _is_crowded(cell: Cell, costs: Costs) -> bool:
 
 
 def _server_row(cell: Cell) -> list[float]:
-    """How often a server pays each cost in a round: round, variables, pushes, bytes, kernels, pieces, rows."""
-    share = cell.workload.on(0)
+    """How often a server pays each cost in a round.
+
+    Round, variables, bytes applied, rows, tables, bytes summed, pushes, bytes pushed, pieces.
+    """
+    share, workers = cell.workload.on(0), cell.workers
     return [
-        1.0, share.variables, cell.workers, cell.workers * share.pushed, (cell.workers + 1) * share.nbytes,
-        cell.workers * (share.chunks - 1) * 2.0,
-        cell.workers * share.rows,
+        1.0, share.variables, share.nbytes, workers * share.rows, share.rows > 0, workers * share.nbytes,
+        workers, workers * share.pushed, workers * (share.chunks - 1) * 2.0,
     ]  # fmt: skip
 
 
+KERNEL = 5
+"""Where bytes summed stand in it."""
+
+
 def _worker_row(cell: Cell) -> list[float]:
-    """The same of a worker: the step, its variables, pushes to servers, bytes, pieces, rows."""
-    share, servers = cell.workload.on(0), cell.workload.servers
-    pieces = servers * (share.chunks - 1) * 2.0
-    return [1.0, cell.workload.variables, servers, servers * share.pushed, pieces, cell.workload.ids]
+    """The same of a worker: the step, its variables, rows, tables, pushes to servers, bytes, pieces."""
+    workload, servers = cell.workload, cell.workload.servers
+    share = workload.on(0)
+    return [
+        1.0, workload.variables, workload.ids, workload.ids > 0,
+        servers, servers * share.pushed, servers * (share.chunks - 1) * 2.0,
+    ]  # fmt: skip
 
 
 def _costs(

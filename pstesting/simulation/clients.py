@@ -257,7 +257,9 @@ class SimulatedWorker(SimulatedProcess):
         variables = [create(spec, where, np.zeros(TINY.shape, TINY.dtype)) for spec, where in workload.created]
         self.exchange.creation.send()
         outgoing = Outgoing(workload.plan, (1.0,) * len(variables), workload.contributions, ())
-        compute = workload.step + costs.step + workload.variables * costs.step_variable + workload.ids * costs.step_row
+        compute = workload.step + costs.step + workload.variables * costs.step_variable
+        if workload.ids:
+            compute += costs.step_table + workload.ids * costs.step_row
         reads = self.exchange.reads
         for variable in variables:
             reads.read(variable)

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from pswire.errors import ConfigError
 
-FORMAT = 1
+FORMAT = 2
 
 OF_FRAMES = 0.956
 """Part of a network's bits that are data: what Ethernet, IP and TCP leave of frames of 1,500 bytes."""
@@ -53,9 +53,11 @@ class Costs:
         round: processor time of a server for a round, beside its pushes.
         settle: the same, once its answers have left.
         round_variable: as `round`, for each variable of the round.
-        kernel_byte: for each byte of a contribution that is summed and applied.
+        kernel_byte: for each byte of a contribution that is summed.
+        apply_byte: for each byte of a variable that a round updates.
         row: processor time of a server for a row of a contribution, and for one of the next batch in its answer.
         step_row: the same, of a worker.
+        table, step_table: as `round` and `step`, beside them, where a round has rows.
         vote: of a server for a vote that it says or hears.
         call: processor time of a server for a verb that is no push.
         beat: of a server for a beat.
@@ -76,11 +78,14 @@ class Costs:
     round: float
     round_variable: float
     kernel_byte: float
+    apply_byte: float
     row: float
     step_row: float
     vote: float
     call: float
     beat: float
+    table: float = 0.0
+    step_table: float = 0.0
     settle: float = 0.0
     switch: float = 0.0
     cores: int = 0

@@ -141,12 +141,12 @@ class SimulatedServer:
     def _round_seconds(self, contributions: int) -> float:
         """The time of a round, but for the pieces that were applied before."""
         costs, share = self.costs, self.share
-        rows = share.rows * contributions * costs.row
+        rows = share.rows * contributions * costs.row + (costs.table if share.rows else 0.0)
         kernel = self._kernel_seconds(contributions, share.nbytes / self.chunks)
         return costs.round + share.variables * costs.round_variable + rows + kernel
 
     def _kernel_seconds(self, contributions: int, nbytes: float) -> float:
-        return (contributions + 1) * nbytes * self.costs.kernel_byte
+        return nbytes * (contributions * self.costs.kernel_byte + self.costs.apply_byte)
 
     # ---- Rounds that stream ----
 

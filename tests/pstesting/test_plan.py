@@ -23,6 +23,7 @@ FREE = Costs(
     round=0.0,
     round_variable=0.0,
     kernel_byte=0.0,
+    apply_byte=0.0,
     row=0.0,
     step_row=0.0,
     vote=0.0,

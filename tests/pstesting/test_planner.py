@@ -37,11 +37,14 @@ COSTS = Costs(
     round=300 * US,
     round_variable=4 * US,
     kernel_byte=5e-11,
-    row=0.0,
-    step_row=0.0,
+    apply_byte=8e-11,
+    row=2e-7,
+    step_row=1e-7,
     vote=0.0,
     call=0.0,
     beat=0.0,
+    table=150 * US,
+    step_table=100 * US,
 )
 
 
@@ -49,7 +52,7 @@ def test_known_costs_are_found() -> None:
     """From cells that were timed without an error the fit tells what others take, of more workers and servers."""
     lanes: tuple[LaneName, ...] = ("tcp", "grpc")
     timed = {lane: [(cell, seen(cell, COSTS, ROUNDS)) for cells in cells_of(lane) for cell in cells] for lane in lanes}
-    found = replace(fitted(timed), cores=0)
+    found = replace(fitted(timed, COSTS.kernel_byte), cores=0)
     for lane in lanes:
         for workers, workload in (
             (1, Workload(1, 1e5, 10)),
@@ -57,6 +60,8 @@ def test_known_costs_are_found() -> None:
             (8, Workload(2, 1e6, 4)),
             (16, Workload(4, 4000.0)),
             (2, Workload(1, 64e6, 16)),
+            (4, Workload(1, 16e6, 8)),
+            (2, Workload(2, 0.0, 0, 1024, 32)),
         ):
             cell = Cell(lane, workers, workload)
             took = seen(cell, COSTS, ROUNDS).wall

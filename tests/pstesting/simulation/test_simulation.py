@@ -42,6 +42,7 @@ COSTS = Costs(
     round=300 * US,
     round_variable=0.0,
     kernel_byte=1e-10,
+    apply_byte=1e-10,
     row=1e-7,
     step_row=1e-7,
     vote=20 * US,
@@ -51,8 +52,7 @@ COSTS = Costs(
 )
 FREE = Costs(
     {"tcp": LaneCosts(*[0.0] * 10)}, step=0.0, step_variable=0.0, round=0.0, round_variable=0.0, kernel_byte=0.0,
-    row=0.0,
-    step_row=0.0, vote=0.0, call=0.0, beat=0.0,
+    apply_byte=0.0, row=0.0, step_row=0.0, vote=0.0, call=0.0, beat=0.0,
 )  # fmt: skip
 """Nothing but links takes time."""
 
@@ -72,7 +72,8 @@ def test_one_round_takes_the_sum_of_its_parts() -> None:
     lane, small = LANE, 4200.0
     work = lane.send + lane.receive + COSTS.round + lane.answer + lane.take + COSTS.step
     moved = small * (lane.send_byte + lane.receive_byte + lane.answer_byte + lane.take_byte)
-    assert seen.round_seconds == pytest.approx(work + moved + 2 * 4000 * COSTS.kernel_byte + 2 * lane.latency, rel=1e-3)
+    kernel = 4000 * (COSTS.kernel_byte + COSTS.apply_byte)
+    assert seen.round_seconds == pytest.approx(work + moved + kernel + 2 * lane.latency, rel=1e-3)
 
 
 def test_all_contributions_count_once() -> None:
