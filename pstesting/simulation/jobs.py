@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -111,7 +111,7 @@ class SimulatedJob:
             PSError: a worker or the chief failed with it.
             RuntimeError: the job does not end.
         """
-        with simulated_time(self.scheduler), _without_collector():
+        with closing(self.scheduler), simulated_time(self.scheduler), _without_collector():
             self.chief.begin()
             for worker in self.workers:
                 worker.begin()

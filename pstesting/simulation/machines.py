@@ -14,6 +14,7 @@ PACKET = 1 << 18
 """Most bytes that one end sends in its turn."""
 
 Job = tuple[float, Callable[..., object], tuple[Any, ...]]
+Work = tuple[float, Callable[..., object], tuple[Any, ...], bool]
 
 
 class Strand:
@@ -37,14 +38,24 @@ class Strand:
         self.alive = True
         self.host = host
         self._shares = host.crowded
-        self._queue: deque[Job] = deque()
+        self._queue: deque[Work] = deque()
         self._runs = False  # or waits for a core
 
     def do(self, seconds: float, then: Callable[..., object], *args: Any) -> None:
         """Works for some seconds once what was asked for before is done; then calls a function."""
+        self._do(seconds, then, args, False)
+
+    def do_part(self, seconds: float, then: Callable[..., object], *args: Any) -> None:
+        """As `do`, for a part of a message: no other process comes to its core before the next part, if that is there.
+
+        A process that sends or takes in what streams waits for nothing in between, and so the system lets it go on.
+        """
+        self._do(seconds, then, args, True)
+
+    def _do(self, seconds: float, then: Callable[..., object], args: tuple[Any, ...], is_part: bool) -> None:
         if not self.alive:
             return
-        self._queue.append((seconds * self.slow, then, args))
+        self._queue.append((seconds * self.slow, then, args, is_part))
         if self._runs:
             return
         self._runs = True
@@ -55,19 +66,19 @@ class Strand:
 
     def begin(self, more: float = 0.0) -> None:
         """A core is free: does the next piece, which takes so many seconds more."""
-        seconds, then, args = self._queue.popleft()
+        seconds, then, args, is_part = self._queue.popleft()
         seconds += more
         self.busy += seconds
-        self.host.scheduler.after(seconds, self._end, then, args)
+        self.host.scheduler.after(seconds, self._end, then, args, is_part)
 
-    def _end(self, then: Callable[..., object], args: tuple[Any, ...]) -> None:
+    def _end(self, then: Callable[..., object], args: tuple[Any, ...], is_part: bool) -> None:
         if self.alive:
             then(*args)
         if not self._queue:
             self._runs = False
             if self._shares:
                 self.host.leave()
-        elif self._shares:
+        elif self._shares and not is_part:
             self.host.again(self)
         else:
             self.begin()

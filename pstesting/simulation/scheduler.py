@@ -126,6 +126,7 @@ class Process(greenlet):
             self._work()
         finally:
             self.over = True
+            self._scheduler.processes.discard(self)
 
     def resume(self, turn: int) -> None:
         """Goes on, if it still stands in that wait."""
@@ -176,12 +177,14 @@ class Scheduler:
         now: the simulated time in seconds.
         events: number of events so far.
         hub: runs the events; the parent of all processes.
+        processes: those that are not over.
     """
 
     def __init__(self) -> None:
         self.now = 0.0
         self.events = 0
         self.hub = getcurrent()
+        self.processes: set[Process] = set()
         self._order = count()
         self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
 
@@ -212,11 +215,19 @@ class Scheduler:
             self.events += 1
             call(*args)
 
+    def close(self) -> None:
+        """Ends all processes: Python does not find the cycles of one that stands still, and keeps all of the job."""
+        for process in list(self.processes):
+            process.kill()
+        self.processes.clear()
+        self._heap.clear()
+
     # ---- Processes ----
 
     def spawn(self, work: Callable[[], object]) -> Process:
         """Begins some work at once, as soon as whoever calls stands still; within it `sleep` and `wait` may be used."""
         process = Process(self, work)
+        self.processes.add(process)
         self.after(0.0, process.resume, 0)
         return process
 

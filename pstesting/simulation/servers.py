@@ -161,7 +161,7 @@ class SimulatedServer:
 
     def _answer_piece(self, lines: Sequence[Line], nbytes: float) -> None:
         for line in lines:
-            self.loop.do(self.lane.piece + nbytes * self.lane.answer_byte, line.take_piece, nbytes)
+            self.loop.do_part(self.lane.piece + nbytes * self.lane.answer_byte, line.take_piece, nbytes)
 
     def _files(self, piece: Callable[[], object]) -> None:
         self.arrays.do(self.costs.call, piece)
@@ -266,6 +266,11 @@ class Line:
         do, host = self._strand.do, self._server.host
         travel(self._scheduler, host, self._host, nbytes, self._lane.latency, do, seconds, call, *args)
 
+    def _down_part(self, nbytes: float, seconds: float) -> None:
+        """As `_down`, for a part of an answer."""
+        do, host = self._strand.do_part, self._server.host
+        travel(self._scheduler, host, self._host, nbytes, self._lane.latency, do, seconds, nothing)
+
     def _made(self, answer: Future[Any], verb: Callable[[], Any]) -> None:
         made: Future[Any] = UnlockedFuture()
         try:
@@ -282,20 +287,21 @@ class Line:
     def push(self, said: Contribution, payload: Payload) -> Future[RoundReply]:
         """Pushes: the worker's time, then the link, then the server's time; and back."""
         answer: Future[RoundReply] = self._asked()
-        pushed, lane, do = self._server.pushed, self._lane, self._strand.do
+        pushed, lane, strand = self._server.pushed, self._lane, self._strand
         if said.first_values:
-            do(lane.send, self._leave, said, payload, float(payload.size), answer)
+            strand.do(lane.send, self._leave, said, payload, float(payload.size), answer)
             return answer
         part, slice = pushed.nbytes, pushed.slice
         for piece in range(self._server.chunks - 1):
-            do(lane.piece + part * lane.send_byte, self._leave_piece, said.round, piece, part)
+            strand.do_part(lane.piece + part * lane.send_byte, self._leave_piece, said.round, piece, part)
         for _ in range(pushed.slices - 1):
-            do(slice * lane.send_byte, self._leave_slice, slice)
-        do(lane.send + slice * lane.send_byte, self._leave, said, payload, SMALL + slice, answer)
+            strand.do_part(slice * lane.send_byte, self._leave_slice, slice)
+        strand.do(lane.send + slice * lane.send_byte, self._leave, said, payload, SMALL + slice, answer)
         return answer
 
     def _leave_slice(self, nbytes: float) -> None:
-        self._up(nbytes, nbytes * self._lane.receive_byte, nothing)
+        do, host, latency = self._server.loop.do_part, self._server.host, self._lane.latency
+        travel(self._scheduler, self._host, host, nbytes, latency, do, nbytes * self._lane.receive_byte, nothing)
 
     def _leave_piece(self, round: int, piece: int, nbytes: float) -> None:
         seconds, epoch = self._lane.piece + nbytes * self._lane.receive_byte, self._server.core.machine.rounds.epoch
@@ -304,7 +310,7 @@ class Line:
 
     def take_piece(self, nbytes: float) -> None:
         """A piece of an answer leaves the server."""
-        self._down(nbytes, self._lane.piece + nbytes * self._lane.take_byte, nothing)
+        self._down_part(nbytes, self._lane.piece + nbytes * self._lane.take_byte)
 
     def _leave(self, said: Contribution, payload: Payload, nbytes: float, answer: Future[RoundReply]) -> None:
         seconds = self._lane.receive + nbytes * self._lane.receive_byte + len(said.parts) * self._server.costs.part
@@ -315,10 +321,10 @@ class Line:
         self._server.core.push(said, payload).add_done_callback(partial(self._answer_all, sliced, answer))
 
     def _answer_all(self, sliced: Sliced, answer: Future[RoundReply], made: Future[RoundReply]) -> None:
-        slice, lane, do = sliced.slice, self._lane, self._server.loop.do
+        slice, lane, loop = sliced.slice, self._lane, self._server.loop
         for _ in range(sliced.slices - 1):
-            do(slice * lane.answer_byte, self._down, slice, slice * lane.take_byte, nothing)
-        do(lane.answer + slice * lane.answer_byte, self._return, slice, answer, made)
+            loop.do_part(slice * lane.answer_byte, self._down_part, slice, slice * lane.take_byte)
+        loop.do(lane.answer + slice * lane.answer_byte, self._return, slice, answer, made)
 
     def _return(self, nbytes: float, answer: Future[RoundReply], made: Future[RoundReply]) -> None:
         self._down(nbytes, self._lane.take + nbytes * self._lane.take_byte, self._answer, answer, made)

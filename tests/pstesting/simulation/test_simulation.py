@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -280,3 +282,14 @@ def test_a_cost_model_is_written_and_read(tmp_path: Path) -> None:
             Costs.read(path)
     with pytest.raises(ConfigError, match="is no calibration"):
         Costs.read(tmp_path / "none")
+
+
+def test_a_job_that_is_over_is_dropped() -> None:
+    """A planner simulates many: what stands still in one that is over would keep all of it."""
+    job = SimulatedJob(Cluster(2, Workload(1), COSTS), ROUNDS)
+    job.train()
+    server = weakref.ref(job.servers[0])
+    del job
+    SimulatedJob(Cluster(2, Workload(1), COSTS), ROUNDS).train()  # what ran last may be held by what Python keeps of it
+    gc.collect()
+    assert server() is None
