@@ -4,25 +4,25 @@
     python benchmarks/predictions.py [--quick] [--turns N] [--json FILE] [--lane LANE ...] [--costs FILE]
     python benchmarks/predictions.py --network 1Gbit --lane tcp    each process on a host of its own; needs root
 
-In each turn the host is calibrated, as `psctl calibrate` does, with small jobs of one to eight workers. Then jobs of 1
-to 64 workers and 1 to 4 servers run, dense and with rows, with copies and without, all on this host, and each is
-simulated with that cost model. A row shows a job's median round, the predicted one, and their ratio; those that miss by
-more than a fifth stand in a table of their own. `--costs FILE` takes a cost model that was measured before.
+In each turn the jobs run with which `psctl calibrate` measures a host, of one to eight workers. Then jobs of 1 to 64
+workers and 1 to 4 servers run, dense and with rows, with copies and without, all on this host. Each of these is
+simulated, with the cost model that all turns give, as `psctl calibrate --turns` would. A row shows a job's median
+round, the predicted one, and their ratio; those that miss by more than a fifth stand in a table of their own.
+`--costs FILE` takes a cost model that was measured before.
 
 With `--network` jobs of four processes and fewer have hosts (`pstesting.hosts`) whose links carry that rate each way.
 They share this machine's processors, which simulated hosts do not.
 
-Medians are over the rounds of a job (20 to 400), and then over the `--turns`, of what was measured and of what was
-predicted. Jobs of 16 workers and more run in the first turn alone. Nothing else should run.
+Medians are over the rounds of a job (20 to 400), and then over the `--turns`. Jobs of 16 workers and more run in the
+first turn alone. Nothing else should run.
 
-`--json FILE` writes `{"format", "machine", "costs", "rows"}`, with the costs of each turn.
+`--json FILE` writes `{"format", "machine", "costs", "rows"}`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import inf
@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pstesting.planner.commands import rate_of
-from pstesting.planner.fit import calibrated, seen
+from pstesting.planner.fit import Measured, calibrated, measure, seen
 from pstesting.planner.jobs import Cell, time_cells
 from pstesting.simulation.costs import Costs
 from pstesting.simulation.workloads import Workload
@@ -58,32 +58,17 @@ NEAR, FAR = 0.2, 0.4
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A kind of job.
+class Row:
+    """What was found of a kind of job.
 
     Attributes:
-        lane, workers, servers: as of the job.
         kind: what its rounds are of.
-        copies: True if variables have copies.
-        rate: bytes per second of the hosts' network; None for one host.
-    """
-
-    lane: str
-    workers: int
-    servers: int
-    kind: str
-    copies: bool
-    rate: float | None
-
-
-@dataclass(frozen=True)
-class Row(Kind):
-    """What was found of one.
-
-    Attributes:
+        cell: the job.
         measured, predicted: median rounds, in seconds.
     """
 
+    kind: str
+    cell: Cell
     measured: float
     predicted: float
 
@@ -107,22 +92,10 @@ def workloads(workers: int, servers: int, copies: int) -> dict[str, Workload]:
     }
 
 
-def compared(
-    lane: LaneName, size: tuple[int, int, int], rate: float | None, costs: Costs
-) -> Iterator[tuple[Kind, float, float]]:
-    """Yields kinds of jobs with what their rounds take, measured and predicted, in seconds.
-
-    Args:
-        lane: by which pushes travel.
-        size: workers, servers, copies.
-        rate: bytes per second of the hosts' network; None for one host.
-        costs: by which they are predicted.
-    """
+def cells_of(lane: LaneName, size: tuple[int, int, int], rate: float) -> dict[str, Cell]:
+    """Returns the jobs of a number of workers, servers and copies, by what their rounds are of."""
     workers, servers, copies = size
-    kinds = workloads(workers, servers, copies)
-    cells = [Cell(lane, workers, workload, rate or inf) for workload in kinds.values()]
-    for kind, cell, took in zip(kinds, cells, time_cells(cells), strict=True):
-        yield Kind(lane, workers, servers, kind, copies > 0, rate), took.wall, seen(cell, costs).wall
+    return {kind: Cell(lane, workers, work, rate) for kind, work in workloads(workers, servers, copies).items()}
 
 
 def tables(rows: list[Row]) -> list[Table]:
@@ -133,12 +106,13 @@ def tables(rows: list[Row]) -> list[Table]:
         for head in ("lane", "workers", "servers", "rounds of", "copies", "measured, ms", "predicted, ms", "off by"):
             table.add_column(head)
         for row in some:
+            cell = row.cell
             table.add_row(
-                row.lane,
-                str(row.workers),
-                str(row.servers),
+                cell.lane,
+                str(cell.workers),
+                str(cell.workload.servers),
                 row.kind,
-                "yes" if row.copies else "",
+                "yes" if cell.workload.copies else "",
                 f"{1e3 * row.measured:.2f}",
                 f"{1e3 * row.predicted:.2f}",
                 f"{row.error:+.0%}",
@@ -147,15 +121,20 @@ def tables(rows: list[Row]) -> list[Table]:
     return drawn
 
 
-def rows_of(found: Mapping[Kind, Sequence[tuple[float, float]]]) -> list[Row]:
-    """Returns the medians over all turns of what was measured, and of what was predicted."""
-    return [Row(*dataclasses.astuple(kind), *map(median, zip(*pairs, strict=True))) for kind, pairs in found.items()]
-
-
-def report(rows: list[Row], costs: Sequence[Costs]) -> dict[str, Any]:
-    """Returns what `--json` writes."""
-    said = [dataclasses.asdict(row) | {"error": row.error} for row in rows]
-    return {"format": 2, "machine": machine(), "costs": [dataclasses.asdict(each) for each in costs], "rows": said}
+def said_of(row: Row) -> dict[str, Any]:
+    """Returns what `--json` says of a row."""
+    cell, workload = row.cell, row.cell.workload
+    return {
+        "lane": cell.lane,
+        "workers": cell.workers,
+        "servers": workload.servers,
+        "kind": row.kind,
+        "copies": workload.copies > 0,
+        "rate": None if cell.rate == inf else cell.rate,
+        "measured": row.measured,
+        "predicted": row.predicted,
+        "error": row.error,
+    }
 
 
 @click.command(help=__doc__)
@@ -173,27 +152,28 @@ def main(
     costs_file: Path | None,
     network: str | None,
 ) -> None:
-    """Calibrates, measures and predicts."""
+    """Measures, calibrates and predicts."""
     console = Console()
-    rate = None if network is None else rate_of(network)
-    sizes = [(*size, 0) for size in (QUICK_SIZES if quick else SIZES)]
-    sizes += [] if quick else [(*size, 1) for size in COPIED]
-    if rate is not None:
-        sizes = [(*size, 0) for size in HOSTED_SIZES]
-    found, costs = defaultdict[Kind, list[tuple[float, float]]](list), list[Costs]()
+    rate = inf if network is None else rate_of(network)
+    sizes = [(*size, 0) for size in (HOSTED_SIZES if network else QUICK_SIZES if quick else SIZES)]
+    sizes += [] if quick or network else [(*size, 1) for size in COPIED]
+    walls, calibrations = defaultdict[tuple[str, Cell], list[float]](list), list[Measured]()
     for turn in range(turns):
-        with console.status("calibrates"):
-            costs.append(Costs.read(costs_file) if costs_file else calibrated(lanes))
+        if costs_file is None:
+            with console.status(f"turn {turn}: calibrates"):
+                calibrations.append(measure(lanes))
         for lane, size in product(lanes, sizes):
             if turn and size[0] >= MANY:
                 continue
-            with console.status(f"{lane}, {size[0]} workers, {size[1]} servers"):
-                for kind, measured, predicted in compared(lane, size, rate, costs[-1]):
-                    found[kind].append((measured, predicted))
-                    console.print(f"{turn} {lane} {size} {kind.kind} {predicted / measured - 1:+.0%}")
-    rows = rows_of(found)
+            cells = cells_of(lane, size, rate)
+            with console.status(f"turn {turn}: {lane}, {size[0]} workers, {size[1]} servers"):
+                for job, took in zip(cells.items(), time_cells([*cells.values()]), strict=True):
+                    walls[job].append(took.wall)
+    costs = Costs.read(costs_file) if costs_file else calibrated(calibrations)
+    rows = [Row(kind, cell, median(took), seen(cell, costs).wall) for (kind, cell), took in walls.items()]
     near = sum(abs(row.error) <= NEAR for row in rows)
-    publish(console, report(rows, costs), tables(rows), json_file, None)
+    said = {"format": 2, "machine": machine(), "costs": dataclasses.asdict(costs), "rows": [*map(said_of, rows)]}
+    publish(console, said, tables(rows), json_file, None)
     worst = max(rows, key=lambda row: abs(row.error))
     console.print(f"{near} of {len(rows)} within {NEAR:.0%}; the worst is off by {worst.error:+.0%} (aim: {FAR:.0%})")
 

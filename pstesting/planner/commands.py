@@ -48,15 +48,24 @@ BUSY = 0.5
     show_default=True,
     help="File for the cost model.",
 )
+@click.option(
+    "--turns",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="How often it measures; what counts are medians. More on a host whose speed changes.",
+)
 @click.option("--peer", help="Another host, as HOST:PORT, that runs psctl calibrate --answer: measures the network.")
 @click.option("--answer", "answers", help="Only answer another host's --peer, once: the PORT, or HOST:PORT, for that.")
 @click.option("--json", "as_json", is_flag=True, help="Answer in JSON.")
-def calibrate(lanes: tuple[LaneName, ...], output: Path, peer: str | None, answers: str | None, as_json: bool) -> int:
+def calibrate(
+    lanes: tuple[LaneName, ...], output: Path, turns: int, peer: str | None, answers: str | None, as_json: bool
+) -> int:
     """Measures this host: what a push, a round, a variable and a byte cost.
 
-    Runs small jobs of one to eight workers on it, for about a minute for each lane, and writes a cost model, with which
-    simulations tell how long rounds take. Nothing else should use the host meanwhile. With --peer it measures the
-    network to another host as well, which takes ten seconds.
+    Runs small jobs of one to eight workers on it, for about a minute for each lane and turn, and writes a cost model,
+    with which simulations tell how long rounds take. Nothing else should use the host meanwhile. With --peer it
+    measures the network to another host as well, which takes ten seconds.
     """
     if answers is not None:
         host, port = check_address(answers if ":" in answers else f"0.0.0.0:{answers}", "--answer")
@@ -66,7 +75,7 @@ def calibrate(lanes: tuple[LaneName, ...], output: Path, peer: str | None, answe
         return 0
     pair = None if peer is None else check_address(peer, "--peer")
     try:
-        from pstesting.planner.fit import calibrated
+        from pstesting.planner.fit import calibrated, measure
     except ImportError as error:
         raise _lacking("calibrate", error) from error
     if not output.parent.is_dir():
@@ -77,7 +86,7 @@ def calibrate(lanes: tuple[LaneName, ...], output: Path, peer: str | None, answe
             f"psctl: others use this host (load {load:.1f} for each core): its costs come out too high", err=True
         )
     found = None if pair is None else networks.measure(*pair)  # first: what is wrong is told at once
-    costs = calibrated(lanes)
+    costs = calibrated([measure(lanes) for _ in range(turns)])
     if found is not None:
         costs = replace(costs, network=found.rate, network_latency=found.latency)
     costs.write(output)

@@ -6,7 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, dataclass, replace
 from math import inf
 from statistics import median
 from types import MappingProxyType
@@ -131,10 +131,39 @@ def _without_switches(timed: AllTimed, kernel_byte: float) -> Costs:
     )  # fmt: skip
 
 
-def calibrated(lanes: Sequence[LaneName]) -> Costs:
-    """Times jobs on this machine, and returns its costs; raises `PSError` where a process failed."""
-    costs = fitted({lane: _timed(cells_of(lane)) for lane in lanes}, seconds_of_adding())
-    return with_sums(costs, _timed(cells_of_sums(lanes[0])))
+@dataclass(frozen=True)
+class Measured:
+    """What a machine took, once.
+
+    Attributes:
+        lanes: the cells of `cells_of`, by lane.
+        sums: those of `cells_of_sums`.
+        adding: seconds of adding a byte.
+    """
+
+    lanes: AllTimed
+    sums: Sequence[tuple[Cell, Timed]]
+    adding: float
+
+
+def measure(lanes: Sequence[LaneName]) -> Measured:
+    """Times jobs on this machine; raises `PSError` where a process failed."""
+    timed = {lane: _timed(cells_of(lane)) for lane in lanes}
+    return Measured(timed, _timed(cells_of_sums(lanes[0])), seconds_of_adding())
+
+
+def calibrated(turns: Sequence[Measured]) -> Costs:
+    """Returns a machine's costs, by the medians of several turns: its speed changes from one to the next."""
+    lanes = {lane: middle([turn.lanes[lane] for turn in turns]) for lane in turns[0].lanes}
+    costs = fitted(lanes, median(turn.adding for turn in turns))
+    return with_sums(costs, middle([turn.sums for turn in turns]))
+
+
+def middle(turns: Sequence[Sequence[tuple[Cell, Timed]]]) -> list[tuple[Cell, Timed]]:
+    """Returns cells that were timed in each of several turns with their medians."""
+    cells = [cell for cell, _ in turns[0]]
+    found = [[astuple(took) for _, took in turn] for turn in turns]
+    return [(cell, Timed(*map(median, zip(*each, strict=True)))) for cell, *each in zip(cells, *found, strict=True)]
 
 
 def seconds_of_adding() -> float:
