@@ -581,5 +581,8 @@ def test_each_worker_of_a_host_sends_to_its_share_of_the_servers(request):
         request.addfinalizer(workers[-1].close)
         eventually(partial(is_settled, {1: [PARTS], 2: [4, 4], 3: [2, 3, 3]}[session]))
     assert all(worker.group.leads for worker in workers)
+    sated = [worker for worker in workers if len(worker.group._led()) == 3]
+    assert len(sated) == 2
+    assert all(worker.group._lead(f"\0{os.getpid()} one more") is None for worker in sated)
     workers.pop(0).close()
     eventually(partial(is_settled, [4, 4]))

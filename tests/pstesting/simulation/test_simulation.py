@@ -15,7 +15,7 @@ from psserver.core.core import Core
 from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.costs import OF_FRAMES, Costs, LaneCosts
 from pstesting.simulation.jobs import SimulatedJob
-from pstesting.simulation.machines import Host, travel
+from pstesting.simulation.machines import Host, Strand, travel
 from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pstesting.simulation.workloads import Workload
 from pswire.cluster import Task
@@ -269,6 +269,30 @@ def test_processes_of_one_host_share_its_cores() -> None:
     assert many.round_seconds == pytest.approx(2 * few.round_seconds, rel=0.1)
     assert many.bottleneck == "the host's processors"
     assert many.use[many.bottleneck] == pytest.approx(1.0, abs=0.05)
+
+
+def test_no_other_process_has_the_core_within_a_message() -> None:
+    """Parts come one after the other; after the last a core comes to who waits, for a price."""
+    scheduler, done = Scheduler(), list[tuple[str, float]]()
+    host = Host(scheduler, cores=1, switch=0.5)
+    one, other = Strand(host), Strand(host)
+
+    def note(name: str) -> None:
+        done.append((name, scheduler.now))
+
+    for strand, name in ((one, "one"), (other, "other")):
+        strand.do_part(1.0, note, f"{name}, begun")
+        strand.do(1.0, note, f"{name}, whole")
+        strand.do(1.0, note, f"{name}, next")
+    scheduler.run(lambda: len(done) == 6)
+    assert done == [
+        ("one, begun", 1.5),
+        ("one, whole", 2.5),
+        ("other, begun", 4.0),
+        ("other, whole", 5.0),
+        ("one, next", 6.5),
+        ("other, next", 8.0),
+    ]
 
 
 def test_a_cost_model_is_written_and_read(tmp_path: Path) -> None:

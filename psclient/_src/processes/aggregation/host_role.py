@@ -19,7 +19,7 @@ log = logging.getLogger("psclient")
 ATTEMPTS = 3
 """How often a process looks for who leads, before it goes without for a while: another may begin, or end, meanwhile."""
 
-AGAIN_SECONDS = 1.0
+AGAIN_SECONDS = 0.25
 """Seconds until it looks again."""
 
 Lead = Callable[[str], Leader | None]
