@@ -36,8 +36,9 @@ from rich.console import Console
 from rich.table import Table
 
 from pstesting.planner.commands import rate_of
-from pstesting.planner.fit import Measured, calibrated, measure, seen
+from pstesting.planner.fit import calibrated, seen
 from pstesting.planner.jobs import Cell, time_cells
+from pstesting.planner.measurements import Measured, measure
 from pstesting.simulation.costs import Costs
 from pstesting.simulation.workloads import Workload
 from pswire.transport.traffic import LaneName

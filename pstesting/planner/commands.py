@@ -75,7 +75,8 @@ def calibrate(
         return 0
     pair = None if peer is None else check_address(peer, "--peer")
     try:
-        from pstesting.planner.fit import calibrated, measure
+        from pstesting.planner.fit import calibrated
+        from pstesting.planner.measurements import measure
     except ImportError as error:
         raise _lacking("calibrate", error) from error
     if not output.parent.is_dir():

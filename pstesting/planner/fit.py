@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import replace
 from math import inf
 from statistics import median
 from types import MappingProxyType
 
 import numpy as np
 
-from pstesting.planner.jobs import Cell, Timed, time_cells
+from pstesting.planner.jobs import Cell, Timed
+from pstesting.planner.measurements import AllTimed, Measured, middle
 from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.costs import Costs, LaneCosts
 from pstesting.simulation.jobs import SimulatedJob
-from pstesting.simulation.workloads import Workload
-from pswire.transport.traffic import LaneName
-
-AllTimed = Mapping[LaneName, Sequence[tuple[Cell, Timed]]]
-
-SMALL = 4000.0
-"""Bytes of a round whose bytes cost nothing."""
-
-
-LARGE = 2e6
-"""Bytes of one whose bytes cost most."""
-
-SUMMED = 2, 8
-"""Workers by whose difference it is told what one more in a sum costs."""
 
 ALONE = 3.0
 """How much more a cell counts whose processes do not share cores, as those of a cluster do not."""
@@ -38,28 +24,11 @@ ALONE = 3.0
 MANY = 4
 """Pushes of a round by which it is told what many processes on few cores cost, beside what each of them does."""
 
-ADDED = 1 << 24
-"""Bytes of arrays by which it is told what adding costs: more than caches hold of two of them."""
-
 MOST_SWITCH = 1e-3
 
 SIMULATED_ROUNDS, ROUNDS_OF_SUMS = 8, 40
 
-TURNS, TURNS_OF_ADDING = 2, 21
-
-
-def cells_of(lane: LaneName) -> list[list[Cell]]:
-    """Returns the cells by which the costs of a lane are told apart, by the jobs that time them."""
-    small, many, large = Workload(1, SMALL), Workload(1, 64 * SMALL, 64), Workload(1, LARGE)
-    stream, rows, few_rows = Workload(1, 32e6, 8), Workload(1, 0.0, 0, 4096, 64), Workload(1, 0.0, 0, 512, 16)
-    return [
-        [Cell(lane, 1, work) for work in (small, many, large, stream, rows, few_rows)],
-        [Cell(lane, 2, work) for work in (small, large, stream)],
-        [Cell(lane, 1, Workload(2, 2 * SMALL, 2)), Cell(lane, 1, Workload(2, LARGE, 4))],
-        [Cell(lane, 2, Workload(2, 2 * SMALL, 2))],
-        [Cell(lane, 8, work) for work in (small, large)],
-        [Cell(lane, 4, Workload(2, 2 * SMALL, 2))],
-    ]
+TURNS = 2
 
 
 def fitted(timed: AllTimed, kernel_byte: float) -> Costs:
@@ -111,10 +80,8 @@ def _without_switches(timed: AllTimed, kernel_byte: float) -> Costs:
     round, variable, apply, row, table, *_ = np.median(servers, axis=0).tolist()
     step, step_variable, step_row, step_table, *_ = np.median(workers, axis=0).tolist()
     settle = min(max(-median(idle), 0.0), round)  # what a server does once its answers have left
-    of_server, of_worker = (
-        dict(enumerate((round, variable, apply, row, table))),
-        dict(enumerate((step, step_variable, step_row, step_table))),
-    )
+    of_server = dict(enumerate((round, variable, apply, row, table)))
+    of_worker = dict(enumerate((step, step_variable, step_row, step_table)))
     lanes: dict[str, LaneCosts] = {}
     for (lane, found), rest in zip(timed.items(), idle, strict=True):
         *_, push, nbyte, piece = _costs(_server_row, found, [took.server for _, took in found], of_server | adding)
@@ -131,64 +98,11 @@ def _without_switches(timed: AllTimed, kernel_byte: float) -> Costs:
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What a machine took, once.
-
-    Attributes:
-        lanes: the cells of `cells_of`, by lane.
-        sums: those of `cells_of_sums`.
-        adding: seconds of adding a byte.
-    """
-
-    lanes: AllTimed
-    sums: Sequence[tuple[Cell, Timed]]
-    adding: float
-
-
-def measure(lanes: Sequence[LaneName]) -> Measured:
-    """Times jobs on this machine; raises `PSError` where a process failed."""
-    timed = {lane: _timed(cells_of(lane)) for lane in lanes}
-    return Measured(timed, _timed(cells_of_sums(lanes[0])), seconds_of_adding())
-
-
 def calibrated(turns: Sequence[Measured]) -> Costs:
     """Returns a machine's costs, by the medians of several turns: its speed changes from one to the next."""
     lanes = {lane: middle([turn.lanes[lane] for turn in turns]) for lane in turns[0].lanes}
     costs = fitted(lanes, median(turn.adding for turn in turns))
     return with_sums(costs, middle([turn.sums for turn in turns]))
-
-
-def middle(turns: Sequence[Sequence[tuple[Cell, Timed]]]) -> list[tuple[Cell, Timed]]:
-    """Returns cells that were timed in each of several turns with their medians."""
-    cells = [cell for cell, _ in turns[0]]
-    found = [[astuple(took) for _, took in turn] for turn in turns]
-    return [(cell, Timed(*map(median, zip(*each, strict=True)))) for cell, *each in zip(cells, *found, strict=True)]
-
-
-def seconds_of_adding() -> float:
-    """Times the addition of large arrays; returns what a byte takes."""
-    total, *others = (np.ones(ADDED // 4, np.float32) for _ in range(4))
-    seconds = []
-    for turn in range(TURNS_OF_ADDING):
-        begun = time.perf_counter()
-        np.add(total, others[turn % len(others)], out=total)
-        seconds.append(time.perf_counter() - begun)
-    return median(seconds) / ADDED
-
-
-def _timed(jobs: Sequence[Sequence[Cell]]) -> list[tuple[Cell, Timed]]:
-    return [pair for cells in jobs for pair in zip(cells, time_cells(cells), strict=True)]
-
-
-def cells_of_sums(lane: LaneName) -> list[list[Cell]]:
-    """Returns the cells by which it is told what sums cost, by the jobs that time them."""
-    small, large = Workload(1, SMALL), Workload(1, LARGE)
-    few, many = SUMMED
-    return [
-        [Cell(lane, few, small, aggregation=True)],
-        [Cell(lane, many, work, aggregation=True) for work in (small, large)],
-    ]
 
 
 def with_sums(costs: Costs, timed: Sequence[tuple[Cell, Timed]]) -> Costs:

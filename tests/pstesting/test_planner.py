@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from pstesting.planner.fit import cells_of, cells_of_sums, fitted, seen, with_sums
-from pstesting.planner.jobs import Cell, time_cells
+from pstesting.planner.fit import fitted, seen, with_sums
+from pstesting.planner.jobs import Cell, Timed, time_cells
+from pstesting.planner.measurements import cells_of, cells_of_sums, middle
 from pstesting.simulation.costs import Costs, LaneCosts
 from pstesting.simulation.workloads import Workload
 from pswire.transport.traffic import LaneName
@@ -74,6 +75,15 @@ def test_known_costs_of_sums_are_found() -> None:
     cells = [cell for job in cells_of_sums("tcp") for cell in job]
     found = with_sums(COSTS, [(cell, seen(cell, true, ROUNDS)) for cell in cells])
     assert [found.part, found.hand, found.hand_byte] == pytest.approx([true.part, true.hand, true.hand_byte], rel=0.02)
+
+
+def test_of_several_turns_the_medians_count() -> None:
+    """Each figure by itself, whatever the turn."""
+    cells = [Cell("tcp", workers, Workload(1)) for workers in (1, 2)]
+    took = [[Timed(3.0, 1.0, 5.0), Timed(1.0, 1.0, 1.0)], [Timed(2.0, 2.0, 6.0), Timed(9.0, 2.0, 3.0)]]
+    took.append([Timed(1.0, 9.0, 7.0), Timed(2.0, 3.0, 2.0)])
+    found = middle([[*zip(cells, turn, strict=True)] for turn in took])
+    assert found == [(cells[0], Timed(2.0, 2.0, 6.0)), (cells[1], Timed(2.0, 2.0, 2.0))]
 
 
 def test_cells_of_one_job_are_alike() -> None:
