@@ -50,7 +50,7 @@ def test_what_cannot_be_loaded_says_so(tmp_path: Path) -> None:
 
 def test_a_host_is_calibrated(tmp_path: Path) -> None:
     """The file is a cost model: a push, a round and a byte cost something."""
-    done = shell(["psctl", "calibrate", "--lane", "tcp", "--json"], tmp_path, 240.0)
+    done = shell(["psctl", "calibrate", "--lane", "tcp", "--json"], tmp_path, 480.0)
     assert done.code == 0, done.err
     said = json.loads(done.out)
     costs = Costs.read(tmp_path / "costs.json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -53,7 +54,7 @@ class HostGroup:
         self._variable = variable
         self._lock = threading.Lock()  # guards all below
         self.singly = 0
-        self._leaders: list[Leader] = []
+        self._leaders = weakref.WeakSet[Leader]()  # roles keep them; the memory of one that is over is given back
         self._roles = [HostRole(self._names(part), session, lease / 2, self._lead) for part in range(parts_of(servers))]
 
     def _names(self, part: int) -> list[str]:
@@ -81,7 +82,7 @@ class HostGroup:
             except BaseException:
                 listener.close()
                 raise
-            self._leaders = [*led, leader]
+            self._leaders.add(leader)
             return leader
 
     def _led(self) -> list[Leader]:
@@ -97,6 +98,7 @@ class HostGroup:
         with self._lock:
             led = self._led()
             spare = led[self._share(led) :]
+            self._leaders.difference_update(spare)
         for leader in spare:
             leader.close()
 
