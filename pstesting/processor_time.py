@@ -8,6 +8,9 @@ from collections.abc import Sequence
 REST_SECONDS = 0.2
 """Between two looks at processes that come to rest."""
 
+MOST_SECONDS = 10.0
+"""Until processes count as resting that always do something, as a server does that many idle workers beat at."""
+
 
 def processor_seconds(pid: int) -> float:
     """Returns the seconds of processor time that a process has used, whoever else uses the machine."""
@@ -17,9 +20,10 @@ def processor_seconds(pid: int) -> float:
 
 def await_rest(pids: Sequence[int]) -> list[float]:
     """Waits until processes rest, as servers do once their kernels are compiled; returns what each has used by then."""
-    used = list(map(processor_seconds, pids))
+    used, until = list(map(processor_seconds, pids)), time.monotonic() + MOST_SECONDS
     while True:
         time.sleep(REST_SECONDS)
         before, used = used, list(map(processor_seconds, pids))
-        if all(now - then < REST_SECONDS / 10 for now, then in zip(used, before, strict=True)):
+        rest = all(now - then < REST_SECONDS / 10 for now, then in zip(used, before, strict=True))
+        if rest or time.monotonic() > until:
             return used
