@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
-from pstesting.simulation.clusters import Cluster
+from pstesting.simulation.clusters import PATIENT, Cluster
 from pstesting.simulation.costs import Costs
 from pstesting.simulation.jobs import SimulatedJob
 from pstesting.simulation.workloads import Workload
@@ -113,6 +113,10 @@ class Lost:
     servers: float
 
 
+CALM = replace(PATIENT, lease=600.0)
+"""Nobody is lost in what is planned, however long a beat waits behind the pushes of its host."""
+
+
 @dataclass(frozen=True)
 class Prediction:
     """What a job does with a number of servers.
@@ -198,6 +202,7 @@ def predict(
         aggregation=aggregation,
         backup_workers=backup_workers,
         slow={0: slow} if slow != 1.0 else {},
+        timeouts=CALM,
     )
     seen = SimulatedJob(cluster, ROUNDS).train()
     step = seen.round_seconds
