@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from pstesting.planner import plan as planning
 from pstesting.planner.commands import plan
-from pstesting.planner.plan import DAY, Lost, Question, predict
+from pstesting.planner.plan import DAY, Lost, Question
 from pstesting.simulation.costs import Costs, LaneCosts
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts
@@ -182,10 +182,3 @@ def test_questions_that_cannot_be_answered(costs: Path, flags: list[str], said: 
     with pytest.raises(ConfigError) as caught:
         CliRunner().invoke(plan, [*ASKED, "--costs", str(costs), *flags], standalone_mode=False, catch_exceptions=False)
     assert said in str(caught.value)
-
-
-def test_rounds_that_take_longer_than_a_lease_are_planned() -> None:
-    """Beats wait behind the pushes of eight workers, for their host's link: nobody is lost by that."""
-    question = replace(JOB, workers=16, per_host=8, dense=4e8)
-    found = predict(question, 1)
-    assert found.step_seconds > 2 * question.workers * question.dense / RATE / 2
