@@ -4,11 +4,11 @@
     python benchmarks/predictions.py [--quick] [--turns N] [--json FILE] [--lane LANE ...] [--costs FILE]
     python benchmarks/predictions.py --network 1Gbit --lane tcp    each process on a host of its own; needs root
 
-In each turn the jobs run with which `psctl calibrate` measures a host, of one to eight workers. Then jobs of 1 to 64
-workers and 1 to 4 servers run, dense and with rows, with copies and without, all on this host. Each of these is
-simulated, with the cost model that all turns give, as `psctl calibrate --turns` would. A row shows a job's median
-round, the predicted one, and their ratio; those that miss by more than a fifth stand in a table of their own.
-`--costs FILE` takes a cost model that was measured before.
+Each turn first runs the jobs of `psctl calibrate`, of one to eight workers. Then it runs jobs of 1 to 64 workers and 1
+to 4 servers, dense and with rows, with copies and without, all on this host. Each of these is simulated, with the cost
+model of all turns, as `psctl calibrate --turns` fits it. A row shows a job's median round, the predicted one, and their
+ratio; those that miss by more than a fifth stand in a table of their own. `--costs FILE` takes a cost model that was
+measured before.
 
 With `--network` jobs of four processes and fewer have hosts (`pstesting.hosts`) whose links carry that rate each way.
 They share this machine's processors, which simulated hosts do not.
@@ -93,7 +93,7 @@ def workloads(workers: int, servers: int, copies: int) -> dict[str, Workload]:
     }
 
 
-def cells_of(lane: LaneName, size: tuple[int, int, int], rate: float) -> dict[str, Cell]:
+def kinds_of(lane: LaneName, size: tuple[int, int, int], rate: float) -> dict[str, Cell]:
     """Returns the jobs of a number of workers, servers and copies, by what their rounds are of."""
     workers, servers, copies = size
     return {kind: Cell(lane, workers, work, rate) for kind, work in workloads(workers, servers, copies).items()}
@@ -166,7 +166,7 @@ def main(
         for lane, size in product(lanes, sizes):
             if turn and size[0] >= MANY:
                 continue
-            cells = cells_of(lane, size, rate)
+            cells = kinds_of(lane, size, rate)
             with console.status(f"turn {turn}: {lane}, {size[0]} workers, {size[1]} servers"):
                 for job, took in zip(cells.items(), time_cells([*cells.values()]), strict=True):
                     walls[job].append(took.wall)
