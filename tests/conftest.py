@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from tests.support.certificates import Certificates
+    from tests.kit.certificates import Certificates
 
 # A shell starts what it runs in the background with SIGINT ignored; tests that interrupt themselves would not be.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -114,6 +114,6 @@ def stack() -> Iterator[ExitStack]:
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     """Those of a cluster, and of another one; no test changes them."""
-    from tests.support.certificates import Certificates  # a server with it, which few tests need
+    from tests.kit.certificates import Certificates  # a server with it, which few tests need
 
     return Certificates.make(tmp_path_factory.mktemp("certificates"))

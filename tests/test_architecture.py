@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import rooms, waits
+from tests.kit import rooms, waits
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("pswire", "psserver", "psclient", "pstesting")

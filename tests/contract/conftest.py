@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.rig import Job, Servers, serving
+from tests.kit.rig import Job, Servers, serving
 
 Serve = Callable[..., Servers]
 

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from pswire.errors import Fenced, InvalidRequest
 from pswire.limits import WINDOW
 from pswire.model.plan import Plan, RestoreCommit
-from tests.support.rig import SOON, WORKERS, Job, checkpoint, eventually, given, sgd, sum_into, together
+from tests.kit.rig import SOON, WORKERS, Job, checkpoint, eventually, given, sgd, sum_into, together
 
 A, B, C = WORKERS[:3]
 

@@ -13,7 +13,7 @@ from pswire.limits import WINDOW
 from pswire.model.log import Position
 from pswire.model.status import WorkerProgress
 from pswire.model.tensor import TensorSpec
-from tests.support.rig import SOON, WORKERS, Job, Worker, checkpoint, given, reduce_only, sgd, sum_into
+from tests.kit.rig import SOON, WORKERS, Job, Worker, checkpoint, given, reduce_only, sgd, sum_into
 
 A, B, C = WORKERS[:3]
 HERE, THERE = (Position(0, 0, 3),), (Position(0, 2, 8),)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pswire.api import RESTS
 from pswire.errors import ConfigError, Fenced
-from tests.support.rig import SOON, WORKERS, Job, checkpoint, eventually, given, serving, sum_into
+from tests.kit.rig import SOON, WORKERS, Job, checkpoint, eventually, given, serving, sum_into
 
 A, B, C = WORKERS[:3]
 

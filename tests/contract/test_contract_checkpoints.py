@@ -18,7 +18,7 @@ from pswire.model.log import Position
 from pswire.model.plan import SnapshotOrder, VariableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.support.rig import CHIEF, SOON, WORKERS, Job, checkpoint, eventually, given, sum_into, together
+from tests.kit.rig import CHIEF, SOON, WORKERS, Job, checkpoint, eventually, given, sum_into, together
 
 A, B = WORKERS[:2]
 BOTH = (0, 1)

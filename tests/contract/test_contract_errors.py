@@ -19,7 +19,7 @@ from pswire.limits import Timeouts
 from pswire.model.plan import Turn, VariableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import EMPTY, Payload
-from tests.support.rig import SOON, WORKERS, Job, Servers, checkpoint, core, given, remote, sum_into, together
+from tests.kit.rig import SOON, WORKERS, Job, Servers, checkpoint, core, given, remote, sum_into, together
 
 A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())

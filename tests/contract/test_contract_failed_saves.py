@@ -16,7 +16,7 @@ from pswire.model.log import Approved, Snapshotted
 from pswire.model.plan import Apply, Plan, Reduction, Ref, SnapshotOrder, VariableSpec
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
-from tests.support.rig import CHIEF, SOON, WORKERS, Job, checkpoint, eventually, manifest_of, sum_into, together
+from tests.kit.rig import CHIEF, SOON, WORKERS, Job, checkpoint, eventually, manifest_of, sum_into, together
 
 A, B = WORKERS[:2]
 BOTH = (0, 1)

@@ -10,7 +10,7 @@ from pswire.cluster import Task
 from pswire.errors import ConfigError, InvalidRequest, TaskTaken
 from pswire.model.joins import Enlisted
 from pswire.model.log import Done, JobStarted
-from tests.support.rig import CHIEF, SOON, WORKERS, Job
+from tests.kit.rig import CHIEF, SOON, WORKERS, Job
 
 LEASE = 12
 """Seconds after which a place that nobody keeps is free: more than a lease."""

@@ -24,7 +24,7 @@ from pswire.model.log import (
 from pswire.model.plan import Apply, Operand, PlacedVariable, Plan, Reduction, Ref, SnapshotOrder, VariableSpec
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
-from tests.support.rig import CHIEF, SOON, WORKERS, Job, adding, eventually, reduce_only, sum_into
+from tests.kit.rig import CHIEF, SOON, WORKERS, Job, adding, eventually, reduce_only, sum_into
 
 A, B, C = WORKERS[:3]
 NUMBER = TensorSpec("int64", ())

@@ -9,7 +9,7 @@ from pswire.errors import PSError
 from pswire.model.log import Created, Snapshotted
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import TensorSpec
-from tests.support.rig import CHIEF, SOON, WORKERS, Job
+from tests.kit.rig import CHIEF, SOON, WORKERS, Job
 
 NOBODY = 0
 W0, W1 = WORKERS[:2]

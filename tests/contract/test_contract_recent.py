@@ -15,7 +15,7 @@ from pswire.model.status import Happened
 from pswire.model.tensor import TensorSpec
 from pswire.security.session_numbers import count_of
 from pswire.transport.payload import Payload
-from tests.support.rig import SOON, WORKERS, Job, Worker, eventually, sum_into, together
+from tests.kit.rig import SOON, WORKERS, Job, Worker, eventually, sum_into, together
 
 W0, W1 = WORKERS[:2]
 NOBODY = 0

@@ -15,7 +15,7 @@ from pswire.errors import CheckpointError, Diverged, InvalidRequest, NoCheckpoin
 from pswire.model.plan import Plan, RestoreCommit, Turn, VariableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.support.rig import SOON, WORKERS, Job, manifest_of, serving, sum_into, together
+from tests.kit.rig import SOON, WORKERS, Job, manifest_of, serving, sum_into, together
 
 A, B = WORKERS[:2]
 

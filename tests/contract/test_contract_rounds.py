@@ -17,7 +17,7 @@ from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import DTYPES, TensorSpec, spec_of
 from pswire.transport.payload import EMPTY, Payload
-from tests.support.rig import SOON, WORKERS, Job, given, reduce_only, sgd, sum_into, together
+from tests.kit.rig import SOON, WORKERS, Job, given, reduce_only, sgd, sum_into, together
 
 A, B, C = WORKERS[:3]
 NUMBER = TensorSpec("int64", ())

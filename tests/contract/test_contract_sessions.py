@@ -16,7 +16,7 @@ from pswire.model.log import Done, Epoch, EpochClosed, JobStarted, Lost, Member,
 from pswire.model.plan import Turn
 from pswire.model.tensor import TensorSpec
 from pswire.security.session_numbers import count_of
-from tests.support.rig import BEAT, CHIEF, SOON, WORKERS, Job, core, eventually, reduce_only, together
+from tests.kit.rig import BEAT, CHIEF, SOON, WORKERS, Job, core, eventually, reduce_only, together
 
 NUMBER = TensorSpec("int64", ())
 A, B, C = WORKERS[:3]

@@ -12,7 +12,7 @@ from pswire.api import RestoreOrder
 from pswire.checkpoint.reader import open_saved
 from pswire.errors import CheckpointError, DamagedCheckpoint, InvalidRequest, VariableMismatch
 from pswire.model.plan import ShardOf
-from tests.support.rig import WORKERS, Job
+from tests.kit.rig import WORKERS, Job
 
 FIRST = np.arange(20, dtype="float32").reshape(10, 2)
 

@@ -15,8 +15,8 @@ from pswire.model.program import Input, Node, Program
 from pswire.model.tables import LRU, MIN_CAPACITY, Constant, CounterFilter, SlotTensor, TablePart, TableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.support.key_contributions import WHOLE, by_keys, create_part, keyed, part_of
-from tests.support.rig import SOON, WORKERS, Job, together
+from tests.kit.key_contributions import WHOLE, by_keys, create_part, keyed, part_of
+from tests.kit.rig import SOON, WORKERS, Job, together
 
 SPEC = TableSpec((2,), initializer=Constant(0.5))
 A, B = WORKERS[:2]

@@ -12,7 +12,7 @@ from pswire.limits import PART_BYTES
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.transport.payload import Payload
-from tests.support.rig import SOON, WORKERS, Job, eventually, reduce_only, sum_into, together
+from tests.kit.rig import SOON, WORKERS, Job, eventually, reduce_only, sum_into, together
 
 A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())

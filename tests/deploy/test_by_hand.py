@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from psclient._src.processes.process import address_in
-from tests.support.shell import PROGRAMS, shell
+from tests.kit.shell import PROGRAMS, shell
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")

@@ -30,8 +30,8 @@ from pswire.cluster import check_addresses, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.security.names import spare_name, task_name
 from pswire.telemetry.prometheus import HEALTH
-from tests.support.manifests import NODE, Manifest, Pod, containers, expanded, pods, templates
-from tests.support.variants import CUSTOM, KUBERNETES, VARIANTS, all_pods, instance, issued, rendered, secret_name
+from tests.kit.manifests import NODE, Manifest, Pod, containers, expanded, pods, templates
+from tests.kit.variants import CUSTOM, KUBERNETES, VARIANTS, all_pods, instance, issued, rendered, secret_name
 
 VERSION = kubernetes_validate.latest_version()
 INSTANCE, COMPONENT = "app.kubernetes.io/instance", "app.kubernetes.io/component"

@@ -22,7 +22,7 @@ from pswire.limits import Timeouts
 from pswire.options import Option, options_of
 from pswire.security.identity import FLAGS, SecurityOptions
 from pswire.server_options import ServerOptions
-from tests.support.shell import shell
+from tests.kit.shell import shell
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "configs").glob("*.yaml"))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.shell import shell
+from tests.kit.shell import shell
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "configs" / "slurm" / "train.sbatch"

@@ -20,7 +20,7 @@ from psserver.cli import command as psserver
 from psserver.programs.kernels.kept import KeptCode
 from pswire.cluster import Task, parse_tf_config
 from pswire.limits import Timeouts
-from tests.support.shell import PROGRAMS, shell
+from tests.kit.shell import PROGRAMS, shell
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "configs" / "systemd"

@@ -18,7 +18,7 @@ from pstesting.script import ME, add, gate, say
 from pswire.cluster import ClusterSpec
 from pswire.errors import Abandoned
 from pswire.limits import Timeouts
-from tests.support.rig import core
+from tests.kit.rig import core
 
 SOON = replace(QUICK, alone=4.0)
 """Longer than a lease: whoever is lost is known to be lost by then."""

@@ -20,9 +20,9 @@ from pswire.model.status import Pace
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.sockets import Kind
 from pswire.transport.traffic import LaneName
-from tests.support import packets
-from tests.support.lane_rig import Hand, Site, eventually
-from tests.support.rig import SOON, WORKERS
+from tests.kit import packets
+from tests.kit.lane_rig import Hand, Site, eventually
+from tests.kit.rig import SOON, WORKERS
 
 LEASE = 0.8
 """Seconds."""

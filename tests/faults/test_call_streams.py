@@ -28,7 +28,7 @@ from pswire.limits import PART_BYTES, Timeouts
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.grpc_frames import Frame, frames
 from pswire.transport.parts import parts_of
-from tests.support.rig import SOON, WORKERS, Job, Servers, core, eventually, payload, sum_into, together
+from tests.kit.rig import SOON, WORKERS, Job, Servers, core, eventually, payload, sum_into, together
 
 A, B = WORKERS[:2]
 TIMEOUTS = Timeouts(lease=4.0, call=10.0, round=SOON)

@@ -33,8 +33,8 @@ from pswire.model.plan import Apply, Plan, Reduction, Ref, SnapshotOrder, Turn
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.server_options import ServerOptions
-from tests.support.objects import BUCKET, object_store
-from tests.support.rig import (
+from tests.kit.objects import BUCKET, object_store
+from tests.kit.rig import (
     CHIEF,
     SOON,
     WORKERS,

@@ -19,8 +19,8 @@ from pstesting.processes import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, Process
 from pstesting.script import DIRECTORY, ME, say
 from tests.faults.test_lost_servers import PS2, values
 from tests.faults.test_returning_servers import KEYS, all_go_on_with, await_variables, learn
-from tests.support.flipping import fail, flips
-from tests.support.scraped import Page
+from tests.kit.flipping import fail, flips
+from tests.kit.scraped import Page
 
 
 def everything():

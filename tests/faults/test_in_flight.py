@@ -14,8 +14,8 @@ from pswire.limits import PART_BYTES
 from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.tensor import TensorSpec
 from pswire.transport.traffic import LANES, LaneName
-from tests.support.lane_rig import Site, eventually
-from tests.support.rig import SOON, sum_into
+from tests.kit.lane_rig import Site, eventually
+from tests.kit.rig import SOON, sum_into
 
 IN_FLIGHT = 1 << 22
 NUMBER = TensorSpec("float32", ())

@@ -20,9 +20,9 @@ from pstesting.script import ME, add_all, gate, say
 from pswire.limits import PART_BYTES
 from pswire.transport.sockets import HEAD
 from pswire.transport.traffic import LaneName
-from tests.support import lane_rig
-from tests.support.lane_rig import ON_ONE_LANE, Cut, Proxy, Site, eventually, mappings
-from tests.support.rig import SOON, WORKERS
+from tests.kit import lane_rig
+from tests.kit.lane_rig import ON_ONE_LANE, Cut, Proxy, Site, eventually, mappings
+from tests.kit.rig import SOON, WORKERS
 
 HELLO = 1 + HEAD.size + 48
 """Bytes of a client's hello at most: who breaks off before has no lane that could break."""
@@ -136,7 +136,7 @@ def test_a_member_that_goes_in_the_middle_of_its_push_is_left_out(stack: ExitSta
 
 def hammer(rounds, calls):
     """Sums of integers on lanes that break again and again; says those that are not exact."""
-    from tests.support import lane_rig
+    from tests.kit import lane_rig
 
     made = lane_rig.fragile(ME, calls)
     strategy = ps.ParameterServerStrategy()
@@ -172,7 +172,7 @@ def endure(rounds, stops, elements, stall):
 
     Stops are (worker, round), each with a gate of its own.
     """
-    from tests.support import lane_rig
+    from tests.kit import lane_rig
 
     if stall and stall[0] == ME:
         lane_rig.stall(

@@ -24,10 +24,10 @@ from pstesting.script import CONFIG, ME, add_all, say
 from pswire.security.identity import Security
 from pswire.transport.payload import Payload
 from pswire.transport.traffic import LaneName
-from tests.support import packets
-from tests.support.certificates import Certificates
-from tests.support.lane_rig import ON_ONE_LANE, SIZE, Proxy, Site, eventually
-from tests.support.rig import WORKERS
+from tests.kit import packets
+from tests.kit.certificates import Certificates
+from tests.kit.lane_rig import ON_ONE_LANE, SIZE, Proxy, Site, eventually
+from tests.kit.rig import WORKERS
 
 LEASE = 0.6
 """Seconds: short, so that what waits for one does not wait long."""
@@ -305,7 +305,7 @@ def test_a_silent_connection_of_grpc_costs_no_session(stack: ExitStack) -> None:
 
 def lose(rounds, when):
     """Sums of integers; on the way the first worker loses what arrives on its connections."""
-    from tests.support import lane_rig, packets
+    from tests.kit import lane_rig, packets
 
     lanes = lane_rig.losing()
 

@@ -25,7 +25,7 @@ from pswire.limits import PART_BYTES, Timeouts
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.grpc_frames import Frame, frames
 from pswire.transport.parts import Assembly, parts_of
-from tests.support.rig import SOON, WORKERS, Job, Servers, core, eventually, payload, sum_into, together
+from tests.kit.rig import SOON, WORKERS, Job, Servers, core, eventually, payload, sum_into, together
 
 A, B = WORKERS[:2]
 SIZE = PART_BYTES // 4

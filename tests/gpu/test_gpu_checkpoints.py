@@ -13,7 +13,7 @@ from psserver.config import ServerConfig
 from psserver.core.core import Core
 from pstesting.clock import Clock
 from pswire.cluster import Task
-from tests.support.rig import SOON, WORKERS, Job, Servers, manifest_of, sum_into, together
+from tests.kit.rig import SOON, WORKERS, Job, Servers, manifest_of, sum_into, together
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,7 +20,7 @@ from psserver.devices import Device as ServerDevice
 from pstesting.clock import Clock
 from pswire.cluster import Task
 from pswire.transport.traffic import LANES, LaneName
-from tests.support.rig import SOON, WORKERS, Job, Servers, given, remote, sum_into, together
+from tests.kit.rig import SOON, WORKERS, Job, Servers, given, remote, sum_into, together
 
 pytestmark = [
     pytest.mark.gpu,

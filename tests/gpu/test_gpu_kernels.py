@@ -10,8 +10,8 @@ from psserver.devices import Device
 from psserver.programs.kernels.kernels import Kernels
 from psserver.programs.kernels.rows import apply_rows
 from pswire.model.tensor import TensorSpec
-from tests.support.programs import job_of, plan_of, run, same_bits, traced
-from tests.support.rig import WORKERS
+from tests.kit.programs import job_of, plan_of, run, same_bits, traced
+from tests.kit.rig import WORKERS
 
 pytestmark = [
     pytest.mark.gpu,

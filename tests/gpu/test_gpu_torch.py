@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed; it comes 
 import psclient as ps
 import psclient.torch as pst
 from psclient._src import devices
-from tests.support.modules import apart, batches, job, mlp, share, steps, values
+from tests.kit.modules import apart, batches, job, mlp, share, steps, values
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from psclient._src.processes.process import start_server
-from tests.support.shell import Done, shell
+from tests.kit.shell import Done, shell
 
 STARTING = 60.0
 """Seconds that starting and ending processes may take on a busy machine, beside the deadline that is tested."""

@@ -18,7 +18,7 @@ from pstesting.script import ME, add_all, gate, say
 from pswire.encoding import messages
 from pswire.encoding.protocol import PROTOCOL
 from pswire.errors import ConfigError
-from tests.support.rig import core
+from tests.kit.rig import core
 
 
 def history(rounds, k, slow, seconds):

@@ -20,7 +20,7 @@ from psclient._src.processes.process import start_server
 from pstesting.processes import CALM, PS0, PS1, SECONDS, ProcessCluster, until
 from pstesting.script import add, gate, say
 from pswire.cluster import ClusterSpec
-from tests.support.residue import children, listens, open_files
+from tests.kit.residue import children, listens, open_files
 
 ROOT = Path(__file__).parents[2]
 

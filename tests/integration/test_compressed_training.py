@@ -10,7 +10,7 @@ from pstesting.processes import QUICK, W0, W1, ProcessCluster
 from pstesting.script import ME, gate, say
 from pswire.limits import PART_BYTES
 from pswire.server_options import ServerOptions
-from tests.support.compressed import CODECS, Worker
+from tests.kit.compressed import CODECS, Worker
 
 RATE, ROUNDS = 0.1, 300
 LARGE = PART_BYTES * 5 // 8

@@ -10,7 +10,7 @@ import pytest
 
 import psclient as ps
 from pswire.errors import ConfigError
-from tests.support.shell import shell
+from tests.kit.shell import shell
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "coordinator_digits.py")
 CLUSTER = ("psworker", "--standalone", "--ps", "2", "--workers", "2")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from psclient._src.processes.process import start_server
-from tests.support.shell import PROGRAMS, SECONDS, Done, shell
+from tests.kit.shell import PROGRAMS, SECONDS, Done, shell
 
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")
 STEPS = 23

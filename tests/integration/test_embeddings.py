@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.shell import shell
+from tests.kit.shell import shell
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = str(EXAMPLES / "embeddings.py")

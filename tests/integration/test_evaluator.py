@@ -8,7 +8,7 @@ import psclient as ps
 from psclient._src.launch.cluster import EVALUATOR
 from pstesting.processes import ProcessCluster
 from pstesting.script import DIRECTORY, gate, say
-from tests.support.events import scalars
+from tests.kit.events import scalars
 
 SAVES = 3
 

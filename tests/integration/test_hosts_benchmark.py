@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pstesting.hosts import Host
-from tests.support.linked import linked
+from tests.kit.linked import linked
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240

@@ -19,9 +19,9 @@ from pswire.cluster import Task
 from pswire.encoding.verbs import VERBS
 from pswire.model.log import Done, JobStarted, LogEntry, Lost
 from pswire.security.identity import Security
-from tests.support import shell
-from tests.support.certificates import Certificates
-from tests.support.rig import CHIEF, core
+from tests.kit import shell
+from tests.kit.certificates import Certificates
+from tests.kit.rig import CHIEF, core
 
 STARTING = 60.0
 """Seconds that starting and ending a process may take on a busy machine, beside the deadline that is tested."""

@@ -14,7 +14,7 @@ import psclient as ps
 from pstesting.processes import CHIEF, PS0, PS1, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import add, gate, say
 from pswire.telemetry import logging_setup
-from tests.support.scraped import Page, documented, metrics_url, mistakes
+from tests.kit.scraped import Page, documented, metrics_url, mistakes
 
 ROUNDS = 5
 TASKS = (PS0, PS1, CHIEF, W0, W1)

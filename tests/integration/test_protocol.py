@@ -20,7 +20,7 @@ from pswire.model.hashing import BUCKETS
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.tables import TablePart, TableSpec
 from pswire.pb import parameter_server_pb2 as pb
-from tests.support import rig
+from tests.kit import rig
 
 TABLE = TablePart("users", TableSpec((4,)), 0, BUCKETS)
 PART = VariableSpec("users/part_0", TABLE.tensor, part=TABLE)

@@ -21,10 +21,10 @@ from psclient._src.launch.outcome import Outcome
 from psclient._src.launch.ssh_cluster import Remote, SshCluster
 from pswire.cluster import Task
 from pswire.limits import Timeouts
-from tests.support import remote_tasks
-from tests.support.remote_tasks import ENDS, ME, WAITING, pids
-from tests.support.shell import PROGRAMS, Done, shell
-from tests.support.sshd import HOSTS, Sshd, sshd
+from tests.kit import remote_tasks
+from tests.kit.remote_tasks import ENDS, ME, WAITING, pids
+from tests.kit.shell import PROGRAMS, Done, shell
+from tests.kit.sshd import HOSTS, Sshd, sshd
 
 SOON = 90.0
 

@@ -17,7 +17,7 @@ import pytest
 import psclient as ps
 from pstesting.processes import CHIEF, PS0, W0, W1, ProcessCluster
 from pstesting.script import add, gate, say
-from tests.support.browser import BINARY, Browser
+from tests.kit.browser import BINARY, Browser
 
 SCRIPT = "<script>document.title='attacked'</script>"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.disks import disk
+from tests.kit.disks import disk
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 300

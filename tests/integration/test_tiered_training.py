@@ -11,9 +11,9 @@ from pstesting.processes import PS0, ProcessCluster
 from pstesting.script import ME, gate, say
 from pswire.cluster import Task
 from pswire.server_options import ServerOptions
-from tests.support.disks import disk
-from tests.support.rig import eventually
-from tests.support.scraped import Page, metrics_url
+from tests.kit.disks import disk
+from tests.kit.rig import eventually
+from tests.kit.scraped import Page, metrics_url
 
 MEMORY = 16 << 20
 W0, W1 = (Task("worker", n) for n in range(2))

@@ -17,8 +17,8 @@ import psclient as ps
 from pstesting.processes import CHIEF, PS0, PS1, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import add, say
 from tests.integration.test_observed import observed
-from tests.support.collector import Collector, Told
-from tests.support.scraped import metrics_url
+from tests.kit.collector import Collector, Told
+from tests.kit.scraped import metrics_url
 
 ROUNDS = 4
 

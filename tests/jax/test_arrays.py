@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.strategies import opened
+from tests.kit.strategies import opened
 
 jax = pytest.importorskip("jax", reason="JAX is not installed; it comes with paramserver[jax]")
 arrays = pytest.importorskip("psclient.jax.arrays")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.shell import shell
+from tests.kit.shell import shell
 
 pytest.importorskip("jax", reason="JAX is not installed; it comes with paramserver[jax]")
 

@@ -10,7 +10,7 @@ import pytest
 
 import psclient as ps
 from pstesting.in_process import InProcessCluster
-from tests.support.strategies import opened
+from tests.kit.strategies import opened
 
 jax = pytest.importorskip("jax", reason="JAX is not installed; it comes with paramserver[jax]")
 psj = pytest.importorskip("psclient.jax")

@@ -21,8 +21,8 @@ from pswire.security.identity import Security
 from pswire.telemetry import prometheus, web_server
 from pswire.telemetry.prometheus import HEALTH
 from pswire.transport.traffic import traffic
-from tests.support.rig import SOON, WORKERS, Job, given, reduce_only, serving, sgd, sum_into, together
-from tests.support.scraped import Page, documented, mistakes, queried
+from tests.kit.rig import SOON, WORKERS, Job, given, reduce_only, serving, sgd, sum_into, together
+from tests.kit.scraped import Page, documented, mistakes, queried
 
 A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())

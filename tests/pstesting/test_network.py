@@ -13,7 +13,7 @@ import pytest
 
 from pstesting.hosts import Host
 from pstesting.planner.network import LEAST, MOST, WORD
-from tests.support.linked import linked
+from tests.kit.linked import linked
 
 ANSWER = """
 from pstesting.planner.network import answer

@@ -23,10 +23,10 @@ from psclient._src.launch.ray_cluster import RayCluster, Resources, parse_resour
 from pswire.cluster import Task  # noqa: E402
 from pswire.errors import ConfigError, PSError  # noqa: E402
 from pswire.limits import Timeouts  # noqa: E402
-from tests.support import remote_tasks  # noqa: E402
-from tests.support.ray_nodes import SECOND, Nodes, occupied, ray_nodes  # noqa: E402
-from tests.support.remote_tasks import ENDS, ME, WAITING, pids  # noqa: E402
-from tests.support.shell import PROGRAMS, Done, shell  # noqa: E402
+from tests.kit import remote_tasks  # noqa: E402
+from tests.kit.ray_nodes import SECOND, Nodes, occupied, ray_nodes  # noqa: E402
+from tests.kit.remote_tasks import ENDS, ME, WAITING, pids  # noqa: E402
+from tests.kit.shell import PROGRAMS, Done, shell  # noqa: E402
 
 SOON = 240.0
 

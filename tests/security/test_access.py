@@ -15,7 +15,7 @@ from pswire.encoding.verbs import TOKEN_KEY, VERBS, Caller, bearer
 from pswire.errors import Forbidden, InvalidRequest, Unauthenticated
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
-from tests.support.rig import CHIEF, WORKERS
+from tests.kit.rig import CHIEF, WORKERS
 
 PS0 = Task("ps", 0)
 SECURED = Security(b"certificate", b"key", b"ca", token="t" * 32)

@@ -18,7 +18,7 @@ import pytest
 from psclient._src.processes.process import start_server
 from pstesting.processes import CALM, SECONDS
 from pswire.telemetry.web_server import HASTE_SECONDS, MAX_CONNECTIONS, SILENT_SECONDS
-from tests.support.certificates import Certificates, options
+from tests.kit.certificates import Certificates, options
 
 NAMES = ("metrics.paramserver", "ps-0.paramserver")
 

@@ -21,7 +21,7 @@ from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.security.identity import Security, SecurityOptions
 from pswire.security.names import certificate_name, named, task_name
-from tests.support.certificates import NAMES, Certificates, options
+from tests.kit.certificates import NAMES, Certificates, options
 
 Break = Callable[[Certificates, Path], object]
 

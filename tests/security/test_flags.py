@@ -16,7 +16,7 @@ from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts
 from pswire.security.identity import Security, SecurityOptions
-from tests.support.certificates import Certificates, options
+from tests.kit.certificates import Certificates, options
 
 FILE = """
 workers: 2

@@ -21,10 +21,10 @@ from pswire.encoding import messages
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.transport.grpc_frames import Frame
-from tests.support.attacks import BOMB, Attacker, Process
-from tests.support.certificates import Certificates
-from tests.support.lane_rig import Site
-from tests.support.rig import eventually
+from tests.kit.attacks import BOMB, Attacker, Process
+from tests.kit.certificates import Certificates
+from tests.kit.lane_rig import Site
+from tests.kit.rig import eventually
 
 MIB = 1 << 20
 

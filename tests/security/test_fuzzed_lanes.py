@@ -25,9 +25,9 @@ from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.transport.shared_memory import CLIENT_BYTES
 from pswire.transport.sockets import HEAD, INLINE, Kind, Message
-from tests.support.attacks import BOMB, BYTES, NUMBERS, STRANGER, mutated, question
-from tests.support.certificates import Certificates
-from tests.support.lane_rig import Hand, Site, eventually
+from tests.kit.attacks import BOMB, BYTES, NUMBERS, STRANGER, mutated, question
+from tests.kit.certificates import Certificates
+from tests.kit.lane_rig import Hand, Site, eventually
 
 SMALL = 64
 RESET = struct.pack("ii", 1, 0)

@@ -26,9 +26,9 @@ from pswire.model.plan import Turn
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.transport.grpc_frames import Frame
-from tests.support.attacks import streams
-from tests.support.certificates import PS0, Certificates, client, guarded
-from tests.support.rig import CHIEF, WORKERS, core, eventually
+from tests.kit.attacks import streams
+from tests.kit.certificates import PS0, Certificates, client, guarded
+from tests.kit.rig import CHIEF, WORKERS, core, eventually
 
 SECONDS = 20.0
 SOME_MIB = 64 << 10

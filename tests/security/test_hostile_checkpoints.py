@@ -18,10 +18,10 @@ from pswire.checkpoint.reader import SavedCheckpoint
 from pswire.checkpoint.storage import storage_at
 from pswire.errors import CheckpointError, DamagedCheckpoint
 from pswire.limits import PART_BYTES
-from tests.support.checkpoints import write_checkpoint
-from tests.support.rig import WORKERS, Job, serving
-from tests.support.shell import shell
-from tests.support.strategies import opened
+from tests.kit.checkpoints import write_checkpoint
+from tests.kit.rig import WORKERS, Job, serving
+from tests.kit.shell import shell
+from tests.kit.strategies import opened
 
 LARGE = 8 << 30
 """Bytes of a file that takes none on the disk."""

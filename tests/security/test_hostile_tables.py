@@ -32,7 +32,7 @@ from pswire.model.tables import (
 )
 from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
-from tests.support.rig import SOON, WORKERS, Job, Worker, serving
+from tests.kit.rig import SOON, WORKERS, Job, Worker, serving
 
 LIMIT = 1 << 28
 SOME = 32 << 20

@@ -25,8 +25,8 @@ from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.transport.payload import Payload
 from pswire.transport.sockets import HEAD, Kind, Message
-from tests.support.certificates import PS0, Certificates, client, guarded
-from tests.support.rig import CHIEF, SOON, WORKERS, core, eventually
+from tests.kit.certificates import PS0, Certificates, client, guarded
+from tests.kit.rig import CHIEF, SOON, WORKERS, core, eventually
 
 W0, W1 = WORKERS[:2]
 AT_ONCE = 30.0

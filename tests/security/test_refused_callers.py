@@ -17,7 +17,7 @@ from psclient._src.config import child_environ
 from psserver.transport.refused_callers import MOST_KEPT, MOST_LINES, QUIET_SECONDS, RefusedCallers
 from pswire.encoding.verbs import TOKEN_KEY, VERBS
 from pswire.pb import parameter_server_pb2 as pb
-from tests.support.waiting_servers import free_port
+from tests.kit.waiting_servers import free_port
 
 SOON = 20
 

@@ -21,8 +21,8 @@ from pstesting.script import ME, add_all, gate, say  # in the program below, whi
 from pswire.security import rotation
 from pswire.security.identity import SecurityOptions
 from pswire.security.rotation import CertificateFiles
-from tests.support.certificates import Certificates, guarded, options
-from tests.support.rig import eventually
+from tests.kit.certificates import Certificates, guarded, options
+from tests.kit.rig import eventually
 
 FILES = ("tls.crt", "tls.key", "ca.crt")
 

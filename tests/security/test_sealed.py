@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pswire.transport.sockets import MAX_PART_BYTES, Kind, Message, MessageSocket
 from pswire.transport.tls_socket import PIECE, RECORD, Sealed
-from tests.support.certificates import Certificates
+from tests.kit.certificates import Certificates
 
 SECONDS = 20.0
 

@@ -23,7 +23,7 @@ from pswire.cluster import Task
 from pswire.errors import ConfigError, ServerLost
 from pswire.security.identity import SecurityOptions
 from pswire.transport.traffic import LaneName
-from tests.support.certificates import Certificates, options
+from tests.kit.certificates import Certificates, options
 
 AT_ONCE = 90.0
 """Seconds: processes start in a few of them, on a machine that others use in many; a start's deadline is 120."""

@@ -12,7 +12,7 @@ import psclient as ps
 from pstesting.network import Relay
 from pstesting.processes import PS0, PS1, W0, W1, ProcessCluster
 from pstesting.script import ME, add_all, say  # in the program below, which is a source
-from tests.support.certificates import Certificates, options
+from tests.kit.certificates import Certificates, options
 
 
 def count(rounds: int) -> None:

@@ -15,8 +15,8 @@ import pytest
 from pswire.security.link_codes import GOOD_SECONDS, check_code, make_code
 from pswire.telemetry import web_server
 from pswire.telemetry.page import sampler, status_page
-from tests.support.pages import OTHER_TOKEN, TOKEN, page_of
-from tests.support.rig import SOON, WORKERS, Job, serving
+from tests.kit.pages import OTHER_TOKEN, TOKEN, page_of
+from tests.kit.rig import SOON, WORKERS, Job, serving
 
 SCRIPT = "<script>alert(1)</script>"
 NOW = 1_700_000_000.0

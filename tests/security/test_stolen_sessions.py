@@ -30,7 +30,7 @@ from pswire.security.session_numbers import count_of, number_for
 from pswire.transport.grpc_channel import open_channel, stub
 from pswire.transport.payload import Payload
 from pswire.transport.traffic import LaneName
-from tests.support.certificates import Certificates, options
+from tests.kit.certificates import Certificates, options
 
 SPEC = VariableSpec("mine", TensorSpec("float32", (4,)))
 AHEAD = 8

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.strategies import KINDS, opened
+from tests.kit.strategies import KINDS, opened
 
 AGAIN = ("mirrored-4", "embedded-4", "embedded-1")
 """Kinds of which others show each half: two replicas what four are, `mirrored-1` what one is, and `embedded-2` what a

@@ -10,7 +10,7 @@ import pytest
 
 import psclient as ps
 from psclient.compat.contrib import DistributionStrategy, Mirrored, PerDevice, TowerContext, get_tower_context
-from tests.support.strategies import kind_of, replicas
+from tests.kit.strategies import kind_of, replicas
 
 SIGNATURES = {
     "batch_reduce": "method_string, value_destination_pairs",

@@ -9,7 +9,7 @@ import pytest
 
 import psclient as ps
 from psclient.compat import v1
-from tests.support.strategies import by_replica, in_replicas, kind_of, replicas, variable
+from tests.kit.strategies import by_replica, in_replicas, kind_of, replicas, variable
 
 ATTRIBUTES = (
     "experimental_between_graph",

@@ -9,7 +9,7 @@ import pytest
 
 import psclient as ps
 from psclient.compat.v1 import train
-from tests.support.strategies import by_replica, in_replicas, kind_of, merged, opened, replicas, variable
+from tests.kit.strategies import by_replica, in_replicas, kind_of, merged, opened, replicas, variable
 
 STEPS = 20
 START = np.array([1.0, -2.0, 3.0])

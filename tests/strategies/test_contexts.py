@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.strategies import MIRRORED, in_replicas, kind_of, merged, opened, replicas, variable
+from tests.kit.strategies import MIRRORED, in_replicas, kind_of, merged, opened, replicas, variable
 
 here = ps.get_replica_context
 

@@ -9,7 +9,7 @@ import pytest
 
 import psclient as ps
 from psclient._src import nest
-from tests.support.strategies import in_replicas, kind_of, replicas, variable
+from tests.kit.strategies import in_replicas, kind_of, replicas, variable
 
 here = ps.get_replica_context
 

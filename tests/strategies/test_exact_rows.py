@@ -11,8 +11,8 @@ import pytest
 import psclient as ps
 from psserver.programs.kernels.closed_forms import ClosedForm
 from pstesting.in_process import InProcessCluster
+from tests.kit.strategies import by_replica, in_replicas, merged, opened, replicas, variable
 from tests.strategies.test_rows_of_optimizers import OPTIMIZERS
-from tests.support.strategies import by_replica, in_replicas, merged, opened, replicas, variable
 
 O = ps.optimizers  # noqa: E741
 SHAPE = (23, 5)

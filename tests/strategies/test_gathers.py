@@ -9,8 +9,8 @@ import pytest
 import psclient as ps
 from psclient._src.distribute.gathering import Place
 from pswire.limits import MAX_NDIM
-from tests.support.programs import same_bits
-from tests.support.strategies import in_replicas, kind_of, merged, replicas, variable
+from tests.kit.programs import same_bits
+from tests.kit.strategies import in_replicas, kind_of, merged, replicas, variable
 
 here = ps.get_replica_context
 

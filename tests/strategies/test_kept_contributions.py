@@ -7,7 +7,7 @@ import pytest
 
 import psclient as ps
 from psclient._src.tracing.hyperparameters import Configured
-from tests.support.strategies import variable
+from tests.kit.strategies import variable
 
 GRADIENT = np.arange(6, dtype="float32").reshape(2, 3)
 

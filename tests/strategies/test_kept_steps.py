@@ -12,7 +12,7 @@ from psclient._src.distribute.reduction import combine
 from psclient._src.rounds.section import Section
 from psclient._src.tracing.update_function import UpdateFunction
 from psclient.optimizers import schedules
-from tests.support.strategies import merged, opened, replicas, variable
+from tests.kit.strategies import merged, opened, replicas, variable
 
 SHAPES = ((3,), (2, 2), (3,))
 OPTIMIZERS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support.strategies import in_replicas, replicas, variable
+from tests.kit.strategies import in_replicas, replicas, variable
 
 
 def test_the_only_logical_device_is_the_replica_s_own(strategy):

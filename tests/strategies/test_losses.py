@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.strategies import by_replica, in_replicas, kind_of, merged, replicas, variable
+from tests.kit.strategies import by_replica, in_replicas, kind_of, merged, replicas, variable
 
 AVERAGE = ps.losses.compute_average_loss
 

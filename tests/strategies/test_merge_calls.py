@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.strategies import in_replicas, kind_of, merged, replicas, variable
+from tests.kit.strategies import in_replicas, kind_of, merged, replicas, variable
 
 here = ps.get_replica_context
 

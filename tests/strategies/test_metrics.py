@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import psclient as ps
-from tests.support.strategies import in_replicas, kind_of, replicas
+from tests.kit.strategies import in_replicas, kind_of, replicas
 
 LABELS = np.array([0, 0, 1, 1])
 SCORES = np.array([0.0, 0.5, 0.3, 0.9], "float32")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.strategies import in_replicas, replicas
+from tests.kit.strategies import in_replicas, replicas
 
 M = ps.metrics
 _RNG = np.random.default_rng(3)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.strategies import kind_of, replicas, variable
+from tests.kit.strategies import kind_of, replicas, variable
 
 
 def test_unwrap_gives_local_results(strategy):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.strategies import opened
+from tests.kit.strategies import opened
 
 MOVES = pytest.mark.parametrize(
     ("before", "after"),

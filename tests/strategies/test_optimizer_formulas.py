@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.strategies import in_replicas, replicas, variable
+from tests.kit.strategies import in_replicas, replicas, variable
 
 STEPS = 20
 START = np.array([1.0, -2.0, 3.0])

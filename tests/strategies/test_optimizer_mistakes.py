@@ -7,7 +7,7 @@ import pytest
 
 import psclient as ps
 from pswire.errors import ProgramError
-from tests.support.strategies import in_replicas, replicas, variable
+from tests.kit.strategies import in_replicas, replicas, variable
 
 Optimizer, Schedule = ps.optimizers.Optimizer, ps.optimizers.schedules.LearningRateSchedule
 

@@ -10,7 +10,7 @@ import pytest
 import psclient as ps
 from psclient._src.tracing import update_function
 from psclient.optimizers import schedules
-from tests.support.strategies import copies, in_replicas, kind_of, opened, replicas, variable
+from tests.kit.strategies import copies, in_replicas, kind_of, opened, replicas, variable
 
 SGD = ps.optimizers.SGD
 

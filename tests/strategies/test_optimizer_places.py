@@ -7,7 +7,7 @@ import pytest
 
 import psclient as ps
 from psclient.optimizers import schedules
-from tests.support.strategies import opened, variable
+from tests.kit.strategies import opened, variable
 
 SERVERS = ("servers-3", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("servers-1", "servers-2")))
 """Three, of four variables: two lie in one place, as all do on one server, and the others in places of their own."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.strategies import by_replica, in_replicas, merged, opened, replicas, variable
+from tests.kit.strategies import by_replica, in_replicas, merged, opened, replicas, variable
 
 STEPS = 5
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import psclient as ps
 from psclient._src.arraylike import LazyArray
-from tests.support.strategies import copies, in_replicas, kind_of, merged, replicas, variable
+from tests.kit.strategies import copies, in_replicas, kind_of, merged, replicas, variable
 
 here = ps.get_replica_context
 

@@ -14,7 +14,7 @@ import psclient as ps
 from psclient._src.tracing import diagnostics
 from psclient._src.variables.indexed_slices import IndexedSlices
 from pstesting.in_process import InProcessCluster
-from tests.support.strategies import by_replica, in_replicas, kind_of, merged, replicas, variable
+from tests.kit.strategies import by_replica, in_replicas, kind_of, merged, replicas, variable
 
 O = ps.optimizers  # noqa: E741
 SHAPE = (7, 3)

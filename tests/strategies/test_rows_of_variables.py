@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.strategies import copies, in_replicas, kind_of, replicas, variable
+from tests.kit.strategies import copies, in_replicas, kind_of, replicas, variable
 
 TABLE = np.arange(10, dtype="float32").reshape(5, 2)
 

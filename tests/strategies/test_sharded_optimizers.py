@@ -11,7 +11,7 @@ import pytest
 
 import psclient as ps
 from pstesting.in_process import InProcessCluster
-from tests.support.strategies import in_replicas, replicas
+from tests.kit.strategies import in_replicas, replicas
 
 O = ps.optimizers  # noqa: E741
 T = ps.compat.v1.train

@@ -10,7 +10,7 @@ import pytest
 import psclient as ps
 from pstesting.in_process import InProcessCluster
 from pswire.errors import LocalityError, PSError
-from tests.support.strategies import by_replica, in_replicas
+from tests.kit.strategies import by_replica, in_replicas
 
 P = ps.experimental.partitioners
 ROWS, SHARDS = 10, 3

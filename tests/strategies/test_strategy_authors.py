@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.strategies import by_replica, copies, kind_of, replicas, variable
+from tests.kit.strategies import by_replica, copies, kind_of, replicas, variable
 
 here = ps.get_replica_context
 

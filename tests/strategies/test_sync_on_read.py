@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.strategies import KINDS, in_replicas, merged, replicas, variable
+from tests.kit.strategies import KINDS, in_replicas, merged, replicas, variable
 
 AGGREGATION = ps.VariableAggregation
 ON_READ = ps.VariableSynchronization.ON_READ

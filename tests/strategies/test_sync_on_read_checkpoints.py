@@ -8,7 +8,7 @@ import pytest
 
 import psclient as ps
 from psclient.compat.contrib import DistributionStrategy
-from tests.support.strategies import in_replicas, opened, replicas
+from tests.kit.strategies import in_replicas, opened, replicas
 
 AGGREGATION = ps.VariableAggregation
 ON_READ = ps.VariableSynchronization.ON_READ

@@ -10,7 +10,7 @@ import pytest
 import psclient as ps
 from psclient._src.variables.table_views import KEY_BITS, TableView
 from psclient.train.object_graph import explore
-from tests.support.strategies import by_replica, in_replicas, replicas
+from tests.kit.strategies import by_replica, in_replicas, replicas
 
 de = ps.dynamic_embedding
 NAMES = ("user", "item", "genre")

@@ -17,7 +17,7 @@ from pstesting.in_process import InProcessCluster
 from pswire.errors import LocalityError, MemoryLimit, ProgramError
 from pswire.model.hashing import BUCKETS, hashes_of
 from pswire.model.tables import MIN_CAPACITY, ROWS
-from tests.support.strategies import by_replica, in_replicas, merged
+from tests.kit.strategies import by_replica, in_replicas, merged
 
 de = ps.dynamic_embedding
 KINDS = {"1 server, 1 replica": (1, 1), "2 servers, 2 replicas": (2, 2), "3 servers, 1 replica": (3, 1)}

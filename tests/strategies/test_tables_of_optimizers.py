@@ -14,8 +14,8 @@ import psclient as ps
 from psclient._src.tracing.update_function import UpdateFunction
 from pstesting.in_process import InProcessCluster
 from pswire.errors import ProgramError
+from tests.kit.strategies import by_replica, in_replicas, replicas, variable
 from tests.strategies.test_rows_of_optimizers import OPTIMIZERS
-from tests.support.strategies import by_replica, in_replicas, replicas, variable
 
 O = ps.optimizers  # noqa: E741
 de = ps.dynamic_embedding

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import psclient as ps
 from psclient._src.rounds.section import Section
-from tests.support.strategies import by_replica, copies, in_replicas, kind_of, merged, opened, replicas, variable
+from tests.kit.strategies import by_replica, copies, in_replicas, kind_of, merged, opened, replicas, variable
 
 
 def plain(value):

@@ -7,7 +7,7 @@ import pytest
 
 import psclient as ps
 from pstesting.in_process import InProcessCluster
-from tests.support.strategies import KINDS, opened
+from tests.kit.strategies import KINDS, opened
 
 SERVERS = tuple(kind for kind in KINDS if kind.startswith(("embedded", "servers")))
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.strategies import copies, in_replicas, kind_of, merged, replicas, variable
+from tests.kit.strategies import copies, in_replicas, kind_of, merged, replicas, variable
 
 AGGREGATION = ps.VariableAggregation
 SYNCHRONIZATION = ps.VariableSynchronization

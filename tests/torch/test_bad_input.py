@@ -14,7 +14,7 @@ import psclient.torch as pst
 from pstesting.in_process import InProcessCluster
 from pswire.errors import PSError
 from pswire.limits import Timeouts
-from tests.support.modules import apart, batches, job, mlp, share, steps, values
+from tests.kit.modules import apart, batches, job, mlp, share, steps, values
 
 HASTY = replace(Timeouts(), beat=0.2, lease=1.0, round=4.0, alone=4.0, start=4.0, chief=4.0)
 

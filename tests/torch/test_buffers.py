@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed; it comes 
 
 import psclient as ps
 import psclient.torch as pst
-from tests.support.modules import batches, job, seeded, share, steps
+from tests.kit.modules import batches, job, seeded, share, steps
 
 
 def net(seed=0, dtype=torch.float64):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import psclient as ps
 import psclient.torch as pst
-from tests.support.modules import batches, job, mlp, seeded, share, steps, values
+from tests.kit.modules import batches, job, mlp, seeded, share, steps, values
 
 
 def net(seed=0):

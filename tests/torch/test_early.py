@@ -11,8 +11,8 @@ import psclient.torch as pst
 from pstesting.in_process import InProcessCluster
 from pswire.errors import PSError
 from pswire.limits import PART_BYTES
-from tests.support.modules import apart, job, seeded, twin, values
-from tests.support.rig import eventually
+from tests.kit.modules import apart, job, seeded, twin, values
+from tests.kit.rig import eventually
 
 SIDE = 1024
 """A layer has 4 MiB: each is a part of its own."""

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed; it comes 
 
 import psclient as ps
 import psclient.torch as pst
-from tests.support.modules import apart, job
+from tests.kit.modules import apart, job
 
 SIZE, DIM = 20, 4
 FIRST = torch.randn(SIZE, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed; it comes with paramserver[torch]")
 
-from tests.support.shell import shell
+from tests.kit.shell import shell
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ("--ratings", "60000")

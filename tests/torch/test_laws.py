@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed; it comes 
 
 import psclient as ps
 import psclient.torch as pst
-from tests.support.modules import apart, batches, job, mlp, share, steps, twin, values
+from tests.kit.modules import apart, batches, job, mlp, share, steps, twin, values
 
 
 def trained(workers, servers, kind, dtype=torch.float64, count=100, apart_by=0.0, deterministic=False, **options):

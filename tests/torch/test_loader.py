@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed; it comes 
 
 import psclient as ps
 import psclient.torch as pst
-from tests.support.modules import apart, job, mlp, values
+from tests.kit.modules import apart, job, mlp, values
 
 EXAMPLES = 45
 

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed; it comes 
 
 import psclient as ps
 import psclient.torch as pst
-from tests.support.modules import apart, batches, mlp, steps, twin
+from tests.kit.modules import apart, batches, mlp, steps, twin
 
 RULES = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),

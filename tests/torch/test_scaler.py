@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed; it comes 
 
 import psclient as ps
 import psclient.torch as pst
-from tests.support.modules import apart, batches, job, mlp, share, values
+from tests.kit.modules import apart, batches, job, mlp, share, values
 
 SCALES = {"init_scale": 1024.0, "growth_interval": 3}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import psclient as ps
-from tests.support.strategies import opened
+from tests.kit.strategies import opened
 
 KINDS = pytest.mark.parametrize("kind", ["mirrored-1", "servers-2x2"])
 

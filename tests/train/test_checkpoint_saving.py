@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.strategies import opened
+from tests.kit.strategies import opened
 
 AT_ONCE = ps.train.CheckpointOptions(enable_async=False)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.support.strategies import in_replicas, opened
+from tests.kit.strategies import in_replicas, opened
 
 KINDS = pytest.mark.parametrize(
     "kind", ["default", "mirrored-2", pytest.param("embedded-2", marks=pytest.mark.soak), "servers-2x2"]

@@ -19,9 +19,9 @@ import psclient as ps
 from pstesting.processes import PS0, W0, W1, ProcessCluster
 from pstesting.script import ME, gate, say
 from pswire.checkpoint import storage
-from tests.support.objects import BUCKET, object_store
-from tests.support.shell import shell
-from tests.support.strategies import opened
+from tests.kit.objects import BUCKET, object_store
+from tests.kit.shell import shell
+from tests.kit.strategies import opened
 
 KINDS = pytest.mark.parametrize("kind", ["mirrored-1", "embedded-2", pytest.param("servers-2", marks=pytest.mark.soak)])
 

@@ -12,7 +12,7 @@ import psclient as ps
 from pstesting.in_process import InProcessCluster
 from pswire.checkpoint.manifest import FORMAT
 from pswire.checkpoint.reader import open_saved
-from tests.support.strategies import opened
+from tests.kit.strategies import opened
 
 FORMATS = Path(__file__).parent / "formats"
 """Format 1 was written by the version of 2026-11-21, format 2 by that of 2026-11-22, formats 3 and 4, of two servers,

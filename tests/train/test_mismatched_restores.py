@@ -11,8 +11,8 @@ import pytest
 import psclient as ps
 from pstesting.processes import W0, W1, ProcessCluster
 from pstesting.script import ME, say
-from tests.support.shell import shell
-from tests.support.strategies import opened
+from tests.kit.shell import shell
+from tests.kit.strategies import opened
 
 KINDS = pytest.mark.parametrize("kind", ["default", "mirrored-2", "servers-2x2"])
 DIFFER = "and this program differ"

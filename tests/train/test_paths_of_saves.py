@@ -10,7 +10,7 @@ import pytest
 import psclient as ps
 from pstesting.processes import PS0, W0, W1, ProcessCluster
 from pstesting.script import ME, say
-from tests.support.strategies import opened
+from tests.kit.strategies import opened
 
 IMPOSSIBLE = [
     "",

@@ -11,7 +11,7 @@ import pytest
 import psclient as ps
 from pstesting.in_process import InProcessCluster
 from pswire.model.log import Created
-from tests.support.rig import SOON
+from tests.kit.rig import SOON
 
 
 @pytest.mark.parametrize("kind", ["shards", "table"])

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import psclient as ps
-from tests.support.rig import eventually
-from tests.support.strategies import opened
+from tests.kit.rig import eventually
+from tests.kit.strategies import opened
 
 
 @pytest.fixture(autouse=True)

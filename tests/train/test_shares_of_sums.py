@@ -8,7 +8,7 @@ import pytest
 import psclient as ps
 from pstesting.processes import W0, W1, ProcessCluster
 from pstesting.script import ME, say
-from tests.support.strategies import in_replicas, opened
+from tests.kit.strategies import in_replicas, opened
 
 KINDS = pytest.mark.parametrize("kind", ["default", "mirrored-1", "mirrored-2", "mirrored-4", "embedded-4"])
 

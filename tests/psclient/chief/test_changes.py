@@ -11,7 +11,7 @@ from pswire.api import Watched
 from pswire.model.changes import Change
 from pswire.model.log import STEP, Epoch, EpochClosed, LogEntry, Member, Position, Start, Started
 from pswire.model.status import OpenRound, ServerStatus, SessionState, WorkerProgress
-from tests.support.rig import WORKERS
+from tests.kit.rig import WORKERS
 
 A, B, C = WORKERS[:3]
 BOTH = {A, B}

@@ -12,7 +12,7 @@ from pswire.api import Watched
 from pswire.model.log import STEP, Approved, Done, Epoch, EpochClosed, LogEntry, Member, Position, Start, Started
 from pswire.model.plan import Plan
 from pswire.model.status import OpenRound, Pace, ServerStatus, SessionState, WorkerProgress
-from tests.support.rig import WORKERS
+from tests.kit.rig import WORKERS
 
 A, B, C = WORKERS[:3]
 BOTH = {A, B}

@@ -19,7 +19,7 @@ from pswire.cluster import ClusterSpec
 from pswire.limits import Timeouts
 from pswire.model.log import EpochClosed
 from pswire.telemetry.metrics import Histogram
-from tests.support.rig import SOON, WORKERS, Job, checkpoint, core, serving, together
+from tests.kit.rig import SOON, WORKERS, Job, checkpoint, core, serving, together
 
 A, B = WORKERS[:2]
 SLOW = Timeouts(beat=60.0)

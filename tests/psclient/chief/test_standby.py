@@ -8,7 +8,7 @@ from psclient._src.chief.standby import outlook
 from pswire.limits import Timeouts
 from pswire.model.log import Member
 from pswire.model.status import ServerStatus, SessionState
-from tests.support.rig import CHIEF, WORKERS
+from tests.kit.rig import CHIEF, WORKERS
 
 TIMES = Timeouts(beat=2.0)
 EMPTY = ServerStatus(0, 1, 0, None, -1, (), (), 0, 0, 0, 0.0)

@@ -22,7 +22,7 @@ from psclient.cluster_resolver import (
 )
 from pswire.cluster import JOBS, ClusterSpec, Task, TaskConfig
 from pswire.errors import ConfigError
-from tests.support.strategies import opened
+from tests.kit.strategies import opened
 
 JOBS_GIVEN = {"worker": ["w0:1", "w1:1"], "ps": ["p:1"]}
 SPEC = ClusterSpec(JOBS_GIVEN)

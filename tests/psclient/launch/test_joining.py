@@ -17,7 +17,7 @@ from pswire.errors import ConfigError
 from pswire.limits import Timeouts
 from pswire.model.log import JobStarted
 from pswire.security.identity import Security, SecurityOptions
-from tests.support.rig import CHIEF, SOON, WORKERS, Job, eventually, serving
+from tests.kit.rig import CHIEF, SOON, WORKERS, Job, eventually, serving
 
 BEATS = Timeouts(beat=0.02, call=SOON, start=SOON)
 LEASE = 12.0

@@ -22,7 +22,7 @@ from pswire.cluster import Task
 from pswire.errors import CheckpointError, PSError, RoundTimeout, ServerLost
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import TensorSpec
-from tests.support.shell import shell
+from tests.kit.shell import shell
 
 SCRIPT = """
 from concurrent.futures import ThreadPoolExecutor

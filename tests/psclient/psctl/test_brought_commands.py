@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pstesting.simulation.costs import Costs
-from tests.support.shell import shell
+from tests.kit.shell import shell
 
 PROBE = """
 import sys

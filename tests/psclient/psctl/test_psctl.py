@@ -25,7 +25,7 @@ from psclient.psctl.checkpoint_diff import CHUNK, compare
 from pswire.checkpoint.manifest import latest_text
 from pswire.checkpoint.reader import open_saved
 from pswire.model.tensor import DTYPES, Array
-from tests.support.checkpoints import write_checkpoint
+from tests.kit.checkpoints import write_checkpoint
 
 SHARD0, SHARD1 = (f"shard-{place:05d}-of-00002.safetensors" for place in range(2))
 

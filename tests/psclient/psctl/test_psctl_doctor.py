@@ -25,7 +25,7 @@ from psclient.psctl.settings import ObservedCluster
 from pswire.cluster import Task
 from pswire.security.identity import Security, SecurityOptions
 from pswire.telemetry.views.looked import Looked
-from tests.support.rig import WORKERS, Job, serving
+from tests.kit.rig import WORKERS, Job, serving
 
 WELL = Host(
     shared="/dev/shm",

@@ -20,7 +20,7 @@ from pswire.errors import VariableMismatch
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.security.session_numbers import count_of
-from tests.support.rig import WORKERS, Job, Servers, core, sum_into, together
+from tests.kit.rig import WORKERS, Job, Servers, core, sum_into, together
 
 
 class Beside:

@@ -16,8 +16,8 @@ from psclient.psctl.health import why_not
 from psserver.transport.server import ServerThread
 from pstesting.clock import Clock
 from pswire.security.identity import Security
-from tests.support.certificates import guarded
-from tests.support.rig import WORKERS, Job, Servers, core
+from tests.kit.certificates import guarded
+from tests.kit.rig import WORKERS, Job, Servers, core
 
 
 @pytest.fixture

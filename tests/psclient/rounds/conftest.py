@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.rig import Job, serving
+from tests.kit.rig import Job, serving
 
 
 @pytest.fixture

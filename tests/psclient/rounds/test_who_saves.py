@@ -19,8 +19,8 @@ from pswire.cluster import Task
 from pswire.limits import Timeouts
 from pswire.model.log import Member
 from pswire.model.plan import Plan, SnapshotOrder
-from tests.support.rig import SOON, WORKERS, eventually, serving
-from tests.support.rig import Job as Driven
+from tests.kit.rig import SOON, WORKERS, eventually, serving
+from tests.kit.rig import Job as Driven
 
 SLOW = Timeouts(beat=60.0)
 

@@ -16,8 +16,8 @@ from pswire.limits import PART_BYTES, WINDOW
 from pswire.model.log import Approved, Epoch, EpochClosed
 from pswire.model.plan import Operand, Plan, Reduction, Ref
 from pswire.model.tensor import TensorSpec
-from tests.support.members import began
-from tests.support.rig import sum_into
+from tests.kit.members import began
+from tests.kit.rig import sum_into
 
 
 def send(process, plan, value):

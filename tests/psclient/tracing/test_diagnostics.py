@@ -14,7 +14,7 @@ import pytest
 import psclient as ps
 from psclient._src.tracing import diagnostics
 from pswire.errors import ProgramError
-from tests.support.strategies import opened, variable
+from tests.kit.strategies import opened, variable
 
 
 @pytest.fixture(scope="module", params=["default", "mirrored-2", "embedded-1"])

@@ -24,7 +24,7 @@ from psclient._src.tracing.symbolic_numbers import Scalar, Tape
 from psclient._src.tracing.update_function import UpdateFunction
 from psclient.optimizers import schedules
 from pswire.errors import ProgramError
-from tests.support.strategies import merged, opened, variable
+from tests.kit.strategies import merged, opened, variable
 
 
 @pytest.fixture(scope="module")

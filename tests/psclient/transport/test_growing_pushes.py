@@ -15,9 +15,9 @@ from pswire.errors import PSError
 from pswire.limits import ALIGN
 from pswire.transport.payload import Payload
 from pswire.transport.traffic import LANES, LaneName
-from tests.support.lane_rig import SIZE, Site, eventually
-from tests.support.rig import SOON
-from tests.support.slow_gpu import Gpu, slow_gpu
+from tests.kit.lane_rig import SIZE, Site, eventually
+from tests.kit.rig import SOON
+from tests.kit.slow_gpu import Gpu, slow_gpu
 
 SMALL = 50
 """Elements of variables of which a few fit a part."""

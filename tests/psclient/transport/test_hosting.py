@@ -14,7 +14,7 @@ from pswire.errors import PSError, ServerGone, ServerLost, Unreachable
 from pswire.limits import Timeouts
 from pswire.model.log import Gone
 from pswire.model.status import ServerStatus
-from tests.support.samples import BARE
+from tests.kit.samples import BARE
 
 
 def losses(*servers: int) -> list[Gone]:

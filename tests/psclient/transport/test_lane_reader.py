@@ -21,9 +21,9 @@ from psclient._src.transport.lane_reader import LaneReader
 from pswire.api import RoundReply
 from pswire.errors import PSError
 from pswire.transport.traffic import LaneName
-from tests.support.certificates import Certificates
-from tests.support.lane_rig import SIZE, Site
-from tests.support.rig import SOON, eventually
+from tests.kit.certificates import Certificates
+from tests.kit.lane_rig import SIZE, Site
+from tests.kit.rig import SOON, eventually
 
 SMALL = 64
 """Elements of variables whose rounds are one part."""

@@ -22,7 +22,7 @@ from pswire.errors import ConfigError, Fenced, PSError, ServerLost
 from pswire.transport import sockets
 from pswire.transport.sockets import HEAD, Kind, tune
 from pswire.transport.traffic import LANES, LaneName, Traffic
-from tests.support.lane_rig import (
+from tests.kit.lane_rig import (
     ON_ONE_LANE,
     SIZE,
     Cut,
@@ -36,7 +36,7 @@ from tests.support.lane_rig import (
     mappings,
     threads,
 )
-from tests.support.rig import SOON, WORKERS
+from tests.kit.rig import SOON, WORKERS
 
 SMALL = 64
 """Elements of variables whose rounds are one part."""

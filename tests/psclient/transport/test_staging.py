@@ -18,7 +18,7 @@ from psclient._src.distribute.reduction import combine
 from psclient._src.transport import staging
 from psserver.devices import Device as ServerDevice
 from pswire.transport.payload import Payload
-from tests.support.slow_gpu import CUDARuntimeError, Gpu, slow_gpu
+from tests.kit.slow_gpu import CUDARuntimeError, Gpu, slow_gpu
 
 GPU, OTHER = Device("gpu", 0), Device("gpu", 1)
 

@@ -18,7 +18,7 @@ from pstesting.clock import Clock
 from pswire.checkpoint import safetensors_stream
 from pswire.checkpoint.manifest import Manifest
 from pswire.model.log import Snapshotted
-from tests.support.rig import (
+from tests.kit.rig import (
     CHIEF,
     SOON,
     WORKERS,

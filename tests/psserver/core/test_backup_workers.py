@@ -15,8 +15,8 @@ from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, SnapshotOrde
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.support.mail import Mail
-from tests.support.rig import SOON, WORKERS, Job, Servers, core, reduce_only, sum_into
+from tests.kit.mail import Mail
+from tests.kit.rig import SOON, WORKERS, Job, Servers, core, reduce_only, sum_into
 
 A, B, C = WORKERS[:3]
 ONE = np.ones(2, "float32")

@@ -8,8 +8,8 @@ import pytest
 from pswire.errors import Fenced, InvalidRequest
 from pswire.model.chunks import ChunkAsk
 from pswire.model.log import Approved, Examples, Position
-from tests.support import rig
-from tests.support.rig import WORKERS
+from tests.kit import rig
+from tests.kit.rig import WORKERS
 
 COUNT = 10
 

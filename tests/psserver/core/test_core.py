@@ -21,7 +21,7 @@ from pswire.model.log import Approved, Done
 from pswire.model.plan import Turn, VariableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.support.rig import (
+from tests.kit.rig import (
     CHIEF,
     SOON,
     WORKERS,

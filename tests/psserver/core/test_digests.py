@@ -13,8 +13,8 @@ from pstesting.clock import Clock
 from pswire.errors import ServerGone
 from pswire.model.log import EpochClosed, Gone, JobStarted, Return
 from pswire.servers.votes import Digest
-from tests.support.mail import Mail
-from tests.support.rig import SOON, WORKERS, Job, Servers, core, sum_into
+from tests.kit.mail import Mail
+from tests.kit.rig import SOON, WORKERS, Job, Servers, core, sum_into
 
 ONE = np.ones(2, "float32")
 

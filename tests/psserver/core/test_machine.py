@@ -25,7 +25,7 @@ from pswire.model.tensor import TensorSpec
 from pswire.servers import votes as said_by_servers
 from pswire.servers.votes import Vote
 from pswire.transport.payload import Payload
-from tests.support.rig import CHIEF, WORKERS, payload, reduce_only, sum_into
+from tests.kit.rig import CHIEF, WORKERS, payload, reduce_only, sum_into
 
 VALUE = TensorSpec("float32", (2,))
 A, B = WORKERS[:2]

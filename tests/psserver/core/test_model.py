@@ -48,11 +48,11 @@ from pswire.model.rows import row_specs
 from pswire.model.tensor import Array, TensorSpec, layout
 from pswire.servers.votes import Vote
 from pswire.transport.payload import Chunk, Payload
-from tests.support.mail import Mail
-from tests.support.model_hosts import Door, ModelHost
-from tests.support.model_tables import KINDS, PRIME, TABLE, Tables
-from tests.support.rig import CHIEF, WORKERS, adding, core
-from tests.support.strands import Strand as Thread
+from tests.kit.mail import Mail
+from tests.kit.model_hosts import Door, ModelHost
+from tests.kit.model_tables import KINDS, PRIME, TABLE, Tables
+from tests.kit.rig import CHIEF, WORKERS, adding, core
+from tests.kit.strands import Strand as Thread
 
 VALUE = TensorSpec("int64", ())
 LEASE = 10.0

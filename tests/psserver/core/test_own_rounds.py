@@ -10,7 +10,7 @@ import pytest
 from pswire.api import Contribution
 from pswire.limits import PART_BYTES
 from pswire.transport.payload import Payload
-from tests.support.rig import WORKERS, Job, given, serving, sum_into
+from tests.kit.rig import WORKERS, Job, given, serving, sum_into
 
 
 @pytest.fixture

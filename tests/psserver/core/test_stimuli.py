@@ -31,7 +31,7 @@ from pswire.security.session_numbers import COUNT_BITS, TAG_BITS
 from pswire.servers import votes as said_by_servers
 from pswire.servers.votes import Vote
 from pswire.transport.payload import Payload
-from tests.support.rig import CHIEF, WORKERS, checkpoint
+from tests.kit.rig import CHIEF, WORKERS, checkpoint
 
 W0 = WORKERS[0]
 SESSION, STRANGER = ((0xFACE << COUNT_BITS) + count << TAG_BITS for count in (7, 8))

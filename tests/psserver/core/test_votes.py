@@ -16,8 +16,8 @@ from pswire.model.plan import Apply, Plan, Reduction, Ref, SnapshotOrder
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.support.mail import Mail
-from tests.support.rig import SOON, WORKERS, Job, Servers, core, sum_into
+from tests.kit.mail import Mail
+from tests.kit.rig import SOON, WORKERS, Job, Servers, core, sum_into
 
 A, B = WORKERS[:2]
 ONE = np.ones(2, "float32")

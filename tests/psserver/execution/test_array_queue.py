@@ -15,7 +15,7 @@ from pswire.errors import ProgramError
 from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
-from tests.support.rig import SOON, WORKERS, Job, eventually, reduce_only, serving, sum_into, together
+from tests.kit.rig import SOON, WORKERS, Job, eventually, reduce_only, serving, sum_into, together
 
 NUMBER = TensorSpec("int64", ())
 

@@ -25,8 +25,8 @@ from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.support.kept import kept_kernels
-from tests.support.programs import job_of, run, same_bits
+from tests.kit.kept import kept_kernels
+from tests.kit.programs import job_of, run, same_bits
 
 RATE = TensorSpec("float32", ())
 POWER = Program(

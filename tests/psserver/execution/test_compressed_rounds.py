@@ -15,9 +15,9 @@ from pswire.model.compression import PIECE, Codec
 from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
-from tests.support.compressed import CODECS, DTYPES, Worker
-from tests.support.kept import kept_kernels
-from tests.support.programs import job_of, run, same_bits
+from tests.kit.compressed import CODECS, DTYPES, Worker
+from tests.kit.kept import kept_kernels
+from tests.kit.programs import job_of, run, same_bits
 
 V = Ref("variable", 0)
 

@@ -15,7 +15,7 @@ from pswire.errors import Diverged
 from pswire.model.plan import Operand, Plan, Reduction, Ref
 from pswire.model.tensor import DTYPES, TensorSpec, spec_of
 from pswire.transport.payload import Payload
-from tests.support.programs import job_of
+from tests.kit.programs import job_of
 
 SUMMED = sorted(set(DTYPES) - {"bool"})
 AVERAGED = [name for name in SUMMED if DTYPES[name].kind not in "iu"]

@@ -17,8 +17,8 @@ from pswire.model.plan import Apply, Operand, PlacedVariable, Plan, Reduction, R
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import EMPTY
-from tests.support import programs
-from tests.support.rig import WORKERS, adding, payload, reduce_only, sgd, sum_into
+from tests.kit import programs
+from tests.kit.rig import WORKERS, adding, payload, reduce_only, sgd, sum_into
 
 NUMBER = TensorSpec("int64", ())
 PAIR = TensorSpec("float64", (2,))

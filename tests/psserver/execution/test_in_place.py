@@ -20,8 +20,8 @@ from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec, as_bytes
 from pswire.transport.parts import parts_of
 from pswire.transport.payload import Payload
-from tests.support.programs import job_of, plan_of, run, same_bits, traced
-from tests.support.rig import SOON, WORKERS, Job, checkpoint, serving, sum_into, together
+from tests.kit.programs import job_of, plan_of, run, same_bits, traced
+from tests.kit.rig import SOON, WORKERS, Job, checkpoint, serving, sum_into, together
 
 N = SMALLEST
 SPEC = TensorSpec("float32", (N,))

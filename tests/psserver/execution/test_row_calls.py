@@ -13,9 +13,9 @@ from pswire.model.log import Member
 from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.support.kept import kept_kernels
-from tests.support.programs import traced
-from tests.support.rig import WORKERS
+from tests.kit.kept import kept_kernels
+from tests.kit.programs import traced
+from tests.kit.rig import WORKERS
 
 TABLE = TensorSpec("float32", (6, 2))
 

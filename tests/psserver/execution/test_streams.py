@@ -30,8 +30,8 @@ from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.transport.parts import parts_of
 from pswire.transport.payload import EMPTY, Payload
-from tests.support.programs import run, same_bits
-from tests.support.rig import (
+from tests.kit.programs import run, same_bits
+from tests.kit.rig import (
     SOON,
     WORKERS,
     Job,
@@ -45,7 +45,7 @@ from tests.support.rig import (
     sum_into,
     together,
 )
-from tests.support.streams import LIMIT, SIZE, Sending, arrays, full, stored, streaming, zeros
+from tests.kit.streams import LIMIT, SIZE, Sending, arrays, full, stored, streaming, zeros
 
 A, B, C = WORKERS[:3]
 VECTOR = TensorSpec("float64", (SIZE,))

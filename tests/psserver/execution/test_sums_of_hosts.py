@@ -12,9 +12,9 @@ from psserver.plans.sums import shares_of, total_weights
 from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.transport.payload import Payload
-from tests.support.kept import kept_kernels
-from tests.support.programs import job_of, run, same_bits
-from tests.support.rig import adding
+from tests.kit.kept import kept_kernels
+from tests.kit.programs import job_of, run, same_bits
+from tests.kit.rig import adding
 
 NONE = (0, 0, 0, 0)
 INTERLEAVED = (7, 9, 7, 9)

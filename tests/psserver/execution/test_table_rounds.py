@@ -19,10 +19,10 @@ from pswire.model.program import Input, Node, Program
 from pswire.model.rows import Rows
 from pswire.model.tables import Constant, GlobalStepEvict, L2WeightEvict, SlotTensor, TableSpec
 from pswire.model.tensor import TensorSpec
-from tests.support.kept import kept_kernels
-from tests.support.key_contributions import WHOLE, part_of
-from tests.support.programs import same_bits
-from tests.support.row_contributions import round_of, share
+from tests.kit.kept import kept_kernels
+from tests.kit.key_contributions import WHOLE, part_of
+from tests.kit.programs import same_bits
+from tests.kit.row_contributions import round_of, share
 
 NUMBER, NUMBERS = TensorSpec("float32", ()), TensorSpec("int64", (3,))
 V, M, OTHER = (Ref("variable", n) for n in range(3))

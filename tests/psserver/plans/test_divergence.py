@@ -12,8 +12,8 @@ from psserver.state.sessions import diverged
 from pswire.errors import Diverged
 from pswire.model.plan import PlacedVariable, Ref, SnapshotOrder, VariableSpec
 from pswire.model.tensor import TensorSpec
-from tests.support.programs import plan_of, traced
-from tests.support.rig import SOON, WORKERS, Job, serving
+from tests.kit.programs import plan_of, traced
+from tests.kit.rig import SOON, WORKERS, Job, serving
 
 SPEC = TensorSpec("float32", (3,))
 VARIABLES = {

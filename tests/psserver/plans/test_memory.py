@@ -15,7 +15,7 @@ from psserver.programs.kernels.kernels import Kernels
 from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
-from tests.support.programs import job_of, run
+from tests.kit.programs import job_of, run
 
 SPEC = TensorSpec("float32", (100_000,))
 VARIABLE, VALUE = Input("variable", SPEC), Input("value", SPEC)

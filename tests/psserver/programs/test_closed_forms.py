@@ -11,8 +11,8 @@ from psserver.programs.kernels.closed_forms import closed_form
 from psserver.programs.kernels.replay import MANY, Replay
 from psserver.programs.kernels.rows import RowUpdate, row_step
 from pswire.model.tensor import TensorSpec
-from tests.support.kept import kept_kernels
-from tests.support.programs import same_bits, traced
+from tests.kit.kept import kept_kernels
+from tests.kit.programs import same_bits, traced
 
 ROWS, WIDTH, UPDATES = 60, 16, 3_000
 FIRST = np.array([0, 1, 2_000, 2_900, 2_990, UPDATES - MANY, UPDATES - 1, UPDATES, 0, 1_500] * 6)

@@ -14,7 +14,7 @@ from psserver.programs.kernels.kernels import Kernels
 from pswire.limits import MAX_NODES
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
-from tests.support.programs import job_of, plan_of, run, traced
+from tests.kit.programs import job_of, plan_of, run, traced
 
 SPEC = TensorSpec("float32", (300, 400))
 V = Input("variable", SPEC)

@@ -21,7 +21,7 @@ from pswire.model.program import OPS, Input, Node, Program
 from pswire.model.row_updates import refusal
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
-from tests.support.programs import expected, job_of, numbers, plan_of, programs, run
+from tests.kit.programs import expected, job_of, numbers, plan_of, programs, run
 
 LIMIT = 1 << 26
 """Bytes that a server would give to a program and to its inputs."""

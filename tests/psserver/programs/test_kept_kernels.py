@@ -26,8 +26,8 @@ from psserver.programs.kernels.launch import Crew
 from psserver.programs.kernels.row_codegen import rooms
 from psserver.programs.kernels.row_steps import split_rows
 from pswire.model.tensor import TensorSpec, address_of
+from tests.kit.programs import expected, numbers, same_bits, traced
 from tests.psserver.programs.test_kernels import VECTOR, N, adam, every_op
-from tests.support.programs import expected, numbers, same_bits, traced
 
 FORM = Form(split(traced(adam, [VECTOR] * 3, [VECTOR])[0])[-1].program)
 NAME = "5e" * 32

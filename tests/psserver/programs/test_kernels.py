@@ -28,7 +28,7 @@ from psserver.programs.kernels.launch import Crew
 from pswire.errors import ProgramError
 from pswire.model.program import OPS, Input, Node, Program
 from pswire.model.tensor import DTYPES, TensorSpec
-from tests.support.programs import expected, job_of, numbers, plan_of, programs, run, same_bits, traced
+from tests.kit.programs import expected, job_of, numbers, plan_of, programs, run, same_bits, traced
 
 N = 1003
 VECTOR = TensorSpec("float32", (N,))

@@ -14,9 +14,9 @@ from pswire.errors import ProgramError
 from pswire.model.program import OPS, Input, Node, Program
 from pswire.model.row_updates import ALONG_ROWS, later_refusal, refusal
 from pswire.model.tensor import DTYPES, TensorSpec
-from tests.support.kept import kept_kernels
-from tests.support.programs import expected, same_bits, traced
-from tests.support.row_programs import NUMBER, ROWS, SECOND, TABLE, along, dense, plain, row_programs, values
+from tests.kit.kept import kept_kernels
+from tests.kit.programs import expected, same_bits, traced
+from tests.kit.row_programs import NUMBER, ROWS, SECOND, TABLE, along, dense, plain, row_programs, values
 
 SIZE = 11
 SHAPES = [(SIZE, 1), (SIZE, 3), (SIZE, 8), (SIZE, 2, 9), (SIZE, 140)]

@@ -13,8 +13,8 @@ from psserver.programs.kernels.row_groups import Groups
 from psserver.programs.kernels.rows import apply_rows
 from pswire.errors import InvalidRequest, ProgramError
 from pswire.model.tensor import DTYPES, TensorSpec
-from tests.support.kept import kept_kernels
-from tests.support.programs import expected, same_bits, traced
+from tests.kit.kept import kept_kernels
+from tests.kit.programs import expected, same_bits, traced
 
 SIZE = 11
 

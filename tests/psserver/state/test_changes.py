@@ -19,7 +19,7 @@ from pswire.errors import ConfigError, Diverged, Fenced
 from pswire.model.changes import Change
 from pswire.model.log import Epoch, Member, Position, Start
 from pswire.model.tensor import TensorSpec
-from tests.support.rig import WORKERS, payload, reduce_only
+from tests.kit.rig import WORKERS, payload, reduce_only
 
 A, B, C = WORKERS[:3]
 PLAN = reduce_only(TensorSpec("int64", ()))

@@ -21,7 +21,7 @@ from pswire.model.closures import ClosureName
 from pswire.model.log import Epoch, Member
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.support.rig import WORKERS, payload, reduce_only
+from tests.kit.rig import WORKERS, payload, reduce_only
 
 NUMBER = TensorSpec("int64", ())
 PLAN, OTHER = reduce_only(NUMBER, target="this"), reduce_only(NUMBER, target="that")

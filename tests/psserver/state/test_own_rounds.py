@@ -18,7 +18,7 @@ from pswire.limits import WINDOW
 from pswire.model.log import Epoch, Member
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.tensor import TensorSpec
-from tests.support.rig import WORKERS, payload, sum_into
+from tests.kit.rig import WORKERS, payload, sum_into
 
 NUMBER = TensorSpec("int64", ())
 APART, SHARED = (PlacedVariable(id, VariableSpec(f"v{id}", NUMBER, alone=not id), (0,)) for id in (0, 1))

@@ -11,7 +11,7 @@ from pswire.cluster import Task
 from pswire.errors import ConfigError, Fenced, Forbidden
 from pswire.model.log import Epoch, Member
 from pswire.security.session_numbers import COUNT_BITS, count_of, is_made_for, number_for
-from tests.support.rig import WORKERS
+from tests.kit.rig import WORKERS
 
 A, B = WORKERS[:2]
 

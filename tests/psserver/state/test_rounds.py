@@ -23,7 +23,7 @@ from pswire.model.plan import Plan, Reduction
 from pswire.model.status import WorkerProgress
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import EMPTY, Payload
-from tests.support.rig import WORKERS, payload, reduce_only
+from tests.kit.rig import WORKERS, payload, reduce_only
 
 NUMBER = TensorSpec("int64", ())
 PLAN, OTHER = reduce_only(NUMBER, target="this"), reduce_only(NUMBER, target="that")

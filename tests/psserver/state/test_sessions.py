@@ -11,7 +11,7 @@ from pswire.errors import ConfigError, Diverged, Fenced, Forbidden, InvalidReque
 from pswire.model.log import Epoch, Member
 from pswire.model.status import Pace
 from pswire.security.session_numbers import count_of, is_made_for
-from tests.support.rig import CHIEF, WORKERS
+from tests.kit.rig import CHIEF, WORKERS
 
 A, B, C = WORKERS[:3]
 LEASE = 10.0

@@ -17,7 +17,7 @@ from pswire.errors import InvalidRequest, MemoryLimit
 from pswire.model.first_values import FirstValues
 from pswire.model.hashing import BUCKETS, buckets_of, combined, hashes_of
 from pswire.model.tables import LRU, MIN_CAPACITY, CounterFilter, Normal, ProbabilityFilter, SlotTensor, TableSpec
-from tests.support.table_functions import compiled
+from tests.kit.table_functions import compiled
 
 SPEC = TableSpec((2,), initializer=Normal())
 MOMENTUM = (SlotTensor("momentum", "float64", (), 0.5),)

@@ -21,8 +21,8 @@ from psserver.tiers.paging import PAGE
 from psserver.tiers.tier import Tier
 from pswire.errors import ConfigError
 from pswire.model.tensor import address_of
-from tests.support.disks import disk, on_small_disk
-from tests.support.lane_rig import eventually
+from tests.kit.disks import disk, on_small_disk
+from tests.kit.lane_rig import eventually
 
 ROWS, WIDTH = 40_000, 300
 BOUND = 4 << 20

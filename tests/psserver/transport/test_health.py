@@ -20,8 +20,8 @@ from psserver.transport.server import Server
 from pswire.encoding.verbs import SERVICE, VERBS
 from pswire.errors import ServerLost
 from pswire.security.identity import Security
-from tests.support.rig import SOON, WORKERS, Job, core, sum_into
-from tests.support.rig import serving as serving_core
+from tests.kit.rig import SOON, WORKERS, Job, core, sum_into
+from tests.kit.rig import serving as serving_core
 
 Status = health_pb2.HealthCheckResponse
 ASKED = health_pb2.HealthCheckRequest

@@ -13,7 +13,7 @@ from psserver.transport import server
 from psserver.transport.grpc_service import Context, Handler, Method, Service
 from pswire.cluster import Task
 from pswire.encoding.verbs import VERBS, Verb
-from tests.support.rig import core
+from tests.kit.rig import core
 
 SECONDS = 20.0
 """How long a test waits for what takes a fraction of a second."""

@@ -31,9 +31,9 @@ from pswire.errors import Fenced, InvalidRequest, MemoryLimit, ServerLost
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.shared_memory import CLIENT_BYTES, SEALS
 from pswire.transport.sockets import HEAD, INLINE, MAX_HEADER_BYTES, MAX_PART_BYTES, Kind
-from tests.support import packets
-from tests.support.lane_rig import Hand, Site, eventually, mappings
-from tests.support.rig import SOON
+from tests.kit import packets
+from tests.kit.lane_rig import Hand, Site, eventually, mappings
+from tests.kit.rig import SOON
 
 SMALL = 64
 """Elements of variables whose rounds are one part."""

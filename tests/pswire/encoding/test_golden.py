@@ -53,7 +53,7 @@ from pswire.security.identity import Security
 from pswire.transport.parts import parts_of
 from pswire.transport.sockets import Kind, Message
 from pswire.transport.traffic import LaneName
-from tests.support.samples import (
+from tests.kit.samples import (
     DATA_PATH,
     DATA_PORT,
     IN_FLIGHT,
@@ -76,7 +76,7 @@ from tests.support.samples import (
     reply,
     small,
 )
-from tests.support.tap import SECONDS, BareClient, BareServer, Call, Heard, Tap, ask, read, split
+from tests.kit.tap import SECONDS, BareClient, BareServer, Call, Heard, Tap, ask, read, split
 
 FILE = Path(__file__).parent / "golden" / "wire.json"
 EMPTY: dict[str, Any] = {"calls": {}, "servers": {}, "streams": {}, "lanes": {}}

@@ -23,7 +23,7 @@ from pswire.pb import parameter_server_pb2 as pb
 from pswire.servers import votes as said_by_servers
 from pswire.servers.votes import Vote
 from pswire.transport.payload import EMPTY
-from tests.support.samples import (
+from tests.kit.samples import (
     ALONE,
     ENTRIES,
     HAPPENED,

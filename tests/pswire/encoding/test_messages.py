@@ -92,7 +92,7 @@ from pswire.model.tables import (
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import EMPTY
-from tests.support.samples import ROUND
+from tests.kit.samples import ROUND
 
 U32, U64 = st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 64) - 1)
 S64 = st.integers(-(1 << 63), (1 << 63) - 1)

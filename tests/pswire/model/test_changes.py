@@ -8,7 +8,7 @@ import pytest
 
 from pswire.model.changes import Change
 from pswire.model.log import Member
-from tests.support.rig import WORKERS
+from tests.kit.rig import WORKERS
 
 CHANGES = {
     "ps.Sync()": Change(0, 0, "whole"),

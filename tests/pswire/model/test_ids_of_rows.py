@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pswire.model.rows import MANY, check_ids, group, row_specs, sum_groups
 from pswire.model.tensor import DTYPES, TensorSpec
-from tests.support.programs import same_bits
+from tests.kit.programs import same_bits
 
 
 @given(ids=st.lists(st.sampled_from([0, 1, 2, 5, 2**20, 2**31, 2**40]), max_size=80), seed=st.integers(0, 99))

@@ -17,7 +17,7 @@ from pswire.errors import ProgramError
 from pswire.model.program import OPS, Input, Node, Program, infer
 from pswire.model.row_updates import keeps_rows, measures, refusal, table_shape
 from pswire.model.tensor import DTYPES, TensorSpec
-from tests.support.programs import expected, plain, traced
+from tests.kit.programs import expected, plain, traced
 
 SHAPE = (4, 3)
 O = ps.optimizers  # noqa: E741

@@ -12,7 +12,7 @@ from pswire.pb import parameter_server_pb2 as pb
 from pswire.traces.options import TraceOptions
 from pswire.traces.trace_ids import StepName, trace_id
 from pswire.traces.traceparent import labels_of, well_formed
-from tests.support.samples import contribution
+from tests.kit.samples import contribution
 
 SPAN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

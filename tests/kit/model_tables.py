@@ -22,7 +22,7 @@ from pswire.model.program import Input, Node, Program
 from pswire.model.rows import Rows, row_specs
 from pswire.model.tensor import Array, TensorSpec
 from pswire.transport.payload import Payload
-from tests.support.rig import adding
+from tests.kit.rig import adding
 
 SIZE = 5
 NUMBER, TABLE = TensorSpec("int64", ()), TensorSpec("int64", (SIZE, 2))

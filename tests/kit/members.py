@@ -16,7 +16,7 @@ from pswire.limits import Timeouts
 from pswire.model.log import Member, Mode
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import TensorSpec
-from tests.support.rig import WORKERS, Job
+from tests.kit.rig import WORKERS, Job
 
 NUMBER = TensorSpec("int64", ())
 SLOW = Timeouts(beat=60.0)

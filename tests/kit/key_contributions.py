@@ -11,7 +11,7 @@ from pswire.model.plan import Apply, PlacedVariable, Plan, Reduction, Ref, Varia
 from pswire.model.program import Program
 from pswire.model.tables import ROWS, SlotTensor, TablePart, TableSpec
 from pswire.model.tensor import Array, TensorSpec
-from tests.support.rig import Job, Worker, adding
+from tests.kit.rig import Job, Worker, adding
 
 WHOLE = TensorSpec("float32", (ROWS, 2))
 """A table of two numbers a row, as programs have it."""

@@ -28,7 +28,7 @@ from psserver.transport.server import ServerThread
 from pswire.cluster import Task
 from pswire.limits import Timeouts
 from pswire.security.identity import Security, SecurityOptions
-from tests.support.rig import core
+from tests.kit.rig import core
 
 NAMES = ("ps-0", "ps-1", "worker-0", "worker-1", "chief-0", "admin")
 PS0 = Task("ps", 0)

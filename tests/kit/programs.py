@@ -25,7 +25,7 @@ from pswire.model.program import OPS, Attr, Input, Node, Program, infer
 from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
 from pswire.transport.parts import parts_of
 from pswire.transport.payload import Payload
-from tests.support.rig import WORKERS
+from tests.kit.rig import WORKERS
 
 FLOATS = [0.0, -0.0, 1.0, -1.5, 3.25, 0.1, -7.0, 1e-30, 1e30, np.inf, -np.inf, np.nan]
 COMPLEX = [*FLOATS, 1j, 3 - 4j, complex(-0.0, 1e30), complex(np.inf, -2.0), complex(0.5, np.nan)]

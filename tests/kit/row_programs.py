@@ -14,7 +14,7 @@ from pswire.errors import ProgramError
 from pswire.model.program import OPS, Input, Node, Program, infer
 from pswire.model.row_updates import ALONG_ROWS, refusal, row_shape
 from pswire.model.tensor import DTYPES, Array, TensorSpec
-from tests.support.programs import expected, numbers
+from tests.kit.programs import expected, numbers
 
 TABLE, SECOND, ROWS, NUMBER = range(4)
 """The inputs of a random update: two tables, rows, and a number."""

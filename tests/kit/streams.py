@@ -13,7 +13,7 @@ from pswire.limits import ALIGN
 from pswire.model.plan import PlacedVariable, Plan
 from pswire.model.tensor import Array, align
 from pswire.transport.payload import Payload
-from tests.support.rig import Job, Worker, payload
+from tests.kit.rig import Job, Worker, payload
 
 LIMIT = 64
 """Bytes of contributions above which a round streams in tests that make it so; see `streaming`."""

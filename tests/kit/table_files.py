@@ -18,7 +18,7 @@ from pswire.model.hashing import BUCKETS, buckets_of, hashes_of
 from pswire.model.plan import SnapshotOrder
 from pswire.model.table_state import TableState, joined
 from pswire.model.tables import SlotTensor, TableSpec
-from tests.support.table_functions import compiled
+from tests.kit.table_functions import compiled
 
 NAME = "users"
 SLOTS = (SlotTensor("adam/users/m", "float64", (), 0.5), SlotTensor("adam/users/v", "float32", (2,)))

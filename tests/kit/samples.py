@@ -119,7 +119,7 @@ from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.servers.votes import Digest, Testimony, Vote
 from pswire.transport.payload import EMPTY, Payload
-from tests.support.tap import spell
+from tests.kit.tap import spell
 
 PS = Task("ps", 3)
 """The server that answers."""

@@ -23,7 +23,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from tests.support.between import SECONDS, Between, shut
+from tests.kit.between import SECONDS, Between, shut
 
 RUN = 64
 """Equal bytes in a row from which on they are counted, and not written."""

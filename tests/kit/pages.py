@@ -14,7 +14,7 @@ from pswire.model.status import ProcessStatus
 from pswire.security.identity import Security
 from pswire.security.link_codes import make_code
 from pswire.transport.traffic import traffic
-from tests.support.rig import SOON, Job
+from tests.kit.rig import SOON, Job
 
 TOKEN, OTHER_TOKEN = "a" * 32, "b" * 32
 

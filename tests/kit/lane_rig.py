@@ -41,9 +41,9 @@ from pswire.transport.shared_memory import CLIENT_BYTES, Segment
 from pswire.transport.sockets import HEAD, INLINE, Kind, Message
 from pswire.transport.tls_socket import Stream
 from pswire.transport.traffic import LaneName
-from tests.support import packets
-from tests.support.between import Between, shut
-from tests.support.rig import SOON, WORKERS, Job, Servers, Worker, core, eventually, payload, sum_into, together
+from tests.kit import packets
+from tests.kit.between import Between, shut
+from tests.kit.rig import SOON, WORKERS, Job, Servers, Worker, core, eventually, payload, sum_into, together
 
 SIZE = PART_BYTES // 4
 """Elements of float32 of which a part holds as many."""

@@ -16,7 +16,7 @@ from pswire.model.rows import Rows
 from pswire.model.tensor import Array
 from pswire.transport.parts import parts_of
 from pswire.transport.payload import Payload
-from tests.support.rig import WORKERS
+from tests.kit.rig import WORKERS
 
 Given = Array | Rows | None
 """What one worker gives to a reduction: an array, rows, or nothing, with a weight of 0."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.manifests import Manifest, Pod, helm, pods, render
+from tests.kit.manifests import Manifest, Pod, helm, pods, render
 
 ROOT = Path(__file__).resolve().parents[2] / "configs"
 KUBERNETES, CHART = ROOT / "kubernetes", ROOT / "helm"

@@ -29,9 +29,9 @@ from pswire.model.tensor import DTYPES
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
 from pswire.transport.grpc_frames import Frame
-from tests.support.lane_rig import Site
-from tests.support.rig import sum_into
-from tests.support.samples import OF_TABLES
+from tests.kit.lane_rig import Site
+from tests.kit.rig import sum_into
+from tests.kit.samples import OF_TABLES
 
 STRANGER = Task("worker", 7)
 """Who attacks: a task that no epoch has taken in."""
