@@ -1,6 +1,6 @@
 """The calls of the code that wait, by the functions that they are in; `test_architecture` holds that none is missing.
 
-A new wait gets a generator in `tests/integration/test_waits.py`, and a row in `TRIED`. Only what is over sooner than
+A new wait gets a generator in `tests/jobs/test_waits.py`, and a row in `TRIED`. Only what is over sooner than
 `Timeouts.word`, or does not wait for another process, gets one in `BRIEF`, with the reason.
 """
 

@@ -16,7 +16,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 import psclient as ps
 from pstesting.processes import CHIEF, PS0, PS1, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import add, say
-from tests.integration.test_observed import observed
+from tests.jobs.test_observed import observed
 from tests.kit.collector import Collector, Told
 from tests.kit.scraped import metrics_url
 
