@@ -16,7 +16,7 @@ RAY ?= ray==2.60.0
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 315532800)
 TOOLS := .venv/tools/bin/python
 
-.PHONY: help demo demo-recommender demo-embeddings test test-frameworks test-ray check docs proto lock dist sbom dist-check \
+.PHONY: help demo demo-recommender demo-embeddings test test-all test-frameworks test-ray check docs proto lock dist sbom dist-check \
   bench soak clean
 
 help:  ## what there is
@@ -65,13 +65,16 @@ demo-recommender: .venv/demo  ## trains two towers over embeddings of users and 
 demo-embeddings: .venv/demo  ## trains vectors of the names in Python's standard library, and shows neighbours
 	$(BIN)/psworker --standalone --ps 2 --workers 2 examples/embeddings.py
 
-test: check  ## all checks and all tests
-	$(BIN)/python -m pytest -q -n 4 --dist worksteal --durations=10 -m 'not soak and not dist'
+test: check  ## all checks and all tests that everybody runs
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=10
+
+test-all: check  ## the same, and what only CI runs: random searches, and what is dear
+	PS_SEARCH=ci $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=10 --run ci
 
 test-frameworks: .venv/frameworks  ## installs PyTorch and JAX, for CPUs, and runs what needs them: a test that is skipped fails
 	$(BIN)/mypy
 	$(BIN)/python tools/check_docs.py
-	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=5 -m 'not soak and not dist' $(wildcard tests/torch tests/jax)
+	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=5 $(wildcard tests/torch tests/jax)
 
 test-ray: .venv/dev  ## installs Ray, and runs what needs it, on a Ray cluster of two nodes on this machine: three minutes where nothing else runs
 	$(PIP) install $(RAY)
@@ -103,7 +106,7 @@ sbom: .venv/dist  ## bills of materials (CycloneDX) of what is installed from lo
 	$(TOOLS) tools/make_sbom.py dist
 
 dist-check: dist .venv/dev  ## builds again, and installs the wheel with each Python that is here, in empty environments
-	$(BIN)/python -m pytest -q -m dist tests/deploy/test_packages.py
+	$(BIN)/python -m pytest -q --run dist -m dist tests/deploy/test_packages.py
 
 bench: .venv/dev  ## times of rounds, of an update, of checkpoints, of training steps, of other systems' rounds; ARGS=--quick for a first look
 	$(BIN)/python benchmarks/round.py $(ARGS)
@@ -124,7 +127,7 @@ bench: .venv/dev  ## times of rounds, of an update, of checkpoints, of training 
 	  else echo "benchmarks/frameworks.py is left out: .venv has no torch, which make .venv/frameworks installs" >&2; fi
 
 soak: .venv/dev  ## the tests that `make test` leaves out, a minute of all faults at once among them; those of faults many times
-	$(BIN)/python -m pytest -q -m soak
+	$(BIN)/python -m pytest -q --run soak -m soak
 	for turn in 1 2 3 4 5 6 7 8 9 10; do PS_TESTS_EXEC=1 $(BIN)/python -m pytest -q -x tests/faults tests/integration || exit 1; done
 
 clean:  ## removes what was built

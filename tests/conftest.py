@@ -6,14 +6,20 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+# A shell may forbid to keep what is compiled; hundreds of processes would compile all modules anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
-from hypothesis import HealthCheck, settings
+
+from tests.kit import searches
 
 if TYPE_CHECKING:
     from tests.kit.certificates import Certificates
@@ -27,12 +33,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # What hypothesis remembers lies where pytest's own memory does, and not beside the packages.
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(Path(__file__).parents[1] / ".pytest_cache" / "hypothesis"))
 
-# A slow machine is no failure. `pytest --hypothesis-profile=soak` searches for as long as one likes to wait.
-settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("soak", settings.get_profile("suite"), max_examples=3_000, stateful_step_count=100)
-settings.load_profile("suite")
+searches.load()
 
 KERNELS = "PS_KERNEL_CACHE"
+
+OPTIONAL = ("ci", "soak", "dist")
+"""Marks of tests that are made only where `--run` names them."""
 
 Report = TypeVar("Report", pytest.CollectReport, pytest.TestReport)
 
@@ -42,6 +48,50 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # the workers of pytest-xdist have it from the process that starts them
         folder = os.environ[KERNELS] = tempfile.mkdtemp(prefix="paramserver-kernels-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    from tests.kit import fixtures  # and NumPy with it, which looks at the environment
+
+    config.pluginmanager.register(fixtures, "tests.kit.fixtures")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--run`."""
+    text = "make tests with this mark as well; may be repeated"
+    parser.addoption("--run", action="append", default=[], choices=OPTIONAL, help=text)
+
+
+def _is_left_out(config: pytest.Config, marks: Iterable[pytest.Mark | pytest.MarkDecorator]) -> bool:
+    run: list[str] = config.getoption("--run")
+    return any(mark.name in OPTIONAL and mark.name not in run for mark in marks)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list[pytest.Item] | None:
+    """Makes no items of optional tests: thousands would be made by each process, and then dropped."""
+    marks = getattr(obj, "pytestmark", None)
+    own = marks if isinstance(marks, list) else []
+    return [] if _is_left_out(collector.config, [*own, *collector.iter_markers()]) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Makes no items of the optional values of parameters and fixtures either."""
+    parametrize = metafunc.parametrize
+
+    def fewer(names: Any, values: Iterable[Any], *args: Any, ids: Any = None, **options: Any) -> None:
+        given = list(values)
+        kept = [n for n, value in enumerate(given) if not _is_left_out(metafunc.config, getattr(value, "marks", ()))]
+        if isinstance(ids, Sequence) and not isinstance(ids, str):
+            ids = [ids[n] for n in kept]
+        parametrize(names, [given[n] for n in kept], *args, ids=ids, **options)
+
+    metafunc.parametrize = fewer  # type: ignore[method-assign]
+    return (yield)
+
+
+@pytest.hookimpl
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Drops tests all of whose values are optional."""
+    items[:] = [item for item in items if not _is_left_out(config, item.iter_markers())]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -297,7 +297,7 @@ def probe(mutants: list[Mutant], root: Path) -> None:
 
 
 def environment(root: Path, **more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", **more}
+    return {**os.environ, "PYTHONPATH": str(root), **more}
 
 
 def reach(mutants: list[Mutant], work: Path, reached: Path, arguments: list[str]) -> int:
@@ -350,6 +350,7 @@ def _kill(mutant: Mutant, work: Path, tests: dict[str, float], limit: float, bud
     original = file.read_text() if file.exists() else ""
     if not mutant.apply(work):
         return "stale", ""
+    _forget(file)
     try:
         if not tests:
             return "unreached", ""
@@ -371,6 +372,13 @@ def _kill(mutant: Mutant, work: Path, tests: dict[str, float], limit: float, bud
         return ("killed" if failed else "broken"), (failed or output.splitlines()[-1:] or [""])[0][:300]
     finally:
         file.write_text(original)
+        _forget(file)
+
+
+def _forget(file: Path) -> None:
+    """Removes what Python keeps of a module: it tells files apart by their sizes and whole seconds."""
+    for kept in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
+        kept.unlink()
 
 
 def _pytest(work: Path, chosen: list[str], files: list[str], limit: float) -> tuple[str, str]:
