@@ -147,13 +147,6 @@ def forks() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", params=[1, *(pytest.param(n, marks=pytest.mark.soak) for n in (2, 3, 4))])
-def search(request: pytest.FixtureRequest) -> int:
-    """A search whose examples each take a compiler: one is made in each run, and others like it in the soak."""
-    number: int = request.param
-    return number
-
-
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
     """Ends what a test enters into it."""

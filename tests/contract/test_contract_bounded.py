@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given as drawn
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from pswire.api import RESTS
 from pswire.errors import ConfigError, Fenced
 from tests.kit.rig import SOON, WORKERS, Job, checkpoint, eventually, given, serving, sum_into
+from tests.kit.searches import search
 
 A, B, C = WORKERS[:3]
 
@@ -201,7 +201,7 @@ def test_all_have_one_bound(job, two):
 STEPS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["push"] * 8 + ["rest", "back", "die", "leave"])))
 
 
-@settings(max_examples=150, deadline=None)
+@search(1.5)
 @drawn(st.integers(2, 4), st.integers(0, 3), STEPS, st.booleans())
 def test_the_gap_is_bounded_and_nobody_waits_within_it(count, k, steps, eager):
     """Whatever order workers push, rest, die and leave in, and whether or not they wait for their answers.

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pswire.transport.sockets import MAX_PART_BYTES, Kind, Message, MessageSocket
 from pswire.transport.tls_socket import PIECE, RECORD, Sealed
 from tests.kit.certificates import Certificates
+from tests.kit.searches import search
 
 SECONDS = 20.0
 
@@ -75,7 +76,7 @@ SIZES = st.one_of(
 )
 
 
-@settings(max_examples=25)
+@search(0.25)
 @given(sizes=st.lists(SIZES, max_size=8), seed=st.integers(0, 9))
 def test_what_is_sent_arrives(certificates: Certificates, sizes: list[int], seed: int) -> None:
     """Messages of all sizes, both ways at once, by four threads; each end reads while it writes."""

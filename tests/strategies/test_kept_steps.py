@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import psclient as ps
@@ -12,6 +12,7 @@ from psclient._src.distribute.reduction import combine
 from psclient._src.rounds.section import Section
 from psclient._src.tracing.update_function import UpdateFunction
 from psclient.optimizers import schedules
+from tests.kit.searches import search
 from tests.kit.strategies import merged, opened, replicas, variable
 
 SHAPES = ((3,), (2, 2), (3,))
@@ -109,8 +110,7 @@ def change(optimizer, name, value, variables):
     setattr(optimizer, name, value)
 
 
-@pytest.mark.usefixtures("search")
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@search(0.04, suppress=(HealthCheck.function_scoped_fixture,))
 @given(name=st.sampled_from(sorted(OPTIMIZERS)), steps=st.lists(STEPS, min_size=3, max_size=8))
 def test_repeated_steps_are_recorded_ones_bit_by_bit(anywhere, name, steps):
     """Whatever changes between steps: numbers, schedules, options, exclusions, variables, dtypes of gradients."""

@@ -6,10 +6,11 @@ from importlib import import_module
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import psclient as ps
+from tests.kit.searches import search
 from tests.kit.strategies import in_replicas, kind_of, replicas
 
 LABELS = np.array([0, 0, 1, 1])
@@ -234,7 +235,7 @@ def test_areas_are_scikit_learn_s(strategy, curve):
         assert auc.result() == pytest.approx(score(labels, scores, sample_weight=given_weights), abs=2e-3)
 
 
-@settings(max_examples=50)
+@search(0.5)
 @given(
     pairs=st.lists(st.tuples(st.booleans(), st.integers(0, 20)), min_size=2, max_size=40).filter(
         lambda pairs: len({label for label, _ in pairs}) == 2

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import psclient as ps
 from psclient._src.arraylike import LazyArray
+from tests.kit.searches import search
 from tests.kit.strategies import copies, in_replicas, kind_of, merged, replicas, variable
 
 here = ps.get_replica_context
@@ -73,7 +74,7 @@ def test_every_dtype_is_reduced_over_a_batch(strategy, op, dtype):
 
 
 @given(sizes=st.lists(st.integers(0, 5), min_size=4, max_size=4), op=st.sampled_from(OPS), seed=st.integers(0, 9))
-@settings(max_examples=25)
+@search(0.25)
 def test_any_split_of_a_batch_gives_the_same(strategy, sizes, op, seed):
     """Whatever replica has which examples, the reduction is that of the batch as a whole."""
     sizes[0] += not sum(sizes[: replicas(strategy)])

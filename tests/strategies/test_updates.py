@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import psclient as ps
 from psclient._src.rounds.section import Section
+from tests.kit.searches import search
 from tests.kit.strategies import by_replica, copies, in_replicas, kind_of, merged, opened, replicas, variable
 
 
@@ -393,7 +394,7 @@ def three_kinds(shared):
     return found
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@search(0.6, suppress=(HealthCheck.function_scoped_fixture,))
 @given(
     new_v=EXPRESSIONS,
     new_u=EXPRESSIONS,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from psclient._src import nest
@@ -131,7 +131,6 @@ STAGES: dict[str, tuple[Callable[[ArrayDataset], ArrayDataset], Callable[[list[A
 }
 
 
-@settings(max_examples=100, deadline=None)
 @given(count=st.integers(0, 11), names=st.lists(st.sampled_from(sorted(STAGES)), max_size=5))
 def test_any_chain_is_that_of_lists(count: int, names: list[str]) -> None:
     """Whole, from any batch on, and any rows of a batch: what a position says is what comes."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from rich.console import Console
@@ -38,6 +38,7 @@ from pswire.telemetry.views.numbers import duration, short, size
 from pswire.telemetry.views.rates import rate_words, rates
 from pswire.telemetry.views.words import STATES
 from tests.kit.rig import WORKERS, Job, Servers, core, remote, serving
+from tests.kit.searches import search
 
 W0, W1 = WORKERS[:2]
 CHIEF = Task("chief", 0)
@@ -184,7 +185,7 @@ STATUSES = st.builds(
 ANSWERS = st.builds(Looked, st.builds(Task, st.just("ps"), st.integers(0, 2)), st.just("h:1"), st.none() | STATUSES)
 
 
-@settings(max_examples=40)  # of thousands of values each
+@search(0.4)  # of thousands of values each
 @given(st.lists(ANSWERS, min_size=1, max_size=3), st.lists(TASKS, max_size=3))
 def test_whatever_servers_say_can_be_shown(looked, expected):
     """Also what no job would ever say: a tool for what is wrong must bear everything."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from psclient import ops
@@ -22,6 +22,7 @@ from pswire.encoding import messages
 from pswire.errors import ProgramError
 from pswire.model.program import OPS, Input, Node
 from pswire.model.tensor import DTYPES, TensorSpec, spec_of
+from tests.kit.searches import search
 
 
 class Plain(np.ndarray):
@@ -248,7 +249,7 @@ def follow(steps, v, values):
     return [refused, *values[-3:]]
 
 
-@settings(max_examples=400, deadline=None)
+@search(4)
 @given(
     steps=st.lists(STEP, max_size=12),
     names=st.lists(st.sampled_from("FDIB"), min_size=3, max_size=3),
@@ -362,7 +363,7 @@ WIDE = st.sampled_from([-(2**70), -(2**63), -129, -128, -5, 0, 3, 127, 128, 255,
 COMPARISONS = [np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal]
 
 
-@settings(max_examples=200, deadline=None)
+@search(2)
 @given(dtype=st.sampled_from(INTEGERS), compare=st.sampled_from(COMPARISONS), k=WIDE)
 def test_integers_are_compared_with_any_whole_number(dtype, compare, k):
     """Also with one that their dtype does not have; on either side."""
@@ -370,7 +371,7 @@ def test_integers_are_compared_with_any_whole_number(dtype, compare, k):
     check(lambda x: [compare(x, k), compare(k, x)], Val(np.array([info.min, 3, info.max], dtype)))
 
 
-@settings(max_examples=200, deadline=None)
+@search(2)
 @given(dtype=st.sampled_from(INTEGERS), low=st.none() | WIDE, high=st.none() | WIDE)
 def test_integers_are_clipped_as_by_numpy(dtype, low, high):
     """A bound outside of the dtype is none, or no bound can be; then both refuse it."""

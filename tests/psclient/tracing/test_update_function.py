@@ -15,7 +15,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import psclient as ps
@@ -24,6 +24,7 @@ from psclient._src.tracing.symbolic_numbers import Scalar, Tape
 from psclient._src.tracing.update_function import UpdateFunction
 from psclient.optimizers import schedules
 from pswire.errors import ProgramError
+from tests.kit.searches import search
 from tests.kit.strategies import merged, opened, variable
 
 
@@ -532,7 +533,7 @@ def follow(steps, numbers):
     return values[-1]
 
 
-@settings(max_examples=300, deadline=None)
+@search(3)
 @given(steps=st.lists(STEP, max_size=8), first=st.lists(NUMBER, min_size=3, max_size=3), data=st.data())
 def test_a_tape_gives_what_plain_numbers_give_or_does_not_hold(steps, first, data):
     """The values from other numbers of the same types are exactly those of the plain computation."""

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -52,6 +51,7 @@ from tests.kit.mail import Mail
 from tests.kit.model_hosts import Door, ModelHost
 from tests.kit.model_tables import KINDS, PRIME, TABLE, Tables
 from tests.kit.rig import CHIEF, WORKERS, adding, core
+from tests.kit.searches import search
 from tests.kit.strands import Strand as Thread
 
 VALUE = TensorSpec("int64", ())
@@ -1197,31 +1197,34 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestModel(Model.TestCase):
     """Runs the model."""
 
+    settings = search(0.2)
+
 
 class TestAlone(Alone.TestCase):
     """Runs the model of asynchronous workers."""
+
+    settings = search(0.1)
 
 
 class TestWhole(Whole.TestCase):
     """Runs the model of whole rounds."""
 
+    settings = search(0.25)
+
 
 class TestApart(Apart.TestCase):
     """Runs the model of rounds of one worker beside those of all."""
+
+    settings = search(0.25)
 
 
 class TestHosts(Hosts.TestCase):
     """Runs the model of sums of hosts."""
 
+    settings = search(0.25)
+
 
 class TestLate(Late.TestCase):
     """Runs the model of backup workers."""
 
-
-if settings.get_current_profile_name() != "soak":
-    TestModel.settings = settings(max_examples=20, stateful_step_count=40)
-    TestWhole.settings = settings(max_examples=25, stateful_step_count=40)
-    TestApart.settings = settings(max_examples=25, stateful_step_count=40)
-    TestHosts.settings = settings(max_examples=25, stateful_step_count=40)
-    TestLate.settings = settings(max_examples=25, stateful_step_count=40)
-    TestAlone.settings = settings(max_examples=10, stateful_step_count=40)
+    settings = search(0.25)

@@ -10,7 +10,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from hypothesis import given as given_by_hypothesis
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from psserver.devices import Device
@@ -27,6 +26,7 @@ from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
 from tests.kit.kept import kept_kernels
 from tests.kit.programs import job_of, run, same_bits
+from tests.kit.searches import search
 
 RATE = TensorSpec("float32", ())
 POWER = Program(
@@ -87,8 +87,7 @@ def fresh(sizes):
     return dict(enumerate(arrays(sizes, 99)))
 
 
-@pytest.mark.usefixtures("search")
-@settings(max_examples=8)
+@search(0.08)
 @given_by_hypothesis(
     st.lists(st.integers(0, 40), min_size=2, max_size=6),
     st.sampled_from(["sum", "mean"]),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, settings
+from hypothesis import assume
 from hypothesis import given as given_by_hypothesis
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
@@ -31,6 +31,7 @@ from pswire.transport.traffic import traffic
 from tests.kit.programs import job_of, numbers, plan_of, programs, run, same_bits, traced
 from tests.kit.rig import SOON, WORKERS, Job, scaling, serving, sgd, sum_into, together
 from tests.kit.scraped import Page
+from tests.kit.searches import search
 from tests.kit.streams import LIMIT, SIZE, Sending, streaming
 
 A, B, C = WORKERS[:3]
@@ -120,7 +121,7 @@ def test_a_round_names_whose_contribution_it_was_and_what_it_did(kernels, dtype,
         assert truth(outcome.assigned[0]) is (not places)
 
 
-@settings(max_examples=40, deadline=None)
+@search(0.4)
 @given_by_hypothesis(program=programs(), seed=st.integers(0, 1000), workers=st.integers(1, 3), bad=st.booleans())
 def test_random_programs_are_judged_as_numpy_judges_what_they_did(program, seed, workers, bad):
     """Compiled or not, in place or not: the variables that are not finite, and the contributions, and no others."""

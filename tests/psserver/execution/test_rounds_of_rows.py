@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from psserver.execution.contributions import Contributions
@@ -20,6 +20,7 @@ from tests.kit.kept import kept_kernels
 from tests.kit.programs import run, same_bits
 from tests.kit.rig import adding
 from tests.kit.row_contributions import round_of, rows, share
+from tests.kit.searches import search
 
 TABLE, WIDE, NUMBER = TensorSpec("float32", (6, 2)), TensorSpec("float32", (4096,)), TensorSpec("int64", (6, 2))
 DECAY = Program(
@@ -54,7 +55,7 @@ def made(kernels, job, values, alone=frozenset()):
 MEMBER = st.one_of(st.none(), st.lists(st.integers(0, 5), unique=True, max_size=6).map(sorted))
 
 
-@settings(max_examples=60)
+@search(0.6)
 @given(
     members=st.lists(MEMBER, min_size=1, max_size=4),
     op=st.sampled_from(["sum", "mean", "first"]),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from psserver.plans.prepared import PreparedPlan
@@ -16,6 +16,7 @@ from pswire.model.plan import Operand, Plan, Reduction, Ref
 from pswire.model.rows import MAX_ROWS, row_specs
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.transport.payload import Payload
+from tests.kit.searches import search
 
 NUMBER = TensorSpec("float32", ())
 WHOLE = st.builds(
@@ -38,7 +39,7 @@ def said_of(plan, weights, rows, **more):
     return Contribution(1, 1, 4, plan.id, weights, rows=rows, **more)
 
 
-@settings(max_examples=80)
+@search(0.8)
 @given(reductions=REDUCTIONS, data=st.data())
 def test_rows_lie_where_a_payload_has_them(reductions, data):
     """Behind operands and dense contributions: of each that counts here ids, then rows, as they are packed."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import psclient
@@ -29,6 +29,7 @@ from pswire.errors import ProgramError
 from pswire.model.program import OPS, Input, Node, Program
 from pswire.model.tensor import DTYPES, TensorSpec
 from tests.kit.programs import expected, job_of, numbers, plan_of, programs, run, same_bits, traced
+from tests.kit.searches import search
 
 N = 1003
 VECTOR = TensorSpec("float32", (N,))
@@ -126,7 +127,7 @@ def of_kind(program, inputs, kind):
     return [array for array, item in zip(inputs, program.inputs, strict=True) if item.kind == kind]
 
 
-@settings(max_examples=40)
+@search(0.4)
 @given(program=programs(), seed=st.integers(0, 1000), data=st.data())
 def test_random_programs_give_the_same_interpreted_and_compiled(program, seed, data):
     """Whatever steps they fall into, with contributions cut anywhere, in place or not."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from psclient._src.tracing.recorder import Recording, trace
@@ -17,6 +17,7 @@ from pswire.errors import ProgramError
 from pswire.model.plan import Apply
 from pswire.model.program import Program
 from tests.kit.programs import expected, job_of, numbers, plain, plan_of, programs, run, same_bits
+from tests.kit.searches import search
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def all_same(ones, others):
     return len(ones) == len(others) and all(map(same_bits, ones, others))
 
 
-@settings(max_examples=200)
+@search(2)
 @given(program=programs(), seed=st.integers(0, 1000))
 def test_the_interpreter_gives_what_numpy_gives(program, seed):
     """A program is run on arrays as the function would be that it was made of, and as its trace is."""
@@ -74,7 +75,7 @@ def traced_again(program):
     return found.program, [number for _, number in found.origins], [leaf.index for leaf in found.result]
 
 
-@settings(max_examples=40)
+@search(0.4)
 @given(program=programs(), seed=st.integers(0, 1000), double=st.booleans(), workers=st.integers(1, 3))
 def test_kernels_give_what_numpy_gives(kernels, program, seed, double, workers):
     """Also where a program reads one variable or one reduction by two names, and where it writes in place."""

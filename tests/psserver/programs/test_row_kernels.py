@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from psserver.programs.kernels.replay import Replay
@@ -17,6 +17,7 @@ from pswire.model.tensor import DTYPES, TensorSpec
 from tests.kit.kept import kept_kernels
 from tests.kit.programs import expected, same_bits, traced
 from tests.kit.row_programs import NUMBER, ROWS, SECOND, TABLE, along, dense, plain, row_programs, values
+from tests.kit.searches import search
 
 SIZE = 11
 SHAPES = [(SIZE, 1), (SIZE, 3), (SIZE, 8), (SIZE, 2, 9), (SIZE, 140)]
@@ -168,8 +169,7 @@ UPDATES = {rowwise_adagrad: 1, in_a_ball: 4, layered: 4}
 """Updates of a table and of one beside it, with the width of that."""
 
 
-@pytest.mark.usefixtures("search")
-@settings(max_examples=5)
+@search(0.05)
 @given(
     ids=st.lists(st.integers(0, SIZE - 1), max_size=20),
     dtype=st.sampled_from(["float32", "float64", "float16", "bfloat16"]),
@@ -188,8 +188,7 @@ def test_updates_along_rows_are_one_kernel(kernels, ids, dtype, fn):
     check(kernels, program, inputs, ids)
 
 
-@pytest.mark.usefixtures("search")
-@settings(max_examples=5)
+@search(0.05)
 @given(program=row_programs(SHAPES), ids=st.lists(st.integers(0, SIZE - 1), max_size=15), seed=st.integers(0, 1000))
 def test_random_updates_give_the_interpreters_bits(kernels, program, ids, seed):
     """Whatever they reduce, keep for a later pass, and assign."""
@@ -226,8 +225,7 @@ def test_what_no_kernel_can_have_is_interpreted(kernels):
 COUNT = 5
 
 
-@pytest.mark.usefixtures("search")
-@settings(max_examples=5)
+@search(0.05)
 @given(program=row_programs(SHAPES), seed=st.integers(0, 1000))
 def test_missed_updates_give_the_bits_of_whole_ones(kernels, program, seed):
     """One update after the other, each with its own numbers and a gradient of zeros; compiled or interpreted."""

@@ -6,7 +6,7 @@ from dataclasses import astuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from psserver.programs.kernels.row_groups import Groups
@@ -15,6 +15,7 @@ from pswire.errors import InvalidRequest, ProgramError
 from pswire.model.tensor import DTYPES, TensorSpec
 from tests.kit.kept import kept_kernels
 from tests.kit.programs import expected, same_bits, traced
+from tests.kit.searches import search
 
 SIZE = 11
 
@@ -60,7 +61,7 @@ def dense(program, inputs, shape, ids):
     return expected(program, whole)[0]
 
 
-@settings(max_examples=60)
+@search(0.6)
 @given(
     ids=st.lists(st.integers(0, SIZE - 1), max_size=20),
     tail=st.sampled_from([(), (1,), (5,), (2, 16), (300,), (0,)]),

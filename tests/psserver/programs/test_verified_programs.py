@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pswire.encoding import messages
@@ -12,6 +12,7 @@ from pswire.errors import PSError
 from pswire.model.program import OPS, Input, Node, Program
 from pswire.model.tensor import DTYPES, TensorSpec, spec_of
 from tests.kit.programs import expected, numbers, programs
+from tests.kit.searches import search
 
 SHAPES = [(), (3,), (0,), (1, 3), (2, 1), (2, 3), (3, 2), (3, 0, 2), (1,) * 32]
 INTEGERS = [0, 1, 2, -1, -2, 31, 32, 1 << 31, (1 << 63) - 1, -(1 << 63)]
@@ -40,7 +41,7 @@ def applied_ops(draw):
     return Program(tuple(inputs), (Node(row.name, tuple(range(row.arity)), tuple(attrs.items())),), (), (row.arity,))
 
 
-@settings(max_examples=400)
+@search(4)
 @given(program=applied_ops() | programs())
 def test_what_is_verified_runs(program):
     """And gives what was foreseen; a value that an op refuses, and memory, are all that may stop it."""

@@ -6,7 +6,7 @@ from collections import Counter
 from heapq import heappop, heappush
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -16,6 +16,7 @@ from pswire.errors import ConfigError, InvalidRequest
 from pswire.limits import MAX_CHUNKS
 from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.log import Examples, Position
+from tests.kit.searches import search
 
 COUNT = 6
 
@@ -153,7 +154,7 @@ def test_one_worker_alone_has_half_of_what_is_left_ahead(server):
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.integers(1, 80), st.integers(1, 3))
-@settings(max_examples=300, deadline=None)
+@search(3)
 def test_the_end_waits_for_one_batch_of_the_slowest(speeds, count, passes):
     """Whatever they are: whoever begins a batch does so before anybody has found that nothing is left."""
     server, clock = Server(), [(0, session) for session in range(len(speeds))]
@@ -370,4 +371,4 @@ class Model(RuleBasedStateMachine):
 
 
 TestModel = Model.TestCase
-TestModel.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestModel.settings = search()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -16,6 +15,7 @@ from pswire.cluster import Task
 from pswire.errors import ConfigError, Fenced, InvalidRequest, MemoryLimit
 from pswire.limits import CLOSURE_LOSSES
 from pswire.model.closures import ClosureOrder, ClosureResult, Piece
+from tests.kit.searches import search
 
 CHIEF, FUNCTIONS = Task("chief", 0), ("f(x)", "g()")
 GONE = Fenced("its lease ended")
@@ -398,5 +398,5 @@ class Walk(RuleBasedStateMachine):
             self.server.closures._scheduling.fail(GONE)
 
 
-Walk.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+Walk.TestCase.settings = search(1.5)
 TestWalk = Walk.TestCase

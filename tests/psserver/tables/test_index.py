@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from psserver.tables.cells import CellIndex
 from psserver.tables.index import Index, SortedIndex, bucket_bounds
 from pswire.model.hashing import BUCKETS, LOW_BITS, buckets_of, hashes_of, keys_of, mixed, unmixed
+from tests.kit.searches import search
 from tests.kit.table_functions import compiled
 
 SALT = 0x1234567890ABCDEF
@@ -50,7 +51,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-@settings(max_examples=60)
+@search(0.6)
 def test_an_index_is_a_dict_in_order(steps):
     """Puts, changes and removals, also of crafted hashes: found is what a dict has; all of it comes sorted."""
     for index in indexes():

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -17,6 +16,7 @@ from pswire.errors import InvalidRequest, MemoryLimit
 from pswire.model.first_values import FirstValues
 from pswire.model.hashing import BUCKETS, buckets_of, combined, hashes_of
 from pswire.model.tables import LRU, MIN_CAPACITY, CounterFilter, Normal, ProbabilityFilter, SlotTensor, TableSpec
+from tests.kit.searches import search
 from tests.kit.table_functions import compiled
 
 SPEC = TableSpec((2,), initializer=Normal())
@@ -121,7 +121,7 @@ class Dicts(RuleBasedStateMachine):
         assert (hashes[1:] > hashes[:-1]).all()
 
 
-Dicts.TestCase.settings = settings(max_examples=25, stateful_step_count=12)
+Dicts.TestCase.settings = search(0.25, steps=0.25)
 test_a_table_is_a_dict_of_rows = Dicts.TestCase
 
 

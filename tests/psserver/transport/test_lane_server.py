@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from psserver.core.waiting import Read
@@ -34,6 +34,7 @@ from pswire.transport.sockets import HEAD, INLINE, MAX_HEADER_BYTES, MAX_PART_BY
 from tests.kit import packets
 from tests.kit.lane_rig import Hand, Site, eventually, mappings
 from tests.kit.rig import SOON
+from tests.kit.searches import search
 
 SMALL = 64
 """Elements of variables whose rounds are one part."""
@@ -756,7 +757,7 @@ def attacked(request: pytest.FixtureRequest) -> Iterator[tuple[str, Site]]:
     assert not surprises
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@search(1.5, suppress=(HealthCheck.function_scoped_fixture,))
 @given(st.booleans(), st.lists(SAID, min_size=1, max_size=8), st.binary(max_size=64))
 def test_whatever_is_sent_others_are_served(
     attacked: tuple[str, Site], known: bool, messages: list[tuple[int, int, bytes | str, int, int, int]], rest: bytes

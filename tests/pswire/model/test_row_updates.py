@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import psclient as ps
@@ -18,6 +18,7 @@ from pswire.model.program import OPS, Input, Node, Program, infer
 from pswire.model.row_updates import keeps_rows, measures, refusal, table_shape
 from pswire.model.tensor import DTYPES, TensorSpec
 from tests.kit.programs import expected, plain, traced
+from tests.kit.searches import search
 
 SHAPE = (4, 3)
 O = ps.optimizers  # noqa: E741
@@ -148,7 +149,7 @@ def updates(draw):
     return Program(tuple(inputs), tuple(nodes), tuple(assigns), ())
 
 
-@settings(max_examples=250)
+@search(2.5)
 @given(program=updates(), seed=st.integers(0, 1000))
 def test_a_program_that_is_said_to_keep_rows_keeps_them(program, seed):
     """Whatever it is made of: no number changes that was computed of finite ones."""

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from pswire.errors import InvalidRequest
 from pswire.limits import ALIGN
 from pswire.transport.shared_memory import LINE, SEALS, Segment, SharedArena, SharedView
+from tests.kit.searches import search
 
 SIZE = 64 * LINE
 """Bytes of the segments of these tests."""
@@ -188,7 +189,7 @@ class Sharing(RuleBasedStateMachine):
         assert not set(self.freed) & self.mirror._taken.keys()
 
 
-Sharing.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Sharing.TestCase.settings = search(0.6, steps=0.6)
 TestSharing = Sharing.TestCase
 
 

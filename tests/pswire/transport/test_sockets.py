@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pswire.errors import InvalidRequest
@@ -40,6 +40,7 @@ from pswire.transport.sockets import (
     tune,
 )
 from pswire.transport.traffic import Traffic
+from tests.kit.searches import search
 
 SECONDS = 20.0
 
@@ -163,7 +164,7 @@ def test_an_end_is_told_after_what_came_before_it() -> None:
 
 
 @given(st.lists(st.integers(0, 1 << 18), min_size=1, max_size=600), st.integers(1, 8))
-@settings(max_examples=20)
+@search(0.2)
 def test_what_the_system_does_not_take_waits(sizes: list[int], times: int) -> None:
     """Everything arrives, in order, however many buffers, and though many threads send."""
     expected = b"".join(bytes([at % 251]) * (size % 5000) for at, size in enumerate(sizes))
@@ -263,7 +264,7 @@ SIZES = st.lists(st.one_of(st.integers(0, 3000), st.integers(SMALL - 1, 200_000)
 MEMORY = st.sampled_from([(0, False), (1 << 19, True), (1 << 19, False), (1 << 22, True), (1 << 22, False)])
 
 
-@settings(max_examples=60)
+@search(0.6)
 @given(st.lists(SIZES, min_size=1, max_size=4), MEMORY)
 def test_payloads_arrive_whole(calls: list[list[int]], memory: tuple[int, bool]) -> None:
     """Several at once, in the socket or through memory that may be too small, whether data wait for room or not."""
@@ -285,7 +286,7 @@ def test_payloads_arrive_whole(calls: list[list[int]], memory: tuple[int, bool])
             assert not wire.channel._unread
 
 
-@settings(max_examples=60)
+@search(0.6)
 @given(st.lists(SIZES, min_size=1, max_size=4), MEMORY, st.data())
 def test_answers_are_sent_while_they_are_made(
     calls: list[list[int]], memory: tuple[int, bool], data: st.DataObject
