@@ -12,12 +12,17 @@ from pathlib import Path
 
 import psutil
 
+from pstesting.forks import NAME, Forked
+
 PROGRAMS = {
     "psworker": [sys.executable, "-P", "-m", "psclient"],
     "psctl": [sys.executable, "-P", "-m", "psclient.psctl"],
     "psserver": [sys.executable, "-P", "-m", "psserver"],
     "python": [sys.executable],
 }
+
+EXECS = "PS_TESTS_EXEC"
+"""Set by `make soak`, for faults: each process is started, and not forked."""
 
 SECONDS = 120.0
 """How long a command may take that has no deadline of its own: far longer than it does."""
@@ -46,17 +51,19 @@ class Done:
         return [line for line in self.err.splitlines() if line.startswith(("psworker: ", "psserver: "))]
 
 
-def shell(words: Sequence[str], cwd: Path, seconds: float = SECONDS, **environ: str) -> Done:
+def shell(words: Sequence[str], cwd: Path, seconds: float = SECONDS, *, fork: bool = True, **environ: str) -> Done:
     """Runs a command to its end.
 
     Args:
         words: a key of `PROGRAMS`, then its arguments.
         cwd: where it runs.
         seconds: after which it is killed.
+        fork: False where it matters that Python itself starts, and imports.
         environ: environment variables, beside this process's.
     """
     began = time.monotonic()
-    process = subprocess.Popen(
+    popen = Forked if fork and not os.environ.get(EXECS) else subprocess.Popen
+    process = popen[str](
         [*PROGRAMS[words[0]], *words[1:]],
         cwd=cwd,
         env={**{name: value for name, value in os.environ.items() if name != "TF_CONFIG"}, **environ},
@@ -76,10 +83,11 @@ def shell(words: Sequence[str], cwd: Path, seconds: float = SECONDS, **environ: 
 
 def _end_session(leader: int) -> tuple[str, ...]:
     """Kills what is left of a session; says what it was."""
-    left = [process for process in psutil.process_iter(["cmdline"]) if _session(process.pid) == leader]
+    left = [process for process in psutil.process_iter(["cmdline", "name"]) if _session(process.pid) == leader]
     for process in left:
         process.kill()
-    return tuple(" ".join(process.info["cmdline"] or ["?"]) for process in left if process.pid != leader)
+    outlived = [process.info for process in left if process.pid != leader and process.info["name"] != NAME]
+    return tuple(" ".join(info["cmdline"] or ["?"]) for info in outlived)
 
 
 def _session(pid: int) -> int:

@@ -30,7 +30,7 @@ except SystemExit as ended:
 @pytest.mark.parametrize(("args", "loads"), [(["status", "--help"], False), (["calibrate", "--help"], True)])
 def test_a_package_is_loaded_for_its_own_commands_alone(tmp_path: Path, args: list[str], loads: bool) -> None:
     """`psctl` imports nothing of `pstesting`."""
-    done = shell(["python", "-c", PROBE.format(args=args)], tmp_path)
+    done = shell(["python", "-c", PROBE.format(args=args)], tmp_path, fork=False)
     assert done.out.splitlines()[-1] == f"{loads} 0", done.err
 
 
