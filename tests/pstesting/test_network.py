@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 
 import pytest
+from click.testing import CliRunner
 
 from pstesting.hosts import Host
-from pstesting.planner.network import LEAST, MOST, WORD
-from tests.kit.linked import linked
+from pstesting.planner.commands import calibrate
+from pstesting.planner.network import LEAST, MOST, WORD, answer
+from pswire.errors import ConfigError, Unreachable
+from tests.kit.hosts import linked
 
 ANSWER = """
 from pstesting.planner.network import answer
@@ -22,8 +28,9 @@ answer({host!r}, {port}, lambda at: print(at, flush=True))
 
 MEASURE = """
 import json
-from pstesting.planner.network import measure
-found = measure({host!r}, {port})
+from pstesting.planner import network
+network.SECONDS, network.PINGS = 0.5, 200
+found = network.measure({host!r}, {port})
 print(json.dumps([found.rate, found.latency]))
 """
 
@@ -45,21 +52,13 @@ def test_the_rate_of_the_slower_way_and_the_latency_of_a_link() -> None:
         assert peer.wait(10) == 0
 
 
-@pytest.fixture
-def peer():
-    process = subprocess.Popen(
-        [sys.executable, "-c", ANSWER.format(host="127.0.0.1", port=0)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    host, _, port = process.stdout.readline().strip().rpartition(":")
-    yield process, (host, int(port))
-    process.kill()
-    process.wait()
-
-
 @pytest.mark.parametrize("word", [WORD.pack(b"x", 1), WORD.pack(b"t", MOST + 1), b"GET /", b""])
-def test_nonsense_ends_a_connection_and_no_more(peer, word: bytes) -> None:
-    process, address = peer
+def test_nonsense_ends_a_connection_and_no_more(word: bytes) -> None:
+    listening = SimpleQueue[str]()
+    peer = Thread(target=answer, args=("127.0.0.1", 0, listening.put), daemon=True)
+    peer.start()
+    host, _, port = listening.get(timeout=20).rpartition(":")
+    address = host, int(port)
     with socket.create_connection(address, 20) as sock:
         sock.sendall(word)
         sock.shutdown(socket.SHUT_WR)
@@ -73,11 +72,8 @@ def test_nonsense_ends_a_connection_and_no_more(peer, word: bytes) -> None:
             assert came.count(0) == len(came)
             left -= len(came)
         sock.sendall(WORD.pack(b"e", 0))
-    assert process.wait(20) == 0
-
-
-def psctl(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "psclient.psctl", *arguments], capture_output=True, text=True)
+    peer.join(20)
+    assert not peer.is_alive()
 
 
 @pytest.mark.parametrize(
@@ -93,7 +89,11 @@ def psctl(*arguments: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_hosts_that_cannot_be_measured(tmp_path: Path, arguments: list[str], said: str) -> None:
-    found = psctl("calibrate", "--output", str(tmp_path / "costs.json"), *arguments)
-    assert found.returncode != 0
-    assert said in found.stderr
+    with pytest.raises((ConfigError, Unreachable), match=re.escape(said)):
+        CliRunner().invoke(
+            calibrate,
+            ["--output", str(tmp_path / "costs.json"), *arguments],
+            standalone_mode=False,
+            catch_exceptions=False,
+        )
     assert not list(tmp_path.iterdir())

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from pstesting.planner import plan as planning
 from pstesting.planner.commands import plan
-from pstesting.planner.plan import DAY, Lost, Question
+from pstesting.planner.plan import DAY, Lost, Plan, Question
 from pstesting.simulation.costs import Costs, LaneCosts
 from pswire.errors import ConfigError
 from pswire.limits import Timeouts
@@ -36,9 +36,15 @@ RATE = 1e8
 JOB = Question(FREE, workers=4, dense=16e6, rate=RATE, step=0.1, slots=2)
 
 
-def test_as_many_servers_as_are_worth_it() -> None:
+@pytest.fixture(scope="module")
+def planned() -> Plan:
+    """The answer for a job of which 8 servers would save too little beside 4."""
+    return planning.plan(replace(JOB, worth=0.2))
+
+
+def test_as_many_servers_as_are_worth_it(planned: Plan) -> None:
     """Twice as many halve what the links take, and not what a worker computes."""
-    found = planning.plan(replace(JOB, worth=0.2))
+    found = planned
     tried = {each.servers: each for each in found.tried}
     assert list(tried) == [1, 2, 4, 8]
     assert found.chosen is tried[4]
@@ -53,9 +59,9 @@ def test_as_many_servers_as_are_worth_it() -> None:
     assert tried[8].step_seconds < found.one_more.step_seconds < tried[4].step_seconds * 1.001
 
 
-def test_what_copies_cost_and_backup_workers_give() -> None:
+def test_what_copies_cost_and_backup_workers_give(planned: Plan) -> None:
     """Copies are pushed and answered as well; a backup worker makes up for one that is slow."""
-    found = planning.plan(replace(JOB, worth=0.2))
+    found = planned
     assert found.other_copies is not None
     assert found.other_copies.round_seconds > 1.4 * found.chosen.round_seconds
     assert found.slow is not None

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from pstesting.planner.fit import fitted, seen, with_sums
+from pstesting.planner import jobs
+from pstesting.planner.fit import ROUNDS_OF_SUMS, fitted, seen, with_sums
 from pstesting.planner.jobs import Cell, Timed, time_cells
 from pstesting.planner.measurements import cells_of, cells_of_sums, middle
 from pstesting.simulation.costs import Costs, LaneCosts
@@ -14,8 +15,6 @@ from pstesting.simulation.workloads import Workload
 from pswire.transport.traffic import LaneName
 
 US = 1e-6
-
-ROUNDS = 60
 
 COSTS = Costs(
     lanes={
@@ -52,7 +51,7 @@ COSTS = Costs(
 def test_known_costs_are_found() -> None:
     """From cells that were timed without an error the fit tells what others take, of more workers and servers."""
     lanes: tuple[LaneName, ...] = ("tcp", "grpc")
-    timed = {lane: [(cell, seen(cell, COSTS, ROUNDS)) for cells in cells_of(lane) for cell in cells] for lane in lanes}
+    timed = {lane: [(cell, seen(cell, COSTS)) for cells in cells_of(lane) for cell in cells] for lane in lanes}
     found = replace(fitted(timed, COSTS.kernel_byte), cores=0)
     for lane in lanes:
         for workers, workload in (
@@ -65,15 +64,15 @@ def test_known_costs_are_found() -> None:
             (2, Workload(2, 0.0, 0, 1024, 32)),
         ):
             cell = Cell(lane, workers, workload)
-            took = seen(cell, COSTS, ROUNDS).wall
-            assert seen(cell, found, ROUNDS).wall == pytest.approx(took, rel=0.1), cell
+            took = seen(cell, COSTS).wall
+            assert seen(cell, found).wall == pytest.approx(took, rel=0.1), cell
 
 
 def test_known_costs_of_sums_are_found() -> None:
     """From what rounds with sums took beyond those costs that were known before."""
     true = replace(COSTS, part=45 * US, hand=150 * US, hand_byte=2e-10)
     cells = [cell for job in cells_of_sums("tcp") for cell in job]
-    found = with_sums(COSTS, [(cell, seen(cell, true, ROUNDS)) for cell in cells])
+    found = with_sums(COSTS, [(cell, seen(cell, true, ROUNDS_OF_SUMS)) for cell in cells])
     assert [found.part, found.hand, found.hand_byte] == pytest.approx([true.part, true.hand, true.hand_byte], rel=0.02)
 
 
@@ -94,8 +93,10 @@ def test_cells_of_one_job_are_alike() -> None:
         time_cells([Cell("tcp", 2, Workload(1)), Cell("tcp", 2, Workload(1), aggregation=True)])
 
 
-def test_a_real_job_is_timed() -> None:
+def test_a_real_job_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """More bytes take longer, and more of the processors of both ends."""
+    monkeypatch.setattr(jobs, "WARM_ROUNDS", 30)
+    monkeypatch.setattr(jobs, "MOST_ROUNDS", 60)
     small, large = time_cells([Cell("tcp", 1, Workload(1, 4000.0)), Cell("tcp", 1, Workload(1, 16e6, 8))])
     for timed in (small, large):
         assert 0 < timed.server < 10

@@ -226,8 +226,8 @@ def test_a_straggler_holds_all_up_but_with_backup_workers() -> None:
 @pytest.mark.parametrize("lost", [0, 2])
 def test_a_job_with_copies_outlives_a_server(lost: int) -> None:
     """The real chief finds it lost, tells the others, and the round is made by those that are left; sums are exact."""
-    job = SimulatedJob(Cluster(3, Workload(3, copies=1), COSTS), 300)
-    job.scheduler.after(0.1, job.servers[lost].kill)
+    job = SimulatedJob(Cluster(3, Workload(3, copies=1), COSTS), 150)
+    job.scheduler.after(0.05, job.servers[lost].kill)
     seen = job.train(60.0)
     longest = max(max(rounds) for rounds in seen.rounds.values())
     assert 0.1 < longest < 0.5
@@ -236,13 +236,13 @@ def test_a_job_with_copies_outlives_a_server(lost: int) -> None:
         if server.alive:
             held = [index for index, (_, where) in enumerate(job.cluster.workload.created) if server.index in where]
             store = server.core.machine.store
-            assert [float(np.asarray(store.value(index))[0]) for index in held] == [900.0] * 2
+            assert [float(np.asarray(store.value(index))[0]) for index in held] == [450.0] * 2
 
 
 def test_a_job_without_copies_ends_with_its_server() -> None:
     """Every process is told the same error as in a real job."""
-    job = SimulatedJob(Cluster(2, Workload(2), COSTS), 300)
-    job.scheduler.after(0.1, job.servers[1].kill)
+    job = SimulatedJob(Cluster(2, Workload(2), COSTS), 150)
+    job.scheduler.after(0.05, job.servers[1].kill)
     with pytest.raises(ServerLost, match="/job:ps/task:1: was lost"):
         job.train(60.0)
     assert all(isinstance(worker.failure, ServerLost) for worker in job.workers if not worker.alive)
