@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 import psclient as ps
 from psclient._src.processes.process import start_server
@@ -20,28 +21,47 @@ KINDS = ("default", *MIRRORED, *EMBEDDED, *CLUSTERS)
 """`default` is outside of every scope; `embedded-2` is a parameter server of this process's own, and two replicas;
 `servers-2x2` are two servers, which hold variables in turn, and two replicas."""
 
+USUAL = ("default", "mirrored-2", "servers-2x2")
+"""Those on which `make test` runs what names no kinds; the others show each half: one replica, or a server."""
+
 _MADE = {"mirrored": ps.MirroredStrategy, "embedded": ps.ParameterServerStrategy}
 
 _numbers = itertools.count()
+
+
+def kinds(*names: str, soak: Iterable[str] = ()) -> pytest.MarkDecorator:
+    """Says on which kinds the fixture `strategy` is for a test or a module, and on which others in `make soak`."""
+    others = [pytest.param(kind, marks=pytest.mark.soak) for kind in soak if kind not in names]
+    return pytest.mark.kinds(*names, *others)
 
 
 @contextlib.contextmanager
 def opened(kind: str) -> Iterator[Any]:
     """A strategy of one of the `KINDS`, with CPU replicas; it is closed at the end.
 
-    Also `servers-3`: one replica, and variables on three servers that are processes.
+    Also `servers-3`: one replica, and variables on three servers that are processes; `sharded-2x2`: `servers-2x2` that
+    cut variables of `ROWS` rows and more into `SHARDS`; and `async-2x2`, whose workers are asynchronous.
     """
     if kind == "default":
         yield ps.get_strategy()
         return
     name, _, count = kind.partition("-")
-    if name == "servers":
+    if name not in _MADE:
         servers, _, local = count.partition("x")
-        with _on_servers(int(servers), int(local or 1), in_process=bool(local)) as strategy:
+        options = {"sharded": {"variable_partitioner": cut}, "async": {"consistency": ps.Async()}}.get(name, {})
+        with _on_servers(int(servers), int(local or 1), in_process=bool(local), **options) as strategy:
             yield strategy
         return
     with _MADE[name](devices=_devices(int(count))) as strategy:
         yield strategy
+
+
+ROWS, SHARDS = 7, 3
+
+
+def cut(shape: tuple[int, ...], dtype: Any) -> list[int]:
+    """The partitioner of `sharded-...`."""
+    return [SHARDS if shape[0] >= ROWS else 1] + [1] * (len(shape) - 1)
 
 
 def _devices(replicas: int) -> list[str]:
@@ -49,7 +69,7 @@ def _devices(replicas: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def _on_servers(servers: int, replicas: int, in_process: bool) -> Iterator[Any]:
+def _on_servers(servers: int, replicas: int, in_process: bool, **options: Any) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
         if in_process:
             resolver = stack.enter_context(InProcessCluster(servers)).resolver()
@@ -57,7 +77,8 @@ def _on_servers(servers: int, replicas: int, in_process: bool) -> Iterator[Any]:
             addresses = [stack.enter_context(_server(task)) for task in range(servers)]
             spec = ps.ClusterSpec({"ps": addresses, "worker": ["127.0.0.1:0"]})
             resolver = ps.SimpleClusterResolver(spec, task_type="worker", task_id=0)
-        yield stack.enter_context(ps.ParameterServerStrategy(devices=_devices(replicas), cluster_resolver=resolver))
+        devices = _devices(replicas)
+        yield stack.enter_context(ps.ParameterServerStrategy(devices=devices, cluster_resolver=resolver, **options))
 
 
 @contextlib.contextmanager

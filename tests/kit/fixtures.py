@@ -1,0 +1,69 @@
+"""Fixtures of all folders: strategies of each kind, opened once, for tests that leave them as they found them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from tests.kit import strategies
+
+
+class _Shared:
+    """The one strategy of each kind, opened when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self.opened: dict[str, Any] = {}
+
+    def __call__(self, kind: str) -> Any:
+        if kind not in self.opened:
+            self.opened[kind] = self._stack.enter_context(strategies.opened(kind))
+        return self.opened[kind]
+
+    def close(self) -> None:
+        """Closes all; the next call opens anew."""
+        self.opened.clear()
+        self._stack.close()
+
+
+_shared = _Shared()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Adds the mark of `tests.kit.strategies.kinds`."""
+    config.addinivalue_line("markers", "kinds: the kinds of the fixture `strategy` that a test runs on")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Gives the fixture `strategy` the kinds that the test or its module names."""
+    marked = metafunc.definition.get_closest_marker("kinds")
+    given = any(mark.args and "strategy" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if marked and not given and "strategy" in metafunc.fixturenames:
+        chosen = pytest.mark.parametrize("strategy", marked.args, indirect=True, scope="module")
+        metafunc.definition.add_marker(chosen)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Closes all strategies where a test of another folder is next: idle servers take time from what runs then."""
+    try:
+        return (yield)
+    finally:
+        if _shared.opened and (nextitem is None or nextitem.path.parent != item.path.parent):
+            _shared.close()
+
+
+@pytest.fixture(scope="session")
+def shared() -> Callable[[str], Any]:
+    """Gives the one strategy of a kind, for tests that leave it as they found it: starting a server takes long."""
+    return _shared
+
+
+@pytest.fixture(scope="module", params=strategies.kinds(*strategies.USUAL, soak=strategies.KINDS).args)
+def strategy(request: pytest.FixtureRequest, shared: Callable[[str], Any]) -> Any:
+    """A strategy of each kind that `kinds` names for the test or its module; without it of the usual ones."""
+    return shared(request.param)

@@ -1,0 +1,216 @@
+"""Optimizers, and the oracle of their steps: the formulas of Keras and of TensorFlow 1 in plain NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import psclient as ps
+from psclient.compat.v1 import train as v1
+from tests.kit.strategies import in_replicas, replicas
+
+STEPS = 20
+START = np.array([1.0, -2.0, 3.0])
+
+Rule = Callable[[Any, Any, dict[str, Any], int], Any]
+"""Gives the new weights, from the old ones, the gradient, the slots by TensorFlow's names, and the step's number."""
+
+
+def _moved(s: dict[str, Any], slot: str, rate: float, x: Any, first: Any = 0.0) -> Any:
+    """Moves a slot's average towards `x`."""
+    s[slot] = rate * s.get(slot, first + 0 * x) + (1 - rate) * x
+    return s[slot]
+
+
+def descent(rate: float) -> Rule:
+    return lambda w, g, s, t: w - rate * g
+
+
+def momentum(rate: float, decay: float, nesterov: bool = False) -> Rule:
+    def rule(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
+        s["momentum"] = decay * s.get("momentum", 0 * g) + g
+        return w - rate * (g + decay * s["momentum"] if nesterov else s["momentum"])
+
+    return rule
+
+
+def adam(rate: float, b1: float, b2: float, epsilon: float, amsgrad: bool = False, decay: float = 0.0) -> Rule:
+    def rule(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
+        m, v = _moved(s, "m", b1, g), _moved(s, "v", b2, g * g)
+        if amsgrad:
+            v = s["vhat"] = np.maximum(s.get("vhat", v), v)
+        step = rate * np.sqrt(1 - b2**t) / (1 - b1**t) * m / (np.sqrt(v) + epsilon)
+        return w - w * decay * rate - step
+
+    return rule
+
+
+def adamax(rate: float, b1: float, b2: float, epsilon: float) -> Rule:
+    def rule(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
+        m = _moved(s, "m", b1, g)
+        s["u"] = np.maximum(b2 * s.get("u", 0 * g), np.abs(g))
+        return w - rate * m / ((1 - b1**t) * (s["u"] + epsilon))
+
+    return rule
+
+
+def nadam(rate: float, b1: float, b2: float, epsilon: float) -> Rule:
+    def rule(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
+        now, after = (b1 * (1 - 0.5 * 0.96**n) for n in (t, t + 1))
+        s["product"] = s.get("product", 1.0) * now
+        m, v = _moved(s, "m", b1, g), _moved(s, "v", b2, g * g)
+        ahead = after * m / (1 - s["product"] * after) + (1 - now) * g / (1 - s["product"])
+        return w - ahead * rate / (np.sqrt(v / (1 - b2**t)) + epsilon)
+
+    return rule
+
+
+def lamb(rate: float, b1: float, b2: float, epsilon: float) -> Rule:
+    def rule(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
+        m, v = _moved(s, "m", b1, g), _moved(s, "v", b2, g * g)
+        step = m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + epsilon)
+        return w - np.sqrt((w * w).sum()) / np.sqrt((step * step).sum()) * rate * step
+
+    return rule
+
+
+def lion(rate: float, b1: float, b2: float) -> Rule:
+    def rule(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
+        m = s.get("m", 0 * g)
+        _moved(s, "m", b2, g)
+        return w - rate * np.sign(b1 * m + (1 - b1) * g)
+
+    return rule
+
+
+def adagrad(rate: float, first: float, epsilon: float = 0.0) -> Rule:
+    def rule(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
+        s["accumulator"] = s.get("accumulator", first + 0 * g) + g * g
+        return w - rate * g / np.sqrt(s["accumulator"] + epsilon)
+
+    return rule
+
+
+def adadelta(rho: float, epsilon: float) -> Rule:
+    def rule(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
+        size = np.sqrt(s.get("accum_update", 0 * g) + epsilon)
+        step = size / np.sqrt(_moved(s, "accum", rho, g * g) + epsilon) * g
+        _moved(s, "accum_update", rho, step * step)
+        return w - step
+
+    return rule
+
+
+def rmsprop(
+    rate: float, decay: float, heavy: float, epsilon: float, centered: bool = False, first: float = 0.0
+) -> Rule:
+    def rule(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
+        size = _moved(s, "rms", decay, g * g, first)
+        if centered:
+            size = size - _moved(s, "mg", decay, g) ** 2
+        s["momentum"] = heavy * s.get("momentum", 0 * g) + rate * g / np.sqrt(size + epsilon)
+        return w - s["momentum"]
+
+    return rule
+
+
+def ftrl(
+    rate: float, power: float, first: float, l1: float, l2: float, shrinkage: float = 0.0, beta: float = 0.0
+) -> Rule:
+    def rule(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
+        old, linear = s.get("accum", first + 0 * g), s.get("linear", 0 * g)
+        new = s["accum"] = old + g * g
+        s["linear"] = linear + g + 2 * shrinkage * w - (new**-power - old**-power) / rate * w
+        quadratic = new**-power / rate + 2 * (l2 + beta / (2 * rate))
+        return (np.clip(s["linear"], -l1, l1) - s["linear"]) / quadratic
+
+    return rule
+
+
+def _shrunk(w: Any, rate: Any, l1: float, l2: float) -> Any:
+    return np.sign(w) * np.maximum(np.abs(w) - rate * l1, 0) / (1 + rate * l2)
+
+
+def proximal_descent(rate: float, l1: float, l2: float) -> Rule:
+    return lambda w, g, s, t: _shrunk(w - rate * g, rate, l1, l2)
+
+
+def proximal_adagrad(rate: float, first: float, l1: float, l2: float) -> Rule:
+    def rule(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
+        s["accumulator"] = s.get("accumulator", first + 0 * g) + g * g
+        own = rate / np.sqrt(s["accumulator"])
+        return _shrunk(w - own * g, own, l1, l2)
+
+    return rule
+
+
+def gradient(t: int) -> Any:
+    """The gradient of one step: away from zero, so that signs and quotients are sure."""
+    return np.sin(np.arange(3.0) * 2 + t) * (1 + np.arange(3.0))
+
+
+def computed(rule: Rule, dtype: Any = np.float64, kept: dict[str, Any] | None = None, steps: int = STEPS) -> Any:
+    """What a rule makes of `START`; half precision is computed in float32, and rounded once in each step."""
+    wide = np.dtype("float32") if np.dtype(dtype).itemsize < 4 else np.dtype(dtype)
+    w, state = START.astype(dtype), {} if kept is None else kept
+    for t in range(1, steps + 1):
+        w = np.asarray(rule(w.astype(wide), gradient(t).astype(dtype).astype(wide), state, t), wide).astype(dtype)
+    return w
+
+
+def trained(strategy: Any, optimizer: Any, w: Any, steps: int = STEPS) -> Any:
+    """What an optimizer makes of a variable, where the replicas' gradients add up to `gradient`."""
+    for t in range(1, steps + 1):
+        share = (gradient(t).astype(w.dtype) / replicas(strategy)).astype(w.dtype)
+        in_replicas(strategy, lambda _, g=share: optimizer.apply_gradients([(g, w)]))
+    return w.numpy()
+
+
+# ---- Optimizers, and each thing that is done to gradients around them ----
+
+O = ps.optimizers  # noqa: E741
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "SGD": partial(O.SGD, 0.5),
+    "SGD, momentum": partial(O.SGD, 0.5, momentum=0.5),
+    "SGD, Nesterov": partial(O.SGD, 0.5, momentum=0.5, nesterov=True),
+    "SGD, clipped by value": partial(O.SGD, 0.5, clipvalue=2.0),
+    "SGD, clipped by norm": partial(O.SGD, 0.5, clipnorm=2.0),
+    "SGD, clipped by all": partial(O.SGD, 0.5, global_clipnorm=2.0),
+    "SGD, scaled": partial(O.SGD, 0.5, loss_scale_factor=4.0),
+    "SGD, accumulated": partial(O.SGD, 0.5, gradient_accumulation_steps=2),
+    "SGD, averaged": partial(O.SGD, 0.5, use_ema=True, ema_overwrite_frequency=2),
+    "Adagrad": partial(O.Adagrad, 0.5),
+    "Adagrad by rows": partial(O.RowwiseAdagrad, 0.5),
+    "Adadelta": partial(O.Adadelta, 0.5),
+    "RMSprop": partial(O.RMSprop, 0.5, momentum=0.5, centered=True),
+    "Ftrl": partial(O.Ftrl, 0.5, l1_regularization_strength=0.1),
+    "Adam": partial(O.Adam, 0.5),
+    "Adam, dynamically scaled": lambda: O.Adam(0.5, loss_scale_factor=O.DynamicLossScale(4.0, 2)),
+    "AdamW": partial(O.AdamW, 0.5),
+    "Adamax": partial(O.Adamax, 0.5),
+    "Nadam": partial(O.Nadam, 0.5),
+    "Lamb": partial(O.Lamb, 0.5),
+    "Lion": partial(O.Lion, 0.5),
+}
+MORE: dict[str, Callable[[], Any]] = {
+    "SGD, clipped by norm and accumulated": partial(O.SGD, 0.5, clipnorm=2.0, gradient_accumulation_steps=2),
+    "SGD, clipped by norm and scaled": lambda: O.SGD(0.5, clipnorm=2.0, loss_scale_factor=O.DynamicLossScale(4.0, 2)),
+    "SGD, decayed": partial(O.SGD, 0.5, weight_decay=0.1),
+    "SGD, by a schedule": lambda: O.SGD(O.schedules.ExponentialDecay(0.5, 2, 0.5)),
+    "Adam, dense": partial(O.Adam, 0.5, sparse="dense"),
+    "Adam, AMSGrad": partial(O.Adam, 0.5, amsgrad=True),
+    "Adam, lazy": partial(O.Adam, 0.5, sparse="lazy"),
+    "LazyAdam": partial(O.LazyAdam, 0.5),
+    "v1 SGD": partial(v1.GradientDescentOptimizer, 0.5),
+    "v1 momentum": partial(v1.MomentumOptimizer, 0.5, 0.5),
+    "v1 Adagrad": partial(v1.AdagradOptimizer, 0.5),
+    "v1 Adadelta": partial(v1.AdadeltaOptimizer, 0.5),
+    "v1 Adam": partial(v1.AdamOptimizer, 0.5),
+    "v1 Ftrl": partial(v1.FtrlOptimizer, 0.5),
+    "v1 RMSprop": partial(v1.RMSPropOptimizer, 0.5, momentum=0.5, centered=True),
+    "v1 proximal": partial(v1.ProximalGradientDescentOptimizer, 0.5),
+    "v1 proximal Adagrad": partial(v1.ProximalAdagradOptimizer, 0.5),
+}
