@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit import rooms, waits
+from tests.kit import house
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("pswire", "psserver", "psclient", "pstesting")
-ROOMS = tuple(rooms.ROOMS.values())
+ROOMS = tuple(house.ROOMS.values())
 
 ONLY_IN = {
     "grpc": {
@@ -120,7 +120,7 @@ def imported_modules(module: str) -> frozenset[str]:
 def room_of(module: str) -> str:
     """The room in which a module is: the nearest package above it, but for modules that stand for themselves."""
     parts = module.split(".")
-    return next(name for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in rooms.ROOMS)
+    return next(name for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in house.ROOMS)
 
 
 @cache
@@ -199,7 +199,7 @@ def test_the_environment_is_read_where_configuration_is():
 
 def test_each_room_imports_what_the_plan_says():
     """No more, and no less: a permission that nobody needs is a door that somebody will take."""
-    found: dict[str, set[str]] = {name: set() for name in rooms.ROOMS}
+    found: dict[str, set[str]] = {name: set() for name in house.ROOMS}
     for module in MODULES:
         found[room_of(module)] |= {room_of(name) for name in imported_modules(module)}
     assert {name: names - {name} for name, names in found.items()} == {r.name: {*r.imports} for r in ROOMS}
@@ -207,24 +207,24 @@ def test_each_room_imports_what_the_plan_says():
 
 def test_imports_go_down():
     """Each room is on a floor above all that it imports, so that there is no circle of rooms."""
-    assert [(r.name, name) for r in ROOMS for name in r.imports if rooms.ROOMS[name].floor >= r.floor] == []
+    assert [(r.name, name) for r in ROOMS for name in r.imports if house.ROOMS[name].floor >= r.floor] == []
 
 
 def test_each_package_is_a_room():
     """A package without a row in the plan is built where nobody decided it; reserved names wait for theirs."""
     packages = {name for name, path in MODULES.items() if path.name == "__init__.py"}
     inner = {"psserver.programs.kernels", "pswire.pb"}
-    assert packages - inner <= rooms.ROOMS.keys()
-    assert not rooms.RESERVED.keys() & rooms.ROOMS.keys()
+    assert packages - inner <= house.ROOMS.keys()
+    assert not house.RESERVED.keys() & house.ROOMS.keys()
     floors = [room.floor for room in ROOMS]
-    assert all(min(floors) <= floor <= max(floors) + 1 for floor in rooms.RESERVED.values())
+    assert all(min(floors) <= floor <= max(floors) + 1 for floor in house.RESERVED.values())
 
 
 def test_the_document_names_every_room():
     """Who looks for something finds in docs/architecture.md in which room it is: what the room's docstring says."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     table = re.findall(r"^\| `([\w./]+)` \|", text, flags=re.MULTILINE)
-    assert [name for name in rooms.ROOMS if name.replace(".", "/") not in {row.rstrip("/") for row in table}] == []
+    assert [name for name in house.ROOMS if name.replace(".", "/") not in {row.rstrip("/") for row in table}] == []
 
 
 def length(node: ast.stmt) -> int:
@@ -363,9 +363,9 @@ def waiting_functions(module: str) -> set[str]:
 
 def test_every_wait_is_tried():
     """A call that waits says for whom, and a test hears it; or there is a reason why nobody has to be told."""
-    assert not waits.TRIED.keys() & waits.BRIEF.keys()
+    assert not house.TRIED.keys() & house.BRIEF.keys()
     ours = [module for module in MODULES if not module.startswith("pstesting")]  # a test waits as long as it likes
-    assert set().union(*map(waiting_functions, ours)) == waits.TRIED.keys() | waits.BRIEF.keys()
+    assert set().union(*map(waiting_functions, ours)) == house.TRIED.keys() | house.BRIEF.keys()
 
 
 READ_SUFFIXES = {".py", ".pyi", ".md", ".toml", ".yaml", ".yml", ".proto", ".cfg", ".txt"}

@@ -13,8 +13,8 @@ from pswire.limits import PART_BYTES
 from pswire.model.rows import row_specs
 from pswire.model.tensor import TensorSpec, spec_of
 from pswire.transport.payload import EMPTY
+from tests.kit.contributions import packed, rows
 from tests.kit.rig import SOON, WORKERS, Job, sum_into, together
-from tests.kit.row_contributions import packed, rows
 
 A, B = WORKERS[:2]
 TABLE = np.arange(12, dtype="float32").reshape(6, 2)

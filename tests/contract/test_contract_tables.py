@@ -15,7 +15,7 @@ from pswire.model.program import Input, Node, Program
 from pswire.model.tables import LRU, MIN_CAPACITY, Constant, CounterFilter, SlotTensor, TablePart, TableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.kit.key_contributions import WHOLE, by_keys, create_part, keyed, part_of
+from tests.kit.contributions import WHOLE, by_keys, create_part, keyed, part_of
 from tests.kit.rig import SOON, WORKERS, Job, together
 
 SPEC = TableSpec((2,), initializer=Constant(0.5))

@@ -21,8 +21,18 @@ import yaml
 from click.testing import CliRunner
 
 from psclient.psctl.cli import command as psctl
-from tests.kit.manifests import Manifest, containers
-from tests.kit.variants import CUSTOM, KUBERNETES, VARIANTS, all_pods, instance, issued, rendered, secret_name
+from tests.kit.kubernetes import (
+    CUSTOM,
+    KUBERNETES,
+    VARIANTS,
+    Manifest,
+    all_pods,
+    containers,
+    instance,
+    issued,
+    rendered,
+    secret_name,
+)
 
 KUBECONFIG, IMAGE = os.environ.get("PS_TEST_KUBECONFIG", ""), os.environ.get("PS_TEST_IMAGE", "")
 SECONDS, TRAINING_SECONDS = 120, 900

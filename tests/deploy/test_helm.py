@@ -20,8 +20,7 @@ from click.testing import CliRunner
 from psclient.psctl.cli import command as psctl
 from pswire.limits import Timeouts
 from pswire.security.names import METRICS, certificate_name
-from tests.kit.manifests import Manifest, helm, pods
-from tests.kit.variants import CHART, NAMESPACE, RELEASE, VARIANTS, all_pods, program, rendered
+from tests.kit.kubernetes import CHART, NAMESPACE, RELEASE, VARIANTS, Manifest, all_pods, helm, pods, program, rendered
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))

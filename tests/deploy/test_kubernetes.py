@@ -30,8 +30,23 @@ from pswire.cluster import check_addresses, parse_tf_config
 from pswire.errors import ConfigError
 from pswire.security.names import spare_name, task_name
 from pswire.telemetry.prometheus import HEALTH
-from tests.kit.manifests import NODE, Manifest, Pod, containers, expanded, pods, templates
-from tests.kit.variants import CUSTOM, KUBERNETES, VARIANTS, all_pods, instance, issued, rendered, secret_name
+from tests.kit.kubernetes import (
+    CUSTOM,
+    KUBERNETES,
+    NODE,
+    VARIANTS,
+    Manifest,
+    Pod,
+    all_pods,
+    containers,
+    expanded,
+    instance,
+    issued,
+    pods,
+    rendered,
+    secret_name,
+    templates,
+)
 
 VERSION = kubernetes_validate.latest_version()
 INSTANCE, COMPONENT = "app.kubernetes.io/instance", "app.kubernetes.io/component"

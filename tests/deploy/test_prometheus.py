@@ -17,8 +17,7 @@ from prometheus_client import REGISTRY
 from psclient._src.telemetry.exporter import OF_CHIEFS, OF_WORKERS
 from psserver.telemetry import ROWS
 from pswire.telemetry.metrics import PROCESS
-from tests.kit.promql import names
-from tests.kit.scraped import DOCUMENT
+from tests.kit.telemetry import DOCUMENT, names
 from tools.make_dashboard import COLUMNS, TARGET, dashboard
 
 ROOT = Path(__file__).resolve().parents[2]

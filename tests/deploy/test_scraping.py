@@ -25,7 +25,7 @@ import psclient as ps
 from pstesting.processes import CHIEF, PS0, PS1, W0, W1, ProcessCluster
 from pstesting.script import add, gate, say
 from tests.deploy.test_prometheus import ALARMS, RULES, concrete, panels
-from tests.kit.scraped import metrics_url
+from tests.kit.telemetry import metrics_url
 
 TASKS = (PS0, PS1, CHIEF, W0, W1)
 SECONDS = 60.0

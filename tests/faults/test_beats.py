@@ -20,8 +20,8 @@ from pswire.model.status import Pace
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.sockets import Kind
 from pswire.transport.traffic import LaneName
-from tests.kit import packets
-from tests.kit.lane_rig import Hand, Site, eventually
+from tests.kit import lanes
+from tests.kit.lanes import Hand, Site, eventually
 from tests.kit.rig import SOON, WORKERS
 
 LEASE = 0.8
@@ -197,7 +197,7 @@ def test_a_silent_lane_costs_no_lease(stack: ExitStack, monkeypatch: pytest.Monk
     assert beats.ways()[0] == 1
     lane = site.lane(beats.worker)
     (connection,) = site.open([beats.worker.session])
-    packets.drop(connection.sock if ways == "up" else lane._sock)
+    lanes.drop(connection.sock if ways == "up" else lane._sock)
     assert beats.ways()[0] == 1
     assert lane.waits
     with site.beating():

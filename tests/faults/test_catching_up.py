@@ -15,8 +15,8 @@ from tests.faults.test_differing_servers import problems
 from tests.faults.test_lost_servers import BOTH, values
 from tests.faults.test_moving_servers import move
 from tests.faults.test_returning_servers import KEYS, OTHER, all_go_on_with, await_variables, lose
-from tests.kit.held_reading import holds_reading, let_read
-from tests.kit.waiting_servers import waiting
+from tests.kit.faulty_servers import holds_reading, let_read
+from tests.kit.hosts import waiting
 
 LARGE = 600_000
 """Elements of a variable whose rounds stream, where their server has its variables."""

@@ -22,6 +22,7 @@ from psclient._src.chief.driver import Chief
 from psclient._src.launch.cluster import start_server
 from psclient._src.processes.process import address_in, await_listening
 from psclient._src.transport.remote_server import RemoteServer
+from pstesting import forks
 from pstesting.clock import Clock
 from pswire.api import RestoreOrder, RoundReply
 from pswire.checkpoint import storage
@@ -33,7 +34,6 @@ from pswire.model.plan import Apply, Plan, Reduction, Ref, SnapshotOrder, Turn
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.server_options import ServerOptions
-from tests.kit.objects import BUCKET, object_store
 from tests.kit.rig import (
     CHIEF,
     SOON,
@@ -48,8 +48,9 @@ from tests.kit.rig import (
     serving,
     together,
 )
+from tests.kit.storage import BUCKET, object_store
 
-DYING = Path(__file__).parent.parent / "support" / "dying.py"
+DYING = Path(__file__).parent.parent / "kit" / "faulty_servers.py"
 CALM = Timeouts(lease=60.0, call=10.0, round=180.0)
 
 
@@ -62,7 +63,7 @@ def start(root: str, task: int = 0, point: str = "") -> subprocess.Popen[bytes]:
         return start_server(task, options=ServerOptions(checkpoint_root=root), timeouts=CALM)[0]
     flags = ["--task", str(task), "--port", "0", "--checkpoint-root", root, "--lifeline"]
     command = [sys.executable, str(DYING), point, "server", *flags]
-    return subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return forks.Forked[bytes](command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 @contextmanager
@@ -204,7 +205,7 @@ def chief(servers: Servers, point: str) -> Iterator[subprocess.Popen[bytes]]:
     cluster = {"ps": [server.address for server in servers.verbs], "worker": ["127.0.0.1:1"], "chief": ["127.0.0.1:1"]}
     config = json.dumps({"cluster": cluster, "task": {"type": "chief", "index": 0}})
     command = [sys.executable, str(DYING), point, "chief", config]
-    with ended(subprocess.Popen(command, stdin=subprocess.DEVNULL)) as process:
+    with ended(forks.Forked[bytes](command, stdin=subprocess.DEVNULL)) as process:
         yield process
 
 

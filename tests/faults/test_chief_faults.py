@@ -14,6 +14,7 @@ import pytest
 import psclient as ps
 from psclient._src.config import child_environ
 from psclient._src.processes.shutdown import SERVER_LOST
+from pstesting import forks
 from pstesting.processes import CALM, CHIEF, MARGIN, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster
 from pstesting.script import ME, add, gate, say
 
@@ -45,7 +46,7 @@ def standing_by(job):
     command = [sys.executable, "-P", "-m", "psclient", "--die-with-parent", str(os.getpid()), "--log-level", "info"]
     told = cluster._options.variables() | cluster._told(CHIEF)
     environ = child_environ(4, cluster.config.timeouts, told)
-    process = subprocess.Popen([*command, "--standby"], env=environ, stderr=subprocess.PIPE, text=True)
+    process = forks.Forked[str]([*command, "--standby"], env=environ, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     lines = iter(process.stderr.readline, "")
     assert any("stands by until its chief is gone" in line for line in lines)

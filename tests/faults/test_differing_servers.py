@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 
@@ -15,12 +14,13 @@ import pytest
 import psclient as ps
 from psserver.cli import OUTLIVED
 from psserver.core.digests import ROUNDS
+from pstesting import forks
 from pstesting.processes import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, say
 from tests.faults.test_lost_servers import PS2, values
 from tests.faults.test_returning_servers import KEYS, all_go_on_with, await_variables, learn
-from tests.kit.flipping import fail, flips
-from tests.kit.scraped import Page
+from tests.kit.faulty_servers import fail, flips
+from tests.kit.telemetry import Page
 
 
 def everything():
@@ -87,7 +87,7 @@ def problems(job):
     addresses = ",".join(job.cluster.addresses[server] for server in sorted(job.cluster.addresses))
     psctl = [sys.executable, "-m", "psclient.psctl", "--address", addresses, "status", "--json"]
     environ = os.environ | job.cluster._options.variables()
-    done = subprocess.run(psctl, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
+    done = forks.run(psctl, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
     return {(each["kind"], each["task"]): each["message"] for each in json.loads(done.stdout)["problems"]}
 
 

@@ -14,7 +14,7 @@ from pswire.limits import PART_BYTES
 from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.tensor import TensorSpec
 from pswire.transport.traffic import LANES, LaneName
-from tests.kit.lane_rig import Site, eventually
+from tests.kit.lanes import Site, eventually
 from tests.kit.rig import SOON, sum_into
 
 IN_FLIGHT = 1 << 22

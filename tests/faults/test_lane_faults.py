@@ -20,8 +20,8 @@ from pstesting.script import ME, add_all, gate, say
 from pswire.limits import PART_BYTES
 from pswire.transport.sockets import HEAD
 from pswire.transport.traffic import LaneName
-from tests.kit import lane_rig
-from tests.kit.lane_rig import ON_ONE_LANE, Cut, Proxy, Site, eventually, mappings
+from tests.kit import lanes
+from tests.kit.lanes import ON_ONE_LANE, Cut, Proxy, Site, eventually, mappings
 from tests.kit.rig import SOON, WORKERS
 
 HELLO = 1 + HEAD.size + 48
@@ -111,7 +111,7 @@ def test_a_member_that_goes_in_the_middle_of_its_push_is_left_out(stack: ExitSta
     site = Site(stack, name, workers=3)
     *others, gone = site.workers
     answers = [site.push(worker, 1) for worker in others]
-    guest = stack.enter_context(lane_rig.Hand(site.lanes, name)).welcomed(gone.session, site.lanes)
+    guest = stack.enter_context(lanes.Hand(site.lanes, name)).welcomed(gone.session, site.lanes)
     before = mappings()
     header, parts = guest.push(site, gone, 100)
     if name == "shm":
@@ -136,9 +136,9 @@ def test_a_member_that_goes_in_the_middle_of_its_push_is_left_out(stack: ExitSta
 
 def hammer(rounds, calls):
     """Sums of integers on lanes that break again and again; says those that are not exact."""
-    from tests.kit import lane_rig
+    from tests.kit import lanes
 
-    made = lane_rig.fragile(ME, calls)
+    made = lanes.fragile(ME, calls)
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         small = ps.Variable(np.zeros(5), name="small")
@@ -172,10 +172,10 @@ def endure(rounds, stops, elements, stall):
 
     Stops are (worker, round), each with a gate of its own.
     """
-    from tests.kit import lane_rig
+    from tests.kit import lanes
 
     if stall and stall[0] == ME:
-        lane_rig.stall(
+        lanes.stall(
             lambda: strategy is not None and strategy._session.waits[0] == stall[1],
             lambda: (say("stalled"), gate("never")),
         )

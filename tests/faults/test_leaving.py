@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from pstesting import forks
 from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster, until
 from pstesting.script import add, add_all, gate, say
 from pswire.model.log import STEP
@@ -227,7 +228,7 @@ def test_without_a_manager_all_variables_are_saved(tmp_path):
         job.finish()
         (saved,) = [path for path in (tmp_path / "checkpoints" / "sigterm").iterdir() if path.is_dir()]
         assert saved.name.startswith("ckpt-")
-        told = subprocess.run(
+        told = forks.run(
             [sys.executable, "-m", "psclient.psctl", "checkpoint", "verify", str(saved)], capture_output=True, text=True
         )
         assert told.returncode == 0, told.stderr
@@ -252,7 +253,7 @@ with strategy.scope():
 def test_a_plain_script_leaves_as_well(tmp_path):
     """Under `python` alone, with a server of its own: code 0, and a checkpoint where the environment asks for one."""
     environ = os.environ | {"PS_SAVE_ON_SIGTERM": "1"}
-    process = subprocess.Popen(
+    process = forks.Forked[str](
         [sys.executable, "-c", ALONE], cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=environ
     )
     with process:

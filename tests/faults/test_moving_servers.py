@@ -13,7 +13,7 @@ from pstesting.processes import CHIEF, PS0, PS1, QUICK, W0, W1, ProcessCluster
 from pswire.cluster import Task
 from tests.faults.test_lost_servers import BOTH, rows, values
 from tests.faults.test_returning_servers import KEYS, OTHER, all_go_on_with, await_variables, learn, lose
-from tests.kit.waiting_servers import Waiting, waiting
+from tests.kit.hosts import Waiting, waiting
 
 
 def move(job: ProcessCluster, task: Task, new: Waiting) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import socket
-import subprocess
 import sys
 import threading
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ import pytest
 
 import psclient as ps
 from psclient._src.processes.shutdown import SERVER_LOST
+from pstesting import forks
 from pstesting.network import Relay
 from pstesting.processes import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
@@ -101,7 +101,7 @@ def test_servers_that_are_cut_off_for_a_while(tmp_path, stack):
         environ = os.environ | job.cluster._options.variables()
 
         def cut_off():
-            done = subprocess.run(psctl, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
+            done = forks.run(psctl, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
             found = [problem for problem in json.loads(done.stdout)["problems"] if problem["kind"] == "cut_off"]
             return {problem["task"]: problem["message"] for problem in found}
 

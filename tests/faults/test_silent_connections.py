@@ -19,14 +19,15 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from pstesting import forks
 from pstesting.processes import PS0, QUICK, W0, W1, ProcessCluster
 from pstesting.script import CONFIG, ME, add_all, say
 from pswire.security.identity import Security
 from pswire.transport.payload import Payload
 from pswire.transport.traffic import LaneName
-from tests.kit import packets
+from tests.kit import lanes
 from tests.kit.certificates import Certificates
-from tests.kit.lane_rig import ON_ONE_LANE, SIZE, Proxy, Site, eventually
+from tests.kit.lanes import ON_ONE_LANE, SIZE, Proxy, Site, eventually
 from tests.kit.rig import WORKERS
 
 LEASE = 0.6
@@ -63,9 +64,9 @@ class Place:
             return lane
         if "up" in ways:
             (connection,) = self.site.open([here.session])
-            packets.drop(connection.sock)
+            lanes.drop(connection.sock)
         if "down" in ways:
-            packets.drop(lane._sock)
+            lanes.drop(lane._sock)
         return lane
 
 
@@ -234,7 +235,7 @@ class Elsewhere(Site):
     def __init__(self, stack: ExitStack, lane: LaneName) -> None:
         self.lease = LEASE
         command = [sys.executable, "-m", "psserver", "--port", "0"]
-        self.process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        self.process = stack.enter_context(forks.Forked[str](command, stdout=subprocess.PIPE, text=True))
         stack.callback(self.process.kill)
         assert self.process.stdout is not None
         address = self.process.stdout.readline().partition("listening on ")[2].split()[0]
@@ -275,7 +276,7 @@ def test_a_network_that_is_cut_as_a_whole_breaks_no_lane(stack: ExitStack, certi
     assert not wait([first], 4.0).done
     assert lane._why is None
     for sock in (lane._sock, connection.sock):
-        packets.take_again(sock)
+        lanes.take_again(sock)
     with site.beating():
         site.whole([1, 2], first, site.push(other, 2))
 
@@ -290,7 +291,7 @@ def test_a_silent_connection_of_grpc_costs_no_session(stack: ExitStack) -> None:
     here, other = site.workers
     first = site.push(here, 1)
     site.job.arrived(here)
-    assert len([packets.drop(sock) for sock in packets.connections(site.thread.port)]) >= 2
+    assert len([lanes.drop(sock) for sock in lanes.connections(site.thread.port)]) >= 2
     with site.beating():
         deadline = time.monotonic() + 2 * lease
         while time.monotonic() < deadline:
@@ -305,14 +306,14 @@ def test_a_silent_connection_of_grpc_costs_no_session(stack: ExitStack) -> None:
 
 def lose(rounds, when):
     """Sums of integers; on the way the first worker loses what arrives on its connections."""
-    from tests.kit import lane_rig, packets
+    from tests.kit import lanes
 
-    lanes = lane_rig.losing()
+    lanes = lanes.losing()
 
     def grpc():
         ports = [int(CONFIG.cluster.address(task).rpartition(":")[2]) for task in CONFIG.cluster.tasks("ps")]
-        for sock in packets.connections(*ports):
-            packets.drop(sock)
+        for sock in lanes.connections(*ports):
+            lanes.drop(sock)
 
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():

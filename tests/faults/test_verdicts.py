@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from pstesting import forks
 from pstesting.processes import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster
 from pstesting.script import DIRECTORY, ME, add, add_all, gate, say
 
@@ -139,7 +140,7 @@ def test_a_job_that_was_not_left_cleanly_is_discarded(tmp_path):
         environ = os.environ | job.cluster._options.variables()
 
         def end():
-            return subprocess.run(psctl, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
+            return forks.run(psctl, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
 
         job.hear(W0, "at", 5)
         refused = end()
@@ -166,7 +167,7 @@ def test_a_job_that_goes_on_without_its_first_server_is_discarded(tmp_path):
         environ = os.environ | job.cluster._options.variables()
 
         def end():
-            return subprocess.run(psctl, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
+            return forks.run(psctl, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
 
         job.hear(W0, "at", 5)
         job.kill(PS0)

@@ -11,7 +11,7 @@ from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.distribute.replicas import ReplicaRunner
 from psserver.devices import Device as ServerDevice
 from pswire.errors import ConfigError
-from tests.kit.workers import Worker, distributed
+from tests.kit.in_process import Worker, distributed
 
 pytestmark = [
     pytest.mark.gpu,

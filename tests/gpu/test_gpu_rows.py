@@ -18,7 +18,7 @@ from pswire.cluster import Task
 from pswire.model.tables import Constant, TableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.kit.key_contributions import by_keys, create_part, keyed, part_of
+from tests.kit.contributions import by_keys, create_part, keyed, part_of
 from tests.kit.rig import SOON, WORKERS, Job, Servers, together
 
 pytestmark = [

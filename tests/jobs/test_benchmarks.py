@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pstesting import forks
 from pstesting.hosts import Host
 from tests.kit.hosts import linked
 from tests.kit.storage import disk
@@ -46,7 +47,7 @@ PACKAGES = {
 def run(words: list[str], file: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """Runs a benchmark to its end; its figures are in the file then."""
     command = [sys.executable, str(BENCHMARKS / words[0]), *words[1:], "--json", str(file)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env={**os.environ, **environ})
+    return forks.run(command, capture_output=True, text=True, timeout=SECONDS, env={**os.environ, **environ})
 
 
 def is_ordered(spread: dict[str, float]) -> bool:
@@ -320,7 +321,7 @@ def check_peers(found: Any, said: str) -> None:
 def has(package: str) -> bool:
     """Whether one of the Pythons can import a package."""
     question = f"import sys; from importlib.util import find_spec; sys.exit(find_spec({package!r}) is None)"
-    return any(not subprocess.run([python, "-c", question], check=False).returncode for python in PYTHONS)
+    return any(not forks.run([python, "-c", question], check=False).returncode for python in PYTHONS)
 
 
 QUICK = ("curves", "tables")

@@ -8,13 +8,13 @@ import os
 import pty
 import re
 import struct
-import subprocess
 import termios
 from pathlib import Path
 
 import pytest
 
 from psclient._src.processes.process import start_server
+from pstesting import forks
 from tests.kit.shell import PROGRAMS, SECONDS, Done, shell
 
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")
@@ -110,7 +110,7 @@ def on_terminal(words: list[str], cwd: Path, columns: int) -> str:
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     environ = {**os.environ, "TERM": "xterm-256color", "TF_CONFIG": ""}
     command = [*PROGRAMS[words[0]], *words[1:]]
-    with subprocess.Popen(command, cwd=cwd, env=environ, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+    with forks.Forked[bytes](command, cwd=cwd, env=environ, stdin=theirs, stdout=theirs, stderr=theirs) as process:
         os.close(theirs)
         shown = b""
         while True:

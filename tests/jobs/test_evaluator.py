@@ -8,7 +8,7 @@ import psclient as ps
 from psclient._src.launch.cluster import EVALUATOR
 from pstesting.processes import ProcessCluster
 from pstesting.script import DIRECTORY, gate, say
-from tests.kit.events import scalars
+from tests.kit.telemetry import scalars
 
 SAVES = 3
 

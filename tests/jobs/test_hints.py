@@ -13,8 +13,8 @@ import psclient as ps
 from psclient._src.rounds import read_cache
 from pstesting.in_process import InProcessCluster
 from pswire.api import Contribution
-from tests.kit.disks import disk
 from tests.kit.rig import eventually
+from tests.kit.storage import disk
 
 de = ps.dynamic_embedding
 MEMORY = 8 << 20

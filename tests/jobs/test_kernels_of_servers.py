@@ -7,7 +7,7 @@ import numpy as np
 import psclient as ps
 from pstesting.processes import PS0, PS1, W0, ProcessCluster
 from pstesting.script import gate, say
-from tests.kit.scraped import Page, metrics_url
+from tests.kit.telemetry import Page, metrics_url
 
 SIZE = 1 << 16
 SERVERS = (PS0, PS1)

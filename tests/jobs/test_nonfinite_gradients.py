@@ -9,7 +9,7 @@ import psclient as ps
 from pstesting.processes import PS0, PS1, W0, W1, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
 from pswire.telemetry import logging_setup
-from tests.kit.scraped import Page, metrics_url
+from tests.kit.telemetry import Page, metrics_url
 
 LARGE = (3 << 20) // 4
 """Elements of float32 of which two are more than a part: such a round streams."""

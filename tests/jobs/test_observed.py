@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from pstesting import forks
 from pstesting.processes import CHIEF, PS0, PS1, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import add, gate, say
 from pswire.telemetry import logging_setup
-from tests.kit.scraped import Page, documented, metrics_url, mistakes
+from tests.kit.telemetry import Page, documented, metrics_url, mistakes
 
 ROUNDS = 5
 TASKS = (PS0, PS1, CHIEF, W0, W1)
@@ -98,7 +99,7 @@ def psworker(script: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """Runs a script on a local cluster."""
     command = [sys.executable, "-P", "-m", "psclient", "--standalone", *flags, str(script)]
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=script.parent, env=environ)
+    return forks.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=script.parent, env=environ)
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,9 @@ from psclient._src.launch.outcome import Outcome
 from psclient._src.launch.ssh_cluster import Remote, SshCluster
 from pswire.cluster import Task
 from pswire.limits import Timeouts
-from tests.kit import remote_tasks
-from tests.kit.remote_tasks import ENDS, ME, WAITING, pids
+from tests.kit import hosts
+from tests.kit.hosts import ENDS, HOSTS, ME, WAITING, Sshd, pids, sshd
 from tests.kit.shell import PROGRAMS, Done, shell
-from tests.kit.sshd import HOSTS, Sshd, sshd
 
 SOON = 90.0
 
@@ -74,7 +73,7 @@ def nothing_left(server: Sshd) -> Iterator[None]:
 
 
 def eventually(found: Callable[[], object], why: Callable[[], str] = lambda: "") -> None:
-    remote_tasks.eventually(found, SOON, why)
+    hosts.eventually(found, SOON, why)
 
 
 def run(hosts: Path, server: Sshd, text: str, *more: str, args: tuple[str, ...] = (), **environ: str) -> Done:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import urllib.error
 import urllib.request
@@ -15,9 +14,10 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from pstesting import forks
 from pstesting.processes import CHIEF, PS0, W0, W1, ProcessCluster
 from pstesting.script import add, gate, say
-from tests.kit.browser import BINARY, Browser
+from tests.kit.pages import BINARY, Browser
 
 SCRIPT = "<script>document.title='attacked'</script>"
 
@@ -48,7 +48,7 @@ def watched(name: str) -> None:
 
 def psctl(*args: str) -> Any:
     """What `psctl` says in JSON."""
-    done = subprocess.run(
+    done = forks.run(
         [sys.executable, "-m", "psclient.psctl", "--json", *args], capture_output=True, text=True, timeout=120
     )
     return json.loads(done.stdout)
@@ -156,7 +156,7 @@ def test_the_link_needs_the_token(tmp_path, monkeypatch):
         for token, said in (("", "the call has none"), ("x" * 32, "the token of another job")):
             command = [sys.executable, "-m", "psclient.psctl", "--json", "page", "--address", addresses]
             more = {"PS_TOKEN": token} if token else {}
-            done = subprocess.run(command, env=environ | more, capture_output=True, text=True, timeout=120)
+            done = forks.run(command, env=environ | more, capture_output=True, text=True, timeout=120)
             assert done.returncode == 2
             assert said in json.loads(done.stdout)["error"]["message"]
         recent = psctl("--local", "recent", "--server", "0")["servers"][0]["recent"]

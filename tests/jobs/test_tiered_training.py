@@ -7,83 +7,67 @@ import os
 import numpy as np
 
 import psclient as ps
-from pstesting.processes import PS0, ProcessCluster
-from pstesting.script import ME, gate, say
-from pswire.cluster import Task
+from pstesting.in_process import InProcessCluster
+from pstesting.processes import PS0, W0, W1, ProcessCluster
+from pstesting.script import gate, say
 from pswire.server_options import ServerOptions
-from tests.kit.disks import disk
+from tests.kit.learn import PATIENT, in_threads
 from tests.kit.rig import eventually
-from tests.kit.scraped import Page, metrics_url
+from tests.kit.storage import disk
+from tests.kit.telemetry import Page, metrics_url
 
+de = ps.dynamic_embedding
 MEMORY = 16 << 20
-W0, W1 = (Task("worker", n) for n in range(2))
+"""The least that a server's process takes."""
+ROWS, STEPS = 5000, 12
+"""Rows of 4 KiB, as many again beside them; and steps that look some of them up."""
 
 
-def train(steps):
-    """Steps of a table, its rows looked up ahead, with a checkpoint, a delta, a restore; says what it comes to."""
-    import hashlib
-
-    de = ps.dynamic_embedding
-    strategy = ps.ParameterServerStrategy()
+def train(strategy, worker):
+    """Steps of a table, its rows looked up ahead, with a checkpoint, a delta, a restore; returns what it comes to."""
     with strategy.scope():
         options = {"admission": de.CounterFilter(2), "eviction": de.GlobalStepEvict(9)}
-        users = de.get_variable("users", dim=64, **options)
+        users = de.get_variable("users", dim=128, **options)
         optimizer = ps.optimizers.Adam(0.01)
         optimizer.build([users])
     manager = ps.train.CheckpointManager(ps.train.Checkpoint(users=users, optimizer=optimizer), "tier", 3, full_every=5)
-    rng = np.random.default_rng(ME)
+    rng = np.random.default_rng(worker)
 
     def step(keys, after):
         rows = users.lookup(keys)
         users.look_ahead(after)
         optimizer.apply_gradients([(rows.gradient(np.sin(rows.values)), users)])
 
-    after = rng.integers(0, 30_000, 8000)
-    for number in range(steps):
-        keys, after = after, rng.integers(0, 30_000, 8000)
+    after = rng.integers(0, 2500, 300)
+    for number in range(8):
+        keys, after = after, rng.integers(0, 2500, 300)
         strategy.run(step, args=(keys, after))
-        if number in (steps // 3, steps // 2):
+        if number in (3, 5):
             saved = manager.save()
             manager.sync()
     ps.train.Checkpoint(users=users, optimizer=optimizer).restore(saved)
-    for _ in range(3):
+    for _ in range(2):
         strategy.run(step, args=(after, after))
     keys, values = users.export()
-    say("rows", len(keys))
-    say("digest", hashlib.sha256(keys.tobytes() + values.tobytes()).hexdigest())
-    gate("end")
-
-
-def came_to(directory, look=lambda server: None, **options):
-    """What training comes to with these options of the servers."""
-    directory.mkdir()
-    server = ServerOptions(checkpoint_root=str(directory / "checkpoints"), **options)
-    with ProcessCluster(train, directory, (12,), workers=2, ps=2, server=server, gates=["end"]) as job:
-        said = [[job.hear(Task("worker", n), what) for what in ("rows", "digest")] for n in range(2)]
-        with job.server(PS0) as client:
-            look(client)
-        job.open("end")
-        job.finish()
-    assert said[0] == said[1]
-    return said[0]
+    return len(keys), keys.tobytes(), values.tobytes()
 
 
 def test_a_table_beyond_its_memory_is_trained_bit_for_bit(tmp_path):
     """Two servers with a tier compute what they compute without; each keeps its bound, and its files have no names."""
-    expected = came_to(tmp_path / "memory")
-
-    def look(client):
-        status = client.status()
-        assert status.tier_memory == MEMORY
-        assert status.tier_bytes > MEMORY
-        eventually(lambda: client.status().tier_resident <= MEMORY)
+    first, second = expected = in_threads(train, root=tmp_path / "memory")
+    assert first == second
+    assert first[0] > 800
+    bound = 1 << 20
+    with (
+        disk() as directory,
+        InProcessCluster(2, 2, tmp_path / "tier", PATIENT, tier_path=str(directory), tier_memory=bound) as cluster,
+    ):
+        assert in_threads(train, cluster=cluster) == expected
+        status = cluster.cores[0].status()
+        assert status.tier_memory == bound
+        assert status.tier_bytes > bound
+        eventually(lambda: cluster.cores[0].status().tier_resident <= bound)
         assert os.listdir(directory) == []
-
-    with disk() as directory:
-        found = came_to(tmp_path / "tier", look, tier_path=str(directory), tier_memory="16MiB")
-        assert found == expected
-        assert os.listdir(directory) == []
-    assert expected[0] > 10_000
 
 
 def compute(many, steps):
@@ -93,7 +77,7 @@ def compute(many, steps):
 
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
-        users = ps.dynamic_embedding.get_variable("users", dim=64)
+        users = ps.dynamic_embedding.get_variable("users", dim=1024)
         optimizer = ps.optimizers.Adagrad(0.1)
         optimizer.build([users])
 
@@ -102,7 +86,7 @@ def compute(many, steps):
         time.sleep(seconds)  # computes
         optimizer.apply_gradients([(rows.gradient(np.sin(rows.values) + 1), users)])
 
-    for batch in strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(many)).batch(8000)):
+    for batch in strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(many)).batch(500)):
         strategy.run(step, args=(batch, 0))
     optimizer.iterations.numpy()  # waits for all of it
     say("hints", users.takes_hints)
@@ -123,14 +107,14 @@ def computed(directory, tiered, **options):
     directory.mkdir()
     server = ServerOptions(checkpoint_root=str(directory / "checkpoints"), **options)
     keys = {"ps": 1, "workers": 2, "metrics_port": 0, "gates": ["filled", "read", "end"]}
-    with ProcessCluster(compute, directory, (80_000, 20), server=server, **keys) as job:
+    with ProcessCluster(compute, directory, (ROWS, STEPS), server=server, **keys) as job:
         assert [job.hear(task, "hints") for task in (W0, W1)] == [tiered] * 2
-        url, filled = metrics_url(job, PS0), 80_000 * 64 * 4 * 2
+        url, filled = metrics_url(job, PS0), ROWS * 1024 * 4 * 2
         if tiered:
             job.until(lambda: Page.at(url)("server_tier_moved_bytes_total", direction="out") > 0.9 * (filled - MEMORY))
         pages = [Page.at(url)]
         job.open("filled")
-        assert {job.hear(task, "trained") for task in (W0, W1)} == {30}
+        assert {job.hear(task, "trained") for task in (W0, W1)} == {STEPS + ROWS // 500}
         pages.append(Page.at(url))
         job.open("read")
         said = {job.hear(task, "digest") for task in (W0, W1)}
@@ -154,5 +138,5 @@ def test_rows_that_are_hinted_at_are_there_when_they_are_needed(tmp_path):
         found, pages = computed(tmp_path / "tier", True, tier_path=str(directory), tier_memory="16MiB")
     assert found == expected
     assert none == dict.fromkeys(OUTCOMES, 0)
-    assert pages["hit"] > 10 * 300
+    assert pages["hit"] > STEPS // 2 * 300
     assert pages["waited"] < pages["hit"] / 2  # of the first two batches all

@@ -14,11 +14,11 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 import psclient as ps
+from pstesting import forks
 from pstesting.processes import CHIEF, PS0, PS1, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import add, say
 from tests.jobs.test_observed import observed
-from tests.kit.collector import Collector, Told
-from tests.kit.scraped import metrics_url
+from tests.kit.telemetry import Collector, Told, metrics_url
 
 ROUNDS = 4
 
@@ -235,7 +235,7 @@ def psworker(script: Path, folder: Path, **environ: str) -> subprocess.Completed
     command = [sys.executable, "-P", "-m", "psclient", "--standalone", str(script)]
     kept = {name: value for name, value in os.environ.items() if name not in ("TF_CONFIG", "PS_TRACES")}
     given = {**kept, "PYTHONPATH": str(folder), **environ}
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=folder, env=given)
+    return forks.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=folder, env=given)
 
 
 SCRIPT = """

@@ -1,7 +1,7 @@
 """Every wait names whom it waits for: each of them, on real servers, with threads in place of other processes.
 
 A wait is a generator: it brings the wait about, yields what the log is to say meanwhile, and then lets the other come.
-`tests/kit/waits.py` has which calls of the code they stand for.
+`tests/kit/house.py` has which calls of the code they stand for.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from pstesting.script import add
 from pswire.cluster import ClusterSpec, Task
 from pswire.limits import Timeouts
 from pswire.security.identity import Security
-from tests.kit.checkpoints import write_checkpoint
+from tests.kit.house import TRIED
 from tests.kit.rig import SOON, core, eventually
-from tests.kit.waits import TRIED
+from tests.kit.storage import write_checkpoint
 
 CHIEF, PS0 = Task("chief", 0), Task("ps", 0)
 W0, W1 = Task("worker", 0), Task("worker", 1)

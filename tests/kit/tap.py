@@ -23,7 +23,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from tests.kit.between import SECONDS, Between, shut
+from tests.kit.lanes import SECONDS, Between, shut
 
 RUN = 64
 """Equal bytes in a row from which on they are counted, and not written."""

@@ -21,7 +21,7 @@ from pswire.errors import ConfigError
 from pswire.security.identity import Security
 from pswire.telemetry.metrics import PROCESS, ProcessReadings
 from pswire.telemetry.prometheus import Metrics
-from tests.kit.scraped import Page, documented, mistakes
+from tests.kit.telemetry import Page, documented, mistakes
 
 WORKER = Task("worker", 0)
 

@@ -16,6 +16,7 @@ import pytest
 
 import psclient
 from psserver.config import server_config
+from pstesting import forks
 from pswire.checkpoint.manifest import MANIFEST
 from pswire.limits import Timeouts
 from pswire.telemetry import logging_setup
@@ -27,7 +28,7 @@ SECOND = '{"cluster": {"ps": ["h:1", "127.0.0.1:0"], "worker": ["h:1"]}, "task":
 
 @contextmanager
 def psserver(*flags: str, cwd: Path | None = None, **environ: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
+    process = forks.Forked[str](
         [sys.executable, "-m", "psserver", *flags],
         cwd=cwd,
         stdin=subprocess.PIPE,
@@ -204,7 +205,7 @@ def test_who_joins_does_not_outlive_who_holds_its_lifeline(tmp_path):
     assert (process.returncode, out) == (0, "psserver ended; it had no place\n")
     with (tmp_path / "x").open("w+b") as file:
         words = [sys.executable, "-m", "psserver", *flags]
-        done = subprocess.run(words, stdin=file, capture_output=True, text=True, timeout=SECONDS)
+        done = forks.run(words, stdin=file, capture_output=True, text=True, timeout=SECONDS)
     assert (done.returncode, "needs a pipe" in done.stderr) == (2, True)
 
 
@@ -223,7 +224,7 @@ def test_a_lifeline_that_cannot_break_is_refused(tmp_path):
     """A file as stdin never ends, so that nobody could tell the server to."""
     flags = [sys.executable, "-m", "psserver", "--lifeline"]
     with (tmp_path / "x").open("w+b") as file:
-        done = subprocess.run(flags, stdin=file, capture_output=True, text=True, timeout=SECONDS)
+        done = forks.run(flags, stdin=file, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 2
     assert "needs a pipe" in done.stderr
 
@@ -263,7 +264,7 @@ def test_the_commands_say_their_version():
     """Each command prints its name and the version of the distribution, which the package has as well."""
     for command, module in (("psserver", "psserver"), ("psworker", "psclient"), ("psctl", "psclient.psctl")):
         words = [sys.executable, "-m", module, "--version"]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)
+        done = forks.run(words, capture_output=True, text=True, timeout=SECONDS)
         assert (done.returncode, done.stdout, done.stderr) == (0, f"{command} {version('paramserver')}\n", "")
     assert psclient.__version__ == version("paramserver")
 

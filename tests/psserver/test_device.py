@@ -13,8 +13,8 @@ from psserver.core.core import Core
 from psserver.devices import Device
 from pstesting.clock import Clock
 from pswire.errors import ConfigError
+from tests.kit.contributions import Sending, arrays, full, streaming, zeros
 from tests.kit.rig import SOON, WORKERS, Job, Servers, core, given, sum_into
-from tests.kit.streams import Sending, arrays, full, streaming, zeros
 
 
 @pytest.mark.parametrize("text", ["cpu", "CPU:0"])

@@ -22,7 +22,7 @@ from pswire.telemetry import prometheus, web_server
 from pswire.telemetry.prometheus import HEALTH
 from pswire.transport.traffic import traffic
 from tests.kit.rig import SOON, WORKERS, Job, given, reduce_only, serving, sgd, sum_into, together
-from tests.kit.scraped import Page, documented, mistakes, queried
+from tests.kit.telemetry import Page, documented, mistakes, queried
 
 A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())

@@ -19,7 +19,7 @@ from pstesting.hosts import Host, HostCluster, Hosts, HostsUnavailable
 from pstesting.processes import until
 from pswire.cluster import Task
 from pswire.errors import ConfigError
-from tests.kit.linked import linked
+from tests.kit.hosts import linked
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 60.0

@@ -13,8 +13,8 @@ from pstesting.replay import Grown, Recording, Replay
 from pswire.api import RoundReply
 from pswire.errors import PSError
 from pswire.transport.traffic import LANES
+from tests.kit.contributions import streaming
 from tests.kit.rig import SOON, WORKERS, Job, Servers, core, remote, sum_into, together
-from tests.kit.streams import streaming
 
 SIZE = 4096
 

@@ -23,9 +23,8 @@ from psclient._src.launch.ray_cluster import RayCluster, Resources, parse_resour
 from pswire.cluster import Task  # noqa: E402
 from pswire.errors import ConfigError, PSError  # noqa: E402
 from pswire.limits import Timeouts  # noqa: E402
-from tests.kit import remote_tasks  # noqa: E402
-from tests.kit.ray_nodes import SECOND, Nodes, occupied, ray_nodes  # noqa: E402
-from tests.kit.remote_tasks import ENDS, ME, WAITING, pids  # noqa: E402
+from tests.kit import hosts  # noqa: E402
+from tests.kit.hosts import ENDS, ME, SECOND, WAITING, Nodes, occupied, pids, ray_nodes  # noqa: E402  # noqa: E402
 from tests.kit.shell import PROGRAMS, Done, shell  # noqa: E402
 
 SOON = 240.0
@@ -59,7 +58,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def eventually(found: Callable[[], object], why: Callable[[], str] = lambda: "") -> None:
-    remote_tasks.eventually(found, SOON, why)
+    hosts.eventually(found, SOON, why)
 
 
 def left() -> list[str]:

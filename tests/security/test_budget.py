@@ -16,7 +16,7 @@ from psclient._src.transport.remote_server import RemoteServer
 from pstesting.processes import CALM, PS0, SECONDS, W0
 from pswire.encoding.verbs import VERBS
 from pswire.security.identity import Security, SecurityOptions
-from tests.kit.strangers import Stranger
+from tests.kit.attacks import Stranger
 
 TOKEN = "t" * 32
 MIB = 1 << 20

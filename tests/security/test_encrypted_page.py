@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import ssl
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from psclient._src.processes.process import start_server
+from pstesting import forks
 from pstesting.processes import CALM, SECONDS
 from pswire.telemetry.web_server import HASTE_SECONDS, MAX_CONNECTIONS, SILENT_SECONDS
 from tests.kit.certificates import Certificates, options
@@ -34,7 +34,7 @@ class Served:
         self._ca = certificates.out / "ps-0" / "ca.crt"
         environ = os.environ | options(certificates.out).variables()
         command = [sys.executable, "-m", "psclient.psctl", "page", "--server", "ps:0", "--address", address]
-        said = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+        said = forks.run(command, env=environ, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
         self.said = said
         self.link = said.split()[1]
         self.port = urlsplit(self.link).port or 0

@@ -23,7 +23,7 @@ from pswire.security.identity import Security
 from pswire.transport.grpc_frames import Frame
 from tests.kit.attacks import BOMB, Attacker, Process
 from tests.kit.certificates import Certificates
-from tests.kit.lane_rig import Site
+from tests.kit.lanes import Site
 from tests.kit.rig import eventually
 
 MIB = 1 << 20

@@ -27,7 +27,7 @@ from pswire.transport.shared_memory import CLIENT_BYTES
 from pswire.transport.sockets import HEAD, INLINE, Kind, Message
 from tests.kit.attacks import BOMB, BYTES, NUMBERS, STRANGER, mutated, question
 from tests.kit.certificates import Certificates
-from tests.kit.lane_rig import Hand, Site, eventually
+from tests.kit.lanes import Hand, Site, eventually
 
 SMALL = 64
 RESET = struct.pack("ii", 1, 0)

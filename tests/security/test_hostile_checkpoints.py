@@ -18,9 +18,9 @@ from pswire.checkpoint.reader import SavedCheckpoint
 from pswire.checkpoint.storage import storage_at
 from pswire.errors import CheckpointError, DamagedCheckpoint
 from pswire.limits import PART_BYTES
-from tests.kit.checkpoints import write_checkpoint
 from tests.kit.rig import WORKERS, Job, serving
 from tests.kit.shell import shell
+from tests.kit.storage import write_checkpoint
 from tests.kit.strategies import opened
 
 LARGE = 8 << 30

@@ -29,7 +29,7 @@ from pswire.model.tables import CBFFilter, SlotTensor, TableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.payload import Payload
-from tests.kit.key_contributions import part_of
+from tests.kit.contributions import part_of
 from tests.kit.rig import SOON, WORKERS, Job, Servers, Worker, checkpoint, core, sum_into
 
 FOUR = TensorSpec("float32", (4,))

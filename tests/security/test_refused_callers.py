@@ -15,9 +15,10 @@ import pytest
 
 from psclient._src.config import child_environ
 from psserver.transport.refused_callers import MOST_KEPT, MOST_LINES, QUIET_SECONDS, RefusedCallers
+from pstesting import forks
 from pswire.encoding.verbs import TOKEN_KEY, VERBS
 from pswire.pb import parameter_server_pb2 as pb
-from tests.kit.waiting_servers import free_port
+from tests.kit.hosts import free_port
 
 SOON = 20
 
@@ -29,7 +30,7 @@ class Server:
         command = [sys.executable, "-P", "-m", "psserver", "--port", "0", "--metrics-port", "0", *flags]
         environ = child_environ(1, None, {"PS_TOKEN": "0123456789abcdef0123456789abcdef"})
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self._process = subprocess.Popen(command, env=environ, text=True, **pipes)
+        self._process = forks.Forked[str](command, env=environ, text=True, **pipes)
         stack.callback(self.end)
         self.address = self._read(r"listening on (\S+)")
         self.metrics = self._read(r"serves metrics at (\S+)")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ import pytest
 
 from psclient._src.processes.process import start_server
 from psclient._src.transport.remote_server import RemoteServer
+from pstesting import forks
 from pstesting.processes import CALM, PS0, PS1, SECONDS, W0, W1
 from pswire.cluster import Task
 from pswire.encoding.protocol import PROTOCOL
@@ -133,5 +133,5 @@ def test_a_job_trains_though_a_member_has_taken_its_numbers(
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
     command = [sys.executable, "-m", "psclient", str(script)]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
+    ended = forks.run(command, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert "ended with 3.0 3.0" in ended.stdout, ended.stderr

@@ -11,7 +11,7 @@ import pytest
 from psclient.train import iterator
 from psclient.train.iterator import checkpoints_iterator
 from pswire.errors import ConfigError
-from tests.kit.checkpoints import write_checkpoint
+from tests.kit.storage import write_checkpoint
 
 VALUES = {"w": np.zeros(2, "float32")}
 

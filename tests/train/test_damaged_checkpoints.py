@@ -19,8 +19,8 @@ import psclient as ps
 from pstesting.processes import PS0, W0, W1, ProcessCluster
 from pstesting.script import ME, gate, say
 from pswire.checkpoint import storage
-from tests.kit.objects import BUCKET, object_store
 from tests.kit.shell import shell
+from tests.kit.storage import BUCKET, object_store
 from tests.kit.strategies import opened
 
 KINDS = pytest.mark.parametrize("kind", ["mirrored-1", "embedded-2", pytest.param("servers-2", marks=pytest.mark.soak)])

@@ -13,7 +13,7 @@ from psclient.train.manager import NOTE
 from pswire.checkpoint.compaction import compact
 from pswire.checkpoint.reader import FoundCheckpoint, SavedCheckpoint
 from pswire.checkpoint.storage import storage_at
-from tests.kit.table_jobs import Job
+from tests.kit.tables import Job
 
 
 def manager_of(job, **options):

@@ -7,7 +7,7 @@ import pytest
 
 import psclient as ps
 from pswire.checkpoint.reader import open_saved
-from tests.kit.table_jobs import Job
+from tests.kit.tables import Job
 
 de = ps.dynamic_embedding
 

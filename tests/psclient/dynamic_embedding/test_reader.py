@@ -14,8 +14,8 @@ from pswire.checkpoint.manifest import latest_text
 from pswire.model.first_values import FirstValues
 from pswire.model.hashing import combined, keys_of
 from pswire.model.tables import CounterFilter, GlobalStepEvict, Normal, TableSpec, Zeros
-from tests.kit.checkpoints import write_checkpoint
-from tests.kit.table_files import NAME, Servers
+from tests.kit.storage import write_checkpoint
+from tests.kit.tables import NAME, Servers
 
 SPEC = TableSpec((2,), admission=CounterFilter(2), eviction=GlobalStepEvict(6), initializer=Normal())
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from psclient._src.launch import cluster as launch
+from pstesting import forks
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.server_options import ServerOptions
@@ -334,7 +335,7 @@ def test_a_server_on_a_taken_port():
 def psworker(*args: str, cwd: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "psclient", *args]
     environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+    return forks.Forked[str](command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
 
 
 def standalone(script: str, cwd: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from psclient._src.launch.psworker import command
+from pstesting import forks
 
 SECONDS = 180
 WORKER = '{"cluster": {"ps": ["h:1"], "worker": ["h:2"]}, "task": {"type": "worker", "index": 0}}'
@@ -23,7 +24,7 @@ PS = '{"cluster": {"ps": ["h:1"], "worker": ["h:2"]}, "task": {"type": "ps", "in
 def psworker(*args: str, cwd: Path, tf_config: str = "") -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "TF_CONFIG": tf_config}
     command = [sys.executable, "-P", "-m", "psclient", *args]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=SECONDS, env=environ)
+    return forks.run(command, cwd=cwd, capture_output=True, text=True, timeout=SECONDS, env=environ)
 
 
 def write(tmp_path: Path, text: str, name: str = "script.py") -> str:
@@ -154,7 +155,7 @@ def test_sigterm_is_an_ordinary_exit(tmp_path):
         "finally:\n    print('finally', flush=True)"
     )
     command = [sys.executable, "-m", "psclient", write(tmp_path, text)]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+    with forks.Forked[str](command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from psclient._src.processes.embedded_server import EmbeddedServer
+from pstesting import forks
 from pswire.errors import Unreachable
 from pswire.server_options import ServerOptions
 
@@ -24,7 +25,7 @@ START = (
 
 def started(text: str) -> tuple[subprocess.Popen[str], psutil.Process]:
     """Runs a script that has an embedded server; returns both processes."""
-    owner = subprocess.Popen(
+    owner = forks.Forked[str](
         [sys.executable, "-c", START + text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert owner.stdout

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from pstesting import forks
 from pstesting.processes import SECONDS
 
 HEAD = """
@@ -23,7 +24,7 @@ def sleep():
 def ends(tmp_path, text, *numbers):
     """Runs a program, sends it a signal whenever it says `ready`; returns its code, and what else it said."""
     command = [sys.executable, "-c", HEAD + text]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+    with forks.Forked[str](command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for number in numbers:
             assert process.stdout.readline() == "ready\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -22,10 +21,11 @@ from safetensors.numpy import load_file
 
 from psclient import psctl
 from psclient.psctl.checkpoint_diff import CHUNK, compare
+from pstesting import forks
 from pswire.checkpoint.manifest import latest_text
 from pswire.checkpoint.reader import open_saved
 from pswire.model.tensor import DTYPES, Array
-from tests.kit.checkpoints import write_checkpoint
+from tests.kit.storage import write_checkpoint
 
 SHARD0, SHARD1 = (f"shard-{place:05d}-of-00002.safetensors" for place in range(2))
 
@@ -421,5 +421,5 @@ def test_a_broken_manifest_is_named(run, saved):
 def test_it_is_a_command(saved):
     """As a process, with nothing on stderr."""
     command = [sys.executable, "-m", "psclient.psctl", "checkpoint", "verify", str(saved)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = forks.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")

@@ -22,6 +22,7 @@ import pytest
 
 import psclient as ps
 from psclient import psctl
+from pstesting import forks
 from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import ME, gate, say
 
@@ -304,7 +305,7 @@ def terminal(command: list[str], columns: int) -> Iterator[tuple[subprocess.Pope
     """A command on a terminal of its own, and that terminal's other end."""
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, pack("HHHH", 24, columns, 0, 0))
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    process = forks.Forked[bytes](command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
     os.close(theirs)
     try:
         yield process, ours

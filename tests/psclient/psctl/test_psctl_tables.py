@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from psclient import psctl
 from pswire.model.tables import CounterFilter, TableSpec
-from tests.kit.table_files import Servers
+from tests.kit.tables import Servers
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from pswire.errors import ConfigError, Fenced, RoundTimeout
 from pswire.limits import Timeouts
 from pswire.model.log import STEP, Approved, Epoch, EpochClosed, Member, Position, Start, Started
 from pswire.model.status import SessionState
-from tests.kit.members import Process, began
+from tests.kit.in_process import Process, began
 from tests.kit.rig import SOON, WORKERS, sum_into
 
 A, B, C = WORKERS[:3]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.kit.events import scalars
+from tests.kit.telemetry import scalars
 
 
 def test_numbers_are_in_the_event_file(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.kit.events import decoded_png, scalars, tensors
+from tests.kit.telemetry import decoded_png, scalars, tensors
 
 
 @pytest.fixture

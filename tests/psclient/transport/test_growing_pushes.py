@@ -15,7 +15,7 @@ from pswire.errors import PSError
 from pswire.limits import ALIGN
 from pswire.transport.payload import Payload
 from pswire.transport.traffic import LANES, LaneName
-from tests.kit.lane_rig import SIZE, Site, eventually
+from tests.kit.lanes import SIZE, Site, eventually
 from tests.kit.rig import SOON
 from tests.kit.slow_gpu import Gpu, slow_gpu
 

@@ -22,7 +22,7 @@ from pswire.api import RoundReply
 from pswire.errors import PSError
 from pswire.transport.traffic import LaneName
 from tests.kit.certificates import Certificates
-from tests.kit.lane_rig import SIZE, Site
+from tests.kit.lanes import SIZE, Site
 from tests.kit.rig import SOON, eventually
 
 SMALL = 64

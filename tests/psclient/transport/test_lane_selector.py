@@ -22,7 +22,7 @@ from pswire.errors import ConfigError, Fenced, PSError, ServerLost
 from pswire.transport import sockets
 from pswire.transport.sockets import HEAD, Kind, tune
 from pswire.transport.traffic import LANES, LaneName, Traffic
-from tests.kit.lane_rig import (
+from tests.kit.lanes import (
     ON_ONE_LANE,
     SIZE,
     Cut,

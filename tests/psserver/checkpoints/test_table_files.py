@@ -29,8 +29,8 @@ from pswire.model.tables import (
     TimeToLive,
 )
 from pswire.model.tensor import TensorSpec
-from tests.kit.checkpoints import write_checkpoint
-from tests.kit.table_files import NAME, SLOTS, Servers
+from tests.kit.storage import write_checkpoint
+from tests.kit.tables import NAME, SLOTS, Servers
 
 COUNTING = TableSpec((2,), admission=CounterFilter(2), eviction=GlobalStepEvict(9), initializer=Normal())
 SPECS = {

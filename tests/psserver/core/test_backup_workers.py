@@ -15,7 +15,7 @@ from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, SnapshotOrde
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.kit.mail import Mail
+from tests.kit.contributions import Mail
 from tests.kit.rig import SOON, WORKERS, Job, Servers, core, reduce_only, sum_into
 
 A, B, C = WORKERS[:3]

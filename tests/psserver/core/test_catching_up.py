@@ -10,7 +10,7 @@ import pytest
 from psserver.plans import backlog
 from pswire.errors import PSError
 from pswire.model.log import EpochClosed, Return
-from tests.kit.mail import Mail
+from tests.kit.contributions import Mail
 from tests.kit.rig import SOON, WORKERS, checkpoint, core, eventually, sum_into
 from tests.psserver.core.test_digests import ONE, Copies, lose
 

@@ -13,7 +13,7 @@ from pstesting.clock import Clock
 from pswire.errors import ServerGone
 from pswire.model.log import EpochClosed, Gone, JobStarted, Return
 from pswire.servers.votes import Digest
-from tests.kit.mail import Mail
+from tests.kit.contributions import Mail
 from tests.kit.rig import SOON, WORKERS, Job, Servers, core, sum_into
 
 ONE = np.ones(2, "float32")

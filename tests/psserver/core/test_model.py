@@ -47,12 +47,12 @@ from pswire.model.rows import row_specs
 from pswire.model.tensor import Array, TensorSpec, layout
 from pswire.servers.votes import Vote
 from pswire.transport.payload import Chunk, Payload
-from tests.kit.mail import Mail
-from tests.kit.model_hosts import Door, ModelHost
-from tests.kit.model_tables import KINDS, PRIME, TABLE, Tables
+from tests.kit.contributions import Mail
+from tests.kit.in_process import Door, ModelHost
+from tests.kit.in_process import Strand as Thread
 from tests.kit.rig import CHIEF, WORKERS, adding, core
 from tests.kit.searches import search
-from tests.kit.strands import Strand as Thread
+from tests.kit.tables import KINDS, PRIME, TABLE, Tables
 
 VALUE = TensorSpec("int64", ())
 LEASE = 10.0

@@ -16,7 +16,7 @@ from pswire.model.plan import Apply, Plan, Reduction, Ref, SnapshotOrder
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.kit.mail import Mail
+from tests.kit.contributions import Mail
 from tests.kit.rig import SOON, WORKERS, Job, Servers, core, sum_into
 
 A, B = WORKERS[:2]

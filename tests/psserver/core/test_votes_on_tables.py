@@ -13,7 +13,7 @@ from pswire.model.hashing import BUCKETS, buckets_of, hashes_of
 from pswire.model.tables import MIN_CAPACITY, Constant, CounterFilter, TableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.kit.key_contributions import by_keys, create_part, keyed, part_of
+from tests.kit.contributions import by_keys, create_part, keyed, part_of
 from tests.kit.rig import SOON
 from tests.psserver.core.test_votes import Two, errors
 

@@ -16,8 +16,7 @@ from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from tests.kit.compressed import CODECS, DTYPES, Worker
-from tests.kit.kept import kept_kernels
-from tests.kit.programs import job_of, run, same_bits
+from tests.kit.programs import job_of, kept_kernels, run, same_bits
 
 V = Ref("variable", 0)
 

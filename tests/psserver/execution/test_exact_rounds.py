@@ -15,9 +15,8 @@ from pswire.errors import ProgramError
 from pswire.model.plan import Apply, Operand, PlacedVariable, Plan, Reduction, Ref, VariableSpec
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
-from tests.kit.kept import kept_kernels
-from tests.kit.programs import same_bits
-from tests.kit.row_contributions import round_of, rows, share
+from tests.kit.contributions import round_of, rows, share
+from tests.kit.programs import kept_kernels, same_bits
 
 SIZE = 9
 TABLE, NUMBER, NUMBERS = TensorSpec("float32", (SIZE, 2)), TensorSpec("float32", ()), TensorSpec("int64", (3,))

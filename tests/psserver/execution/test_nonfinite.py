@@ -28,11 +28,11 @@ from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.telemetry import prometheus
 from pswire.transport.payload import Payload
 from pswire.transport.traffic import traffic
+from tests.kit.contributions import LIMIT, SIZE, Sending, streaming
 from tests.kit.programs import job_of, numbers, plan_of, programs, run, same_bits, traced
 from tests.kit.rig import SOON, WORKERS, Job, scaling, serving, sgd, sum_into, together
-from tests.kit.scraped import Page
 from tests.kit.searches import search
-from tests.kit.streams import LIMIT, SIZE, Sending, streaming
+from tests.kit.telemetry import Page
 
 A, B, C = WORKERS[:3]
 BAD = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}

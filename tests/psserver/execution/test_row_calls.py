@@ -13,8 +13,7 @@ from pswire.model.log import Member
 from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.kit.kept import kept_kernels
-from tests.kit.programs import traced
+from tests.kit.programs import kept_kernels, traced
 from tests.kit.rig import WORKERS
 
 TABLE = TensorSpec("float32", (6, 2))

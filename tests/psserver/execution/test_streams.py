@@ -30,6 +30,7 @@ from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.transport.parts import parts_of
 from pswire.transport.payload import EMPTY, Payload
+from tests.kit.contributions import LIMIT, SIZE, Sending, arrays, full, stored, streaming, zeros
 from tests.kit.programs import run, same_bits
 from tests.kit.rig import (
     SOON,
@@ -45,7 +46,6 @@ from tests.kit.rig import (
     sum_into,
     together,
 )
-from tests.kit.streams import LIMIT, SIZE, Sending, arrays, full, stored, streaming, zeros
 
 A, B, C = WORKERS[:3]
 VECTOR = TensorSpec("float64", (SIZE,))

@@ -12,8 +12,7 @@ from psserver.plans.sums import shares_of, total_weights
 from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.transport.payload import Payload
-from tests.kit.kept import kept_kernels
-from tests.kit.programs import job_of, run, same_bits
+from tests.kit.programs import job_of, kept_kernels, run, same_bits
 from tests.kit.rig import adding
 
 NONE = (0, 0, 0, 0)

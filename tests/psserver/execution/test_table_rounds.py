@@ -19,10 +19,8 @@ from pswire.model.program import Input, Node, Program
 from pswire.model.rows import Rows
 from pswire.model.tables import Constant, GlobalStepEvict, L2WeightEvict, SlotTensor, TableSpec
 from pswire.model.tensor import TensorSpec
-from tests.kit.kept import kept_kernels
-from tests.kit.key_contributions import WHOLE, part_of
-from tests.kit.programs import same_bits
-from tests.kit.row_contributions import round_of, share
+from tests.kit.contributions import WHOLE, part_of, round_of, share
+from tests.kit.programs import kept_kernels, same_bits
 
 NUMBER, NUMBERS = TensorSpec("float32", ()), TensorSpec("int64", (3,))
 V, M, OTHER = (Ref("variable", n) for n in range(3))

@@ -14,9 +14,21 @@ from pswire.errors import ProgramError
 from pswire.model.program import OPS, Input, Node, Program
 from pswire.model.row_updates import ALONG_ROWS, later_refusal, refusal
 from pswire.model.tensor import DTYPES, TensorSpec
-from tests.kit.kept import kept_kernels
-from tests.kit.programs import expected, same_bits, traced
-from tests.kit.row_programs import NUMBER, ROWS, SECOND, TABLE, along, dense, plain, row_programs, values
+from tests.kit.programs import (
+    NUMBER,
+    ROWS,
+    SECOND,
+    TABLE,
+    along,
+    dense,
+    expected,
+    kept_kernels,
+    plain_numbers,
+    row_programs,
+    same_bits,
+    traced,
+    values,
+)
 from tests.kit.searches import search
 
 SIZE = 11
@@ -182,9 +194,9 @@ def test_updates_along_rows_are_one_kernel(kernels, ids, dtype, fn):
     )
     assert compiled(kernels, program)
     rest = iter(operands)
-    inputs = [next(rest) if item.kind == "operand" else plain(item.spec, n) for n, item in enumerate(program.inputs)]
+    inputs = [next(rest) if item.kind == "operand" else plain_numbers(item.spec, n) for n, item in enumerate(program.inputs)]
     at = next(n for n, item in enumerate(program.inputs) if item.kind == "value")
-    inputs[at] = plain(TensorSpec(dtype, (len(ids), 4)), 7)
+    inputs[at] = plain_numbers(TensorSpec(dtype, (len(ids), 4)), 7)
     check(kernels, program, inputs, ids)
 
 
@@ -231,13 +243,13 @@ def test_missed_updates_give_the_bits_of_whole_ones(kernels, program, seed):
     """One update after the other, each with its own numbers and a gradient of zeros; compiled or interpreted."""
     assume(later_refusal(program) is None)
     rng, zeros = np.random.default_rng(seed), np.zeros((0, *program.inputs[ROWS].spec.shape[1:]))
-    tables = [plain(program.inputs[n].spec, seed + n) for n in (TABLE, SECOND)]
+    tables = [plain_numbers(program.inputs[n].spec, seed + n) for n in (TABLE, SECOND)]
     ids = rng.permutation(SIZE)[: rng.integers(1, SIZE + 1)]
     first = rng.integers(0, COUNT + 1, len(ids))
     wanted, scalars = [table.copy() for table in tables], []
     nothing = zeros.astype(DTYPES[program.inputs[ROWS].spec.dtype])
     for k in range(COUNT):
-        number = plain(program.inputs[NUMBER].spec, seed + k)
+        number = plain_numbers(program.inputs[NUMBER].spec, seed + k)
         update = RowUpdate(kernels, program, np.empty(0, np.int64))
         update.run([*tables, nothing, number])
         scalars.append(update.scalars)

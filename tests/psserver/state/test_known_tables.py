@@ -16,7 +16,7 @@ from pswire.limits import MAX_BESIDE, MAX_PARTS
 from pswire.model.hashing import BUCKETS
 from pswire.model.plan import PlacedVariable
 from pswire.model.tables import LRU, MIN_CAPACITY, CBFFilter, Constant, SlotTensor, TableSpec
-from tests.kit.key_contributions import part_of
+from tests.kit.contributions import part_of
 
 SPEC = TableSpec((2,), initializer=Constant(1.0))
 SLOT = SlotTensor("m", "float32", (2,), 0.5)

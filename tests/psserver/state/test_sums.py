@@ -12,7 +12,7 @@ from pswire.api import Contribution, RowRead
 from pswire.errors import Fenced, InvalidRequest, NonfiniteError, PushAgain
 from pswire.model.closures import ClosureName
 from pswire.transport.payload import Payload
-from tests.kit.mail import Mail
+from tests.kit.contributions import Mail
 from tests.kit.rig import WORKERS, Job, Servers, core, payload, sum_into
 
 HERE, THERE = 7, 9

@@ -25,7 +25,7 @@ from pswire.model.tables import (
     TableSpec,
     TimeToLive,
 )
-from tests.kit.table_functions import compiled
+from tests.kit.tables import compiled
 
 TENSORS = (SlotTensor("accumulator", "float32", (2,), 0.1),)
 CUTS = (range(300), range(300, 301), range(301, BUCKETS))

@@ -9,7 +9,7 @@ import pytest
 
 from pswire.model.first_values import FirstValues
 from pswire.model.tables import Constant, Normal, TableSpec, TruncatedNormal, Uniform, Zeros
-from tests.kit.table_functions import compiled
+from tests.kit.tables import compiled
 
 KEYS = np.concatenate([np.arange(-2000, 2000), np.arange(4000) << 40, [(1 << 63) - 1, -(1 << 63)]])
 RANDOM = [Uniform(-0.5, 1.5), Normal(1.0, 2.0), TruncatedNormal(-1.0, 0.5)]

@@ -25,7 +25,7 @@ from pswire.model.tables import (
     TableSpec,
     TimeToLive,
 )
-from tests.kit.table_functions import compiled
+from tests.kit.tables import compiled
 
 SLOTS = (SlotTensor("momentum", "float64", (), 0.5), SlotTensor("sum", "float32", (2,)))
 SPECS = {

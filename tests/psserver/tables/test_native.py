@@ -11,7 +11,7 @@ from psserver.programs.kernels.compiler import Compiler
 from psserver.tables.marks import mark
 from psserver.tables.native import FIRST_VALUES, INDEX, Native
 from psserver.tables.rows import COUNT, WORDS
-from tests.kit.table_functions import compiled
+from tests.kit.tables import compiled
 
 
 def test_another_process_loads_what_one_has_compiled(tmp_path):

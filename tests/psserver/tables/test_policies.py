@@ -22,7 +22,7 @@ from pswire.model.tables import (
     TableSpec,
     TimeToLive,
 )
-from tests.kit.table_functions import compiled
+from tests.kit.tables import compiled
 
 NONE = np.zeros(0, np.int64)
 

@@ -17,7 +17,7 @@ from pswire.model.first_values import FirstValues
 from pswire.model.hashing import BUCKETS, buckets_of, combined, hashes_of
 from pswire.model.tables import LRU, MIN_CAPACITY, CounterFilter, Normal, ProbabilityFilter, SlotTensor, TableSpec
 from tests.kit.searches import search
-from tests.kit.table_functions import compiled
+from tests.kit.tables import compiled
 
 SPEC = TableSpec((2,), initializer=Normal())
 MOMENTUM = (SlotTensor("momentum", "float64", (), 0.5),)

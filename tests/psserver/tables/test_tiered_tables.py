@@ -25,8 +25,8 @@ from pswire.model.tables import (
     TableSpec,
 )
 from pswire.model.tensor import address_of
-from tests.kit.disks import disk, on_small_disk
-from tests.kit.table_functions import compiled
+from tests.kit.storage import disk, on_small_disk
+from tests.kit.tables import compiled
 
 BOUND = 256 << 10
 WIDTH = 75  # a row of 300 bytes lies across pages at times

@@ -6,7 +6,6 @@ import gc
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -19,10 +18,11 @@ from psserver.tiers import paging
 from psserver.tiers.mapped import STEP, DiskFull, MappedFile, Use
 from psserver.tiers.paging import PAGE
 from psserver.tiers.tier import Tier
+from pstesting import forks
 from pswire.errors import ConfigError
 from pswire.model.tensor import address_of
-from tests.kit.disks import disk, on_small_disk
-from tests.kit.lane_rig import eventually
+from tests.kit.lanes import eventually
+from tests.kit.storage import disk, on_small_disk
 
 ROWS, WIDTH = 40_000, 300
 BOUND = 4 << 20
@@ -317,7 +317,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_killed_process_leaves_nothing(directory):
     """The files have no names, while it runs as after its death."""
-    done = subprocess.run([sys.executable, "-c", KILLED, str(directory)], capture_output=True, text=True, check=False)
+    done = forks.run([sys.executable, "-c", KILLED, str(directory)], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert done.stdout.startswith("[] ")
     assert os.listdir(directory) == []

@@ -31,8 +31,8 @@ from pswire.errors import Fenced, InvalidRequest, MemoryLimit, ServerLost
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.shared_memory import CLIENT_BYTES, SEALS
 from pswire.transport.sockets import HEAD, INLINE, MAX_HEADER_BYTES, MAX_PART_BYTES, Kind
-from tests.kit import packets
-from tests.kit.lane_rig import Hand, Site, eventually, mappings
+from tests.kit import lanes
+from tests.kit.lanes import Hand, Site, eventually, mappings
 from tests.kit.rig import SOON
 from tests.kit.searches import search
 
@@ -560,7 +560,7 @@ def test_a_host_that_is_cut_off_while_it_waits_is_forgotten(stack: ExitStack, mo
     guest = hand(stack, site, "tcp").welcomed(site.workers[-1].session, site.lanes, lease=0.4)
     guest.say(Kind.PULL, 1, waiting(site))
     assert guest.hear().kind is Kind.ALIVE
-    packets.drop(guest.sock)
+    lanes.drop(guest.sock)
     eventually(lambda: len(site.lanes.connections) == before)
     site.round()
 

@@ -26,8 +26,8 @@ from pswire.errors import CheckpointError, ConfigError, NoCheckpoint, VariableMi
 from pswire.model.log import Position
 from pswire.model.plan import SnapshotOrder
 from pswire.model.tensor import TensorSpec, spec_of
-from tests.kit.objects import BUCKET, object_store
 from tests.kit.rig import manifest_of
+from tests.kit.storage import BUCKET, object_store
 
 POSITION = Position(0, 2, 5)
 VALUE = np.arange(6, dtype="float32").reshape(2, 3)

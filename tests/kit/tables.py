@@ -1,28 +1,195 @@
-"""Tables in a model of rounds: the rows that each contribution brings, and what the tables are after each round.
-
-Each server has two. To one of them rounds add rows. To the other they add rows, and 1 to every element: an update that
-all other rows miss, and that is made up later, or at once.
-"""
+"""Dynamic tables for tests: their files, compiled functions, a job with one, and a model of their rounds."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from random import Random
 
 import numpy as np
 
+import psclient as ps
 from psclient._src.distribute.reduction import SentRows
+from psserver.checkpoints.tables import FrozenPart, Wanted, restored
+from psserver.devices import Device
+from psserver.programs.kernels.compiler import Compiler
 from psserver.state.missed import whole
 from psserver.state.variables import Store
+from psserver.tables.native import Native
+from psserver.tables.table import Table
+from pstesting.in_process import InProcessCluster
 from pswire.api import Contribution, RowRead
-from pswire.model.plan import Apply, Plan, Reduction, Ref, Sparse
+from pswire.checkpoint.assembly import manifest_of
+from pswire.checkpoint.reader import SavedCheckpoint
+from pswire.checkpoint.storage import storage_at
+from pswire.checkpoint.writer import Frozen, write_manifest, write_shard
+from pswire.model.hashing import BUCKETS, buckets_of, hashes_of
+from pswire.model.plan import Apply, Plan, Reduction, Ref, SnapshotOrder, Sparse
 from pswire.model.program import Input, Node, Program
 from pswire.model.rows import Rows, row_specs
+from pswire.model.table_state import TableState, joined
+from pswire.model.tables import SlotTensor, TableSpec
 from pswire.model.tensor import Array, TensorSpec
 from pswire.transport.payload import Payload
 from tests.kit.rig import adding
+
+NAME = "users"
+SLOTS = (SlotTensor("adam/users/m", "float64", (), 0.5), SlotTensor("adam/users/v", "float32", (2,)))
+
+
+def ranges(count: int) -> list[range]:
+    """Buckets of each of so many servers."""
+    ends = np.linspace(0, BUCKETS, count + 1).astype(int)
+    return [range(first, stop) for first, stop in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
+
+
+class Servers:
+    """The parts of one table, as servers have them.
+
+    Args:
+        root: directory of the checkpoints.
+        spec: the table.
+        parts: the parts.
+        values: variables beside the table, on the first server.
+    """
+
+    def __init__(self, root: Path, spec: TableSpec, parts: Sequence[Table], **values: np.ndarray) -> None:
+        self.root, self.spec, self.parts, self.values = root, spec, list(parts), values
+        self.rounds: dict[str, list[int]] = {}
+
+    @classmethod
+    def made(cls, root: Path, spec: TableSpec, count: int = 1, slots=SLOTS, **values: np.ndarray) -> Servers:
+        """A table without rows, on so many servers."""
+        return cls(root, spec, [Table(spec, slots, each, compiled()) for each in ranges(count)], **values)
+
+    def step(self, keys: np.ndarray, value: float = 1.0) -> None:
+        """Makes a round, which adds a number to rows."""
+        keys = keys.astype(self.spec.key_dtype)
+        buckets = buckets_of(hashes_of(keys, self.spec.salt))
+        for part in self.parts:
+            opened = part.begin(part.round + 1, keys[(buckets >= part.buckets.start) & (buckets < part.buckets.stop)])
+            for array in part.arrays:
+                array[opened.touched] += value
+            part.commit(float(part.round + 1))
+
+    def train(self, rng: np.random.Generator, rounds: int = 5, many: int = 5000, count: int = 800) -> None:
+        """Makes some rounds, with keys of which some are frequent."""
+        for _ in range(rounds):
+            self.step((rng.pareto(0.7, count) * 30).astype(np.int64) % many, float(rng.integers(1, 9)))
+
+    def save(self, name: str, base: str = "", objects=None) -> SavedCheckpoint:
+        """Writes a checkpoint; with a base what has changed since."""
+        since = self.rounds.get(base, [-1] * len(self.parts))
+        order = SnapshotOrder(
+            name, tuple(range(len(self.parts))), 0, json.dumps({"base": base, "objects": objects or {}})
+        )
+        place, shards = storage_at(self.root), []
+        self.rounds[name] = [part.round for part in self.parts]
+        for number, (part, round) in enumerate(zip(self.parts, since, strict=True)):
+            held = FrozenPart(NAME, part, part.hold(round), bool(base))
+            frozen = Frozen(order, number, 7, (), {} if number else {**self.values}, tables={NAME: held})
+            shards.append(write_shard(place, frozen, lambda value: (value,), lambda name: None))
+        write_manifest(place, frozen, manifest_of(shards, order).text())
+        return self.opened(name)
+
+    def opened(self, name: str) -> SavedCheckpoint:
+        """Opens a checkpoint."""
+        return SavedCheckpoint.at(storage_at(self.root), name)
+
+    def restored(self, name: str, count: int, spec: TableSpec | None = None, **wanted) -> Servers:
+        """Restores a checkpoint onto so many servers."""
+        spec, slots = spec or self.spec, self.parts[0].tensors
+        given = {"saved": NAME, "beside": {slot.name: slot.name for slot in slots}} | wanted
+        saved = self.opened(name)
+        parts = [restored(saved, Wanted(NAME, spec, slots, each, **given), compiled()) for each in ranges(count)]
+        return Servers(self.root, spec, parts)
+
+    def state(self) -> TableState:
+        """The state of the whole."""
+        return joined([part.state() for part in self.parts], range(BUCKETS))
+
+
+@cache
+def compiled() -> Native:
+    """Returns functions that are all there."""
+    compiler = Compiler(Device(), 1, os.environ.get("PS_KERNEL_CACHE", ""))
+    found = Native(compiler)
+    found.index()
+    for dtype in ("float32", "float64"):
+        found.first_values(dtype)
+    found.mark()
+    compiler.wait()
+    assert compiler.failed == 0
+    assert found.index() is not None
+    return found
+
+
+de = ps.dynamic_embedding
+
+
+class Job:
+    """A table on some servers, a plain variable, and what trains both."""
+
+    def __init__(self, root, servers, make=ps.optimizers.Adagrad, **options):
+        self.cluster = InProcessCluster(servers, checkpoint_root=root)
+        self.make = make
+        self.options = {"dim": 2, "admission": de.CounterFilter(2), "eviction": de.GlobalStepEvict(20)} | options
+
+    def __enter__(self):
+        resolver = self.cluster.__enter__().resolver()
+        self.strategy = ps.ParameterServerStrategy(cluster_resolver=resolver)
+        return self
+
+    def __exit__(self, *rest):
+        self.strategy.close()
+        self.cluster.__exit__(*rest)
+
+    def build(self, slots=True):
+        with self.strategy.scope():
+            self.table = de.get_variable("users", **self.options)
+            self.bias = ps.Variable(np.ones(2, "float32"), name="bias")
+            self.optimizer = self.make(0.1)
+            if slots:
+                self.optimizer.build([self.table, self.bias])
+        self.checkpoint = ps.train.Checkpoint(users=self.table, bias=self.bias, optimizer=self.optimizer)
+        return self
+
+    def train(self, steps=1, seed=0, many=60, count=40):
+        rng = np.random.default_rng(seed)
+
+        def step(keys):
+            rows = self.table.lookup(keys)
+            gradients = np.sin(np.asarray(rows.values) + rows.ids[:, None].astype("float32"))
+            self.optimizer.apply_gradients([(rows.gradient(gradients), self.table), (np.ones(2, "float32"), self.bias)])
+
+        for _ in range(steps):
+            self.strategy.run(step, args=(rng.integers(-many, many, count),))
+
+    def save(self, name):
+        path = self.checkpoint.save(f"{name}/ckpt")
+        self.checkpoint.sync()
+        return path
+
+    def state(self) -> TableState:
+        """The state of all parts, with the tensors beside the rows in the order of their names."""
+        self.table.size()  # all rounds are over then, on all servers
+        stored = [core.machine.store.tables()[0] for core in self.cluster.cores]
+        states = []
+        for each in stored:
+            held = each.hold(-1).whole()
+            order = np.argsort([slot.name for slot in each.table.tensors])
+            weights, *beside = held.tensors
+            states.append(replace(held, tensors=(weights, *(beside[number] for number in order))))
+        return joined(states, range(BUCKETS))
+
+    def numbers(self):
+        return {v.name: v.numpy().tobytes() for v in (self.bias, *self.optimizer.variables) if not v.shape}
+
 
 SIZE = 5
 NUMBER, TABLE = TensorSpec("int64", ()), TensorSpec("int64", (SIZE, 2))

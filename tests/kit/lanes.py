@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
 import errno
 import gc
 import os
 import random
 import socket
+import struct
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,10 +42,8 @@ from pswire.transport.parts import parts_of
 from pswire.transport.payload import Payload
 from pswire.transport.shared_memory import CLIENT_BYTES, Segment
 from pswire.transport.sockets import HEAD, INLINE, Kind, Message
-from pswire.transport.tls_socket import Stream
+from pswire.transport.tls_socket import Sealed, Stream
 from pswire.transport.traffic import LaneName
-from tests.kit import packets
-from tests.kit.between import Between, shut
 from tests.kit.rig import SOON, WORKERS, Job, Servers, Worker, core, eventually, payload, sum_into, together
 
 SIZE = PART_BYTES // 4
@@ -50,6 +51,76 @@ SIZE = PART_BYTES // 4
 
 ON_ONE_LANE = pytest.mark.parametrize("name", ["shm", pytest.param("tcp", marks=pytest.mark.soak)])
 """For what is alike on both lanes that are no gRPC: `make soak` shows that it is."""
+
+
+class Between:
+    """Takes the place of a lane in what its server offers, and connects each client to the server.
+
+    Args:
+        stack: ends it, and gives the server its place back.
+        lanes: the server's lanes; they have `port` and `path`.
+        name: "tcp" or "shm".
+    """
+
+    def __init__(self, stack: ExitStack, lanes: Any, name: str) -> None:
+        self._open: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._to: Any = ("127.0.0.1", lanes.port) if name == "tcp" else lanes.path
+        self._family = socket.AF_INET if name == "tcp" else socket.AF_UNIX
+        self._listener = socket.socket(self._family)
+        if name == "tcp":
+            self._listener.bind(("127.0.0.1", 0))
+            lanes.port = self._listener.getsockname()[1]
+        else:
+            path = f"{stack.enter_context(tempfile.TemporaryDirectory())}/between"
+            self._listener.bind(path)
+            stack.callback(setattr, lanes, "path", lanes.path)  # which the server removes at its end
+            lanes.path = path
+        self._listener.listen()
+        stack.callback(self.close)
+        self.start(self._accept)
+
+    def connected(self, near: socket.socket, far: socket.socket) -> None:
+        """Begins to hand on what comes; called by one thread for each connection: the client's end, the server's."""
+        raise NotImplementedError
+
+    def start(self, run: Callable[[], object]) -> None:
+        """Runs something in a thread that ends with the connections."""
+        thread = threading.Thread(target=run, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def cut(self) -> None:
+        """Breaks all connections now."""
+        for sock in list(self._open):
+            shut(sock)
+
+    def close(self) -> None:
+        """Breaks all, and takes no more."""
+        shut(self._listener)
+        self._listener.close()
+        self.cut()
+        for thread in self._threads:
+            thread.join(SECONDS)
+        for sock in self._open:
+            sock.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.socket(self._family)
+            far.connect(self._to)
+            self._open += [near, far]
+            self.connected(near, far)
+
+
+def shut(sock: socket.socket) -> None:
+    """Ends a connection, so that whoever waits for it wakes up."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 class Site:
@@ -503,7 +574,7 @@ def losing() -> Callable[[], None]:
                 threading.Thread(target=_pump, args=ends, daemon=True).start()
             taken.append(down.clear)
             return ours
-        taken.append(partial(packets.drop, sock))
+        taken.append(partial(drop, sock))
         return sock
 
     def lose() -> None:
@@ -566,3 +637,41 @@ __all__ = [
     "stall",
     "threads",
 ]
+
+
+SECONDS = 10.0
+"""Within which a thread ends whose connection is gone."""
+
+
+_ATTACH_FILTER, _DETACH_FILTER = 26, 27
+_NOTHING = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+"""A filter of the kernel's: `return 0`."""
+
+
+def drop(sock: Stream) -> None:
+    """Drops whatever arrives for a TCP connection from now on, acknowledgements too; this end is told nothing."""
+    program = struct.pack("HL", 1, ctypes.addressof(_NOTHING))
+    _plain(sock).setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
+
+
+def take_again(sock: Stream) -> None:
+    """Drops nothing any more: what was lost is sent again by the system."""
+    _plain(sock).setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+
+
+def _plain(sock: Stream) -> socket.socket:
+    return sock._sock if isinstance(sock, Sealed) else sock
+
+
+def connections(*ports: int) -> Iterator[socket.socket]:
+    """Both ends of all connections with some ports, as far as this process has them."""
+    for file in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{file}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(file))) as sock:
+                    if sock.family in (socket.AF_INET, socket.AF_INET6) and not _ports(sock).isdisjoint(ports):
+                        yield sock
+
+
+def _ports(sock: socket.socket) -> set[int]:
+    return {sock.getsockname()[1], sock.getpeername()[1]}  # one that only listens has no other end

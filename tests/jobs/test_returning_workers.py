@@ -1,0 +1,246 @@
+"""Workers that come back to a job: each step that returned has counted, or it was said that not; values are of now."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from pstesting.processes import PS0, QUICK, W0, W1, W2, ProcessCluster
+from pstesting.script import ME, add, add_all, gate, say
+
+MILLION = 1_000_000
+"""What a replica of worker 1 adds in a step; those of others add 1, so that the sum counts both."""
+
+RUNS = 6
+"""After how many steps of worker 1, those of both its lives, the programs end."""
+
+GATES = ("0 at 2", "1 at 2", "0 at 4", "look")
+
+
+def stop_at(n, found):
+    """The places at which `come_back` holds a process after its n-th step; a later life is held at the beginning."""
+    if ME == 2 or found:
+        return
+    if n in (2, 4):
+        say("at", n)
+        gate(f"{ME} at {n}")
+
+
+def come_back(job):
+    """Worker 1 dies after 2 steps; its next life reads after 4 of worker 0, and goes on when that has made 8."""
+    job.hear(W1, "at", 2)
+    job.kill(W1)
+    job.open("0 at 2")
+    job.hear(W0, "at", 4)
+    job.start(W1)
+    assert job.hear(W1, "open") > 0
+    job.open("0 at 4")
+    job.hear(W0, "ran", 8)
+    job.open("look")
+
+
+def train(devices, million, enough):
+    """Each step counts itself twice, in a variable of all and in copies of each replica's, and trains another by Adam.
+
+    It knows what it saw, of variables and of R; copies of one more it makes itself. After the first step of all, what
+    the copies hold together is saved; then worker 2 leaves.
+    """
+    strategy = ps.ParameterServerStrategy(devices)
+    with strategy.scope():
+        v = ps.Variable(np.zeros((), "int64"), name="v")
+        w = ps.Variable(np.float32(8), name="w")
+        adam = ps.optimizers.Adam(0.25)
+        copies = {"synchronization": ps.VariableSynchronization.ON_READ, "aggregation": ps.VariableAggregation.SUM}
+        steps = ps.Variable(np.zeros((), "int64"), name="steps", **copies)
+    made, checkpoint = {}, ps.train.Checkpoint(v=v)
+    found = int(v.numpy())
+    say("open", found)
+    if found:
+        gate("look")
+
+    def step():
+        here = ps.get_replica_context()
+        if here.local_replica_id not in made:
+            made[here.local_replica_id] = ps.Variable(np.zeros((), "int64"), name="made", **copies)
+        made[here.local_replica_id].assign_add(1)
+        steps.assign_add(1)
+        seen = [int(v.numpy()), here.num_replicas_in_sync]
+        gradient = np.float32(w.numpy() * (1 + ME))
+        adam.apply_gradients([(gradient, w)])
+        add(v, np.int64(million if ME == 1 else 1))
+        return gradient, *seen
+
+    n = 0
+    while int(v.numpy()) < enough and not (ME == 2 and n):
+        stop_at(n, found)
+        results = [np.asarray(strategy.experimental_local_results(each)) for each in strategy.run(step)]
+        say("did", [strategy.round - 2, *results, v.numpy()])
+        n += 1
+        say("ran", n)
+        if n == 1 and not found:
+            checkpoint.save("run/ckpt")
+    if ME != 2:
+        say("sums", [v.numpy(), w.numpy(), steps.numpy(), strategy.extended.value_container(made[0]).numpy(), n])
+
+
+def adam_of(gradients):
+    """What Adam makes of sums of gradients, one after another."""
+    w, adam = ps.Variable(np.float32(8)), ps.optimizers.Adam(0.25)
+    for gradient in gradients:
+        adam.apply_gradients([(gradient, w)])
+    return float(w.numpy())
+
+
+@pytest.mark.parametrize("devices", [pytest.param(["cpu:0"], marks=pytest.mark.soak), ["cpu:0", "cpu:1"]], ids=len)
+def test_each_run_that_returned_has_counted(tmp_path, devices):
+    """Also the first one of a worker that came back: once, computed with the values and the R of its round."""
+    keys = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": QUICK, "gates": GATES}
+    with ProcessCluster(train, tmp_path, (devices, MILLION, MILLION * RUNS * len(devices)), (stop_at,), **keys) as job:
+        come_back(job)
+        total, trained, steps, made, mine = job.hear(W1, "sums")
+        assert job.hear(W0, "sums")[:4] == [total, trained, steps, made]
+        job.finish()
+        runs = {task: job.said(task, "did") for task in (W0, W1, W2)}
+        assert len(runs[W1]) == 2 + mine == RUNS
+        assert total == len(devices) * (len(runs[W0]) + len(runs[W2]) + MILLION * RUNS)
+        assert steps == made == len(devices) * (len(runs[W0]) + mine)
+        by_round = {}
+        for task in runs:
+            for round, gradients, seen, _, after in runs[task]:
+                by_round.setdefault(round, []).append([gradients, set(seen), after])
+        assert all(one[1:] == other[1:] for one, *others in by_round.values() for other in others)
+        back = runs[W1][2]
+        assert len(by_round[back[0]]) == 2
+        assert set(back[3]) == {2 * len(devices)}
+        sums = [sum(np.sum(np.float32(done[0])) for done in by_round[round]) for round in sorted(by_round)]
+        assert trained == pytest.approx(adam_of(sums), rel=1e-6)
+
+
+def look(million, enough):
+    """Each step computes in a run, and makes its section outside of it."""
+    import logging
+
+    told = []
+    logging.getLogger("psclient").addFilter(lambda record: told.append(record.getMessage()) or True)
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v = ps.Variable(np.zeros((), "int64"), name="v")
+    found = int(v.numpy())
+    say("open", found)
+    if found:
+        gate("look")
+    n = 0
+    while int(v.numpy()) < enough:
+        stop_at(n, found)
+        value = strategy.run(lambda: v.numpy() * 0 + (million if ME == 1 else 1))
+        with strategy.scope():
+            total = strategy.extended.reduce_to("sum", value, v)
+            strategy.extended.update(v, lambda v, total: v.assign_add(total), (total,))
+            say("did", [np.asarray(total), sum("does not count" in line for line in told)])
+        n += 1
+        say("ran", n)
+    say("sums", [v.numpy(), n])
+
+
+def test_what_cannot_be_computed_again_is_told_before_the_look_returns(tmp_path):
+    """A section outside of every run, which was computed before its worker took part, adds nothing, and says so."""
+    keys = {"workers": 2, "chief": "driver", "timeouts": QUICK, "gates": GATES}
+    with ProcessCluster(look, tmp_path, (MILLION, MILLION * RUNS), (stop_at,), **keys) as job:
+        come_back(job)
+        assert job.hear(W1, "did") == [1, 1]
+        told = job.hear_error(W1, "does not count")
+        assert "its contribution to 'v'" in told
+        assert "strategy.run" in told
+        assert "dataset" in told
+        total, mine = job.hear(W1, "sums")
+        assert job.hear(W0, "sums")[0] == total
+        job.finish()
+        assert total == len(job.said(W0, "did")) + MILLION * (2 + mine - 1) == len(job.said(W0, "did")) + MILLION * RUNS
+        assert job.errors(W1).count("does not count") == 1
+        assert "does not count" not in job.errors(W0)
+
+
+# ---- With a dataset ----
+
+
+def come_back_behind(job):
+    """Worker 1 dies in round 2, its next life reads in round 4 and waits, worker 0 goes on; returns what was read."""
+    job.hear(W1, "at", 2)
+    job.kill(W1)
+    job.open("0 at 2")
+    job.hear(W0, "at", 4)
+    job.start(W1)
+    before = job.hear(W1, "open")
+    job.open("0 at 4")
+    return before
+
+
+def look_again(rows, batch):
+    """Adds up all rows of a dataset; a life that finds something there waits before it begins."""
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v = ps.Variable(np.zeros(3), name="v")
+    dataset = ps.ArrayDataset(np.arange(3.0 * rows).reshape(rows, 3)).batch(batch)
+    found = float(v.read_value()[0])
+    say("open", found)
+    if found:
+        gate("look")
+    for values in strategy.experimental_distribute_dataset(dataset):
+        if strategy.round in (2, 4):
+            say("at", strategy.round)
+            gate(f"{ME} at {strategy.round}")
+        strategy.run(lambda values=values: add_all([(v, values.sum(axis=0))]))
+    say("sums", v.numpy())
+
+
+def test_what_was_read_before_taking_part_is_read_again(tmp_path):
+    """A worker that comes back when the others are done finds nothing left to do, and the value as it is then."""
+    gates = ["look", "0 at 2", "1 at 2", "0 at 4"]
+    with ProcessCluster(look_again, tmp_path, (24, 4), workers=2, chief="driver", gates=gates, timeouts=QUICK) as job:
+        before = come_back_behind(job)
+        sums = job.hear(W0, "sums")
+        assert 0 < before < sums[0]
+        job.open("look")
+        assert job.hear(W1, "sums") == sums
+        job.finish()
+
+
+def test_a_worker_without_data_of_its_own_comes_back(tmp_path):
+    """Its own batches are long used up: it gets empty ones until the others are done, and is in step afterwards."""
+
+    def work(lengths):
+        strategy = ps.ParameterServerStrategy()
+        with strategy.scope():
+            v = ps.Variable(np.zeros(1), name="v")
+        say("open")
+
+        def mine(context):
+            return [np.full((2, 1), 100.0**ME) for _ in range(lengths[ME])]
+
+        batches = strategy.experimental_distribute_datasets_from_function(mine)
+        for turn in range(2):
+            sizes = []
+            for batch in batches:
+                if (ME, turn, strategy.round) in ((0, 0, 6), (1, 0, 3)):
+                    say("at", strategy.round)
+                    gate("go" if ME == 0 else "never")
+                strategy.run(lambda batch=batch: add_all([(v, batch.sum(axis=0))]))
+                sizes.append(len(batch))
+            say("pass", [turn, sizes, strategy.round])
+        say("sums", float(v[0]))
+
+    keys = {"workers": 2, "chief": "driver", "gates": ["go", "never"], "timeouts": QUICK}
+    with ProcessCluster(work, tmp_path, ((12, 4),), **keys) as job, job.server(PS0) as server:
+        job.hear(W1, "at", 3)
+        job.kill(W1)
+        job.hear(W0, "at", 6)
+        job.start(W1)
+        job.hear(W1, "open")
+        job.until(lambda: len(server.status().epoch.members) == 2)
+        job.open("go")
+        for task, sizes, rest in ((W0, [2] * 12, [2] * 12), (W1, [0] * 5, [2] * 4 + [0] * 8)):
+            assert job.hear(task, "pass") == [0, sizes, 12]
+            assert job.hear(task, "pass") == [1, rest, 24]
+            assert job.hear(task, "sums") == 2 * counts(24, 3 + 4)
+        job.finish()

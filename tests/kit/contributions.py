@@ -1,0 +1,223 @@
+"""Contributions as workers send them: with rows, with keys, in pieces that a test lets come; votes that it delivers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from psserver.effects import Peer
+from psserver.plans.prepared import PreparedPlan
+from psserver.plans.round import MemberShare, ReadyRound
+from pswire.api import Contribution, RoundReply
+from pswire.limits import ALIGN
+from pswire.model.hashing import BUCKETS
+from pswire.model.log import Member
+from pswire.model.plan import Apply, PlacedVariable, Plan, Reduction, Ref, VariableSpec
+from pswire.model.program import Program
+from pswire.model.rows import Rows
+from pswire.model.tables import ROWS, SlotTensor, TablePart, TableSpec
+from pswire.model.tensor import Array, TensorSpec, align
+from pswire.servers.votes import Vote
+from pswire.transport.parts import parts_of
+from pswire.transport.payload import Payload
+from tests.kit.rig import WORKERS, Job, Worker, adding, payload
+
+Given = Array | Rows | None
+"""What one worker gives to a reduction: an array, rows, or nothing, with a weight of 0."""
+
+
+def rows(*ids: int, of: Any = 1.0, width: int = 2, dtype: str = "float32") -> Rows:
+    """Rows for some places, all with one number, or as given."""
+    values = np.broadcast_to(np.asarray(of, dtype), (len(ids), width)).copy() if np.ndim(of) == 0 else np.asarray(of)
+    return Rows(np.array(ids, np.int64), values)
+
+
+def packed(plan: Plan, given: Sequence[Given], operands: Sequence[Array] = ()) -> tuple[tuple[int, ...], Payload]:
+    """How many rows each reduction of rows has, and the payload: what is dense, then ids and rows."""
+    counts = tuple(len(one.values) if isinstance(one, Rows) else 0 for n, one in enumerate(given) if n in plan.rows)
+    dense = [one for one in given if one is not None and not isinstance(one, Rows)]
+    tail = [array for one in given if isinstance(one, Rows) for array in one]
+    return counts, Payload.pack([*operands, *dense, *tail])
+
+
+def share(
+    place: int,
+    plan: Plan,
+    given: Sequence[Given],
+    operands: Sequence[Array] = (),
+    weights: Sequence[float] | None = None,
+    part_bytes: int = 1 << 20,
+) -> MemberShare:
+    """One worker's share of a round on server 0."""
+    counts, payload = packed(plan, given, operands)
+    chunks = [(at, memoryview(b"".join(buffers))) for at, buffers in parts_of(payload, part_bytes)]
+    own = tuple(weights) if weights else tuple(0.0 if one is None else 1.0 for one in given)
+    said = Contribution(place + 1, 1, 4, plan.id, own, rows=counts)
+    PreparedPlan(plan, 0).check(said, payload.size)
+    return MemberShare(Member(WORKERS[place], place + 1, 1), said, Payload(chunks, payload.size))
+
+
+def round_of(plan: Plan, *shares: MemberShare) -> ReadyRound:
+    """A round of these."""
+    return ReadyRound(4, PreparedPlan(plan, 0), shares, (), lambda: "the section")
+
+
+WHOLE = TensorSpec("float32", (ROWS, 2))
+"""A table of two numbers a row, as programs have it."""
+
+
+def part_of(
+    number: int,
+    spec: TableSpec,
+    server: int = 0,
+    buckets: range = range(BUCKETS),
+    slot: SlotTensor | None = None,
+    name: str = "users",
+    table: str = "users",
+) -> PlacedVariable:
+    """A variable that is a part of a table, or a tensor beside one."""
+    part = TablePart(table, spec, buckets.start, len(buckets), slot)
+    return PlacedVariable(number, VariableSpec(slot.name if slot else name, part.tensor, part=part), (server,))
+
+
+def create_part(job: Job, worker: Worker, variable: PlacedVariable) -> PlacedVariable:
+    """Creates it, as the next variable of a job."""
+    for place in dict.fromkeys((0, *variable.servers)):
+        reply = job.verbs[place].create_batch(worker.session, [variable])
+        assert (reply.error, reply.initialized) == (None, (variable.id,) * (place in variable.servers))
+    job.variables.append(variable)
+    return variable
+
+
+def by_keys(*tables: PlacedVariable, program: Program | None = None, **more: object) -> Plan:
+    """A plan that adds rows by keys to each table."""
+    reductions = tuple(Reduction("sum", WHOLE, v.servers, repr(v.spec.name), "keys") for v in tables)
+    applies = tuple(Apply(0, v.servers, (Ref("variable", v.id), Ref("reduction", n))) for n, v in enumerate(tables))
+    return Plan(reductions, programs=(program or adding(WHOLE),), applies=applies, **more)  # type: ignore[arg-type]
+
+
+def keyed(keys: Sequence[int], value: float = 1.0, times: Sequence[int] | None = None) -> list[Array]:
+    """Keys and how often each came, and rows that are all of one number."""
+    ids = np.array([keys, times or [1] * len(keys)], np.int64)
+    return [ids, np.full((len(keys), 2), value, "float32")]
+
+
+LIMIT = 64
+"""Bytes of contributions above which a round streams in tests that make it so; see `streaming`."""
+
+SIZE = 8
+"""Elements of the variables of such a round: one of float64 takes `LIMIT` bytes."""
+
+
+def streaming(monkeypatch: Any) -> None:
+    """Has the plans made from now on stream where their contributions exceed `LIMIT` bytes."""
+    monkeypatch.setattr("pswire.model.plan.PART_BYTES", LIMIT)
+
+
+class Sending:
+    """One attempt to contribute to the worker's next round: its header is there, and no byte yet.
+
+    Args:
+        worker: who contributes.
+        plan, values: what; see `Worker.push`.
+        weights, operands, want, server: as there.
+        observes: contributes nothing, and is there at once.
+
+    Attributes:
+        said: what it says.
+        payload: as far as it has come.
+        reply: what it is answered.
+        begun: payloads of answers that the server told of before they were there.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        plan: Plan,
+        values: Sequence[Any] = (),
+        *,
+        weights: Sequence[float] | None = None,
+        operands: Sequence[Any] = (),
+        want: tuple[int, ...] = (),
+        server: int = 0,
+        observes: bool = False,
+    ) -> None:
+        each = 0.0 if observes else float(worker.replicas)
+        given = tuple(weights) if weights is not None else (each,) * len(plan.reductions)
+        packed = Payload() if observes else payload(plan, server, values, given, operands)
+        self._bytes = bytearray(packed.size)
+        self._at = 0
+        for offset, buffer in packed.chunks:
+            self._bytes[offset : offset + len(buffer)] = buffer
+        self.payload = Payload((), packed.size)
+        self.begun: list[Payload] = []
+        self.said = Contribution(worker.session, worker.epoch, worker.round, plan.id, given, False, (), want, observes)
+        push = worker.job.verbs[server].push
+        self.reply: Future[RoundReply] = push(self.said, self.payload, self.begun.append)
+
+    def come(self, nbytes: int = 1 << 60, step: int = 1 << 60) -> Sending:
+        """More bytes come, in parts of `step`; all of them, where it is not said how many."""
+        end = min(align(self._at + nbytes), len(self._bytes))
+        while self._at < end:
+            upto = min(end, self._at + align(min(step, end)))
+            self.payload.add(self._at, memoryview(bytes(self._bytes[self._at : upto])))
+            self._at = upto
+        return self
+
+    def told(self) -> Payload:
+        """The payload of the answer that has begun; fails unless the server told of one."""
+        (payload,) = self.begun
+        return payload
+
+
+def zeros(count: int) -> list[Array]:
+    """First values for variables of rounds that stream."""
+    return [np.zeros(SIZE) for _ in range(count)]
+
+
+def full(*values: float) -> list[Array]:
+    """Contributions that have one number in all elements."""
+    return [np.full(SIZE, value) for value in values]
+
+
+def stored(job: Job, *variables: PlacedVariable) -> list[float]:
+    """What a server has of variables at this moment, which no client can see; each must have one number throughout."""
+    values = [job.servers.cores[0].machine.store.value(variable.id) for variable in variables]
+    assert all((value == value[0]).all() or np.isnan(value).all() for value in values)
+    return [float(value[0]) for value in values]
+
+
+def arrays(payload: Payload) -> list[float]:
+    """The variables in the beginning of an answer, as far as they are there; each has one number throughout."""
+    end = payload.end // (SIZE * 8)
+    whole = np.concatenate([np.frombuffer(buffer, np.float64) for _, buffer in payload.chunks] or [np.zeros(0)])
+    assert payload.end % ALIGN == 0
+    return [float(whole[at * SIZE]) for at in range(end)]
+
+
+class Mail:
+    """The other servers of a core: keeps what it says.
+
+    Args:
+        sender: the core's number.
+        votes: what is on its way, as (sender, receiver, vote).
+
+    Attributes:
+        known: where the servers are, as the core was told.
+    """
+
+    def __init__(self, sender: int, votes: list[tuple[int, int, Vote]]) -> None:
+        self.known: tuple[Peer, ...] = ()
+        self._sender = sender
+        self._votes = votes
+
+    def know(self, servers: Sequence[Peer]) -> None:
+        """Keeps where the servers of a job are."""
+        self.known = tuple(servers)
+
+    def say(self, server: int, vote: Vote) -> None:
+        """Adds a vote to what is on its way."""
+        self._votes.append((self._sender, server, vote))

@@ -1,0 +1,192 @@
+"""Processes that fail where a test says: they die at a point of a save, flip a bit, or hold a read back.
+
+Run as a program: `faulty_servers.py POINT server|chief ...`; nothing but the point differs from `psserver`, or from a
+chief without a script.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def die(*_: object) -> None:
+    """Ends as a machine does that loses its power."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _half(file: Any, data: Any) -> None:
+    file.write(data[: len(data) // 2])
+    file.flush()
+    die()
+
+
+def _server(point: str) -> None:
+    from pswire.checkpoint import safetensors_stream, storage
+    from pswire.checkpoint.manifest import MANIFEST
+    from pswire.model.tensor import as_bytes
+
+    directory, replace, put = storage.Directory, os.replace, storage.Directory.put
+
+    def at_name(source: Any, target: Any) -> None:
+        if (os.path.basename(target) == MANIFEST) == (point == "naming the manifest"):
+            die()
+        replace(source, target)
+
+    def after(self: Any, path: str, data: bytes) -> None:
+        put(self, path, data)
+        die()
+
+    match point:
+        case "before a shard":
+            directory.write = die  # type: ignore[method-assign, assignment]
+        case "in a shard":
+            safetensors_stream.append = lambda file, arrays: _half(file, as_bytes(next(iter(arrays))))  # type: ignore[assignment, return-value]
+        case "naming a shard" | "naming the manifest":
+            storage.os.replace = at_name  # type: ignore[assignment]
+        case "before the manifest":
+            directory.put = die  # type: ignore[method-assign, assignment]
+        case "in the manifest":
+            directory.put = lambda self, path, data: self.write(path, lambda file: _half(file, data))  # type: ignore[method-assign]
+        case "after the manifest":
+            directory.put = after  # type: ignore[method-assign]
+        case "in a restore":
+            safetensors_stream.read = die  # type: ignore[assignment]
+        case _:
+            raise ValueError(point)
+
+
+def _chief(point: str) -> None:
+    from psclient._src.transport.remote_server import RemoteServer
+
+    ask = RemoteServer.snapshot
+
+    def asking(self: RemoteServer, token: int, plan_id: bytes, manifest: str) -> Any:
+        if point == ("before the manifest" if manifest else "before the shards"):
+            die()
+        answer = ask(self, token, plan_id, manifest)
+        if point == ("after the manifest" if manifest else "after a shard"):
+            answer.result()
+            die()
+        return answer
+
+    if point not in ("before the shards", "after a shard", "before the manifest", "after the manifest", "never"):
+        raise ValueError(point)
+    RemoteServer.snapshot = asking  # type: ignore[method-assign]
+
+
+def main(point: str, kind: str, *args: str) -> None:
+    """Runs a server with these flags, or a chief of the cluster in TF_CONFIG, until it dies."""
+    if kind == "server":
+        _server(point)
+        from psserver.cli import main as serve
+
+        serve(args)
+    else:
+        _chief(point)
+        from psclient._src.config import security_from
+        from psclient._src.launch.chief import drive
+        from pswire.cluster import parse_tf_config
+        from pswire.limits import Timeouts
+
+        config = parse_tf_config(args[0])
+        assert config is not None
+        drive(config, Timeouts(lease=60.0), security_from("chief-0"), "", "lost")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+
+
+BIT = 1 << 20
+"""The bit of a float32: not the last, which the next addition may round away."""
+
+FLIPPING = """
+import os
+import sys
+
+args = sys.orig_argv
+if "psserver" in args and args[args.index("--task") + 1] == "{server}":
+    from psserver.state.variables import Store
+
+    commit = Store.commit
+
+    def failing(self, values, *rest):
+        commit(self, values, *rest)
+        for id in values:
+            name = self.variables[id].spec.name
+            mark = os.path.join("{directory}", name.replace("/", "-"))
+            if os.path.exists(mark):
+                value = self._values[id] = self._values[id].copy()
+                if {always}:
+                    value.reshape(-1)[0] *= 1.001
+                else:
+                    value.reshape(-1).view("uint32")[0] ^= {bit}
+                    os.unlink(mark)
+
+    Store.commit = failing
+"""
+
+
+def flips(directory: Path, server: int, always: bool = False) -> dict[str, str]:
+    """Returns what the environment of servers has to have so that a variable of one of them can fail.
+
+    Args:
+        directory: where `fail` marks variables.
+        server: the number of the server.
+        always: True if each value that a round assigns is a thousandth too large; False if the next one has another
+            bit, and all others are right.
+    """
+    place = directory / "failing"
+    place.mkdir()
+    code = FLIPPING.format(server=server, directory=place, bit=BIT, always=always)
+    (place / "sitecustomize.py").write_text(code, encoding="utf-8")
+    return {"PYTHONPATH": os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])}
+
+
+def fail(directory: Path, name: str) -> None:
+    """Has a variable fail with the next round that assigns it."""
+    (directory / "failing" / name.replace("/", "-")).touch()
+
+
+HOLDING = """
+import os
+import sys
+import time
+
+if "psserver" in sys.orig_argv:
+    from psserver.checkpoints.handover import Handover
+    from psserver.plans import backlog
+
+    read = Handover._read
+
+    def held(self, order, *rest):
+        parent = os.getppid()  # a test that was killed lets nobody read any more
+        while os.getppid() == parent and not os.path.exists(os.path.join("{directory}", "read")):
+            time.sleep(0.01)
+        return read(self, order, *rest)
+
+    Handover._read = held
+    backlog.BACKLOG_BYTES = {most}
+"""
+
+
+def holds_reading(directory: Path, most: int = 1 << 30) -> dict[str, str]:
+    """Returns what the environment of servers has to have so that they wait for `let_read`.
+
+    Args:
+        directory: where the test tells them.
+        most: bytes of contributions that a server keeps meanwhile.
+    """
+    place = directory / "reading"
+    place.mkdir(parents=True)
+    (place / "sitecustomize.py").write_text(HOLDING.format(directory=place, most=most), encoding="utf-8")
+    return {"PYTHONPATH": os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])}
+
+
+def let_read(directory: Path) -> None:
+    """Lets servers read, now and from now on."""
+    (directory / "reading" / "read").touch()

@@ -1,0 +1,366 @@
+"""Workers, members and threads in this process, which go on when a test says so."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import Any, Protocol
+
+import numpy as np
+
+from psclient._src import values
+from psclient._src.data.distributed import DistributedDataset
+from psclient._src.devices import Device
+from psclient._src.processes.aggregation.sums import Own, part_of, sum_of
+from psclient._src.rounds.membership import Group
+from psclient._src.rounds.rounds import Exchange, Outgoing
+from psclient._src.transport.session import Session
+from pswire.api import Contribution, RoundReply
+from pswire.cluster import Task
+from pswire.limits import ALIGN, Timeouts
+from pswire.model.log import Examples, Member, Mode, Position
+from pswire.model.plan import VariableSpec
+from pswire.model.tensor import TensorSpec
+from pswire.transport.payload import Payload
+from tests.kit.rig import WORKERS, Job
+
+
+class Worker:
+    """One worker of a group in this process; `do_round` is what a round of all workers does."""
+
+    def __init__(self, first: int = 0, local: int = 1, replicas: int = 1, at: Position | None = None) -> None:
+        self.devices = tuple(Device("cpu", index) for index in range(local))
+        self.where = (first, replicas)
+        self.at = at
+        self.more = False
+        self.others_more: bool | None = None
+        self.empty: frozenset[int] = frozenset()
+        self.fraction: float | None = None
+        self.next: dict[int, Position] = {}
+        self.events: list[str] = []
+        self.backup_workers = 0
+        self.late = self.behind = False
+        self.dealt: tuple[Examples, ...] = ()
+
+    def join(self, dataset: int) -> None:
+        self.events.append(f"join {dataset}")
+
+    def boundary(self, dataset: int) -> None:
+        self.events.append(f"boundary {dataset}")
+
+    def slice(self) -> tuple[int, int]:
+        return self.where
+
+    def share(self) -> tuple[int, int]:
+        return self.where
+
+    def position(self, dataset: int) -> Position | None:
+        return self.at if self.at and self.at.dataset == dataset else None
+
+    def advance(
+        self,
+        dataset: int,
+        epoch: int,
+        index: int,
+        more: bool,
+        empty: frozenset[int],
+        fraction: float | None = None,
+        returned: tuple[Examples, ...] = (),
+    ) -> None:
+        self.fraction = fraction
+        self.next[dataset] = Position(dataset, epoch, index, returned)
+        self.more, self.empty, self.others_more = more, empty, None
+
+    def finish(self, dataset: int) -> None:
+        self.empty = frozenset()
+
+    def made_round(self, dataset: int) -> bool:
+        return self.others_more is not None
+
+    def any_more(self, dataset: int) -> bool | None:
+        return self.others_more
+
+    def returned(self, dataset: int) -> tuple[Examples, ...]:
+        at = self.next.get(dataset) or self.position(dataset)
+        return at.returned if at else ()
+
+    def left_out(self, dataset: int) -> bool:
+        return self.late
+
+    def is_behind(self, dataset: int) -> bool:
+        return self.behind
+
+    def deal(self, dataset: int, examples: Sequence[Examples]) -> None:
+        self.dealt = tuple(examples)
+
+
+def do_round(*workers: Worker) -> None:
+    """Tells each worker whether any of them has a further batch."""
+    more = any(worker.more for worker in workers)
+    for worker in workers:
+        worker.others_more = more
+
+
+def rows(batch: Any) -> list[list[Any]]:
+    """What each local replica got."""
+    return [part.tolist() for part in values.local_results(batch)]
+
+
+def distributed(dataset: Any, worker: Worker, **said: Any) -> DistributedDataset:
+    """The dataset with number 0, as a worker sees it."""
+    return DistributedDataset(dataset, worker, 0, **said)
+
+
+def team(split: Sequence[int]) -> list[Worker]:
+    """Workers with so many local replicas each."""
+    return [Worker(sum(split[:index]), local, sum(split)) for index, local in enumerate(split)]
+
+
+NUMBER = TensorSpec("int64", ())
+SLOW = Timeouts(beat=60.0)
+
+
+class Process:
+    """One process's part of a strategy."""
+
+    def __init__(self, job: Job, task: Any, mode: Mode, replicas: int = 1, timeouts: Timeouts = SLOW) -> None:
+        devices = tuple(Device("cpu", index) for index in range(replicas))
+        self.session = Session(task, job.verbs, replicas, timeouts=timeouts, consistency=mode)
+        self.session.open()
+        self.group = Group(self.session, devices)
+        self.exchange = Exchange(self.session, self.group)
+
+    @property
+    def member(self) -> Member:
+        return Member(self.session.task, self.session.number, self.session.replicas, self.session.consistency)
+
+    def create(self, name: str, server: int = 0) -> Any:
+        return self.exchange.creation.create(VariableSpec(name, NUMBER), (server,), np.asarray(0), now=True)
+
+    def add(self, plan: Any, value: int) -> None:
+        self.exchange.enter(plan)
+        self.exchange.send(Outgoing(plan, (1.0,), (np.asarray(value),), ()))
+        self.exchange.window.settle()
+
+
+@contextmanager
+def began(job: Job, mode: Mode, *replicas: int) -> Iterator[list[Process]]:
+    """Processes that begin a job together, with these numbers of replicas."""
+    found = [Process(job, task, mode, count) for task, count in zip(WORKERS, replicas, strict=False)]
+    try:
+        job.close([one.member for one in found])
+        yield found
+    finally:
+        for one in found:
+            one.session.leave()
+
+
+SECONDS = 20.0
+"""How long a strand may go on without a pause; it does so for a few milliseconds."""
+
+
+class Crashed(BaseException):
+    """The strand was killed where it stood. No error that the code may catch."""
+
+
+class Strand:
+    """Some work in a thread of its own, which stands still but within `resume`.
+
+    Args:
+        work: what it does; it calls `pause` wherever something else may happen.
+
+    Attributes:
+        over: whether the work has ended, or was killed.
+    """
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.over = False
+        self._work = work
+        self._killed = False
+        self._error: BaseException | None = None
+        self._turn, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def resume(self, times: int = 1) -> None:
+        """Lets it go on until it pauses; raises what it raised."""
+        for _ in range(times):
+            if self.over:
+                return
+            self._turn.release()
+            if not self._done.acquire(timeout=SECONDS):
+                self.over = True  # it is lost, and must not hold up the end of the test
+                raise AssertionError(f"a strand blocks:\n{self._where()}")
+            if self._error:
+                raise self._error
+
+    def kill(self) -> None:
+        """Ends it where it stands: nothing that it does on its way out has an effect if it pauses first."""
+        self._killed = True
+        if not self.over:
+            self._turn.release()
+            self._thread.join(SECONDS)
+            self.over = True
+
+    def _where(self) -> str:
+        """Where it stands."""
+        return "".join(traceback.format_stack(sys._current_frames()[self._thread.ident or 0]))
+
+    def pause(self) -> None:
+        """Within the work: something else may happen now. Of another thread's calls it knows nothing."""
+        if threading.current_thread() is not self._thread:
+            return
+        if self._killed:
+            raise Crashed
+        self._done.release()
+        self._turn.acquire()
+        if self._killed:
+            raise Crashed
+
+    def _run(self) -> None:
+        self._turn.acquire()
+        try:
+            if not self._killed:
+                self._work()
+        except Crashed:
+            return
+        except BaseException as error:  # raised where the test is
+            self._error = error
+        self.over = True
+        self._done.release()
+
+
+Singles = Sequence[Own]
+"""Contributions that are summed."""
+
+
+class HostProcess(Protocol):
+    """A worker's process."""
+
+    task: Task
+    state: str
+    exchange: Exchange
+
+
+@dataclass
+class Door:
+    """A worker's place at its host, which takes what it would push.
+
+    Attributes:
+        host: its host.
+        process: the worker.
+    """
+
+    host: ModelHost
+    process: HostProcess
+
+    def push(self, own: Own) -> Future[RoundReply]:
+        """Takes a contribution."""
+        if not own.plan.sums or own.said.lookups:
+            return own.singly()
+        self.host.take(self.process, own)
+        return own.future
+
+    def by_itself(self, push: Callable[[], Future[RoundReply]]) -> Future[RoundReply]:
+        """Pushes a contribution that is in no sum."""
+        return push()
+
+
+class ModelHost:
+    """A host.
+
+    Args:
+        number: its number.
+        send: sends a sum from a task to a server.
+        specs: returns the tensors of some variables.
+        luck: what comes.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        send: Callable[[Task, int, Contribution, Payload, Singles], Future[RoundReply]],
+        specs: Callable[[Sequence[int]], list[TensorSpec]],
+        luck: Random,
+    ) -> None:
+        self.number = number
+        self.made = 0
+        self._send = send
+        self._specs = specs
+        self._luck = luck
+        self._open: dict[tuple[int, int], list[tuple[HostProcess, Own]]] = defaultdict(list)
+        self._decided: set[tuple[int, int]] = set()
+        self._sent: list[tuple[HostProcess, list[tuple[HostProcess, Own]]]] = []
+
+    def take(self, process: HostProcess, own: Own) -> None:
+        """Takes what a worker contributes to a round."""
+        key = own.server, own.said.round
+        if key in self._decided:
+            own.refuse()
+        else:
+            self._open[key].append((process, own))
+
+    def go_on(self) -> None:
+        """Some of what is there is summed, and some goes by itself; more of it may still come."""
+        for key in list(self._open):
+            if self._luck.randrange(8) == 0:
+                self._refuse(self._open.pop(key))
+            elif len(self._open[key]) > self._luck.randrange(4):
+                self._decided.add(key)
+                self._sum(self._open.pop(key))
+
+    def end(self, process: HostProcess) -> None:
+        """A worker has died: what it has sent for others may still arrive, and they find out that it is gone."""
+        for leader, singles in [each for each in self._sent if each[0] is process]:
+            self._sent.remove((leader, singles))
+            self._refuse(singles)
+
+    def _sum(self, singles: list[tuple[HostProcess, Own]]) -> None:
+        living = [(process, own) for process, own in singles if process.state == "runs"]
+        if len(singles) < 2 or not living:
+            self._refuse(singles)
+            return
+        ordered = sorted(singles, key=lambda each: each[0].task)
+        leader, mine = self._luck.choice(living)
+        found = sum_of(mine, [own for _, own in ordered])
+        if found is None:
+            self._refuse(singles)
+            return
+        said, whole = found
+        data = whole.chunks[0][1]
+        cut = [(begin, data[begin : begin + ALIGN]) for begin in range(0, len(data), ALIGN)]
+        self.made += 1
+        self._sent.append((leader, ordered))
+        pushed = self._send(leader.task, mine.server, said, Payload(cut, whole.size), [own for _, own in ordered])
+        pushed.add_done_callback(partial(self._answered, self._sent[-1], mine, said.want))
+
+    def _answered(
+        self,
+        sent: tuple[HostProcess, list[tuple[HostProcess, Own]]],
+        mine: Own,
+        want: Sequence[int],
+        pushed: Future[RoundReply],
+    ) -> None:
+        if sent not in self._sent:
+            return  # who has sent it is gone
+        self._sent.remove(sent)
+        if pushed.exception() is not None:
+            self._refuse(sent[1])
+            return
+        specs = [*self._specs(want), *(spec for _, spec in mine.plan.given(mine.server))]
+        for process, own in sent[1]:
+            if process.state == "runs":
+                own.answer(part_of(pushed.result(), want, own.said.want, lambda: specs))
+
+    def _refuse(self, singles: list[tuple[HostProcess, Own]]) -> None:
+        for process, own in singles:
+            if process.state == "runs":
+                own.refuse()

@@ -1,0 +1,390 @@
+"""Jobs in simulated time: the real servers, chief and workers, while a test makes them fail.
+
+    with World(servers=3, copies=1) as job:
+        job.rounds(20)           # simulated time passes until each worker has made 20 more rounds
+        job.kill(PS1)
+        job.until(lambda: job.gone == {1})
+        job.finish()             # all end well, and every contribution that was answered has counted once
+
+Two runs are equal; `seed` draws how long steps take, and so which messages cross.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import count
+from math import inf
+from random import Random
+from typing import Any, Self
+
+import numpy as np
+
+from pstesting.simulation.clients import SimulatedChief, SimulatedProcess, SimulatedWorker, simulated_time
+from pstesting.simulation.clusters import Cluster
+from pstesting.simulation.costs import Costs, LaneCosts
+from pstesting.simulation.host_sums import HostSums
+from pstesting.simulation.machines import Host
+from pstesting.simulation.scheduler import Scheduler
+from pstesting.simulation.servers import SimulatedServer
+from pstesting.simulation.workloads import Workload
+from pswire.cluster import ClusterSpec, Task
+from pswire.errors import PSError, TaskTaken
+from pswire.limits import Timeouts
+from pswire.model.log import Mode
+from pswire.model.plan import Plan, SnapshotOrder
+from pswire.model.status import ServerStatus
+from pswire.model.tensor import TensorSpec
+
+log = logging.getLogger("psclient.chief")
+
+US = 1e-6
+COSTS = Costs(
+    {"tcp": LaneCosts(50 * US, 0.0, 100 * US, 0.0, 40 * US, 0.0, 60 * US, 0.0, 20 * US, 30 * US)},
+    step=200 * US, step_variable=0.0, round=300 * US, round_variable=0.0, kernel_byte=0.0, apply_byte=0.0,
+    row=0.0, step_row=0.0, vote=20 * US, call=50 * US, beat=50 * US,
+)  # fmt: skip
+
+QUICK = Timeouts(lease=2.0, beat=0.25, call=60.0, round=120.0, word=0.5, chief=120.0, start=120.0)
+"""Simulated seconds."""
+
+BASE = 1000.0
+"""Worker n contributes this to the power of n: the digits of a sum count the contributions of each worker."""
+
+SOON = 300.0
+"""Simulated seconds within which all must happen that a test waits for."""
+
+_places = count()
+
+
+class TrainingWorker(SimulatedWorker):
+    """A worker that trains until the job says how many rounds it makes; notes what each of them has left.
+
+    Attributes:
+        made: by round, the value that all variables have after it.
+        joined: the round with which it began; None before.
+        chief: the chief that it has become, if it has.
+    """
+
+    def __init__(self, job: World, task: Task, host: Host) -> None:
+        near = HostSums(job.scheduler, job.cluster, 1)
+        super().__init__(job.scheduler, host, job.servers, job.cluster, job.members, task, 0, job._made, near)
+        if not job.cluster.copied:
+            self.lines[0]._decides = True
+        for line in self.lines:
+            line._silence = job.cluster.timeouts.server
+        self.made: dict[int, float] = {}
+        self.joined: int | None = None
+        self.chief: DrivingChief | None = None
+        self.group.departure.hand_over = self._hand_over
+        self.session.drive = self._take_the_chief_s_place
+        self._job = job
+
+    def _script(self) -> None:
+        job, workload, reads = self._job, self._cluster.workload, self.exchange.reads
+        self.session.open()
+        self.session.await_job()
+        create, tensor = self.exchange.creation.create, workload.tensor
+        variables = [create(spec, where, np.zeros(tensor.shape, tensor.dtype)) for spec, where in workload.created]
+        self.exchange.creation.send()
+        mine = np.full(tensor.shape, BASE**self.task.index, tensor.dtype)
+        for variable in variables:
+            reads.read(variable)
+        while self.group.round < job.last:
+            self.spend(workload.step * job.luck.uniform(0.5, 1.5))
+            self.exchange.begin_run()
+            self.exchange.enter(workload.plan)
+            if self.joined is None:
+                self.joined = self.group.round
+            round = self.group.round
+            if round >= job.last:
+                break
+            self.exchange.send(self._outgoing(workload.plan, (mine,) * len(variables)))
+            values = {float(x) for variable in variables for x in np.unique(np.asarray(reads.read(variable)))}
+            assert len(values) == 1, f"round {round} counts on some variables only: {values}"
+            self.made[round] = values.pop()
+            self._made(self.task)
+        self.exchange.settle()
+        self.session.leave()
+        if self.chief is not None:
+            job.scheduler.wait([self.chief.over])
+
+    def _hand_over(self, path: str, state: str, returns: int) -> None:
+        servers = tuple(range(len(self._job.servers)))
+        self.exchange.settle()
+        plan = Plan(snapshot=SnapshotOrder(path, servers, self.group.round, state, returns))
+        self.exchange.send(self._outgoing(plan, ()))
+
+    def _outgoing(self, plan: Plan, values: Sequence[Any]) -> Any:
+        from psclient._src.rounds.rounds import Outgoing
+
+        return Outgoing(plan, (1.0,) * len(values), tuple(values), ())
+
+    def _take_the_chief_s_place(self) -> None:
+        """As `Deputy`: server 0 says that nobody drives the job."""
+        if self.chief is None:
+            self.chief = DrivingChief(self._job, self.task, self.strand.host, takes_over=True)
+            self.chief.begin()
+
+    def kill(self) -> None:
+        super().kill()
+        if self.chief is not None:
+            self.chief.kill()
+
+
+class DrivingChief(SimulatedChief):
+    """A chief; with `takes_over` beside the script of a worker.
+
+    Attributes:
+        over: answered once it has ended.
+    """
+
+    def __init__(self, job: World, task: Task, host: Host, takes_over: bool = False) -> None:
+        super().__init__(job.scheduler, host, job.servers, job.cluster, job.spec)
+        timeouts = job.cluster.timeouts
+        silence = min(timeouts.server, timeouts.lease + 0.5) if job.cluster.copied else timeouts.server
+        for line in self.lines:
+            line._silence = silence
+        self.chief.task = task
+        from pstesting.simulation.scheduler import UnlockedFuture
+
+        self.over: Any = UnlockedFuture()
+        self._job, self._task, self._takes_over = job, task, takes_over
+
+    def _script(self) -> None:
+        try:
+            if self._takes_over:
+                log.warning("nobody drives the job any more: %s does, from now on", self._task)
+            self.chief.drive(self._takes_over, waits=not self._takes_over)
+        except TaskTaken:
+            if not self._takes_over:
+                raise
+            self._job.workers[self._task].chief = None
+        finally:
+            self.over.set_result(None)
+
+
+class World:
+    """A job, its time, and what a test does to it; a context manager within which all happens.
+
+    Args:
+        servers, workers: how many.
+        copies: servers beside the first that hold each variable.
+        rounds: the rounds of the job; by default as many as there are until `finish`.
+        step: mean seconds between two rounds of a worker.
+        mode, backup_workers, staleness: how workers make their rounds.
+        timeouts: of the job.
+        slow: by worker, how many times longer its work takes.
+        seed: draws how long steps take.
+
+    Attributes:
+        scheduler: the simulated time.
+        servers: the newest process of each server.
+        workers, chief: the newest process of each other task.
+        lives: all processes of workers that there were.
+        deaths: how often each worker was killed.
+    """
+
+    def __init__(
+        self,
+        servers: int = 2,
+        workers: int = 2,
+        copies: int = 1,
+        rounds: float = inf,
+        step: float = 0.03,
+        mode: Mode = "whole",
+        backup_workers: int = 0,
+        staleness: int = 0,
+        timeouts: Timeouts = QUICK,
+        slow: Mapping[int, float] | None = None,
+        seed: int = 0,
+    ) -> None:
+        workload = Workload(servers, step=step, copies=copies, tensor=TensorSpec("float64", (4,)))
+        self.cluster = Cluster(
+            workers, workload, COSTS, mode=mode, backup_workers=backup_workers, staleness=staleness, timeouts=timeouts,
+            root=f"memory://simulated-{next(_places)}",
+        )  # fmt: skip
+        self.last, self.luck = rounds, Random(seed)
+        self.scheduler = Scheduler()
+        counts = {"ps": servers, "worker": workers, "chief": 1}
+        self.spec = ClusterSpec({job: [f"{job}:1"] * count for job, count in counts.items()})
+        self.members = self.spec.tasks("worker")
+        self.lives: list[TrainingWorker] = []
+        self.deaths: dict[Task, int] = defaultdict(int)
+        self.workers: dict[Task, TrainingWorker] = {}
+        self._slow = slow or {}
+        self._stack = ExitStack()
+        self._server_lives: dict[int, int] = defaultdict(int)
+
+    def __enter__(self) -> Self:
+        self._stack.callback(self.scheduler.close)
+        self._stack.enter_context(simulated_time(self.scheduler))
+        self.servers: list[SimulatedServer] = []
+        for index in range(self.cluster.workload.servers):
+            self.servers.append(self._server(index))
+        self.chief = self._client(Task("chief", 0))
+        for task in self.members:
+            self._client(task)
+        return self
+
+    def __exit__(self, *rest: object) -> None:
+        self._stack.close()
+
+    # ---- Processes ----
+
+    def _host(self) -> Host:
+        return Host(self.scheduler)
+
+    def _server(self, index: int) -> SimulatedServer:
+        made = SimulatedServer(self.scheduler, self._host(), index, self.cluster, self._server_lives[index])
+        self._server_lives[index] += 1
+        made.others = self.servers
+        return made
+
+    def _client(self, task: Task) -> Any:
+        if task.job == "chief":
+            self.chief = DrivingChief(self, task, self._host())
+            self.chief.begin()
+            return self.chief
+        worker = TrainingWorker(self, task, self._host())
+        worker.strand.slow = self._slow.get(task.index, 1.0)
+        self.workers[task] = worker
+        self.lives.append(worker)
+        worker.begin()
+        return worker
+
+    def process(self, task: Task) -> Any:
+        """The newest process of a task."""
+        if task.job == "ps":
+            return self.servers[task.index]
+        return self.chief if task.job == "chief" else self.workers[task]
+
+    def kill(self, *tasks: Task) -> None:
+        """Kills the newest process of each task, all at the same moment."""
+        for task in tasks:
+            self.deaths[task] += 1
+            self.process(task).kill()
+
+    def start(self, *tasks: Task) -> None:
+        """Starts a new process of each task."""
+        for task in tasks:
+            if task.job == "ps":
+                self.servers[task.index] = self._server(task.index)
+            else:
+                self._client(task)
+
+    def pause(self, server: Task) -> None:
+        """A server stands still: it is silent, and not gone."""
+        self.process(server).pause()
+
+    def resume(self, server: Task) -> None:
+        """It goes on."""
+        self.process(server).resume()
+
+    def cut(self, one: Task, other: Task) -> None:
+        """Two servers do not reach each other any more."""
+        self.servers[one.index].cut(other.index)
+        self.servers[other.index].cut(one.index)
+
+    def mend(self, one: Task, other: Task) -> None:
+        """They do again."""
+        self.servers[one.index].mend(other.index)
+        self.servers[other.index].mend(one.index)
+
+    # ---- Time ----
+
+    def until(self, true: Callable[[], object], limit: float = SOON) -> None:
+        """Lets time pass until something is true; fails where that takes some seconds, or cannot happen any more."""
+        self.scheduler.run(lambda: bool(true()), self.scheduler.now + limit)
+
+    def wait(self, seconds: float) -> None:
+        """Lets some seconds pass."""
+        until = self.scheduler.now + seconds
+        self.scheduler.at(until, lambda: None)
+        self.until(lambda: self.scheduler.now >= until)
+
+    def rounds(self, more: int, *tasks: Task) -> None:
+        """Lets time pass until some workers, by default all that are alive, have made some more rounds."""
+        living = tasks or [task for task, worker in self.workers.items() if worker.alive]
+        wanted = {task: len(self.workers[task].made) + more for task in living}
+        self.until(lambda: all(len(self.workers[task].made) >= wanted[task] for task in wanted))
+
+    def _made(self, task: Task) -> None:
+        """A worker has made a round."""
+
+    # ---- What is seen ----
+
+    @property
+    def round(self) -> int:
+        """The last round that any worker has made."""
+        return max((max(worker.made, default=-1) for worker in self.lives), default=-1)
+
+    def status(self, server: Task) -> ServerStatus:
+        """What a server says of itself."""
+        return self.servers[server.index].core.status()
+
+    @property
+    def gone(self) -> set[int]:
+        """The servers without which the workers that are alive go on, as each of them knows."""
+        known = [worker.session.hosting.gone for worker in self.workers.values() if worker.alive]
+        return set(frozenset.intersection(*known)) if known else set()
+
+    def is_back(self, *servers: Task) -> bool:
+        """Whether all go on with servers, each of which has its variables: then others may be lost."""
+        for server in servers:
+            status = self.status(server)
+            if server.index in self.gone or status.incarnation not in status.incarnations or status.catching_up:
+                return False
+        processes = [worker.session for worker in self.workers.values() if worker.alive]
+        processes += [self.chief.chief._session] if self.chief.alive else []
+        return all(server.index not in process.hosting.gone for process in processes for server in servers)
+
+    def failures(self) -> dict[Task, PSError]:
+        """With what processes have ended that were not killed."""
+        found: dict[Task, SimulatedProcess] = {**self.workers, Task("chief", 0): self.chief}
+        return {task: process.failure for task, process in found.items() if process.failure is not None}
+
+    # ---- The end ----
+
+    def finish(self, more: int = 8, *, chief: bool = True) -> list[int]:
+        """Lets the job end after some more rounds; returns how many contributions of each worker have counted.
+
+        Every process has to end well, each round has counted on all variables or on none, and a contribution counts
+        once if it was answered, and at most once if not.
+        """
+        self.last = min(self.last, self.round + 1 + more)
+        living = [worker for worker in self.workers.values() if worker.alive]
+        self.until(lambda: not any(worker.alive for worker in living))
+        if chief:
+            self.until(lambda: not self.chief.alive)
+        assert self.failures() == {}
+        return self.check()
+
+    def check(self) -> list[int]:
+        """Checks what all processes of workers have seen, and what the servers hold; see `finish`."""
+        seen: dict[int, set[float]] = defaultdict(set)
+        for worker in self.lives:
+            for round, value in worker.made.items():
+                seen[round].add(value)
+        assert all(len(values) == 1 for values in seen.values()), "workers have seen different values of a round"
+        total = max((value for values in seen.values() for value in values), default=0.0)
+        for server in self.servers:
+            held = [n for n, (_, where) in enumerate(self.cluster.workload.created) if server.index in where]
+            if server.alive and not server._paused:
+                found = {float(x) for n in held for x in np.asarray(server.core.machine.store.value(n))}
+                assert found == {total}, f"server {server.index} holds {found}, and workers have seen {total}"
+        counted = []
+        for task in self.members:
+            times = int(total // BASE**task.index % BASE)
+            answered = sum(len(worker.made) for worker in self.lives if worker.task == task)
+            assert answered <= times <= answered + self.deaths[task], (task, times, answered, self.deaths[task])
+            counted.append(times)
+        return counted
+
+
+def with_lease(lease: float, **more: float) -> Timeouts:
+    """The timeouts of a job, with another lease."""
+    return replace(QUICK, lease=lease, **more)
