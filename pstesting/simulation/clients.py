@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from math import inf
 from typing import Any, TypeVar
 from unittest import mock
 
 import numpy as np
 
-from psclient._src.chief import checkpoints, driver, hung_members, returns
+from psclient._src.chief import checkpoints, differences, driver, farewells, hung_members, returns, standby
 from psclient._src.chief.driver import Chief
 from psclient._src.devices import Device
 from psclient._src.rounds import counters, creation, first_values, read_cache, rounds
@@ -27,28 +28,51 @@ from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.host_sums import HostSums
 from pstesting.simulation.machines import Host, Strand
 from pstesting.simulation.scheduler import Process, Scheduler, UnlockedFuture
-from pstesting.simulation.servers import Line, SimulatedServer
+from pstesting.simulation.servers import RESET_SECONDS, Line, SimulatedServer
 from pstesting.simulation.workloads import TINY
 from pswire.api import Opened
 from pswire.cluster import ClusterSpec, Task
-from pswire.errors import PSError, ServerGone
-from pswire.model.log import Gone
+from pswire.errors import PSError
 from pswire.telemetry import reminder
 from pswire.transport.futures import settle
 
 T = TypeVar("T")
 
 TIMED = (
-    *(counters, checkpoints, creation, driver, first_values, hosting, hung_members, patience, read_cache, reminder),
-    session,
+    *(counters, checkpoints, creation, differences, driver, first_values, hosting, hung_members, patience, read_cache),
+    *(reminder, returns, session, standby),
 )
 """Modules that look at the clock."""
 
 WAITING = (checkpoints, driver, hosting, returns, rounds, session)
 """Modules that wait for futures."""
 
+CONNECTED = {
+    hosting: ("RemoteServer", "elsewhere", "expect", "look_again", "follow_moves"),
+    returns: ("elsewhere", "expect"),
+    farewells: ("elsewhere",),
+    driver: ("expect",),
+}
+"""Modules that handle connections, and what they do with them."""
+
 THREADED = (driver, session)
 """Modules that make calls in threads."""
+
+
+def _look_again(line: Line) -> None:
+    if line.failed:
+        line.begin_anew()
+        line.expect()
+
+
+CONNECTIONS: dict[str, Any] = {
+    "RemoteServer": Line,
+    "elsewhere": lambda line, address, call=None: line.elsewhere(address),
+    "expect": Line.expect,
+    "look_again": _look_again,
+    "follow_moves": lambda servers, moved: [],
+}
+"""The same, done with `Line`; servers of a simulation do not move."""
 
 
 class SimulatedThreads:
@@ -84,6 +108,9 @@ def simulated_time(scheduler: Scheduler) -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, "time", clock))
         for module in WAITING:
             stack.enter_context(mock.patch.object(module, "wait", scheduler.wait))
+        for module, names in CONNECTED.items():
+            for name in names:
+                stack.enter_context(mock.patch.object(module, name, CONNECTIONS[name]))
         for module in THREADED:
             stack.enter_context(mock.patch.object(module, "Threads", lambda name: SimulatedThreads(scheduler, name)))
         yield
@@ -124,12 +151,6 @@ class SimulatedSession(Session):
         ended: Any = types.SimpleNamespace(wait=self._scheduler.sleep)
         return until_free(partial(self._open_at, self.log_server, key), self.timeouts, ended)
 
-    def lose(self, losses: Sequence[Gone]) -> None:
-        """As `Session.lose`; what waits for the servers that are gone is told."""
-        super().lose(losses)
-        for index in self.hosting.gone:
-            self.servers[index].fail(ServerGone("is gone", str(Task("ps", index))))  # type: ignore[attr-defined]
-
     def wait(
         self,
         future: Future[T],
@@ -148,6 +169,7 @@ class SimulatedSession(Session):
             self._standing.discard(process)
             if self._scheduler.now >= until and deadline.left() <= 0:
                 raise late()
+            self.hosting.lookout.look(self._threads, self.job, self.take_back)
         return self._take(future)
 
 
@@ -160,11 +182,16 @@ class SimulatedProcess:
     """
 
     def __init__(
-        self, scheduler: Scheduler, host: Host, servers: Sequence[SimulatedServer], decides: bool = False
+        self,
+        scheduler: Scheduler,
+        host: Host,
+        servers: Sequence[SimulatedServer],
+        decides: bool = False,
+        silence: float = inf,
     ) -> None:
         self.scheduler = scheduler
         self.strand = Strand(host, self)
-        self.lines: list[Any] = [Line(server, host, self.strand, decides) for server in servers]
+        self.lines: list[Any] = [Line(server, host, self.strand, decides, silence) for server in servers]
         self.failure: PSError | None = None
         self._process: Process | None = None
 
@@ -184,6 +211,8 @@ class SimulatedProcess:
     def kill(self) -> None:
         """Ends it where it stands; whoever waits for it is not told."""
         self.strand.stop()
+        for line in self.lines:
+            self.scheduler.after(RESET_SECONDS, line.end)
         if self._process is not None:
             self._process.kill()
 

@@ -10,6 +10,7 @@ from pstesting.simulation.costs import Costs, LaneCosts
 from pstesting.simulation.workloads import Workload
 from pswire.limits import Timeouts
 from pswire.model.log import Mode
+from pswire.server_options import ServerOptions
 
 PATIENT = Timeouts(round=3600.0, start=3600.0)
 """Nobody is given up because a round of many members takes long."""
@@ -33,6 +34,7 @@ class Cluster:
         staleness: with the mode "bounded" the most rounds that a worker may be ahead of another.
         slow: by worker, how many times longer its work takes than that of others.
         timeouts: of the job.
+        root: where servers save checkpoints, and what is handed over to one that comes back.
     """
 
     workers: int
@@ -48,6 +50,7 @@ class Cluster:
     staleness: int = 0
     slow: Mapping[int, float] = field(default_factory=dict)
     timeouts: Timeouts = PATIENT
+    root: str = ServerOptions.checkpoint_root
 
     @property
     def lane_costs(self) -> LaneCosts:

@@ -34,6 +34,8 @@ class Strand:
     def __init__(self, host: Host, process: object = None) -> None:
         self.process = process or self
         self.busy = 0.0
+        self._paused = False
+        self._held: Work | None = None  # what had ended while it was paused
         self.slow = 1.0
         self.alive = True
         self.host = host
@@ -72,6 +74,9 @@ class Strand:
         self.host.scheduler.after(seconds, self._end, then, args, is_part)
 
     def _end(self, then: Callable[..., object], args: tuple[Any, ...], is_part: bool) -> None:
+        if self._paused:
+            self._held = 0.0, then, args, is_part
+            return
         if self.alive:
             then(*args)
         if not self._queue:
@@ -82,6 +87,16 @@ class Strand:
             self.host.again(self)
         else:
             self.begin()
+
+    def pause(self) -> None:
+        """Its process stands still."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Its process goes on: what had come meanwhile is done now."""
+        self._paused, held, self._held = False, self._held, None
+        if held is not None:
+            self._end(*held[1:])
 
     def stop(self) -> None:
         """Its process ends: what it has not done is never done."""

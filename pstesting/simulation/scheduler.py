@@ -65,13 +65,15 @@ class UnlockedFuture(Future[T]):
             self._calls.append(fn)
 
     def result(self, timeout: float | None = None) -> T:
-        """As `Future.result`, of a future that is answered."""
-        if (error := self.exception()) is not None:
+        """As `Future.result`; a process stands still until the future is answered."""
+        if (error := self.exception(timeout)) is not None:
             raise error
         return cast(T, self._answer)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """As `Future.exception`, of a future that is answered."""
+        """As `Future.exception`; a process stands still until the future is answered."""
+        if not self._over and isinstance(process := getcurrent(), Process):
+            process.wait_for(self, timeout)
         if not self._over:
             raise RuntimeError("a process has to wait for it first")
         if self._dropped:
@@ -152,6 +154,11 @@ class Process(greenlet):
         if until is not None and (self._alarm is None or until < self._alarm):
             self._set_alarm(until)
         scheduler.hub.switch()
+
+    def wait_for(self, future: Future[Any], timeout: float | None) -> None:
+        """Stands still until a future is answered; raises `TimeoutError` after some seconds."""
+        if not self._scheduler.wait((future,), timeout).done:
+            raise TimeoutError
 
     def _set_alarm(self, time: float) -> None:
         """One for all its waits: most end long before, and each would leave an event to come."""

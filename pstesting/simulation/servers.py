@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from concurrent.futures import Future
 from functools import partial
-from math import ceil
+from math import ceil, inf
 from typing import Any, NamedTuple
 
 from psserver.config import ServerConfig
 from psserver.core.core import Core
-from psserver.effects import Peer, settle
+from psserver.effects import NOWHERE, Peer, settle
 from psserver.plans.round import BRIEF_BYTES
 from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.machines import Host, Strand, nothing, travel
 from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
-from pswire.errors import PSError, ServerLost
+from pswire.errors import PSError, ServerGone, ServerLost, Unreachable
 from pswire.servers.votes import Testimony, Vote
 from pswire.transport.payload import Payload
 
@@ -71,18 +71,19 @@ class SimulatedServer:
         host: where it runs.
         index: its number.
         cluster: the cluster.
+        life: how many processes had its place before.
 
     Attributes:
         core: the real one.
         loop: the thread of its event loop.
         arrays: its thread for array work.
-        others: all servers of the job, by number; set once they are there.
+        others: the newest process of each server of the job, by number; set once they are there.
         lines: the connections of clients.
         share: what of a round lies here.
         chunks: the pieces in which that travels, and is applied.
     """
 
-    def __init__(self, scheduler: Scheduler, host: Host, index: int, cluster: Cluster) -> None:
+    def __init__(self, scheduler: Scheduler, host: Host, index: int, cluster: Cluster, life: int = 0) -> None:
         self.scheduler, self.host, self.index = scheduler, host, index
         self.costs, self.lane = cluster.costs, cluster.lane_costs
         self.share = share = cluster.workload.on(index)
@@ -90,18 +91,24 @@ class SimulatedServer:
         self.pushed = Sliced.of(share.pushed / self.chunks)
         self.answered = Sliced.of(SMALL + share.answered / self.chunks)
         self.loop, self.arrays = Strand(host, self), Strand(host, self)
-        self.others: Sequence[SimulatedServer] = ()
+        self.others: MutableSequence[SimulatedServer] = []
         self.lines: list[Line] = []
+        self._links: dict[int, SimulatedServer] = {}  # the processes at which it votes
+        self._cut: set[int] = set()  # the servers that it does not reach
+        self._pauses = 0
+        self._paused = False
         self._streamed: dict[tuple[int, int], list[Line]] = {}  # whose piece of a round is here
         config = ServerConfig(
             Task("ps", index),
             timeouts=cluster.timeouts,
             domain=f"host {index}",
+            checkpoint_root=cluster.root,
             max_sessions=cluster.workers + SPARE_SESSIONS,
         )
-        self.core = Core(config, 1000 + index, lambda: scheduler.now, _refuse, self._files)
+        self.core = Core(config, 1000 + index + 100_000 * life, lambda: scheduler.now, _refuse, self._files)
         self.core._arrays = self  # type: ignore[assignment]
         self.core.others = self
+        self.core.done.add_done_callback(self._over)
         self._tick = cluster.timeouts.lease / 8
         scheduler.after(self._tick, self._look_at_leases)
 
@@ -116,10 +123,43 @@ class SimulatedServer:
         self.arrays.stop()
         for line in self.lines:
             self.scheduler.after(RESET_SECONDS, line.reset)
+        for other in self.others:
+            if other is not self:
+                self.scheduler.after(RESET_SECONDS, other.miss, self, "nothing listens there any more")
+
+    def _over(self, _: Future[None]) -> None:
+        """Its process ends by itself, where the job goes on without it."""
+        if self.core.machine.outlived is not None:
+            self.scheduler.after(0.0, self.kill)
+
+    @property
+    def outlived(self) -> bool:
+        """True once it was told that the job goes on without it."""
+        return self.core.machine.outlived is not None
+
+    def pause(self) -> None:
+        """Its process stands still: it is silent, and not gone."""
+        self._pauses, self._paused = self._pauses + 1, True
+        for strand in (self.loop, self.arrays):
+            strand.pause()
+        for line in self.lines:
+            line.grow_silent(partial(self._is_silent, self._pauses))
+
+    def _is_silent(self, pause: int) -> bool:
+        return self.alive and self._paused and self._pauses == pause
+
+    def resume(self) -> None:
+        """Its process goes on; its connections to servers that go on without it have ended, and are made anew."""
+        self._paused = False
+        for strand in (self.loop, self.arrays):
+            strand.resume()
+        for index in list(self._links):
+            self.scheduler.after(self.lane.latency, self._introduce, index)
 
     def _look_at_leases(self) -> None:
         if self.alive:
-            self.core.tick()
+            if not self._paused:
+                self.core.tick()
             self.scheduler.after(self._tick, self._look_at_leases)
 
     # ---- Array work ----
@@ -169,19 +209,57 @@ class SimulatedServer:
     # ---- Other servers ----
 
     def know(self, servers: Sequence[Peer]) -> None:
-        """Does nothing: the servers of a simulation do not move."""
+        """Takes which process is which server from now on: to a new one it connects at once."""
+        for index, link in list(self._links.items()):
+            other, peer = self.others[index], servers[index] if index < len(servers) else NOWHERE
+            if peer.incarnation != link.core.incarnation:
+                del self._links[index]
+                if peer.incarnation == other.core.incarnation:
+                    self._links[index] = other
+                    self.scheduler.after(self.lane.latency, self._introduce, index)
+
+    def _introduce(self, index: int) -> None:
+        """Connects to another server, which may know that the job goes on without this one."""
+        link = self._links.get(index)
+        if link is None or not (link.alive and self.alive) or index in self._cut:
+            return
+        try:
+            link.core.introduce(self.index, self.core.incarnation)
+        except ServerGone as error:
+            self.core.outlive(error)
+        else:
+            self.core.meet(index)
 
     def say(self, server: int, said: Vote | Testimony) -> None:
         """Says a vote to another server."""
-        other = self.others[server]
-        self.loop.do(self.costs.vote, self._send, other, other._hear, self.index, said)
+        other = self._links.setdefault(server, self.others[server])
+        if server not in self._cut:
+            self.loop.do(self.costs.vote, self._send, other, other._hear, self, said)
+
+    def cut(self, server: int) -> None:
+        """What it says does not reach another server from now on."""
+        self._cut.add(server)
+        self.scheduler.after(RESET_SECONDS, self.miss, self.others[server], "no answer")
+
+    def mend(self, server: int) -> None:
+        """It reaches another server again."""
+        self._cut.discard(server)
+        self.scheduler.after(self.lane.latency, self._introduce, server)
+
+    def miss(self, other: SimulatedServer, why: str) -> None:
+        """It finds that it does not reach another server."""
+        if self.alive and self._links.get(other.index) is other and (other.index in self._cut or not other.alive):
+            self.core.miss(other.index, f"at ps-{other.index}:2222: {why}")
 
     def _send(self, other: SimulatedServer, call: Callable[..., object], *args: Any) -> None:
         do, seconds = other.loop.do, other.costs.vote
         travel(self.scheduler, self.host, other.host, SMALL, self.lane.latency, do, seconds, call, *args)
 
-    def _hear(self, sender: int, said: Vote | Testimony) -> None:
-        self.core.hear(sender, said)
+    def _hear(self, sender: SimulatedServer, said: Vote | Testimony) -> None:
+        try:
+            self.core.hear(sender.index, said)
+        except ServerGone as error:
+            sender.core.outlive(error)
 
 
 class Line:
@@ -192,21 +270,63 @@ class Line:
         host: the client's.
         strand: the client's thread.
         decides: True for the chief's: it alone says that a server is lost, and all others wait for that.
+        silence: seconds that the server may be silent; then it is lost.
     """
 
-    def __init__(self, server: SimulatedServer, host: Host, strand: Strand, decides: bool) -> None:
+    def __init__(
+        self, server: SimulatedServer, host: Host, strand: Strand, decides: bool, silence: float = inf
+    ) -> None:
         self.task, self.address = server.core.task, f"ps-{server.index}:2222"
-        self._server, self._host, self._strand, self._lane = server, host, strand, server.lane
+        self._host, self._strand, self._lane = host, strand, server.lane
         self._scheduler = server.scheduler
-        self._decides = decides
+        self._decides, self._silence = decides, silence
         self._failure: PSError | None = None
         self._open: dict[Future[Any], None] = {}  # what waits for answers
+        self._held: list[Future[Any]] = []  # calls that the server holds, and that end with the client
+        self._find(server)
+
+    def _find(self, server: SimulatedServer) -> None:
+        self._server, self._expected = server, False
         server.lines.append(self)
+        if server._paused:
+            self.grow_silent(partial(server._is_silent, server._pauses))
+
+    def expect(self) -> None:
+        """The server has answered: it is lost once nothing listens there any more."""
+        self._expected = True
+
+    def elsewhere(self, address: str) -> Line:
+        """Returns a connection to the newest process in the place of the server."""
+        newest = self._server.others[self._server.index]
+        return Line(newest, self._host, self._strand, self._decides, self._silence)
 
     def reset(self) -> None:
-        """The server has ended."""
-        if self._decides and self._failure is None:
+        """The server has ended: that is silence, for those who do not decide."""
+        if self._failure is not None:
+            return
+        if self._decides:
             self.fail(self._lost())
+        else:
+            self.grow_silent(partial(self._is_gone, self._server))
+
+    def _is_gone(self, server: SimulatedServer) -> bool:
+        return server is self._server and not server.alive
+
+    def end(self) -> None:
+        """The client has ended: what the server holds for it ends as well."""
+        for made in self._held:
+            if self._server.alive and not made.done():
+                made.cancel()
+
+    def grow_silent(self, is_silent: Callable[[], bool]) -> None:
+        """The server answers nothing any more; if that lasts, it is lost for this client."""
+        if self._silence < inf:
+            self._scheduler.after(self._silence, self._give_up, is_silent)
+
+    def _give_up(self, is_silent: Callable[[], bool]) -> None:
+        if is_silent() and self._failure is None:
+            why = f"was lost: no answer at {self.address} for {self._silence:.3g} s (PS_TIMEOUT_SERVER)"
+            self.fail(ServerLost(f"{why}; restart from a checkpoint", str(self.task)))
 
     def _lost(self) -> ServerLost:
         why = f"was lost (nothing listens there any more, at {self.address})"
@@ -215,6 +335,15 @@ class Line:
     def begin_anew(self, address: str = "") -> None:
         """Looks for another life of the server."""
         self._failure = None
+        newest = self._server.others[self._server.index]
+        if newest is not self._server:
+            self._find(newest)
+        self._expected = False
+
+    @property
+    def failed(self) -> bool:
+        """True since `fail`, and until it begins anew."""
+        return self._failure is not None
 
     def fail(self, error: PSError) -> None:
         """Makes all calls under way, and all that come, raise an error."""
@@ -226,6 +355,11 @@ class Line:
         """Returns what a call waits for; raises what the connection failed with."""
         if self._failure is not None:
             raise type(self._failure)(self._failure.message, self._failure.task)
+        if not self._server.alive and not self._expected:
+            newest = self._server.others[self._server.index]
+            if not newest.alive:
+                raise Unreachable(f"no answer at {self.address}", str(self.task))
+            self._find(newest)
         if self._decides and not self._server.alive:
             raise self._lost()
         answer: Future[Any] = UnlockedFuture()
@@ -271,7 +405,7 @@ class Line:
         do, host = self._strand.do_part, self._server.host
         travel(self._scheduler, host, self._host, nbytes, self._lane.latency, do, seconds, nothing)
 
-    def _made(self, answer: Future[Any], verb: Callable[[], Any]) -> None:
+    def _made(self, answer: Future[Any], verb: partial[Any]) -> None:
         made: Future[Any] = UnlockedFuture()
         try:
             result = verb()
@@ -280,7 +414,10 @@ class Line:
         else:
             if isinstance(result, Future):
                 made = result
+                if verb.func.__name__ == "watch":
+                    self._held = [each for each in (*self._held, made) if not each.done()]
             else:
+                self._expected = self._expected or verb.func.__name__ == "open"
                 made.set_result(result)
         made.add_done_callback(lambda made: self._down(SMALL, 0.0, self._answer, answer, made))
 

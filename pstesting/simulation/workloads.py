@@ -72,6 +72,7 @@ class Workload:
         dimension: numbers of a row, of four bytes.
         step: seconds that a worker computes between two rounds.
         copies: servers beside the first that hold each variable.
+        tensor: what stands for the variables of a server.
     """
 
     servers: int
@@ -81,6 +82,7 @@ class Workload:
     dimension: int = 0
     step: float = 0.0
     copies: int = 0
+    tensor: TensorSpec = TINY
 
     def on(self, server: int) -> Share:
         """Returns what of it lies on a server: variables are spread by bytes, rows by their ids."""
@@ -99,15 +101,16 @@ class Workload:
             tuple(dict.fromkeys((server + step) % self.servers for step in range(1 + self.copies)))
             for server in range(self.servers)
         ]
-        return [(VariableSpec(f"v{server}", TINY), where) for server, where in enumerate(held)]
+        return [(VariableSpec(f"v{server}", self.tensor), where) for server, where in enumerate(held)]
 
     @cached_property
     def plan(self) -> Plan:
         """A section that adds a sum to each of them."""
-        adding = Program((Input("variable", TINY), Input("value", TINY)), (Node("add", (0, 1)),), ((0, 2),), ())
+        tensor = self.tensor
+        adding = Program((Input("variable", tensor), Input("value", tensor)), (Node("add", (0, 1)),), ((0, 2),), ())
         places = [where for _, where in self.created]
         return Plan(
-            tuple(Reduction("sum", TINY, where, "step") for where in places),
+            tuple(Reduction("sum", tensor, where, "step") for where in places),
             (),
             (adding,),
             tuple(
@@ -119,4 +122,4 @@ class Workload:
     @cached_property
     def contributions(self) -> tuple[np.ndarray, ...]:
         """What each worker contributes."""
-        return tuple(np.ones(TINY.shape, TINY.dtype) for _ in self.created)
+        return tuple(np.ones(self.tensor.shape, self.tensor.dtype) for _ in self.created)

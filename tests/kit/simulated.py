@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
@@ -23,12 +24,13 @@ from typing import Any, Self
 
 import numpy as np
 
+from psclient._src.rounds.rounds import Outgoing
 from pstesting.simulation.clients import SimulatedChief, SimulatedProcess, SimulatedWorker, simulated_time
 from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.costs import Costs, LaneCosts
 from pstesting.simulation.host_sums import HostSums
 from pstesting.simulation.machines import Host
-from pstesting.simulation.scheduler import Scheduler
+from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pstesting.simulation.servers import SimulatedServer
 from pstesting.simulation.workloads import Workload
 from pswire.cluster import ClusterSpec, Task
@@ -118,9 +120,7 @@ class TrainingWorker(SimulatedWorker):
         plan = Plan(snapshot=SnapshotOrder(path, servers, self.group.round, state, returns))
         self.exchange.send(self._outgoing(plan, ()))
 
-    def _outgoing(self, plan: Plan, values: Sequence[Any]) -> Any:
-        from psclient._src.rounds.rounds import Outgoing
-
+    def _outgoing(self, plan: Plan, values: Sequence[Any]) -> Outgoing:
         return Outgoing(plan, (1.0,) * len(values), tuple(values), ())
 
     def _take_the_chief_s_place(self) -> None:
@@ -149,9 +149,7 @@ class DrivingChief(SimulatedChief):
         for line in self.lines:
             line._silence = silence
         self.chief.task = task
-        from pstesting.simulation.scheduler import UnlockedFuture
-
-        self.over: Any = UnlockedFuture()
+        self.over: Future[None] = UnlockedFuture()
         self._job, self._task, self._takes_over = job, task, takes_over
 
     def _script(self) -> None:
