@@ -105,6 +105,28 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
         gc.enable()
 
 
+COSTS = "PS_TEST_COSTS"
+"""Names a file for the processor time of each test (`tools/cost.py`)."""
+
+
+def _spent() -> float:
+    """Returns the processor seconds of this process, and of its children that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Adds what a test cost to a file, where one is named."""
+    begun = _spent()
+    try:
+        return (yield)
+    finally:
+        if file := os.environ.get(COSTS):
+            with open(file, "a") as costs:
+                costs.write(f"{_spent() - begun:.3f}\t{item.nodeid}\n")
+
+
 INSISTS = "PS_FRAMEWORKS"
 """Set by `make test-frameworks`: what is skipped there, since PyTorch or JAX is not installed, has failed."""
 
