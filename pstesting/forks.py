@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import builtins
 import ctypes
+import faulthandler
 import fcntl
 import gc
 import importlib
@@ -52,8 +53,11 @@ SEEDS = ("1", "2")
 LOADED = ("GLIBC_TUNABLES", "LANG", "LC_ALL", "LD_PRELOAD", "TZ")
 """Variables that are read when a process begins, beside Python's own."""
 
-APPLIED = ("PYTHONPATH", "PYTHONUNBUFFERED")
+APPLIED = ("PYTHONDONTWRITEBYTECODE", "PYTHONFAULTHANDLER", "PYTHONPATH", "PYTHONUNBUFFERED")
 """Variables of Python's own that a fork can take over."""
+
+OPTIONAL = ("GLIBC_TUNABLES", "LANG", "LC_ALL")
+"""Variables that make no difference to a program whose caller leaves them out."""
 
 LONGEST = 1 << 18
 """Most bytes of a command with its environment."""
@@ -202,11 +206,10 @@ class ForkServer:
 
     def can_be(self, environ: Mapping[str, str]) -> bool:
         """Returns whether a process that is forked from it can have an environment."""
-        wanted = {
-            **{name: self._loaded[name] for name in ("GLIBC_TUNABLES",) if name in self._loaded},
-            **_loaded(environ),
-        }
-        return {**wanted, **dict.fromkeys(APPLIED)} == {**self._loaded, **dict.fromkeys(APPLIED)}
+        wanted, own = _loaded(environ), self._loaded
+        return all(
+            wanted.get(name) == own.get(name) or (name in OPTIONAL and name not in wanted) for name in wanted | own
+        )
 
     def start(self, told: Mapping[str, Any], streams: list[int]) -> int:
         """Starts a program.
@@ -228,7 +231,11 @@ class ForkServer:
 
 def _loaded(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that a process reads when it begins."""
-    return {name: value for name, value in environ.items() if name in LOADED or name.startswith(("PYTHON", "NUMBA_"))}
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in LOADED or (name.startswith(("PYTHON", "NUMBA_")) and name not in APPLIED)
+    }
 
 
 def _paths(environ: Mapping[str, str]) -> list[str]:
@@ -316,6 +323,9 @@ def _become(told: Mapping[str, Any], streams: list[int]) -> None:
     for stream in streams:
         os.close(stream)
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
     sys.stdout.reconfigure(line_buffering=os.isatty(1), write_through=unbuffered)  # type: ignore[union-attr]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _rename("python")

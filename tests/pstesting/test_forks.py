@@ -91,6 +91,16 @@ def test_what_a_fork_could_not_have_is_started(script):
     assert one["hash"] == other["hash"]
 
 
+def test_a_bare_environment_is_enough(script):
+    """A fork has the variables that it is given, and no others."""
+    environ = {"PYTHONFAULTHANDLER": "1"}
+    text = "import faulthandler, os, sys; os.environ.pop('LC_CTYPE', None)  # which Python adds\n"
+    text += "print(dict(os.environ), faulthandler.is_enabled(), sys.dont_write_bytecode)"
+    command = [sys.executable, "-c", text]
+    forked, started = (each(command, env=environ, capture_output=True) for each in (forks.run, subprocess.run))
+    assert forked.stdout == started.stdout == b"{'PYTHONFAULTHANDLER': '1'} True False\n", forked.stderr
+
+
 def test_a_directory_that_is_not_there_is_an_error(tmp_path):
     """As `subprocess` has it."""
     with pytest.raises(FileNotFoundError):
