@@ -12,12 +12,15 @@ export PYTHONDONTWRITEBYTECODE :=
 FRAMEWORKS ?= torch==2.13.0 jax==0.10.2 flax==0.12.8 optax==0.2.8 keras==3.15.1
 RAY ?= ray==2.60.0
 
+# What PyTorch or JAX gives types to, where it is installed.
+NEED_FRAMEWORKS = $(shell grep -lrE '^(import|from) (torch|jax|flax|keras|tensorflow)\b' --include=*.py psclient examples benchmarks)
+
 # What is built has the time of its commit, so that it is the same whenever it is built.
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 315532800)
 TOOLS := .venv/tools/bin/python
 
-.PHONY: help demo demo-recommender demo-embeddings test test-all test-frameworks test-ray check docs proto lock dist sbom dist-check \
-  bench soak clean
+.PHONY: help demo demo-recommender demo-embeddings test test-all test-frameworks test-ray \
+  check check-types check-docs check-style check-proto docs proto lock dist sbom dist-check bench soak clean
 
 help:  ## what there is
 	@sed -n 's/^\([a-z-]*\):.*##/\1	/p' Makefile
@@ -72,20 +75,29 @@ test-all: check  ## the same, and what only CI runs: random searches, and what i
 	PS_SEARCH=ci $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=10 --run ci
 
 test-frameworks: .venv/frameworks  ## installs PyTorch and JAX, for CPUs, and runs what needs them: a test that is skipped fails
-	$(BIN)/mypy
-	$(BIN)/python tools/check_docs.py
+	$(BIN)/mypy $(NEED_FRAMEWORKS)
+	$(BIN)/python tools/check_docs.py --frameworks
 	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=5 $(wildcard tests/torch tests/jax)
 
 test-ray: .venv/dev  ## installs Ray, and runs what needs it, on a Ray cluster of two nodes on this machine: three minutes where nothing else runs
 	$(PIP) install $(RAY)
 	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q --durations=5 tests/ray
 
-check: .venv/dev  ## style, types, generated code, snippets of the documents
+check: .venv/dev  ## style, types, generated code, snippets of the documents: two at a time, and all of them whatever fails
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 check-types check-docs check-style check-proto
+
+check-types: .venv/dev
+	$(BIN)/mypy
+
+check-docs: .venv/dev
+	$(BIN)/python tools/check_docs.py
+
+check-style: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+
+check-proto: .venv/dev
 	$(BIN)/python tools/check_proto.py
-	$(BIN)/python tools/check_docs.py
 
 docs: .venv/docs  ## the documents as a site, with the reference of the API, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

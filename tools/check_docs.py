@@ -1,7 +1,8 @@
 """Checks the documents: Python compiles, `python run` blocks run, sessions print what they say, commands exist,
 links lead somewhere, and tests that are named are there.
 
-A block that imports a framework which is not installed is passed over, and named: `make test-frameworks` has them all.
+    python tools/check_docs.py                all of it; blocks whose framework is not installed are named, and not run
+    python tools/check_docs.py --frameworks   only the blocks that import a framework, which has to be installed
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from psclient._src.launch.psworker import command as psworker
 from psclient.psctl import command as psctl
 from psclient.psctl.local import with_values
 from psserver.cli import command as psserver
+from pstesting import forks
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_SECONDS = 120
@@ -86,8 +88,8 @@ def _where(path: Path, text: str, start: int) -> str:
     return f"{path.relative_to(ROOT)}:{line}"
 
 
-def missing(snippet: Snippet) -> list[str]:
-    """Returns the frameworks that a block of Python imports, and that are not installed."""
+def frameworks(snippet: Snippet) -> list[str]:
+    """Returns the frameworks that a block of Python imports."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(snippet.text)):
         if isinstance(node, ast.Import):
@@ -95,7 +97,7 @@ def missing(snippet: Snippet) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module}
     tops = {name.removeprefix("psclient.").partition(".")[0] for name in found}
-    return [name for name in FRAMEWORKS if name in tops and importlib.util.find_spec(name) is None]
+    return [name for name in FRAMEWORKS if name in tops]
 
 
 def check_python(snippet: Snippet) -> str:
@@ -111,13 +113,13 @@ def check_run(snippet: Snippet) -> str:
     """Runs the block in an empty directory, where the frameworks are installed that it needs."""
     if wrong := check_python(snippet):
         return wrong
-    if without := missing(snippet):
+    if without := [name for name in frameworks(snippet) if importlib.util.find_spec(name) is None]:
         sys.stderr.write(f"{snippet.where}: not run, without {' and '.join(without)}\n")
         return ""
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-c", snippet.text]
-        try:
-            done = subprocess.run(command, cwd=scratch, capture_output=True, text=True, timeout=RUN_SECONDS)
+        try:  # forked: a block and its server would import for seconds what this process has imported
+            done = forks.run(command, cwd=scratch, capture_output=True, text=True, timeout=RUN_SECONDS)
         except subprocess.TimeoutExpired:
             return f"still runs after {RUN_SECONDS} s"
     return f"exit code {done.returncode}\n{done.stderr}" if done.returncode else ""
@@ -185,10 +187,14 @@ CHECKS: dict[str, Callable[[Snippet], str]] = {
 }
 
 
-def main() -> None:
+def main(*flags: str) -> None:
     """Exits with 1 and one line for each snippet and link that is wrong."""
-    wrong = [*dead_links(), *missing_tests()]
-    for snippet in snippets():
+    if flags == ("--frameworks",):
+        chosen = [each for each in snippets() if each.info == "python run" and frameworks(each)]
+        wrong = [f"{name} is not installed" for name in FRAMEWORKS if importlib.util.find_spec(name) is None]
+    else:
+        chosen, wrong = [*snippets()], [*dead_links(), *missing_tests()]
+    for snippet in chosen:
         check = CHECKS.get(snippet.info)
         said = check(snippet) if check else ""
         wrong += [f"{snippet.where}: {said}"] if said else []
@@ -197,4 +203,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
