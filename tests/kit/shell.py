@@ -62,8 +62,8 @@ def shell(words: Sequence[str], cwd: Path, seconds: float = SECONDS, *, fork: bo
         environ: environment variables, beside this process's.
     """
     began = time.monotonic()
-    popen = Forked if fork and not os.environ.get(EXECS) else subprocess.Popen
-    process = popen[str](
+    popen: type[subprocess.Popen[str]] = Forked if fork and not os.environ.get(EXECS) else subprocess.Popen
+    process = popen(
         [*PROGRAMS[words[0]], *words[1:]],
         cwd=cwd,
         env={**{name: value for name, value in os.environ.items() if name != "TF_CONFIG"}, **environ},
