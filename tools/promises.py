@@ -23,10 +23,10 @@ ROOT = Path(__file__).parents[1]
 LISTS = ROOT / "tests" / "promises"
 
 
-def tests() -> dict[str, str]:
-    """Returns the promise of each test, by the test's id without parameters."""
+def tests(pattern: str = "**/test_*.py") -> dict[str, str]:
+    """Returns the promise of each test in the files of a pattern, by the test's id without parameters."""
     found = {}
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+    for path in sorted((ROOT / "tests").glob(pattern)):
         for names, node in _functions(ast.parse(path.read_text()), ()):
             found["::".join([str(path.relative_to(ROOT / "tests")), *names])] = _promise(node)
     return found
@@ -119,7 +119,10 @@ def held(lists: dict[str, Rows], by: str, others: list[str]) -> dict[str, Rows]:
 
 def main(words: list[str]) -> int:
     verb, *rest = words or ["help"]
-    exist = tests()
+    if verb == "held" and rest:
+        exist = tests(rest[0].removeprefix("tests/").partition("::")[0])
+    else:
+        exist = tests()
     with locked():
         lists = read()
         if verb == "update":
