@@ -1,40 +1,60 @@
-"""Each test of this folder runs over a core in process, and one behind each lane."""
+"""Each test of this folder runs over a core in process, and behind carriers; `make soak` has the whole product."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.kit.rig import Job, Servers, serving
+from tests.kit.rig import WORKERS, Job, Servers, Worker, serving
 
 Serve = Callable[..., Servers]
 
-ON_GRPC = {"checkpoints", "failed_saves", "joins", "log", "looking", "restore", "rows", "sessions"}
-"""What is hardly about pushes and pulls, the only verbs that lanes carry."""
+NETWORK = ("grpc", "tcp", "calls", "shm")
+"""Carriers; `calls` is gRPC without streams of calls. A core behind one has a thread for array work."""
 
-ON_CALLS = {"rounds", "errors"}
-"""What is tried without streams of calls as well."""
+CARRIERS = {
+    **dict.fromkeys(("rounds", "errors"), NETWORK),
+    **dict.fromkeys(("checkpoints", "failed_saves", "joins", "log", "looking", "restore", "sessions"), NETWORK[:1]),
+}
+"""On which a module's tests run: one or two of them each, in turn. Lanes carry pushes and pulls alone."""
+
+DEAR = {"test_there_is_an_end_to_it", "test_a_limit_is_an_error_for_all"}
+"""Tests that fill a server, over the core alone."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Deals carriers to tests."""
+    given = any(mark.args[0] == "serve" for mark in metafunc.definition.iter_markers("parametrize"))
+    if given or "serve" not in metafunc.fixturenames:
+        return
+    about = metafunc.module.__name__.rpartition("test_contract_")[2]
+    carriers = CARRIERS.get(about, ("grpc", "tcp", "shm"))
+    tests = [name for name, found in vars(metafunc.module).items() if inspect.isfunction(found) and name[:5] == "test_"]
+    turn = tests.index(metafunc.function.__name__)
+    count = 0 if metafunc.function.__name__ in DEAR else 2 if carriers == NETWORK else 1
+    chosen = {carriers[(turn + number) % len(carriers)] for number in range(count)}
+    kinds = [
+        pytest.param(kind, marks=() if kind == "core" or kind in chosen else pytest.mark.soak)
+        for kind in ("core", "thread", *NETWORK)
+    ]
+    metafunc.parametrize("serve", kinds, indirect=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On the other lanes, and by single calls, the rest is repeated by `make soak`; and with a thread but no lane.
-
-    For behind each lane is a core with a thread for array work.
-    """
+    """Leaves to `make soak` what has several values, but for the first and each fourth behind a carrier."""
     for item in items:
-        if item.path.parent == Path(__file__).parent and "thread" in item.keywords:
-            item.add_marker(pytest.mark.soak)
-        about = item.path.stem.removeprefix("test_contract_")
-        if item.path.parent == Path(__file__).parent and about in ON_GRPC and {"tcp", "shm"} & {*item.keywords}:
-            item.add_marker(pytest.mark.soak)
-        if item.path.parent == Path(__file__).parent and about not in ON_CALLS and "calls" in item.keywords:
+        call = getattr(item, "callspec", None) if item.nodeid.startswith("tests/contract/") else None
+        place = sum(place for name, place in call.indices.items() if name != "serve") if call else 0
+        if place % 4 and call.params.get("serve", "core") != "core":
             item.add_marker(pytest.mark.soak)
 
 
-@pytest.fixture(params=["core", "thread", "grpc", "calls", "tcp", "shm"])
+@pytest.fixture
 def serve(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Serve]:
     """Starts servers: `serve(count, memory_limit)`."""
     with ExitStack() as stack:
@@ -47,3 +67,15 @@ def serve(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Serve]:
 def job(serve: Serve) -> Job:
     """A job on two servers."""
     return Job(serve(2))
+
+
+@pytest.fixture
+def worker(job: Job) -> Worker:
+    """A member of the job."""
+    return job.join(WORKERS[0])[0]
+
+
+@pytest.fixture
+def two(job: Job) -> list[Worker]:
+    """Two members of the job."""
+    return job.join(*WORKERS[:2])

@@ -15,12 +15,6 @@ A, B, C = WORKERS[:3]
 
 
 @pytest.fixture
-def two(job: Job):
-    """Two members of the job."""
-    return job.join(A, B)
-
-
-@pytest.fixture
 def apart(job: Job, two):
     """A variable that each updates alone, and the plan that adds to it."""
     variable = job.variable(two[0], np.array(0), alone=True)

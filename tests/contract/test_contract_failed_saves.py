@@ -23,12 +23,6 @@ BOTH = (0, 1)
 STATE = json.dumps({"state": {"mine": "x" * 1000}})
 
 
-@pytest.fixture
-def worker(job: Job):
-    """A member of the job."""
-    return job.join(A)[0]
-
-
 def files(job):
     """All files below the root, less what tells the saves apart."""
     root = job.servers.root

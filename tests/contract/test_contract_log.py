@@ -31,12 +31,6 @@ NUMBER = TensorSpec("int64", ())
 PAIR = TensorSpec("float64", (2,))
 
 
-@pytest.fixture
-def worker(job: Job):
-    """A member of the job."""
-    return job.join(A)[0]
-
-
 def log(job, server=0):
     """The whole log of a server; only server 0 has one to be watched."""
     return list(job.servers.cores[server].machine.log.entries)

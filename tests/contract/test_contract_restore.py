@@ -20,12 +20,6 @@ from tests.kit.rig import SOON, WORKERS, Job, manifest_of, serving, sum_into, to
 A, B = WORKERS[:2]
 
 
-@pytest.fixture
-def worker(job: Job):
-    """A member of the job."""
-    return job.join(A)[0]
-
-
 def add(job, worker, *variables):
     for variable in variables:
         plan = sum_into(variable)

@@ -17,16 +17,10 @@ from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import DTYPES, TensorSpec, spec_of
 from pswire.transport.payload import EMPTY, Payload
-from tests.kit.rig import SOON, WORKERS, Job, given, reduce_only, sgd, sum_into, together
+from tests.kit.rig import SOON, WORKERS, given, reduce_only, sgd, sum_into, together
 
 A, B, C = WORKERS[:3]
 NUMBER = TensorSpec("int64", ())
-
-
-@pytest.fixture
-def two(job: Job):
-    """Two members of the job."""
-    return job.join(A, B)
 
 
 def turn(*workers):
@@ -122,19 +116,19 @@ PAYLOADS = {
 }
 
 
-@pytest.mark.parametrize("name", PAYLOADS)
-def test_every_shape_travels(job, two, name):
+def test_every_shape_travels(job, two):
     """There in a contribution, and back in the answer, among others of another size."""
-    value = PAYLOADS[name]
-    spec, small = spec_of(value), TensorSpec("int8", (3,))
-    reductions = (Reduction("sum", small, (0,)), Reduction("sum", spec, (0,)), Reduction("sum", small, (0,)))
-    plan = job.approve(Plan(reductions, returned=tuple(Ref("reduction", index) for index in range(3))), two[0])
-    replies = together(*(worker.push(plan, [[1, 2, 3], value, [4, 5, 6]]) for worker in two))
-    for reply in replies:
-        first, middle, last = given(reply, plan)
-        assert (first.tolist(), last.tolist()) == ([2, 4, 6], [8, 10, 12])
-        assert middle.shape == value.shape
-        assert middle.tobytes() == np.ascontiguousarray(value + value).tobytes()
+    small = TensorSpec("int8", (3,))
+    for name, value in PAYLOADS.items():
+        reductions = tuple(Reduction("sum", spec, (0,)) for spec in (small, spec_of(value), small))
+        plan = job.approve(Plan(reductions, returned=tuple(Ref("reduction", index) for index in range(3))), two[0])
+        replies = together(*(worker.push(plan, [[1, 2, 3], value, [4, 5, 6]]) for worker in two))
+        turn(*two)
+        for reply in replies:
+            first, middle, last = given(reply, plan)
+            assert (first.tolist(), last.tolist()) == ([2, 4, 6], [8, 10, 12]), name
+            assert middle.shape == value.shape, name
+            assert middle.tobytes() == np.ascontiguousarray(value + value).tobytes(), name
 
 
 def test_what_is_pushed_is_only_read(job, two):
@@ -413,18 +407,16 @@ def test_new_members_come_with_their_epoch(job, two):
 # ---- Errors ----
 
 
-@pytest.mark.parametrize(
-    ("weights", "size"),
-    [((1.0,), 4), ((1.0,), 16), ((0.0,), 8), ((), 8), ((1.0, 1.0), 8), ((-1.0,), 8), ((np.nan,), 8)],
-)
-def test_a_push_that_does_not_fit_is_refused(job, two, weights, size):
+def test_a_push_that_does_not_fit_is_refused(job, two):
     """Its sender alone is told; it may send what fits, and the round is made."""
     plan = job.approve(reduce_only(NUMBER), two[0])
     other = two[1].push(plan, [2])
     job.arrived(two[1])
-    said = Contribution(two[0].session, 1, 0, plan.id, weights)
-    error = refused(lambda: job.verbs[0].push(said, Payload.pack([np.zeros(size, "int8")])))
-    assert isinstance(error, InvalidRequest)
+    wrong = [((1.0,), 4), ((1.0,), 16), ((0.0,), 8), ((), 8), ((1.0, 1.0), 8), ((-1.0,), 8), ((np.nan,), 8)]
+    for weights, size in wrong:
+        said = Contribution(two[0].session, 1, 0, plan.id, weights)
+        error = refused(lambda said=said, size=size: job.verbs[0].push(said, Payload.pack([np.zeros(size, "int8")])))
+        assert isinstance(error, InvalidRequest), (weights, size)
     assert not other.done()
     assert int(given(together(other, two[0].push(plan, [3]))[0], plan)[0]) == 5
 

@@ -14,16 +14,10 @@ from pswire.model.rows import row_specs
 from pswire.model.tensor import TensorSpec, spec_of
 from pswire.transport.payload import EMPTY
 from tests.kit.contributions import packed, rows
-from tests.kit.rig import SOON, WORKERS, Job, sum_into, together
+from tests.kit.rig import SOON, WORKERS, sum_into, together
 
 A, B = WORKERS[:2]
 TABLE = np.arange(12, dtype="float32").reshape(6, 2)
-
-
-@pytest.fixture
-def two(job: Job):
-    """Two members of the job."""
-    return job.join(A, B)
 
 
 def of_rows(variable, **more):
@@ -153,19 +147,19 @@ BAD_READS = {
 }
 
 
-@pytest.mark.parametrize("bad", BAD_READS)
-def test_rows_that_are_not_there_are_refused(job, two, bad):
+def test_rows_that_are_not_there_are_refused(job, two):
     """In a push, which then does not count, and in a read; the job goes on."""
     table = job.variable(two[0], TABLE)
     job.variable(two[0], np.array(1.0))
     plan = job.approve(of_rows(table), two[0])
-    make, why = BAD_READS[bad]
-    with pytest.raises(InvalidRequest, match=why):
-        push(two[0], plan, rows(1), lookups=(make(table),)).result(SOON)
-    with pytest.raises(InvalidRequest, match=why):
-        push(two[0], plan, rows(1), hints=(make(table),)).result(SOON)
-    with pytest.raises(InvalidRequest, match=why):
-        job.verbs[0].pull(two[0].session, [], -1, [make(table)]).result(SOON)
+    for make, why in BAD_READS.values():
+        for attempt in (
+            lambda read: push(two[0], plan, rows(1), lookups=(read,)),
+            lambda read: push(two[0], plan, rows(1), hints=(read,)),
+            lambda read: job.verbs[0].pull(two[0].session, [], -1, [read]),
+        ):
+            with pytest.raises(InvalidRequest, match=why):
+                attempt(make(table)).result(SOON)
     together(*(push(worker, plan, rows(1)) for worker in two))
     assert job.value(two[0], table)[1].tolist() == (TABLE[1] + 2).tolist()
 
@@ -178,30 +172,30 @@ def test_rows_are_read_beside_variables(job, two):
     assert [each.tolist() for each in found] == [(-TABLE).tolist(), TABLE[[5, 0, 5]].tolist(), []]
 
 
-@pytest.mark.parametrize("ids", [(3, 1), (1, 1), (-1, 1), (1, 6)])
-def test_ids_that_are_no_rows_fail_the_round_for_all(job, two, ids):
+def test_ids_that_are_no_rows_fail_the_round_for_all(job, two):
     """They are told who sent them, and for what; nothing is applied, and the next round goes on."""
     table, beside = job.variable(two[0], TABLE), job.variable(two[0], np.zeros(2, "float32"))
     plan = sum_into(beside, table)
     plan = job.approve(replace(plan, reductions=(plan.reductions[0], replace(plan.reductions[1], form="rows"))), two[0])
     ones = np.ones(2, "float32")
-    pushed = push(two[0], plan, ones, rows(0)), push(two[1], plan, ones, rows(*ids))
-    for future in pushed:
-        with pytest.raises(ProgramError, match=f"ids that {B} sent for 'v0' are not rows of 6"):
-            future.result(SOON)
+    for ids in ((3, 1), (1, 1), (-1, 1), (1, 6)):
+        pushed = push(two[0], plan, ones, rows(0)), push(two[1], plan, ones, rows(*ids))
+        for future in pushed:
+            with pytest.raises(ProgramError, match=f"ids that {B} sent for 'v0' are not rows of 6"):
+                future.result(SOON)
+        for worker in two:
+            worker.round += 1
     assert job.value(two[0], table).tolist() == TABLE.tolist()
     assert job.value(two[0], beside).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize(
-    "said", [{"rows": ()}, {"rows": (1 << 40,)}, {"rows": (2,)}, {"weights": ()}, {"rows": (1, 1)}]
-)
-def test_counts_that_do_not_fit_are_refused(job, two, said):
+def test_counts_that_do_not_fit_are_refused(job, two):
     """At once, and whoever sent them may send others; nobody else is told."""
     table = job.variable(two[0], TABLE)
     plan = job.approve(of_rows(table), two[0])
-    with pytest.raises(InvalidRequest, match="contribution"):
-        push(two[0], plan, rows(1), **said).result(SOON)
+    for said in ({"rows": ()}, {"rows": (1 << 40,)}, {"rows": (2,)}, {"weights": ()}, {"rows": (1, 1)}):
+        with pytest.raises(InvalidRequest, match="contribution"):
+            push(two[0], plan, rows(1), **said).result(SOON)
     together(*(push(worker, plan, rows(1)) for worker in two))
     assert job.value(two[0], table)[1].tolist() == (TABLE[1] + 2).tolist()
 

@@ -23,12 +23,6 @@ A, B = WORKERS[:2]
 OLD, NEW = -7, 1 << 62
 
 
-@pytest.fixture
-def two(job: Job):
-    """Two members of the job."""
-    return job.join(A, B)
-
-
 def table_of(job, worker, spec=SPEC, server=0, buckets=range(BUCKETS), slot=None, name="users"):
     """A part of a table, or a tensor beside it, as the next variable of the job."""
     return create_part(job, worker, part_of(len(job.variables), spec, server, buckets, slot, name))
