@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from psclient._src.processes.process import address_in
+from pstesting.forks import Forked
 from tests.kit.shell import PROGRAMS, shell
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,8 +32,8 @@ def start(line: str, cwd: Path, environ: Mapping[str, str]) -> subprocess.Popen[
     words = shlex.split(line)
     given = dict(word.split("=", 1) for word in words if word.startswith(("TF_CONFIG=", "PS_")))
     program, *args = words[len(given) :]
-    return subprocess.Popen(
-        [*PROGRAMS[program], *args, *(["--epochs", "2"] if args[-1:] == ["examples/digits.py"] else [])],
+    return Forked(
+        [*PROGRAMS[program], *args, *(["--epochs", "1"] if args[-1:] == ["examples/digits.py"] else [])],
         cwd=cwd,
         env=os.environ | environ | given,
         stdin=subprocess.DEVNULL,

@@ -196,7 +196,7 @@ def test_committed_files_train(path: Path, tmp_path: Path) -> None:
         made = shell(["psctl", "certs", "certs", "--ps", "2", "--workers", "2"], tmp_path)
         assert made.code == 0, made.err
     config = load_launch_config(path)
-    words = ["psworker", "--config", str(path), config.script, *config.args, "--epochs", "2"]
+    words = ["psworker", "--config", str(path), config.script, *config.args, "--epochs", "1"]
     done = shell(words, tmp_path, SECONDS)
     assert done.code == 0, done.err
     assert "test accuracy" in done.out

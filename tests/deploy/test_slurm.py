@@ -81,11 +81,12 @@ def free_ports(count: int) -> int:
     raise AssertionError("all ports are in use")
 
 
+@pytest.mark.ci
 def test_one_allocation_is_one_job(tmp_path: Path) -> None:
     """A chief, a server and two workers train in one step, over TLS, and all end by themselves."""
     made = shell(["psctl", "certs", "certs", "--ps", "1", "--workers", "2"], tmp_path)
     assert made.code == 0, made.err
-    words = [str(ROOT / "examples" / "digits.py"), "--epochs", "2"]
+    words = [str(ROOT / "examples" / "digits.py"), "--epochs", "1"]
     done = sbatch(tmp_path, 4, *words, PS_SERVERS="1", PS_PORT=str(free_ports(4)))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("test accuracy") == 1
@@ -104,6 +105,7 @@ strategy.run(total)
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "failing", [pytest.param({1}, id="one", marks=pytest.mark.soak), pytest.param({0, 1}, id="all")]
 )
@@ -140,6 +142,7 @@ raise SystemExit("nobody has told it to leave")
 """
 
 
+@pytest.mark.ci
 def test_workers_save_and_leave_before_the_time_limit(tmp_path: Path) -> None:
     """The signal reaches every process; workers alone heed it, a checkpoint is written, and the job ends well.
 

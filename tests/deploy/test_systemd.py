@@ -18,6 +18,7 @@ from psclient._src.launch.psworker import command as psworker
 from psserver.cli import OUTLIVED
 from psserver.cli import command as psserver
 from psserver.programs.kernels.kept import KeptCode
+from pstesting.forks import Forked
 from pswire.cluster import Task, parse_tf_config
 from pswire.limits import Timeouts
 from tests.kit.shell import PROGRAMS, shell
@@ -162,7 +163,7 @@ def test_units_start_a_cluster(tmp_path: Path) -> None:
         where = {"d": str(tmp_path / "certs" / f"{job}-0"), "S": str(tmp_path), "C": str(tmp_path)}
         own, words = started(job, 0, told | {"CLUSTER": cluster.replace("PORT", port)}, where)
         environ = {name: value for name, value in os.environ.items() if not name.startswith("PS_")}
-        return subprocess.Popen(
+        return Forked(
             [*PROGRAMS[Path(words[0]).name], *words[1:], *flags],
             cwd=tmp_path,
             env=environ | {"PS_JOB": told["PS_JOB"]} | own,

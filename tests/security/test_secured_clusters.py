@@ -52,7 +52,7 @@ def train(rounds: int) -> None:
 def digests(directory: Path, **keys: Any) -> set[str]:
     """What the workers of a job end with, and which lanes they used."""
     directory.mkdir(exist_ok=True)
-    with ProcessCluster(train, directory, (6,), ps=2, workers=2, **keys) as job:
+    with ProcessCluster(train, directory, (3,), ps=2, workers=2, **keys) as job:
         job.finish()
         (first,), (second,) = (job.said(task, "digest") for task in (W0, Task("worker", 1)))
         logged = job.errors(W0)
