@@ -70,10 +70,10 @@ def soaked(*values):
     [
         # who is lost between two rounds
         (signal.SIGKILL, 50, True, None),
-        (signal.SIGSTOP, LARGE, False, None),
+        (signal.SIGSTOP, 50, False, None),
         soaked(signal.SIGKILL, 50, False, None),
         soaked(signal.SIGSTOP, 50, True, None),
-        soaked(signal.SIGSTOP, 50, False, None),
+        soaked(signal.SIGSTOP, LARGE, False, None),
         soaked(signal.SIGKILL, LARGE, True, None),
         soaked(signal.SIGKILL, LARGE, False, None),
         soaked(signal.SIGSTOP, LARGE, True, None),

@@ -253,11 +253,11 @@ def test_a_worker_that_makes_rounds_of_its_own_dies_and_comes_back(tmp_path):
     What was answered counts. Nobody waits for what it adds alone; in the rounds of all it is waited for until its lease
     ends. Started again, it is taken in where the others come to the same section, and adds on, by names of its own.
     """
-    stays = [10, 18, 26]
+    stays = [6, 26, 46]  # who comes is taken in a window of rounds later
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK}
     gates = ["go", "end", *(f"on{round}" for round in stays)]
     with (
-        ProcessCluster(push_both, tmp_path, (32, 4, stays), gates=gates, **keys) as job,
+        ProcessCluster(push_both, tmp_path, (66, 4, stays), gates=gates, **keys) as job,
         job.server(PS0) as server,
     ):
 
@@ -275,8 +275,8 @@ def test_a_worker_that_makes_rounds_of_its_own_dies_and_comes_back(tmp_path):
         job.hear(W1, "at", 4)
         for _ in range(5):
             job.hear(W0, "own")  # also that of the step before which the other one stands
-        comes_back("on10")
-        for after, gate_of in (("sent", "on18"), ("own", "on26")):
+        comes_back("on6")
+        for after, gate_of in (("sent", "on26"), ("own", "on46")):
             for _ in range(3):
                 job.hear(W1, after)
             comes_back(gate_of)

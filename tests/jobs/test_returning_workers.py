@@ -242,5 +242,5 @@ def test_a_worker_without_data_of_its_own_comes_back(tmp_path):
         for task, sizes, rest in ((W0, [2] * 12, [2] * 12), (W1, [0] * 5, [2] * 4 + [0] * 8)):
             assert job.hear(task, "pass") == [0, sizes, 12]
             assert job.hear(task, "pass") == [1, rest, 24]
-            assert job.hear(task, "sums") == 2 * counts(24, 3 + 4)
+            assert job.hear(task, "sums") == 2 * (24 + 100.0 * (3 + 4))
         job.finish()

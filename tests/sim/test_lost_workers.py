@@ -1,0 +1,156 @@
+"""Workers and chiefs are lost, and come back: rounds go on, and whoever drives is one process."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from pstesting.processes import CHIEF, PS1, W0, W1, W2
+from pswire.errors import Abandoned, ServerLost
+from tests.kit.simulated import QUICK, World, with_lease
+
+LEASE = QUICK.lease
+
+
+@pytest.fixture(autouse=True)
+def told(caplog):
+    """What the processes log."""
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+def drives(task):
+    return f"nobody drives the job any more: {task} does, from now on"
+
+
+# ---- Workers ----
+
+
+@pytest.mark.parametrize("mode", ["whole", "sync"])
+def test_the_others_go_on_after_a_lease(mode, told):
+    """Two are killed, one after another: rounds are complete without them, and say so; a round later it is no news."""
+    with World(workers=3, copies=0, mode=mode) as job:
+        for lost in (W1, W2):
+            job.rounds(10)
+            at, began = job.round, job.scheduler.now
+            job.kill(lost)
+            job.until(lambda at=at: job.round > at + 1)
+            assert LEASE / 2 < job.scheduler.now - began < LEASE + 1
+            job.rounds(5)
+            without = [line for line in told.messages if f"is complete without {lost}" in line]
+            assert 0 < len(without) <= 2 * 2 * 2, (
+                "one round, or two that were under way, on two servers for two workers"
+            )
+        made, *lost = job.finish()
+        assert made == job.last
+        assert all(0 < count < made for count in lost)
+
+
+def test_a_worker_that_comes_back_begins_where_the_others_are(told):
+    """It joins at a round, with the values of that; then it is waited for as before."""
+    with World(workers=3, copies=0) as job:
+        for _ in range(3):
+            job.rounds(7)
+            job.kill(W1)
+            job.rounds(5, W0)
+            before = job.round
+            job.start(W1)
+            job.rounds(5, W1)
+            back = job.workers[W1]
+            assert back.joined > before
+            assert back.made[back.joined] == job.workers[W0].made[back.joined]
+        assert job.finish()[0] == job.last
+
+
+def test_all_workers_die_and_new_ones_come():
+    """The job goes on from the live variables; rounds that nobody holds any more are not waited for."""
+    with World(workers=2, copies=0, timeouts=with_lease(LEASE, alone=60.0)) as job:
+        job.rounds(9)
+        before = job.round
+        job.kill(W0, W1)
+        job.start(W0, W1)
+        job.rounds(5)
+        assert min(job.workers[task].joined for task in (W0, W1)) >= before
+        counts = job.finish()
+        assert min(counts) > before
+
+
+# ---- The chief ----
+
+
+def test_the_lowest_worker_drives_on_and_then_the_next(told):
+    """Once the chief's lease is over; a chief that stands by meanwhile ends with the job."""
+    with World(workers=3, copies=0) as job:
+        job.rounds(5)
+        job.kill(CHIEF)
+        job.until(lambda: job.workers[W0].chief is not None)
+        job.rounds(5)
+        assert drives(W0) in told.text
+        job.kill(W0)
+        job.until(lambda: job.workers[W1].chief is not None)
+        job.rounds(5)
+        assert drives(W1) in told.text
+        late = job.stand_by()
+        job.start(W0)  # whom the worker that drives takes in
+        job.rounds(5)
+        assert drives(W2) not in told.text
+        assert drives(CHIEF) not in told.text
+        job.finish(chief=False)
+        job.until(lambda: not late.alive)
+        assert late.failure is None
+
+
+def test_one_that_stands_by_drives_on(told):
+    """No worker does; what the chief decided stands."""
+    with World(workers=2, copies=0) as job:
+        job.rounds(5)
+        heir = job.stand_by()
+        job.wait(1)
+        job.kill(CHIEF)
+        job.until(lambda: heir.chief._session is not None and heir.chief._session.token)
+        job.kill(W1)
+        job.rounds(5, W0)
+        job.start(W1)  # it decides that this one is lost, and comes
+        job.rounds(5)
+        assert drives(W0) not in told.text
+        job.finish(chief=False)
+        job.until(lambda: not heir.alive)
+        assert heir.failure is None
+
+
+def test_a_chief_and_a_server_are_lost_at_the_same_time():
+    """The worker that takes its place finds the server gone: every process ends, with the same error."""
+    with World(workers=2, copies=0) as job:
+        job.rounds(5)
+        job.kill(CHIEF, PS1)
+        job.until(lambda: {W0, W1} <= set(job.failures()))
+        for error in (job.failures()[W0], job.failures()[W1]):
+            assert isinstance(error, ServerLost)
+            assert error.task == str(PS1)
+
+
+# ---- Nobody is left ----
+
+
+def test_a_chief_whose_workers_are_all_gone_gives_the_job_up():
+    """When they have been gone for `PS_TIMEOUT_ALONE`, and not before; it says what became of each, and servers end."""
+    with World(workers=2, copies=0, timeouts=with_lease(LEASE, alone=10.0)) as job:
+        job.rounds(5)
+        began = job.scheduler.now
+        job.kill(W0, W1)
+        job.until(lambda: job.failures())
+        error = job.failures()[CHIEF]
+        assert isinstance(error, Abandoned)
+        assert f"{W0} lost, {W1} lost. The job is given up" in str(error)
+        assert 10.0 <= job.scheduler.now - began < 10.0 + 2 * LEASE
+        assert all(server.core.done.done() for server in job.servers)
+
+
+def test_a_job_to_which_nobody_comes_is_given_up():
+    """After `PS_TIMEOUT_FIRST`."""
+    with World(workers=2, copies=0, timeouts=with_lease(LEASE, alone=1.0, first=20.0)) as job:
+        job.kill(W0, W1)
+        job.until(lambda: job.failures())
+        assert f"{W0} never came, {W1} never came. The job is given up" in str(job.failures()[CHIEF])
+        assert job.scheduler.now >= 20.0
