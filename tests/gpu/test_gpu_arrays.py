@@ -1,4 +1,4 @@
-"""Arrays on a GPU, of the client and of the server. Skipped, visibly, without a device."""
+"""Arrays on a GPU, of the client and of the server."""
 
 from __future__ import annotations
 
@@ -12,11 +12,6 @@ from psclient._src.distribute.replicas import ReplicaRunner
 from psserver.devices import Device as ServerDevice
 from pswire.errors import ConfigError
 from tests.kit.in_process import Worker, distributed
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(arrays.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
-]
 
 GPU = arrays.Device("gpu", 0)
 

@@ -1,4 +1,4 @@
-"""`strategy.buffer` of a replica on a GPU: pinned memory of the host. Skipped, visibly, without a device."""
+"""`strategy.buffer` of a replica on a GPU: pinned memory of the host."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ import pytest
 
 import psclient as ps
 from psclient._src import devices
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(devices.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
-]
 
 GPU = devices.Device("gpu", 0)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of variables on a device. Skipped, visibly, without one."""
+"""Checkpoints of variables on a device."""
 
 from __future__ import annotations
 
@@ -6,19 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from psclient._src import devices
 from psserver.config import ServerConfig
 from psserver.core.core import Core
 from pstesting.clock import Clock
 from pswire.cluster import Task
 from tests.kit.rig import SOON, WORKERS, Job, Servers, manifest_of, sum_into, together
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(devices.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
-]
 
 
 def test_what_was_saved_comes_back(tmp_path: Path) -> None:

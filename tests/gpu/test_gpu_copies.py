@@ -1,4 +1,4 @@
-"""Copies between devices and the host that nobody waits for too early. Skipped, visibly, without a device."""
+"""Copies between devices and the host that nobody waits for too early."""
 
 from __future__ import annotations
 
@@ -21,11 +21,6 @@ from pstesting.clock import Clock
 from pswire.cluster import Task
 from pswire.transport.traffic import LANES, LaneName
 from tests.kit.rig import SOON, WORKERS, Job, Servers, given, remote, sum_into, together
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(devices.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
-]
 
 GPU = devices.Device("gpu", 0)
 several = pytest.mark.skipif(devices.available_gpus() < 2, reason="this machine has one CUDA device")

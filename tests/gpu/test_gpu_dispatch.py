@@ -1,4 +1,4 @@
-"""Rounds that are sent without a wait, of arrays on a GPU. Skipped, visibly, without a device."""
+"""Rounds that are sent without a wait, of arrays on a GPU."""
 
 from __future__ import annotations
 
@@ -8,11 +8,6 @@ import pytest
 import psclient as ps
 from psclient._src import devices
 from pswire.limits import WINDOW
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(devices.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
-]
 
 GPU = devices.Device("gpu", 0)
 

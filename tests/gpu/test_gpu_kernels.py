@@ -1,22 +1,16 @@
-"""Kernels on a GPU: the bits of the interpreter there. Skipped, visibly, without a device."""
+"""Kernels on a GPU: the bits of the interpreter there."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from psclient._src import devices
 from psserver.devices import Device
 from psserver.programs.kernels.kernels import Kernels
 from psserver.programs.kernels.rows import apply_rows
 from pswire.model.tensor import TensorSpec
 from tests.kit.programs import job_of, plan_of, run, same_bits, traced
 from tests.kit.rig import WORKERS
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(devices.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
-]
 
 SPEC = TensorSpec("float32", (1000,))
 

@@ -1,17 +1,10 @@
-"""What psctl doctor sees of a GPU. Skipped, visibly, without a device."""
+"""What psctl doctor sees of a GPU."""
 
 from __future__ import annotations
 
 import re
 
-import pytest
-
 from psclient._src.devices import available_gpus, gpu_report
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
-]
 
 
 def test_gpus_are_named() -> None:

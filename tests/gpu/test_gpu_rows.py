@@ -1,4 +1,4 @@
-"""Rows of replicas on a GPU, and of servers whose variables are there. Skipped, visibly, without a device."""
+"""Rows of replicas on a GPU, and of servers whose variables are there."""
 
 from __future__ import annotations
 
@@ -20,11 +20,6 @@ from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
 from tests.kit.contributions import by_keys, create_part, keyed, part_of
 from tests.kit.rig import SOON, WORKERS, Job, Servers, together
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(devices.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
-]
 
 GPU = devices.Device("gpu", 0)
 IDS = np.array([5, 1, 5, 3])

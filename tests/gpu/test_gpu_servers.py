@@ -1,4 +1,4 @@
-"""Servers whose variables are on a GPU, beside servers on the CPU. Skipped, visibly, without a device."""
+"""Servers whose variables are on a GPU, beside servers on the CPU."""
 
 from __future__ import annotations
 
@@ -10,14 +10,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src import devices
 from pstesting.in_process import InProcessCluster
 from pswire.model.tensor import DTYPES
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(devices.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
-]
 
 ROUNDS = 6
 DENSE = ((3,), (20_000,), (130, 160))

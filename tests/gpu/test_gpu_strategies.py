@@ -1,4 +1,4 @@
-"""Strategies whose replicas compute on GPUs. Skipped, visibly, without a device."""
+"""Strategies whose replicas compute on GPUs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ import pytest
 
 import psclient as ps
 from psclient._src import devices
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(devices.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
-]
 
 GPU = devices.Device("gpu", 0)
 ON_READ = {

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from psclient._src import devices
+
+if devices.available_gpus() == 0:  # before PyTorch is imported
+    pytest.skip("no CUDA device, or CuPy is not installed (extra `gpu`)", allow_module_level=True)
 torch = pytest.importorskip("torch", reason="PyTorch is not installed; it comes with paramserver[torch]")
 
 import psclient as ps
 import psclient.torch as pst
-from psclient._src import devices
 from tests.kit.modules import apart, batches, job, mlp, share, steps, values
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(devices.available_gpus() == 0, reason="no CUDA device, or CuPy is not installed (extra `gpu`)"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device"),
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device")
 
 CUDA = "cuda:0"
 
