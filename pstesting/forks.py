@@ -1,4 +1,4 @@
-"""Starts our programs by forks of a process that has imported them: 0.05 s of processor time in place of 0.5 and more.
+"""Starts our programs by forks of a process that has imported them: 0.02 s of processor time in place of 0.5 and more.
 
 A forked process is like one that was started: a child of its caller, with its own command line, environment,
 directory, streams, session and process group, and without threads or connections of anybody else. Programs that start
@@ -11,6 +11,7 @@ further processes of this package, such as `psworker --standalone`, fork these a
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import ctypes
 import faulthandler
@@ -32,7 +33,7 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from types import ModuleType
-from typing import Any, AnyStr
+from typing import Any, AnyStr, NoReturn
 
 import numpy as np
 
@@ -274,7 +275,12 @@ def serve(descriptor: int, path: list[str]) -> None:
         own.close()
         _end_with_parent()
         told = _answer(theirs, clone)
-    _execute(told, path)
+    try:
+        _execute(told, path)
+        code = 0
+    except SystemExit as end:
+        code = _code(end)
+    _exit(code)
 
 
 def _load_compiler() -> None:
@@ -368,6 +374,27 @@ def _end_with_parent() -> None:
 def _rename(name: str = NAME) -> None:
     with suppress(OSError):
         Path("/proc/self/comm").write_text(name)
+
+
+def _code(end: SystemExit) -> int:
+    """Returns an exit code; prints what stands in its place, as Python does."""
+    if end.code is None or isinstance(end.code, int):
+        return (end.code or 0) & 0xFF
+    sys.stdout.flush()
+    print(end.code, file=sys.stderr, flush=True)  # noqa: T201
+    return 1
+
+
+def _exit(code: int) -> NoReturn:
+    """Ends this process as Python does, but for taking all modules apart, which takes 0.1 s of processor time."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        sys.exit(code)  # Python says what is wrong with them
+    os._exit(code)
 
 
 def _execute(told: Mapping[str, Any], path: list[str]) -> None:

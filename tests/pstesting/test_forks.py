@@ -38,6 +38,17 @@ COMMANDS = {
 PLACES = {"psworker": {"process_group": 0}, "text": {"process_group": 0}, "a script": {"start_new_session": True}}
 
 
+ENDS = """
+import atexit, threading, time
+atexit.register(print, "at exit", end="")
+over = threading.Event()
+threading.Thread(target=lambda: (over.wait(), time.sleep(0.1), print("thread"))).start()
+over.set()
+print("script")
+sys.exit(300)
+"""
+
+
 def run(kind, command, environ, **keys):
     """Runs a script as a client would; returns what it says, what it wrote on stderr, and its exit code."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -67,9 +78,7 @@ def test_a_fork_is_what_a_start_is(script, how):
     assert forked == started
 
 
-@pytest.mark.parametrize(
-    "text", ["1 / 0", "def f(:", "raise SystemExit('enough')", "import atexit; atexit.register(print)"]
-)
+@pytest.mark.parametrize("text", ["1 / 0", "def f(:", "raise SystemExit('enough')", ENDS])
 def test_a_script_fails_as_a_start_does(tmp_path, text):
     """A traceback has the script's lines only, and the exit code is Python's."""
     (tmp_path / "script.py").write_text(f"import sys\n{text}\n", encoding="utf-8")

@@ -9,6 +9,8 @@ import select
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,28 +29,22 @@ def setup() -> dict[str, str]:
     return {line.split("=bash_source ")[1].rstrip(')"'): line for line in block.splitlines()}
 
 
-def typed(before: str, keys: str, expected: str) -> str:
-    """What a terminal shows until `expected` comes, where bash has run a line and then gets keys."""
+@contextmanager
+def terminal(line: str) -> Iterator[int]:
+    """A terminal on which bash has run a line, and waits for keys."""
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("there is no bash")
     here, there = pty.openpty()
     environ = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PS1": PROMPT, "TERM": "dumb", "HOME": "/"}
-    shell = subprocess.Popen(
-        [bash, "--norc", "--noprofile", "-i"],
-        stdin=there,
-        stdout=there,
-        stderr=there,
-        env=environ,
-        start_new_session=True,
-    )
+    ends = dict.fromkeys(("stdin", "stdout", "stderr"), there)
+    shell = subprocess.Popen([bash, "--norc", "--noprofile", "-i"], env=environ, start_new_session=True, **ends)
     os.close(there)
     try:
         read_until(here, PROMPT)
-        os.write(here, f"{before}; echo set${{none}}up\n".encode())
+        os.write(here, f"{line}; echo set${{none}}up\n".encode())
         read_until(here, f"setup\r\n{PROMPT}")
-        os.write(here, keys.encode())
-        return read_until(here, expected)
+        yield here
     finally:
         shell.kill()
         shell.wait()
@@ -65,22 +61,34 @@ def read_until(terminal: int, expected: str) -> str:
     return shown
 
 
-@pytest.mark.parametrize(
-    ("program", "keys", "expected"),
-    [
-        ("psctl", "psctl st\t", "psctl status "),
-        ("psctl", "psctl checkpoint ver\t", "psctl checkpoint verify "),
-        ("psworker", "psworker --standal\t", "psworker --standalone "),
-        ("psserver", "psserver --until\t", "psserver --until-done "),
-    ],
-)
-def test_a_tab_completes(program: str, keys: str, expected: str) -> None:
-    """Commands and options, of each program, after the line that the document says."""
-    assert expected in typed(setup()[program], keys, expected)
+TABS = {
+    "psworker": ("psworker --standal\t", "psworker --standalone "),
+    "psserver": ("psserver --until\t", "psserver --until-done "),
+}
 
 
-def test_two_tabs_show_what_there_is() -> None:
-    """All commands that begin so."""
-    shown = typed(setup()["psctl"], "psctl re\t\t", f"{PROMPT}psctl re")  # which bash writes again below its list
+@pytest.mark.ci
+@pytest.mark.parametrize("program", TABS)
+def test_a_tab_completes_an_option(program: str) -> None:
+    """After the line that the document says."""
+    keys, expected = TABS[program]
+    with terminal(setup()[program]) as screen:
+        os.write(screen, keys.encode())
+        assert expected in read_until(screen, expected)
+
+
+def test_a_tab_completes_commands_of_psctl() -> None:
+    """Also those of a group; two tabs list all commands that begin so."""
+    with terminal(setup()["psctl"]) as screen:
+        for keys, expected in {
+            "psctl st\t": "psctl status ",
+            "psctl checkpoint ver\t": "psctl checkpoint verify ",
+        }.items():
+            os.write(screen, keys.encode())
+            assert expected in read_until(screen, expected)
+            os.write(screen, b"\x03")
+            read_until(screen, PROMPT)
+        os.write(screen, b"psctl re\t\t")
+        shown = read_until(screen, f"{PROMPT}psctl re")  # which bash writes again below its list
     _, listed, _ = shown.split("\r\n")
     assert set(listed.split()) == {name for name in command.commands if name.startswith("re")}
