@@ -220,8 +220,9 @@ class State:
         dtype = state_dtype(v.dtype)
         slots = tuple(self._beside(v, name, value) for name, value in needs.slots.items())
         average = self._beside(v, "average", v.numpy().astype(dtype)) if needs.average else None
-        zeros = np.zeros(v.shape, dtype)
-        accumulator = self._beside(v, "gradient_accumulator", zeros) if needs.accumulator else None
+        accumulator = None
+        if needs.accumulator:
+            accumulator = self._beside(v, "gradient_accumulator", np.zeros(v.shape, dtype))
         return Own(v, tuple(needs.slots), slots, average, accumulator, needs.running)
 
     def _saved_as(self, saved_as: str, name: str, value: Array, alone: bool) -> Variable:

@@ -1,4 +1,4 @@
-"""A running job changes its consistency, as real processes: between rounds, with the same variables and sessions."""
+"""A running job changes its consistency: between rounds, with the same variables and sessions."""
 
 from __future__ import annotations
 
@@ -10,120 +10,92 @@ import pytest
 
 import psclient as ps
 from pstesting import InProcessCluster
-from pstesting.processes import CALM, PS0, W0, W1, W2, ProcessCluster
-from pstesting.script import ME, add_all, gate, say
+from pstesting.processes import CALM, PS0, W0, W1, ProcessCluster
+from pstesting.script import ME, add_all, say
 from pswire.telemetry.views.job_view import view_of
 from pswire.telemetry.views.looked import Looked
+from tests.kit.learn import PATIENT, in_threads, total
 
-WORKERS = (W0, W1, W2)
+ROAD = (
+    (ps.Sync(), 5),
+    (ps.Async(), 7),
+    (ps.Sync(), 4),
+    (ps.BoundedStaleness(2), 6),
+    (ps.BoundedStaleness(0), 5),
+    (ps.Sync(backup_workers=1), 0),
+    (ps.Async(nonfinite="skip"), 3),
+    (ps.Sync(nonfinite="skip"), 5),
+)
 
 
-def phases(plan, slow):
+def phases(strategy, worker, road, slow=0):
     """Makes rounds with one consistency after the other; digits of a sum count contributions by worker.
 
-    Each phase goes on up to a round of its own. Says what it reads after each change, which is the same for all, and
-    by which round it counts.
+    Each phase goes on up to a round of its own. Returns what it reads after each change, how many rounds it made, and
+    what it reads at the end.
     """
-    strategy = ps.ParameterServerStrategy()
     with strategy.scope():
-        v = ps.Variable(np.zeros(4), name="v")
-        u = ps.Variable(np.zeros(4), name="u")
-    mine = np.full(4, 1000.0**ME)
-    rounds = 0
-    for consistency, more in plan:
-        strategy.set_consistency(eval(consistency))
-        say("changed", [strategy.round, v.numpy().tolist(), u.numpy().tolist(), strategy.num_replicas_in_sync])
-        until = strategy.round + more + (slow if ME == 1 and "Sync" not in consistency else 0)
+        v, u = (ps.Variable(np.zeros(4), name=name) for name in "vu")
+    mine, rounds, changes = np.full(4, 1000.0**worker), 0, []
+    for consistency, more in road:
+        strategy.set_consistency(consistency)
+        changes.append((strategy.round, [v.numpy().tolist(), u.numpy().tolist()], strategy.num_replicas_in_sync))
+        until = strategy.round + more + (slow if worker == 1 and not isinstance(consistency, ps.Sync) else 0)
         while strategy.round < until:
             strategy.run(lambda: add_all([(v, mine), (u, mine)]))
             rounds += 1
     strategy.set_consistency(ps.Sync())
-    say("consistency", str(strategy.consistency))
-    say("rounds", rounds)
-    say("sums", [v.numpy().tolist(), u.numpy().tolist()])
-    gate("end")
+    assert strategy.consistency == ps.Sync()
+    return changes, rounds, [v.numpy().tolist(), u.numpy().tolist()]
 
 
-def total(*pushes):
-    """What both variables are after so many pushes of each worker."""
-    return [[sum(count * 1000.0**worker for worker, count in enumerate(pushes))] * 4] * 2
-
-
-ROAD = (
-    ("ps.Sync()", 5),
-    ("ps.Async()", 7),
-    ("ps.Sync()", 4),
-    ("ps.BoundedStaleness(2)", 6),
-    ("ps.BoundedStaleness(0)", 5),
-    ("ps.Sync(backup_workers=1)", 0),
-    ("ps.Async(nonfinite='skip')", 3),
-    ("ps.Sync(nonfinite='skip')", 5),
-)
-
-
-def test_each_contribution_counts_once_on_the_whole_road(tmp_path):
+def test_each_contribution_counts_once_on_the_whole_road():
     """From synchronous to asynchronous rounds and back, to staleness that is bounded, to another bound, and back."""
-    keys = {"ps": 2, "workers": 3, "chief": "driver", "gates": ["end"], "timeouts": CALM}
-    with ProcessCluster(phases, tmp_path, (ROAD, 0), **keys) as job:
-        for task in WORKERS:
-            job.hear(task, "consistency", str(ps.Sync()))
-            rounds = job.hear(task, "rounds")
-            assert rounds == sum(count for _, count in ROAD)
-            assert job.hear(task, "sums") == total(*[rounds] * 3)
-        told = [job.said(task, "changed") for task in WORKERS]
+    made = sum(count for _, count in ROAD)
+    for changes, rounds, sums in in_threads(lambda *one: phases(*one, ROAD), workers=3):
+        assert rounds == made
+        assert sums == total(*[rounds] * 3)
         # Whoever reads after a change to synchronous rounds reads what all have pushed; and all count on together.
-        for place, (consistency, _) in enumerate(ROAD):
-            before = sum(count for _, count in ROAD[:place])
-            for each in told:
-                number, *values, replicas = each[place]
-                assert number == before
-                assert replicas == (3 if "Sync" in consistency else 1)
-                assert "Sync" not in consistency or values == total(*[before] * 3)
-        job.open("end")
-        job.finish()
+        for place, ((consistency, _), (number, values, replicas)) in enumerate(zip(ROAD, changes, strict=True)):
+            before, together = sum(count for _, count in ROAD[:place]), isinstance(consistency, ps.Sync)
+            assert number == before
+            assert replicas == (3 if together else 1)
+            assert not together or values == total(*[before] * 3)
 
 
-def test_workers_that_made_other_numbers_of_rounds_go_on_together(tmp_path):
+def test_workers_that_made_other_numbers_of_rounds_go_on_together():
     """All have the number after the greatest one; the contributions of each count."""
-    road = (("ps.Sync()", 3), ("ps.Async()", 5), ("ps.Sync()", 2))
-    keys = {"ps": 2, "workers": 3, "chief": "none", "gates": ["end"], "timeouts": CALM}
-    with ProcessCluster(phases, tmp_path, (road, 6), **keys) as job:
-        for task in WORKERS:
-            assert job.hear(task, "rounds") == (16 if task == W1 else 10)
-            assert job.hear(task, "sums") == total(10, 16, 10)
-            assert [number for number, *_ in job.said(task, "changed")] == [0, 3, 14]
-        job.open("end")
-        job.finish()
-
-
-def passes(plan, dynamic):
-    """A pass over a dataset with each consistency, maybe with batches that are handed out; sums what all have seen."""
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        seen = ps.Variable(np.zeros(12, "int64"), name="seen", aggregation=ps.VariableAggregation.SUM)
-    dataset = ps.ArrayDataset(np.arange(12)).batch(4)
-    batches = strategy.experimental_distribute_dataset(dataset)
-    for consistency in plan:
-        strategy.set_consistency(eval(consistency))
-        if dynamic and not isinstance(strategy.consistency, ps.Sync):
-            options = ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC)
-            batches = strategy.experimental_distribute_dataset(dataset, options)
-        for batch in batches:
-            strategy.run(lambda batch: seen.assign_add(np.bincount(batch, minlength=12)), (batch,))
-        strategy.set_consistency(ps.Sync())
-        say("seen", seen.numpy().tolist())
-        batches = batches if not dynamic else strategy.experimental_distribute_dataset(dataset)
+    road = ((ps.Sync(), 3), (ps.Async(), 5), (ps.Sync(), 2))
+    found = in_threads(lambda *one: phases(*one, road, slow=6), workers=3)
+    assert [rounds for _, rounds, _ in found] == [10, 16, 10]
+    for changes, _, sums in found:
+        assert sums == total(10, 16, 10)
+        assert [number for number, *_ in changes] == [0, 3, 14]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_each_pass_gives_each_example_once(tmp_path, dynamic):
+def test_each_pass_gives_each_example_once(dynamic):
     """Whichever consistency it has: its batches are shared, or handed out, by the one of its beginning."""
-    plan = ("ps.Sync()", "ps.Async()", "ps.Sync()", "ps.BoundedStaleness(1)", "ps.Sync(backup_workers=1)")
-    keys = {"ps": 2, "workers": 2, "chief": "none", "timeouts": CALM}
-    with ProcessCluster(passes, tmp_path, (plan, dynamic), **keys) as job:
-        job.finish()
-        for task in (W0, W1):
-            assert job.said(task, "seen") == [[count + 1] * 12 for count in range(len(plan))]
+    plan = (ps.Sync(), ps.Async(), ps.Sync(), ps.BoundedStaleness(1), ps.Sync(backup_workers=1))
+
+    def passes(strategy, worker):
+        with strategy.scope():
+            seen = ps.Variable(np.zeros(12, "int64"), name="seen", aggregation=ps.VariableAggregation.SUM)
+        dataset, found = ps.ArrayDataset(np.arange(12)).batch(4), []
+        batches = strategy.experimental_distribute_dataset(dataset)
+        for consistency in plan:
+            strategy.set_consistency(consistency)
+            if dynamic and not isinstance(consistency, ps.Sync):
+                options = ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC)
+                batches = strategy.experimental_distribute_dataset(dataset, options)
+            for batch in batches:
+                strategy.run(lambda batch: seen.assign_add(np.bincount(batch, minlength=12)), (batch,))
+            strategy.set_consistency(ps.Sync())
+            found.append(seen.numpy().tolist())
+            batches = batches if not dynamic else strategy.experimental_distribute_dataset(dataset)
+        return found
+
+    assert in_threads(passes) == [[[count + 1] * 12 for count in range(len(plan))]] * 2
 
 
 def differ(first, others):
@@ -141,7 +113,7 @@ def differ(first, others):
             while True:
                 strategy.run(lambda: add_all([(v, np.ones(3))]))
                 v.numpy()
-                time.sleep(0.05)
+                time.sleep(0.2)
     except ps.errors.Diverged as error:
         say("diverged", str(error))
 
@@ -160,39 +132,27 @@ def test_who_does_not_make_the_change_is_named(tmp_path, first, others, words):
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": timeouts}
     with ProcessCluster(differ, tmp_path, (first, others), **keys) as job:
         for task in (W0, W1):
-            said = job.hear(task, "diverged", seconds=90.0)
+            said = job.hear(task, "diverged")
             assert all(word in said for word in words), said
 
 
-def watched():
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        v = ps.Variable(np.zeros(3), name="v")
-    for number, consistency in enumerate((ps.Sync(), ps.Async(), ps.BoundedStaleness(3), ps.Sync())):
-        strategy.set_consistency(consistency)
-        strategy.run(lambda: add_all([(v, np.ones(3))]))
-        v.numpy()
-        say("mode", number)
-        gate(f"look{number}")
-
-
-def test_people_see_the_consistency_of_now(tmp_path):
+def test_people_see_the_consistency_of_now():
     """In what `psctl status` says of the job, and of each task."""
-    keys = {
-        "ps": 1,
-        "workers": 1,
-        "chief": "driver",
-        "gates": [f"look{number}" for number in range(4)],
-        "timeouts": CALM,
-    }
-    with ProcessCluster(watched, tmp_path, **keys) as job, job.server(PS0) as server:
-        for number, (mode, staleness) in enumerate((("whole", 0), ("async", 0), ("bounded", 3), ("whole", 0))):
-            job.hear(W0, "mode", number)
-            view = view_of([Looked(PS0, server.address, server.status())])
-            assert (view.mode, view.staleness) == (mode, staleness)
-            assert [task.mode for task in view.tasks if not task.drives] == [mode]
-            job.open(f"look{number}")
-        job.finish()
+    road = (ps.Sync(), ps.Async(), ps.BoundedStaleness(3), ps.Sync())
+
+    def watched(strategy, worker):
+        with strategy.scope():
+            v = ps.Variable(np.zeros(3), name="v")
+        for consistency, seen in zip(road, [("whole", 0), ("async", 0), ("bounded", 3), ("whole", 0)], strict=True):
+            strategy.set_consistency(consistency)
+            strategy.run(lambda: add_all([(v, np.ones(3))]))
+            v.numpy()
+            view = view_of([Looked(PS0, cluster.addresses[0], cluster.cores[0].status())])
+            assert (view.mode, view.staleness) == seen
+            assert [task.mode for task in view.tasks if not task.drives] == [seen[0]]
+
+    with InProcessCluster(1, 1, timeouts=PATIENT) as cluster:
+        in_threads(watched, 1, cluster=cluster)
 
 
 # ---- With one process ----

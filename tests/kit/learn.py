@@ -60,7 +60,7 @@ def meet(event: threading.Event) -> None:
     assert event.wait(SOON), "another thread has not come so far"
 
 
-def learn(rounds: int, consistency: str = "ps.Sync()", stops: Sequence[Any] = (), reads: bool = False) -> None:
+def learn(rounds: int, consistency: str = "ps.Sync()", stops: Sequence[Any] = ()) -> None:
     """Adds powers of 1000 to two variables, so that digits of a sum count the rounds of each worker.
 
     Says "did" with the number of each round that is made, "done" with their count, and, once the gate "end" is open,
@@ -69,8 +69,7 @@ def learn(rounds: int, consistency: str = "ps.Sync()", stops: Sequence[Any] = ()
     Args:
         rounds: up to which number.
         consistency: of the strategy, as a script writes it.
-        stops: pairs (worker, round) before which a worker says "at", and waits at the gate "goN", by its number.
-        reads: whether each round is waited for.
+        stops: of (worker, round, gate): before the round a worker says "at", and waits at the gate.
     """
     strategy = ps.ParameterServerStrategy(consistency=eval(consistency))
     with strategy.scope():
@@ -78,12 +77,11 @@ def learn(rounds: int, consistency: str = "ps.Sync()", stops: Sequence[Any] = ()
         u = ps.Variable(np.zeros(4), name="u")
     mine = np.full(4, 1000.0**ME)
     while strategy.round < rounds:
-        if [ME, strategy.round] in [list(stop) for stop in stops]:
-            say("at", strategy.round)
-            gate(f"go{ME}")
+        for worker, number, name in stops:
+            if (ME, strategy.round) == (worker, number):
+                say("at", number)
+                gate(name)
         strategy.run(lambda: add_all([(v, mine), (u, mine)]))
-        if reads:
-            v.numpy()
         say("did", strategy.round - 1)
     say("done", strategy.round)
     gate("end")
