@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,13 @@ def cut(shape: tuple[int, ...], dtype: Any) -> list[int]:
     return [SHARDS if shape[0] >= ROWS else 1] + [1] * (len(shape) - 1)
 
 
+def patient(cluster: InProcessCluster) -> InProcessCluster:
+    """Has servers compile a kernel after ten requests, and not two: a test of a few steps would never run it."""
+    for core in cluster.cores:
+        core.kernels.compiler._patience = 10
+    return cluster
+
+
 def _devices(replicas: int) -> list[str]:
     return [f"cpu:{index}" for index in range(replicas)]
 
@@ -72,7 +79,7 @@ def _devices(replicas: int) -> list[str]:
 def _on_servers(servers: int, replicas: int, in_process: bool, **options: Any) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
         if in_process:
-            resolver = stack.enter_context(InProcessCluster(servers)).resolver()
+            resolver = patient(stack.enter_context(InProcessCluster(servers))).resolver()
         else:
             addresses = [stack.enter_context(_server(task)) for task in range(servers)]
             spec = ps.ClusterSpec({"ps": addresses, "worker": ["127.0.0.1:0"]})
@@ -131,6 +138,13 @@ def in_replicas(strategy: Any, fn: Callable[[int], Any], *args: Any) -> tuple[An
 def by_replica(strategy: Any, fn: Callable[[int], Any]) -> Any:
     """What a function returns for each replica's number, merged as `run` merges it."""
     return strategy.run(lambda: fn(ps.get_replica_context().replica_id_in_sync_group))
+
+
+def of_each(strategy: Any, values: Sequence[Any]) -> Any:
+    """A per-replica value of the first of some values; with one replica the first itself."""
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: values[context.replica_id_in_sync_group]
+    )
 
 
 def merged(strategy: Any, merge_fn: Callable[..., Any], *args: Any) -> Any:

@@ -37,6 +37,7 @@ from pswire.model.tables import SlotTensor, TableSpec
 from pswire.model.tensor import Array, TensorSpec
 from pswire.transport.payload import Payload
 from tests.kit.rig import adding
+from tests.kit.strategies import patient
 
 NAME = "users"
 SLOTS = (SlotTensor("adam/users/m", "float64", (), 0.5), SlotTensor("adam/users/v", "float32", (2,)))
@@ -141,7 +142,7 @@ class Job:
         self.options = {"dim": 2, "admission": de.CounterFilter(2), "eviction": de.GlobalStepEvict(20)} | options
 
     def __enter__(self):
-        resolver = self.cluster.__enter__().resolver()
+        resolver = patient(self.cluster.__enter__()).resolver()
         self.strategy = ps.ParameterServerStrategy(cluster_resolver=resolver)
         return self
 

@@ -102,7 +102,7 @@ def test_a_schedule_goes_by_the_steps(strategy):
     assert w.numpy().tolist() == [-1.5 * replicas(strategy)] * 3
 
 
-@pytest.mark.parametrize("kind", ["mirrored-2", "embedded-2", "servers-2x2"])
+@pytest.mark.parametrize("kind", ["mirrored-2", "servers-2x2", pytest.param("embedded-2", marks=pytest.mark.soak)])
 def test_a_checkpoint_goes_on(kind, tmp_path):
     """With the slots and the count: the restored optimizer makes the steps that the saved one would make."""
     with opened(kind) as strategy:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.kit.strategies import MIRRORED, in_replicas, kind_of, merged, opened, replicas, variable
+from tests.kit.strategies import KINDS, in_replicas, kind_of, kinds, merged, opened, replicas, variable
 
 here = ps.get_replica_context
+pytestmark = kinds("default", "mirrored-1", "mirrored-2", "servers-2x2", soak=KINDS)
 
 
 def state():
@@ -84,7 +85,7 @@ def test_the_same_strategy_nests(strategy):
         assert inside(strategy, where, nested) == before
 
 
-@pytest.mark.parametrize("kind", MIRRORED[:2])
+@pytest.mark.parametrize("kind", ["mirrored-1"])
 def test_strategies_do_not_mix(strategy, kind):
     """Neither their scopes nor their methods, in any context of the other; the message says what to leave."""
     if kind_of(strategy) == "default":
@@ -181,20 +182,20 @@ REMEDY = {
 }
 
 
-@pytest.mark.parametrize("name", CROSS_REPLICA)
 @pytest.mark.parametrize("where", REMEDY)
-def test_a_cross_replica_method_elsewhere_names_the_remedy(strategy, where, name):
+def test_a_cross_replica_method_elsewhere_names_the_remedy(strategy, where):
     """In replica and in update context it raises; what is said is where to call it."""
-    message = rf"^{name} needs cross-replica context, and is called in {where} context; call it {REMEDY[where]}"
-    with pytest.raises(RuntimeError, match=message):
-        inside(strategy, where, lambda: CROSS_REPLICA[name](strategy))
+    for name, method in CROSS_REPLICA.items():
+        message = rf"^{name} needs cross-replica context, and is called in {where} context; call it {REMEDY[where]}"
+        with pytest.raises(RuntimeError, match=message):
+            inside(strategy, where, lambda method=method: method(strategy))
 
 
-@pytest.mark.parametrize("name", CROSS_REPLICA)
-def test_a_cross_replica_method_works_in_its_context(strategy, name):
+def test_a_cross_replica_method_works_in_its_context(strategy):
     """In the scope, in what replicas meet for, and outside of every scope, where it enters one by itself."""
-    for where in ("scope", "outside", *(["merge"] if name != "run" else [])):
-        assert len(inside(strategy, where, lambda: CROSS_REPLICA[name](strategy))) == 1
+    for name, method in CROSS_REPLICA.items():
+        for where in ("scope", "outside", *(["merge"] if name != "run" else [])):
+            assert len(inside(strategy, where, lambda method=method: method(strategy))) == 1
 
 
 def test_call_for_each_replica_is_run(strategy):
@@ -211,16 +212,16 @@ IN_REPLICA = {
 }
 
 
-@pytest.mark.parametrize("name", IN_REPLICA)
 @pytest.mark.parametrize("where", ["scope", "merge", "update"])
-def test_a_replica_method_elsewhere_names_the_remedy(strategy, where, name):
+def test_a_replica_method_elsewhere_names_the_remedy(strategy, where):
     """In cross-replica and in update context there is no replica; a context that was kept from outside is stale."""
-    if (kind_of(strategy), where) == ("default", "scope"):
-        assert len(inside(strategy, where, lambda: IN_REPLICA[name](strategy, here()))) == 1
-        return
     kept = here()
-    with pytest.raises(RuntimeError, match=r"strategy\.run"):
-        inside(strategy, where, lambda: IN_REPLICA[name](strategy, kept))
+    for method in IN_REPLICA.values():
+        if (kind_of(strategy), where) == ("default", "scope"):
+            assert len(inside(strategy, where, lambda method=method: method(strategy, here()))) == 1
+        else:
+            with pytest.raises(RuntimeError, match=r"strategy\.run"):
+                inside(strategy, where, lambda method=method: method(strategy, kept))
 
 
 def test_a_strategys_merge_call_is_for_its_own_replicas(strategy):
@@ -258,13 +259,13 @@ ANYWHERE = {
 }
 
 
-@pytest.mark.parametrize("name", ANYWHERE)
-def test_what_has_no_context_is_the_same_in_all(strategy, name):
+def test_what_has_no_context_is_the_same_in_all(strategy):
     """Attributes, and methods that reach over no replicas."""
-    expected = ANYWHERE[name](strategy)
-    for where in ("scope", "replica", "merge", "update"):
-        found = inside(strategy, where, lambda: ANYWHERE[name](strategy))
-        assert found == [expected] * len(found)
+    for name, get in ANYWHERE.items():
+        expected = get(strategy)
+        for where in ("scope", "replica", "merge", "update"):
+            found = inside(strategy, where, lambda get=get: get(strategy))
+            assert found == [expected] * len(found), name
 
 
 def test_a_variable_may_be_read_everywhere(strategy):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import psclient as ps
 from psclient._src import nest, values
-from tests.kit.strategies import by_replica, copies, in_replicas, kind_of, merged, replicas, variable
+from tests.kit.strategies import by_replica, in_replicas, kind_of, merged, replicas, variable
 
 here = ps.get_replica_context
 
@@ -185,14 +185,6 @@ def test_local_results_are_a_tuple(strategy):
     assert strategy.experimental_local_results(None) == (None,)
     found = strategy.experimental_local_results({"a": x, "b": "same"})
     assert found == tuple({"a": i, "b": "same"} for i in range(n))
-
-
-def test_local_results_of_a_variable_are_its_copies(strategy):
-    """On servers it has one; a mirrored one has a copy on each device; with ON_READ each replica has its own."""
-    n = {"default": 1, "mirrored": replicas(strategy), "embedded": 1}[kind_of(strategy)]
-    assert copies(strategy, variable(strategy)) == n
-    on_read = variable(strategy, synchronization=ps.VariableSynchronization.ON_READ)
-    assert copies(strategy, on_read) == replicas(strategy)
 
 
 def test_a_value_is_among_those_of_its_container(strategy):

@@ -11,21 +11,18 @@ import pytest
 import psclient as ps
 from psserver.programs.kernels.closed_forms import ClosedForm
 from pstesting.in_process import InProcessCluster
-from tests.kit.strategies import by_replica, in_replicas, merged, opened, replicas, variable
-from tests.strategies.test_rows_of_optimizers import OPTIMIZERS
+from tests.kit.formulas import OPTIMIZERS
+from tests.kit.strategies import USUAL, by_replica, in_replicas, kinds, merged, opened, replicas, variable
+
+pytestmark = kinds("servers-2x2")
 
 O = ps.optimizers  # noqa: E741
 SHAPE = (23, 5)
-STEPS = 40
+STEPS = 18
 
 EXACT = [name for name in OPTIMIZERS if "norm" not in name and "by all" not in name]
-MORE = ["SGD, Nesterov", "SGD, clipped by value", "SGD, averaged", "Adagrad", "Adamax", "RMSprop", "Lion", "Adadelta"]
-"""Those of which other tests of rows have the bits as well, and that are put off as the rest are."""
-
-
-@pytest.fixture(scope="module", params=["servers-2x2"])
-def strategy(request, shared):
-    return shared(request.param)
+CHOSEN = ("SGD, momentum", "SGD, accumulated", "Adagrad by rows", "Adam, dynamically scaled", "AdamW", "Nadam")
+"""`test_optimizer_layouts` has the bits of all; the rest is put off as these are."""
 
 
 LAZY = {
@@ -89,7 +86,9 @@ def locally(name, count, seed):
         return story(strategy, OPTIMIZERS[name], seed, whole=True)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name in MORE)) for name in EXACT])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] * (name not in CHOSEN)) for name in EXACT]
+)
 def test_what_is_seen_has_the_bits_of_whole_updates(strategy, name):
     """Reads of tables and slots, of rows, other updates, assignments, another optimizer in between."""
     seed = EXACT.index(name)
@@ -110,7 +109,8 @@ CLOSED = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.soak] * (name in ("AdamW", "Nadam"))) for name in CLOSED]
+    "name",
+    ["Adam", "Adam, amsgrad", *(pytest.param(n, marks=pytest.mark.soak) for n in ("SGD", "AdamW", "RMSprop", "Nadam"))],
 )
 def test_closed_forms_lead_to_the_same_values(strategy, name, monkeypatch):
     """Within a few millionths, whatever is looked at or done in between; with the same bits where there is no form."""
@@ -124,11 +124,11 @@ def test_closed_forms_lead_to_the_same_values(strategy, name, monkeypatch):
     assert used or all(map(np.array_equal, every, closed))
 
 
-@pytest.mark.parametrize("kind", ["default", "mirrored-2", "servers-2x2"])
+@kinds(*USUAL)
 @pytest.mark.parametrize("name", LAZY)
-def test_a_lazy_optimizer_leaves_other_rows_alone(shared, kind, name):
+def test_a_lazy_optimizer_leaves_other_rows_alone(strategy, name):
     """It is as if the rows that a step has were all there is; with whole gradients it is the optimizer that it was."""
-    strategy, start = shared(kind), np.random.default_rng(0).normal(size=SHAPE).astype("float32")
+    start = np.random.default_rng(0).normal(size=SHAPE).astype("float32")
     v = variable(strategy, start)
     with strategy.scope():
         optimizer = LAZY[name]()
@@ -193,10 +193,10 @@ def test_a_function_of_one_s_own_is_made_up(strategy):
 
 
 def job(strategy, sparse, path=""):
-    """A table that is trained by Adam, from a checkpoint if there is one."""
+    """A table that is trained with momentum, from a checkpoint if there is one."""
     with strategy.scope():
         v = ps.Variable(np.random.default_rng(0).normal(size=SHAPE).astype("float32"), name="v")
-        optimizer = O.Adam(0.1, sparse=sparse)
+        optimizer = O.SGD(0.1, momentum=0.9, sparse=sparse)
         optimizer.build([v])
     checkpoint = ps.train.Checkpoint(v=v, optimizer=optimizer)
     if path:

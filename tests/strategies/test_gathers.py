@@ -10,18 +10,11 @@ import psclient as ps
 from psclient._src.distribute.gathering import Place
 from pswire.limits import MAX_NDIM
 from tests.kit.programs import same_bits
-from tests.kit.strategies import in_replicas, kind_of, merged, replicas, variable
+from tests.kit.strategies import in_replicas, kind_of, merged, of_each, replicas, variable
 
 here = ps.get_replica_context
 
 DTYPES = ("bool", "int8", "uint64", "float16", ml_dtypes.bfloat16, "float32", "float64", "complex64", "complex128")
-
-
-def mine(strategy, values):
-    """A per-replica value of the first values of a list, with one replica the first itself."""
-    return strategy.experimental_distribute_values_from_function(
-        lambda context: values[context.replica_id_in_sync_group]
-    )
 
 
 def odd(dtype, count):
@@ -35,32 +28,32 @@ def odd(dtype, count):
     return bits.view(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_bit_comes_as_it_was_given(strategy, dtype):
+def test_every_bit_comes_as_it_was_given(strategy):
     """Also of -0.0, of NaNs, and of truth values; the dtype stays."""
-    arrays = [odd(dtype, 4 + i).reshape(-1, 1) for i in range(4)]
-    found = strategy.gather(mine(strategy, arrays), axis=0)
-    assert same_bits(np.asarray(found), np.concatenate(arrays[: replicas(strategy)]))
-    assert type(found.numpy()) is np.ndarray
+    for dtype in DTYPES:
+        arrays = [odd(dtype, 4 + i).reshape(-1, 1) for i in range(4)]
+        found = strategy.gather(of_each(strategy, arrays), axis=0)
+        assert same_bits(np.asarray(found), np.concatenate(arrays[: replicas(strategy)]))
+        assert type(found.numpy()) is np.ndarray
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2, np.int64(1)])
-def test_sizes_may_differ_along_the_axis(strategy, axis):
+def test_sizes_may_differ_along_the_axis(strategy):
     """In the order of the replicas; an array may be empty, and need not be contiguous."""
-    arrays = []
-    for size in (2, 0, 3, 1):
-        shape = [3, 4, 5]
-        shape[axis] = size
-        arrays.append(np.arange(np.prod(shape), dtype="int32").reshape(shape[::-1]).transpose())
-    found = strategy.gather(mine(strategy, arrays), axis)
-    np.testing.assert_array_equal(found, np.concatenate(arrays[: replicas(strategy)], axis), strict=True)
+    for axis in (0, 1, 2, np.int64(1)):
+        arrays = []
+        for size in (2, 0, 3, 1):
+            shape = [3, 4, 5]
+            shape[axis] = size
+            arrays.append(np.arange(np.prod(shape), dtype="int32").reshape(shape[::-1]).transpose())
+        found = strategy.gather(of_each(strategy, arrays), axis)
+        np.testing.assert_array_equal(found, np.concatenate(arrays[: replicas(strategy)], axis), strict=True)
 
 
 def test_a_nest_is_gathered_leaf_by_leaf(strategy):
     """In cross-replica context, in a merge call, and in replica context."""
     n = replicas(strategy)
     given = [{"a": np.full((1, 2), i), "b": (np.full(i, 1.5),)} for i in range(4)]
-    value = mine(strategy, given)
+    value = of_each(strategy, given)
     ways = [strategy.gather(value, 0), merged(strategy, lambda s, x: s.gather(x, 0), value)]
     if kind_of(strategy) != "default":  # whose one replica gets back what it gave
         ways += in_replicas(strategy, lambda i, x: here().all_gather(x, 0), value)
@@ -80,7 +73,7 @@ def test_every_replica_gets_all(strategy):
         assert [np.asarray(array).tolist() for array in arrays] == [[0.0, 1.0] * n, [1.0, 2.0] * n]
     if kind_of(strategy) == "default":
         return  # whose one replica gets back what it gave
-    for array in (*(arrays[0] for arrays in found), strategy.gather(mine(strategy, [shared] * 4), 0)):
+    for array in (*(arrays[0] for arrays in found), strategy.gather(of_each(strategy, [shared] * 4), 0)):
         with pytest.raises(ValueError, match="read-only"):
             array += 1.0
 
@@ -109,14 +102,14 @@ def test_predictions_of_a_pass_are_those_of_all_examples(strategy):
 def test_what_cannot_be_gathered_is_refused(strategy):
     """With the reason; the next gather is as if it had not been."""
     n = replicas(strategy)
-    rows = mine(strategy, [np.ones((2, 3))] * 4)
+    rows = of_each(strategy, [np.ones((2, 3))] * 4)
     for value, axis, error, says in (
         (rows, None, TypeError, "axis is None; a gather joins arrays along one dimension"),
         (rows, 0.5, TypeError, "axis is 0.5"),
         (rows, -1, ValueError, "axis is -1, and must be at least 0"),
         (rows, 2, ValueError, "axis 2 is none of an array of 2 dimensions"),
-        (mine(strategy, [1.0] * 4), 0, ValueError, "a scalar has no dimension"),
-        (mine(strategy, ["text"] * 4), 0, TypeError, "cannot be reduced; give an array or a number"),
+        (of_each(strategy, [1.0] * 4), 0, ValueError, "a scalar has no dimension"),
+        (of_each(strategy, ["text"] * 4), 0, TypeError, "cannot be reduced; give an array or a number"),
     ):
         with pytest.raises(error, match=says):
             strategy.gather(value, axis)
@@ -129,7 +122,7 @@ def test_what_cannot_be_gathered_is_refused(strategy):
             ([np.ones(2, f"int{8 << i % 2}") for i in range(4)], "arrays of int16 and int8; give arrays of one dtype"),
         ):
             with pytest.raises(ValueError, match=says):
-                strategy.gather(mine(strategy, arrays), 0)
+                strategy.gather(of_each(strategy, arrays), 0)
         with pytest.raises(ValueError, match="which is not a per-replica value"):
             strategy.gather(np.ones(2), 0)
         with pytest.raises(ValueError, match=r"along different dimensions: \[0, 1"):
@@ -188,12 +181,12 @@ class Processes:
 
 
 @pytest.mark.parametrize("split", [(1, 1), (2, 1), (1, 3)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_processes_sum_what_one_would_concatenate(split, dtype):
+def test_processes_sum_what_one_would_concatenate(split):
     """To the last bit, with one or several replicas each, of any sizes, none included."""
-    arrays = [odd(dtype, 2 * i).reshape(2, -1) if i else np.zeros((2, 0), dtype) for i in range(sum(split))]
-    for found in Processes(split).gather(arrays, 1):
-        assert same_bits(found, np.concatenate(arrays, axis=1))
+    for dtype in DTYPES:
+        arrays = [odd(dtype, 2 * i).reshape(2, -1) if i else np.zeros((2, 0), dtype) for i in range(sum(split))]
+        for found in Processes(split).gather(arrays, 1):
+            assert same_bits(found, np.concatenate(arrays, axis=1))
 
 
 def test_who_is_lost_is_left_out_as_a_whole():

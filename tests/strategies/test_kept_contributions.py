@@ -7,14 +7,12 @@ import pytest
 
 import psclient as ps
 from psclient._src.tracing.hyperparameters import Configured
-from tests.kit.strategies import variable
+from tests.kit.strategies import kinds, variable
 
 GRADIENT = np.arange(6, dtype="float32").reshape(2, 3)
 
 
-@pytest.fixture(scope="module")
-def strategy(shared):
-    return shared("embedded-1")
+pytestmark = kinds("servers-1x1", soak=["embedded-1"])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from psclient._src.rounds.section import Section
 from psclient._src.tracing.update_function import UpdateFunction
 from psclient.optimizers import schedules
 from tests.kit.searches import search
-from tests.kit.strategies import merged, opened, replicas, variable
+from tests.kit.strategies import kinds, merged, opened, replicas, variable
+
+pytestmark = kinds("servers-1x1", soak=["embedded-1"])
 
 SHAPES = ((3,), (2, 2), (3,))
 OPTIMIZERS = {
@@ -21,23 +23,6 @@ OPTIMIZERS = {
     "adam": lambda: ps.optimizers.Adam(0.01),
     "averaged": lambda: ps.optimizers.SGD(0.1, use_ema=True, gradient_accumulation_steps=2),
 }
-
-
-OTHERS = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("embedded-1", "embedded-4")]  # as with two
-
-
-@pytest.fixture(scope="module", params=["embedded-2", "servers-3", "async-2", "mirrored-2", *OTHERS])
-def anywhere(request, shared):
-    if request.param != "async-2":
-        yield shared(request.param)
-        return
-    with ps.ParameterServerStrategy(["cpu:0", "cpu:1"], consistency=ps.Async()) as strategy:
-        yield strategy
-
-
-@pytest.fixture(scope="module")
-def strategy(shared):
-    return shared("embedded-1")
 
 
 @pytest.fixture
@@ -110,21 +95,22 @@ def change(optimizer, name, value, variables):
     setattr(optimizer, name, value)
 
 
+@kinds("mirrored-2", "servers-3x1", "async-2x2", soak=("embedded-1", "embedded-2", "embedded-4", "servers-3"))
 @search(0.04, suppress=(HealthCheck.function_scoped_fixture,))
 @given(name=st.sampled_from(sorted(OPTIMIZERS)), steps=st.lists(STEPS, min_size=3, max_size=8))
-def test_repeated_steps_are_recorded_ones_bit_by_bit(anywhere, name, steps):
+def test_repeated_steps_are_recorded_ones_bit_by_bit(strategy, name, steps):
     """Whatever changes between steps: numbers, schedules, options, exclusions, variables, dtypes of gradients."""
     first = [np.cos(np.arange(np.prod(shape))).reshape(shape).astype("float32") for shape in SHAPES]
-    ours = [variable(anywhere, value) for value in first]
-    pairs = ours, [beside(anywhere, v, value) for v, value in zip(ours, first, strict=True)]
-    with anywhere.scope():
+    ours = [variable(strategy, value) for value in first]
+    pairs = ours, [beside(strategy, v, value) for v, value in zip(ours, first, strict=True)]
+    with strategy.scope():
         optimizers = [OPTIMIZERS[name]() for _ in range(2)]
     for t, (changes, chosen, dtype) in enumerate(steps):
-        grads = gradients(anywhere, ["float32", *[dtype] * (len(chosen) - 1)], [SHAPES[i] for i in chosen], t)
+        grads = gradients(strategy, ["float32", *[dtype] * (len(chosen) - 1)], [SHAPES[i] for i in chosen], t)
         for make, optimizer, variables in zip((step, recorded_step), optimizers, pairs, strict=True):
             for which, value in changes:
                 change(optimizer, which, value, variables)
-            make(anywhere, optimizer, grads, [variables[i] for i in chosen])
+            make(strategy, optimizer, grads, [variables[i] for i in chosen])
         one, other = (bits(optimizer, variables) for optimizer, variables in zip(optimizers, pairs, strict=True))
         assert one == other
 
@@ -189,7 +175,7 @@ def test_another_kind_of_step_is_recorded(strategy, calls, change, request):
     change(optimizer, w, u)
     calls.clear()
     one_step(strategy, optimizer, w, u)
-    assert ("apply" in calls) is (request.node.callspec.id != "built")
+    assert ("apply" in calls) is ("built" not in request.node.callspec.id)
 
 
 @pytest.mark.parametrize("chosen", [(1, 0), (0,), (0, 1, 2)])
@@ -301,7 +287,7 @@ def test_mistakes_in_a_later_step_are_told(strategy):
 
 def test_steps_in_another_strategy_or_after_the_end_are_told(strategy):
     """A step that is known is no way around a scope."""
-    with opened("embedded-1") as other:
+    with opened("servers-1x1") as other:
         w = variable(other)
         with other.scope():
             optimizer = ps.optimizers.SGD(1.0)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.kit.strategies import in_replicas, replicas
+from tests.kit.covering import once
+from tests.kit.strategies import USUAL, in_replicas, replicas
 
 M = ps.metrics
 _RNG = np.random.default_rng(3)
@@ -69,8 +70,7 @@ def dealt(strategy, fn, *arrays):
         in_replicas(strategy, lambda replica, b=batch: fn(*(array[b][replica::n] for array in arrays)))
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-@pytest.mark.parametrize("name", CASES)
+@once(strategy=USUAL, dtype=[np.float64, np.float32], name=CASES)
 def test_a_metric_is_keras(strategy, name, dtype):
     """Over batches of different sizes and all replicas, some of which have nothing; with weights of rows, too."""
     make, labels, predictions = CASES[name]
@@ -90,16 +90,15 @@ def test_a_metric_is_keras(strategy, name, dtype):
     np.testing.assert_array_equal(weighted.result(), zero)
 
 
-@pytest.mark.parametrize("name", WITH_WEIGHTS_OF_EACH)
-def test_each_prediction_has_its_weight(strategy, name):
+def test_each_prediction_has_its_weight(strategy):
     """Where weights have the predictions' shape."""
-    make, labels, expected = WITH_WEIGHTS_OF_EACH[name]
-    metric = made(strategy, make)
-    dealt(strategy, metric.update_state, labels, SHARES, WEIGHTS_OF_EACH)
-    assert metric.result() == pytest.approx(expected)
-    with pytest.raises(ValueError, match=r"weights of shape \(3,\) do not fit values of shape \(11, 2\)"):
-        strategy.run(lambda: metric.update_state(labels, SHARES, np.ones(3)))
-    assert metric.result() == pytest.approx(expected)
+    for make, labels, expected in WITH_WEIGHTS_OF_EACH.values():
+        metric = made(strategy, make)
+        dealt(strategy, metric.update_state, labels, SHARES, WEIGHTS_OF_EACH)
+        assert metric.result() == pytest.approx(expected)
+        with pytest.raises(ValueError, match=r"weights of shape \(3,\) do not fit values of shape \(11, 2\)"):
+            strategy.run(lambda m=metric, labels=labels: m.update_state(labels, SHARES, np.ones(3)))
+        assert metric.result() == pytest.approx(expected)
 
 
 def test_a_batch_of_one_dimension_has_a_value_in_each_place(strategy):
@@ -157,13 +156,13 @@ def test_shapes_that_do_not_fit_are_refused(strategy):
     assert sparse.result() == 0.0
 
 
-@pytest.mark.parametrize("wrong", [1.5, -0.1, np.nan])
-def test_predictions_are_probabilities(strategy, wrong):
+def test_predictions_are_probabilities(strategy):
     """Of precision and recall; anything else is refused, and nothing of its batch is counted."""
     for make in (M.Precision, M.Recall):
         metric = made(strategy, make)
-        with pytest.raises(ValueError, match="between 0 and 1; give probabilities"):
-            strategy.run(lambda m=metric: m.update_state([1, 1], [0.9, wrong]))
+        for wrong in (1.5, -0.1, np.nan):
+            with pytest.raises(ValueError, match="between 0 and 1; give probabilities"):
+                strategy.run(lambda m=metric, wrong=wrong: m.update_state([1, 1], [0.9, wrong]))
         assert metric.result() == 0.0
 
 

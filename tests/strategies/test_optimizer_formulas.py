@@ -9,10 +9,11 @@ import pytest
 import psclient as ps
 from psclient.compat.v1 import train as v1
 from tests.kit import formulas as F
-from tests.kit.covering import pairwise
+from tests.kit.covering import once, pairwise
 from tests.kit.formulas import START, STEPS, computed, trained
-from tests.kit.strategies import USUAL, kinds, variable
+from tests.kit.strategies import kinds, variable
 
+KINDS = ("default", "mirrored-2", "servers-1x2")
 O = ps.optimizers  # noqa: E741
 B, E, S = (0.8, 0.95), 1e-5, 1e-14
 SMALL = 2.0**-17
@@ -128,7 +129,7 @@ def test_a_formula_is_the_framework_s(name, case, expected):
     np.testing.assert_allclose(computed(case[1]), expected, rtol=rtol, atol=1e-13)
 
 
-@pairwise(strategy=USUAL, name=KERAS, dtype=[np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+@pairwise(strategy=KINDS, name=KERAS, dtype=[np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
 def test_an_optimizer_is_its_formula(strategy, name, dtype):
     """Within the roundings of 20 steps; slots of half precision variables are float32."""
     make, rule = KERAS[name]
@@ -159,7 +160,7 @@ SLOTS = {
 """What TensorFlow's `get_slot_names` gives; the others have none."""
 
 
-@pytest.mark.parametrize("name", TENSORFLOW)
+@once(strategy=KINDS, name=TENSORFLOW)
 def test_an_optimizer_of_tensorflow_is_its_formula(strategy, name):
     """The weights, and each slot by its name; a slot is where its variable is."""
     make, rule = TENSORFLOW[name]
@@ -199,7 +200,7 @@ WITHOUT_FORMULA = {
 """What Keras 3.15.1 makes with options, and then PyTorch 2.13.0, with a tiny epsilon where it stands elsewhere."""
 
 
-@kinds("default", soak=USUAL)
+@kinds("default", soak=KINDS)
 @pytest.mark.parametrize("text", WITHOUT_FORMULA)
 def test_an_optimizer_is_the_framework_s(strategy, text):
     """Names, arguments and numbers."""

@@ -7,19 +7,12 @@ import pytest
 
 import psclient as ps
 from pswire.errors import ProgramError
-from tests.kit.strategies import in_replicas, replicas, variable
+from tests.kit.strategies import USUAL, in_replicas, kinds, replicas, variable
 
 Optimizer, Schedule = ps.optimizers.Optimizer, ps.optimizers.schedules.LearningRateSchedule
 
 
-@pytest.fixture(scope="module", params=["mirrored-2", "embedded-2", "default"])
-def strategy(request, shared):
-    return shared(request.param)
-
-
-@pytest.fixture(scope="module")
-def servers(shared):
-    return shared("embedded-2")
+pytestmark = kinds("mirrored-2", "servers-1x2", soak=USUAL)
 
 
 def apply(strategy, optimizer, v, gradient=1.0):
@@ -170,18 +163,20 @@ class Noisy(Optimizer):
         v.assign_add(np.random.normal(size=v.shape).astype("float32"))
 
 
-def test_noise_is_no_part_of_an_optimizer(servers):
+@kinds("servers-1x2")
+def test_noise_is_no_part_of_an_optimizer(strategy):
     """It is traced once, and the first call's noise would be that of all."""
-    v = variable(servers)
+    v = variable(strategy)
     with pytest.raises(ProgramError, match="add it to the gradient") as caught:
-        apply(servers, Noisy(0.1), v)
+        apply(strategy, Noisy(0.1), v)
     assert str(caught.value).startswith(f"{line(Noisy.update, 1)}Noisy.update makes an array (float32[3])")
 
 
+@kinds("servers-1x2")
 @pytest.mark.parametrize("where", ["optimizer", "schedule"])
-def test_variables_by_closure_are_refused_by_name(servers, where):
+def test_variables_by_closure_are_refused_by_name(strategy, where):
     """Where an optimizer is traced: the class, the method, the line, and what to do instead."""
-    v, heat = variable(servers), variable(servers, np.float32(2), name=f"heat {where}")
+    v, heat = variable(strategy), variable(strategy, np.float32(2), name=f"heat {where}")
 
     class Heated(Optimizer):
         def update(self, v, gradient, iterations):
@@ -193,7 +188,7 @@ def test_variables_by_closure_are_refused_by_name(servers, where):
 
     method = Heated.update if where == "optimizer" else Cooling.__call__
     with pytest.raises(ProgramError, match=f"uses <.*heat {where}.*keep it in a slot") as caught:
-        apply(servers, Heated(0.1) if where == "optimizer" else ps.optimizers.SGD(Cooling()), v)
+        apply(strategy, Heated(0.1) if where == "optimizer" else ps.optimizers.SGD(Cooling()), v)
     assert str(caught.value).startswith(line(method, 1) + method.__qualname__.rpartition("<locals>.")[2])
 
 

@@ -10,14 +10,12 @@ import pytest
 import psclient as ps
 from psclient._src.tracing import update_function
 from psclient.optimizers import schedules
-from tests.kit.strategies import copies, in_replicas, kind_of, opened, replicas, variable
+from tests.kit.strategies import USUAL, copies, in_replicas, kind_of, kinds, opened, replicas, variable
 
 SGD = ps.optimizers.SGD
 
 
-@pytest.fixture(scope="module", params=["mirrored-2", "embedded-2", "default"])
-def strategy(request, shared):
-    return shared(request.param)
+pytestmark = kinds("mirrored-2", "servers-1x2", soak=USUAL)
 
 
 def apply(strategy, optimizer, *pairs):

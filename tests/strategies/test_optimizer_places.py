@@ -7,15 +7,10 @@ import pytest
 
 import psclient as ps
 from psclient.optimizers import schedules
-from tests.kit.strategies import opened, variable
+from tests.kit.strategies import kinds, opened, variable
 
-SERVERS = ("servers-3", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("servers-1", "servers-2")))
+pytestmark = kinds("servers-3x1", soak=("servers-1", "servers-2", "servers-3"))
 """Three, of four variables: two lie in one place, as all do on one server, and the others in places of their own."""
-
-
-@pytest.fixture(scope="module", params=SERVERS)
-def strategy(request, shared):
-    return shared(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +44,8 @@ OPTIONS = {
 }
 
 ORDERS = {
-    "all first": ["abc", "a", "bc", "abc", "c", "abd", "b", "abcd", "dc", "a", "abcd", "abcd"],
-    "one first": ["a", "b", "a", "bc", "c", "d", "abc", "ad", "abcd", "b", "abcd", "abcd"],
+    "all first": ["abc", "a", "bc", "abd", "b", "abcd", "dc", "abcd"],
+    "one first": ["a", "bc", "a", "d", "abc", "ad", "abcd", "abcd"],
 }
 NOT_FINITE = (2, 6)
 """Steps in which a gradient is not finite, where a loss scale leaves them out."""
@@ -109,13 +104,19 @@ def assert_equal(found, expected):
         np.testing.assert_allclose(found[key], value, rtol=1e-12, err_msg=str(key))
 
 
+CHOSEN = {
+    "all first": ("all",),
+    "one first": ("clipnorm", "norm and accumulation"),
+    "replica": ("nothing",),
+    "cross-replica": ("all",),
+}
+
+
 def some(others):
-    """Each option with the first of some others; with the rest of them one in `make test`, and all in `make soak`."""
-    first, *rest = others
+    """Options with orders or contexts, those of `CHOSEN` in `make test`, and all in `make soak`."""
     for options in OPTIONS:
-        yield pytest.param(options, first, id=f"{options}-{first}")
-        marks = () if options == "all" else pytest.mark.soak
-        yield from (pytest.param(options, other, id=f"{options}-{other}", marks=marks) for other in rest)
+        for other in others:
+            yield pytest.param(options, other, marks=[pytest.mark.soak] * (options not in CHOSEN[other]))
 
 
 @pytest.mark.parametrize(("options", "order"), list(some(ORDERS)))

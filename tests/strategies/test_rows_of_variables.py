@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.kit.strategies import copies, in_replicas, kind_of, replicas, variable
+from tests.kit.covering import once, pairwise
+from tests.kit.strategies import USUAL, copies, in_replicas, kind_of, replicas, variable
 
 TABLE = np.arange(10, dtype="float32").reshape(5, 2)
 
@@ -138,17 +139,16 @@ def each_copy(strategy, v):
 
 @pytest.mark.parametrize("how", SCATTERED)
 def test_rows_are_scattered_across_replicas(strategy, how):
-    """In the scope and outside; each copy gets the same; what was read before stays."""
-    for scope in (strategy.scope, contextlib.nullcontext):
-        v = variable(strategy, TABLE)
-        before = v.numpy()
-        with scope():
-            assert getattr(v, how)(twice()) is v
-        assert each_copy(strategy, v) == [SCATTERED[how]] * copies(strategy, v)
-        assert before.tolist() == TABLE.tolist()
+    """In the scope, or outside, which is the same; each copy gets the same; what was read before stays."""
+    v = variable(strategy, TABLE)
+    before = v.numpy()
+    with strategy.scope() if len(how) % 2 else contextlib.nullcontext():
+        assert getattr(v, how)(twice()) is v
+    assert each_copy(strategy, v) == [SCATTERED[how]] * copies(strategy, v)
+    assert before.tolist() == TABLE.tolist()
 
 
-@pytest.mark.parametrize("how", SCATTERED)
+@once(strategy=("mirrored-1", "mirrored-2", "servers-2x2"), how=SCATTERED)
 def test_one_replica_scatters_its_rows(strategy, how):
     """Several may differ: where the sum of rows has no meaning, and without an aggregation, they are refused."""
     v = variable(strategy, TABLE)
@@ -165,8 +165,7 @@ def test_one_replica_scatters_its_rows(strategy, how):
         assert summed.numpy().tolist() == TABLE.tolist()
 
 
-@pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
-@pytest.mark.parametrize("how", ["scatter_add", "scatter_sub"])
+@pairwise(strategy=USUAL, aggregation=["SUM", "MEAN", "ONLY_FIRST_REPLICA"], how=["scatter_add", "scatter_sub"])
 def test_replicas_rows_are_aggregated(strategy, how, aggregation):
     """Each replica has a place of its own beside one that all have."""
     v = variable(strategy, TABLE, aggregation=aggregation)

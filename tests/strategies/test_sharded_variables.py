@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,36 +11,13 @@ import pytest
 import psclient as ps
 from pstesting.in_process import InProcessCluster
 from pswire.errors import LocalityError, PSError
-from tests.kit.strategies import by_replica, in_replicas
+from tests.kit.strategies import SHARDS, by_replica, in_replicas, kinds
 
 P = ps.experimental.partitioners
-ROWS, SHARDS = 10, 3
+ROWS = 10
 FIRST = np.arange(2 * ROWS, dtype="float32").reshape(ROWS, 2)
-KINDS = {"1 server, 1 replica": (1, 1), "2 servers, 2 replicas": (2, 2), "3 servers, 1 replica": (3, 1)}
 
-
-def devices(count):
-    return [f"cpu:{n}" for n in range(count)]
-
-
-def ten(shape, dtype):
-    """Variables of ten rows are cut into three shards, others not."""
-    return [SHARDS if shape[0] == ROWS else 1] + [1] * (len(shape) - 1)
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(kind, marks=[pytest.mark.soak] * (kind != "2 servers, 2 replicas")) for kind in KINDS],
-)
-def strategy(request):
-    servers, replicas = KINDS[request.param]
-    with (
-        InProcessCluster(servers) as cluster,
-        ps.ParameterServerStrategy(
-            devices(replicas), cluster_resolver=cluster.resolver(), variable_partitioner=ten
-        ) as s,
-    ):
-        yield s
+pytestmark = kinds("sharded-2x2", soak=["sharded-1x1", "sharded-3x1"])
 
 
 @pytest.fixture
@@ -167,12 +145,12 @@ KEYS += [slice(5, 5), slice(0, 4), slice(4, 7), slice(6, 3, -1), slice(2, 100, 4
 KEYS += [(slice(9, None, -9), 0), None, ..., [1, 8], np.arange(10) > 4, (), (..., 1), slice(2, None, -1), True]
 
 
-@pytest.mark.parametrize("key", KEYS, ids=str)
-def test_it_is_indexed_as_an_array(strategy, table, key):
+def test_it_is_indexed_as_an_array(strategy, table):
     """In cross-replica context, and in each replica."""
-    same(table[key], FIRST[key])
-    for found in in_replicas(strategy, lambda replica: np.asarray(table[key])):
-        same(found, FIRST[key])
+    for key in KEYS:
+        same(table[key], FIRST[key])
+        for found in in_replicas(strategy, lambda replica, key=key: np.asarray(table[key])):
+            same(found, FIRST[key])
 
 
 def test_a_row_beyond_is_an_error(table):
@@ -236,12 +214,10 @@ def test_it_is_assigned(strategy, table):
     same(table, FIRST * len(strategy.extended.worker_devices))
 
 
-@pytest.mark.parametrize(
-    ("value", "error"), [(np.zeros((3, 2), "float32"), ValueError), (FIRST + 1j, TypeError), ("word", TypeError)]
-)
-def test_what_does_not_fit_is_refused(table, value, error):
-    with pytest.raises(error):
-        table.assign(value)
+def test_what_does_not_fit_is_refused(table):
+    for value, error in ((np.zeros((3, 2), "float32"), ValueError), (FIRST + 1j, TypeError), ("word", TypeError)):
+        with pytest.raises(error):
+            table.assign(value)
     same(table, FIRST)
 
 
@@ -258,14 +234,14 @@ SCATTERS = ["scatter_add", "scatter_sub", "scatter_update", "scatter_min", "scat
 
 
 @pytest.mark.parametrize("how", SCATTERS)
-@pytest.mark.parametrize("ids", [[0], [9, 3, 3, 4], [5, 5], []], ids=str)
-def test_rows_are_changed_by_their_places(strategy, table, how, ids):
+def test_rows_are_changed_by_their_places(table, how):
     """As those of a variable of this process; a shard of which no row is given stays."""
-    rows = ps.IndexedSlices(np.arange(2, 2 + 2 * len(ids), dtype="float32").reshape(-1, 2), np.asarray(ids, "int64"))
     local = ps.Variable(FIRST)
-    getattr(local, how)(rows)
-    getattr(table, how)(rows)
-    same(table, local.numpy())
+    for ids in ([0], [9, 3, 3, 4], [5, 5], []):
+        values = np.arange(2, 2 + 2 * len(ids), dtype="float32").reshape(-1, 2)
+        for v in (local, table):
+            getattr(v, how)(ps.IndexedSlices(values, np.asarray(ids, "int64")))
+        same(table, local.numpy())
 
 
 def test_a_truth_is_changed_by_its_place(strategy):
@@ -279,12 +255,10 @@ def test_a_truth_is_changed_by_its_place(strategy):
 # ---- Rows ----
 
 
-@pytest.mark.parametrize("ids", [[0], [9, 0, 9], [[4, 6], [7, 3]], [], np.arange(ROWS)], ids=str)
-def test_rows_are_looked_up(strategy, table, ids):
+def test_rows_are_looked_up(strategy, table):
     """Each once, with the gradient, everywhere."""
-    ids = np.asarray(ids, np.int64)
 
-    def check(replica=0):
+    def check(replica, ids):
         rows = table.lookup(ids)
         same(rows.ids, np.unique(ids))
         same(rows.numpy(), FIRST[ids])
@@ -295,8 +269,10 @@ def test_rows_are_looked_up(strategy, table, ids):
         assert gradient.shape == FIRST.shape
         same(gradient.indices, rows.ids)
 
-    check()
-    in_replicas(strategy, check)
+    for given in ([0], [9, 0, 9], [[4, 6], [7, 3]], [], range(ROWS)):
+        ids = np.asarray(given, np.int64)
+        check(0, ids)
+        in_replicas(strategy, partial(check, ids=ids))
 
 
 def test_the_shards_may_be_given(table):
@@ -313,10 +289,10 @@ def test_bags_are_looked_up(table):
     same(ps.nn.safe_embedding_lookup_sparse(table, [[-1], [9]], default_id=5), [FIRST[5], FIRST[9]])
 
 
-@pytest.mark.parametrize("bad", [-1, ROWS])
-def test_an_id_beyond_is_an_error_of_the_whole(table, bad):
-    with pytest.raises(ValueError, match=rf"{table.name}'.*{bad}|{bad}.*{table.name}'"):
-        table.lookup([0, bad])
+def test_an_id_beyond_is_an_error_of_the_whole(table):
+    for bad in (-1, ROWS):
+        with pytest.raises(ValueError, match=rf"{table.name}'.*{bad}|{bad}.*{table.name}'"):
+            table.lookup([0, bad])
 
 
 def test_rows_come_with_the_round(strategy, table, monkeypatch):

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.kit.strategies import KINDS, in_replicas, merged, replicas, variable
+from tests.kit.strategies import KINDS, in_replicas, kinds, merged, replicas, variable
 
 AGGREGATION = ps.VariableAggregation
 ON_READ = ps.VariableSynchronization.ON_READ
 COMBINING = [AGGREGATION.SUM, AGGREGATION.MEAN, AGGREGATION.ONLY_FIRST_REPLICA]
 
 
-pytestmark = pytest.mark.parametrize("strategy", KINDS[1:], indirect=True, scope="module")
+pytestmark = kinds("mirrored-1", "mirrored-2", "servers-2x2", soak=KINDS[1:])
 """Outside of every scope there are no copies: `test_variable_rules` has what is then."""
 
 
@@ -186,14 +186,14 @@ def test_across_replicas_it_is_assigned_no_per_replica_value(strategy):
     assert float(v) == 0.0
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64, np.complex64])
 @pytest.mark.parametrize("aggregation", COMBINING)
-def test_a_read_has_the_variable_s_dtype(strategy, aggregation, dtype):
+def test_a_read_has_the_variable_s_dtype(strategy, aggregation):
     """Also where a mean is worked out in another one."""
-    v = on_read(strategy, aggregation, np.ones(2, dtype))
-    v.assign(np.full(2, 4, dtype))
-    assert (v.numpy().dtype, v.numpy().tolist()) == (np.dtype(dtype), [4, 4])
-    assert {value.dtype for value in in_replicas(strategy, lambda _: v.read_value())} == {np.dtype(dtype)}
+    for dtype in (np.float16, ml_dtypes.bfloat16, np.float64, np.complex64):
+        v = on_read(strategy, aggregation, np.ones(2, dtype))
+        v.assign(np.full(2, 4, dtype))
+        assert (v.numpy().dtype, v.numpy().tolist()) == (np.dtype(dtype), [4, 4])
+        assert {value.dtype for value in in_replicas(strategy, lambda _, v=v: v.read_value())} == {np.dtype(dtype)}
 
 
 def test_truth_values_are_those_of_the_first_replica(strategy):

@@ -10,7 +10,7 @@ import pytest
 import psclient as ps
 from psclient._src.variables.table_views import KEY_BITS, TableView
 from psclient.train.object_graph import explore
-from tests.kit.strategies import by_replica, in_replicas, replicas
+from tests.kit.strategies import by_replica, in_replicas, kinds, replicas
 
 de = ps.dynamic_embedding
 NAMES = ("user", "item", "genre")
@@ -18,9 +18,7 @@ LAST = (1 << KEY_BITS) - 1
 counter = itertools.count()
 
 
-@pytest.fixture(scope="module", params=[pytest.param("embedded-1", marks=pytest.mark.soak), "servers-2x2"])
-def strategy(request, shared):
-    return shared(request.param)
+pytestmark = kinds("servers-2x2", soak=["embedded-1"])
 
 
 @pytest.fixture

@@ -17,27 +17,15 @@ from pstesting.in_process import InProcessCluster
 from pswire.errors import LocalityError, MemoryLimit, ProgramError
 from pswire.model.hashing import BUCKETS, hashes_of
 from pswire.model.tables import MIN_CAPACITY, ROWS
-from tests.kit.strategies import by_replica, in_replicas, merged
+from tests.kit.strategies import by_replica, in_replicas, kinds, merged
 
 de = ps.dynamic_embedding
-KINDS = {"1 server, 1 replica": (1, 1), "2 servers, 2 replicas": (2, 2), "3 servers, 1 replica": (3, 1)}
 OLD, NEW, BIG = -7, 3, (1 << 63) - 1
 KEYS = np.array([NEW, OLD, BIG, 12])
 numbers = itertools.count()
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(kind, marks=[pytest.mark.soak] * (kind != "2 servers, 2 replicas")) for kind in KINDS],
-)
-def strategy(request):
-    servers, replicas = KINDS[request.param]
-    devices = [f"cpu:{n}" for n in range(replicas)]
-    with (
-        InProcessCluster(servers) as cluster,
-        ps.ParameterServerStrategy(devices, cluster_resolver=cluster.resolver()) as s,
-    ):
-        yield s
+pytestmark = kinds("servers-2x2", soak=["servers-1x1", "servers-3x1"])
 
 
 def made(strategy, **options):
@@ -163,18 +151,17 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("how", WHOLE)
-def test_it_is_no_array(strategy, table, how):
+def test_it_is_no_array(strategy, table):
     """Whatever needs one is a TypeError that says what to do; the same of its parts, and in a replica."""
-    with pytest.raises(TypeError, match=r"has no size.*look rows up|buffer"):
-        WHOLE[how](table)
-    with pytest.raises(TypeError, match="has no size"):
-        table.variables[0].numpy()
-    with pytest.raises(TypeError, match="has no size"):
-        table.variables[0].assign(0.0)
-    if how not in ("copy", "buffer"):
+    for how, use in WHOLE.items():
+        with pytest.raises(TypeError, match=r"has no size.*look rows up|buffer"):
+            use(table)
+        if how not in ("copy", "buffer"):
+            with pytest.raises(TypeError, match="has no size"):
+                strategy.run(lambda use=use: use(table))
+    for use in (lambda part: part.numpy(), lambda part: part.assign(0.0)):
         with pytest.raises(TypeError, match="has no size"):
-            strategy.run(lambda: WHOLE[how](table))
+            use(table.variables[0])
 
 
 def test_rows_of_a_part_are_looked_up_in_the_table(table):
@@ -229,11 +216,11 @@ def test_keys_of_64_bits_without_a_sign(strategy):
         made(strategy).lookup(high)
 
 
-@pytest.mark.parametrize("ids", [[1.5], ["a"], [[1], [2, 3]], [True]], ids=str)
-def test_what_is_no_key_is_refused(strategy, table, ids):
+def test_what_is_no_key_is_refused(table):
     """As where ids are places."""
-    with pytest.raises(TypeError, match=f"of rows of table {table.name!r} are"):
-        table.lookup(ids)
+    for ids in ([1.5], ["a"], [[1], [2, 3]], [True]):
+        with pytest.raises(TypeError, match=f"of rows of table {table.name!r} are"):
+            table.lookup(ids)
 
 
 def test_rows_come_with_the_round_before(strategy, table, monkeypatch):
@@ -465,18 +452,17 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("how", REFUSED)
-def test_an_update_that_needs_the_whole_is_an_error(strategy, table, how):
+def test_an_update_that_needs_the_whole_is_an_error(strategy, table):
     """Of other variables it makes an array, with a warning; a table has none, and says what to do."""
-    fn, words = REFUSED[how]
-    call = (lambda v: fn(v, None)) if how == "no rows" else fn
-    with strategy.scope():
-        reduced = summed(strategy, table, lambda replica: ps.IndexedSlices(np.ones((1, 2), "float32"), [NEW]))
-        given = () if how == "no rows" else (reduced,)
-        with pytest.raises(ProgramError, match=f"table {table.name!r} has to run on the rows of one gradient.*{words}"):
-            strategy.extended.update(table, call, given)
-        strategy.backend.drop()
-    assert numbers_of(table.lookup(NEW)) == 0.0
+    for how, (fn, words) in REFUSED.items():
+        call = (lambda v, fn=fn: fn(v, None)) if how == "no rows" else fn
+        words = f"table {table.name!r} has to run on the rows of one gradient.*{words}"
+        with strategy.scope():
+            reduced = summed(strategy, table, lambda replica: ps.IndexedSlices(np.ones((1, 2), "float32"), [NEW]))
+            with pytest.raises(ProgramError, match=words):
+                strategy.extended.update(table, call, () if how == "no rows" else (reduced,))
+            strategy.backend.drop()
+        assert numbers_of(table.lookup(NEW)) == 0.0
 
 
 def test_exactly_makes_up_what_a_row_has_missed(strategy, table):

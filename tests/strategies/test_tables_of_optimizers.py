@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -12,29 +10,23 @@ import pytest
 
 import psclient as ps
 from psclient._src.tracing.update_function import UpdateFunction
-from pstesting.in_process import InProcessCluster
 from pswire.errors import ProgramError
-from tests.kit.strategies import by_replica, in_replicas, replicas, variable
-from tests.strategies.test_rows_of_optimizers import OPTIMIZERS
+from tests.kit.covering import once
+from tests.kit.formulas import OPTIMIZERS, O
+from tests.kit.strategies import by_replica, in_replicas, kinds, replicas, variable
 
-O = ps.optimizers  # noqa: E741
+pytestmark = kinds("servers-2x2", soak=["embedded-1"])
 de = ps.dynamic_embedding
 KEYS = np.array([5, -9, 1 << 62, 0, 77, -(1 << 63), (1 << 63) - 1])
 SHAPE = (len(KEYS), 3)
 STEPS = 12
-REPLICAS = 6
-"""Of all workers together."""
 REFUSED = {
     "SGD, accumulated": "gradient_accumulation_steps=2",
     "SGD, averaged": "use_ema=True",
     "Lamb": "a table has no whole",
 }
+LAZY = sorted({*OPTIMIZERS} - {*REFUSED, "AdamW"})
 numbers = itertools.count()
-
-
-@pytest.fixture(scope="module", params=[pytest.param("embedded-1", marks=pytest.mark.soak), "servers-2x2"])
-def strategy(request, shared):
-    return shared(request.param)
 
 
 def table_of(strategy, **options):
@@ -58,15 +50,14 @@ def state_of(optimizer, v, keyed):
     return [each.lookup(KEYS if keyed else np.arange(SHAPE[0])).numpy() for each in own]
 
 
-def trained(strategy, make, v, keyed, dense=None):
+def trained(strategy, make, v, keyed):
     """All that an optimizer made of a variable in some steps."""
     with strategy.scope():
         optimizer, seen = make(), []
     for step in range(STEPS):
 
         def replica_fn(replica, step=step):
-            pairs = [] if dense is None else [(np.full(2, replica + 1.0, "float32"), dense)]
-            optimizer.apply_gradients([(slices(step, replica, keyed), v), *pairs])
+            optimizer.apply_gradients([(slices(step, replica, keyed), v)])
 
         in_replicas(strategy, replica_fn)
         if step % 5 == 3:
@@ -74,26 +65,18 @@ def trained(strategy, make, v, keyed, dense=None):
     return [*seen, *state_of(optimizer, v, keyed)]
 
 
-TRAINED = sorted({*OPTIMIZERS} - {*REFUSED})
-LAZY = [pytest.param(name, "lazy", marks=[pytest.mark.soak] * (name != "AdamW")) for name in TRAINED]
-
-
-@pytest.mark.parametrize(("name", "sparse"), [*((name, "exact") for name in TRAINED), *LAZY])
-def test_a_row_of_a_table_makes_the_steps_of_a_row_of_a_variable(strategy, name, sparse):
-    """Bit for bit, slots as well; what is looked at in between has all that its rows have missed."""
+@pytest.mark.parametrize("name", ["AdamW", *(pytest.param(n, marks=pytest.mark.soak) for n in LAZY)])
+def test_a_row_of_a_table_makes_lazy_steps(strategy, name):
+    """Those of a row of a variable, bit for bit, slots as well."""
 
     def make():
         optimizer = OPTIMIZERS[name]()
-        optimizer.sparse = sparse
+        optimizer.sparse = "lazy"
         return optimizer
 
-    dense, other_dense = (variable(strategy, np.ones(2, "float32")) for _ in range(2))
-    plain = trained(strategy, make, variable(strategy, np.zeros(SHAPE, "float32")), keyed=False, dense=other_dense)
-    found = trained(strategy, make, table_of(strategy), keyed=True, dense=dense)
-    for one, other in zip(found, plain, strict=True):
+    plain = trained(strategy, make, variable(strategy, np.zeros(SHAPE, "float32")), keyed=False)
+    for one, other in zip(trained(strategy, make, table_of(strategy), keyed=True), plain, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert found[-1].any() or name == "SGD"
-    assert dense.numpy().tolist() == other_dense.numpy().tolist() != [1.0, 1.0]
 
 
 def test_closed_forms_are_of_tables_too(strategy):
@@ -104,9 +87,9 @@ def test_closed_forms_are_of_tables_too(strategy):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
-def test_a_table_of_one_part_is_measured(shared):
+@kinds("servers-1x1")
+def test_a_table_of_one_part_is_measured(strategy):
     """One server has all of it: the norm of two rows of length 5 is sqrt(50)."""
-    strategy = shared("embedded-1")
     table, dense = table_of(strategy), variable(strategy, np.zeros(2, "float32"))
     rows = ps.IndexedSlices(np.array([[3, 4, 0], [0, 4, 3]], "float32"), KEYS[:2])
     with strategy.scope():
@@ -258,22 +241,10 @@ def test_half_precision(strategy):
 # ---- Steps that are like the last one ----
 
 
-@pytest.fixture(scope="module", params=["sync", "async"])
-def anywhere(request, shared):
-    if request.param == "sync":
-        yield shared("servers-2x2")
-        return
-    with (
-        InProcessCluster(2) as cluster,
-        ps.ParameterServerStrategy(["cpu:0"], ps.Async(), cluster.resolver()) as strategy,
-    ):
-        yield strategy
-
-
-@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad by rows"])
-def test_steady_steps_are_not_recorded_again(anywhere, monkeypatch, name):
+@once(strategy=["servers-2x2", "async-2x1"], name=["Adam", "Adagrad by rows", "SGD"])
+def test_steady_steps_are_not_recorded_again(strategy, monkeypatch, name):
     """However many keys each has; and the plan is the same, so that nothing has to be approved."""
-    own, calls, plans, strategy = UpdateFunction.call, [], set(), anywhere
+    own, calls, plans = UpdateFunction.call, [], set()
     table, other, dense = table_of(strategy), table_of(strategy), variable(strategy, np.ones(2, "float32"))
     with strategy.scope():
         optimizer = OPTIMIZERS[name]()
@@ -294,61 +265,6 @@ def test_steady_steps_are_not_recorded_again(anywhere, monkeypatch, name):
     assert table.size() == other.size() == len(KEYS)
     assert calls == []
     assert len(plans) == 1
-
-
-# ---- Several processes ----
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_however_many_workers_make_the_steps_of_one_process(workers):
-    """On two servers, with six replicas in all; a filter counts what all of them asked for. Bit for bit where the order
-    of a sum does not matter, as of integers; else within a millionth.
-    """
-
-    def train(cluster, index):
-        devices = [f"cpu:{n}" for n in range(REPLICAS // workers)]
-        with ps.ParameterServerStrategy(devices=devices, cluster_resolver=cluster.resolver(index)) as strategy:
-            return [steps(strategy, of_reals) for of_reals in (False, True)]
-
-    with InProcessCluster(2, workers) as cluster, ThreadPoolExecutor(workers) as pool:
-        found = list(pool.map(functools.partial(train, cluster), range(workers)))
-    for each in found:
-        for values, expected, rtol in zip(each, alone(), (0, 1e-6), strict=True):
-            for one, other in zip(values, expected, strict=True):
-                np.testing.assert_allclose(one, other, rtol=rtol)
-    assert found[0][0][0].size > 3
-
-
-@functools.cache
-def alone():
-    """What one process makes on one server, of integers and of fractions."""
-    devices = [f"cpu:{n}" for n in range(REPLICAS)]
-    with (
-        InProcessCluster(1) as cluster,
-        ps.ParameterServerStrategy(devices, cluster_resolver=cluster.resolver()) as strategy,
-    ):
-        return [steps(strategy, of_reals) for of_reals in (False, True)]
-
-
-def steps(strategy, of_reals):
-    """What is in a table after some steps, its keys in order, and in its slots."""
-    with strategy.scope():
-        name = f"table of {'fractions' if of_reals else 'integers'}"
-        table = de.get_variable(name, dim=3, initializer=0, admission=de.CounterFilter(2))
-        optimizer = O.Adam(0.5)
-    for step in range(STEPS):
-
-        def replica_fn(step=step):
-            replica = ps.get_replica_context().replica_id_in_sync_group
-            rows = slices(step, replica, keyed=True)
-            if of_reals:  # above zero, so that their sums lose no digits
-                values = np.random.default_rng(10 * step + replica).uniform(0.5, 1.5, np.shape(rows.values))
-                rows = ps.IndexedSlices(values.astype("float32"), rows.indices)
-            optimizer.apply_gradients([(rows, table)])
-
-        strategy.run(replica_fn)
-    keys = np.sort(table.keys())
-    return keys, *(each.lookup(keys).numpy() for each in (table, *optimizer._state.of(table).slots))
 
 
 def test_gradients_are_given_in_cross_replica_context(strategy):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from pstesting.in_process import InProcessCluster
 from pstesting.processes import PS0, QUICK, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, gate, say
 
@@ -251,8 +252,7 @@ def rolls_back():
 
 def test_who_comes_back_restores_with_all_from_then_on(tmp_path):
     """It comes while the others restore, and has no part in that; once it is taken in it goes back as they do."""
-    with ProcessCluster(makes, tmp_path, workers=1) as job:
-        job.finish()
+    makes(tmp_path, a=np.full(3, 7.0))
     keys = {"workers": 2, "gates": ["go", "never"], "timeouts": QUICK, "chief": "driver"}
     with ProcessCluster(rolls_back, tmp_path, **keys) as job, job.server(PS0) as server:
         job.hear(W1, "dies")
@@ -269,13 +269,15 @@ def test_who_comes_back_restores_with_all_from_then_on(tmp_path):
     assert job.said(W1, "back") == backs[1:]
 
 
-def makes():
-    """A checkpoint to go back to."""
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        checkpoint = ps.train.Checkpoint(a=ps.Variable(np.full(3, 7.0), name="a"))
-    checkpoint.save("run/ckpt")
-    checkpoint.sync()
+def makes(directory, **values):
+    """Makes a checkpoint to go back to."""
+    with (
+        InProcessCluster(checkpoint_root=directory / "checkpoints") as cluster,
+        ps.ParameterServerStrategy(cluster_resolver=cluster.resolver()) as strategy,
+        strategy.scope(),
+    ):
+        made = {name: ps.Variable(value, name=name) for name, value in values.items()}
+        ps.train.Checkpoint(**made).save("run/ckpt")
 
 
 def saves_alone():
@@ -341,8 +343,7 @@ def test_who_comes_back_saves_when_the_others_do(tmp_path):
         directory = tmp_path / str(first)
         directory.mkdir()
         if first:
-            with ProcessCluster(makes_steps, directory, (begin,), workers=1) as job:
-                job.finish()
+            makes(directory, a=np.zeros(3), steps=np.int64(begin))
         with ProcessCluster(saves_sometimes, directory, **keys) as job, job.server(PS0) as server:
             job.hear(W1, "dies")
             job.kill(W1)
@@ -354,13 +355,3 @@ def test_who_comes_back_saves_when_the_others_do(tmp_path):
             job.finish()
         assert job.said(W0, "saved") == saves
         assert job.said(W1, "saved")[-2:] == saves[-2:]
-
-
-def makes_steps(steps):
-    """A checkpoint after so many steps."""
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        made = {"a": ps.Variable(np.zeros(3), name="a"), "steps": ps.Variable(np.int64(steps), name="steps")}
-    checkpoint = ps.train.Checkpoint(**made)
-    checkpoint.save("run/ckpt")
-    checkpoint.sync()

@@ -53,7 +53,7 @@ def complete(path):
 
 def test_training_goes_on_while_a_checkpoint_is_written():
     """It has the values of the round in which it was asked for."""
-    with opened("embedded-1") as strategy:
+    with opened("servers-1x1") as strategy:
         v, checkpoint = counted(strategy)
         with held_up(strategy) as go:
             path = checkpoint.save("run/ckpt")
@@ -69,7 +69,7 @@ def test_training_goes_on_while_a_checkpoint_is_written():
 
 def test_a_second_save_waits_or_is_refused():
     """As asked; what is refused counts for nothing, and the first is complete all the same."""
-    with opened("embedded-2") as strategy:
+    with opened("servers-1x2") as strategy:
         _, checkpoint = counted(strategy)
         refuse = ps.train.CheckpointOptions(if_busy="refuse")
         with held_up(strategy) as go:
@@ -87,7 +87,7 @@ def test_a_second_save_waits_or_is_refused():
 
 def test_the_end_waits_for_what_is_written():
     """A strategy that is closed has saved what it was told to save."""
-    with opened("embedded-1") as strategy:
+    with opened("servers-1x1") as strategy:
         _, checkpoint = counted(strategy)
         with held_up(strategy) as go:
             path = checkpoint.save("run/ckpt")
@@ -102,7 +102,7 @@ def test_a_failure_is_told_once(told):
     Path("runs").mkdir()
     blocker = Path("runs/run")
     blocker.write_text("no directory")
-    with opened("embedded-1") as strategy:
+    with opened("servers-1x1") as strategy:
         _, checkpoint = counted(strategy)
         if told != "at once":
             assert checkpoint.save("run/ckpt") == "run/ckpt-1"
@@ -125,7 +125,7 @@ def test_a_failure_that_nobody_asks_for_is_raised_at_the_end(caplog):
     Path("runs/run").write_text("no directory")
     with (
         pytest.raises(ps.errors.CheckpointError, match="the last checkpoint 'run/ckpt-1' was not saved"),
-        opened("embedded-1") as strategy,
+        opened("servers-1x1") as strategy,
     ):
         counted(strategy)[1].save("run/ckpt")
     assert "does not leave cleanly" not in caplog.text
@@ -242,7 +242,7 @@ def test_deterministic_needs_rounds():
 
 def test_saving_is_no_part_of_a_replica():
     """In replica context it is refused with a word."""
-    with opened("embedded-2") as strategy:
+    with opened("servers-1x2") as strategy:
         _, checkpoint = counted(strategy)
         with pytest.raises(RuntimeError, match="save"):
             strategy.run(lambda: checkpoint.save("run/ckpt"))

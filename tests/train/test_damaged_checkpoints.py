@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from pstesting.in_process import InProcessCluster
 from pstesting.processes import PS0, W0, W1, ProcessCluster
 from pstesting.script import ME, gate, say
 from pswire.checkpoint import storage
@@ -23,7 +24,9 @@ from tests.kit.shell import shell
 from tests.kit.storage import BUCKET, object_store
 from tests.kit.strategies import opened
 
-KINDS = pytest.mark.parametrize("kind", ["mirrored-1", "embedded-2", pytest.param("servers-2", marks=pytest.mark.soak)])
+KINDS = pytest.mark.parametrize(
+    "kind", ["mirrored-1", "servers-1x2", pytest.param("servers-2x1", marks=pytest.mark.soak)]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -89,9 +92,9 @@ def names(kind):
             kind,
             damage,
             # All that can be wrong is passed over by both in the next test; here two show what is said and kept.
-            marks=() if (kind, damage) in (("mirrored-1", flip), ("embedded-2", cut)) else pytest.mark.soak,
+            marks=() if (kind, damage) in (("mirrored-1", flip), ("servers-1x2", cut)) else pytest.mark.soak,
         )
-        for kind in ("mirrored-1", "embedded-2", "servers-2")
+        for kind in ("mirrored-1", "servers-1x2", "servers-2x1")
         for damage in (flip, cut, brackets, lose)
     ],
 )
@@ -270,19 +273,19 @@ def test_a_disk_that_fails_is_raised(monkeypatch):
 
 def test_what_one_server_cannot_read_counts_for_more(tmp_path):
     """Than what another one finds damaged: its part may be whole, and nothing is passed over."""
-    save("servers-2", (1, 2))
-    run = root_of("servers-2") / "run"
+    save("servers-2x1", (1, 2))
+    run = root_of("servers-2x1") / "run"
     first, second = (next((run / "ckpt-2").glob(f"shard-0000{server}-*")) for server in (0, 1))
     first.write_bytes(first.read_bytes()[:-1] + b"?")
     shutil.move(second, tmp_path / "elsewhere")
     second.symlink_to(tmp_path / "elsewhere")
-    with opened("servers-2") as strategy:
+    with opened("servers-2x1") as strategy:
         v, manager = managed(strategy)
         with pytest.raises(ps.errors.CheckpointError, match="through a link") as told:
             manager.restore_or_initialize()
         assert type(told.value) is ps.errors.CheckpointError
         assert v.numpy()[0] == 0.0
-    assert names("servers-2") == ["ckpt-1", "ckpt-2"]
+    assert names("servers-2x1") == ["ckpt-1", "ckpt-2"]
 
 
 # ---- Wherever they are ----
@@ -341,24 +344,19 @@ def resumes(asynchronous):
         manager.sync()
 
 
-def saves():
-    """Three checkpoints, of 1, 2 and 3."""
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        a, b = (ps.Variable(np.zeros(3), name=name) for name in "ab")
-    manager = ps.train.CheckpointManager(ps.train.Checkpoint(a=a, b=b), "run", 3)
-    for _ in range(3):
-        a.assign_add(np.ones(3))
-        b.assign_add(np.ones(3))
-        manager.save()
-
-
 @pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_all_processes_act_on_one_verdict(tmp_path, asynchronous):
     """One server finds its part of the newest damaged, the other one the part before: all take the first, whenever they
     come, and one process says so."""
-    with ProcessCluster(saves, tmp_path, ps=2, workers=1) as job:
-        job.finish()
+    with InProcessCluster(2, checkpoint_root=tmp_path / "checkpoints") as cluster:
+        resolver = cluster.resolver()
+        with ps.ParameterServerStrategy(cluster_resolver=resolver) as strategy, strategy.scope():
+            a, b = (ps.Variable(np.zeros(3), name=name) for name in "ab")
+            manager = ps.train.CheckpointManager(ps.train.Checkpoint(a=a, b=b), "run", 3)
+            for _ in range(3):
+                a.assign_add(np.ones(3))
+                b.assign_add(np.ones(3))
+                manager.save()
     run = tmp_path / "checkpoints/run"
     for number, server in ((3, 1), (2, 0)):
         (shard,) = (run / f"ckpt-{number}").glob(f"shard-{server:05d}-*")

@@ -21,7 +21,7 @@ by that of 2026-11-24. That of format 4 has two tables, and a delta upon it."""
 
 @pytest.fixture(autouse=True)
 def _root(tmp_path, monkeypatch):
-    """Paths of this process and of embedded servers are below a directory of the test."""
+    """Paths of this process and of servers in it are below a directory of the test."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -31,12 +31,12 @@ def test_there_is_one_of_each_format():
 
 
 @pytest.mark.parametrize("format", range(1, FORMAT + 1))
-@pytest.mark.parametrize("kind", ["embedded-1", "mirrored-1"])
+@pytest.mark.parametrize("kind", ["servers-1x1", "mirrored-1"])
 def test_a_checkpoint_of_each_format_is_restored(kind, format):
     """With all its variables, of several dtypes and shapes; and the next save counts on."""
     saved = FORMATS / str(format) / ("run1/ckpt-1" if format == 1 else "run1-1")
     with opened(kind) as strategy:
-        root = Path("runs" if kind == "embedded-1" else ".")
+        root = Path("runs" if kind == "servers-1x1" else ".")
         shutil.copytree(saved, root / "ckpt" / "old-1")
         with strategy.scope():
             w = ps.Variable(np.zeros((2, 3), "f4"), name="w")

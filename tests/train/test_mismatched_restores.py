@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from pstesting.in_process import InProcessCluster
 from pstesting.processes import W0, W1, ProcessCluster
 from pstesting.script import ME, say
 from tests.kit.shell import shell
@@ -166,14 +167,6 @@ def test_statuses_without_a_checkpoint_say_so():
     assert "nothing was restored" in repr(status)
 
 
-def makes():
-    """A checkpoint of `a` and `b`."""
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        a, b = (ps.Variable(np.zeros(3), name=name) for name in "ab")
-    ps.train.Checkpoint(a=a, b=b).save("run/ckpt")
-
-
 def takes():
     """Restores `a`, and makes two steps."""
     strategy = ps.ParameterServerStrategy()
@@ -188,8 +181,13 @@ def takes():
 
 def test_one_process_says_it(tmp_path):
     """Of all that restore together; also where a manager does it."""
-    with ProcessCluster(makes, tmp_path, workers=1) as job:
-        job.finish()
+    with (
+        InProcessCluster(checkpoint_root=tmp_path / "checkpoints") as cluster,
+        ps.ParameterServerStrategy(cluster_resolver=cluster.resolver()) as strategy,
+        strategy.scope(),
+    ):
+        a, b = (ps.Variable(np.zeros(3), name=name) for name in "ab")
+        ps.train.Checkpoint(a=a, b=b).save("run/ckpt")
     with ProcessCluster(takes, tmp_path, workers=2) as job:
         job.finish()
     assert [job.errors(task).count(DIFFER) for task in (W0, W1)] == [1, 0]

@@ -21,7 +21,7 @@ def _root(tmp_path, monkeypatch):
 
 def test_who_waited_too_long_waits_again():
     """A save is not taken for complete because it took longer than a round may; the next one does not pass it by."""
-    with opened("embedded-1") as strategy:
+    with opened("servers-1x1") as strategy:
         with strategy.scope():
             checkpoint = ps.train.Checkpoint(v=ps.Variable(0.0, name="v"))
         go, saves, session = threading.Event(), strategy._chief._checkpoints, strategy._session
@@ -44,7 +44,7 @@ def test_which_save_has_failed_is_known():
     Path("runs").mkdir()
     blocker = Path("runs/best")
     blocker.write_text("no directory")
-    with opened("embedded-2") as strategy:
+    with opened("servers-1x2") as strategy:
         with strategy.scope():
             checkpoint = ps.train.Checkpoint(v=ps.Variable(0.0, name="v"))
         checkpoint.write("other")
@@ -61,7 +61,7 @@ def test_which_save_has_failed_is_known():
 
 def test_who_came_late_restores_what_the_others_saved(monkeypatch):
     """They wait for their save before; a process that came after it does as well, though it has saved nothing."""
-    with opened("embedded-1") as strategy:
+    with opened("servers-1x1") as strategy:
         with strategy.scope():
             v = ps.Variable(1.0, name="v")
             checkpoint = ps.train.Checkpoint(v=v)
@@ -83,7 +83,7 @@ def test_who_came_late_restores_what_the_others_saved(monkeypatch):
 
 def test_a_manifest_that_is_too_large_is_told(monkeypatch):
     """Before it is sent, and to those who wait for the save; training goes on, and so do later saves."""
-    with opened("embedded-1") as strategy:
+    with opened("servers-1x1") as strategy:
         with strategy.scope():
             v = ps.Variable(0.0, name="v")
             checkpoint = ps.train.Checkpoint(v=v)

@@ -18,8 +18,8 @@ OPTIMIZERS["nadam"] = ps.optimizers.Nadam  # has one number for each table, of w
 
 @pytest.mark.parametrize(
     ("make", "source"),
-    [(OPTIMIZERS["adagrad"], 3), (OPTIMIZERS["nadam"], 3)]
-    + [pytest.param(OPTIMIZERS[name], 3, marks=pytest.mark.soak) for name in ("adam", "lazy")]
+    [(OPTIMIZERS["nadam"], 3)]
+    + [pytest.param(OPTIMIZERS[name], 3, marks=pytest.mark.soak) for name in ("adagrad", "adam", "lazy")]
     + [pytest.param(make, 1, marks=pytest.mark.soak) for make in OPTIMIZERS.values()],
 )
 def test_any_number_of_servers_restores_it(tmp_path, source, make):
@@ -31,7 +31,7 @@ def test_any_number_of_servers_restores_it(tmp_path, source, make):
         job.train(3, seed=1)
         later = job.state()
     assert expected.keys.size > 20 < expected.counted_keys.size
-    for servers in (1, 2, 3):
+    for servers in (1, 2):
         with Job(tmp_path, servers, make) as job:
             job.build()
             job.checkpoint.restore("run").assert_consumed()
@@ -41,7 +41,7 @@ def test_any_number_of_servers_restores_it(tmp_path, source, make):
             assert job.state().equals(later)
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_tables_and_slots_that_are_created_later_begin_with_it(tmp_path, servers):
     """The table when it is created, the optimizer's tensors when they are; both as if they had been there."""
     with Job(tmp_path, 2) as job:

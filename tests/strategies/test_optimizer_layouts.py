@@ -1,0 +1,229 @@
+"""Optimizers over layouts: gradients of rows, variables in shards, dynamic tables, and several workers.
+
+Whatever the layout, the steps are those that one process makes of whole gradients and whole variables.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from pstesting.in_process import InProcessCluster
+from tests.kit.formulas import MORE, OPTIMIZERS, v1
+from tests.kit.strategies import SHARDS, cut, in_replicas, replicas
+
+O = ps.optimizers  # noqa: E741
+de = ps.dynamic_embedding
+KEYS = np.array([5, -9, 1 << 62, 0, 77, -(1 << 63), (1 << 63) - 1])
+SHAPE = (len(KEYS), 3)
+STEPS = 3
+REPLICAS = 6
+"""Of all workers together."""
+
+ALL = OPTIMIZERS | MORE
+LAZY = ("Adam, lazy", "LazyAdam")
+ROWS = [name for name in ALL if not name.startswith("v1") and name not in LAZY]
+SHARDED = [name for name in ALL if name != "Lamb"]
+TABLES = sorted({*OPTIMIZERS} - {"SGD, accumulated", "SGD, averaged", "Lamb"})
+
+CHOSEN = {
+    ("mirrored-2", "plain", "rows"): ROWS,
+    ("servers-2x2", "plain", "rows"): [
+        *("SGD", "SGD, Nesterov", "SGD, clipped by value", "SGD, clipped by norm", "SGD, clipped by all", "Adagrad"),
+        *("Adadelta", "Adam", "Adam, dense", "Adam, AMSGrad", "Adamax", "Lamb", "Ftrl"),
+    ],
+    ("sharded-2x2", "sharded", "rows"): [
+        *(
+            "SGD, scaled",
+            "SGD, averaged",
+            "SGD, clipped by norm and accumulated",
+            "Adagrad by rows",
+            "RMSprop",
+            "AdamW",
+        ),
+        *("Adam, lazy", "Lion", "v1 Adam"),
+    ],
+    ("sharded-2x2", "sharded", "whole"): [
+        *("SGD, accumulated", "SGD, decayed", "SGD, by a schedule", "SGD, clipped by all", "Nadam", "Ftrl", "Adadelta"),
+        *("SGD, clipped by norm and scaled", "Adam, dynamically scaled", "v1 proximal Adagrad"),
+    ],
+    ("servers-2x2", "table", "rows"): [
+        *(
+            "SGD, momentum",
+            "SGD, clipped by norm",
+            "SGD, clipped by all",
+            "Adagrad by rows",
+            "RMSprop",
+            "Ftrl",
+            "Nadam",
+        ),
+        *("Adam, dynamically scaled",),
+    ],
+}
+"""Each optimizer on some servers, by the forms of its slots and its scratch; those of `test_exact_rows` are there."""
+PRODUCT = [
+    *itertools.product(("default", "mirrored-2", "servers-2x2"), ("plain",), ("rows",), ROWS),
+    *itertools.product(("sharded-1x1", "sharded-2x2", "sharded-3x1"), ("sharded",), ("rows", "whole"), SHARDED),
+    *itertools.product(("embedded-1", "servers-2x2"), ("table",), ("rows",), TABLES),
+]
+
+
+def rows(step, replica, keyed=False):
+    """Rows of one replica in one step, of integers; some come twice, and one replica has none in one step."""
+    rng = np.random.default_rng(10 * step + replica)
+    count = 0 if (step, replica) == (1, 1) else 3  # then rows of the other alone
+    ids = rng.integers(0, SHAPE[0], count)
+    return ps.IndexedSlices(rng.integers(-3, 4, (count, SHAPE[1])).astype("float32"), KEYS[ids] if keyed else ids)
+
+
+def fractions(step, replica, keyed=False):
+    """Rows of fractions above zero, whose sums lose no digits."""
+    given = rows(step, replica, keyed)
+    values = np.random.default_rng(10 * step + replica).uniform(0.5, 1.5, np.shape(given.values))
+    return ps.IndexedSlices(values.astype("float32"), given.indices)
+
+
+def whole(step, replica, form=rows):
+    """The same as a whole array."""
+    return np.asarray(form(step, replica).with_shape(SHAPE))
+
+
+FORMS = {"rows": rows, "whole": whole, "keys": functools.partial(rows, keyed=True)}
+
+
+def trained(strategy, make, form, layout="plain", start=1):
+    """All that an optimizer makes of two tables, and of a dense variable, in some steps.
+
+    Args:
+        start: the least value in a table at first; 0 for nothing else.
+
+    Returns:
+        Rows of tables in between and at last, and of slots, by their ids or keys; then all else that is kept.
+    """
+    first = np.random.default_rng(0).integers(start, 8 * start + 1, SHAPE).astype("float32")
+    ids = KEYS if layout == "table" else np.arange(SHAPE[0])
+    with strategy.scope():
+        if layout == "table":
+            tables = [de.get_variable(f"table {next(numbers)}", dim=SHAPE[1], initializer=0) for _ in range(2)]
+        else:
+            tables = [ps.Variable(first + n * start, name=f"table {n}") for n in range(2)]
+        dense = ps.Variable(np.ones(2, "float32"), name="dense")
+        optimizer = make()
+    seen = []
+    for step in range(STEPS):
+
+        def replica_fn(replica, step=step):
+            pairs = [(form(step + 5 * n, replica), v) for n, v in enumerate(tables)]
+            optimizer.apply_gradients([*pairs, (np.full(2, replica + 1.0, "float32"), dense)])
+
+        in_replicas(strategy, replica_fn)
+        if step == 1:
+            seen += [v.lookup(ids).numpy() for v in tables]
+    assert all(isinstance(v, ps.ShardedVariable) and len(v.variables) == SHARDS for v in tables) == (
+        layout == "sharded"
+    )
+    kept = optimizer.variables() if isinstance(optimizer, v1.Optimizer) else optimizer.variables
+    kept = [v for v in kept if not v.name.endswith(("_staged", ".copy"))]
+    seen += [v.lookup(ids).numpy() for v in (*tables, *kept) if len(v.shape) == 2]
+    numbers_of = [] if layout == "table" else [v.numpy() for v in kept if len(v.shape) < 2]
+    return [*seen, dense.numpy(), *numbers_of]
+
+
+numbers = itertools.count()
+
+
+@functools.cache
+def locally(name, count, form, start=1):
+    """What so many replicas of this process make without servers."""
+    with ps.MirroredStrategy(devices=[f"cpu:{n}" for n in range(count)]) as strategy:
+        return trained(strategy, ALL[name], form, start=start)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "layout", "form", "name"),
+    [
+        pytest.param(*where, name, marks=[pytest.mark.soak] * (name not in CHOSEN.get(where, ())))
+        for *where, name in PRODUCT
+        for where in [tuple(where)]
+    ],
+    indirect=["strategy"],
+    scope="module",
+)
+def test_a_layout_makes_the_steps_of_whole_variables(strategy, layout, form, name):
+    """Bit for bit, on variables and all that the optimizer keeps, at last and in between; beside a dense variable."""
+    start = int(layout != "table")
+    given = FORMS["keys" if layout == "table" else form]
+    found = trained(strategy, ALL[name], given, layout, start)
+    expected = locally(name, replicas(strategy), FORMS[form] if name in LAZY else whole, start)
+    # Sums of shards' sums of squares are rounded otherwise than one sum.
+    rtol = 1e-6 if layout == "sharded" and ("norm" in name or "by all" in name) else 0
+    for one, other in zip(found, expected if layout != "table" else expected[: len(found)], strict=True):
+        np.testing.assert_allclose(one, other, rtol=rtol)
+    assert (found[0] != found[1]).any()
+
+
+# ---- Several processes ----
+
+
+@pytest.mark.parametrize("workers", [3, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 2))])
+def test_however_many_workers_make_the_steps_of_one_process(workers):
+    """On two servers, with six replicas in all; a filter counts what all of them asked for. Bit for bit where the order
+    of a sum does not matter, as of integers; else within a millionth.
+    """
+
+    def train(cluster, index):
+        devices = [f"cpu:{n}" for n in range(REPLICAS // workers)]
+        with ps.ParameterServerStrategy(
+            devices, cluster_resolver=cluster.resolver(index), variable_partitioner=cut
+        ) as strategy:
+            return [steps(strategy, form, tables=True) for form in (rows, fractions)]
+
+    with InProcessCluster(2, workers) as cluster, ThreadPoolExecutor(workers) as pool:
+        found = list(pool.map(functools.partial(train, cluster), range(workers)))
+    devices = [f"cpu:{n}" for n in range(REPLICAS)]
+    with ps.MirroredStrategy(devices) as strategy:
+        local = [steps(strategy, functools.partial(whole, form=form)) for form in (rows, fractions)]
+    with InProcessCluster(1) as cluster:
+        resolver = cluster.resolver()
+        with ps.ParameterServerStrategy(devices, cluster_resolver=resolver, variable_partitioner=cut) as strategy:
+            alone = [steps(strategy, form, tables=True) for form in (rows, fractions)]
+    for each in found:
+        for values, of_wholes, expected, rtol in zip(each, local, alone, (0, 1e-6), strict=True):
+            for one, other in (
+                *zip(values[: len(of_wholes)], of_wholes, strict=True),
+                *zip(values, expected, strict=True),
+            ):
+                np.testing.assert_allclose(one, other, rtol=rtol)
+    assert found[0][0][-1].size > 3
+
+
+def steps(strategy, form, tables=False):
+    """What some steps make of a whole variable and of one in shards, and of a table, its keys in order, on servers."""
+    start = np.random.default_rng(0).integers(1, 9, SHAPE).astype("float32")
+    name = "integers" if form is rows or getattr(form, "keywords", {}).get("form") is rows else "fractions"
+    with strategy.scope():
+        own = [ps.Variable(start + n, name=f"{name} {n}", partitioner=None if n else False) for n in range(2)]
+        optimizer = O.Adagrad(0.5)
+        if tables:
+            table = de.get_variable(f"table of {name}", dim=SHAPE[1], initializer=0, admission=de.CounterFilter(2))
+            other = O.Adam(0.5)
+    for step in range(STEPS):
+
+        def replica_fn(step=step):
+            replica = ps.get_replica_context().replica_id_in_sync_group
+            optimizer.apply_gradients([(form(step + 5 * n, replica), v) for n, v in enumerate(own)])
+            if tables:
+                other.apply_gradients([(form(step, replica, keyed=True), table)])
+
+        strategy.run(replica_fn)
+    found = [*own, *(slot for v in own for slot in optimizer._state.of(v).slots), optimizer.iterations]
+    found = [v.numpy() for v in found]
+    if not tables:
+        return found
+    keys = np.sort(table.keys())
+    return [*found, *(each.lookup(keys).numpy() for each in (table, *other._state.of(table).slots)), keys]
