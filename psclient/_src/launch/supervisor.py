@@ -12,6 +12,7 @@ from types import FrameType
 from psclient._src.config import child_environ
 from psclient._src.launch.joining import JobIsOver, Joined, Joiner
 from psclient._src.launch.script import say
+from psclient._src.processes import process as starts
 from psclient._src.processes.process import describe_exit, exit_code
 from psclient._src.processes.shutdown import NOT_SAVED
 
@@ -33,7 +34,7 @@ class _Child:
     def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
         """Starts it, and waits for its end; returns its return code. A process group of its own, and no input."""
         self._starts = True
-        self._process = process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environ, process_group=0)
+        self._process = process = starts.popen(command, stdin=subprocess.DEVNULL, env=environ, process_group=0)
         self._starts = False
         for number in self.told:
             process.send_signal(number)

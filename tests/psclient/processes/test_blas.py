@@ -19,34 +19,21 @@ CORES = threads_of(1)
 SCRIPT = """
 import numpy as np
 from threadpoolctl import ThreadpoolController
-{before}
+def say(): print(*{library.num_threads for library in ThreadpoolController().select(user_api="blas").lib_controllers})
 import psclient as ps
-{strategy}
-print(*{{library.num_threads for library in ThreadpoolController().select(user_api="blas").lib_controllers}})
+say()
+ps.ParameterServerStrategy()
+say()
 """
 
 
-def threads(strategy: str = "ps.ParameterServerStrategy()", before: str = "", **environ: str) -> list[int]:
-    """In how many threads a script computes that is started without a launcher."""
+@pytest.mark.skipif(CORES == 1, reason="one core is not shared")
+@pytest.mark.parametrize(("environ", "after"), [({}, threads_of(2)), ({"OPENBLAS_NUM_THREADS": str(CORES)}, CORES)])
+def test_a_script_and_its_server_share_the_cores(environ, after):
+    """`python SCRIPT` starts a server beside it; without a strategy, or if the user sets it, NumPy is as it was."""
     clean = {name: value for name, value in os.environ.items() if name not in THREADS}
-    script = SCRIPT.format(before=before, strategy=strategy)
-    done = subprocess.run([sys.executable, "-c", script], env=clean | environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [int(number) for number in done.stdout.split()]
-
-
-@pytest.mark.skipif(CORES == 1, reason="one core is not shared")
-def test_a_script_and_its_server_share_the_cores():
-    """`python SCRIPT` starts a server beside it; without a strategy NumPy is as it was."""
-    assert threads(strategy="") == [CORES]
-    assert threads() == [threads_of(2)]
-
-
-@pytest.mark.skipif(CORES == 1, reason="one core is not shared")
-def test_what_the_user_says_stays():
-    """By environment variable or by call, more or less."""
-    assert threads(OPENBLAS_NUM_THREADS=str(CORES)) == [CORES]
-    assert threads(before="from threadpoolctl import threadpool_limits; threadpool_limits(1)") == [1]
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=clean | environ, capture_output=True, text=True)
+    assert [int(number) for number in done.stdout.split()] == [CORES, after], done.stderr
 
 
 def test_tasks_elsewhere_share_nothing():

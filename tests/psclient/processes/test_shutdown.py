@@ -99,7 +99,7 @@ def no_more_threads() -> Iterator[None]:
 def test_what_ends_with_the_process_may_use_threads(tmp_path: Path, program: str) -> None:
     """The last registered comes first, after the script, and may use a thread, as under `atexit` none may."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = shell([program, "script.py"], tmp_path)
+    done = shell([program, "script.py"], tmp_path, fork=False)
     assert (done.code, done.err) == (0, "")
     assert done.out.splitlines() == ["the script ends", "second 7", "first 7"]
 
