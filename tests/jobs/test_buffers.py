@@ -56,7 +56,7 @@ def train_with(strategy, variables, steps):
 @pytest.mark.parametrize("lane", ["shm", "tcp", pytest.param("grpc", marks=pytest.mark.soak)])
 def test_two_arrays_alternate(tmp_path, lane):
     """Of each variable, over all rounds; what was handed in is read-only, and a step waits once."""
-    sizes, steps = (1, 20_000, LARGE), 9
+    sizes, steps = (1, 20_000, LARGE), 6
     with ProcessCluster(train, tmp_path, (lane, sizes, steps), [train_with], workers=2) as job:
         for task in (W0, W1):
             for _ in sizes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from itertools import pairwise
 
@@ -11,12 +12,15 @@ import pytest
 import psclient as ps
 from pstesting.processes import CALM, PS0, QUICK, W0, W1, W2, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
-from pswire.server_options import ServerOptions
+from tests.kit.learn import in_threads, meet
+from tests.kit.rig import SOON
 
 EXAMPLES, BATCH = 120, 3
+SOME = 60
+"""Examples of workers in threads."""
 
 
-def train(bound, epochs, paces, stops, saves, resume):
+def train(bound, epochs, paces, stops):
     """Counts in a variable how often each example was visited. Says what it takes, and when it has ended a pass.
 
     Args:
@@ -24,17 +28,12 @@ def train(bound, epochs, paces, stops, saves, resume):
         epochs: passes.
         paces: seconds that a step of each worker takes.
         stops: for each worker (batches that it has taken before, gate, whether the gate is before the round).
-        saves: after so many batches worker 0 saves a checkpoint; 0 for never.
-        resume: a checkpoint to go on from; "" for none.
     """
     how = ps.Async() if bound < 0 else ps.BoundedStaleness(bound)
     strategy = ps.ParameterServerStrategy(consistency=how)
     with strategy.scope():
-        other = ps.Variable(np.zeros(1), name="other")
+        ps.Variable(np.zeros(1), name="other")
         visits = ps.Variable(np.zeros(120, "int64"), name="visits")
-    checkpoint = ps.train.Checkpoint(visits=visits, other=other)
-    if resume:
-        checkpoint.restore(resume)
     dynamic = ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC)
     data = ps.ArrayDataset(np.arange(120)).shuffle(7).batch(3)
     batches = strategy.experimental_distribute_dataset(data, dynamic)
@@ -63,10 +62,6 @@ def train(bound, epochs, paces, stops, saves, resume):
                     visits.numpy()  # the round is answered
                     say("at", count - 1)
                     gate(name)
-            if count == saves and ME == 0:
-                path = checkpoint.save("run/ckpt")
-                checkpoint.sync()
-                say("saved", path)
         say("ended", [epoch, time.monotonic()])
     say("done", count)
     gate("end")
@@ -82,14 +77,14 @@ def rows_of(job, *tasks):
     return found
 
 
-@pytest.mark.parametrize(("servers", "bound"), [(1, -1), (2, -1), (1, 60)])
+@pytest.mark.parametrize(("servers", "bound"), [(2, -1), (1, 60)])
 def test_who_is_fast_does_more_and_the_end_waits_for_one_batch(tmp_path, servers, bound):
     """One worker is four times slower: each example once in each pass, whose end waits for one of its batches at most.
 
     With two servers the counts are on the second, whose rounds server 0 does not see.
     """
     keys = {"ps": servers, "workers": 3, "chief": "driver", "gates": ["go", "end"], "timeouts": CALM}
-    with ProcessCluster(train, tmp_path, (bound, 2, [0.1, 0.1, 0.4], {}, 0, ""), **keys) as job:
+    with ProcessCluster(train, tmp_path, (bound, 2, [0.1, 0.1, 0.4], {}), **keys) as job:
         for task in (W0, W1, W2):
             job.hear(task, "ready")
         job.open("go")
@@ -108,13 +103,20 @@ def test_who_is_fast_does_more_and_the_end_waits_for_one_batch(tmp_path, servers
             assert max(ended) < min(ended) + slowest + 0.3  # it would be 0.4, were one more in its hands
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before its round", "after its round"])
-@pytest.mark.parametrize("at", [4, 45], ids=["in the same pass", "in the next pass"])
+@pytest.mark.parametrize(
+    ("before", "at"),
+    [
+        pytest.param(True, 4, id="before its round, in the same pass"),
+        pytest.param(False, 45, id="after its round, in the next pass"),
+        pytest.param(True, 45, id="before its round, in the next pass", marks=pytest.mark.soak),
+        pytest.param(False, 4, id="after its round, in the same pass", marks=pytest.mark.soak),
+    ],
+)
 def test_what_a_killed_worker_had_is_handed_out_again(tmp_path, before, at):
     """Each example counts once in each pass; of what it had pushed nothing is done again."""
     stops = {0: [(at, "on", True)], 1: [(at, "on", True)], 2: [(3, "never", before)]}
     keys = {"ps": 1, "workers": 3, "chief": "driver", "gates": ["go", "on", "never", "end"], "timeouts": QUICK}
-    with ProcessCluster(train, tmp_path, (-1, 4, [0, 0, 0], stops, 0, ""), **keys) as job:
+    with ProcessCluster(train, tmp_path, (-1, 3, [0, 0, 0], stops), **keys) as job:
         for task in (W0, W1, W2):
             job.hear(task, "ready")
         job.open("go")
@@ -127,18 +129,18 @@ def test_what_a_killed_worker_had_is_handed_out_again(tmp_path, before, at):
         for task in (W0, W1):
             job.hear(task, "done")
         job.open("end")
-        assert job.hear(W0, "visits") == [4] * EXAMPLES
+        assert job.hear(W0, "visits") == [3] * EXAMPLES
         taken = [row for rows in rows_of(job, W0, W1).values() for row in rows]
         lost = [rows for _, rows, _ in job.said(W2, "took")]
         pushed = lost[: 3 if before else 4]
-        assert sorted([*taken, *(row for rows in pushed for row in rows)]) == sorted(4 * list(range(EXAMPLES)))
+        assert sorted([*taken, *(row for rows in pushed for row in rows)]) == sorted(3 * list(range(EXAMPLES)))
 
 
 def test_who_comes_late_gets_work_at_once(tmp_path):
     """A worker that was killed and started again begins where the others are, and not with what was done."""
-    stops = {0: [(50, "on", True)], 1: [(50, "on", True)], 2: [(3, "never", True)]}
+    stops = {0: [(30, "on", True)], 1: [(30, "on", True)], 2: [(3, "never", True)]}
     keys = {"ps": 1, "workers": 3, "chief": "driver", "gates": ["go", "on", "never", "end"], "timeouts": QUICK}
-    with ProcessCluster(train, tmp_path, (-1, 6, [0, 0, 0.01], stops, 0, ""), **keys) as job:
+    with ProcessCluster(train, tmp_path, (-1, 4, [0, 0, 0.01], stops), **keys) as job:
         for task in (W0, W1, W2):
             job.hear(task, "ready")
         job.open("go")
@@ -154,7 +156,7 @@ def test_who_comes_late_gets_work_at_once(tmp_path):
         for task in (W0, W1, W2):
             job.hear(task, "done")
         job.open("end")
-        assert job.hear(W2, "visits") == [6] * EXAMPLES
+        assert job.hear(W2, "visits") == [4] * EXAMPLES
         job.finish()
 
 
@@ -162,7 +164,7 @@ def test_who_dies_after_the_end_of_the_others_does_its_batch_when_it_comes_back(
     """They have nothing left, and wait for nobody; what it had done counts once."""
     stops = {2: [(3, "never", True)]}
     keys = {"ps": 1, "workers": 3, "chief": "driver", "gates": ["go", "never", "end"], "timeouts": QUICK}
-    with ProcessCluster(train, tmp_path, (-1, 2, [0, 0, 0], stops, 0, ""), **keys) as job:
+    with ProcessCluster(train, tmp_path, (-1, 2, [0, 0, 0], stops), **keys) as job:
         for task in (W0, W1, W2):
             job.hear(task, "ready")
         job.open("go")
@@ -185,10 +187,10 @@ def test_who_dies_after_the_end_of_the_others_does_its_batch_when_it_comes_back(
 def test_a_worker_that_dies_again_and_again_does_nothing_twice(tmp_path):
     """Whatever it was doing: a batch is done in the instant in which its update is."""
     keys = {"ps": 1, "workers": 2, "chief": "driver", "gates": ["go", "end"], "timeouts": QUICK}
-    with ProcessCluster(train, tmp_path, (-1, 12, [0.01, 0], {}, 0, ""), **keys) as job:
+    with ProcessCluster(train, tmp_path, (-1, 4, [0.1, 0.02], {}), **keys) as job:
         job.open("go")
-        for _ in range(3):
-            for _ in range(7):
+        for _ in range(2):
+            for _ in range(5):
                 job.hear(W1, "took")
             job.kill(W1)
             job.start(W1)
@@ -196,47 +198,86 @@ def test_a_worker_that_dies_again_and_again_does_nothing_twice(tmp_path):
             job.hear(task, "done")
         job.open("end")
         for task in (W0, W1):
-            assert job.hear(task, "visits") == [12] * EXAMPLES
+            assert job.hear(task, "visits") == [4] * EXAMPLES
         job.finish()
+
+
+class Passes:
+    """Passes of workers in threads, which count in a variable how often each example was visited."""
+
+    def __init__(self, strategy, path=""):
+        self.strategy = strategy
+        with strategy.scope():
+            self.other = ps.Variable(np.zeros(1), name="other")
+            self.visits = ps.Variable(np.zeros(SOME, "int64"), name="visits")
+        self.checkpoint = ps.train.Checkpoint(visits=self.visits, other=self.other)
+        if path:
+            self.checkpoint.restore(path)
+        dynamic = ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC)
+        data = ps.ArrayDataset(np.arange(SOME)).shuffle(7).batch(BATCH)
+        self.batches = strategy.experimental_distribute_dataset(data, dynamic)
+
+    def make(self, epochs, before=lambda count: None, after=lambda count: None):
+        """Makes passes; returns the examples of each batch. Functions are called before and after each round."""
+        taken = []
+        for _ in self.batches.epochs(epochs):
+            for rows in self.batches:
+                before(len(taken))
+                mine = np.bincount(rows, minlength=SOME)
+                self.strategy.run(lambda mine=mine: add_all([(self.visits, mine)]))
+                taken.append(rows.tolist())
+                after(len(taken))
+        return taken
 
 
 def test_a_checkpoint_of_one_worker_goes_on_with_the_next_batch(tmp_path):
     """In the middle of a pass, with the batches and the order of a job that was not interrupted."""
-    keys = {"ps": 1, "workers": 1, "gates": ["go", "end"], "timeouts": CALM}
-    with ProcessCluster(train, tmp_path, (-1, 2, [0], {}, 17, ""), **keys) as job:
-        job.open("go")
-        job.open("end")
-        assert job.hear(W0, "visits") == [2] * EXAMPLES
-        whole = [rows for _, rows, _ in job.said(W0, "took")]
-    (tmp_path / "again").mkdir()
-    keys["server"] = ServerOptions(checkpoint_root=str(tmp_path / "checkpoints"))
-    with ProcessCluster(train, tmp_path / "again", (-1, 2, [0], {}, 0, "run"), **keys) as job:
-        job.open("go")
-        job.open("end")
-        assert job.hear(W0, "visits") == [2] * EXAMPLES
-        assert [rows for _, rows, _ in job.said(W0, "took")] == whole[17:]
+
+    def save(strategy, worker):
+        passes = Passes(strategy)
+        taken = passes.make(2, after=lambda count: count == 17 and passes.checkpoint.save("run/ckpt"))
+        passes.checkpoint.sync()
+        return taken, passes.visits.numpy().tolist()
+
+    def go_on(strategy, worker):
+        passes = Passes(strategy, "run")
+        return passes.make(2), passes.visits.numpy().tolist()
+
+    keys = {"workers": 1, "servers": 1, "root": tmp_path, "consistency": ps.Async()}
+    ((whole, visits),) = in_threads(save, **keys)
+    assert visits == [2] * SOME
+    assert in_threads(go_on, **keys) == [(whole[17:], visits)]
 
 
-@pytest.mark.parametrize("at", [12, 60], ids=["in one pass", "in two passes"])
+@pytest.mark.parametrize("at", [8, 28], ids=["in one pass", "in two passes"])
 def test_a_checkpoint_has_what_was_not_done(tmp_path, at):
     """Others hold batches while worker 0 saves, maybe of the pass before: a new job does these, and no others again."""
-    stops = {0: [(at, "save", True)], 1: [(3, "never", True)], 2: [(4, "never", True)]}
-    keys = {"ps": 1, "workers": 3, "gates": ["go", "save", "never", "end"], "timeouts": CALM}
-    with ProcessCluster(train, tmp_path, (-1, 3, [0, 0, 0], stops, at + 1, ""), **keys) as job:
-        for task in (W0, W1, W2):
-            job.hear(task, "ready")
-        job.open("go")
-        for task in (W0, W1, W2):
-            job.hear(task, "at")
-        job.open("save")
-        job.hear(W0, "saved")
-    (tmp_path / "again").mkdir()
-    keys["server"] = ServerOptions(checkpoint_root=str(tmp_path / "checkpoints"))
-    keys["workers"] = 2
-    with ProcessCluster(train, tmp_path / "again", (-1, 3, [0, 0], {}, 0, "run"), **keys) as job:
-        job.open("go")
-        for task in (W0, W1):
-            job.hear(task, "done")  # who has nothing left does not wait for the other's last batch
-        job.open("end")
-        assert job.hear(W1, "visits") == [3] * EXAMPLES
-        job.finish()
+    holding, saved, ended = threading.Barrier(3), threading.Event(), threading.Barrier(2)
+
+    def save(strategy, worker):
+        passes = Passes(strategy)
+
+        def hold(count):
+            if count == (at, 3, 4)[worker]:
+                passes.visits.numpy()  # the rounds before it are answered
+                holding.wait(SOON)
+                if worker:
+                    meet(saved)
+
+        def keep(count):
+            if (worker, count) == (0, at + 1):
+                passes.checkpoint.save("run/ckpt")
+                passes.checkpoint.sync()
+                saved.set()
+
+        passes.make(2, hold, keep)
+
+    def go_on(strategy, worker):
+        passes = Passes(strategy, "run")
+        passes.make(2)  # who has nothing left does not wait for the other's last batch
+        ended.wait(SOON)
+        return passes.visits.numpy().tolist()
+
+    keys = {"servers": 1, "root": tmp_path, "consistency": ps.Async()}
+    in_threads(save, 3, **keys)
+    assert in_threads(go_on, 2, **keys) == [[2] * SOME] * 2

@@ -80,8 +80,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "servers"), [("shared", 2), ("one after the other", 1), ("asynchronous", 2)])
 def test_a_push_names_the_rows_of_two_batches_ahead(directory, way, servers):
     """Those of the next one to get them, those of the one behind it as a hint; each server is told of its own."""
     of_strategy, of_data = WAYS[way]

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 import psclient as ps
-from pstesting import forks
-from pstesting.processes import CHIEF, PS0, PS1, SECONDS, W0, W1, ProcessCluster
+from pstesting.processes import CHIEF, PS0, PS1, W0, W1, ProcessCluster
 from pstesting.script import add, gate, say
 from pswire.telemetry import logging_setup
+from tests.kit.shell import shell
 from tests.kit.telemetry import Page, documented, metrics_url, mistakes
 
 ROUNDS = 5
@@ -95,13 +90,6 @@ def _check_names(pages) -> None:
     assert counters == documented().keys()
 
 
-def psworker(script: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script on a local cluster."""
-    command = [sys.executable, "-P", "-m", "psclient", "--standalone", *flags, str(script)]
-    environ = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    return forks.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=script.parent, env=environ)
-
-
 @pytest.mark.parametrize(
     ("body", "code"), [("1 / 0", 1), ("import psclient as ps; ps.ParameterServerStrategy(devices=['tpu:7'])", 2)]
 )
@@ -109,11 +97,11 @@ def test_all_of_stderr_is_json(body, code, tmp_path):
     """What the launcher relays, tracebacks of scripts, and its own report: nothing else is there."""
     script = tmp_path / "script.py"
     script.write_text(f"print('begins')\n{body}\n", encoding="utf-8")
-    done = psworker(script, "--log-format", "json")
-    assert done.returncode == code, done.stderr
-    assert "[worker 0] begins" in done.stdout
-    lines = [logging_setup.read(line) for line in done.stderr.splitlines()]
-    assert all(lines), done.stderr
+    done = shell(["psworker", "--standalone", "--log-format", "json", "script.py"], tmp_path)
+    assert done.code == code, done.err
+    assert "[worker 0] begins" in done.out
+    lines = [logging_setup.read(line) for line in done.err.splitlines()]
+    assert all(lines), done.err
     failed = next(line for line in lines if line["task"] == "/job:worker/task:0" and line["level"] == "error")
     assert ("exception" in failed) == ("1 / 0" in body)
     assert lines[-1]["task"] is None
