@@ -1,7 +1,8 @@
-"""Rounds are sent without a wait, and only a look waits: laws of the window, with real processes."""
+"""Rounds are sent without a wait, and only a look waits: the rules of the window."""
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
@@ -11,8 +12,10 @@ import psclient as ps
 from pstesting.processes import W0, W1, ProcessCluster
 from pstesting.script import ME, add, gate, say
 from pswire.limits import WINDOW
+from tests.kit.learn import in_threads, meet
+from tests.kit.rig import SOON
 
-STEPS = 6
+STEPS = 4
 """Steps of a loop that count, after as many in which plans are new."""
 
 
@@ -153,76 +156,68 @@ def test_a_step_waits_once(tmp_path, servers):
         job.finish()
 
 
-def look_on_one(rounds):
-    """Worker 0 looks at everything at once, worker 1 at nothing before the end."""
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        v = ps.Variable(np.zeros(2), name="v")
-        opt = ps.optimizers.SGD(1.0)
-    found = []
-
-    def look(value):
-        found.append(value)
-        if ME == 0:
-            str(value), float(np.asarray(value).sum())
-
-    with strategy.scope():
-        for n in range(rounds):
-            look(strategy.reduce("sum", np.full(2, n + ME), axis=None))
-            v.assign_add(np.ones(2))
-            look(v + 0.0 if ME == 0 else 0.0)
-            opt.apply_gradients([(np.full(2, -1.0), v)])
-            look(v + 0.0 if ME == 0 else 0.0)
-            look(strategy.extended.reduce_to("mean", np.float64(n), strategy.extended.worker_devices[0]))
-    say("rounds", strategy.round)
-    say("found", [[np.asarray(value).sum() for value in found[::4]], [float(value) for value in found[3::4]]])
-    say("v", v)
-
-
-def test_a_look_changes_no_round(tmp_path):
+def test_a_look_changes_no_round():
     """What one process prints between two reductions is nothing to the others, within a scope as well."""
-    with ProcessCluster(look_on_one, tmp_path, (5,), ps=2, workers=2) as job:
-        assert {job.hear(task, "rounds") for task in (W0, W1)} == {4 * 5}
-        for task in (W0, W1):
-            assert job.hear(task, "found") == [[2.0 * (2 * n + 1) for n in range(5)], [float(n) for n in range(5)]]
-            assert job.hear(task, "v") == [15.0, 15.0]
-        job.finish()
+    ended = threading.Barrier(2)
 
+    def look_on_one(strategy, worker):
+        """Worker 0 looks at everything at once, worker 1 at nothing before the end."""
+        with strategy.scope():
+            v = ps.Variable(np.zeros(2), name="v")
+            opt = ps.optimizers.SGD(1.0)
+        found = []
 
-def send_ahead(lane, window):
-    """Worker 0 sends as many rounds as it may from one array, which it changes; worker 1 comes late."""
-    strategy = ps.ParameterServerStrategy(lane=lane)
-    with strategy.scope():
-        v = ps.Variable(np.zeros(1000), name="v")
-    values = np.zeros(1000)
-    strategy.run(lambda: add(v, values))
-    strategy.reduce("sum", values, axis=None)
-    strategy.backend.settle()
-    if ME == 1:
-        gate("go")
-    sums = []
-    for n in range(window):
-        values[:] = n
-        if n % 2:
-            strategy.run(lambda: add(v, values))
-        else:
-            sums.append(strategy.reduce("sum", values, axis=None))
-    values[:] = -1.0
-    say("sent", strategy.round)
-    say("sums", [float(each[-1]) for each in sums])
-    say("v", float(v.numpy()[0]))
+        def look(value):
+            found.append(value)
+            if worker == 0:
+                str(value), float(np.asarray(value).sum())
+
+        with strategy.scope():
+            for n in range(5):
+                look(strategy.reduce("sum", np.full(2, n + worker), axis=None))
+                v.assign_add(np.ones(2))
+                look(v + 0.0 if worker == 0 else 0.0)
+                opt.apply_gradients([(np.full(2, -1.0), v)])
+                look(v + 0.0 if worker == 0 else 0.0)
+                look(strategy.extended.reduce_to("mean", np.float64(n), strategy.extended.worker_devices[0]))
+        rounds = strategy.round
+        sums = [float(np.asarray(value).sum()) for value in found[::4]], [float(value) for value in found[3::4]]
+        ended.wait(SOON)
+        return rounds, sums, v.numpy().tolist()
+
+    expected = [2.0 * (2 * n + 1) for n in range(5)], [float(n) for n in range(5)]
+    assert in_threads(look_on_one) == [(4 * 5, expected, [15.0, 15.0])] * 2
 
 
 @pytest.mark.parametrize("lane", ["shm", "tcp", "grpc"])
-def test_a_call_returns_once_its_array_may_be_changed(tmp_path, lane):
+def test_a_call_returns_once_its_array_may_be_changed(lane):
     """Nobody waits for a process that computes, for what fits the window."""
-    with ProcessCluster(send_ahead, tmp_path, (lane, WINDOW), gates=["go"], workers=2) as job:
-        assert job.hear(W0, "sent") == 2 + WINDOW
-        job.open("go")
-        for task in (W0, W1):
-            assert job.hear(task, "sums") == [2.0 * n for n in range(0, WINDOW, 2)]
-            assert job.hear(task, "v") == 2.0 * sum(range(1, WINDOW, 2))
-        job.finish()
+    sent = threading.Event()
+
+    def send_ahead(strategy, worker):
+        """Worker 0 sends as many rounds as it may from one array, which it changes; worker 1 comes late."""
+        with strategy.scope():
+            v = ps.Variable(np.zeros(1000), name="v")
+        values = np.zeros(1000)
+        strategy.run(lambda: add(v, values))
+        strategy.reduce("sum", values, axis=None)
+        strategy.backend.settle()
+        if worker == 1:
+            meet(sent)
+        sums = []
+        for n in range(WINDOW):
+            values[:] = n
+            if n % 2:
+                strategy.run(lambda: add(v, values))
+            else:
+                sums.append(strategy.reduce("sum", values, axis=None))
+        values[:] = -1.0
+        assert strategy.round == 2 + WINDOW
+        sent.set()
+        return [float(each[-1]) for each in sums], float(v.numpy()[0])
+
+    expected = [2.0 * n for n in range(0, WINDOW, 2)], 2.0 * sum(range(1, WINDOW, 2))
+    assert in_threads(send_ahead, servers=1, lane=lane) == [expected] * 2
 
 
 def fill_the_window(window):

@@ -9,8 +9,8 @@ from pstesting.processes import PS0, PS1, W0, W1, ProcessCluster
 from pstesting.script import ME, say
 from tests.kit.hosts import linked
 
-LENGTH = 500_000
-STEPS = 4
+LENGTH = 200_000
+STEPS = 3
 WHERE = {PS0: "ps0", PS1: "ps1", W0: "worker0", W1: "worker1"}
 
 

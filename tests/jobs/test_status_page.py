@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -14,61 +13,65 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from pstesting import forks
 from pstesting.processes import CHIEF, PS0, W0, W1, ProcessCluster
-from pstesting.script import add, gate, say
+from pstesting.script import add, say
 from tests.kit.pages import BINARY, Browser
+from tests.kit.shell import shell
 
 SCRIPT = "<script>document.title='attacked'</script>"
 
 
-@pytest.fixture(autouse=True)
-def directory(tmp_path_factory, monkeypatch):
-    """Of the files of this test's clusters."""
+@pytest.fixture(scope="module", autouse=True)
+def directory(tmp_path_factory):
+    """Of the files of clusters that these tests start."""
     found = tmp_path_factory.mktemp("runtime")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(found))
-    return found / "paramserver"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(found))
+        yield found / "paramserver"
 
 
 def watched(name: str) -> None:
     """Makes rounds until it is told to end."""
-    import time
-
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         v = ps.Variable(np.zeros(1 << 12, "float32"), name=name)
-    for number in range(100_000):
+    while True:
         strategy.run(add, args=(v, np.ones(1 << 12, "float32")))
-        if number == 5:
+        if strategy.round == 5:
             v.numpy()
             say("runs")
-        time.sleep(0.02)
-    gate("on")
+        time.sleep(0.2)
 
 
-def psctl(*args: str) -> Any:
+def psctl(*args: str, code: int | None = None, **environ: str) -> Any:
     """What `psctl` says in JSON."""
-    done = forks.run(
-        [sys.executable, "-m", "psclient.psctl", "--json", *args], capture_output=True, text=True, timeout=120
-    )
-    return json.loads(done.stdout)
+    done = shell(["psctl", "--json", *args], Path.cwd(), **environ)
+    assert code in (None, done.code), done.err
+    return json.loads(done.out)
 
 
 def cluster(tmp_path: Path, **keys: Any) -> ProcessCluster:
-    given = {"ps": 2, "workers": 2, "chief": "driver", "restarts": 5, **keys}
-    return ProcessCluster(watched, tmp_path, (SCRIPT,), gates=["on"], **given)
+    return ProcessCluster(watched, tmp_path, (SCRIPT,), chief="driver", restarts=5, **keys)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory, directory):
+    """A cluster whose servers and chief have pages."""
+    with cluster(tmp_path_factory.mktemp("job"), ps=2, workers=2, metrics_port=0) as found:
+        found.hear(W0, "runs")
+        yield found
 
 
 def test_psctl_looks_at_a_cluster_of_this_machine(tmp_path, directory):
     """By its token and addresses, which its file has, as long as it runs. Without a port there is no page."""
-    with cluster(tmp_path) as job:
+    with cluster(tmp_path, ps=2, workers=1) as job:
         job.hear(W0, "runs")
         (file,) = directory.iterdir()
         (found,) = psctl("--local")["clusters"]
         assert found["servers"] == [job.cluster.addresses[task] for task in sorted(job.cluster.addresses)]
         said = psctl("--local", "status")
         assert said["state"] == "running"
-        assert {task["task"] for task in said["tasks"]} == {str(task) for task in (CHIEF, W0, W1)}
+        assert {task["task"] for task in said["tasks"]} == {str(task) for task in (CHIEF, W0)}
         assert all(task["opened_seconds"] > 0 for task in said["tasks"])
         assert psctl(f"--local={found['name']}", "top")["rates"][str(PS0)]["rounds_per_second"] > 0
         assert "no task of this job has a metrics port" in psctl("page", "--local")["error"]["message"]
@@ -79,30 +82,41 @@ def test_psctl_looks_at_a_cluster_of_this_machine(tmp_path, directory):
     assert not file.exists()
 
 
-def test_each_server_and_the_chief_have_a_page(tmp_path):
+def test_each_server_and_the_chief_have_a_page(job):
     """Which psctl links to; a link of one opens all of the job, and a worker has none."""
-    with cluster(tmp_path, metrics_port=0) as job:
-        job.hear(W0, "runs")
-        pages = {each["task"]: each["url"] for each in psctl("--local", "page")["pages"]}
-        assert set(pages) == {"/job:chief/task:0", "/job:ps/task:0", "/job:ps/task:1"}
-        assert [each["url"].partition("?")[0] for each in psctl("--local", "page", "--chief")["pages"]] == [
-            pages["/job:chief/task:0"].partition("?")[0]
-        ]
-        assert [each["task"] for each in psctl("--local", "page", "--server", "ps:1")["pages"]] == ["/job:ps/task:1"]
-        assert "there is no ps-7" in psctl("--local", "page", "--server", "7")["error"]["message"]
-        code = pages["/job:ps/task:1"].partition("?")[2]
-        for task, url in pages.items():
-            text = _load(f"{url.partition('?')[0]}?{code}")
-            assert task in text
-            assert "job runs: epoch 1" in text
-        assert "worker-1" in _load(pages["/job:chief/task:0"])
-        assert "ps-1" in _load(pages["/job:chief/task:0"])
-        line = job.cluster.output(W0, error=True)
-        (metrics,) = [each.rpartition(" ")[2] for each in line if "metrics are at" in each]
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(metrics.removesuffix("metrics"), timeout=60)
-        assert caught.value.code == 404
-        assert b"psctl page says where there is one" in caught.value.read()
+    pages = {each["task"]: each["url"] for each in psctl("--local", "page")["pages"]}
+    assert set(pages) == {"/job:chief/task:0", "/job:ps/task:0", "/job:ps/task:1"}
+    assert [each["url"].partition("?")[0] for each in psctl("--local", "page", "--chief")["pages"]] == [
+        pages["/job:chief/task:0"].partition("?")[0]
+    ]
+    assert [each["task"] for each in psctl("--local", "page", "--server", "ps:1")["pages"]] == ["/job:ps/task:1"]
+    assert "there is no ps-7" in psctl("--local", "page", "--server", "7")["error"]["message"]
+    code = pages["/job:ps/task:1"].partition("?")[2]
+    for task, url in pages.items():
+        text = _load(f"{url.partition('?')[0]}?{code}")
+        assert task in text
+        assert "job runs: epoch 1" in text
+    assert "worker-1" in _load(pages["/job:chief/task:0"])
+    assert "ps-1" in _load(pages["/job:chief/task:0"])
+    line = job.cluster.output(W0, error=True)
+    (metrics,) = [each.rpartition(" ")[2] for each in line if "metrics are at" in each]
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(metrics.removesuffix("metrics"), timeout=60)
+    assert caught.value.code == 404
+    assert b"psctl page says where there is one" in caught.value.read()
+
+
+def test_the_link_needs_the_token(job, monkeypatch):
+    """Whoever has no token, or another job's, is told so by psctl itself."""
+    addresses = ",".join(job.cluster.addresses[task] for task in sorted(job.cluster.addresses))
+    monkeypatch.delenv("PS_TOKEN", raising=False)
+    for more, said in (({}, "the call has none"), ({"PS_TOKEN": "x" * 32}, "the token of another job")):
+        error = psctl("page", "--address", addresses, code=2, **more)["error"]
+        assert said in error["message"]
+    recent = psctl("--local", "recent", "--server", "0")["servers"][0]["recent"]
+    refused = [each for each in recent if "Unauthenticated" in each["refused"]]
+    assert {each["what"] for each in refused} == {"status"}
+    assert all("a caller at ipv4:127.0.0.1" in each["said"] for each in refused)
 
 
 def _load(url: str) -> str:
@@ -110,11 +124,11 @@ def _load(url: str) -> str:
         return str(answer.read().decode())
 
 
+@pytest.mark.ci  # a browser takes ten seconds
 @pytest.mark.skipif(BINARY is None, reason="no Chromium is installed (apt-get install chromium)")
-def test_the_page_lives_in_a_browser(tmp_path):
+def test_the_page_lives_in_a_browser(job, tmp_path):
     """It changes by itself, keeps no code in its address, shows a worker's death, and runs no script of a variable."""
-    with cluster(tmp_path, metrics_port=0) as job, Browser(tmp_path / "profile") as browser:
-        job.hear(W0, "runs")
+    with Browser(tmp_path / "profile") as browser:
         (page,) = psctl("--local", "page", "--chief")["pages"]
         browser.look()
         browser.open(page["url"])
@@ -145,21 +159,3 @@ def test_the_page_lives_in_a_browser(tmp_path):
         shown = browser.text("#summary")
         browser.until(lambda: browser.text("#summary") != shown)
         assert browser.said == [], "the policy was broken, or a script failed"
-
-
-def test_the_link_needs_the_token(tmp_path, monkeypatch):
-    """Whoever has no token, or another job's, is told so by psctl itself."""
-    with cluster(tmp_path, metrics_port=0) as job:
-        job.hear(W0, "runs")
-        addresses = ",".join(job.cluster.addresses[task] for task in sorted(job.cluster.addresses))
-        environ = {name: each for name, each in os.environ.items() if name not in ("PS_TOKEN", "TF_CONFIG")}
-        for token, said in (("", "the call has none"), ("x" * 32, "the token of another job")):
-            command = [sys.executable, "-m", "psclient.psctl", "--json", "page", "--address", addresses]
-            more = {"PS_TOKEN": token} if token else {}
-            done = forks.run(command, env=environ | more, capture_output=True, text=True, timeout=120)
-            assert done.returncode == 2
-            assert said in json.loads(done.stdout)["error"]["message"]
-        recent = psctl("--local", "recent", "--server", "0")["servers"][0]["recent"]
-        refused = [each for each in recent if "Unauthenticated" in each["refused"]]
-        assert {each["what"] for each in refused} == {"status"}
-        assert all("a caller at ipv4:127.0.0.1" in each["said"] for each in refused)

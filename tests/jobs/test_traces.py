@@ -16,7 +16,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 import psclient as ps
 from pstesting import forks
 from pstesting.processes import CHIEF, PS0, PS1, SECONDS, W0, W1, ProcessCluster
-from pstesting.script import add, say
+from pstesting.script import ME, add, say
 from tests.jobs.test_observed import observed
 from tests.kit.telemetry import Collector, Told, metrics_url
 
@@ -33,9 +33,9 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
         yield found
 
 
-def trains(rounds: int) -> None:
-    """Makes some rounds, of which each returns a value that no kernel sums."""
-    strategy = ps.ParameterServerStrategy()
+def trains(rounds: int, *lanes: str) -> None:
+    """Makes some rounds, each worker by its lane, and then one of a value that no kernel sums."""
+    strategy = ps.ParameterServerStrategy(lane=lanes[ME] if lanes else None)
     with strategy.scope():
         v = ps.Variable(np.zeros(1 << 12, "float32"), name="v")
         w = ps.Variable(np.zeros(1 << 12, "float32"), name="w")
@@ -53,8 +53,8 @@ def trains(rounds: int) -> None:
 
 
 def reduces() -> None:
-    """Makes one round for all servers' variables, outside of a step."""
-    strategy = ps.ParameterServerStrategy()
+    """Makes rounds for all servers' variables, over gRPC."""
+    strategy = ps.ParameterServerStrategy(lane="grpc")
     with strategy.scope():
         v = ps.Variable(np.zeros(1 << 12, "float32"), name="v")
         w = ps.Variable(np.zeros(1 << 12, "float32"), name="w")
@@ -86,11 +86,10 @@ def within(spans: list[Told], name: str, above: Told) -> list[Told]:
     return [span for span in spans if (span.name, span.parent) == (name, above.id)]
 
 
-@pytest.mark.parametrize("lane", ["shm", "tcp", "grpc"])
-def test_a_step_is_one_trace_across_four_processes(lane, collector, tmp_path):
-    """Two workers, a server and the chief: one trace, and in it each span below the one that caused it."""
-    keys = {"ps": 1, "workers": 2, "chief": "driver", "lane": lane, "traces": "otlp"}
-    with ProcessCluster(trains, tmp_path, (ROUNDS,), **keys) as job:
+def test_a_step_is_one_trace_across_four_processes(collector, tmp_path):
+    """Two workers on two lanes, a server and the chief: one trace, each span below the one that caused it."""
+    keys = {"ps": 1, "workers": 2, "chief": "driver", "traces": "otlp"}
+    with ProcessCluster(trains, tmp_path, (ROUNDS, "shm", "tcp"), **keys) as job:
         job.finish()
     traces = collector.traces()
     steps = {trace: spans for trace, spans in traces.items() if any(span.name == "step" for span in spans)}
@@ -143,7 +142,7 @@ def test_a_step_is_one_trace_across_four_processes(lane, collector, tmp_path):
 
 
 def test_servers_that_vote_are_of_one_trace(collector, monkeypatch, tmp_path):
-    """One worker, two servers and the chief, over gRPC to the collector: each server's round and vote are there."""
+    """One worker, two servers and the chief, over gRPC to the collector too: each server's round and vote are there."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.grpc)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     keys = {"ps": 2, "workers": 1, "chief": "driver", "traces": "otlp"}
@@ -232,7 +231,7 @@ def psworker(script: Path, folder: Path, **environ: str) -> subprocess.Completed
     (folder / "opentelemetry").mkdir()
     text = "raise ImportError('no module named opentelemetry', name='opentelemetry')\n"
     (folder / "opentelemetry" / "__init__.py").write_text(text, encoding="utf-8")
-    command = [sys.executable, "-P", "-m", "psclient", "--standalone", str(script)]
+    command = [sys.executable, "-P", "-m", "psclient", "--standalone", "--workers", "1", str(script)]
     kept = {name: value for name, value in os.environ.items() if name not in ("TF_CONFIG", "PS_TRACES")}
     given = {**kept, "PYTHONPATH": str(folder), **environ}
     return forks.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=folder, env=given)
