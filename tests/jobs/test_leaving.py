@@ -178,6 +178,7 @@ def test_a_second_signal_ends_a_worker_at_once(tmp_path):
         assert len(job.said(W2, "made")) == 5, "it waited before its next step"
 
 
+@pytest.mark.ci
 def test_what_leaves_saves_first(tmp_path):
     """One checkpoint for two that are told within a lease, by the script's manager; it has what all have done by then.
 

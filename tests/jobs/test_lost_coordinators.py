@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -197,8 +196,8 @@ def test_what_a_coordinator_does(tmp_path):
         job.finish()
 
 
-def create_late():
-    """Adam's slots and counts are made in the first closure, by the worker that runs it; the other one has not come."""
+def schedule(way):
+    """Five closures, which are steps of Adam, and the first of which creates its slots; a gate; and one that stays."""
     strategy = ps.ParameterServerStrategy(consistency=ps.Async())
     with strategy.scope():
         v = ps.Variable(np.zeros(3), name="v")
@@ -210,52 +209,34 @@ def create_late():
         return TASK
 
     @ps.coordinator.function
-    def count():
+    def steps():
         optimizer.build([v])
         return int(optimizer.iterations)
 
-    if TASK == "/job:worker/task:0":
-        gate("go")
-    if ps.coordinator.is_coordinator():
-        coordinator = ps.coordinator.ClusterCoordinator(strategy)
-        say("ran", coordinator.schedule(step).fetch())
-        gate("go")
-        for _ in range(20):
-            coordinator.schedule(step)
-        coordinator.join()
-        assert coordinator.schedule(count).fetch() == 21
-
-
-def test_what_a_closure_creates_waits_for_nobody(tmp_path):
-    """Whoever runs the closure gives the first values: a task before it in order may never run it."""
-    with ProcessCluster(create_late, tmp_path, (), gates=["go"], **KEYS) as job:
-        assert job.hear(CHIEF, "ran") == str(W1)
-        job.open("go")
-        job.finish()
-
-
-def differ():
-    strategy = ps.ParameterServerStrategy(consistency=ps.Async())
-
     @ps.coordinator.function
-    def both():
-        pass
+    def stays():
+        gate("end")
 
-    if TASK == "/job:worker/task:1":
+    if way == "late" and TASK == "/job:worker/task:0":
+        gate("late")
+    if way == "differs" and TASK == "/job:worker/task:1":
         ps.coordinator.function(lambda x: x, name="more")
     if ps.coordinator.is_coordinator():
         try:
             coordinator = ps.coordinator.ClusterCoordinator(strategy)
-            coordinator.schedule(both)
-            while True:
-                coordinator.join()
+            say("ran", sorted({closure.fetch() for closure in [coordinator.schedule(step) for _ in range(5)]}))
+            say("steps", coordinator.schedule(steps).fetch())
+            gate("go")
+            coordinator.schedule(stays)
+            say("stays")
+            coordinator.join()
         except ps.errors.ConfigError as error:
             say("refused", str(error))
 
 
 def test_other_functions_are_refused(tmp_path):
     """A worker and the coordinator with different registries are both told so, and each is named."""
-    with ProcessCluster(differ, tmp_path, **KEYS) as job:
+    with ProcessCluster(schedule, tmp_path, ["differs"], gates=["go"], **KEYS) as job:
         told = job.hear(CHIEF, "refused")
         assert f"{W1} and the coordinator {CHIEF}" in told
         assert f"{W1} has more(x), and {CHIEF} has none" in told
@@ -263,56 +244,34 @@ def test_other_functions_are_refused(tmp_path):
         assert "registered different functions" in job.errors(W1)
 
 
-def wait():
-    strategy = ps.ParameterServerStrategy(consistency=ps.Async())
-    with strategy.scope():
-        v = ps.Variable(0.0, name="v")
-        optimizer = ps.optimizers.SGD(1.0)
-
-    @ps.coordinator.function
-    def add_one():
-        optimizer.apply_gradients([(-1.0, v)])
-
-    @ps.coordinator.function
-    def stays():
-        time.sleep(600)
-
-    say("open")
-    if ps.coordinator.is_coordinator():
-        coordinator = ps.coordinator.ClusterCoordinator(strategy)
-        for _ in range(5):
-            coordinator.schedule(add_one)
-        coordinator.join()
-        say("value", float(v.numpy()))
-        gate("go")
-        coordinator.schedule(stays)
-        say("stays")
-        coordinator.join()
-
-
 def test_a_coordinator_that_is_started_again(tmp_path):
     """Its schedule is gone with it; workers wait, and run what the new one schedules: other closures.
 
-    A lost server ends every wait: the coordinator's join raises ServerLost, and so does the worker without a closure.
+    Before that, what a closure creates waits for nobody: the worker that runs it gives the first values, though one
+    before it in order has not come. At last a lost server ends every wait: the coordinator's join raises ServerLost,
+    and so does a worker that waits for a closure, or returns one.
     """
-    with ProcessCluster(wait, tmp_path, ps=2, gates=["go"], **KEYS) as job:
-        job.hear(CHIEF, "value", 5.0)
+    with ProcessCluster(schedule, tmp_path, ["late"], ps=2, gates=["late", "go", "end"], **KEYS) as job:
+        assert job.hear(CHIEF, "ran") == [str(W1)]
+        job.open("late")
+        job.hear(CHIEF, "steps", 5)
         job.kill(CHIEF)
         job.start(CHIEF)
-        job.hear(CHIEF, "value", 10.0)
+        job.hear(CHIEF, "steps", 10)
         job.open("go")
         job.hear(CHIEF, "stays")
         job.kill(PS1)
         job.hear_error(CHIEF, "was lost", MARGIN)
         assert job.exited(CHIEF) == 75
-        job.until(lambda: 75 in [job.cluster.processes[task].poll() for task in (W0, W1)])
+        job.open("end")
+        assert [job.exited(task) for task in (W0, W1)] == [75] * 2
 
 
 def test_nobody_coordinates_any_more(tmp_path):
     """A worker waits for a coordinator as for a chief, and says so then."""
     keys = KEYS | {"timeouts": replace(QUICK, chief=2.0)}
-    with ProcessCluster(wait, tmp_path, gates=["go"], **keys) as job:
-        job.hear(CHIEF, "value")
+    with ProcessCluster(schedule, tmp_path, [""], gates=["go"], **keys) as job:
+        job.hear(CHIEF, "steps")
         job.kill(CHIEF)
         job.hear_error(W0, "the chief has been silent for", MARGIN)
         assert {job.exited(W0, MARGIN), job.exited(W1, MARGIN)} == {1}
@@ -320,6 +279,6 @@ def test_nobody_coordinates_any_more(tmp_path):
 
 def test_a_chief_without_a_script_coordinates_nothing(tmp_path):
     """Workers that have registered functions say so, and what to do."""
-    with ProcessCluster(wait, tmp_path, gates=["go"], **KEYS | {"chief": "driver"}) as job:
+    with ProcessCluster(schedule, tmp_path, [""], gates=["go"], **KEYS | {"chief": "driver"}) as job:
         job.hear_error(W0, "nobody coordinates: the chief of this job runs no script", MARGIN)
         assert job.exited(W0, MARGIN) == 2

@@ -174,6 +174,7 @@ def pushes(elements):
     gate("end")
 
 
+@pytest.mark.ci
 def test_a_push_of_a_lost_worker_counts_where_it_was_whole_before_a_change(tmp_path):
     """And never later: what the others read after the change stays as it is, until they push."""
     keys = {"ps": 2, "workers": 3, "chief": "driver", "gates": ["never", "end"], "timeouts": QUICK}

@@ -232,32 +232,18 @@ def push_both(rounds, stop, stays):
     say("sums", [v.numpy().tolist() for v in (w, t, u)])
 
 
-def check_own(job, lives):
-    """What of worker 1 was answered counts, and of each of its lives at most one step more."""
-    for task in (W0, W1):
-        job.hear(task, "done")
-    job.open("end")
-    common, *own = job.hear(W0, "sums")
-    rounds = job.said(W0, "made")
-    assert common == [sum(1000.0 ** (task == str(W1)) for each in rounds for task in each)] * 4
-    answered = len(job.said(W1, "own"))
-    for value, *others in own:
-        assert others == [value] * 3
-        assert value % 1000 == len(job.said(W0, "own"))
-        assert answered <= value // 1000 <= answered + lives
-
-
-def test_a_worker_that_makes_rounds_of_its_own_dies_and_comes_back(tmp_path):
-    """Once before its step, and twice amid one, which then counts once or not at all: on each server, and whole.
+@pytest.mark.parametrize("after", ["sent", *(pytest.param(word, marks=pytest.mark.soak) for word in ("own", "made"))])
+def test_a_worker_that_makes_rounds_of_its_own_dies_and_comes_back(tmp_path, after):
+    """Once before its step, and once amid one, which then counts once or not at all: on each server, and whole.
 
     What was answered counts. Nobody waits for what it adds alone; in the rounds of all it is waited for until its lease
     ends. Started again, it is taken in where the others come to the same section, and adds on, by names of its own.
     """
-    stays = [6, 26, 46]  # who comes is taken in a window of rounds later
+    stays = [6, 26]  # who comes is taken in a window of rounds later
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK}
     gates = ["go", "end", *(f"on{round}" for round in stays)]
     with (
-        ProcessCluster(push_both, tmp_path, (66, 4, stays), gates=gates, **keys) as job,
+        ProcessCluster(push_both, tmp_path, (46, 4, stays), gates=gates, **keys) as job,
         job.server(PS0) as server,
     ):
 
@@ -276,9 +262,17 @@ def test_a_worker_that_makes_rounds_of_its_own_dies_and_comes_back(tmp_path):
         for _ in range(5):
             job.hear(W0, "own")  # also that of the step before which the other one stands
         comes_back("on6")
-        for after, gate_of in (("sent", "on26"), ("own", "on46")):
-            for _ in range(3):
-                job.hear(W1, after)
-            comes_back(gate_of)
-        check_own(job, 2)
+        for _ in range(3):
+            job.hear(W1, after)
+        comes_back("on26")
+        for task in (W0, W1):
+            job.hear(task, "done")
+        job.open("end")
+        common, *own = job.hear(W0, "sums")
+        assert common == [sum(1000.0 ** (task == str(W1)) for each in job.said(W0, "made") for task in each)] * 4
+        answered = len(job.said(W1, "own"))
+        for value, *others in own:
+            assert others == [value] * 3
+            assert value % 1000 == len(job.said(W0, "own"))
+            assert answered <= value // 1000 <= answered + 1
         job.finish()

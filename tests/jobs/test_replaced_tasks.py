@@ -108,6 +108,7 @@ def resume(rounds):
     say("is", [float(v[0]), float(w[0])])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("restarts", [2, pytest.param(0, marks=pytest.mark.soak)], ids=["replaced", "not replaced"])
 def test_a_server_and_its_copy_are_lost(tmp_path, restarts):
     """The job goes back to its checkpoint, bit for bit; without restarts every process ends, and says what was lost."""
@@ -155,28 +156,16 @@ def test_what_fails_by_itself_counts(tmp_path, killed, blamed):
         assert outcome.task in blamed
 
 
-def again(rounds):
-    """Rounds without an end in a test's time; each process says when it has made a few."""
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        v, u = (ps.Variable(np.zeros(4), name=name) for name in "vu")
-    while strategy.round < rounds:
-        if strategy.round == 3:
-            say("at")
-        strategy.run(lambda: add_all([(v, np.ones(4)), (u, np.ones(4))]))
-
-
 @pytest.mark.soak
 def test_a_server_that_dies_again_and_again_ends_the_cluster(tmp_path):
     """Each death costs a restart; the report is about the server, and not about those that it takes with it."""
-    with (
-        ProcessCluster(again, tmp_path, (1_000_000,), **{**KEYS, "restarts": 2}) as job,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    keys = {**KEYS, "restarts": 2, "gates": ["go0", "go1", "go2"]}
+    with ProcessCluster(count, tmp_path, (8, 3), **keys) as job, ThreadPoolExecutor(1) as pool:
         outcome = pool.submit(job.cluster.wait, SECONDS)
-        for life in (1, 2, 3):
-            job.until(lambda life=life: all(len(job.said(task, "at")) == life for task in (W0, W1)))
+        for life in range(3):
+            job.until(lambda life=life: all(life in job.said(task, "at") for task in (W0, W1)))
             job.kill(PS0)
+            job.open(f"go{life}")
         assert outcome.result() == Outcome(128 + signal.SIGKILL, PS0, outcome.result().report)
         assert outcome.result().report.startswith(f"psworker: {PS0} failed (killed by SIGKILL):")
         costs = [f"failed (killed by SIGKILL); replaced, {left} restarts left" for left in (1, 0)]

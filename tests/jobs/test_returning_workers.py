@@ -34,10 +34,12 @@ def come_back(job):
     job.open("0 at 2")
     job.hear(W0, "at", 4)
     job.start(W1)
-    assert job.hear(W1, "open") > 0
+    found = job.hear(W1, "open")
+    assert found > 0
     job.open("0 at 4")
     job.hear(W0, "ran", 8)
     job.open("look")
+    return found
 
 
 def train(devices, million, enough):
@@ -164,18 +166,6 @@ def test_what_cannot_be_computed_again_is_told_before_the_look_returns(tmp_path)
 # ---- With a dataset ----
 
 
-def come_back_behind(job):
-    """Worker 1 dies in round 2, its next life reads in round 4 and waits, worker 0 goes on; returns what was read."""
-    job.hear(W1, "at", 2)
-    job.kill(W1)
-    job.open("0 at 2")
-    job.hear(W0, "at", 4)
-    job.start(W1)
-    before = job.hear(W1, "open")
-    job.open("0 at 4")
-    return before
-
-
 def look_again(rows, batch):
     """Adds up all rows of a dataset; a life that finds something there waits before it begins."""
     strategy = ps.ParameterServerStrategy()
@@ -187,21 +177,19 @@ def look_again(rows, batch):
     if found:
         gate("look")
     for values in strategy.experimental_distribute_dataset(dataset):
-        if strategy.round in (2, 4):
-            say("at", strategy.round)
-            gate(f"{ME} at {strategy.round}")
+        stop_at(strategy.round, found)
         strategy.run(lambda values=values: add_all([(v, values.sum(axis=0))]))
+        say("ran", strategy.round)
     say("sums", v.numpy())
 
 
 def test_what_was_read_before_taking_part_is_read_again(tmp_path):
     """A worker that comes back when the others are done finds nothing left to do, and the value as it is then."""
-    gates = ["look", "0 at 2", "1 at 2", "0 at 4"]
-    with ProcessCluster(look_again, tmp_path, (24, 4), workers=2, chief="driver", gates=gates, timeouts=QUICK) as job:
-        before = come_back_behind(job)
+    keys = {"workers": 2, "chief": "driver", "timeouts": QUICK, "gates": GATES}
+    with ProcessCluster(look_again, tmp_path, (32, 4), (stop_at,), **keys) as job:
+        before = come_back(job)
         sums = job.hear(W0, "sums")
         assert 0 < before < sums[0]
-        job.open("look")
         assert job.hear(W1, "sums") == sums
         job.finish()
 

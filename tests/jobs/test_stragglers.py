@@ -126,6 +126,7 @@ def test_who_has_data_of_its_own_makes_them_up(tmp_path):
         assert str(W2) in job.hear(W0, "out")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("way", ["half a push", pytest.param("killed", marks=pytest.mark.soak)])
 def test_a_straggler_that_is_killed_takes_no_examples_along(tmp_path, way):
     """Its batch, which half of a push may have brought, is handed out again; its next process takes part again."""
@@ -142,6 +143,7 @@ def test_a_straggler_that_is_killed_takes_no_examples_along(tmp_path, way):
         assert str(W2) in job.hear(W0, "out")
 
 
+@pytest.mark.ci
 def test_a_checkpoint_has_what_is_to_be_handed_out_again(tmp_path):
     """All save amid a pass, in which one was left out; a job of two workers without backup workers visits the rest."""
     for name in ("first", "second"):

@@ -119,13 +119,21 @@ def test_one_that_stands_by_drives_on(told):
         assert heir.failure is None
 
 
-def test_a_chief_and_a_server_are_lost_at_the_same_time():
-    """The worker that takes its place finds the server gone: every process ends, with the same error."""
+@pytest.mark.parametrize("heir", ["a worker", "a worker that drives", "one that stands by"])
+def test_a_chief_and_a_server_are_lost(heir):
+    """At the same time, or one after the other: who takes the chief's place finds the server gone, and every process
+    ends, with the same error."""
     with World(workers=2, copies=0) as job:
         job.rounds(5)
-        job.kill(CHIEF, PS1)
+        late = job.stand_by() if heir == "one that stands by" else None
+        job.kill(CHIEF)
+        if heir == "a worker that drives":
+            job.until(lambda: job.workers[W0].chief is not None)
+        job.kill(PS1)
         job.until(lambda: {W0, W1} <= set(job.failures()))
-        for error in (job.failures()[W0], job.failures()[W1]):
+        if late is not None:
+            job.until(lambda: not late.alive)
+        for error in (job.failures()[W0], job.failures()[W1], *([late.failure] if late is not None else [])):
             assert isinstance(error, ServerLost)
             assert error.task == str(PS1)
 
