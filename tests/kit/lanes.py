@@ -135,6 +135,7 @@ class Site:
         between: called with the server's lanes before anybody connects.
         shown: what the server shows and asks for, and what the members show.
         lease: of the members.
+        grace: seconds that the server gives to answers under way at its end.
         more: said to the core.
 
     Attributes:
@@ -157,6 +158,7 @@ class Site:
         between: Callable[[LaneServer], object] = lambda lanes: None,
         shown: tuple[Security, Security] = (Security(), Security()),
         lease: float = lease,
+        grace: float = 0.0,
         **more: Any,
     ) -> None:
         self.lease = lease
@@ -164,7 +166,7 @@ class Site:
         self.core = core(0, submit=pool.submit, **more)
         stack.callback(self.core.close)
         config = ServerConfig(self.core.task, security=shown[0], memory_limit=more.get("memory_limit", 0))
-        self.thread = stack.enter_context(ServerThread(self.core, config, grace=0.0))
+        self.thread = stack.enter_context(ServerThread(self.core, config, grace=grace))
         self.lanes: LaneServer = self.thread._server._lanes
         between(self.lanes)
         self.begin(stack, self.thread.address, lane, shown[1], workers, elements, variables)

@@ -4,95 +4,67 @@ from __future__ import annotations
 
 import queue
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 
 from psclient._src.config import grpc_streams
 from psclient._src.transport import grpc_calls
 from psclient._src.transport.remote_server import RemoteServer
-from psserver.config import ServerConfig
-from psserver.transport.server import ServerThread
-from pstesting.clock import Clock
 from pstesting.network import Relay
-from pswire.api import Contribution
+from pswire.api import RoundReply
 from pswire.encoding import messages
 from pswire.encoding.verbs import VERBS
 from pswire.errors import ConfigError, InvalidRequest
 from pswire.limits import PART_BYTES, Timeouts
 from pswire.pb import parameter_server_pb2 as pb
+from pswire.security.identity import Security
 from pswire.transport.grpc_frames import Frame, frames
 from pswire.transport.parts import parts_of
-from tests.kit.rig import SOON, WORKERS, Job, Servers, core, eventually, payload, sum_into, together
+from pswire.transport.traffic import LaneName
+from tests.kit.lanes import Site
+from tests.kit.rig import SOON, Worker, eventually
 
-A, B = WORKERS[:2]
-TIMEOUTS = Timeouts(lease=4.0, call=10.0, round=SOON)
 
+class Pair(Site):
+    """Two members on connections of their own, through a relay: by streams of gRPC, or by single calls.
 
-class Pair:
-    """A server behind a relay, two members on connections of their own, and a plan of three variables.
-
-    Args:
-        stack: ends it.
-        size: bytes of a variable.
-        streams: of the connections.
-        grace: seconds that the server gives to answers under way at its end.
+    Attributes:
+        relay: between them and the server.
+        servers: the members' connections.
     """
 
     def __init__(self, stack: ExitStack, size: int, streams: bool = True, grace: float = 0.0) -> None:
-        pool = stack.enter_context(ThreadPoolExecutor(1))
-        self.core = core(0, submit=pool.submit)
-        stack.callback(self.core.close)
-        self.thread = stack.enter_context(ServerThread(self.core, ServerConfig(self.core.task), grace=grace))
-        self.relay = Relay(stack)
-        self.relay.lead_to(self.thread.address)
-        self.servers = [RemoteServer(self.relay.address, self.core.task, TIMEOUTS, streams=streams) for _ in "ab"]
-        for server in self.servers:
-            stack.callback(server.close)
-        self.job = Job(Servers([self.servers[0]], [self.core], Clock(), Path("nowhere"), True))
-        self.members = self.job.join(A, B)
-        self.size = size // 4
-        self.variables = [self.job.variable(self.members[0], np.zeros(self.size, "float32")) for _ in range(3)]
-        self.plan = self.job.approve(sum_into(*self.variables, returned=False), self.members[0])
-        self.total = 0.0
+        self.relay, self._streams = Relay(stack), streams
+        super().__init__(stack, "grpc", elements=size // 4, grace=grace)
+
+    def begin(self, stack: ExitStack, address: str, *rest: Any) -> None:
+        self.relay.lead_to(address)
+        super().begin(stack, self.relay.address, *rest)
+        self.servers = [self.server, self.connect("grpc")]
+
+    def connect(self, lane: LaneName, security: Security | None = None) -> RemoteServer:
+        timeouts = Timeouts(lease=self.lease, call=10.0, round=SOON)
+        server = RemoteServer(self._address, self.core.task, timeouts, streams=self._streams)
+        self._stack.callback(server.close)
+        return server
+
+    def push(self, worker: Worker, number: float, server: RemoteServer | None = None) -> Future[RoundReply]:
+        return super().push(worker, number, server or self.servers[self.workers.index(worker)])
 
     @property
     def calls(self):
         """The calls of the first member's connection."""
-        return self.servers[0]._calls
+        return self.server._calls
 
     @property
     def stream(self):
         """The stream of the first member's connection; None where there is none."""
         return self.calls._stream
-
-    def contribution(self, index: int, number: float):
-        """What a member says in its round, and its payload: the number for each variable."""
-        member, ids = self.members[index], tuple(variable.id for variable in self.variables)
-        said = Contribution(member.session, member.epoch, member.round, self.plan.id, (1.0,) * 3, want=ids)
-        return said, payload(self.plan, 0, [np.full(self.size, number)] * 3, (1.0,) * 3, ())
-
-    def push(self, index: int, number: float):
-        """A member contributes to the round."""
-        return self.servers[index].push(*self.contribution(index, number))
-
-    def end_round(self, *answers) -> None:
-        """Both have contributed 1 and 10: all are answered with the sums, and the round counted once."""
-        self.total += 11
-        for reply in together(*answers):
-            values = reply.payload.tensors([variable.spec.tensor for variable in self.variables])
-            assert [(value == self.total).all() for value in values] == [True] * 3
-        for member in self.members:
-            member.round += 1
-
-    def round(self) -> None:
-        """A whole round."""
-        self.end_round(self.push(0, 1), self.push(1, 10))
 
 
 @contextmanager
@@ -101,7 +73,10 @@ def pair(size: int = 4000, streams: bool = True):
         yield Pair(stack, size, streams)
 
 
-SIZES = pytest.mark.parametrize("size", [4000, PART_BYTES], ids=["one message", "a round that streams"])
+LARGE = PART_BYTES // 2
+"""Bytes of each of three variables, of which a round travels in more than one part, and is applied as it comes."""
+
+SIZES = pytest.mark.parametrize("size", [4000, LARGE], ids=["one message", "a round that streams"])
 
 
 @SIZES
@@ -111,10 +86,9 @@ def test_calls_share_a_stream(size):
         job.round()
         stream = job.stream
         assert stream is not None
-        for _ in range(3):
+        for _ in range(2):
             job.round()
-            value = job.servers[0].pull(job.members[0].session, [job.variables[0].id], -1).result(SOON)
-            assert value.payload.tensors([job.variables[0].spec.tensor])[0][0] == job.total
+            assert job.pulled(job.workers[0])[0] == job.sums
         assert job.stream is stream
 
 
@@ -143,11 +117,11 @@ def test_a_stream_that_breaks_is_opened_anew(size):
     """The push under way is sent again by a call of its own and counts once; the next one opens a stream."""
     with pair(size) as job:
         job.round()
-        broken, first = job.stream, job.push(0, 1)
-        job.job.arrived(job.members[0])
+        broken, first = job.stream, job.push(job.workers[0], 1)
+        job.job.arrived(job.workers[0])
         job.relay.mend()  # ends all connections
         eventually(lambda: job.stream is not broken)
-        job.end_round(first, job.push(1, 10))
+        job.whole([1, 10], first, job.push(job.workers[1], 10))
         job.round()
         job.round()
         assert job.stream not in (None, broken)
@@ -168,12 +142,11 @@ def test_a_second_call_at_the_same_time_is_one_of_its_own():
     """A push that waits for others holds no pull up."""
     with pair() as job:
         job.round()
-        waiting = job.push(0, 1)
-        job.job.arrived(job.members[0])
-        value = job.servers[0].pull(job.members[0].session, [job.variables[0].id], -1).result(SOON)
-        assert value.payload.tensors([job.variables[0].spec.tensor])[0][0] == job.total
+        waiting = job.push(job.workers[0], 1)
+        job.job.arrived(job.workers[0])
+        assert job.pulled(job.workers[0])[0] == job.sums
         assert not waiting.done()
-        job.end_round(waiting, job.push(1, 10))
+        job.whole([1, 10], waiting, job.push(job.workers[1], 10))
         job.round()
 
 
@@ -182,20 +155,18 @@ def test_a_refusal_ends_a_call_and_not_the_stream(size):
     """Also where the rest of the push is still on its way: it is passed over."""
     with pair(size) as job:
         job.round()
-        stream, member = job.stream, job.members[0]
-        job.members[0] = replace(member, session=1 << 60)
+        stream, stranger = job.stream, replace(job.workers[0], session=1 << 60)
         for _ in range(3):
             with pytest.raises(Exception, match="session"):
-                job.push(0, 1).result(SOON)
-        job.members[0] = member
+                job.push(stranger, 1, job.server).result(SOON)
         job.round()
         assert job.stream is stream
 
 
 def test_the_rest_of_a_push_that_is_answered_is_passed_over():
     """Nothing of what follows it is lost, wherever the server was reading when the answer was there."""
-    with pair(PART_BYTES) as job, grpc.insecure_channel(job.thread.address) as channel:
-        said, data = job.contribution(0, 1)
+    with pair(LARGE) as job, grpc.insecure_channel(job.thread.address) as channel:
+        said, data = job.said(job.workers[0]), job.payload(1)
         job.round()
         outgoing: queue.Queue[bytes | None] = queue.Queue()
         call = channel.stream_stream(VERBS["Exchange"].path)(iter(outgoing.get, None), timeout=SOON)
@@ -212,7 +183,7 @@ def test_the_rest_of_a_push_that_is_answered_is_passed_over():
             answer = [Frame.decode(next(call))]
             while answer[-1].end is None:
                 answer.append(Frame.decode(next(call)))
-            assert sum(len(buffer) for frame in answer for buffer in frame.data or ()) == PART_BYTES
+            assert sum(len(buffer) for frame in answer for buffer in frame.data or ()) == LARGE
         outgoing.put(None)
 
 
