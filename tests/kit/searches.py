@@ -11,7 +11,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 
-EXAMPLES = {"suite": 25, "ci": 100, "soak": 3_000}
+EXAMPLES = {"suite": 20, "ci": 100, "soak": 3_000}
 STEPS = {"suite": 30, "ci": 50, "soak": 100}
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from psserver.core.digests import MAX_NAMES, ROUNDS
+from psserver.core import digests
+from psserver.core.digests import MAX_NAMES
 from psserver.effects import Work
 from pstesting.clock import Clock
 from pswire.errors import ServerGone
@@ -17,6 +18,13 @@ from tests.kit.contributions import Mail
 from tests.kit.rig import SOON, WORKERS, Job, Servers, core, sum_into
 
 ONE = np.ones(2, "float32")
+ROUNDS = 16
+"""In a span of rounds: fewer than in a server, which keeps the tests short."""
+
+
+@pytest.fixture(autouse=True)
+def spans(monkeypatch):
+    monkeypatch.setattr(digests, "ROUNDS", ROUNDS)
 
 
 class Copies:

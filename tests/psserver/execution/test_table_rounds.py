@@ -155,7 +155,7 @@ def test_whatever_becomes_of_rounds(kernels, eviction):
     """Applied at once, after a trial, or not at all; failed halfway; other updates, means, lookups; with evictions."""
     server = Server(kernels, replace(SPEC, eviction=eviction))
     rng = np.random.default_rng(0)
-    for turn in range(100):
+    for turn in range(60):
         what = rng.choice(["go"] * 4 + ["trial", "dropped", "fails", "lazy", "mean", "halve"])
         keys, rate = draw(rng, 40 + turn), rng.random()
         if what == "trial":
@@ -197,7 +197,9 @@ def test_the_numbers_of_updates_are_forgotten(kernels, monkeypatch):
 def test_a_policy_judges_rows_with_all_their_updates(kernels):
     """Rows that have missed what made them small leave as those do that were touched."""
     server = Server(kernels, replace(SPEC, eviction=L2WeightEvict(1.0)))
-    server.go(plan_of(HALVED), [list(range(2000)), []])
-    for _ in range(500):
+    server.go(plan_of(HALVED), [list(range(100)), []])
+    rounds = 0
+    while len(server.table):
         server.go(plan_of(HALVED), [[], []])
-    assert len(server.table) == 0
+        rounds += 1
+        assert rounds < 500

@@ -67,16 +67,17 @@ CASES = {
 
 
 MARK = 1_000.5
+INTERPRETED = kept_kernels(1, patience=10**9)
 
 
 @cache
-def case(kernels, name, dtype):
+def case(name, dtype):
     """A program, the numbers of its updates as a server keeps them, and the number of its tables."""
     fn, tables, numbers = CASES[name]
     program, given = program_of(fn, tables, len(numbers), dtype)
     each = [np.broadcast_to(np.asarray(number, dtype), UPDATES) for number in numbers]
     each = [each[int(o - MARK)] if o >= MARK else np.full(UPDATES, o) for o in given]
-    update, kept = RowUpdate(kernels, program, np.empty(0, np.int64)), []
+    update, kept = RowUpdate(INTERPRETED, program, np.empty(0, np.int64)), []
     arrays = [*tables_of(tables, 1.0, dtype), np.empty((0, WIDTH), dtype)]
     for k in range(UPDATES):
         update.run([*arrays, *(number[k : k + 1].reshape(()) for number in each)])
@@ -125,37 +126,32 @@ def compiled(kernels, replay, tables, scalars):
 
 @pytest.mark.parametrize("size", [1e-9, 1e-4, 1.0, 1e3])
 @pytest.mark.parametrize("name", CASES)
-def test_many_at_once_lead_where_one_by_one_does(kernels, name, size):
+def test_many_at_once_lead_where_one_by_one_does(name, size):
     """Whatever the size of gradients beside epsilon, and however many updates a row has missed."""
-    program, scalars, count = case(kernels, name, "float64")
-    tables, replay = tables_of(count, size, "float64"), Replay(kernels, program, closed=True)
-    each, many = Replay(kernels, program), replay
-    for one in (each, many):
-        compiled(kernels, one, tables, scalars)
-    wanted, found = run(each, tables, scalars), run(many, tables, scalars)
+    program, scalars, count = case(name, "float64")
+    tables = tables_of(count, size, "float64")
+    wanted, found = (run(Replay(INTERPRETED, program, closed), tables, scalars) for closed in (False, True))
     assert not same_bits(found[0], wanted[0]), "it was made up one by one"
     for before, one, other in zip(tables, wanted, found, strict=True):
         scale = np.maximum(np.abs(before), np.abs(one - before))
         assert np.all(np.abs(one - other) <= 1e-7 * scale)
 
 
-@pytest.mark.parametrize("name", [pytest.param("decayed", marks=pytest.mark.soak), "adam of torch"])
-def test_a_kernel_gives_the_interpreters_bits(name):
+@pytest.mark.parametrize(
+    "name",
+    ["momentum", "adam of torch", *(pytest.param(name, marks=pytest.mark.ci) for name in ("decayed", "adam", "rms"))],
+)
+def test_a_kernel_gives_the_interpreters_bits(kernels, name):
     """And so does it which rows are made up together, or beforehand in a copy."""
-    interpreted, kernels = kept_kernels(1, patience=10**9), kept_kernels(2, patience=1)
-    program, scalars, count = case(interpreted, name, "float32")
+    program, scalars, count = case(name, "float32")
     tables = tables_of(count, 1.0, "float32")
-    try:
-        wanted = run(Replay(interpreted, program, closed=True), tables, scalars)
-        replay = Replay(kernels, program, closed=True)
-        compiled(kernels, replay, tables, scalars)
-        assert all(map(same_bits, run(replay, tables, scalars), wanted))
-        for ids in (np.arange(3, 9), np.array([4])):
-            seen = replay.rows(tables, scalars, ids, FIRST[ids], UPDATES)
-            assert all(same_bits(one, other[ids]) for one, other in zip(seen, wanted, strict=True))
-    finally:
-        interpreted.close()
-        kernels.close()
+    wanted = run(Replay(INTERPRETED, program, closed=True), tables, scalars)
+    replay = Replay(kernels, program, closed=True)
+    compiled(kernels, replay, tables, scalars)
+    assert all(map(same_bits, run(replay, tables, scalars), wanted))
+    for ids in (np.arange(3, 9), np.array([4])):
+        seen = replay.rows(tables, scalars, ids, FIRST[ids], UPDATES)
+        assert all(same_bits(one, other[ids]) for one, other in zip(seen, wanted, strict=True))
 
 
 def changed(numbers, place, at, value):
@@ -170,24 +166,22 @@ def changed(numbers, place, at, value):
     [(3, UPDATES - 1, 1e-6), (1, 0, 0.2), (2, UPDATES - 1, np.nan)],
     ids=["epsilon changes", "the root falls too fast", "a rate is NaN"],
 )
-def test_what_has_no_such_sum_is_made_up_one_by_one(kernels, place, at, value):
+def test_what_has_no_such_sum_is_made_up_one_by_one(place, at, value):
     """With the bits that it has without closed forms."""
-    program, scalars, count = case(kernels, "adam", "float32")
+    program, scalars, count = case("adam", "float32")
     scalars, tables = changed(scalars, place, at, value), tables_of(count, 1.0, "float32")
-    found, wanted = (run(Replay(kernels, program, closed), tables, scalars) for closed in (True, False))
+    found, wanted = (run(Replay(INTERPRETED, program, closed), tables, scalars) for closed in (True, False))
     assert all(map(same_bits, found, wanted))
 
 
 def test_a_row_at_rest_stays():
     """A row whose moments are zero is what it was, bit for bit."""
-    kernels = kept_kernels(1, patience=10**9)
-    program, scalars, count = case(kernels, "adam", "float32")
+    program, scalars, count = case("adam", "float32")
     tables = tables_of(count, 1.0, "float32")
     for moment in tables[1:]:
         moment[::2] = 0
-    found = run(Replay(kernels, program, closed=True), tables, scalars)
+    found = run(Replay(INTERPRETED, program, closed=True), tables, scalars)
     assert all(same_bits(one[::2], other[::2]) for one, other in zip(found, tables, strict=True))
-    kernels.close()
 
 
 def largest(w, m, s, g):

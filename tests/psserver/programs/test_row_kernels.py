@@ -91,11 +91,12 @@ def every_op(dtype, shape=(SIZE, 40)):
 
 
 def first(*dtypes, of):
-    """Parameters of which all but a few are for the soak: to compile takes long."""
-    return [dtype if dtype in dtypes else pytest.param(dtype, marks=pytest.mark.soak) for dtype in sorted(of)]
+    """Parameters of which all but a few are for CI or the soak: to compile takes long."""
+    later = {dtype: pytest.mark.ci if dtype == "bfloat16" else pytest.mark.soak for dtype in of}
+    return [dtype if dtype in dtypes else pytest.param(dtype, marks=later[dtype]) for dtype in sorted(of)]
 
 
-@pytest.mark.parametrize("dtype", first("bfloat16", "float32", of=ROW_DTYPES))
+@pytest.mark.parametrize("dtype", first("float32", of=ROW_DTYPES))
 def test_each_op_gives_the_interpreters_bits(kernels, dtype):
     """For every dtype that kernels on rows have, whatever the bits of the numbers are."""
     program = every_op(dtype)
@@ -194,7 +195,9 @@ def test_updates_along_rows_are_one_kernel(kernels, ids, dtype, fn):
     )
     assert compiled(kernels, program)
     rest = iter(operands)
-    inputs = [next(rest) if item.kind == "operand" else plain_numbers(item.spec, n) for n, item in enumerate(program.inputs)]
+    inputs = [
+        next(rest) if item.kind == "operand" else plain_numbers(item.spec, n) for n, item in enumerate(program.inputs)
+    ]
     at = next(n for n, item in enumerate(program.inputs) if item.kind == "value")
     inputs[at] = plain_numbers(TensorSpec(dtype, (len(ids), 4)), 7)
     check(kernels, program, inputs, ids)

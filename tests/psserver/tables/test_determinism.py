@@ -110,18 +110,19 @@ def test_a_table_is_a_function_of_its_rounds(name):
     assert (one.evicted, one.refused) == (other.evicted, other.refused)
 
 
-def test_two_thousand_rounds():
+@pytest.mark.parametrize("rounds", [150, pytest.param(2000, marks=pytest.mark.soak)])
+def test_many_rounds(rounds):
     """Creation, admission and eviction over a long time, with resends, restores and cuts: to the last bit the same."""
     spec = TableSpec((2,), capacity=MIN_CAPACITY, admission=CounterFilter(2), eviction=LFU(0.99))
     rng = np.random.default_rng(1)
     one, other = Parts(spec, compiled()), Parts(spec, compiled(), CUTS)
-    for round in range(1, 2001):
-        keys = keys_of(rng, 60_000, 200)
+    for round in range(1, rounds + 1):
+        keys = keys_of(rng, 60_000, 1200)
         one.step(round, keys)
         other.step(round, keys, again=round % 5 == 0)
-        if round % 400 == 0:
-            other.restore((range(BUCKETS),) if round % 800 else CUTS)
-    assert one.evicted == other.evicted > 5000
+        if round % 30 == 0:
+            other.restore((range(BUCKETS),) if round % 60 else CUTS)
+    assert one.evicted == other.evicted > 500
     assert one.state().equals(other.state())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,14 +12,15 @@ from psserver.programs.kernels.compiler import Compiler
 from psserver.tables.marks import mark
 from psserver.tables.native import FIRST_VALUES, INDEX, Native
 from psserver.tables.rows import COUNT, WORDS
+from tests.conftest import KERNELS
 from tests.kit.tables import compiled
 
 
-def test_another_process_loads_what_one_has_compiled(tmp_path):
+def test_another_process_loads_what_one_has_compiled():
     """All functions are machine code that needs neither Numba nor Python, so that they can be kept."""
     counts = []
     for _ in range(2):
-        compiler = Compiler(Device(), 1, str(tmp_path / "kernels"))
+        compiler = Compiler(Device(), 1, os.environ[KERNELS])
         native = Native(compiler)
         native.index()
         native.mark()
@@ -29,7 +31,9 @@ def test_another_process_loads_what_one_has_compiled(tmp_path):
         counts.append((compiler.compiled, compiler.loaded, compiler.failed))
         compiler.close()
     many = len(INDEX) + len(FIRST_VALUES) + 1
-    assert counts == [(many, 0, 0), (0, many, 0)]
+    (made, loaded, failed), again = counts
+    assert (made + loaded, failed) == (many, 0)  # another process of the run may have compiled some
+    assert again == (0, many, 0)
 
 
 def test_without_a_compiler_there_are_none():

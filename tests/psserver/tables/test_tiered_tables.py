@@ -190,6 +190,7 @@ print(len(table), float(table.lookup(np.arange(8000), 1).sum()))
 """
 
 
+@pytest.mark.ci
 def test_what_the_disk_has_no_room_for_changes_nothing(tmp_path):
     """A round that cannot make its rows is refused, with what to do, and so is a slot; the table is as before."""
     rows, slot, same, after = on_small_disk(FULL, tmp_path, "28m")

@@ -57,7 +57,7 @@ def test_rows_are_as_they_were_written_wherever_they_lie(tier):
     """Ten times the bound is written and read in random order; every row is its own, and the bound is kept."""
     array, rng = array_of(tier), np.random.default_rng(0)
     expected = np.zeros(ROWS, np.float32)
-    for number in range(1, 60):
+    for number in range(1, 30):
         rows = rng.integers(0, ROWS, 700)
         array.touch(rows, Use.UPDATE)
         assert (array.array[rows] == expected[rows, None]).all()
