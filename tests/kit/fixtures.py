@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,18 +15,18 @@ class _Shared:
     """The one strategy of each kind, opened when it is first asked for."""
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
-        self.opened: dict[str, Any] = {}
+        self.opened: dict[str, tuple[Any, ExitStack]] = {}
 
     def __call__(self, kind: str) -> Any:
         if kind not in self.opened:
-            self.opened[kind] = self._stack.enter_context(strategies.opened(kind))
-        return self.opened[kind]
+            stack = ExitStack()
+            self.opened[kind] = stack.enter_context(strategies.opened(kind)), stack
+        return self.opened[kind][0]
 
-    def close(self) -> None:
-        """Closes all; the next call opens anew."""
-        self.opened.clear()
-        self._stack.close()
+    def close(self, kept: Collection[str] = ()) -> None:
+        """Closes all but those that are kept; the next call opens anew."""
+        for kind in [kind for kind in self.opened if kind not in kept]:
+            self.opened.pop(kind)[1].close()
 
 
 _shared = _Shared()
@@ -49,12 +49,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Closes all strategies where a test of another folder is next: idle servers take time from what runs then."""
+    """Closes all strategies where a test of another folder is next, and rare ones where one of another module is.
+
+    Idle servers take time from what runs then.
+    """
     try:
         return (yield)
     finally:
-        if _shared.opened and (nextitem is None or nextitem.path.parent != item.path.parent):
-            _shared.close()
+        if _shared.opened and (nextitem is None or nextitem.path != item.path):
+            near = nextitem is not None and nextitem.path.parent == item.path.parent
+            _shared.close(strategies.USUAL if near else ())
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import pytest
 import psclient as ps
 from psclient._src.tracing import update_function
 from psclient.optimizers import schedules
+from tests.kit.covering import once
 from tests.kit.strategies import USUAL, copies, in_replicas, kind_of, kinds, opened, replicas, variable
 
 SGD = ps.optimizers.SGD
@@ -258,7 +259,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@once(strategy=["mirrored-2", "servers-1x2"], name=CHANGES)
 def test_a_number_may_be_changed_later(strategy, monkeypatch, name):
     """The next steps are those of an optimizer that was created with it, and by the same program."""
     before, after = CHANGES[name]

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 import psclient as ps
 from psclient._src.rounds.section import Section
+from tests.kit.covering import pairwise
 from tests.kit.searches import search
-from tests.kit.strategies import by_replica, copies, in_replicas, kind_of, merged, opened, replicas, variable
+from tests.kit.strategies import USUAL, by_replica, copies, in_replicas, kind_of, merged, opened, replicas, variable
 
 
 def plain(value):
@@ -29,7 +30,7 @@ def test_values_are_brought_together(monkeypatch):
     """A section is told once of all that is wanted of it, and not once for each value."""
     own, told = Section.give_back, []
     monkeypatch.setattr(Section, "give_back", lambda self, value: told.append(value) or own(self, value))
-    with opened("embedded-1") as strategy:
+    with opened("servers-1x1") as strategy:
         v = variable(strategy)
 
         def merge(strategy):
@@ -267,8 +268,7 @@ def test_several_variables_are_assigned(strategy):
         assert len({tuple(np.asarray(copy)) for copy in strategy.experimental_local_results(x)}) == 1
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("how", ["assign_add", "assign_sub"])
+@pairwise(strategy=USUAL, dtype=["float16", "bfloat16", "float32"], how=["assign_add", "assign_sub"])
 def test_what_is_added_is_rounded_once(strategy, how, dtype):
     """The sum is NumPy's, in its dtype; only that is cast to the variable's, wherever the variable lives."""
     first = np.array([1000.0, -0.1, 3.0]).astype(dtype)
@@ -387,7 +387,7 @@ EXPRESSIONS = st.recursive(st.sampled_from(["v", "u", "x", "k"]).map(_leaf), _gr
 @pytest.fixture(scope="module")
 def three_kinds(shared):
     found = []
-    for strategy in (shared("mirrored-2"), shared("embedded-2"), shared("default")):
+    for strategy in (shared("mirrored-2"), shared("servers-1x2"), shared("default")):
         v = variable(strategy, np.zeros(5, "float32"))
         with strategy.scope(), strategy.extended.colocate_vars_with(v):
             found.append((strategy, v, ps.Variable(np.zeros(5, "float32"))))

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 
 import psclient as ps
 from pstesting.in_process import InProcessCluster
-from tests.kit.strategies import KINDS, opened
+from tests.kit.covering import once
+from tests.kit.strategies import EMBEDDED, kinds, opened, patient
 
-SERVERS = tuple(kind for kind in KINDS if kind.startswith(("embedded", "servers")))
+SERVERS = kinds("servers-1x1", "servers-2x2", soak=EMBEDDED)
+
+
+@contextmanager
+def on_servers(count, **keys):
+    """A strategy on some servers, with one replica."""
+    with (
+        InProcessCluster(count) as cluster,
+        ps.ParameterServerStrategy(cluster_resolver=patient(cluster).resolver(), **keys) as found,
+    ):
+        yield found
 
 
 @pytest.fixture(scope="module")
 def two():
     """A strategy on two servers, with one replica."""
-    with InProcessCluster(2) as cluster, ps.ParameterServerStrategy(cluster_resolver=cluster.resolver()) as found:
+    with on_servers(2) as found:
         yield found
 
 
@@ -34,7 +47,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@once(strategy=["servers-2x2", "servers-1x2", "mirrored-2"], name=OPTIMIZERS)
 def test_one_process_trains_alike(strategy, name):
     """Each step of variables of both kinds, dense ones and rows, is that of a job of one kind, bit for bit."""
     found = []
@@ -58,10 +71,9 @@ def test_one_process_trains_alike(strategy, name):
         assert one.tobytes() == other.tobytes()
 
 
-@pytest.mark.parametrize("kind", SERVERS)
-def test_what_lies_beside_has_its_consistency(shared, kind):
+@SERVERS
+def test_what_lies_beside_has_its_consistency(strategy):
     """Slots, averages, and what a user creates in colocate_vars_with; not what says otherwise."""
-    strategy = shared(kind)
     with strategy.scope():
         v = ps.Variable(np.zeros(4, "float32"), consistency=ps.Async())
         plain = ps.Variable(np.zeros(4, "float32"))
@@ -84,30 +96,28 @@ def test_what_lies_beside_has_its_consistency(shared, kind):
 
 def test_shards_and_tables_have_it(two):
     """Each shard of a partitioned variable, each part of a dynamic table, and the slots beside them."""
-    with InProcessCluster(2) as cluster:
-        cut = ps.experimental.partitioners.FixedShardsPartitioner(2)
-        resolver = cluster.resolver()
-        with ps.ParameterServerStrategy(cluster_resolver=resolver, variable_partitioner=cut) as strategy:
-            with strategy.scope():
-                v = ps.Variable(np.zeros((6, 2), "float32"), consistency=ps.Async())
-                table = ps.dynamic_embedding.get_variable("t", dim=2, initializer=0, consistency=ps.Async())
-                again = ps.dynamic_embedding.get_variable("t", dim=2, initializer=0, consistency=ps.Async())
-                optimizer = ps.optimizers.SGD(0.5, momentum=0.5)
-            assert again is table
-            with strategy.scope(), pytest.raises(ValueError, match=r"consistency 'Async\(\)', not None"):
-                ps.dynamic_embedding.get_variable("t", dim=2, initializer=0)
-            taken = np.float32([[1, 1], [2, 2]])
+    cut = ps.experimental.partitioners.FixedShardsPartitioner(2)
+    with on_servers(2, variable_partitioner=cut) as strategy:
+        with strategy.scope():
+            v = ps.Variable(np.zeros((6, 2), "float32"), consistency=ps.Async())
+            table = ps.dynamic_embedding.get_variable("t", dim=2, initializer=0, consistency=ps.Async())
+            again = ps.dynamic_embedding.get_variable("t", dim=2, initializer=0, consistency=ps.Async())
+            optimizer = ps.optimizers.SGD(0.5, momentum=0.5)
+        assert again is table
+        with strategy.scope(), pytest.raises(ValueError, match=r"consistency 'Async\(\)', not None"):
+            ps.dynamic_embedding.get_variable("t", dim=2, initializer=0)
+        taken = np.float32([[1, 1], [2, 2]])
 
-            def step():
-                slices = ps.IndexedSlices(taken, [0, 5])
-                optimizer.apply_gradients([(slices, v), (table.lookup([7, 8]).gradient(taken), table)])
+        def step():
+            slices = ps.IndexedSlices(taken, [0, 5])
+            optimizer.apply_gradients([(slices, v), (table.lookup([7, 8]).gradient(taken), table)])
 
-            for _ in range(2):
-                strategy.run(step)
-            slots = [slot for each in (v, table) for slot in optimizer._state.of(each)]
-            assert all(part.alone for each in (v, table, *slots) for part in each.variables)
-            assert v.numpy()[[0, 5]].tolist() == table.lookup([7, 8]).numpy().tolist() == [[-1.25] * 2, [-2.5] * 2]
-            assert strategy.round == 0  # nothing of it is a round of all
+        for _ in range(2):
+            strategy.run(step)
+        slots = [slot for each in (v, table) for slot in optimizer._state.of(each)]
+        assert all(part.alone for each in (v, table, *slots) for part in each.variables)
+        assert v.numpy()[[0, 5]].tolist() == table.lookup([7, 8]).numpy().tolist() == [[-1.25] * 2, [-2.5] * 2]
+        assert strategy.round == 0  # nothing of it is a round of all
 
 
 def test_a_section_of_such_variables_is_no_round(two):
@@ -313,7 +323,7 @@ JOBS = {
 def test_jobs_that_have_none_of_it(name):
     """The first variable is refused, before anything is sent of it."""
     keys, given, words = JOBS[name]
-    with ps.ParameterServerStrategy(**keys) as strategy, strategy.scope():
+    with on_servers(1, **keys) as strategy, strategy.scope():
         with pytest.raises(ps.errors.ConfigError, match=words):
             ps.Variable(0.0, name="v", consistency=given)
         assert ps.Variable(0.0, name="v", consistency=strategy.consistency).name == "v"
@@ -321,7 +331,7 @@ def test_jobs_that_have_none_of_it(name):
 
 def test_a_job_keeps_to_what_goes_with_its_variables():
     """A change of the job's consistency that its variables do not have is refused in each process, before it waits."""
-    with ps.ParameterServerStrategy() as strategy:
+    with on_servers(1) as strategy:
         with strategy.scope():
             v = ps.Variable(np.zeros(2), name="v", consistency=ps.Async())
             w = ps.Variable(np.zeros(2), name="w")
@@ -363,11 +373,11 @@ def test_it_is_the_default_strategy_of_one(shared):
 # ---- What else is done with variables, and when it waits ----
 
 
-@pytest.mark.parametrize("kind", SERVERS)
-def test_all_else_is_done_alike(shared, kind):
+@SERVERS
+def test_all_else_is_done_alike(strategy, request):
     """Compressed contributions, rows that are written, tables that are cut, a save and a restore: as in a job of one
     kind, bit for bit."""
-    strategy, found, replicas = shared(kind), [], len(shared(kind).extended.worker_devices)
+    found, replicas = [], len(strategy.extended.worker_devices)
     for number, consistency in enumerate((None, ps.Async())):
         with strategy.scope():
             v = ps.Variable(np.zeros(50, "float32"), compression=ps.compression.TopK(0.1), consistency=consistency)
@@ -393,7 +403,7 @@ def test_all_else_is_done_alike(shared, kind):
         for _ in range(3):
             strategy.run(step)
         checkpoint = ps.train.Checkpoint(v=v, s=s, table=table, optimizer=optimizer)
-        path = checkpoint.save(f"consistency/{kind}/{number}/ckpt")
+        path = checkpoint.save(f"consistency/{request.node.name}/{number}/ckpt")
         saved = told()
         strategy.run(step)
         after = told()
@@ -476,7 +486,7 @@ def test_a_large_round_has_the_lane_for_itself(two, monkeypatch):
 
 def test_an_error_of_all_leaves_nothing():
     """The part of all comes first: where it is refused, nobody makes the rest, which others could not take back."""
-    with ps.ParameterServerStrategy(consistency=ps.Sync(nonfinite="raise")) as strategy:
+    with on_servers(1, consistency=ps.Sync(nonfinite="raise")) as strategy:
         with strategy.scope():
             w = ps.Variable(np.zeros(2), name="w")
             t = ps.Variable(np.zeros(2), name="t", consistency=ps.Async(nonfinite="raise"))

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.kit.strategies import copies, in_replicas, kind_of, merged, replicas, variable
+from tests.kit.covering import once, pairwise
+from tests.kit.strategies import USUAL, copies, in_replicas, kind_of, merged, replicas, variable
 
 AGGREGATION = ps.VariableAggregation
 SYNCHRONIZATION = ps.VariableSynchronization
@@ -88,18 +89,13 @@ def test_synchronization_is_settled_at_creation(strategy):
 
 
 @pytest.mark.parametrize("synchronization", [SYNCHRONIZATION.ON_WRITE, SYNCHRONIZATION.ON_READ])
-@pytest.mark.parametrize("dtype", [np.int64, np.int8, np.uint8, bool])
-def test_an_integer_variable_holds_no_mean(strategy, dtype, synchronization):
-    """It is refused where it is created, with what to do instead."""
-    with pytest.raises(ValueError, match="cannot hold a mean; take a floating dtype"):
-        variable(strategy, np.zeros(3, dtype), synchronization=synchronization, aggregation=AGGREGATION.MEAN)
-
-
-def test_a_bool_variable_holds_no_sum(strategy):
-    """Two truths are no truth value: the creation says what to take."""
-    for synchronization in (SYNCHRONIZATION.ON_WRITE, SYNCHRONIZATION.ON_READ):
-        with pytest.raises(ValueError, match=r"bool cannot hold a sum; take an integer dtype"):
-            variable(strategy, np.zeros(3, bool), synchronization=synchronization, aggregation=AGGREGATION.SUM)
+def test_an_integer_variable_holds_no_mean(strategy, synchronization):
+    """Nor a truth a sum: it is refused where it is created, with what to do instead."""
+    for dtype in (np.int64, np.int8, np.uint8, bool):
+        with pytest.raises(ValueError, match="cannot hold a mean; take a floating dtype"):
+            variable(strategy, np.zeros(3, dtype), synchronization=synchronization, aggregation=AGGREGATION.MEAN)
+    with pytest.raises(ValueError, match=r"bool cannot hold a sum; take an integer dtype"):
+        variable(strategy, np.zeros(3, bool), synchronization=synchronization, aggregation=AGGREGATION.SUM)
 
 
 def test_a_repeated_name_gets_a_number(strategy):
@@ -134,7 +130,7 @@ def test_a_replica_s_variable_is_its_strategy_s(strategy):
 # ---- Assigning ----
 
 
-@pytest.mark.parametrize("aggregation", list(AGGREGATION))
+@once(strategy=USUAL, aggregation=AGGREGATION)
 def test_in_cross_replica_context_an_assignment_is_an_update(strategy, aggregation):
     """Whatever the aggregation is; it gives the variable back, and a scope is entered where there is none."""
     v = variable(strategy, [1.0, 1.0, 1.0], aggregation=aggregation)
@@ -146,10 +142,10 @@ def test_in_cross_replica_context_an_assignment_is_an_update(strategy, aggregati
     assert len({tuple(np.asarray(copy)) for copy in strategy.experimental_local_results(v)}) == 1
 
 
-@pytest.mark.parametrize("aggregation", COMBINING)
-@pytest.mark.parametrize(("how", "sign"), [("assign", 0), ("assign_add", 1), ("assign_sub", -1)])
-def test_in_replica_context_values_are_aggregated_first(strategy, aggregation, how, sign):
+@pairwise(strategy=USUAL, aggregation=COMBINING, how=["assign", "assign_add", "assign_sub"])
+def test_in_replica_context_values_are_aggregated_first(strategy, aggregation, how):
     """Then they are assigned once: each replica sees the same new value, and gets the variable back."""
+    sign = {"assign": 0, "assign_add": 1, "assign_sub": -1}[how]
     v = variable(strategy, [10.0, 10.0, 10.0], aggregation=aggregation)
     value = combined(aggregation, replicas(strategy))
     expected = 10.0 * abs(sign) + (sign or 1) * value
@@ -264,18 +260,20 @@ MISFITS = {
 }
 
 
-@pytest.mark.parametrize("name", MISFITS)
 @pytest.mark.parametrize("how", ["assign", "assign_add"])
-def test_what_cannot_be_assigned(strategy, name, how):
+def test_what_cannot_be_assigned(strategy, how):
     """The same class of error on every strategy, across replicas and within; in update functions one of it."""
-    value, error = MISFITS[name]
     v = variable(strategy, [1.0, 2.0, 3.0], aggregation=AGGREGATION.MEAN)
-    for attempt in (lambda: getattr(v, how)(value), lambda: strategy.run(lambda: getattr(v, how)(value))):
-        with pytest.raises((TypeError, ValueError), match=r".") as raised:
-            attempt()
-        assert raised.type is error
-    with pytest.raises(error):
-        strategy.extended.update(v, lambda v, x: getattr(v, how)(x), (value,))
+    for name, (value, error) in MISFITS.items():
+        for attempt in (
+            lambda value: getattr(v, how)(value),
+            lambda value: strategy.run(lambda: getattr(v, how)(value)),
+        ):
+            with pytest.raises((TypeError, ValueError), match=r".") as raised:
+                attempt(value)
+            assert raised.type is error, name
+        with pytest.raises(error):
+            strategy.extended.update(v, lambda v, x: getattr(v, how)(x), (value,))
     assert shown(v) == [1.0, 2.0, 3.0]
 
 
@@ -321,7 +319,7 @@ def test_a_replica_is_given_what_is_as_good_as_the_variable(strategy):
 # ---- Dtypes ----
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+@once(strategy=USUAL, dtype=DTYPES)
 def test_every_dtype_is_kept(strategy, dtype):
     """By creation, reading, assigning and reducing, in all contexts."""
     n = replicas(strategy)
@@ -532,12 +530,12 @@ def test_outside_of_every_scope_a_sync_on_read_variable_has_one_value():
         assert v.synchronization is SYNCHRONIZATION.ON_READ
 
 
-@pytest.mark.parametrize("name", [1, b"w", ["w"]], ids=repr)
-def test_a_name_is_a_text(strategy, name):
+def test_a_name_is_a_text(strategy):
     """What is none is told where the variable is created, on every strategy; no name, and an empty one, get one."""
     with strategy.scope():
-        with pytest.raises(TypeError, match="the name of a variable is a text, such as"):
-            ps.Variable(0.0, name=name)
+        for name in (1, b"w", ["w"]):
+            with pytest.raises(TypeError, match="the name of a variable is a text, such as"):
+                ps.Variable(0.0, name=name)
         assert [ps.Variable(0.0, name=none).name.startswith("Variable") for none in (None, "")] == [True] * 2
 
 

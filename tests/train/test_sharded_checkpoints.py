@@ -12,8 +12,6 @@ from safetensors.numpy import load_file
 
 import psclient as ps
 from pstesting.in_process import InProcessCluster
-from pstesting.processes import W0, W1, ProcessCluster
-from pstesting.script import say
 from pswire.checkpoint.reader import SavedCheckpoint, open_saved
 from pswire.checkpoint.storage import storage_at
 from tests.kit.covering import once
@@ -165,50 +163,49 @@ def test_only_the_rows_that_are_needed_are_read(saved, monkeypatch):
     assert read(0, 2) == 10 * 8
 
 
-def learn(resume, shards, stop):
-    """Trains to a number of steps; saves behind each."""
-    strategy = ps.ParameterServerStrategy(
+def learn(cluster, resume, shards, stop, index):
+    """Trains to a number of steps; saves behind each. Returns the table's bits, its steps, and its shards."""
+    with ps.ParameterServerStrategy(
+        cluster_resolver=cluster.resolver(index),
         deterministic=True,
-        variable_partitioner=ps.experimental.partitioners.FixedShardsPartitioner(shards),
-    )
-    with strategy.scope():
-        table = ps.Variable(np.random.default_rng(1).normal(size=(9, 2)), name="table")
-        optimizer = ps.optimizers.Adam(0.1)
-        optimizer.build([table])
-    checkpoint = ps.train.Checkpoint(table=table, optimizer=optimizer)
-    manager = ps.train.CheckpointManager(checkpoint, "run", max_to_keep=1)
-    if resume:
-        checkpoint.restore("run").assert_consumed()
-    data = strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(36) % 9).batch(6))
+        variable_partitioner=P.FixedShardsPartitioner(shards),
+    ) as strategy:
+        with strategy.scope():
+            table = ps.Variable(np.random.default_rng(1).normal(size=(9, 2)), name="table")
+            optimizer = ps.optimizers.Adam(0.1)
+            optimizer.build([table])
+        checkpoint = ps.train.Checkpoint(table=table, optimizer=optimizer)
+        manager = ps.train.CheckpointManager(checkpoint, "run", max_to_keep=1)
+        if resume:
+            checkpoint.restore("run").assert_consumed()
+        data = strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(36) % 9).batch(6))
 
-    def step(ids):
-        rows = table.lookup(ids)
-        optimizer.apply_gradients([(rows.gradient(np.cos(rows.values)), table)])
+        def step(ids):
+            rows = table.lookup(ids)
+            optimizer.apply_gradients([(rows.gradient(np.cos(rows.values)), table)])
 
-    for ids in data:
-        if int(optimizer.iterations) == stop:
-            break
-        strategy.run(step, args=(ids,))
-        manager.save()
-        manager.sync()
-    say("table", [table.numpy().tobytes().hex(), int(optimizer.iterations), len(table.variables)])
+        for ids in data:
+            if int(optimizer.iterations) == stop:
+                break
+            strategy.run(step, args=(ids,))
+            manager.save()
+            manager.sync()
+        return table.numpy().tobytes(), int(optimizer.iterations), len(table.variables)
 
 
 def test_a_job_goes_on_with_other_shards(tmp_path):
-    """Processes: two workers, one server more and other shards after three of six steps; bit for bit the same."""
-    for name in ("whole", "cut"):
-        (tmp_path / name).mkdir()
-    with ProcessCluster(learn, tmp_path / "whole", (False, 2, 6), workers=2, ps=2) as job:
-        job.finish()
-        expected = job.said(W0, "table")
-        assert job.said(W1, "table") == expected
-    with ProcessCluster(learn, tmp_path / "cut", (False, 2, 3), workers=2, ps=2) as job:
-        job.finish()
-    with ProcessCluster(learn, tmp_path / "cut", (True, 4, 6), workers=2, ps=3) as job:
-        job.finish()
-        ((found, steps, shards),) = job.said(W0, "table")
-    assert (found, steps) == (expected[0][0], 6)
-    assert (expected[0][2], shards) == (2, 4)
+    """Two workers, one server more and other shards after three of six steps; bit for bit the same."""
+
+    def job(directory, servers, *args):
+        with InProcessCluster(servers, 2, tmp_path / directory) as cluster, ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(partial(learn, patient(cluster), *args), range(2))
+        assert first == second
+        return first
+
+    expected, steps, shards = job("whole", 2, False, 2, 6)
+    assert (steps, shards) == (6, 2)
+    job("cut", 2, False, 2, 3)
+    assert job("cut", 3, True, 4, 6) == (expected, 6, 4)
 
 
 def test_two_workers_save_and_restore(tmp_path):
