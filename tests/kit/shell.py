@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,7 +86,8 @@ def _end_session(leader: int) -> tuple[str, ...]:
     """Kills what is left of a session; says what it was."""
     left = [process for process in psutil.process_iter(["cmdline", "name"]) if _session(process.pid) == leader]
     for process in left:
-        process.kill()
+        with suppress(psutil.NoSuchProcess):  # it ends by itself
+            process.kill()
     outlived = [process.info for process in left if process.pid != leader and process.info["name"] != NAME]
     return tuple(" ".join(info["cmdline"] or ["?"]) for info in outlived)
 
