@@ -175,7 +175,7 @@ def test_large_rounds_of_both_kinds_share_a_lane(tmp_path):
     """What streams has room beside what is taken in whole, also where a server takes in little at a time."""
     server = ServerOptions(in_flight="16MiB")
     keys = {"ps": 2, "workers": 3, "gates": ["end"], "timeouts": CALM, "server": server}
-    with ProcessCluster(push_large, tmp_path, (2, 3 << 19), **keys) as job:
+    with ProcessCluster(push_large, tmp_path, (2, 3 << 18), **keys) as job:
         for task in (W0, W1, W2):
             job.hear(task, "added")
         job.open("end")

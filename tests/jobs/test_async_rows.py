@@ -1,32 +1,32 @@
-"""Rows of asynchronous workers as real processes: a row misses updates by the count that its table keeps of all."""
+"""Rows of asynchronous workers: a row misses updates by the count that its table keeps of all."""
 
 from __future__ import annotations
+
+import threading
 
 import numpy as np
 import pytest
 
 import psclient as ps
-from pstesting.processes import ProcessCluster
-from pstesting.script import ME, gate, say
-from pswire.cluster import Task
+from tests.kit.learn import in_threads
+from tests.kit.rig import SOON
 
-ROWS, WIDTH, STEPS = 12, 2, 20
+ROWS, WIDTH, STEPS = 12, 2, 12
 
 
 def given(worker, number):
     """The rows that a worker gives in one of its steps, few of them."""
     rng = np.random.default_rng([worker, number])
-    return rng.choice(12, 2, replace=False), rng.normal(size=(2, 2)).astype("float32")
+    return rng.choice(ROWS, 2, replace=False), rng.normal(size=(2, WIDTH)).astype("float32")
 
 
-def learn(kind, steps, name):
-    """Steps of one table, each worker's in its own pace; says as which of all of them each was applied."""
-    strategy = ps.ParameterServerStrategy(consistency=ps.Async())
+def learn(strategy, worker, kind, name, half, ended):
+    """Steps of one table, each worker's in its own pace; returns as which of all of them each was applied, and rows."""
     with strategy.scope():
         if kind == "dynamic":
             table = ps.dynamic_embedding.get_variable("table", dim=2, initializer=1)
         else:
-            table = ps.Variable(np.ones((12, 2), "float32"), name="table")
+            table = ps.Variable(np.ones((ROWS, WIDTH), "float32"), name="table")
         count = ps.Variable(np.int64(0), trainable=False, name="count")
         optimizer = getattr(ps.optimizers, name)(0.1)
 
@@ -35,21 +35,18 @@ def learn(kind, steps, name):
         return s.extended.update(count, lambda count: count.assign_add(1).value())
 
     def step(number):
-        rng = np.random.default_rng([ME, number])
-        ids, values = rng.choice(12, 2, replace=False), rng.normal(size=(2, 2)).astype("float32")
+        ids, values = given(worker, number)
         return int(ps.get_replica_context().merge_call(apply, args=(ps.IndexedSlices(values, ids),)))
 
     order = []
-    for number in range(steps):
-        if number == steps // 2:
-            say("half")
-            gate("half")
+    for number in range(STEPS):
+        if number == STEPS // 2:
+            half.wait(SOON)
         order.append(int(strategy.run(step, (number,))))
-    say("order", order)
-    gate("end")
+    ended.wait(SOON)
     own = [table, *(slot for slot in optimizer._state.of(table).slots if slot.ndim)]
-    say("table", [np.asarray(each.lookup(np.arange(12)).numpy()).tolist() for each in own])
-    say("steps", int(optimizer.iterations))
+    assert int(optimizer.iterations) == STEPS * half.parties
+    return order, [np.asarray(each.lookup(np.arange(ROWS)).numpy()) for each in own]
 
 
 def adam(w, m, v, g, t):
@@ -78,20 +75,11 @@ ORACLES = {"Adam": adam, "Nadam": nadam}
     ("kind", "workers", "name"),
     [("static", 2, "Adam"), ("dynamic", 3, "Adam"), pytest.param("dynamic", 2, "Nadam", marks=pytest.mark.soak)],
 )
-def test_rows_have_the_steps_that_others_made(tmp_path, kind, workers, name):
+def test_rows_have_the_steps_that_others_made(kind, workers, name):
     """Each row is what whole gradients make of it, in the order in which the table had the pushes of all workers."""
-    tasks = [Task("worker", n) for n in range(workers)]
-    keys = {"ps": 1, "workers": workers, "gates": ["half", "end"]}
-    with ProcessCluster(learn, tmp_path, (kind, STEPS, name), **keys) as job:
-        for task in tasks:
-            job.hear(task, "half")
-        job.open("half")
-        orders = [job.hear(task, "order") for task in tasks]
-        job.open("end")
-        found = [job.hear(task, "table") for task in tasks]
-        assert [job.hear(task, "steps") for task in tasks] == [STEPS * workers] * workers
-        job.finish()
-    applied = {place: (n, number) for n, order in enumerate(orders) for number, place in enumerate(order)}
+    meetings = threading.Barrier(workers), threading.Barrier(workers)
+    found = in_threads(lambda *one: learn(*one, kind, name, *meetings), workers, 1, consistency=ps.Async())
+    applied = {place: (n, number) for n, (order, _) in enumerate(found) for number, place in enumerate(order)}
     assert sorted(applied) == list(range(1, STEPS * workers + 1))
     # Nobody has made all steps before another began: the first halves of all come first.
     assert {number < STEPS // 2 for place, (_, number) in applied.items() if place <= STEPS * workers // 2} == {True}
@@ -101,6 +89,6 @@ def test_rows_have_the_steps_that_others_made(tmp_path, kind, workers, name):
         g = np.zeros((ROWS, WIDTH), "float32")
         g[ids] = values
         ORACLES[name](w, m, v, g, t)
-    for own in found:
+    for _, own in found:
         for one, other in zip(own, (w, m, v), strict=True):
-            np.testing.assert_array_equal(np.array(one, "float32"), other)
+            np.testing.assert_array_equal(one, other)

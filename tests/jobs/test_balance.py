@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 import psclient as ps
+from pstesting.in_process import InProcessCluster
 from pstesting.processes import CHIEF, W0, W1, ProcessCluster
-from pstesting.script import ME, add_all, gate, say
+from pstesting.script import add_all, gate, say
 from pswire.server_options import ServerOptions
+from tests.kit.learn import in_threads
 
 STRATEGIES = ("greedy", "round_robin")
 
@@ -43,23 +45,19 @@ def test_places_outlive_the_chief_and_a_worker(tmp_path):
         job.finish()
 
 
-def disagree():
-    """Each worker places variables otherwise."""
-    strategy = ps.ParameterServerStrategy(ps_strategy=["greedy", "round_robin"][ME])
-    try:
-        with strategy.scope():
-            for size in (10, 1, 1):
-                ps.Variable(np.zeros(size))
-        say("told", "")
-    except ps.errors.VariableMismatch as error:
-        say("told", str(error))
-
-
-def test_processes_that_place_otherwise_are_told(tmp_path):
+def test_processes_that_place_otherwise_are_told():
     """Whoever comes second to the first variable that differs, with both places."""
-    with ProcessCluster(disagree, tmp_path, ps=2, workers=2) as job:
-        told = [job.hear(task, "told") for task in (W0, W1)]
-        job.finish()
+
+    def disagree(strategy, worker):
+        try:
+            with strategy.scope():
+                for size in (10, 1, 1):
+                    ps.Variable(np.zeros(size))
+        except ps.errors.VariableMismatch as error:
+            return str(error)
+        return ""
+
+    told = in_threads(disagree, each=[{"ps_strategy": name} for name in ("greedy", "round_robin")])
     (message,) = filter(None, told)
     assert all(word in message for word in ("(0,)", "(1,)", str(W0), str(W1), "ps_strategy"))
 
@@ -102,24 +100,17 @@ def test_a_checkpoint_does_not_know_places(tmp_path):
     assert values[0][0] != [1.0] * 90
 
 
-def fill(ps_strategy):
-    """Creates variables until no server has room for one, and then a small one."""
-    strategy = ps.ParameterServerStrategy(ps_strategy=ps_strategy)
-    with strategy.scope():
-        say("placed", [ps.Variable(np.zeros(size), name=f"v{size}").place for size in (800, 500, 400, 150, 100)])
-        try:
-            ps.Variable(np.zeros(101), name="v101")
-        except ps.errors.MemoryLimit as error:
-            say("refused", str(error))
-        say("small", float(ps.Variable(7.0)))
-
-
 @pytest.mark.parametrize("ps_strategy", STRATEGIES)
-def test_a_full_server_is_passed_over(tmp_path, ps_strategy):
+def test_a_full_server_is_passed_over(ps_strategy):
     """What does not fit on one goes to another, by either strategy; what fits on none is refused, with the limit."""
-    with ProcessCluster(fill, tmp_path, (ps_strategy,), ps=2, server=ServerOptions(memory_limit="8000")) as job:
-        job.finish()
-    assert job.said(W0, "placed") == [[[0], [1], [1], [0], [1]]]
-    (message,) = job.said(W0, "refused")
-    assert all(word in message for word in ("v101", "808 bytes", "--memory-limit", "/job:ps/task:"))
-    assert job.said(W0, "small") == [7.0]
+    with InProcessCluster(2) as cluster:
+        for core in cluster.cores:
+            core.machine.store.memory_limit = 8000
+        options = {"cluster_resolver": cluster.resolver(), "ps_strategy": ps_strategy}
+        with ps.ParameterServerStrategy(**options) as strategy, strategy.scope():
+            made = [ps.Variable(np.zeros(size), name=f"v{size}") for size in (800, 500, 400, 150, 100)]
+            assert [v.place for v in made] == [(0,), (1,), (1,), (0,), (1,)]
+            with pytest.raises(ps.errors.MemoryLimit) as refused:
+                ps.Variable(np.zeros(101), name="v101")
+            assert float(ps.Variable(7.0)) == 7.0
+    assert all(word in str(refused.value) for word in ("v101", "808 bytes", "--memory-limit", "/job:ps/task:"))

@@ -130,19 +130,10 @@ def rows_of(strategy, ids):
     return strategy.run(lambda i: np.full(3, i), (ids,))
 
 
-def program(what, replicas):
-    """In every process: a strategy of so many replicas as it has, and what a function found with it."""
+def program(replicas):
+    """In every process: a strategy of so many replicas as it has, and what is found with it."""
     with ps.ParameterServerStrategy(devices=[f"cpu:{index}" for index in range(replicas[ME])]) as strategy:
-        say("found", {"trained": trained, "asked": asked}[what](strategy))
-
-
-def from_cluster(directory, what, replicas):
-    """What each of several processes found, each with so many replicas, with two servers."""
-    helpers = [trained, asked, rows_of]
-    with ProcessCluster(program, directory, (what, replicas), helpers=helpers, ps=2, workers=len(replicas)) as job:
-        found = [job.hear(task, "found") for task in job.runners]
-        job.finish()
-    return found
+        say("found", {"trained": trained(strategy), "asked": asked(strategy)})
 
 
 def from_one(fn):
@@ -152,15 +143,9 @@ def from_one(fn):
 
 
 @pytest.fixture(scope="module")
-def training(tmp_path_factory):
-    """What two processes of two replicas found in training, and what one did."""
-    return from_cluster(tmp_path_factory.mktemp("training"), "trained", (2, 2)), from_one(trained)
-
-
-@pytest.fixture(scope="module")
 def alone():
-    """What the methods gave to one process."""
-    return from_one(asked)
+    """What one process found."""
+    return {"trained": from_one(trained), "asked": from_one(asked)}
 
 
 @pytest.fixture(
@@ -168,9 +153,27 @@ def alone():
     params=[(2, 2), *(pytest.param(each, marks=pytest.mark.soak) for each in ((1, 3), (1, 1, 1, 1)))],
     ids=str,
 )
-def answers(request, tmp_path_factory, alone):
-    """What the methods gave to several processes with so many replicas, and to one."""
-    return from_cluster(tmp_path_factory.mktemp("answers"), "asked", request.param), alone
+def found(request, tmp_path_factory):
+    """What each of several processes found, each with so many replicas, with two servers."""
+    keys = {"helpers": [trained, asked, rows_of], "ps": 2, "workers": len(request.param)}
+    with ProcessCluster(program, tmp_path_factory.mktemp("job"), (request.param,), **keys) as job:
+        said = [job.hear(task, "found") for task in job.runners]
+        job.finish()
+    return said
+
+
+@pytest.fixture
+def training(found, alone):
+    """What the processes found in training, and what one did."""
+    if len(found) != 2 or found[0]["trained"]["ids"] != [[0, 4], [1, 4]]:
+        pytest.skip("these tests are of two processes of two replicas")
+    return [process["trained"] for process in found], alone["trained"]
+
+
+@pytest.fixture
+def answers(found, alone):
+    """What the methods gave to the processes, and to one."""
+    return [process["asked"] for process in found], alone["asked"]
 
 
 # ---- Training ----
@@ -237,7 +240,7 @@ def test_local_results_are_of_this_process(answers):
 
 def test_the_numbers_are_right(alone):
     """By hand, so that not all are wrong alike."""
-    every, mine = alone["every"], alone["mine"]
+    every, mine = alone["asked"]["every"], alone["asked"]["mine"]
     assert every["counts"] == [4]
     assert every["reduce"] == [6.0, 1.5, [8.0, 14.0], [8 / 6, 14 / 6], 7.0, True]
     assert (every["updated"], every["batch"]) == ([6.0, 6.0], [1.5, [1.5] * 3])

@@ -13,7 +13,7 @@ from pswire.errors import ConfigError
 from tests.kit.shell import shell
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "coordinator_digits.py")
-CLUSTER = ("psworker", "--standalone", "--ps", "2", "--workers", "2")
+CLUSTER = ("psworker", "--standalone", "--workers", "2")
 
 CLOSURES = """
 import sys
@@ -42,9 +42,9 @@ print(v.numpy(), results[3].fetch())
 """
 
 
-def test_a_coordinator_trains_digits(tmp_path):
+def test_a_coordinator_trains_digits(examples, tmp_path):
     """Scheduled steps learn, fetched results are the loss and the accuracy, and all processes end cleanly."""
-    done = shell([*CLUSTER, "--chief-runs-script", EXAMPLE, "--epochs", "2"], tmp_path)
+    done = shell([*CLUSTER, "--chief-runs-script", str(examples / "coordinator_digits.py"), "--epochs", "2"], tmp_path)
     assert (done.code, done.left) == (0, ()), done.err
     losses = [float(loss) for loss in re.findall(r"epoch +\d+/2 +loss (\S+)", done.out)]
     assert len(losses) == 2

@@ -40,19 +40,20 @@ def result(done: Done) -> tuple[float, int]:
     return float(found[0]), int(found[1])
 
 
-def test_a_cluster_learns_digits_and_resumes(tmp_path):
-    """Two servers, two workers and a chief reach 0.96, and one process goes on from their checkpoint."""
-    done = standalone(tmp_path, DIGITS, "--epochs", "8", "--save-every", "5")
-    assert list(epochs(done)) == [1, 2, 3, 4, 5, 6, 7, 8]
+def test_a_cluster_learns_digits_and_resumes(examples, tmp_path):
+    """Two servers, two workers and a chief reach 0.93, and one process goes on from their checkpoint."""
+    digits = str(examples / "digits.py")
+    done = standalone(tmp_path, digits, "--epochs", "4", "--save-every", "3")
+    assert list(epochs(done)) == [1, 2, 3, 4]
     assert re.search(r"loss \S+ +\d+ steps/s +\S+ [kM]?B/s", done.out)
     assert re.findall(r"saved checkpoint (\S+)", done.out) == ["digits/ckpt-1", "digits/ckpt-2"]
     accuracy, steps = result(done)
-    assert (accuracy >= 0.96, steps) == (True, 8 * STEPS)
+    assert (accuracy >= 0.93, steps) == (True, 4 * STEPS)
 
-    on = shell(["python", DIGITS, "--epochs", "9", "--resume", "--devices", "cpu:0,cpu:1"], tmp_path)
-    assert (on.code, list(epochs(on)), result(on)[1]) == (0, [9], 9 * STEPS)
+    on = shell(["python", digits, "--epochs", "5", "--resume", "--devices", "cpu:0,cpu:1"], tmp_path)
+    assert (on.code, list(epochs(on)), result(on)[1]) == (0, [5], 5 * STEPS)
     assert "saved checkpoint digits/ckpt-3" in on.out
-    assert result(on)[0] >= 0.96
+    assert result(on)[0] >= 0.93
     assert [path.name for path in tmp_path.iterdir()] == ["runs"], "a clone ignores nothing else"
 
 
@@ -64,16 +65,17 @@ def test_a_smaller_fleet_finds_all_steps_done(tmp_path):
     assert (epochs(again), result(again)) == ({}, result(done))
 
 
-def test_a_grain_pipeline_gives_what_one_process_sees(tmp_path):
+@pytest.mark.ci  # to import grain takes longer than to train
+def test_a_grain_pipeline_gives_what_one_process_sees(examples, tmp_path):
     """The other example: a fleet's losses are those of one process, random shifts included."""
     pytest.importorskip("grain", reason="grain is not installed; it comes with paramserver[examples]")
-    script = str(Path(__file__).parents[2] / "examples" / "grain_pipeline.py")
-    fleet = standalone(tmp_path, script, "--epochs", "3", ps=1)
-    alone = shell(["python", script, "--epochs", "3"], tmp_path)
+    script = str(examples / "grain_pipeline.py")
+    fleet = standalone(tmp_path, "--no-chief", script, "--epochs", "2", ps=1)
+    alone = shell(["python", script, "--epochs", "2"], tmp_path)
     losses = [[float(x) for x in re.findall(r"epoch \d  loss (\S+)", done.out)] for done in (fleet, alone)]
     assert losses[0] == pytest.approx(losses[1], abs=2e-4)  # four digits are shown
-    assert len(losses[0]) == 3
-    assert losses[0][2] < 0.6 * losses[0][0]
+    assert len(losses[0]) == 2
+    assert losses[0][1] < 0.8 * losses[0][0]
 
 
 @pytest.mark.soak

@@ -14,8 +14,8 @@ from tests.kit.shell import shell
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = str(EXAMPLES / "recommender.py")
-CLUSTER = ("psworker", "--standalone", "--ps", "2", "--workers", "2", SCRIPT)
-SMALL = ("--users", "200", "--items", "80", "--ratings", "20000", "--batch", "512", "--rate", "0.03")
+CLUSTER = ("psworker", "--standalone", "--ps", "2", "--workers", "2")
+SMALL = ("--users", "100", "--items", "40", "--ratings", "8000", "--batch", "512", "--rate", "0.05")
 
 
 def load(name, patch):
@@ -67,10 +67,11 @@ def run(command, cwd, seconds=120):
     return done.out
 
 
-def test_a_cluster_learns_what_numpy_learns(example, tmp_path, monkeypatch, capsys):
+def test_a_cluster_learns_what_numpy_learns(example, examples, tmp_path, monkeypatch, capsys):
     """Two servers, two workers, step by step as NumPy alone; and one process goes on from their checkpoint."""
-    out = run([*CLUSTER, *SMALL, "--epochs", "4"], tmp_path)
-    monkeypatch.setattr(sys, "argv", [SCRIPT, *SMALL, "--epochs", "4", "--plain"])
+    script = str(examples / "recommender.py")
+    out = run([*CLUSTER, script, *SMALL, "--epochs", "3"], tmp_path)
+    monkeypatch.setattr(sys, "argv", [SCRIPT, *SMALL, "--epochs", "3", "--plain"])
     example.main(example.parse())
     plain = capsys.readouterr().out
     assert figures(out) == pytest.approx(figures(plain), abs=0.005)
@@ -79,9 +80,9 @@ def test_a_cluster_learns_what_numpy_learns(example, tmp_path, monkeypatch, caps
     rmse, auc = figures(out)
     (least, most), _ = best(out)
     assert least < rmse < 0.72
-    assert 0.87 < auc < most
-    on = run(["python", SCRIPT, *SMALL, "--epochs", "5", "--resume"], tmp_path)
-    assert re.findall(r"epoch +(\d)/5", on) == ["5"]
+    assert 0.8 < auc < most
+    on = run(["python", script, *SMALL, "--epochs", "4", "--resume"], tmp_path)
+    assert re.findall(r"epoch +(\d)/4", on) == ["4"]
     assert figures(on)[0] < rmse + 0.01
     assert losses(on)[0] < losses(out)[-1]
 
@@ -89,7 +90,7 @@ def test_a_cluster_learns_what_numpy_learns(example, tmp_path, monkeypatch, caps
 @pytest.mark.soak
 def test_make_demo_recommender(tmp_path):
     """At full size, in less than two minutes: as good as NumPy, and better than anything that knows no times."""
-    out = run(CLUSTER, tmp_path)
+    out = run([*CLUSTER, SCRIPT], tmp_path)
     assert figures(out) == pytest.approx(figures(run(["python", SCRIPT, "--plain"], tmp_path)), abs=0.003)
     rmse, auc = figures(out)
     (least, most), (least_timeless, most_timeless) = best(out)
