@@ -77,7 +77,7 @@ test-all: check  ## the same, and what only CI runs: random searches, and what i
 test-frameworks: .venv/frameworks  ## installs PyTorch and JAX, for CPUs, and runs what needs them: a test that is skipped fails
 	$(BIN)/mypy $(NEED_FRAMEWORKS)
 	$(BIN)/python tools/check_docs.py --frameworks
-	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=5 $(wildcard tests/torch tests/jax)
+	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=5 tests/frameworks
 
 test-ray: .venv/dev  ## installs Ray, and runs what needs it, on a Ray cluster of two nodes on this machine: three minutes where nothing else runs
 	$(PIP) install $(RAY)

@@ -34,22 +34,17 @@ def shown(name: str, part: str, given: Callable[[Certificates], Security]) -> Br
     return lambda certificates, folder: (folder / name).write_bytes(getattr(given(certificates), part))
 
 
-def expired(certificates: Certificates, folder: Path) -> None:
-    made = certificates.signed(["worker-0.paramserver"], -2, -1)
-    (folder / "tls.crt").write_bytes(made.certificate)
-    (folder / "tls.key").write_bytes(made.key)
+def write(made: Security, folder: Path) -> SecurityOptions:
+    for name, data in (("tls.crt", made.certificate), ("tls.key", made.key)):
+        (folder / name).write_bytes(data)
+    return SecurityOptions(tls_cert=str(folder / "tls.crt"), tls_key=str(folder / "tls.key"))
 
 
-def to_come(certificates: Certificates, folder: Path) -> None:
-    made = certificates.signed(["worker-0.paramserver"], 1, 2)
-    (folder / "tls.crt").write_bytes(made.certificate)
-    (folder / "tls.key").write_bytes(made.key)
+def signed(names: list[str], first_day: int, last_day: int) -> Break:
+    return lambda certificates, folder: write(certificates.signed(names, first_day, last_day), folder)
 
 
-def nameless(certificates: Certificates, folder: Path) -> None:
-    made = certificates.signed([], -1, 2)
-    (folder / "tls.crt").write_bytes(made.certificate)
-    (folder / "tls.key").write_bytes(made.key)
+MINE = ["worker-0.paramserver"]
 
 
 WRONG: dict[str, tuple[Break, str]] = {
@@ -76,9 +71,9 @@ WRONG: dict[str, tuple[Break, str]] = {
         shown("ca.crt", "ca", lambda c: c.of_other("worker-0")),
         r"tls.crt is not signed by .*ca.crt.*one CA",
     ),
-    "expired": (expired, r"tls.crt has expired: it was good until 20\d\d-.*--renew"),
-    "not yet valid": (to_come, r"tls.crt is not yet valid: it is good from 20.*clock"),
-    "no name": (nameless, r"tls.crt names no task.*certificate with the name worker-0.paramserver"),
+    "expired": (signed(MINE, -2, -1), r"tls.crt has expired: it was good until 20\d\d-.*--renew"),
+    "not yet valid": (signed(MINE, 1, 2), r"tls.crt is not yet valid: it is good from 20.*clock"),
+    "no name": (signed([], -1, 2), r"tls.crt names no task.*certificate with the name worker-0.paramserver"),
     "an empty token": (put("token", b"\n"), r"token is no token: write at least 16.*openssl rand -hex 32"),
     "a short token": (put("token", b"secret"), r"token is no token"),
     "two lines": (put("token", b"0123456789abcdef\n0123456789abcdef\n"), r"token is no token"),
@@ -109,12 +104,8 @@ def test_an_end_that_is_near_is_warned_of(
     certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture, days: int, warned: bool
 ) -> None:
     """With the file, the day, and what to do: a job may run longer than its certificates."""
-    made = certificates.signed(["worker-0.paramserver"], -1, days)
-    for name, data in (("tls.crt", made.certificate), ("tls.key", made.key)):
-        (tmp_path / name).write_bytes(data)
-    mine = replace(
-        options(certificates.out), tls_cert=str(tmp_path / "tls.crt"), tls_key=str(tmp_path / "tls.key")
-    ).read("worker-0")
+    own = write(certificates.signed(MINE, -1, days), tmp_path)
+    mine = replace(options(certificates.out), tls_cert=own.tls_cert, tls_key=own.tls_key).read("worker-0")
     assert mine.expiry == pytest.approx(time.time() + days * 86400, abs=100)
     assert bool(re.search(r"tls.crt is good until 20\d\d-.*, and no longer; .*--renew", caplog.text)) == warned
 
@@ -147,9 +138,8 @@ def test_a_server_that_cannot_vote_is_warned(
 ) -> None:
     """Its certificate is for servers alone, and to the others it is a client. The file is named, and what to do."""
     made = certificates.signed([f"{name}.paramserver"], -1, 100, usages=usages)
-    for file, data in (("tls.crt", made.certificate), ("tls.key", made.key)):
-        (tmp_path / file).write_bytes(data)
-    replace(options(certificates.out), tls_cert=str(tmp_path / "tls.crt"), tls_key=str(tmp_path / "tls.key")).read(name)
+    own = write(made, tmp_path)
+    replace(options(certificates.out), tls_cert=own.tls_cert, tls_key=own.tls_key).read(name)
     said = f"{tmp_path}/tls.crt has no extended key usage clientAuth: .*several servers; .*both usages.*psctl certs"
     assert bool(re.search(said, caplog.text)) == warned
 

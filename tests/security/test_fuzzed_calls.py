@@ -119,7 +119,7 @@ def test_a_process_has_nothing_left_of_thousands(tmp_path: Path) -> None:
         storm(attacker, 50)
         site.round()
         before, memory = left(site.process), site.process.memory_info().rss
-        storm(attacker, 400)
+        storm(attacker, 250)
         site.round()
         eventually(lambda: all(now <= then + FEW for now, then in zip(left(site.process), before, strict=True)))
         assert site.process.memory_info().rss - memory < 64 * MIB

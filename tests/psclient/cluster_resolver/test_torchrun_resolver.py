@@ -1,4 +1,4 @@
-"""The resolver of torchrun's processes. `tests/torch/test_torchrun.py` runs it under a real torchrun."""
+"""The resolver of torchrun's processes. `tests/frameworks/torch/test_torchrun.py` runs it under a real torchrun."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch", reason="PyTorch is not installed; it comes with paramserver[torch]")
+import torch
 
 import psclient as ps
 import psclient.torch as pst
@@ -62,21 +61,20 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(("rule", "servers"), [*((rule, 2) for rule in RULES), ("adam", 1)])
 def test_an_embedding_is_torchs_own(rule, servers):
-    """Rows of a table, whole or in shards, are after 20 steps what `nn.Embedding` has in one process."""
+    """Rows of a table, whole or in shards, are after 10 steps what `nn.Embedding` has in one process."""
     kind, options = RULES[rule]
     partitioner = ps.experimental.partitioners.FixedShardsPartitioner(servers)
 
     def work(strategy, worker):
         module = pst.Embedding(static(strategy))
         optimizer = pst.Optimizer(module, kind, strategy=strategy, **options)
-        train(module, optimizer, ids(20), lambda module, batch: module(batch))
+        train(module, optimizer, ids(10), lambda module, batch: module(batch))
         return torch.tensor(module.table.numpy())
 
     theirs = torch.nn.Embedding.from_pretrained(FIRST.clone(), freeze=False)
-    expected = alone(theirs, RULES[rule], ids(20), lambda module, batch: module(batch))
+    expected = alone(theirs, RULES[rule], ids(10), lambda module, batch: module(batch))
     assert apart(job(work, 1, servers, variable_partitioner=partitioner), [expected]) < 1e-10
 
 
@@ -87,7 +85,7 @@ def test_rows_of_a_dynamic_table_are_named_by_any_number():
     def work(strategy, worker):
         module = pst.Embedding(dynamic(strategy))
         optimizer = pst.Optimizer(module, torch.optim.Adam, lr=0.02, strategy=strategy)
-        mine = [torch.from_numpy(keys)[batch[worker::2]] for batch in ids(20)]
+        mine = [torch.from_numpy(keys)[batch[worker::2]] for batch in ids(10)]
         train(module, optimizer, mine, lambda module, batch: 2 * module(batch))
         with torch.no_grad():
             return module(torch.from_numpy(keys)), module.table.size()
@@ -95,7 +93,7 @@ def test_rows_of_a_dynamic_table_are_named_by_any_number():
     theirs = torch.nn.Embedding(SIZE, DIM, dtype=torch.float64, _weight=torch.zeros(SIZE, DIM, dtype=torch.float64))
     forward = lambda module, batch: 2 * module(batch)  # noqa: E731
     optimizer = torch.optim.Adam(theirs.parameters(), lr=0.02)
-    for batch in ids(20):
+    for batch in ids(10):
         optimizer.zero_grad()
         losses = [(forward(theirs, batch[worker::2]) - 1.0).square().sum() for worker in range(2)]
         (sum(losses) / 2).backward()

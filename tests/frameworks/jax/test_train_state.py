@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import namedtuple
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 import psclient as ps
+import psclient.jax as psj
 from pstesting.in_process import InProcessCluster
 from tests.kit.strategies import opened
-
-jax = pytest.importorskip("jax", reason="JAX is not installed; it comes with paramserver[jax]")
-psj = pytest.importorskip("psclient.jax")
-jnp = jax.numpy
 
 
 @pytest.fixture(scope="module")

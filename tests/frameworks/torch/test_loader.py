@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch", reason="PyTorch is not installed; it comes with paramserver[torch]")
+import torch
 
 import psclient as ps
 import psclient.torch as pst
@@ -78,20 +77,17 @@ def test_a_worker_without_examples_computes_one_batch_again():
 def test_sums_are_not_weighed():
     """Where losses are sums, and gradients are summed, a part counts as it is."""
 
-    def work(workers):
-        def of(strategy, worker):
-            module = mlp()
-            optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-3, reduction="sum", strategy=strategy)
-            for x, y in pst.Loader(loader(), optimizer):
-                optimizer.zero_grad()
-                (module(x) - y).square().sum().backward()
-                optimizer.step()
-            return values(module)
+    def work(strategy, worker):
+        module = mlp()
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-3, reduction="sum", strategy=strategy)
+        for x, y in pst.Loader(loader(), optimizer):
+            optimizer.zero_grad()
+            (module(x) - y).square().sum().backward()
+            optimizer.step()
+        return values(module)
 
-        return of
-
-    (expected,) = job(work(1))
-    assert all(apart(own, expected) < 1e-12 for own in job(work(3), 3))
+    (expected,) = job(work)
+    assert all(apart(own, expected) < 1e-12 for own in job(work, 3))
 
 
 def test_asynchronous_workers_share_the_data():
@@ -145,25 +141,20 @@ def test_features_of_a_collection_ride_as_well():
 def test_several_optimizers_have_one_loader():
     """Each weighs its gradients by the part of the batch."""
 
-    def work(workers):
-        def of(strategy, worker):
-            module = mlp()
-            both = [
-                pst.Optimizer(module, torch.optim.SGD, module[n].parameters(), lr=0.1, strategy=strategy)
-                for n in (0, 2)
-            ]
-            for x, y in pst.Loader(loader(), both):
-                for each in both:
-                    each.zero_grad()
-                (module(x) - y).square().mean().backward()
-                for each in both:
-                    each.step()
-            return values(module)
+    def work(strategy, worker):
+        module = mlp()
+        parts = [module[n].parameters() for n in (0, 2)]
+        both = [pst.Optimizer(module, torch.optim.SGD, part, lr=0.1, strategy=strategy) for part in parts]
+        for x, y in pst.Loader(loader(), both):
+            for each in both:
+                each.zero_grad()
+            (module(x) - y).square().mean().backward()
+            for each in both:
+                each.step()
+        return values(module)
 
-        return of
-
-    (expected,) = job(work(1))
-    assert all(apart(own, expected) < 1e-6 for own in job(work(3), 3))
+    (expected,) = job(work)
+    assert all(apart(own, expected) < 1e-6 for own in job(work, 3))
 
 
 def test_what_is_wrong_is_told():

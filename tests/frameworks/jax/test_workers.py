@@ -7,18 +7,17 @@ from functools import partial
 from itertools import pairwise
 from threading import Event
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import psclient as ps
+import psclient.jax as psj
 from pstesting.in_process import InProcessCluster
 from pswire.errors import VariableMismatch
 
-jax = pytest.importorskip("jax", reason="JAX is not installed; it comes with paramserver[jax]")
-psj = pytest.importorskip("psclient.jax")
-jnp = jax.numpy
-
-EXAMPLES, BATCH, STEPS = 100, 16, 100
+EXAMPLES, BATCH, STEPS = 100, 16, 30
 rng = np.random.default_rng(3)
 X = rng.normal(size=(EXAMPLES, 5)).astype("f4")
 Y = np.sin(X[:, :2])
@@ -98,19 +97,18 @@ def test_sums_are_of_shares_of_a_loss(workers):
 
     def script(strategy, index):
         whole = ps.ArrayDataset((X[:96], Y[:96])).shuffle(0).batch(BATCH)
-        sums = train(strategy, index, share_of_loss, whole, 30, reduction="sum", name="sums")
-        return sums, train(strategy, index, mean_loss, whole, 30, name="means")
+        sums = train(strategy, index, share_of_loss, whole, 18, reduction="sum", name="sums")
+        return sums, train(strategy, index, mean_loss, whole, 18, name="means")
 
     for sums, means in on_cluster(script, workers):
         assert_near(sums, means)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-def test_the_number_of_servers_changes_no_bit(workers):
-    """Of several workers' training, on one, two and three servers."""
-    expected = on_cluster(train, workers, 1, deterministic=True)[0]
+def test_the_number_of_servers_changes_no_bit():
+    """Of three workers' training, on one, two and three servers."""
+    expected = on_cluster(train, 3, 1, deterministic=True)[0]
     for servers in (2, 3):
-        for found in on_cluster(train, workers, servers, deterministic=True):
+        for found in on_cluster(train, 3, servers, deterministic=True):
             assert_equal(found, expected)
 
 

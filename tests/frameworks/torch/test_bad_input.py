@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="PyTorch is not installed; it comes with paramserver[torch]")
+import torch
 
 import psclient as ps
 import psclient.torch as pst

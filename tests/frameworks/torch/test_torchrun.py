@@ -8,10 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("torch", reason="PyTorch is not installed: make test-frameworks")
-
 SCRIPT = """
 import os, sys
 import numpy as np

@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib
 from collections import OrderedDict
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import psclient as ps
+import psclient.jax as psj
 from tests.kit.strategies import opened
-
-jax = pytest.importorskip("jax", reason="JAX is not installed; it comes with paramserver[jax]")
-psj = pytest.importorskip("psclient.jax")
-jnp = jax.numpy
 
 STEPS = 20
 rng = np.random.default_rng(0)

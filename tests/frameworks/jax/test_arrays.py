@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import weakref
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import psclient as ps
+import psclient.jax as psj
+from psclient.jax import arrays
 from tests.kit.strategies import opened
-
-jax = pytest.importorskip("jax", reason="JAX is not installed; it comes with paramserver[jax]")
-arrays = pytest.importorskip("psclient.jax.arrays")
-psj = pytest.importorskip("psclient.jax")
-jnp = jax.numpy
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="JAX has another default device")
 

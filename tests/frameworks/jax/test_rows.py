@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import psclient as ps
+import psclient.jax as psj
+from psclient.jax.rows import padded_size
 from pstesting.in_process import InProcessCluster
-
-jax = pytest.importorskip("jax", reason="JAX is not installed; it comes with paramserver[jax]")
-psj = pytest.importorskip("psclient.jax")
-padded_size = pytest.importorskip("psclient.jax.rows").padded_size
-jnp = jax.numpy
 
 SIZE, DIM = 50, 3
 

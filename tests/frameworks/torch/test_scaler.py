@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch", reason="PyTorch is not installed; it comes with paramserver[torch]")
+import torch
 
 import psclient as ps
 import psclient.torch as pst

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-torch = pytest.importorskip("torch", reason="PyTorch is not installed; it comes with paramserver[torch]")
-
+import torch
 from safetensors.torch import load_file, save_file
 
 import psclient as ps
@@ -40,20 +38,26 @@ def shards(root, path):
     return found
 
 
-def test_torch_loads_what_the_servers_saved(tmp_path):
-    """By the names of the module's own state, parameters and buffers: into the plain module, and nothing is missing."""
+def saved_by_servers(root, make, train, kind, **options):
+    """The tensors that two servers have saved of a module which two workers train, and its state in one of these."""
 
     def work(strategy, worker):
-        module = net(worker)
-        optimizer = pst.Optimizer(module, torch.optim.AdamW, lr=0.01, strategy=strategy)
+        module = make(worker)
+        optimizer = pst.Optimizer(module, kind, lr=0.01, strategy=strategy, **options)
         train(module, optimizer, share(batches(3, dtype=torch.float32), worker, 2))
         checkpoint = ps.train.Checkpoint(optimizer=optimizer)
         path = checkpoint.save("run/ckpt")
         checkpoint.sync()
         return path, module.state_dict()
 
-    path, expected = job(work, 2, 2, tmp_path)[0]
-    saved, plain = shards(tmp_path, path), net(5)
+    path, state = job(work, 2, 2, root)[0]
+    return shards(root, path), state
+
+
+def test_torch_loads_what_the_servers_saved(tmp_path):
+    """By the names of the module's own state, parameters and buffers: into the plain module, and nothing is missing."""
+    saved, expected = saved_by_servers(tmp_path, net, train, torch.optim.AdamW)
+    plain = net(5)
     plain.load_state_dict({name: saved[name] for name in plain.state_dict()})
     for name, own in plain.state_dict().items():
         assert own.dtype is expected[name].dtype
@@ -76,18 +80,8 @@ class Tied(torch.nn.Module):
 
 def test_torch_loads_a_tied_module(tmp_path):
     """A shared weight is saved once, by its first name; the plain module takes what is there, and all its layers."""
-
-    def work(strategy, worker):
-        module = Tied(worker)
-        optimizer = pst.Optimizer(module, torch.optim.Adam, lr=0.01, prefix="net/", strategy=strategy)
-        steps(module, optimizer, share(batches(3, dtype=torch.float32), worker, 2))
-        checkpoint = ps.train.Checkpoint(optimizer=optimizer)
-        path = checkpoint.save("run/ckpt")
-        checkpoint.sync()
-        return path, module.state_dict()
-
-    path, expected = job(work, 2, 2, tmp_path)[0]
-    saved, plain = shards(tmp_path, path), Tied(5)
+    saved, expected = saved_by_servers(tmp_path, Tied, steps, torch.optim.Adam, prefix="net/")
+    plain = Tied(5)
     own = {name: saved[f"net/{name}"] for name in plain.state_dict() if f"net/{name}" in saved}
     found = plain.load_state_dict(own, strict=False)
     assert (found.missing_keys, found.unexpected_keys) == (["b.weight"], [])
