@@ -642,8 +642,8 @@ class Fixed:
             self._settle(self._held.pop())
 
     def open(self, task: Task, *args: Any) -> Any:
-        """As all verbs here."""
-        opened = self._now((task, *args))
+        """Answers at once, and knows the session."""
+        opened = self.now(task, *args)
         self.registry.enter(opened.session, task)
         return opened
 
@@ -662,82 +662,10 @@ class Fixed:
     def miss(self, server: int, reason: str) -> None:
         """As `meet`."""
 
-    def beat(self, *args: Any) -> Any:
-        """As all verbs here."""
-        return self._now(args)
-
-    def leave(self, *args: Any) -> Any:
-        """As all verbs here."""
-        return self._now(args)
-
-    def create_batch(self, *args: Any) -> Any:
-        """As all verbs here."""
-        return self._now(args)
-
-    def create(self, *args: Any) -> Any:
-        """As all verbs here."""
-        return self._now(args)
-
-    def propose(self, *args: Any) -> Any:
-        """As all verbs here."""
-        return self._now(args)
-
-    def enlist(self, *args: Any) -> Any:
-        """As all verbs here."""
-        return self._now(args)
-
-    def approve(self, *args: Any) -> Any:
-        """As all verbs here."""
-        return self._now(args)
-
-    def watch(self, *args: Any) -> Future[Any]:
-        """As all verbs here."""
-        return self._later(args)
-
-    def snapshot(self, *args: Any) -> Future[Any]:
-        """As all verbs here."""
-        return self._later(args)
-
-    def restore(self, *args: Any) -> Future[Any]:
-        """As all verbs here."""
-        return self._later(args)
-
-    def schedule(self, *args: Any) -> Future[Any]:
-        """As all verbs here."""
-        return self._later(args)
-
-    def take(self, *args: Any) -> Future[Any]:
-        """As all verbs here."""
-        return self._later(args)
-
-    def fetch(self, *args: Any) -> Future[Any]:
-        """As all verbs here."""
-        return self._later(args)
-
-    def offer(self, *args: Any) -> Any:
-        """As all verbs here."""
-        return self._now(args)
-
-    def move(self, *args: Any) -> Any:
-        """As all verbs here."""
-        return self._now(args)
-
-    def hand_out(self, *args: Any) -> Future[Any]:
-        """As all verbs here."""
-        return self._later(args)
-
-    def pull(self, *args: Any) -> Future[Any]:
-        """As all verbs here."""
-        return self._later(args)
-
     def status(self) -> ServerStatus:
         """Without what the process tells, which the rim knows."""
-        found: ServerStatus = self._now(())
+        found: ServerStatus = self.now()
         return replace(found, process=None)
-
-    def recent(self) -> Any:
-        """As all verbs here."""
-        return self._now(())
 
     def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[Any]:
         """Answers when all of the contribution is there."""
@@ -758,13 +686,17 @@ class Fixed:
         payload.reach(payload.size, answer)
         return future
 
-    def _now(self, args: tuple[Any, ...]) -> Any:
+    def now(self, *args: Any) -> Any:
+        """Answers a call at once."""
         self.asked.append(args)
         if isinstance(self._answer, PSError):
             raise self._answer
         return self._answer
 
-    def _later(self, args: tuple[Any, ...]) -> Future[Any]:
+    approve = beat = create = create_batch = enlist = leave = move = offer = propose = recent = now
+
+    def later(self, *args: Any) -> Future[Any]:
+        """Answers a call by a future."""
         self.asked.append(args)
         future: Future[Any] = Future()
         if self.holds:
@@ -772,6 +704,8 @@ class Fixed:
         else:
             self._settle(future)
         return future
+
+    fetch = hand_out = pull = restore = schedule = snapshot = take = watch = later
 
     def _settle(self, future: Future[Any]) -> None:
         if isinstance(self._answer, PSError):

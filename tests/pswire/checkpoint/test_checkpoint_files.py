@@ -51,6 +51,12 @@ def root(request, tmp_path):
     return f"{request.getfixturevalue('bucket')}/{uuid.uuid4()}"
 
 
+def each_in_a_directory(name, values):
+    """Parametrizes by all values in a directory, and by the first one in the other kinds of places."""
+    places = [("directory", value) for value in values] + [("memory", values[0]), ("s3", values[0])]
+    return pytest.mark.parametrize(("root", name), places, indirect=["root"])
+
+
 def frozen(path="run/ckpt-1", value=VALUE, server=0, servers=(0,), name="w", state=""):
     return Frozen(SnapshotOrder(path, servers, 0, state), server, 7, (POSITION,), {name: value})
 
@@ -267,7 +273,7 @@ def test_what_was_written_is_let_go_of(root):
     assert {each.name for each in shard.tensors} == set(values)
 
 
-@pytest.mark.parametrize("path", ["", "/etc", "../up", "a/../../up", "a\0b", "s3://bucket/x", "file:///etc"])
+@each_in_a_directory("path", ["../up", "", "/etc", "a/../../up", "a\0b", "s3://bucket/x", "file:///etc"])
 def test_paths_stay_below_the_root(root, path):
     """Neither saving nor restoring leaves the place that the server's operator set; the error says what to write."""
     with pytest.raises(CheckpointError, match="such as 'run1'"):
@@ -417,7 +423,7 @@ def test_one_tensor_may_be_two_variables(root):
     np.testing.assert_array_equal(two, VALUE)
 
 
-@pytest.mark.parametrize(
+@each_in_a_directory(
     "manifest", ["{", "[]", '{"format": 3}', '{"format": 1, "tensors": {"w": {"file": "../x"}}, "positions": []}']
 )
 def test_a_broken_manifest_is_an_error(root, manifest):
@@ -491,7 +497,7 @@ def test_an_order_says_what_is_the_newest(root):
     np.testing.assert_array_equal(read(root), VALUE + 9)
 
 
-@pytest.mark.parametrize("text", ["", "{", "null", '["ckpt-1"]', '{"format": 2, "latest": "ckpt-1"}', "\u00ff"])
+@each_in_a_directory("text", ["", "{", "null", '["ckpt-1"]', '{"format": 2, "latest": "ckpt-1"}', "\u00ff"])
 def test_without_that_word_it_is_the_greatest_number(root, text, caplog):
     """Nothing that is understood is told, and passed over."""
     for number in (1, 2):
@@ -612,7 +618,7 @@ def test_an_order_deletes_checkpoints_and_nothing_else(root):
     assert files(root) == kept
 
 
-@pytest.mark.parametrize("name", ["..", ".", "", "../other", "/etc", "s3://bucket/x", "other/ckpt-1"])
+@each_in_a_directory("name", ["../other", "..", ".", "", "/etc", "s3://bucket/x", "other/ckpt-1"])
 def test_an_order_deletes_nothing_elsewhere(root, name, caplog):
     """It is refused, whoever has written it, and the others are deleted all the same."""
     save(root, "run/ckpt-1")

@@ -28,6 +28,7 @@ from pswire.model.saved import SavedTable
 from pswire.model.tables import CounterFilter, SlotTensor, TableSpec
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.strict_json import Malformed
+from tests.kit.searches import search
 
 GRPC_MESSAGE = 4 << 20
 """Bytes: more does not travel in one message, where nobody has raised the limit."""
@@ -85,6 +86,7 @@ manifests = st.builds(
 )
 
 
+@search(0.5)
 @given(manifests)
 def test_what_is_written_is_read(manifest):
     """Its text is JSON and says all of it."""

@@ -112,10 +112,12 @@ def walk(message: Message) -> Iterator[Message]:
                 yield from walk(below)
 
 
-def without_each(message: Message) -> Iterator[tuple[str, Message]]:
-    """For each field that is set in a message, or below it: its name, and the message without it."""
+def without_each(message: Message, known: set[str]) -> Iterator[tuple[str, Message]]:
+    """For each field that is set in a message, or below it, and is not known: its name, and the message without it."""
     for index, below in enumerate(walk(message)):
         for field, _ in below.ListFields():
+            if field.full_name in known:
+                continue
             less = deepcopy(message)
             next(found for n, found in enumerate(walk(less)) if n == index).ClearField(field.name)
             yield field.full_name, less
@@ -137,7 +139,7 @@ def test_each_field_of_each_message_is_mapped_once() -> None:
         assert type(message) is pair.message
         came = pair.from_pb(message)
         assert plain(came) == plain(value if type(value) not in (RoundReply, PullReply) else came)
-        for name, less in without_each(message):
+        for name, less in without_each(message, read):
             written.add(name)
             read |= {name} if is_other(pair, less, came) else set()
     assert written == fields()
