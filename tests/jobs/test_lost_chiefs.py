@@ -38,7 +38,7 @@ def drive(stops, rounds=4):
 
 
 SUMS = [4 * 101.0] * 3 + [1.0]
-"""What two workers make."""
+"""The sums that two workers make."""
 
 KNOWN = (0, 2)
 """A stop amid rounds of a section that is known; the next one needs a chief."""
@@ -181,7 +181,7 @@ def test_worker_0_leaves_a_job_that_it_drives(tmp_path):
 
 
 def test_a_chief_and_a_server_are_lost_at_the_same_time(tmp_path):
-    """Who takes the chief's place finds the server gone where it opens its session, says so, and every process ends."""
+    """The worker that takes the chief's place finds the server gone when it opens its session, and all end."""
     with driven(tmp_path, KNOWN) as job:
         job.pause(CHIEF)  # so that it does not say it itself
         job.kill(PS1)

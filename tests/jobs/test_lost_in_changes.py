@@ -54,7 +54,7 @@ ROAD = (
 
 
 def expected(job):
-    """What both variables are: by what worker 0 has seen of common rounds, and by what each says of its own."""
+    """The values of both variables: by the common rounds that worker 0 has seen, and the own rounds of each."""
     counts = Counter()
     for task in WORKERS:
         for _, consistency, contributors in job.said(task, "made"):

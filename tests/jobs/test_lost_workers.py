@@ -86,7 +86,7 @@ def test_workers_are_lost_one_after_another(tmp_path):
 
 @pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_worker_killed_in_the_middle_of_a_push(tmp_path, whole):
-    """What had arrived whole on all servers counts, and nothing else; without whole rounds, on each what it has."""
+    """A contribution counts if it is whole on all servers; without whole rounds each server counts what it has."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["never"]}
     with ProcessCluster(endure, tmp_path, (4, [], [], 560_000, [1, 2], whole), **keys) as job:
         job.hear(W1, "stalled")
@@ -143,8 +143,8 @@ def exact(rows):
 def test_workers_die_and_come_back(tmp_path, chief):
     """First one of them, then all: training goes on from the live variables and the data's position.
 
-    Who comes back joins at a round boundary with the current values, at the group's place in the data. Every row counts
-    once, but for those of the rounds that say that they were completed without it.
+    A worker that comes back joins at a round boundary with the current values, at the group's place in the data. Every
+    row counts once, but for those of the rounds that say that they were completed without it.
     """
     stops = [[1, 3, "never"], [0, 6, "one"], [0, 10, "all"], [1, 10, "all"]]
     keys = {"workers": 2, "chief": chief, "timeouts": QUICK, "gates": ["never", "one", "all"]}
@@ -236,8 +236,8 @@ def push_both(rounds, stop, stays):
 def test_a_worker_that_makes_rounds_of_its_own_dies_and_comes_back(tmp_path, after):
     """Once before its step, and once amid one, which then counts once or not at all: on each server, and whole.
 
-    What was answered counts. Nobody waits for what it adds alone; in the rounds of all it is waited for until its lease
-    ends. Started again, it is taken in where the others come to the same section, and adds on, by names of its own.
+    Its answered contributions count. The other does not wait for what it adds alone; in the rounds of all it waits
+    until the lease ends. Started again, it is taken in where the other comes to the same section, and adds on.
     """
     stays = [6, 26]  # who comes is taken in a window of rounds later
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK}

@@ -1,4 +1,4 @@
-"""What the launcher's restarts are for: each cause costs one, and what follows from it none."""
+"""Restarts by the launcher: each cause costs one, and its consequences cost none."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KEYS = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": TIMEOUTS, "gates":
 
 
 def replaced(job, task):
-    """What the launcher has said of a task's replacements."""
+    """The lines of the launcher about a task's replacements."""
     return [line.partition(f"{task} ")[2] for line in job.errors(task).splitlines() if "replaced, " in line]
 
 

@@ -10,7 +10,7 @@ from pstesting.processes import PS0, QUICK, W0, W1, W2, ProcessCluster
 from pstesting.script import ME, add, add_all, gate, say
 
 MILLION = 1_000_000
-"""What a replica of worker 1 adds in a step; those of others add 1, so that the sum counts both."""
+"""A replica of worker 1 adds this in a step; those of others add 1, so that the sum counts both."""
 
 RUNS = 6
 """After how many steps of worker 1, those of both its lives, the programs end."""
@@ -87,7 +87,7 @@ def train(devices, million, enough):
 
 
 def adam_of(gradients):
-    """What Adam makes of sums of gradients, one after another."""
+    """The value that Adam makes of sums of gradients, one after another."""
     w, adam = ps.Variable(np.float32(8)), ps.optimizers.Adam(0.25)
     for gradient in gradients:
         adam.apply_gradients([(gradient, w)])

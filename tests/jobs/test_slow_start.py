@@ -23,7 +23,7 @@ def free_address():
 
 
 def test_a_server_that_starts_a_lease_after_the_others():
-    """Who waits for it keeps its session with the servers that are there, and then the job begins."""
+    """A worker that waits for it keeps its session with the other servers, and then the job begins."""
     first, address = start_server(0, until_done=False, timeouts=QUICK)
     late = free_address()
     spec = ClusterSpec({"ps": (address, late), "worker": ("127.0.0.1:0",)})

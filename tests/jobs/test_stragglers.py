@@ -94,7 +94,7 @@ def check(job, passes, *tasks):
 def test_the_others_go_on_without_a_straggler(tmp_path, elements):
     """While it stands still with its second batch they do its share too; then it catches up, and takes part again.
 
-    Of its late contributions that are larger than a part, and sent from where they are, the rest is sent and counts
+    If its late contributions are larger than a part, and sent from where they are, the rest of each is sent, and counts
     nowhere.
     """
     keys = {"ps": 2, "workers": 3, "gates": ["go2", "end"], "timeouts": CALM}

@@ -15,7 +15,7 @@ LEASE = QUICK.lease
 
 @pytest.fixture(autouse=True)
 def told(caplog):
-    """What the processes log."""
+    """The log of all processes."""
     caplog.set_level(logging.INFO)
     return caplog
 

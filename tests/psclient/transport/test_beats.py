@@ -218,7 +218,7 @@ def test_a_lane_that_breaks_costs_no_lease(beats: Beats) -> None:
 
 
 def test_what_one_client_says_keeps_no_other_waiting(stack: ExitStack, site: Site, name: LaneName) -> None:
-    """Of a client that beats and reads no answers a server reads no more once it has so many answers to send."""
+    """If a client beats and reads no answers, a server reads no more of it once it has so many answers to send."""
     here, other = site.workers
     site.server.beat(here.session, -1, b"")
     hand = stack.enter_context(Hand(site.lanes, name).welcomed(here.session, site.lanes))
