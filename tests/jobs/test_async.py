@@ -1,93 +1,79 @@
-"""Asynchronous workers as real processes: nobody waits, every push counts once, whoever dies."""
+"""Asynchronous workers: nobody waits, every push counts once, whoever dies."""
 
 from __future__ import annotations
 
+import re
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import psclient as ps
-from pstesting.processes import CALM, PS0, PS1, QUICK, W0, W1, ProcessCluster
+from pstesting.in_process import InProcessCluster
+from pstesting.processes import PS0, PS1, QUICK, W0, W1, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
+from pswire.errors import ConfigError
+from tests.kit.learn import PATIENT, in_threads, learn, meet, total
+
+ASYNC = "ps.Async()"
 
 
-def push_alone(rounds, stops):
-    """Contributions are powers of 1000, so that a sum's digits count pushes by worker. Says which were answered."""
-    strategy = ps.ParameterServerStrategy(consistency=ps.Async())
-    with strategy.scope():
-        v = ps.Variable(np.zeros(4), name="v")
-        u = ps.Variable(np.zeros(4), name="u")
-    say("replicas", strategy.num_replicas_in_sync)
-    while strategy.round < rounds:
-        if [ME, strategy.round] in stops:
-            say("at", strategy.round)
-            gate(f"go{ME}")
-        strategy.run(lambda: add_all([(v, np.full(4, 1000.0**ME)), (u, np.full(4, 1000.0**ME))]))
-        say("did", strategy.round - 1)
-    say("done", strategy.round)
-    gate("end")
-    say("sums", [v.numpy().tolist(), u.numpy().tolist()])
-
-
-def total(*pushes):
-    """What both variables are after so many pushes of each worker."""
-    return [[sum(count * 1000.0**worker for worker, count in enumerate(pushes))] * 4] * 2
-
-
-def test_the_slow_do_not_hold_up_the_fast(tmp_path):
+def test_the_slow_do_not_hold_up_the_fast():
     """One does all its rounds while the other stands; at the end every push of both has been counted once."""
-    keys = {"ps": 2, "workers": 2, "gates": ["go1", "end"], "timeouts": CALM}
-    with ProcessCluster(push_alone, tmp_path, (60, [[1, 5]]), **keys) as job:
-        job.hear(W1, "at", 5)
-        job.hear(W0, "done", 60)
-        assert job.said(W1, "did") == list(range(5))
-        job.open("go1")
-        job.hear(W1, "done", 60)
-        job.open("end")
-        for task in (W0, W1):
-            assert job.hear(task, "sums") == total(60, 60)
-            assert job.said(task, "replicas") == [1]
-        job.finish()
+    ahead, ended = threading.Event(), threading.Barrier(2)
+
+    def push(strategy, worker):
+        assert strategy.num_replicas_in_sync == 1
+        with strategy.scope():
+            v, u = (ps.Variable(np.zeros(4), name=name) for name in "vu")
+        for number in range(20):
+            if (worker, number) == (1, 5):
+                meet(ahead)
+            mine = np.full(4, 1000.0**worker)
+            strategy.run(lambda mine=mine: add_all([(v, mine), (u, mine)]))
+            if worker == 0:
+                assert (v.numpy() % 1000 == number + 1).all()
+        ahead.set()
+        ended.wait()
+        return [v.numpy().tolist(), u.numpy().tolist()]
+
+    assert in_threads(push, consistency=ps.Async()) == [total(20, 20)] * 2
 
 
-def test_a_killed_worker_holds_nobody_up_and_goes_on_where_it_was(tmp_path):
-    """The other does not notice; started again, it makes the rounds that it had left, and no other twice."""
-    keys = {"ps": 2, "workers": 2, "chief": "driver", "gates": ["go1", "end"], "timeouts": QUICK}
-    with ProcessCluster(push_alone, tmp_path, (40, [[1, 7]]), **keys) as job:
-        job.hear(W1, "at", 7)
-        job.kill(W1)
-        job.open("go1")  # it may come to the same stop again
-        job.hear(W0, "done", 40)
-        job.start(W1)
-        job.hear(W1, "done", 40)
-        assert job.said(W1, "did") == list(range(40))
-        job.open("end")
-        for task in (W0, W1):
-            assert job.hear(task, "sums") == total(40, 40)
-        assert "is complete without" not in job.errors(W0)
-        job.finish()
+def test_who_is_killed_goes_on_where_it_was_and_who_was_thought_dead_is_told(tmp_path):
+    """The other does not notice; started again, a worker makes the rounds that it had left, and no other twice.
 
-
-def test_a_worker_that_was_thought_dead_is_told(tmp_path):
-    """What it sends after its lease has ended does not count; what was answered before does."""
-    keys = {"ps": 2, "workers": 2, "chief": "driver", "gates": ["go1", "end"], "timeouts": QUICK}
+    Of a paused one what it sends after its lease has ended does not count; what was answered before does.
+    """
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "gates": ["killed", "on", "paused", "end"], "timeouts": QUICK}
+    stops = [[1, 7, "killed"], [0, 15, "on"], [1, 10, "paused"]]
     with (
-        ProcessCluster(push_alone, tmp_path, (40, [[1, 7]]), **keys) as job,
+        ProcessCluster(learn, tmp_path, (20, ASYNC, stops), **keys) as job,
         job.server(PS0) as first,
         job.server(PS1) as second,
     ):
         job.hear(W1, "at", 7)
+        job.hear(W0, "at", 15)
+        job.kill(W1)
+        job.open("killed")  # it may come to the same stop again
+        job.start(W1)
+        job.hear(W1, "at", 10)
+        assert job.said(W1, "did") == list(range(10))
         job.kill(W1, signal.SIGSTOP)
-        job.hear(W0, "done", 40)
+        job.open("on")
+        job.hear(W0, "done", 20)
         for server in (first, second):  # the chief tells the second, a moment after the first knows
             job.until(lambda server=server: [one.task for one in server.status().epoch.members] == [W0])
-        job.open("go1")
+        job.open("paused")
         job.kill(W1, signal.SIGCONT)
         assert job.exited(W1) == 1
         assert "this session was ended" in job.errors(W1)
         job.open("end")
-        assert job.hear(W0, "sums") == total(40, 7)
+        assert job.hear(W0, "sums") == total(20, 10)
+        assert "is complete without" not in job.errors(W0)
         assert job.exited(W0) == 0
 
 
@@ -95,7 +81,7 @@ def test_a_worker_that_was_thought_dead_is_told(tmp_path):
 def test_a_worker_dies_again_and_again(tmp_path):
     """What was answered counts once; of what was under way at a death each server counts all or nothing."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "gates": ["end"], "timeouts": QUICK}
-    with ProcessCluster(push_alone, tmp_path, (600, []), **keys) as job:
+    with ProcessCluster(learn, tmp_path, (600, ASYNC), **keys) as job:
         for round in (40, 200, 360):
             job.hear(W1, "did", round)
             job.kill(W1)
@@ -134,70 +120,62 @@ def learn_alone(rows, batch, stops):
 def test_every_example_counts_once(tmp_path):
     """Also where a worker dies with a batch in its hands: started again, it takes that batch first."""
     keys = {"workers": 2, "chief": "driver", "gates": ["go1", "end"], "timeouts": QUICK}
-    with ProcessCluster(learn_alone, tmp_path, (120, 8, [[1, 4]]), **keys) as job:
-        job.hear(W1, "at", 4)
+    with ProcessCluster(learn_alone, tmp_path, (60, 6, [[1, 3]]), **keys) as job:
+        job.hear(W1, "at", 3)
         job.kill(W1)
-        job.hear(W0, "done", 15)
+        job.hear(W0, "done", 10)
         job.start(W1)
         job.open("go1")
-        job.hear(W1, "done", 15)
+        job.hear(W1, "done", 10)
         job.open("end")
         for task in (W0, W1):
-            assert job.hear(task, "sum") == sum(range(120))
+            assert job.hear(task, "sum") == sum(range(60))
         taken = [row for task in (W0, W1) for rows in job.said(task, "took") for row in rows]
-        assert sorted(taken) == list(range(120))
+        assert sorted(taken) == list(range(60))
         job.finish()
-
-
-def restore_alone(directory):
-    """Worker 0 restores, and pushes; the other restores later."""
-    strategy = ps.ParameterServerStrategy(consistency=ps.Async())
-    with strategy.scope():
-        v = ps.Variable(np.zeros(()), name="v")
-    checkpoint = ps.train.Checkpoint(v=v)
-    if ME:
-        gate("go1")
-    try:
-        say("restored", checkpoint.restore(directory).restored)
-    except ps.errors.NoCheckpoint:
-        say("restored", None)
-    strategy.run(lambda: add_all([(v, 10.0**ME)]))
-    say("pushed", float(v.numpy()))
-    gate("end")
-    say("value", float(v.numpy()))
 
 
 def test_who_restores_late_undoes_nothing(tmp_path):
     """The first process says whether there was a checkpoint; what it has pushed since stays."""
-    with ProcessCluster(restore_alone, tmp_path, ("run",), workers=2, gates=["go1", "end"]) as job:
-        assert job.hear(W0, "pushed") == 1.0
-        job.open("go1")
-        assert job.hear(W1, "pushed") == 11.0
-        job.open("end")
-        for task in (W0, W1):
-            assert job.said(task, "restored") == [None]
-            assert job.hear(task, "value") == 11.0
-        job.finish()
+    pushed, ended = threading.Event(), threading.Barrier(2)
+
+    def push(strategy, worker):
+        with strategy.scope():
+            v = ps.Variable(np.zeros(()), name="v")
+        checkpoint = ps.train.Checkpoint(v=v)
+        if worker:
+            meet(pushed)
+        with pytest.raises(ps.errors.NoCheckpoint):
+            checkpoint.restore("run")
+        strategy.run(lambda: add_all([(v, 10.0**worker)]))
+        assert float(v.numpy()) == [1.0, 11.0][worker]
+        pushed.set()
+        ended.wait()
+        return float(v.numpy())
+
+    assert in_threads(push, root=tmp_path, consistency=ps.Async()) == [11.0] * 2
 
 
-def test_all_processes_have_one_consistency(tmp_path):
+@pytest.mark.parametrize(
+    ("one", "other"), [("ps.Sync()", "ps.Async()"), ("ps.BoundedStaleness(2)", "ps.BoundedStaleness(3)")]
+)
+def test_all_processes_have_one_consistency(one, other):
     """Who has another is told so, with both tasks, and does not begin."""
+    opened, told = threading.Event(), threading.Event()
 
-    def differ():
-        if ME:
-            gate("go1")
-        ps.ParameterServerStrategy(consistency=[ps.Sync(), ps.Async()][ME])
-        say("open")
-        gate("end")
+    def begin(strategy, worker):
+        opened.set()
+        meet(told)
 
-    with ProcessCluster(differ, tmp_path, (), workers=2, gates=["go1", "end"]) as job:
-        job.hear(W0, "open")
-        job.open("go1")
-        assert job.exited(W1) == 2
-        words = (
-            f"{W1} runs with ps.Async(), and {W0} with ps.Sync(); give every process of the job the same consistency"
-        )
-        assert words in job.errors(W1)
+    with InProcessCluster(1, 2, timeouts=PATIENT) as cluster, ThreadPoolExecutor(1) as pool:
+        alone = replace(PATIENT, first=0.5, alone=0.5)  # the other never comes
+        first = pool.submit(in_threads, begin, 1, cluster=cluster, consistency=eval(one), timeouts=alone)
+        meet(opened)
+        words = f"{W1} runs with {other}, and {W0} with {one}; give every process of the job the same consist"
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            ps.ParameterServerStrategy(cluster_resolver=cluster.resolver(1), consistency=eval(other), timeouts=PATIENT)
+        told.set()
+        first.result()
 
 
 def test_local_replicas_make_a_push_together():

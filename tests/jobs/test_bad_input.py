@@ -12,7 +12,7 @@ import pytest
 from psclient._src.processes.process import start_server
 from tests.kit.shell import Done, shell
 
-STARTING = 60.0
+STARTING = 115.0
 """Seconds that starting and ending processes may take on a busy machine, beside the deadline that is tested."""
 
 START = 2.0
@@ -103,6 +103,30 @@ CASES = {
         r"--tier-path /dev/shm lies in memory itself \(tmpfs\); name",
     ),
     "not this machine": Case("psserver --host 192.0.2.1", r"cannot listen on 192.0.2.1:0 .*; choose another"),
+    "join, a task by TF_CONFIG as well": Case(
+        "psworker --join 127.0.0.1:1 fine.py",
+        r"TF_CONFIG says which task this process is, .*; unset TF_CONFIG to join the job, or leave out --join",
+        tf_config("worker", 0),
+    ),
+    "join, no script": Case("psworker --join 127.0.0.1:1", r"a worker needs a script; write psworker --join HOST:PORT"),
+    "join, a missing script": Case("psworker --join 127.0.0.1:1 none.py", r"there is no script 'none.py' in /"),
+    "join, no address": Case("psworker --join nowhere fine.py", r"--join: 'nowhere' is no address; write host:port"),
+    "join, half an address": Case("psworker --join a:1, fine.py", r"--join: '' is no address; write host:port"),
+    "join, a local cluster": Case(
+        "psworker --join a:1 --standalone fine.py", r"--join is for one more worker .* leave out"
+    ),
+    "join, a chief that stands by": Case(
+        "psworker --join a:1 --standby", r"--join is for one more worker .* leave out"
+    ),
+    "join, flags of a local cluster": Case("psworker --join a:1 --ps 2 fine.py", r"--ps describes a local cluster"),
+    "join, no number of restarts": Case("psworker --join a:1 --restarts -1 fine.py", r"--restarts"),
+    "join, a certificate of a task that is not known": Case(
+        "psworker --join a:1 --tls-cert certs/{task}/tls.crt --tls-key k --tls-ca c fine.py",
+        r"PS_TLS_CERT=certs/\{task\}/tls.crt: a worker that joins is told its task later .* certs/worker-2/tls.crt",
+    ),
+    "join, no certificate": Case(
+        "psworker --join a:1 --tls-cert none.crt --tls-key k --tls-ca c fine.py", r"--tls-cert none.crt cannot be read"
+    ),
 }
 
 

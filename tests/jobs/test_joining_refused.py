@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -19,12 +17,10 @@ from pswire.cluster import Task
 from pswire.encoding.verbs import VERBS
 from pswire.model.log import Done, JobStarted, LogEntry, Lost
 from pswire.security.identity import Security
+from tests.jobs import test_bad_input as bad_input
 from tests.kit import shell
 from tests.kit.certificates import Certificates
 from tests.kit.rig import CHIEF, core
-
-STARTING = 60.0
-"""Seconds that starting and ending a process may take on a busy machine, beside the deadline that is tested."""
 
 HASTY = {"PS_TIMEOUT_START": "2", "PS_TIMEOUT_LEASE": "2", "PS_TIMEOUT_BEAT": "0.3"}
 """A process waits for two seconds for what is not there."""
@@ -68,59 +64,9 @@ def join(directory: Path, words: str, **environ: str) -> shell.Done:
 
 
 def check(done: shell.Done, code: int, says: str) -> None:
-    """One line of ours, as expected; no traceback; the exit code; in time; nothing left; no script has run."""
-    assert done.code == code, done.err
-    assert len(done.errors) == 1, done.err
-    assert re.search(says, done.errors[0]), done.errors[0]
-    assert "Traceback" not in done.out + done.err
+    """As `bad_input.check`, and no script has run."""
+    bad_input.check(done, code, says)
     assert done.out == ""
-    assert done.seconds < STARTING
-    assert not done.left
-
-
-@dataclass(frozen=True)
-class Case:
-    """A command that cannot be done, whatever a server says.
-
-    Attributes:
-        words: what is typed.
-        says: a pattern: what is wrong, and what to do.
-        environ: environment variables.
-    """
-
-    words: str
-    says: str
-    environ: dict[str, str] = field(default_factory=dict)
-
-
-CASES = {
-    "a task by TF_CONFIG as well": Case(
-        "psworker --join 127.0.0.1:1 fine.py",
-        r"TF_CONFIG says which task this process is, .*; unset TF_CONFIG to join the job, or leave out --join",
-        {"TF_CONFIG": '{"cluster": {"ps": ["a:1"], "worker": ["b:1"]}, "task": {"type": "worker", "index": 0}}'},
-    ),
-    "no script": Case("psworker --join 127.0.0.1:1", r"a worker needs a script; write psworker --join HOST:PORT"),
-    "a missing script": Case("psworker --join 127.0.0.1:1 none.py", r"there is no script 'none.py' in /"),
-    "no address": Case("psworker --join nowhere fine.py", r"--join: 'nowhere' is no address; write host:port"),
-    "half an address": Case("psworker --join a:1, fine.py", r"--join: '' is no address; write host:port"),
-    "a local cluster": Case("psworker --join a:1 --standalone fine.py", r"--join is for one more worker .* leave out"),
-    "a chief that stands by": Case("psworker --join a:1 --standby", r"--join is for one more worker .* leave out"),
-    "flags of a local cluster": Case("psworker --join a:1 --ps 2 fine.py", r"--ps describes a local cluster"),
-    "no number of restarts": Case("psworker --join a:1 --restarts -1 fine.py", r"--restarts"),
-    "a certificate of a task that is not known": Case(
-        "psworker --join a:1 --tls-cert certs/{task}/tls.crt --tls-key k --tls-ca c fine.py",
-        r"PS_TLS_CERT=certs/\{task\}/tls.crt: a worker that joins is told its task later .* certs/worker-2/tls.crt",
-    ),
-    "no certificate": Case(
-        "psworker --join a:1 --tls-cert none.crt --tls-key k --tls-ca c fine.py", r"--tls-cert none.crt cannot be read"
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_command_that_cannot_be_done(tmp_path, name):
-    """It is told before any server is asked: one line, exit code 2."""
-    check(join(tmp_path, CASES[name].words, **CASES[name].environ), 2, CASES[name].says)
 
 
 def test_nobody_is_there(tmp_path):

@@ -21,9 +21,11 @@ from psclient._src.launch.outcome import Outcome
 from psclient._src.launch.ssh_cluster import Remote, SshCluster
 from pswire.cluster import Task
 from pswire.limits import Timeouts
-from tests.kit import hosts
+from tests.kit import hosts as kit
 from tests.kit.hosts import ENDS, HOSTS, ME, WAITING, Sshd, pids, sshd
 from tests.kit.shell import PROGRAMS, Done, shell
+
+pytestmark = pytest.mark.ci  # each cluster is four agents and four tasks, which all start anew
 
 SOON = 90.0
 
@@ -73,7 +75,7 @@ def nothing_left(server: Sshd) -> Iterator[None]:
 
 
 def eventually(found: Callable[[], object], why: Callable[[], str] = lambda: "") -> None:
-    hosts.eventually(found, SOON, why)
+    kit.eventually(found, SOON, why)
 
 
 def run(hosts: Path, server: Sshd, text: str, *more: str, args: tuple[str, ...] = (), **environ: str) -> Done:
