@@ -402,6 +402,9 @@ def _execute(told: Mapping[str, Any], path: list[str]) -> None:
     safe, kind, first, *args = told["program"]
     sys.orig_argv[:] = [PYTHON, *([safe] if safe else []), *([kind] if kind else []), first, *args]
     sys.path[:] = [*_paths(told["environ"]), *path]
+    if any(os.path.isfile(os.path.join(place, "sitecustomize.py")) for place in _paths(told["environ"])):
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")  # as Python does where it starts
     if not safe:
         beside = {"-m": told["directory"], "-c": ""}.get(kind)
         sys.path.insert(0, os.path.dirname(os.path.realpath(first)) if beside is None else beside)

@@ -52,6 +52,7 @@ CONNECTED = {
     returns: ("elsewhere", "expect"),
     farewells: ("elsewhere",),
     driver: ("expect",),
+    standby: ("expect", "look_again", "follow_moves"),
 }
 """Modules that handle connections, and what they do with them."""
 
@@ -130,6 +131,13 @@ class SimulatedSession(Session):
         """Tells those that wait that the session has ended."""
         for process in self._standing:
             process.wake()
+
+    def end(self, error: PSError) -> None:
+        """As `Session.end`, which may ask servers: in a process of its own where none runs."""
+        if self._scheduler.runs:
+            super().end(error)
+        else:
+            self._scheduler.spawn(partial(super().end, error))
 
     def _start_beating(self, index: int) -> None:
         self._patience.heard(index)

@@ -239,6 +239,11 @@ class Scheduler:
         return process
 
     @property
+    def runs(self) -> bool:
+        """True within a process."""
+        return isinstance(getcurrent(), Process)
+
+    @property
     def current(self) -> Process:
         """The process that calls; raises `RuntimeError` where none does."""
         process = getcurrent()

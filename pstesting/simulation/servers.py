@@ -24,6 +24,9 @@ from pswire.transport.payload import Payload
 RESET_SECONDS = 0.1
 """Until a client knows that nothing listens any more where a server was: it tries once more."""
 
+ANSWER_SECONDS = 1.0
+"""Until a client gives up a call to a server that has never answered it."""
+
 SLICE_BYTES = 1 << 18
 """Bytes of a message of which the first are taken in while the others still come."""
 
@@ -355,14 +358,15 @@ class Line:
         """Returns what a call waits for; raises what the connection failed with."""
         if self._failure is not None:
             raise type(self._failure)(self._failure.message, self._failure.task)
-        if not self._server.alive and not self._expected:
-            newest = self._server.others[self._server.index]
-            if not newest.alive:
-                raise Unreachable(f"no answer at {self.address}", str(self.task))
-            self._find(newest)
-        if self._decides and not self._server.alive:
-            raise self._lost()
         answer: Future[Any] = UnlockedFuture()
+        newest = self._server.others[self._server.index]
+        if not self._server.alive and not self._expected and newest.alive:
+            self._find(newest)
+        if not self._server.alive and self._expected and self._decides:
+            raise self._lost()
+        if not self._server.alive and not self._expected:
+            late = Unreachable(f"no answer at {self.address}", str(self.task))
+            self._scheduler.after(ANSWER_SECONDS, settle, answer, None, late)
         self._open[answer] = None
         return answer
 

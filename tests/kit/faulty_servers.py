@@ -152,6 +152,27 @@ def fail(directory: Path, name: str) -> None:
     (directory / "failing" / name.replace("/", "-")).touch()
 
 
+DYING = """
+import sys
+
+args = sys.orig_argv
+if "psserver" in args and args[args.index("--task") + 1] == "{server}":
+    sys.path.append("{root}")
+    from tests.kit.faulty_servers import _server
+
+    _server("{point}")
+"""
+
+
+def dies(directory: Path, server: int, point: str) -> dict[str, str]:
+    """Returns what the environment of servers has to have so that one of them dies at a point of its first save."""
+    place = directory / "dying"
+    place.mkdir()
+    code = DYING.format(server=server, point=point, root=Path(__file__).parents[2])
+    (place / "sitecustomize.py").write_text(code, encoding="utf-8")
+    return {"PYTHONPATH": os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])}
+
+
 HOLDING = """
 import os
 import sys

@@ -17,13 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from math import inf
 from random import Random
 from typing import Any, Self
+from unittest import mock
 
 import numpy as np
 
+from psclient._src.chief import standby
 from psclient._src.rounds.rounds import Outgoing
 from pstesting.simulation.clients import SimulatedChief, SimulatedProcess, SimulatedWorker, simulated_time
 from pstesting.simulation.clusters import Cluster
@@ -56,7 +59,7 @@ QUICK = Timeouts(lease=2.0, beat=0.25, call=60.0, round=120.0, word=0.5, chief=1
 BASE = 1000.0
 """Worker n contributes this to the power of n: the digits of a sum count the contributions of each worker."""
 
-SOON = 300.0
+SOON = 60.0
 """Simulated seconds within which all must happen that a test waits for."""
 
 _places = count()
@@ -66,9 +69,11 @@ class TrainingWorker(SimulatedWorker):
     """A worker that trains until the job says how many rounds it makes; notes what each of them has left.
 
     Attributes:
-        made: by round, the value that all variables have after it.
+        made: by round, the value that all variables have after it, where it has looked.
+        count, last: number of rounds that it has made; the last of them.
         joined: the round with which it began; None before.
         chief: the chief that it has become, if it has.
+        hangs: what it waits for before it contributes again; its beats go on.
     """
 
     def __init__(self, job: World, task: Task, host: Host) -> None:
@@ -79,8 +84,10 @@ class TrainingWorker(SimulatedWorker):
         for line in self.lines:
             line._silence = job.cluster.timeouts.server
         self.made: dict[int, float] = {}
+        self.count, self.last = 0, -1
         self.joined: int | None = None
         self.chief: DrivingChief | None = None
+        self.hangs: Future[None] | None = None
         self.group.departure.hand_over = self._hand_over
         self.session.drive = self._take_the_chief_s_place
         self._job = job
@@ -104,10 +111,14 @@ class TrainingWorker(SimulatedWorker):
             round = self.group.round
             if round >= job.last:
                 break
+            if self.hangs is not None:
+                job.scheduler.wait([self.hangs])
             self.exchange.send(self._outgoing(workload.plan, (mine,) * len(variables)))
-            values = {float(x) for variable in variables for x in np.unique(np.asarray(reads.read(variable)))}
-            assert len(values) == 1, f"round {round} counts on some variables only: {values}"
-            self.made[round] = values.pop()
+            if job.looks:
+                values = {float(x) for variable in variables for x in np.unique(np.asarray(reads.read(variable)))}
+                assert len(values) == 1, f"round {round} counts on some variables only: {values}"
+                self.made[round] = values.pop()
+            self.count, self.last = self.count + 1, round
             self._made(self.task)
         self.exchange.settle()
         self.session.leave()
@@ -117,6 +128,7 @@ class TrainingWorker(SimulatedWorker):
     def _hand_over(self, path: str, state: str, returns: int) -> None:
         servers = tuple(range(len(self._job.servers)))
         self.exchange.settle()
+        self._job.saves.add(self.group.round)
         plan = Plan(snapshot=SnapshotOrder(path, servers, self.group.round, state, returns))
         self.exchange.send(self._outgoing(plan, ()))
 
@@ -136,13 +148,13 @@ class TrainingWorker(SimulatedWorker):
 
 
 class DrivingChief(SimulatedChief):
-    """A chief; with `takes_over` beside the script of a worker.
+    """A chief; with `takes_over` beside the script of a worker, and with `stands_by` once nobody else drives.
 
     Attributes:
         over: answered once it has ended.
     """
 
-    def __init__(self, job: World, task: Task, host: Host, takes_over: bool = False) -> None:
+    def __init__(self, job: World, task: Task, host: Host, takes_over: bool = False, stands_by: bool = False) -> None:
         super().__init__(job.scheduler, host, job.servers, job.cluster, job.spec)
         timeouts = job.cluster.timeouts
         silence = min(timeouts.server, timeouts.lease + 0.5) if job.cluster.copied else timeouts.server
@@ -150,19 +162,30 @@ class DrivingChief(SimulatedChief):
             line._silence = silence
         self.chief.task = task
         self.over: Future[None] = UnlockedFuture()
-        self._job, self._task, self._takes_over = job, task, takes_over
+        self._job, self._task, self._takes_over, self._stands_by = job, task, takes_over, stands_by
 
     def _script(self) -> None:
         try:
-            if self._takes_over:
-                log.warning("nobody drives the job any more: %s does, from now on", self._task)
-            self.chief.drive(self._takes_over, waits=not self._takes_over)
-        except TaskTaken:
-            if not self._takes_over:
-                raise
-            self._job.workers[self._task].chief = None
+            while not self._drives():
+                if standby.stand_by(self.lines, self._task, self._job.cluster.timeouts, False) == "over":
+                    break
+                self._takes_over, self._stands_by = True, False
         finally:
             self.over.set_result(None)
+
+    def _drives(self) -> bool:
+        """Drives the job to its end; returns False where another process does, whose end it awaits."""
+        if self._stands_by:
+            return False
+        if self._takes_over:
+            log.warning("nobody drives the job any more: %s does, from now on", self._task)
+        try:
+            self.chief.drive(self._takes_over, waits=not self._takes_over)
+        except TaskTaken:
+            if self._task.job == "chief":
+                return False
+            self._job.workers[self._task].chief = None
+        return True
 
 
 class World:
@@ -183,7 +206,9 @@ class World:
         servers: the newest process of each server.
         workers, chief: the newest process of each other task.
         lives: all processes of workers that there were.
-        deaths: how often each worker was killed.
+        deaths: how often each task was killed.
+        looks: False while workers do not look at variables between two rounds; a server that reads has no values.
+        saves: the rounds that only saved what a server gets that comes back.
     """
 
     def __init__(
@@ -213,13 +238,17 @@ class World:
         self.lives: list[TrainingWorker] = []
         self.deaths: dict[Task, int] = defaultdict(int)
         self.workers: dict[Task, TrainingWorker] = {}
+        self.saves: set[int] = set()
+        self.looks = True
         self._slow = slow or {}
         self._stack = ExitStack()
+        self._held: dict[int, list[Callable[[], object]]] = {}  # work on files that waits
         self._server_lives: dict[int, int] = defaultdict(int)
 
     def __enter__(self) -> Self:
         self._stack.callback(self.scheduler.close)
         self._stack.enter_context(simulated_time(self.scheduler))
+        self._stack.enter_context(mock.patch("secrets.randbits", self.luck.getrandbits))  # two runs are equal
         self.servers: list[SimulatedServer] = []
         for index in range(self.cluster.workload.servers):
             self.servers.append(self._server(index))
@@ -240,7 +269,14 @@ class World:
         made = SimulatedServer(self.scheduler, self._host(), index, self.cluster, self._server_lives[index])
         self._server_lives[index] += 1
         made.others = self.servers
+        made.core._files = partial(self._work_on_files, made)
         return made
+
+    def _work_on_files(self, server: SimulatedServer, piece: Callable[[], object]) -> None:
+        if server.index in self._held:
+            self._held[server.index].append(partial(server._files, piece))
+        else:
+            server._files(piece)
 
     def _client(self, task: Task) -> Any:
         if task.job == "chief":
@@ -282,6 +318,46 @@ class World:
         """It goes on."""
         self.process(server).resume()
 
+    def stand_by(self) -> DrivingChief:
+        """Starts one more process of the chief's task, which stands by."""
+        chief = DrivingChief(self, Task("chief", 0), self._host(), stands_by=True)
+        chief.begin()
+        return chief
+
+    def hang(self, worker: Task) -> None:
+        """A worker does not come to its next contribution any more; its beats go on."""
+        self.workers[worker].hangs = UnlockedFuture()
+
+    def go_on(self, worker: TrainingWorker) -> None:
+        """It does."""
+        assert worker.hangs is not None
+        hangs, worker.hangs = worker.hangs, None
+        hangs.set_result(None)
+
+    def hold_files(self, server: Task) -> None:
+        """A server reads and writes no files, until `let_read`."""
+        self._held[server.index] = []
+
+    def let_read(self, server: Task) -> None:
+        """It does."""
+        for work in self._held.pop(server.index):
+            work()
+
+    def fail(self, server: Task, variable: int, always: bool = False) -> None:
+        """The memory of a server fails: the next value of a variable has another bit; or every one, from now on."""
+        store = self.servers[server.index].core.machine.store
+        commit = store.commit
+
+        def failing(values: Mapping[int, Any], *rest: Any) -> None:
+            commit(values, *rest)
+            if variable in values:
+                value = store._values[variable] = np.array(store._values[variable])
+                value.view("uint64")[0] ^= 1 << 40
+                if not always:
+                    store.commit = commit  # type: ignore[method-assign]
+
+        store.commit = failing  # type: ignore[method-assign]
+
     def cut(self, one: Task, other: Task) -> None:
         """Two servers do not reach each other any more."""
         self.servers[one.index].cut(other.index)
@@ -307,8 +383,8 @@ class World:
     def rounds(self, more: int, *tasks: Task) -> None:
         """Lets time pass until some workers, by default all that are alive, have made some more rounds."""
         living = tasks or [task for task, worker in self.workers.items() if worker.alive]
-        wanted = {task: len(self.workers[task].made) + more for task in living}
-        self.until(lambda: all(len(self.workers[task].made) >= wanted[task] for task in wanted))
+        wanted = {task: self.workers[task].count + more for task in living}
+        self.until(lambda: all(self.workers[task].count >= wanted[task] for task in wanted))
 
     def _made(self, task: Task) -> None:
         """A worker has made a round."""
@@ -318,7 +394,12 @@ class World:
     @property
     def round(self) -> int:
         """The last round that any worker has made."""
-        return max((max(worker.made, default=-1) for worker in self.lives), default=-1)
+        return max((worker.last for worker in self.lives), default=-1)
+
+    @property
+    def steps(self) -> int:
+        """The training steps of a job that has ended: what a worker has contributed that was always there."""
+        return int(self.last) - len(self.saves)
 
     def status(self, server: Task) -> ServerStatus:
         """What a server says of itself."""
@@ -356,7 +437,7 @@ class World:
         self.last = min(self.last, self.round + 1 + more)
         living = [worker for worker in self.workers.values() if worker.alive]
         self.until(lambda: not any(worker.alive for worker in living))
-        if chief:
+        if chief and len(living) == len(self.members):  # else it waits for the others
             self.until(lambda: not self.chief.alive)
         assert self.failures() == {}
         return self.check()
@@ -371,13 +452,14 @@ class World:
         total = max((value for values in seen.values() for value in values), default=0.0)
         for server in self.servers:
             held = [n for n, (_, where) in enumerate(self.cluster.workload.created) if server.index in where]
-            if server.alive and not server._paused:
+            status = server.core.status()
+            if server.alive and not server._paused and status.incarnation in status.incarnations:
                 found = {float(x) for n in held for x in np.asarray(server.core.machine.store.value(n))}
                 assert found == {total}, f"server {server.index} holds {found}, and workers have seen {total}"
         counted = []
         for task in self.members:
             times = int(total // BASE**task.index % BASE)
-            answered = sum(len(worker.made) for worker in self.lives if worker.task == task)
+            answered = sum(worker.count for worker in self.lives if worker.task == task)
             assert answered <= times <= answered + self.deaths[task], (task, times, answered, self.deaths[task])
             counted.append(times)
         return counted

@@ -46,7 +46,7 @@ ORDERS: dict[str, Callable[[Plan], Plan]] = {
 def test_a_round_larger_than_what_is_in_flight_completes(lane: LaneName, order: str, elements: int) -> None:
     """And so does the next one, on the same connections; sizes need not be multiples of anything."""
     with ExitStack() as stack:
-        site = Site(stack, lane, elements=elements, variables=20, between=limit)
+        site = Site(stack, lane, elements=elements, variables=8, between=limit)
         plan = site.job.approve(ORDERS[order](sum_into(*site.variables, returned=False)), site.workers[0])
         assert plan.streams
         values = [np.ones(reduction.tensor.shape, "float32") for reduction in plan.reductions]
@@ -101,7 +101,7 @@ def rests(value: Callable[[], int]) -> int:
 def test_a_push_that_is_sent_again_is_bounded_too(lane: LaneName) -> None:
     """Its connection breaks when it has sent as much as it may: on the next one it sends no more than that."""
     with ExitStack() as stack:
-        site = Site(stack, lane, elements=1 << 18, variables=20, between=limit)
+        site = Site(stack, lane, elements=1 << 18, variables=12, between=limit)
         here, other = site.workers
         second = site.push(other, 2)
         (waiting,) = eventually(lambda: [*site.core.machine.rounds.strands[None].open.values()])

@@ -17,8 +17,8 @@ from psserver.core.digests import ROUNDS
 from pstesting import forks
 from pstesting.processes import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, say
-from tests.faults.test_lost_servers import PS2, values
-from tests.faults.test_returning_servers import KEYS, all_go_on_with, await_variables, learn
+from tests.jobs.test_lost_servers import PS2, values
+from tests.jobs.test_returning_servers import KEYS, all_go_on_with, await_variables, learn
 from tests.kit.faulty_servers import fail, flips
 from tests.kit.telemetry import Page
 
@@ -30,7 +30,7 @@ def everything():
     """
     strategy = ps.ParameterServerStrategy(devices=["cpu:0"])
     with strategy.scope():
-        large = ps.Variable(np.zeros(1_200_000, "float32"), name="large")
+        large = ps.Variable(np.zeros(300_000, "float32"), name="large")
         small = ps.Variable(np.full(5, 0.1, "float32"), name="small")
         cut = ps.Variable(np.zeros((40, 2), "float32"), name="cut")
         policy = ps.dynamic_embedding.GlobalStepEvict(8)
@@ -49,7 +49,7 @@ def everything():
             (found.gradient(draw.standard_normal(found.values.shape).astype("float32")), table),
         ]
         if number % 16 == 0:
-            grads.append((np.full(1_200_000, 0.3 + ME, "float32"), large))
+            grads.append((np.full(300_000, 0.3 + ME, "float32"), large))
         optimizer.apply_gradients(grads)
         time.sleep(0.02)
         return np.float32((DIRECTORY / "enough").exists())
@@ -91,7 +91,9 @@ def problems(job):
     return {(each["kind"], each["task"]): each["message"] for each in json.loads(done.stdout)["problems"]}
 
 
-@pytest.mark.parametrize(("name", "home", "failing"), [("v", PS0, PS1), ("w", PS2, PS0)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "home", "failing"), [("v", PS0, PS1), pytest.param("w", PS2, PS0, marks=pytest.mark.soak)], ids=str
+)
 def test_a_server_with_another_value_is_taken_back_with_the_right_one(tmp_path, name, home, failing):
     """One bit of a copy: within a span of rounds both servers name it, and the sums are exact without the other one.
 
@@ -109,12 +111,8 @@ def test_a_server_with_another_value_is_taken_back_with_the_right_one(tmp_path, 
         assert job.exited(failing) == OUTLIVED
         job.start(failing)
         all_go_on_with(job, failing)
-        with job.server(failing) as server:
-            back = server.status().round
-            job.until(lambda: server.status().round > back + 2 * ROUNDS)
-            assert not server.status().differences
-        assert not [key for key in problems(job) if key[0] == "differs"]
         await_variables(job, failing)
+        assert not [key for key in problems(job) if key[0] == "differs"]
         job.kill(home)
         job.hear_error(CHIEF, f"goes on without {home}")
         (tmp_path / "enough").touch()
@@ -124,49 +122,7 @@ def test_a_server_with_another_value_is_taken_back_with_the_right_one(tmp_path, 
         assert job.exited(failing) == 0
 
 
-def test_servers_that_compute_differently(tmp_path):
-    """One of them is started anew once; then both go on, the log says why, and `psctl status` what to do."""
-    environ = flips(tmp_path, 1, always=True)
-    with ProcessCluster(learn, tmp_path, (None, [20]), servers_environ=environ, **KEYS) as job:
-        begun(job, tmp_path, "v")
-        job.open("go 20")
-        job.hear_error(CHIEF, f"goes on without {PS1}: had other values than {PS0}")
-        assert job.exited(PS1) == OUTLIVED
-        job.start(PS1)
-        job.hear_error(CHIEF, f"goes on with {PS1}, which is back")
-        said = job.hear_error(CHIEF, f"{PS0} and {PS1} have other values since round ")
-        assert "and stay so: they began with the same, and so compute differently; run both on processors" in said
-        with job.server(PS1) as server:
-            back = server.status().round
-            job.until(lambda: server.status().round > back + 2 * ROUNDS)
-        found = problems(job)
-        for server, other in ((PS0, PS1), (PS1, PS0)):
-            assert f"it has other values than {other} since round " in found["differs", str(server)]
-        (tmp_path / "enough").touch()
-        what = job.hear(W0, "is")
-        assert what == job.hear(W1, "is") == values(what[2], what[2])  # of server 0
-        job.finish()
-        assert job.errors(CHIEF).count("and stay so") == 1
-
-
-def test_the_last_copy_is_kept(tmp_path):
-    """While the server is gone that has copies of what the failing one holds, nobody is given up; the log says why."""
-    environ = flips(tmp_path, 0)
-    with ProcessCluster(learn, tmp_path, (None, [20]), servers_environ=environ, **{**KEYS, "ps": 3}) as job:
-        for task in (W0, W1):
-            job.hear(task, "at", 20)
-        job.kill(PS1)
-        job.hear_error(CHIEF, f"goes on without {PS1}")
-        fail(tmp_path, "w")
-        job.open("go 20")
-        said = job.hear_error(CHIEF, f"{PS0} and {PS2} have other values since round ")
-        assert "no other copy would be left" in said
-        (tmp_path / "enough").touch()
-        what = job.hear(W0, "is")
-        assert what == job.hear(W1, "is") == values(what[2], what[2])
-        assert job.exited(PS0) == job.exited(PS2) == 0
-
-
+@pytest.mark.ci
 def test_undisturbed_servers_never_differ(tmp_path):
     """Nor do they where a server comes back, whose tables lie in another order, or a worker is left out."""
     keys = {**KEYS, "gates": [], "ps": 3, "metrics_port": 0, "timeouts": QUICK}

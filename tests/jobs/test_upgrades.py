@@ -16,7 +16,7 @@ import pytest
 
 from pstesting.in_process import InProcessCluster
 from pstesting.processes import CHIEF, PS0, PS1, W0, W1, ProcessCluster
-from tests.faults.test_returning_servers import KEYS, go_on, learn, replace, values
+from tests.jobs.test_returning_servers import KEYS, go_on, learn, replace, values
 
 BEFORE = os.environ.get("PS_TEST_BEFORE", "")
 

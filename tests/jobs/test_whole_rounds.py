@@ -168,10 +168,10 @@ class Losses:
 @pytest.mark.parametrize(
     ("elements", "lags", "deaths", "first"),
     [
-        # Each way once, connections cut to one server and to both; each size, and each server as the one that is late.
+        # Each way once; each size, and each server as the one that is late.
         # All of these with all others below.
-        pytest.param(SMALL, 0, 4, 1, id="small, first"),
-        pytest.param(LARGE, 1, 3, 0, id="streamed, second"),
+        pytest.param(SMALL, 0, 3, 2, id="small, first"),
+        pytest.param(LARGE, 1, 2, 0, id="streamed, second"),
         *(
             pytest.param(size, lags, 50, 0, id=f"{name}, {lags}, often", marks=pytest.mark.soak)
             for name, size in {"small": SMALL, "streamed": LARGE}.items()

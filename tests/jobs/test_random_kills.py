@@ -42,65 +42,6 @@ def check_counts(job, totals, deaths):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("seed", "rates"),
-    [(0, {}), (1, {}), (2, {"drop": 0.03, "cut": 0.01, "twice": 0.03, "lose": 0.03})],
-    ids=["first", "second", "and the network fails as well"],
-)
-def test_every_contribution_counts_once_and_whole(tmp_path, seed, rates):
-    """A contribution that was answered counts; of those that were not, at most one for each death does.
-
-    All see the same rounds, and the job ends cleanly.
-    """
-    choices = random.Random(seed)
-    deaths = dict.fromkeys((W0, W1, W2, CHIEF), 0)
-    keys = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": QUICK}
-    with ProcessCluster(endure, tmp_path, (800, rates), **keys) as job:
-        job.hear(W0, "did", 0)
-        while max(job.said(W0, "did")) < 650:
-            task = choices.choice(list(deaths))
-            job.kill(task)
-            deaths[task] += 1
-            time.sleep(choices.random() * 0.5)  # so that some come back before their lease has ended
-            job.start(task)
-            time.sleep(choices.random() * 1.5)
-        job.finish(120)
-        sums = {tuple(job.said(task, "sums")[-1]) for task in (W0, W1, W2)}
-        check_counts(job, sums.pop(), deaths)
-    assert not sums
-    assert sum(deaths.values()) >= 5
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(20))
-def test_a_server_is_among_the_dead(tmp_path, seed):
-    """With copies one of three servers dies as well, at any moment, and is not started again: the same law holds."""
-    choices = random.Random(seed)
-    deaths = dict.fromkeys((W0, W1, W2, CHIEF), 0)
-    lost, when = Task("ps", choices.randrange(3)), choices.randrange(20, 400)
-    rates = {"drop": 0.02, "twice": 0.02, "lose": 0.02} if seed % 2 else {}
-    keys = {"ps": 3, "workers": 3, "chief": "driver", "timeouts": QUICK, "replication": 1}
-    with ProcessCluster(endure, tmp_path, (500, rates), **keys) as job:
-        job.hear(W0, "did", 0)
-        alive = True
-        while (done := max(job.said(W0, "did"))) < 420:
-            if alive and done >= when:
-                job.kill(lost)
-                alive = False
-            task = choices.choice(list(deaths))
-            job.kill(task)
-            deaths[task] += 1
-            time.sleep(choices.random() * 0.5)
-            job.start(task)
-            time.sleep(choices.random() * 1.5)
-        for task in (W0, W1, W2, CHIEF):
-            assert job.exited(task) == 0
-        sums = {tuple(job.said(task, "sums")[-1]) for task in (W0, W1, W2)}
-        check_counts(job, sums.pop(), deaths)
-    assert not sums
-
-
-@pytest.mark.soak
 @pytest.mark.parametrize("seed", range(100))
 def test_all_die_and_come_back(tmp_path, seed):
     """With copies each of three servers dies again and again as well, one at a time; the same law holds."""

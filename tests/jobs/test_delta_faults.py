@@ -17,7 +17,7 @@ from pswire.model.hashing import BUCKETS, buckets_of, hashes_of
 from pswire.model.table_state import joined
 from pswire.model.tables import TableSpec
 from pswire.transport.payload import Payload
-from tests.faults.test_checkpoint_faults import files, processes, whole
+from tests.jobs.test_checkpoint_faults import files, processes, whole
 from tests.kit.contributions import by_keys, create_part, keyed, part_of
 from tests.kit.rig import SOON, WORKERS, Job, checkpoint, serving, together
 

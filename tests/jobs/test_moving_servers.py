@@ -11,8 +11,8 @@ import pytest
 
 from pstesting.processes import CHIEF, PS0, PS1, QUICK, W0, W1, ProcessCluster
 from pswire.cluster import Task
-from tests.faults.test_lost_servers import BOTH, rows, values
-from tests.faults.test_returning_servers import KEYS, OTHER, all_go_on_with, await_variables, learn, lose
+from tests.jobs.test_lost_servers import rows, values
+from tests.jobs.test_returning_servers import KEYS, OTHER, all_go_on_with, await_variables, learn, lose, start_again
 from tests.kit.hosts import Waiting, waiting
 
 
@@ -32,23 +32,7 @@ def enough(job: ProcessCluster, directory: Path) -> None:
     assert {job.exited(task) for task in (W0, W1, CHIEF)} == {0}
 
 
-@pytest.mark.parametrize("moved", BOTH, ids=str)
-def test_a_server_moves(tmp_path, moved):
-    """It ends with 0, nobody restarts, and the other server is lost then: what has moved has all."""
-    with ProcessCluster(learn, tmp_path, (None, [20]), **KEYS) as job:
-        job.hear(W0, "at", 20)
-        with waiting(job, tmp_path) as (new,):
-            move(job, moved, new)
-            job.open("go 20")
-            assert job.exited(moved) == 0
-            all_go_on_with(job, moved)
-            await_variables(job, moved)
-            lose(job, OTHER[moved])
-            enough(job, tmp_path)
-            assert new.end() == 0
-
-
-@pytest.mark.parametrize("moved", BOTH, ids=str)
+@pytest.mark.parametrize("moved", [PS0, pytest.param(PS1, marks=pytest.mark.soak)], ids=str)
 def test_a_server_that_is_told_to_end_moves_before(tmp_path, moved):
     """And ends with 0; whoever starts later finds it at its new address, also if something is at the old one."""
     with ProcessCluster(learn, tmp_path, (None, [20]), **KEYS) as job:
@@ -108,26 +92,42 @@ def test_who_waited_dies_before_it_has_the_place(tmp_path):
             with job.server(PS0) as server:
                 server.move(1, second.address)
             assert job.exited(PS1) == 0
+            job.cluster.addresses[PS1] = second.address
+            await_variables(job, PS1)
             lose(job, PS0)
             enough(job, tmp_path)
 
 
-def test_rows_and_tables_move(tmp_path):
-    """Each server moves twice while tables grow and rows come and go: all is as in a cluster whose servers stay."""
-    found = []
-    stops = [10, 20, 30, 40]
-    for number, moves in enumerate(((None,) * 4, (PS0, PS1, PS0, PS1))):
-        directory = tmp_path / str(number)
+@pytest.mark.parametrize("lost", [PS1, pytest.param(PS0, marks=pytest.mark.soak)], ids=str)
+def test_rows_and_tables_are_the_same_whatever_servers_do(tmp_path, lost):
+    """One is lost, comes back, the other one moves, and then it is lost again, while tables grow and rows come and go.
+
+    All is, bit for bit, as in a cluster whose servers stay.
+    """
+    found, stops = [], [8, 12, 26, 40]
+    for disturbed in (False, True):
+        directory = tmp_path / str(disturbed)
         directory.mkdir()
-        keys = {**KEYS, "gates": [f"go {stop}" for stop in stops], "replication": number}
+        keys = {**KEYS, "gates": [f"go {stop}" for stop in stops], "replication": int(disturbed)}
         with ExitStack() as stack:
-            job = stack.enter_context(ProcessCluster(rows, directory, (50, stops), **keys))
-            for stop, moved in zip(stops, moves, strict=True):
+            job = stack.enter_context(ProcessCluster(rows, directory, (44, stops), **keys))
+            for stop in stops:
                 for task in (W0, W1):
                     job.hear(task, "at", stop)
-                if moved is not None:
+                if disturbed and stop == 8:
+                    lose(job, lost)
+                elif disturbed and stop == 12:
+                    start_again(job, lost)
+                elif disturbed and stop == 26:
+                    all_go_on_with(job, lost)
+                    await_variables(job, lost)
                     (new,) = stack.enter_context(waiting(job, directory))
-                    move(job, moved, new)
+                    move(job, OTHER[lost], new)
+                elif disturbed:
+                    all_go_on_with(job, OTHER[lost])
+                    await_variables(job, OTHER[lost])
+                    lose(job, lost)
                 job.open(f"go {stop}")
             found.append([job.hear(task, "is") for task in (W0, W1)])
+            assert job.exited(W0) == job.exited(W1) == 0
     assert found[0] == found[1]

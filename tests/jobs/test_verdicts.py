@@ -109,11 +109,23 @@ def outcome(process: subprocess.Popen[bytes]) -> tuple[int, str]:
     return process.returncode, errors.decode()
 
 
-def test_a_second_process_and_a_second_job_are_refused(tmp_path):
-    """With a sentence that says what to do; the job that runs does not notice."""
-    with ProcessCluster(
-        count, tmp_path, (20, [[0, 5]]), **{**KEYS, "workers": 2, "timeouts": QUICK}, gates=["0 at 5"]
-    ) as job:
+def test_a_job_that_was_not_left_cleanly_is_discarded(tmp_path):
+    """A second process and a second job are refused, with a sentence that says what to do; so is `psctl job end`.
+
+    The job that runs does not notice, and goes on without its first server. Once its processes are dead its variables
+    are held for them: another job is refused until `psctl job end`. The server that keeps its sessions is asked whether
+    anybody is there, and told that it is over.
+    """
+    stops, gates = [[0, 5], [0, 8]], ["0 at 5", "0 at 8"]
+    keys = {**KEYS, "workers": 2, "replication": 1, "timeouts": QUICK}
+    with ProcessCluster(count, tmp_path, (20, stops), **keys, gates=gates) as job:
+        servers = ",".join(job.cluster.addresses[task] for task in (PS0, PS1))
+        psctl = [sys.executable, "-m", "psclient.psctl", "--address", servers, "job", "end"]
+        environ = os.environ | job.cluster._options.variables()
+
+        def end():
+            return forks.run(psctl, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
+
         job.hear(W0, "at", 5)
         strays = [job.stray(W1), job.stray(W0, PS_JOB="blue"), job.stray(CHIEF)]
         (second, said), (other, refused), (chief, rival) = map(outcome, strays)
@@ -123,55 +135,11 @@ def test_a_second_process_and_a_second_job_are_refused(tmp_path):
         assert f"set PS_JOB={job.cluster.job}" in refused
         assert "psctl job end" in refused
         assert "another process is chief of this job" in rival
-        job.open("0 at 5")
-        for task in (W0, W1):
-            assert [digits(total, 2) for total in job.hear(task, "sums")] == [[20, 20]] * 2
-        job.finish()
-
-
-def test_a_job_that_was_not_left_cleanly_is_discarded(tmp_path):
-    """Its processes are dead, and its variables are held for them: another job is refused until `psctl job end`.
-
-    While one of its processes is there, that is refused, too.
-    """
-    with ProcessCluster(count, tmp_path, (20, [[0, 5]]), **{**KEYS, "workers": 2}, gates=["0 at 5"]) as job:
-        servers = ",".join(job.cluster.addresses[task] for task in (PS0, PS1))
-        psctl = [sys.executable, "-m", "psclient.psctl", "--address", servers, "job", "end"]
-        environ = os.environ | job.cluster._options.variables()
-
-        def end():
-            return forks.run(psctl, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
-
-        job.hear(W0, "at", 5)
-        refused = end()
-        assert refused.returncode == 2
-        assert f"{CHIEF}, {W0}, {W1} of the job are here" in refused.stderr
-        for task in (CHIEF, W0, W1):
-            job.kill(task)
-        with job.server(PS0) as server:
-            job.until(lambda: not [s for s in server.status().sessions if s.state == "open"])
-        code, said = outcome(job.stray(W0, PS_JOB="blue"))
-        assert code == 2
-        assert "its variables are, and it was not left cleanly" in said
-        done = end()
-        assert (done.returncode, done.stdout) == (0, f"the job {job.cluster.job!r} is over\n"), done.stderr
-        assert {job.exited(task) for task in (PS0, PS1)} == {0}
-
-
-def test_a_job_that_goes_on_without_its_first_server_is_discarded(tmp_path):
-    """The server that keeps its sessions is asked whether anybody is there, and told that it is over."""
-    keys = {**KEYS, "workers": 2, "replication": 1, "timeouts": QUICK}
-    with ProcessCluster(count, tmp_path, (20, [[0, 5]]), **keys, gates=["0 at 5"]) as job:
-        servers = ",".join(job.cluster.addresses[task] for task in (PS0, PS1))
-        psctl = [sys.executable, "-m", "psclient.psctl", "--address", servers, "job", "end"]
-        environ = os.environ | job.cluster._options.variables()
-
-        def end():
-            return forks.run(psctl, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
-
-        job.hear(W0, "at", 5)
         job.kill(PS0)
         job.hear_error(W0, f"goes on without {PS0}")
+        job.open("0 at 5")
+        job.hear(W0, "at", 8)
+        assert job.said(W0, "did")[-1] == 7
         refused = end()
         assert refused.returncode == 2
         assert f"{CHIEF}, {W0}, {W1} of the job are here" in refused.stderr
@@ -179,6 +147,9 @@ def test_a_job_that_goes_on_without_its_first_server_is_discarded(tmp_path):
             job.kill(task)
         with job.server(PS1) as server:
             job.until(lambda: not [s for s in server.status().sessions if s.state == "open"])
+        code, said = outcome(job.stray(W0, PS_JOB="blue"))
+        assert code == 2
+        assert "its variables are, and it was not left cleanly" in said
         done = end()
         assert (done.returncode, done.stdout) == (0, f"the job {job.cluster.job!r} is over\n"), done.stderr
         assert job.exited(PS1) == 0

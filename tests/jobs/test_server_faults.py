@@ -15,7 +15,7 @@ import pytest
 import psclient as ps
 from psclient._src.processes.shutdown import SERVER_LOST
 from psserver.state.sessions import DEPUTY_BEATS
-from pstesting.processes import CHIEF, MARGIN, PS0, PS1, QUICK, W0, W1, ProcessCluster
+from pstesting.processes import CHIEF, PS0, PS1, QUICK, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, add_all, gate, say
 
 
@@ -52,43 +52,6 @@ def serve(rounds, stops):
 KEYS = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["go"]}
 
 
-@pytest.mark.parametrize("server", [PS0, pytest.param(PS1, marks=pytest.mark.soak)])
-def test_a_server_that_is_lost(tmp_path, server):
-    """Killed: within a lease every process knows which one, whatever it does, and ends."""
-    with ProcessCluster(serve, tmp_path, (20, [[1, 5]]), **KEYS) as job:
-        job.hear(W1, "at", 5)
-        job.kill(server)
-        began = time.monotonic()
-        for task in (W0, CHIEF):  # one waits in a round, one for news
-            text = job.hear_error(task, f"error: {server}: was lost (nothing listens there any more")
-            assert "restart from a checkpoint" in text
-            assert time.monotonic() - began < QUICK.lease + MARGIN
-        job.open("go")
-        for task in (W0, W1):
-            assert job.hear(task, "lost")[0] == str(server)
-            assert job.exited(task) == SERVER_LOST
-        assert job.exited(CHIEF) == SERVER_LOST
-        assert not job.said(W0, "sums")
-
-
-@pytest.mark.parametrize("server", [PS0, pytest.param(PS1, marks=pytest.mark.soak)])
-def test_a_server_that_pauses_is_waited_for(tmp_path, server):
-    """For two leases: everybody says that it is silent, nobody ends, and all goes on where it was."""
-    with ProcessCluster(serve, tmp_path, (20, [[1, 5]]), **KEYS) as job:
-        job.hear(W1, "at", 5)
-        job.kill(server, signal.SIGSTOP)
-        time.sleep(2 * QUICK.lease)
-        for task in (W0, W1, CHIEF):
-            job.hear_error(task, f"no answer from {server}")
-        job.open("go")
-        job.kill(server, signal.SIGCONT)
-        for task in (W0, W1):
-            assert job.hear(task, "sums") == [2020.0, 2020.0]
-        job.finish()
-        assert not job.said(W0, "lost")
-        assert "is complete without" not in job.errors(W0)
-
-
 IMPATIENT = dataclasses.replace(QUICK, lease=6.0, server=6.0)
 """A stopped server is given up soon, and none that computes for some seconds on a busy machine, nor a worker."""
 
@@ -107,20 +70,6 @@ def end_by_silence(job, server):
     job.kill(server, signal.SIGCONT)
     for task in (CHIEF, W0, W1):
         job.start(task)
-
-
-def test_a_server_that_is_silent_for_too_long_is_lost(tmp_path):
-    """After `PS_TIMEOUT_SERVER` every process ends, and says which server, for how long, and by which setting.
-
-    When all come back, the server as well, the job goes on from the checkpoint: nobody knows what it has missed.
-    """
-    with ProcessCluster(serve, tmp_path, (20, [[1, 5]]), **{**KEYS, "timeouts": IMPATIENT}) as job:
-        end_by_silence(job, PS1)
-        for task in (W0, W1):
-            assert job.hear(task, "restored") is True
-            assert job.hear(task, "begins") == [303.0, 303.0]
-            assert job.hear(task, "sums") == [2020.0, 2020.0]
-        job.finish()
 
 
 def go_on(rounds, stops):
@@ -177,41 +126,6 @@ def test_after_a_silence_of_server_0_the_job_goes_on_from_its_variables(tmp_path
             for found in job.hear(task, "sums"):
                 assert all(0 <= each <= 8 for each in divmod(found - before, 100))
         job.finish()
-
-
-def join(rounds):
-    """Counts rounds on both servers; says when it is about to open its sessions."""
-    say("begins")
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        v = ps.Variable(np.zeros(4), name="v")
-        u = ps.Variable(np.zeros(4), name="u")
-    while strategy.round < rounds:
-        say("at", strategy.round)
-        gate("go")
-        strategy.run(lambda: add_all([(v, np.ones(4)), (u, np.ones(4))]))
-
-
-def test_who_opens_its_sessions_learns_that_a_server_is_lost(tmp_path):
-    """As all others do, and not only when `PS_TIMEOUT_START` is over."""
-    with ProcessCluster(join, tmp_path, (5,), **KEYS) as job:
-        for task in (W0, W1):
-            job.hear(task, "at", 0)
-        job.kill(PS1, signal.SIGSTOP)  # it lets in nobody, and is not lost yet
-        job.kill(W1)
-        job.start(W1)
-        job.hear(W1, "begins")
-        with job.server(PS0) as keeper:
-            # Its second one: the first may be open for a moment after it was killed.
-            job.until(lambda: [s.state for s in keeper.status().sessions if s.member.task == W1][1:] == ["open"])
-            job.kill(PS1)
-            began = time.monotonic()
-            job.hear_error(W1, f"error: {PS1}: was lost")
-            assert time.monotonic() - began < QUICK.lease + MARGIN
-            assert job.exited(W1) == SERVER_LOST
-            # It has said goodbye, to the server that is there.
-            sessions = [s.state for s in keeper.status().sessions if s.member.task == W1]
-            assert sessions[-1] == "failed"
 
 
 @pytest.mark.parametrize("server", [pytest.param(PS0, marks=pytest.mark.soak), PS1])

@@ -1,0 +1,307 @@
+"""A server is lost, and another process is started in its place: it gets its variables back while the job goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from psserver.core.digests import ROUNDS
+from psserver.plans import backlog
+from pstesting.processes import CHIEF, PS0, PS1, W0, W1
+from pswire.cluster import Task
+from tests.kit.simulated import World, with_lease
+
+PS2, PS3 = Task("ps", 2), Task("ps", 3)
+OTHER = {PS0: PS1, PS1: PS0}
+BOTH = pytest.mark.parametrize("lost", [PS1, PS0], ids=str)
+
+
+def lose(job: World, *servers: Task) -> None:
+    """Kills servers; returns once the job goes on without each of them."""
+    for server in servers:
+        job.kill(server)
+        job.until(lambda server=server: server.index in job.gone)
+
+
+def start_again(job: World, server: Task) -> None:
+    """Starts a server again; returns once the next step will wait for it."""
+    job.start(server)
+    await_return(job, server)
+
+
+def await_return(job: World, server: Task) -> None:
+    """Returns once the log tells that a server comes back."""
+    other = OTHER[server]
+    job.until(lambda: (epoch := job.status(other).epoch) is not None and epoch.returns is not None)
+
+
+def come_back(job: World, *servers: Task) -> None:
+    """Starts servers again that were lost; returns once they have their variables."""
+    job.start(*servers)
+    job.until(lambda: job.is_back(*servers))
+
+
+@BOTH
+def test_a_server_comes_back(lost, caplog):
+    """Nobody restarts; then the other server is lost, and what came back has all: each step has counted once."""
+    with World() as job:
+        job.rounds(5)
+        lose(job, lost)
+        come_back(job, lost)
+        job.rounds(5)
+        lose(job, OTHER[lost])
+        assert job.finish() == [job.steps] * 2
+    for task in (CHIEF, W0, W1):
+        assert f"{task} goes on with {lost}, which is back" in caplog.text
+
+
+def test_two_servers_come_back():
+    """One after the other; then those are lost that had their copies."""
+    with World(servers=4) as job:
+        job.rounds(5)
+        lose(job, PS0, PS2)
+        come_back(job, PS0, PS2)
+        lose(job, PS1, PS3)
+        assert job.finish() == [job.steps] * 2
+
+
+@BOTH
+def test_the_chief_and_a_server_die_at_once_and_are_started_again(lost):
+    """The new chief finds a new process in the place of a server of which nobody knows that it was lost: no new job."""
+    with World() as job:
+        job.rounds(5)
+        job.kill(CHIEF, lost)
+        job.start(lost, CHIEF)
+        assert not job.status(lost).incarnations
+        await_return(job, lost)
+        job.until(lambda: job.is_back(lost))
+        lose(job, OTHER[lost])
+        assert job.finish() == [job.steps] * 2
+
+
+@BOTH
+def test_who_is_started_after_a_server_is_back_takes_part(lost):
+    """A worker, and a chief, that have never known the server as gone: they ask the one that keeps the log since."""
+    with World() as job:
+        job.rounds(5)
+        lose(job, lost)
+        come_back(job, lost)
+        job.kill(W1, CHIEF)
+        job.start(W1, CHIEF)
+        job.until(lambda: job.workers[W1].joined)
+        assert job.finish()[0] == job.steps
+
+
+def test_servers_are_started_anew_one_after_the_other():
+    """The first one twice; training goes on, and each step counts once."""
+    with World() as job:
+        job.rounds(5)
+        for server in (PS0, PS1, PS0):
+            lose(job, server)
+            come_back(job, server)
+        assert job.finish() == [job.steps] * 2
+
+
+def test_a_server_that_dies_while_it_is_taken_back(caplog):
+    """The job goes on without it, and takes back the process after it."""
+    with World() as job:
+        job.rounds(5)
+        lose(job, PS1)
+        job.start(PS1)
+        job.until(lambda: "answers again, as a new process" in caplog.text)
+        job.kill(PS1)
+        job.until(lambda: f"without {PS1}, which could not be taken back: {PS1}: was lost" in caplog.text)
+        job.rounds(5)
+        come_back(job, PS1)
+        lose(job, PS0)
+        assert job.finish() == [job.steps] * 2
+
+
+@pytest.mark.parametrize("killed", [CHIEF, W1], ids=str)
+def test_a_process_that_dies_while_a_server_is_taken_back(killed):
+    """Of a chief the lowest worker goes on with what it has begun; a worker is left out."""
+    with World(timeouts=with_lease(4.0)) as job:
+        job.rounds(5)
+        lose(job, PS1)
+        start_again(job, PS1)
+        job.pause(PS1)
+        job.kill(killed)
+        if killed == CHIEF:
+            job.until(lambda: job.workers[W0].chief)
+        else:
+            job.until(lambda: len(job.status(PS0).epoch.members) == 1)
+        job.resume(PS1)
+        job.until(lambda: job.is_back(PS1))
+        lose(job, PS0)
+        assert job.finish(chief=killed != CHIEF)[0] == job.steps
+
+
+def test_a_server_that_comes_too_late_ends_with_the_job():
+    """The job ends before anybody has taken it back; it is told so."""
+    with World() as job:
+        job.rounds(5)
+        lose(job, PS1)
+        job.finish(1)
+        assert not job.status(PS1).over
+    with World() as job:
+        job.rounds(5)
+        lose(job, PS1)
+        job.last = job.round + 2
+        job.start(PS1)
+        job.finish(0)
+        job.until(lambda: job.status(PS1).over)
+
+
+# ---- A server that reads its variables while training goes on ----
+
+
+@BOTH
+def test_training_goes_on_while_a_server_reads(lost):
+    """It takes part in all rounds of meanwhile, and has them all: the other server is lost then."""
+    with World() as job:
+        job.rounds(5)
+        lose(job, lost)
+        job.hold_files(lost)
+        job.looks = False
+        job.start(lost)
+        job.until(lambda: job.gone == set())
+        before = job.round
+        job.rounds(20)
+        assert job.status(lost).catching_up
+        assert job.status(lost).round > before + 10
+        job.let_read(lost)
+        job.looks = True
+        job.until(lambda: job.is_back(lost))
+        job.rounds(5)
+        lose(job, OTHER[lost])
+        assert job.finish() == [job.steps] * 2
+
+
+@BOTH
+def test_the_other_server_is_lost_while_one_reads(lost):
+    """What was handed over is on disk, and what came since it has: it goes on alone, once it has read."""
+    with World() as job:
+        job.rounds(5)
+        lose(job, lost)
+        job.hold_files(lost)
+        job.looks = False
+        job.start(lost)
+        job.until(lambda: job.gone == set())
+        job.until(lambda: not job.status(OTHER[lost]).saving)
+        job.rounds(10)
+        lose(job, OTHER[lost])
+        job.let_read(lost)
+        job.looks = True
+        job.rounds(10)
+        assert job.finish() == [job.steps] * 2
+
+
+def test_a_server_is_killed_while_it_reads():
+    """It is lost as any other; the next process reads what is handed over anew."""
+    with World() as job:
+        job.rounds(5)
+        lose(job, PS1)
+        job.hold_files(PS1)
+        job.looks = False
+        job.start(PS1)
+        job.until(lambda: job.gone == set())
+        job.rounds(5)
+        lose(job, PS1)
+        job.rounds(5)
+        job.let_read(PS1)
+        job.looks = True
+        come_back(job, PS1)
+        lose(job, PS0)
+        assert job.finish() == [job.steps] * 2
+
+
+def test_rounds_wait_where_too_much_is_to_be_made_up(monkeypatch):
+    """The backlog has a limit; nothing is lost by it."""
+    monkeypatch.setattr(backlog, "BACKLOG_BYTES", 8 * 2 * 2 * 4 * 8)
+    with World() as job:
+        job.rounds(5)
+        lose(job, PS1)
+        job.hold_files(PS1)
+        job.looks = False
+        job.start(PS1)
+        job.until(lambda: job.gone == set())
+        job.wait(3.0)
+        last = job.round
+        job.wait(3.0)
+        assert job.round == last
+        job.let_read(PS1)
+        job.looks = True
+        job.rounds(10)
+        job.until(lambda: job.is_back(PS1))
+        lose(job, PS0)
+        assert job.finish() == [job.steps] * 2
+
+
+# ---- A server that has other values than its copies ----
+
+
+@pytest.mark.parametrize(("variable", "home", "failing"), [(0, PS0, PS1), (2, PS2, PS0)], ids=str)
+def test_a_server_with_another_value_is_taken_back_with_the_right_one(variable, home, failing, caplog):
+    """One bit of a copy: within a span of rounds both servers name it, and the sums are exact without the other one.
+
+    Of three servers the one that fails keeps the log.
+    """
+    with World(servers=max(home.index, failing.index) + 1) as job:
+        job.rounds(5)
+        last = job.round
+        job.fail(failing, variable)
+        job.until(lambda: job.process(failing).outlived)
+        assert last < job.round <= last + 2 * ROUNDS
+        for one, other in ((home, failing), (failing, home)):
+            assert f"{one} has other values than {other} after round " in caplog.text
+        assert f"goes on without {failing}: had other values than {home} after round " in caplog.text
+        come_back(job, failing)
+        before = job.round
+        job.until(lambda: job.round > before + 2 * ROUNDS)
+        assert not job.status(failing).differences
+        lose(job, home)
+        assert job.finish() == [job.steps] * 2
+    assert caplog.text.count("has other values than") == 2
+
+
+def test_servers_that_compute_differently(caplog):
+    """One of them is started anew once; then both go on, and the log says why, once."""
+    with World() as job:
+        job.rounds(5)
+        job.fail(PS1, 0, always=True)
+        job.until(lambda: job.process(PS1).outlived)
+        job.start(PS1)
+        job.until(lambda: job.is_back(PS1))
+        job.fail(PS1, 0, always=True)
+        job.until(lambda: f"{PS0} and {PS1} have other values since round " in caplog.text)
+        assert "and stay so: they began with the same, and so compute differently; run both on" in caplog.text
+        before = job.round
+        job.until(lambda: job.round > before + 2 * ROUNDS)
+        assert {each.server for each in job.status(PS0).differences} == {1}
+        assert job.failures() == {}
+    assert caplog.text.count("and stay so") == 1
+
+
+def test_the_last_copy_is_kept(caplog):
+    """While the server is gone that has copies of what the failing one holds, nobody is given up; the log says why."""
+    with World(servers=3) as job:
+        job.rounds(5)
+        lose(job, PS1)
+        job.fail(PS0, 2)
+        job.until(lambda: f"{PS0} and {PS2} have other values since round " in caplog.text)
+        assert "no other copy would be left" in caplog.text
+        job.rounds(5)
+        assert job.gone == {1}
+        assert job.failures() == {}
+
+
+def test_undisturbed_servers_never_differ(caplog):
+    """Nor do they where a server comes back, or a worker is left out."""
+    with World(servers=3) as job:
+        job.until(lambda: job.round > ROUNDS)
+        lose(job, PS1)
+        come_back(job, PS1)
+        job.kill(W1)
+        before = job.round
+        job.until(lambda: job.round > before + 2 * ROUNDS)
+        assert job.finish()[0] == job.steps
+    assert "other values" not in caplog.text
