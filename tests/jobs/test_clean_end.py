@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -21,6 +19,7 @@ from pstesting.processes import CALM, PS0, PS1, SECONDS, ProcessCluster, until
 from pstesting.script import add, gate, say
 from pswire.cluster import ClusterSpec
 from tests.kit.residue import children, listens, open_files
+from tests.kit.shell import shell
 
 ROOT = Path(__file__).parents[2]
 
@@ -163,11 +162,12 @@ def leave_nothing():
     strategies_with_servers_of_their_own()
 
 
-def test_strategies_leave_nothing_in_their_process():
+def test_strategies_leave_nothing_in_their_process(tmp_path):
     """Jobs, one after the other on the same two servers: threads and descriptors stay as they are.
 
     Without a cluster each strategy has a server of its own, which is gone when the strategy is closed.
     """
-    call = f"from {__name__} import leave_nothing; leave_nothing()"
-    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, cwd=ROOT, timeout=SECONDS)
-    assert done.returncode == 0, done.stderr
+    call = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from {__name__} import leave_nothing; leave_nothing()"
+    (tmp_path / "program.py").write_text(call)
+    done = shell(["python", "program.py"], tmp_path, SECONDS)
+    assert (done.code, done.left) == (0, ()), done.err
