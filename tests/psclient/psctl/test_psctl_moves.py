@@ -33,14 +33,15 @@ def count():
     while not (DIRECTORY / "enough").exists():
         strategy.run(step)
         steps += 1
-        time.sleep(0.1)  # a job that waits for psctl needs no more rounds
+        time.sleep(0.4)  # a job that waits for psctl needs no more rounds
     say("is", [each.numpy().tolist() == [steps] * len(each.numpy()) for each in counts])
 
 
-def domains(run):
-    """How many servers each failure domain has, as psctl sees it; notes where they are."""
+def domains(run, psctl_of):  # noqa: F811
+    """How many servers each failure domain has, as psctl sees it; from now on it is told where they are."""
     servers = run.json("status")[1]["servers"]
     run.job.cluster.addresses |= {Task.parse(server["task"]): server["address"] for server in servers}
+    psctl_of(run.job)
     return Counter(server["domain"] for server in servers)
 
 
@@ -50,24 +51,24 @@ def test_servers_are_spread_drained_and_moved(tmp_path, psctl_of):  # noqa: F811
         job = stack.enter_context(ProcessCluster(count, tmp_path, (), ps=4, replication=1, **KEYS))
         run = psctl_of(job)
         run.until(lambda view: view["round"] > 0)
-        (here,) = domains(run)
+        (here,) = domains(run, psctl_of)
         stack.enter_context(waiting(job, tmp_path, 2, domain="b"))
         code, text = run("status")
         assert (code, text.count("(in b) waits for the place of a server")) == (0, 2)
         code, told = run.json("rebalance")
         assert (code, len(told["moved"])) == (0, 2)
-        assert domains(run) == {here: 2, "b": 2}
+        assert domains(run, psctl_of) == {here: 2, "b": 2}
         assert run("rebalance") == (0, "no server has to move\n")
 
         (one, two) = stack.enter_context(waiting(job, tmp_path, 2, domain="c"))
         code, told = run.json("drain", "b")
         assert (code, {each["to"] for each in told["moved"]}) == (0, {one.address, two.address})
-        assert domains(run) == {here: 2, "c": 2}
+        assert domains(run, psctl_of) == {here: 2, "c": 2}
 
         (new,) = stack.enter_context(waiting(job, tmp_path, 1, domain="d"))
         code, text = run("move", "ps:0", "--to", new.address)
         assert (code, text) == (0, f"/job:ps/task:0 has moved to {new.address}\n")
-        assert domains(run)["d"] == 1
+        assert domains(run, psctl_of)["d"] == 1
         (tmp_path / "enough").touch()
         assert job.hear(W0, "is") == [True] * 4
         assert {job.exited(task) for task in (W0, CHIEF)} == {0}
