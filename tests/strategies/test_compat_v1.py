@@ -9,7 +9,7 @@ import pytest
 
 import psclient as ps
 from psclient.compat import v1
-from tests.kit.strategies import in_replicas, kind_of, replicas, variable
+from tests.kit.strategies import kind_of, replicas, variable
 
 ATTRIBUTES = (
     "experimental_between_graph",
@@ -75,55 +75,6 @@ def test_a_strategy_s_extended_is_made_of_it(strategy):
     again.update(v, lambda v: v.assign_add(1.0))
     again.call_for_each_replica(lambda: None)
     assert (v.numpy().tolist(), again.variable_created_in_scope(made[0])) == ([1.0] * 3, True)
-
-
-def test_call_for_each_replica_runs_the_function_once_in_each(strategy):
-    """The documents' example: the replicas meet, and the merge function sums over them."""
-
-    def merge_fn(distribution, three_plus_replica_id):
-        return sum(distribution.experimental_local_results(three_plus_replica_id))
-
-    def fn(three):
-        replica_ctx = ps.get_replica_context()
-        v = three + replica_ctx.replica_id_in_sync_group
-        s = replica_ctx.merge_call(merge_fn, args=(v,))
-        return s + v
-
-    with strategy.scope():
-        merged_results = strategy.extended.call_for_each_replica(fn, args=[3])
-    n = replicas(strategy)
-    total = 3 * n + n * (n - 1) // 2
-    expected = tuple(total + 3 + replica for replica in range(n))
-    assert strategy.experimental_local_results(merged_results) == expected
-    named = strategy.extended.call_for_each_replica(lambda a, b: (a, b), kwargs={"a": "x", "b": None})
-    assert named == ("x", None)
-
-
-def test_a_value_is_broadcast(strategy):
-    """To devices, one or several, and to where a variable lives; numbers and variables too."""
-    extended, n = strategy.extended, replicas(strategy)
-    devices, v = extended.worker_devices, variable(strategy, [1.0, 2.0, 3.0])
-    for value in (np.full(3, 2.0), 2.0, variable(strategy, [2.0, 2.0, 2.0])):
-        one, every = extended.broadcast_to(value, devices[0]), extended.broadcast_to(value, list(devices))
-        assert np.asarray(one).max() == 2.0
-        assert [np.asarray(x).max() for x in strategy.experimental_local_results(every)] == [2.0] * n
-        beside = extended.broadcast_to(value, v)
-        extended.update(v, lambda v, x: v.assign(x), (beside,))
-        assert v.numpy().tolist() == [2.0] * 3
-    assert in_replicas(strategy, lambda _, own: float(own), extended.broadcast_to(5.0, list(devices))) == (5.0,) * n
-
-
-def test_read_var_gives_the_aggregate_of_replica_local_variables(strategy):
-    """And the value of any other, which nobody can change."""
-    keys = {"synchronization": ps.VariableSynchronization.ON_READ, "aggregation": ps.VariableAggregation.SUM}
-    local, v = variable(strategy, 0.0, **keys), variable(strategy, [1.0, 2.0, 3.0])
-    in_replicas(strategy, lambda _: local.assign_add(2.0))
-    assert float(strategy.extended.read_var(local)) == 2.0 * replicas(strategy)
-    with pytest.raises(ValueError, match="read-only"):
-        strategy.extended.read_var(v)[0] = 1.0
-    for wrong in (np.ones(3), None):
-        with pytest.raises(TypeError, match="read_var takes a variable"):
-            strategy.extended.read_var(wrong)
 
 
 def test_a_numpy_dataset_takes_a_session_and_has_no_use_for_it(strategy):

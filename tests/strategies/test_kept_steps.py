@@ -212,14 +212,14 @@ FACTOR = 1.0
 
 
 class Scaled(ps.optimizers.Optimizer):
-    """A step times a global."""
+    """A step times a global, and times what it may have been given."""
 
     def update(self, v, gradient, iterations):
-        v.assign_sub(FACTOR * self.learning_rate * gradient)
+        v.assign_sub(FACTOR * getattr(self, "own", 1.0) * self.learning_rate * gradient)
 
 
 def test_what_functions_read_is_looked_at_in_each_step(strategy, monkeypatch):
-    """Another global, or another method of the optimizer's class, is another step."""
+    """Another attribute, another global, or another method of the optimizer's class, is another step."""
     w = variable(strategy, np.zeros(1))
     with strategy.scope():
         optimizer = Scaled(1.0)
@@ -230,8 +230,10 @@ def test_what_functions_read_is_looked_at_in_each_step(strategy, monkeypatch):
         return (before - w.numpy()).tolist()
 
     assert [change(), change()] == [[1.0], [1.0]]
+    optimizer.own = 2.0
+    assert [change(), change()] == [[2.0], [2.0]]
     monkeypatch.setitem(globals(), "FACTOR", 3.0)
-    assert [change(), change()] == [[3.0], [3.0]]
+    assert [change(), change()] == [[6.0], [6.0]]
     monkeypatch.setattr(Scaled, "update", lambda self, v, g, t: v.assign_sub(5.0 * g))
     assert [change(), change()] == [[5.0], [5.0]]
 

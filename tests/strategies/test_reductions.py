@@ -150,17 +150,6 @@ def test_what_cannot_be_reduced(strategy, op):
         assert raised.type is error, name
 
 
-def test_the_example_of_the_documents(strategy):
-    """The last six of a batch of eight: their mean is not the mean of the replicas' means."""
-    parts = [np.arange(4.0), np.arange(4.0, 6.0), np.zeros(0), np.zeros(0)]
-    examples = np.concatenate(parts[: replicas(strategy)])
-    x = of_each(strategy, parts)
-    assert strategy.reduce(ps.ReduceOp.SUM, x, axis=0) == examples.sum()
-    assert strategy.reduce(ps.ReduceOp.MEAN, x, axis=0) == examples.mean()
-    if replicas(strategy) == 2:
-        assert strategy.reduce("mean", of_each(strategy, [part.mean() for part in parts[:2]]), axis=None) == 3.0
-
-
 def test_shapes_that_differ_need_an_axis(strategy):
     """The error has both shapes and what to write; nothing is broken by it."""
     x = of_each(strategy, [np.ones((4, 3)), np.ones((2, 3)), np.ones((4, 3)), np.ones((4, 3))])

@@ -139,13 +139,14 @@ def each_copy(strategy, v):
 
 @pytest.mark.parametrize("how", SCATTERED)
 def test_rows_are_scattered_across_replicas(strategy, how):
-    """In the scope, or outside, which is the same; each copy gets the same; what was read before stays."""
+    """In the scope, or outside, which is the same; each copy gets the same; what was read stays, and is read-only."""
     v = variable(strategy, TABLE)
     before = v.numpy()
     with strategy.scope() if len(how) % 2 else contextlib.nullcontext():
         assert getattr(v, how)(twice()) is v
     assert each_copy(strategy, v) == [SCATTERED[how]] * copies(strategy, v)
     assert before.tolist() == TABLE.tolist()
+    assert not v.numpy().flags.writeable
 
 
 @once(strategy=("mirrored-1", "mirrored-2", "servers-2x2"), how=SCATTERED)

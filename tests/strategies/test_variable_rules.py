@@ -443,9 +443,14 @@ def test_a_variable_is_one_value_to_a_reduction(strategy):
 
 
 def test_read_var_reads_in_every_context(strategy):
-    """It gives the value, and refuses a variable that the strategy has not made."""
+    """It gives the value, which nobody can change, and refuses what is no variable, or none of the strategy's."""
     extended, v = strategy.extended, variable(strategy, [1.0, 2.0, 3.0])
     assert np.asarray(extended.read_var(v)).tolist() == [1.0, 2.0, 3.0]
+    with pytest.raises(ValueError, match="read-only"):
+        extended.read_var(v)[0] = 1.0
+    for wrong in (np.ones(3), None):
+        with pytest.raises(TypeError, match="read_var takes a variable"):
+            extended.read_var(wrong)
     found = in_replicas(strategy, lambda _, own: np.asarray(extended.read_var(own)).tolist(), v)
     assert found == ([1.0, 2.0, 3.0],) * replicas(strategy)
     with ps.MirroredStrategy(["cpu:0"]) as other, pytest.raises(ValueError, match="scope of another strategy"):
