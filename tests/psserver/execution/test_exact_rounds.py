@@ -24,28 +24,34 @@ V, M, OTHER = (Ref("variable", n) for n in range(3))
 POWER = Program((Input("variable", NUMBERS), Input("value", NUMBERS)), (Node("pow", (0, 1)),), ((0, 2),), ())
 
 
-HEAVY = Program(
-    (*[Input("variable", TABLE)] * 2, Input("value", TABLE), *[Input("operand", NUMBER)] * 2),
-    (Node("multiply", (4, 1)), Node("add", (5, 2)), Node("multiply", (3, 6)), Node("subtract", (0, 7))),
-    ((0, 8), (1, 6)),
-    (),
-)
-"""A moment that decays, and a table that goes with it."""
-
-HALVED = Program(
-    (Input("variable", TABLE), Input("value", TABLE), Input("operand", NUMBER)),
-    (Node("multiply", (0, 2)), Node("add", (3, 1))),
-    ((0, 4),),
-    (),
-)
-"""A table of which half stays."""
+def heavy(spec):
+    """A moment that decays, and a table that goes with it."""
+    return Program(
+        (*[Input("variable", spec)] * 2, Input("value", spec), *[Input("operand", NUMBER)] * 2),
+        (Node("multiply", (4, 1)), Node("add", (5, 2)), Node("multiply", (3, 6)), Node("subtract", (0, 7))),
+        ((0, 8), (1, 6)),
+        (),
+    )
 
 
-def plan_of(program, op="sum", sparse="exact", *, fails=False):
-    """A plan that updates the tables by rows; one that may fail raises numbers to a power after it."""
-    variables = [V, M] if program is HEAVY else [V]
+def halved(spec):
+    """A table of which half stays."""
+    return Program(
+        (Input("variable", spec), Input("value", spec), Input("operand", NUMBER)),
+        (Node("multiply", (0, 2)), Node("add", (3, 1))),
+        ((0, 4),),
+        (),
+    )
+
+
+HEAVY, HALVED = heavy(TABLE), halved(TABLE)
+
+
+def plan_of(program, op="sum", sparse="exact", *, fails=False, form="rows"):
+    """A plan that updates the tables by rows or keys; one that may fail raises numbers to a power after it."""
+    variables = [V, M][: [item.kind for item in program.inputs].count("variable")]
     operands = [Ref("operand", n) for n in range(len(program.inputs) - len(variables) - 1)]
-    reductions = [Reduction(op, TABLE, (0,), "", "rows")]
+    reductions = [Reduction(op, program.inputs[0].spec, (0,), "", form)]
     applies = [Apply(0, (0,), (*variables, Ref("reduction", 0), *operands), sparse)]
     programs = [program]
     if fails:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,50 +15,18 @@ from psserver.state.variables import Store
 from psserver.tables.native import Native
 from pswire.api import RowRead
 from pswire.errors import ProgramError
-from pswire.model.plan import Apply, Operand, PlacedVariable, Plan, Reduction, Ref, VariableSpec
-from pswire.model.program import Input, Node, Program
+from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.rows import Rows
 from pswire.model.tables import Constant, GlobalStepEvict, L2WeightEvict, SlotTensor, TableSpec
-from pswire.model.tensor import TensorSpec
 from tests.kit.contributions import WHOLE, part_of, round_of, share
 from tests.kit.programs import kept_kernels, same_bits
+from tests.psserver.execution.test_exact_rounds import NUMBERS, halved, heavy
+from tests.psserver.execution.test_exact_rounds import plan_of as plan_of_rows
 
-NUMBER, NUMBERS = TensorSpec("float32", ()), TensorSpec("int64", (3,))
-V, M, OTHER = (Ref("variable", n) for n in range(3))
-POWER = Program((Input("variable", NUMBERS), Input("value", NUMBERS)), (Node("pow", (0, 1)),), ((0, 2),), ())
 MOMENT = SlotTensor("m", "float32", (2,), 0.5)
-
 SPEC = TableSpec((2,), initializer=Constant(3.0))
-
-HEAVY = Program(
-    (*[Input("variable", WHOLE)] * 2, Input("value", WHOLE), *[Input("operand", NUMBER)] * 2),
-    (Node("multiply", (4, 1)), Node("add", (5, 2)), Node("multiply", (3, 6)), Node("subtract", (0, 7))),
-    ((0, 8), (1, 6)),
-    (),
-)
-"""A moment that decays, and a table that goes with it."""
-
-HALVED = Program(
-    (Input("variable", WHOLE), Input("value", WHOLE), Input("operand", NUMBER)),
-    (Node("multiply", (0, 2)), Node("add", (3, 1))),
-    ((0, 4),),
-    (),
-)
-"""A table of which half stays."""
-
-
-def plan_of(program, op="sum", sparse="exact", *, fails=False):
-    """A plan that updates the table by keys; one that may fail raises numbers to a power after it."""
-    variables = [V, M] if program is HEAVY else [V]
-    operands = [Ref("operand", n) for n in range(len(program.inputs) - len(variables) - 1)]
-    reductions = [Reduction(op, WHOLE, (0,), "", "keys")]
-    applies = [Apply(0, (0,), (*variables, Ref("reduction", 0), *operands), sparse)]
-    programs = [program]
-    if fails:
-        reductions.append(Reduction("sum", NUMBERS, (0,)))
-        programs.append(POWER)
-        applies.append(Apply(1, (0,), (OTHER, Ref("reduction", 1))))
-    return Plan(tuple(reductions), tuple(Operand(NUMBER, (0,)) for _ in operands), tuple(programs), tuple(applies))
+HEAVY, HALVED = heavy(WHOLE), halved(WHOLE)
+plan_of = partial(plan_of_rows, form="keys")
 
 
 class Server:

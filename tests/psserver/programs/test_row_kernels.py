@@ -92,7 +92,7 @@ def every_op(dtype, shape=(SIZE, 40)):
 
 def first(*dtypes, of):
     """Parameters of which all but a few are for CI or the soak: to compile takes long."""
-    later = {dtype: pytest.mark.ci if dtype == "bfloat16" else pytest.mark.soak for dtype in of}
+    later = {dtype: pytest.mark.ci if dtype in ("bfloat16", "int32") else pytest.mark.soak for dtype in of}
     return [dtype if dtype in dtypes else pytest.param(dtype, marks=later[dtype]) for dtype in sorted(of)]
 
 
@@ -124,7 +124,7 @@ WIDTHS = (1, 2, 7, 8, 9, 15, 64, 100, 127, 128, 129, 136, 137, 255, 264, 300, 10
 REDUCED_DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "uint8", "int64")
 
 
-@pytest.mark.parametrize("dtype", first("float16", "float32", "int32", of=REDUCED_DTYPES))
+@pytest.mark.parametrize("dtype", first("float16", "float32", of=REDUCED_DTYPES))
 def test_rows_of_any_width_are_reduced_as_numpy_reduces(kernels, dtype):
     """Bit for bit, with the pairs in which it sums."""
     for width in WIDTHS:
