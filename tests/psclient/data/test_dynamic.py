@@ -132,11 +132,11 @@ def test_quick_steps_ask_for_several_batches_at_a_time(job, monkeypatch):
     plainly = module.HandedOut._note
     monkeypatch.setattr(module.HandedOut, "_note", lambda self, latency: plainly(self, latency + 1.0))
     asked = job.asked()
-    for _ in job.data(arrays(600, 1)):
+    for _ in job.data(arrays(300, 1)):
         job.update()
-    assert job.sum.numpy() == 600
+    assert job.sum.numpy() == 300
     assert max(ask.want for ask in asked) > 8
-    assert len(asked) < 200
+    assert len(asked) < 100
 
 
 def test_a_batch_is_done_with_its_round_of_updates(job):

@@ -345,7 +345,7 @@ def test_a_round_may_take_longer_than_a_host_may_be_silent(
 ) -> None:
     """A server that reads no more of a push until others have sent theirs has not lost its power."""
     monkeypatch.setattr(sockets, "tune", lambda sock, silence, breaks: tune(sock, 1.0, breaks))
-    site = Site(stack, name, variables=24, between=lambda lanes: setattr(lanes, "in_flight", 4 << 20))
+    site = Site(stack, name, variables=14, between=lambda lanes: setattr(lanes, "in_flight", 4 << 20))
     here, other = site.workers
     lane = site.lane(here)
     first = site.push(here, 1)
@@ -364,7 +364,7 @@ def test_close_leaves_nothing(stack: ExitStack, others: set[threading.Thread], n
     site.round()
     gc.collect()
     before = files(), mappings()
-    for _ in range(3):
+    for _ in range(2):
         server = site.connect(name)
         site.job.end(WORKERS[-1])
         session = server.open(WORKERS[-1], 1, 0, False).session
@@ -583,10 +583,10 @@ def test_a_fork_may_look_at_what_was_read_before(stack: ExitStack, name: LaneNam
     fork = Forked(stack, lambda: bool((values[0] == 3.0).all()))
     assert fork.looks()
     values.clear()
-    for _ in range(5):
+    for _ in range(3):
         site.round()
         values = [site.pulled(site.workers[0])]
-    assert (values[0] == 18.0).all()
+    assert (values[0] == 12.0).all()
     assert fork.looks()
 
 
@@ -630,7 +630,7 @@ def test_forks_that_overlap_hold_no_more_than_each_looks_at(stack: ExitStack) ->
     site = Site(stack, "shm", elements=SIZE)
     ring, _ = site.lanes.outbox()
     before: list[Forked] = []
-    for _ in range(6):
+    for _ in range(4):
         site.round()
         value = site.pulled(site.workers[0])
         fork = Forked(stack, lambda value=value, first=float(value[0]): bool((value == first).all()))
