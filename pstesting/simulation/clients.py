@@ -219,8 +219,7 @@ class SimulatedProcess:
     def kill(self) -> None:
         """Ends it where it stands; whoever waits for it is not told."""
         self.strand.stop()
-        for line in self.lines:
-            self.scheduler.after(RESET_SECONDS, line.end)
+        self._part()
         if self._process is not None:
             self._process.kill()
 
@@ -229,7 +228,13 @@ class SimulatedProcess:
             self._script()
         except PSError as error:
             self.failure = error
+            self._part()
         self.strand.alive = False
+
+    def _part(self) -> None:
+        """Its connections end."""
+        for line in self.lines:
+            self.scheduler.after(RESET_SECONDS, line.end)
 
     def _script(self) -> None:
         raise NotImplementedError

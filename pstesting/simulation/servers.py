@@ -317,8 +317,11 @@ class Line:
 
     def end(self) -> None:
         """The client has ended: what the server holds for it ends as well."""
+        self._server.loop.do(0.0, self._part)
+
+    def _part(self) -> None:
         for made in self._held:
-            if self._server.alive and not made.done():
+            if not made.done():
                 made.cancel()
 
     def grow_silent(self, is_silent: Callable[[], bool]) -> None:

@@ -183,29 +183,6 @@ def test_a_connection_is_dropped_in_silence(tmp_path, ways):
         job.end()
 
 
-@pytest.mark.soak
-def test_a_worker_hangs(tmp_path):
-    """The others go on without it when the round's timeout has passed; it ends when it wakes."""
-    with ExitStack() as stack:
-        job = Scenario(stack, tmp_path, SHORT, 30, [(2, 8), (0, 20)])
-        job.arrive(8, W2)
-        job.arrive(20, W0)
-        job.wake(8, W2)
-        job.go_on(20, W0)
-        job.end(W2)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("server", [PS0, PS1], ids=["first", "second"])
-def test_a_server_stands_still(tmp_path, server):
-    """All wait for it, and go on where they were."""
-    with ExitStack() as stack:
-        job = Scenario(stack, tmp_path, SHORT, 30, [(0, 8)])
-        job.arrive(8, W0)
-        job.pause(server, 8, W0)
-        job.end()
-
-
 def test_one_after_the_other(tmp_path):
     """A connection is dropped, a worker hangs, a server pauses for two leases: the sums are those of the records.
 

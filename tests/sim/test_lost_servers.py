@@ -217,6 +217,29 @@ def test_a_server_that_is_silent_for_too_long_is_lost(lost):
             assert_lost(error, lost, "for 6 s (PS_TIMEOUT_SERVER")
 
 
+@BOTH
+def test_a_job_whose_server_was_silent_for_too_long_is_started_again(lost):
+    """Nobody knows what another server has missed: a new job begins, and has nothing of the old one.
+
+    But nobody could write to the log that server 0 is lost, and it is not: its variables count, with all rounds that
+    were complete, what was under way at most once, and all that the next lives do.
+    """
+    with World(copies=0, timeouts=with_lease(2.0, server=6.0)) as job:
+        job.rounds(5)
+        job.pause(lost)
+        job.until(lambda: len(job.failures()) == 3)
+        job.resume(lost)
+        before, job.lives = job.lives, [] if lost == PS1 else job.lives
+        job.deaths |= {W0: 1, W1: 1}
+        job.start(CHIEF, W0, W1)
+        job.until(lambda: all(job.workers[task].made for task in (W0, W1)))
+        first = min(job.workers[W0].made)
+        assert (first == 0) == (lost == PS1)
+        job.rounds(5)
+        job.finish()
+        assert {worker.last for worker in before[:2]} == {4}
+
+
 def test_who_opens_its_sessions_learns_that_a_server_is_lost():
     """As all others do, and not only when `PS_TIMEOUT_START` is over."""
     with World(copies=0) as job:
