@@ -26,6 +26,7 @@ def measured(tmp_path, *works):
     return found, {(row["work"], row["way"]): row for row in found["rows"]}
 
 
+@pytest.mark.soak
 def test_a_trace_shows_that_the_first_gradient_leaves_early(tmp_path):
     """Before backward ends, in the median of the steps of 100 MB."""
     _, rows = measured(tmp_path, "trace")

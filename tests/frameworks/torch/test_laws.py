@@ -49,7 +49,7 @@ def test_workers_compute_what_one_computes(kind, options, dtype):
     """To 1e-6 after 30 steps; and all of them have the same bits."""
     alone = mlp(dtype)
     steps(alone, kind(alone.parameters(), lr=0.01, **options), batches(30, dtype=dtype))
-    for workers in (1, 2, 3):
+    for workers in (2, 3):
         found = trained(workers, 2, lambda: kind, dtype, lr=0.01, **options)
         assert apart(found[0], alone) < 1e-6
         for other in found[1:]:
@@ -61,7 +61,7 @@ def test_servers_change_no_bit(kind):
     """With `deterministic=True` three workers compute the same parameters on one, two and three servers, in any run."""
     options = {"lr": 0.01} if isinstance(kind(), type) else {}
     options |= {"apart_by": 0.001, "deterministic": True}
-    found = [trained(3, n, kind, torch.float32, **options)[0] for n in (1, 2, 3)]
+    found = [trained(3, n, kind, torch.float32, 15, **options)[0] for n in (1, 2, 3)]
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
 
