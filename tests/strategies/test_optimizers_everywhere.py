@@ -131,3 +131,4 @@ def test_what_is_built_is_used(strategy):
     both.build([w, u])
     assert [x.devices for x in both.variables if x is not both.iterations] == [w.devices] * 2 + [u.devices] * 2
     assert both.iterations.devices == strategy.extended.non_slot_devices([w, u])
+    assert not any(x.trainable for x in both.variables)

@@ -12,7 +12,7 @@ from pstesting.in_process import InProcessCluster
 from tests.kit.covering import once
 from tests.kit.strategies import EMBEDDED, kinds, opened, patient
 
-SERVERS = kinds("servers-1x1", "servers-2x2", soak=EMBEDDED)
+SERVERS = kinds("servers-1x1", "servers-3x2", soak=EMBEDDED)
 
 
 @contextmanager
