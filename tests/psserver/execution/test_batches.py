@@ -24,7 +24,7 @@ from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.kit.programs import job_of, kept_kernels, run, same_bits
+from tests.kit.programs import job_of, run, same_bits
 from tests.kit.searches import search
 
 RATE = TensorSpec("float32", ())
@@ -34,14 +34,6 @@ POWER = Program(
     ((0, 2),),
     (),
 )
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    """Kernels for arrays of any size, from the second round on."""
-    made = kept_kernels(patience=1, smallest=0)
-    yield made
-    made.close()
 
 
 def descent(size):

@@ -16,17 +16,9 @@ from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from tests.kit.compressed import CODECS, DTYPES, Worker
-from tests.kit.programs import job_of, kept_kernels, run, same_bits
+from tests.kit.programs import job_of, run, same_bits
 
 V = Ref("variable", 0)
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    """Kernels for arrays of any size, from the second round on: they may not take bytes for numbers."""
-    made = kept_kernels(patience=1, smallest=0)
-    yield made
-    made.close()
 
 
 def adding(spec, codec, op="sum", form="dense", count=1):

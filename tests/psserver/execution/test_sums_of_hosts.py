@@ -12,19 +12,11 @@ from psserver.plans.sums import shares_of, total_weights
 from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.transport.payload import Payload
-from tests.kit.programs import job_of, kept_kernels, run, same_bits
+from tests.kit.programs import job_of, run, same_bits
 from tests.kit.rig import adding
 
 NONE = (0, 0, 0, 0)
 INTERLEAVED = (7, 9, 7, 9)
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    """Kernels for arrays of any size, from the second round on."""
-    made = kept_kernels(patience=1, smallest=0)
-    yield made
-    made.close()
 
 
 def plan_of(spec, op="sum"):
