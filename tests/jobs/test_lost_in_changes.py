@@ -66,11 +66,12 @@ def expected(job):
 @pytest.mark.parametrize(
     "killed",
     [
-        {1: "early", 2: "early", 3: "late", 4: "chief"},
-        pytest.param({1: "late", 2: "late", 3: "early", 4: "early"}, marks=pytest.mark.soak),
-        pytest.param({2: "chief", 4: "late"}, marks=pytest.mark.soak),
+        pytest.param({1: "early", 2: "early", 3: "late", 4: "chief"}, id="all"),
+        pytest.param({1: "late", 4: "late"}, id="late", marks=pytest.mark.soak),
+        pytest.param({2: "late"}, id="late to rounds of all", marks=pytest.mark.soak),
+        pytest.param({3: "early"}, id="early", marks=pytest.mark.soak),
+        pytest.param({2: "chief", 4: "early"}, id="chief first", marks=pytest.mark.soak),
     ],
-    ids=str,
 )
 def test_a_worker_that_is_killed_in_changes_comes_back(tmp_path, killed):
     """Before a change is made, or after it: each contribution counts once, and its processes make rounds as the others.
