@@ -12,7 +12,7 @@ from pswire.limits import PART_BYTES
 from tests.kit.compressed import CODECS, Worker
 from tests.kit.learn import in_threads
 
-RATE, ROUNDS = 0.1, 140
+RATE, ROUNDS = 0.1, 90
 LARGE = PART_BYTES * 5 // 8
 """Elements of which a round streams though each is sent in 2 bytes."""
 

@@ -72,6 +72,7 @@ def plain(example, files, epochs, batch, width, noise=8, often=0.01, rate=0.2, a
     return example.auc(*rows), sizes
 
 
+@pytest.mark.ci  # that of the recommender has tables as well
 def test_a_cluster_learns_what_numpy_learns(example, examples, tmp_path):
     """Two servers, two workers: as good, and as many rows; one process goes on, and what it exports needs no server."""
     script = str(examples / "embeddings.py")

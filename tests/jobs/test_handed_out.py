@@ -77,7 +77,7 @@ def rows_of(job, *tasks):
     return found
 
 
-@pytest.mark.parametrize(("servers", "bound"), [(2, -1), (1, 60)])
+@pytest.mark.parametrize(("servers", "bound"), [(2, -1), pytest.param(1, 60, marks=pytest.mark.soak)])
 def test_who_is_fast_does_more_and_the_end_waits_for_one_batch(tmp_path, servers, bound):
     """One worker is four times slower: each example once in each pass, whose end waits for one of its batches at most.
 
@@ -106,7 +106,7 @@ def test_who_is_fast_does_more_and_the_end_waits_for_one_batch(tmp_path, servers
 @pytest.mark.parametrize(
     ("before", "at"),
     [
-        pytest.param(True, 4, id="before its round, in the same pass"),
+        pytest.param(True, 4, id="before its round, in the same pass", marks=pytest.mark.soak),
         pytest.param(False, 45, id="after its round, in the next pass"),
         pytest.param(True, 45, id="before its round, in the next pass", marks=pytest.mark.soak),
         pytest.param(False, 4, id="after its round, in the same pass", marks=pytest.mark.soak),

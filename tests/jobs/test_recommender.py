@@ -127,7 +127,7 @@ def test_gradients_are_those_of_the_loss(example):
 
 def test_the_best_guess_is_the_mean_of_what_is_rated(ratings):
     """Wherever it is, near the limits too; without the times as well, but then more is left to chance."""
-    made = ratings.make_ratings(200, 100, 400_000, seed=3)
+    made = ratings.make_ratings(200, 100, 100_000, seed=3)
     for guess in (made.best, made.timeless):
         for part in np.array_split(np.argsort(guess), 20):
             left = made.ratings[part] - guess[part]

@@ -178,8 +178,7 @@ def test_more_rows_than_a_round_may_ask_for_are_pulled(cluster, monkeypatch):
         assert u.lookup([1]).numpy()[0, 0] == DIM - 3
 
 
-@pytest.mark.parametrize("examples", [24, 22, 3, 0])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(("examples", "replicas"), [(24, 1), (22, 2), (3, 2), (0, 1)])
 def test_a_dataset_names_the_rows_of_its_next_batch(cluster, examples, replicas):
     """Even or not: after the first batch of all there are no pulls, and each example counts once, twice over."""
     calls = Calls(cluster)
