@@ -60,6 +60,9 @@ APPLIED = ("PYTHONDONTWRITEBYTECODE", "PYTHONFAULTHANDLER", "PYTHONPATH", "PYTHO
 OPTIONAL = ("GLIBC_TUNABLES", "LANG", "LC_ALL")
 """Variables that make no difference to a program whose caller leaves them out."""
 
+EXECS = "PS_TESTS_EXEC"
+"""Set, for a process or for all, where each process is to be started and not forked."""
+
 LONGEST = 1 << 18
 """Most bytes of a command with its environment."""
 
@@ -207,6 +210,8 @@ class ForkServer:
 
     def can_be(self, environ: Mapping[str, str]) -> bool:
         """Returns whether a process that is forked from it can have an environment."""
+        if environ.get(EXECS):
+            return False
         wanted, own = _loaded(environ), self._loaded
         return all(
             wanted.get(name) == own.get(name) or (name in OPTIONAL and name not in wanted) for name in wanted | own

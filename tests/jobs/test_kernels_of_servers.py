@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import psclient as ps
+from pstesting.forks import EXECS
 from pstesting.processes import PS0, PS1, W0, ProcessCluster
 from pstesting.script import gate, say
 from tests.kit.telemetry import Page, metrics_url
@@ -61,6 +62,7 @@ def run(directory) -> dict:
 def test_a_host_compiles_a_kernel_once(tmp_path, monkeypatch):
     """Of two servers one compiles, with Numba but no SciPy; the other, and those of the next job, load by LLVM."""
     monkeypatch.setenv("PS_KERNEL_CACHE", str(tmp_path / "kernels"))
+    monkeypatch.setenv(EXECS, "1")  # a fork has the compiler from the beginning
     first = run(tmp_path / "first")
     assert sorted(first.values(), key=repr) == [(0, 1, {"llvmlite"}), (1, 0, {"llvmlite", "numba"})]
     assert set(map(repr, run(tmp_path / "second").values())) == {repr((0.0, 1.0, {"llvmlite"}))}
@@ -69,6 +71,7 @@ def test_a_host_compiles_a_kernel_once(tmp_path, monkeypatch):
 def test_without_a_folder_every_server_compiles(tmp_path, monkeypatch):
     """`PS_KERNEL_CACHE=0`: nothing is written; and without it Numba comes without SciPy as well."""
     monkeypatch.setenv("PS_KERNEL_CACHE", "0")
+    monkeypatch.setenv(EXECS, "1")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     found = run(tmp_path / "job")

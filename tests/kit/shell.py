@@ -22,9 +22,6 @@ PROGRAMS = {
     "python": [sys.executable],
 }
 
-EXECS = "PS_TESTS_EXEC"
-"""Set by `make soak`, for faults: each process is started, and not forked."""
-
 SECONDS = 120.0
 """How long a command may take that has no deadline of its own: far longer than it does."""
 
@@ -63,7 +60,7 @@ def shell(words: Sequence[str], cwd: Path, seconds: float = SECONDS, *, fork: bo
         environ: environment variables, beside this process's.
     """
     began = time.monotonic()
-    popen: type[subprocess.Popen[str]] = Forked if fork and not os.environ.get(EXECS) else subprocess.Popen
+    popen: type[subprocess.Popen[str]] = Forked if fork else subprocess.Popen
     process = popen(
         [*PROGRAMS[words[0]], *words[1:]],
         cwd=cwd,

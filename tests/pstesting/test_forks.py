@@ -11,7 +11,7 @@ import pytest
 
 from psclient._src.config import child_environ
 from pstesting import forks
-from pstesting.forks import HIGH, SEEDS, Forked
+from pstesting.forks import EXECS, HIGH, SEEDS, Forked
 
 SAYS = """
 import json, os, signal, sys, threading
@@ -98,6 +98,13 @@ def test_what_a_fork_could_not_have_is_started(script):
     environ = child_environ(1, None, {"PYTHONHASHSEED": "77"})
     (one, *_), (other, *_) = (run(kind, COMMANDS["text"], environ) for kind in (Forked, subprocess.Popen))
     assert one["hash"] == other["hash"]
+
+
+def test_who_asks_for_a_start_gets_one():
+    """A variable of the environment says so."""
+    command = [sys.executable, "-c", "print('pstesting' in open('/proc/self/cmdline').read())"]
+    for said, forked in (("", b"True\n"), ("1", b"False\n")):
+        assert forks.run(command, env={EXECS: said}, capture_output=True).stdout == forked
 
 
 def test_a_bare_environment_is_enough(script):
