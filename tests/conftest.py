@@ -80,6 +80,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     def fewer(names: Any, values: Iterable[Any], *args: Any, ids: Any = None, **options: Any) -> None:
         given = list(values)
         kept = [n for n, value in enumerate(given) if not _is_left_out(metafunc.config, getattr(value, "marks", ()))]
+        kept = kept or [*range(len(given))]  # without a value a test would be made, and skipped
         if isinstance(ids, Sequence) and not isinstance(ids, str):
             ids = [ids[n] for n in kept]
         parametrize(names, [given[n] for n in kept], *args, ids=ids, **options)
