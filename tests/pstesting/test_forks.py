@@ -102,7 +102,7 @@ def test_what_a_fork_could_not_have_is_started(script):
 
 def test_who_asks_for_a_start_gets_one():
     """A variable of the environment says so."""
-    command = [sys.executable, "-c", "print('pstesting' in open('/proc/self/cmdline').read())"]
+    command = [sys.executable, "-c", "print('fork' + 's' in open('/proc/self/cmdline').read())"]
     for said, forked in (("", b"True\n"), ("1", b"False\n")):
         assert forks.run(command, env={EXECS: said}, capture_output=True).stdout == forked
 
