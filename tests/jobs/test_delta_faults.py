@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 
 import psclient as ps
-from pstesting.processes import W0, W1, ProcessCluster
-from pstesting.script import say
 from pswire.api import Contribution
 from pswire.checkpoint.assembly import manifest_of
 from pswire.errors import ServerLost
@@ -19,6 +18,7 @@ from pswire.model.tables import TableSpec
 from pswire.transport.payload import Payload
 from tests.jobs.test_checkpoint_faults import files, processes, whole
 from tests.kit.contributions import by_keys, create_part, keyed, part_of
+from tests.kit.learn import in_threads
 from tests.kit.rig import SOON, WORKERS, Job, checkpoint, serving, together
 
 SPEC = TableSpec((2,))
@@ -78,10 +78,9 @@ def test_a_server_that_dies_in_a_delta(tmp_path, task, point):
     assert files(root) == whole(1) | whole(3, 1)
 
 
-def learn(resume, stop):
+def train(strategy, worker, resume, stop):
     """Trains to a number of steps, and saves behind each, mostly deltas."""
     de = ps.dynamic_embedding
-    strategy = ps.ParameterServerStrategy(deterministic=True)
     with strategy.scope():
         table = de.get_variable("users", 2, admission=de.CounterFilter(2), eviction=de.GlobalStepEvict(5))
         optimizer = ps.optimizers.Adagrad(0.1)
@@ -105,21 +104,19 @@ def learn(resume, stop):
         manager.save()
         manager.sync()
     keys, rows = table.export()
-    say("table", [keys.tolist(), rows.tobytes().hex(), int(optimizer.iterations), len(manager.checkpoints)])
+    return keys.tolist(), rows.tobytes(), int(optimizer.iterations), len(manager.checkpoints)
 
 
 def test_a_job_goes_on_from_a_delta(tmp_path):
-    """Processes: two workers, one server more after six of nine steps; bit for bit as the job that was not stopped."""
-    for name in ("whole", "cut"):
-        (tmp_path / name).mkdir()
-    with ProcessCluster(learn, tmp_path / "whole", (False, 9), workers=2, ps=2) as job:
-        job.finish()
-        expected = job.said(W0, "table")
-        assert job.said(W1, "table") == expected
-    with ProcessCluster(learn, tmp_path / "cut", (False, 6), workers=2, ps=2) as job:
-        job.finish()
-        ((*_, steps, kept),) = job.said(W0, "table")
-        assert (steps, kept) == (6, 2)  # a whole one after four, and a delta
-    with ProcessCluster(learn, tmp_path / "cut", (True, 9), workers=2, ps=3) as job:
-        job.finish()
-        assert job.said(W0, "table") == expected
+    """Two workers, one server more after six of nine steps; bit for bit as the job that was not stopped."""
+
+    def trained(name, resume, stop, servers=2):
+        make = partial(train, resume=resume, stop=stop)
+        found, other = in_threads(make, servers=servers, root=tmp_path / name, deterministic=True)
+        assert found == other
+        return found
+
+    expected = trained("whole", False, 9)
+    (*_, steps, kept) = trained("cut", False, 6)
+    assert (steps, kept) == (6, 2)  # a whole one after four, and a delta
+    assert trained("cut", True, 9, servers=3) == expected

@@ -157,20 +157,26 @@ def test_a_server_saves_several_parts_of_a_table(tmp_path):
 
 
 def rows(rounds, stops):
-    """Trains rows of a variable, of a partitioned one, and of a dynamic table whose keys come and go.
+    """Trains rows; waits in some rounds until the test lets it go on."""
 
-    Waits in some rounds until the test lets it go on.
-    """
-    strategy = ps.ParameterServerStrategy(
-        devices=["cpu:0"], variable_partitioner=ps.experimental.partitioners.FixedShardsPartitioner(2)
-    )
+    def at(round):
+        if round in stops:
+            say("at", round)
+            gate(f"go {round}")
+
+    shards = ps.experimental.partitioners.FixedShardsPartitioner(2)
+    say("is", train_rows(ps.ParameterServerStrategy(devices=["cpu:0"], variable_partitioner=shards), ME, rounds, at))
+
+
+def train_rows(strategy, worker, rounds, at):
+    """Trains rows of a variable, of a partitioned one, and of a dynamic table whose keys come and go."""
     with strategy.scope():
         cut = ps.Variable(np.zeros((8, 2), "float32"), name="cut")
         table = ps.dynamic_embedding.get_variable("table", dim=2, admission=ps.dynamic_embedding.CounterFilter(2))
         optimizer = ps.optimizers.Adagrad(0.5)
 
     def step(round):
-        keys = np.array([round % 8, (round + ME) % 8, 1 << 40])
+        keys = np.array([round % 8, (round + worker) % 8, 1 << 40])
         table.look_ahead(keys + 1)
         grads = [(ps.IndexedSlices(np.ones((3, 2), "float32"), keys % 8), cut)]
         found = table.lookup(keys)
@@ -180,13 +186,11 @@ def rows(rounds, stops):
 
     found = []
     for round in range(rounds):
-        if round in stops:
-            say("at", round)
-            gate(f"go {round}")
+        at(round)
         found.append(strategy.run(step, (round,)))
     keys, values = table.export()
     order = np.argsort(keys)
-    say("is", [cut.numpy().tolist(), keys[order].tolist(), values[order].tolist(), found[:4], table.size()])
+    return [cut.numpy().tolist(), keys[order].tolist(), values[order].tolist(), found[:4], table.size()]
 
 
 def refused(consistency):

@@ -5,15 +5,18 @@ from __future__ import annotations
 import signal
 import socket
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+import psclient as ps
 from pstesting.processes import CHIEF, PS0, PS1, QUICK, W0, W1, ProcessCluster
 from pswire.cluster import Task
-from tests.jobs.test_lost_servers import rows, values
+from tests.jobs.test_lost_servers import rows, train_rows, values
 from tests.jobs.test_returning_servers import KEYS, OTHER, all_go_on_with, await_variables, learn, lose, start_again
 from tests.kit.hosts import Waiting, waiting
+from tests.kit.learn import in_threads
 
 
 def move(job: ProcessCluster, task: Task, new: Waiting) -> None:
@@ -104,30 +107,29 @@ def test_rows_and_tables_are_the_same_whatever_servers_do(tmp_path, lost):
 
     All is, bit for bit, as in a cluster whose servers stay.
     """
-    found, stops = [], [8, 12, 26, 40]
-    for disturbed in (False, True):
-        directory = tmp_path / str(disturbed)
-        directory.mkdir()
-        keys = {**KEYS, "gates": [f"go {stop}" for stop in stops], "replication": int(disturbed)}
-        with ExitStack() as stack:
-            job = stack.enter_context(ProcessCluster(rows, directory, (44, stops), **keys))
-            for stop in stops:
-                for task in (W0, W1):
-                    job.hear(task, "at", stop)
-                if disturbed and stop == 8:
-                    lose(job, lost)
-                elif disturbed and stop == 12:
-                    start_again(job, lost)
-                elif disturbed and stop == 26:
-                    all_go_on_with(job, lost)
-                    await_variables(job, lost)
-                    (new,) = stack.enter_context(waiting(job, directory))
-                    move(job, OTHER[lost], new)
-                elif disturbed:
-                    all_go_on_with(job, OTHER[lost])
-                    await_variables(job, OTHER[lost])
-                    lose(job, lost)
-                job.open(f"go {stop}")
-            found.append([job.hear(task, "is") for task in (W0, W1)])
-            assert job.exited(W0) == job.exited(W1) == 0
-    assert found[0] == found[1]
+    stops = [8, 12, 26, 40]
+    shards = ps.experimental.partitioners.FixedShardsPartitioner(2)
+    train = partial(train_rows, rounds=44, at=lambda round: None)
+    expected = in_threads(train, devices=["cpu:0"], variable_partitioner=shards)
+    keys = {**KEYS, "gates": [f"go {stop}" for stop in stops]}
+    with ExitStack() as stack:
+        job = stack.enter_context(ProcessCluster(rows, tmp_path, (44, stops), [train_rows], **keys))
+        for stop in stops:
+            for task in (W0, W1):
+                job.hear(task, "at", stop)
+            if stop == 8:
+                lose(job, lost)
+            elif stop == 12:
+                start_again(job, lost)
+            elif stop == 26:
+                all_go_on_with(job, lost)
+                await_variables(job, lost)
+                (new,) = stack.enter_context(waiting(job, tmp_path))
+                move(job, OTHER[lost], new)
+            else:
+                all_go_on_with(job, OTHER[lost])
+                await_variables(job, OTHER[lost])
+                lose(job, lost)
+            job.open(f"go {stop}")
+        assert [job.hear(task, "is") for task in (W0, W1)] == expected
+        assert job.exited(W0) == job.exited(W1) == 0
