@@ -325,7 +325,7 @@ def has(package: str) -> bool:
     return any(not forks.run([python, "-c", question], check=False).returncode for python in PYTHONS)
 
 
-QUICK = ("curves", "tables")
+QUICK = ("curves",)
 """Benchmarks that CI runs; the soak runs all others."""
 
 
