@@ -185,7 +185,7 @@ class ForkServer:
 
     def __init__(self, pid: int, own: socket.socket, loaded: Mapping[str, str]) -> None:
         self.owner = os.getpid()
-        self._pid, self._socket, self._loaded = pid, own, loaded
+        self._pid, self._socket, self._loaded = pid, own, dict(loaded)
         self._lock = threading.Lock()  # guards the socket: a request and its answer
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONGEST)
         forked_from.add(pid)

@@ -85,7 +85,9 @@ def test_the_user_s_errors_are_the_user_s(tmp_path, text):
     [
         ([], WORKER, "/job:worker/task:0: error: a worker needs a script"),
         ([], EVALUATOR, "/job:evaluator/task:0: error: an evaluator needs a script"),
+        ([], PS, "/job:ps/task:0: error: TF_CONFIG says that this process is /job:ps/task:0; start it with"),
         ([], "", "there is no TF_CONFIG and no script"),
+        (["--standalne"], "", "--standalne"),
         (["--ps", "2", "x.py"], "", "--ps describes a local cluster; add --standalone"),
         (["--standalone", "--ps", "0"], "", "--ps"),
         (["--standalone"], "", "needs a script; write psworker --standalone [OPTIONS] SCRIPT [ARGS]"),
@@ -94,21 +96,10 @@ def test_the_user_s_errors_are_the_user_s(tmp_path, text):
             "",
             "write psworker --config bare.yaml [OPTIONS] SCRIPT [ARGS], or `script: SCRIPT`",
         ),
-        *(  # integration/test_bad_input types these, too
-            pytest.param(*case, marks=pytest.mark.soak)
-            for case in (
-                (["missing.py"], WORKER, "/job:worker/task:0: error: there is no script 'missing.py'"),
-                ([], PS, "/job:ps/task:0: error: TF_CONFIG says that this process is /job:ps/task:0; start it with"),
-                ([], "{", "TF_CONFIG is not JSON"),
-                (["--standalne"], "", "--standalne"),
-                (["--standalone", "x.py"], "", "there is no script 'x.py'"),
-                (["--config", "none.yaml"], "", "cannot read none.yaml"),
-            )
-        ),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, args, tf_config, said):
-    """What is wrong is said in one line, with exit code 2."""
+    """What is wrong is said in one line, with exit code 2; more of it is in jobs/test_bad_input.py."""
     (tmp_path / "bare.yaml").write_text("ps: 2\n", encoding="utf-8")
     done = psworker(*args, cwd=tmp_path, tf_config=tf_config)
     assert done.returncode == 2
