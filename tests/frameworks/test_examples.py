@@ -12,6 +12,7 @@ from tests.kit.shell import shell
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ("--ratings", "60000")
+SECONDS = 600.0
 NEEDS = {"digits_torch": "torch", "recommender_torch": "torch", "digits_jax": "jax", "keras_jax": "keras"}
 STEPS = {"recommender_torch": 27}
 """Steps of one epoch; of the others 23, for 1440 scans in batches of 64."""
@@ -36,7 +37,7 @@ def run(cwd, name, epochs, *args, cluster=False, resume=False):
     """What an example has printed; no process is left of it, and no file but its checkpoints."""
     python = ["psworker", "--standalone", "--ps", "2", "--workers", "2"] if cluster else ["python"]
     command = [*python, str(EXAMPLES / f"{name}.py"), "--epochs", str(epochs), *args, *(["--resume"] if resume else [])]
-    done = shell(command, cwd)
+    done = shell(command, cwd, SECONDS)
     assert done.code == 0, done.err
     assert not done.left
     assert [path.name for path in cwd.iterdir()] == ["runs"]
@@ -49,17 +50,24 @@ def steps_of(out):
 
 
 @pytest.mark.parametrize(
-    ("name", "args", "epochs", "least"), [("digits_torch", (), 2, 0.9), ("recommender_torch", SMALL, 4, 0.65)]
+    ("name", "args", "alone", "epochs", "least"),
+    [
+        ("digits_torch", (), 1, 2, 0.9),
+        ("recommender_torch", SMALL, 0, 2, 0.65),
+        pytest.param("recommender_torch", SMALL, 1, 4, 0.65, marks=pytest.mark.soak),
+    ],
 )
-def test_an_example_of_torch(tmp_path, name, args, epochs, least):
+def test_an_example_of_torch(tmp_path, name, args, alone, epochs, least):
     """One epoch in one process; the others on two servers and two workers, from its checkpoint."""
-    out, one = run(tmp_path, name, 1, *args), STEPS.get(name, 23)
-    assert steps_of(out) == one
-    assert "epoch  1/1" in out
-    assert f"saved checkpoint {name}/ckpt-1" in out
-    out = run(tmp_path, name, epochs, *args, cluster=True, resume=True)
+    one = STEPS.get(name, 23)
+    if alone:
+        out = run(tmp_path, name, alone, *args)
+        assert steps_of(out) == one
+        assert "epoch  1/1" in out
+        assert f"saved checkpoint {name}/ckpt-1" in out
+    out = run(tmp_path, name, epochs, *args, cluster=True, resume=bool(alone))
     assert steps_of(out) == epochs * one
-    assert {int(epoch) for epoch in re.findall(rf"epoch +(\d)/{epochs}", out)} == {*range(2, epochs + 1)}
+    assert {int(epoch) for epoch in re.findall(rf"epoch +(\d)/{epochs}", out)} == {*range(alone + 1, epochs + 1)}
     (figure,) = re.findall(r"test accuracy (\S+)|test RMSE \S+  AUC (\S+)", out)
     assert float("".join(figure)) > least
 
