@@ -123,7 +123,7 @@ class Twins:
 def test_it_is_the_table_that_it_would_be_in_memory(tier, name, is_compiled):
     """Rounds, rounds that are undone, evictions, removals, slots, assignments, restores, deltas and lookups."""
     twins = Twins(SPECS[name], tier, compiled() if is_compiled else Native())
-    for _ in range(25 if is_compiled else 10):
+    for _ in range(16 if is_compiled else 8):
         twins.round()
         twins.anything()
     one, other = (table.state() for table in twins.tables)
