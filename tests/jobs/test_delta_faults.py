@@ -107,6 +107,7 @@ def train(strategy, worker, resume, stop):
     return keys.tolist(), rows.tobytes(), int(optimizer.iterations), len(manager.checkpoints)
 
 
+@pytest.mark.ci
 def test_a_job_goes_on_from_a_delta(tmp_path):
     """Two workers, one server more after six of nine steps; bit for bit as the job that was not stopped."""
 

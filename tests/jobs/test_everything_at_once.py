@@ -183,6 +183,7 @@ def test_a_connection_is_dropped_in_silence(tmp_path, ways):
         job.end()
 
 
+@pytest.mark.ci
 def test_one_after_the_other(tmp_path):
     """A connection is dropped, a worker hangs, a server pauses for two leases: the sums are those of the records.
 

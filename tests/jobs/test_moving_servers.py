@@ -78,6 +78,7 @@ def test_who_waits_takes_the_place_of_a_server_that_stays_away(tmp_path):
             enough(job, tmp_path)
 
 
+@pytest.mark.ci
 def test_who_waited_dies_before_it_has_the_place(tmp_path):
     """The server stays where it is, and moves to the next one that waits."""
     with ProcessCluster(learn, tmp_path, (None, [20]), **KEYS) as job:
