@@ -29,7 +29,7 @@ answer({host!r}, {port}, lambda at: print(at, flush=True))
 MEASURE = """
 import json
 from pstesting.planner import network
-network.SECONDS, network.PINGS = 0.5, 200
+network.PINGS = 200
 found = network.measure({host!r}, {port})
 print(json.dumps([found.rate, found.latency]))
 """
