@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from psserver.programs.kernels.replay import Replay
@@ -213,6 +213,15 @@ def test_random_updates_give_the_interpreters_bits(kernels, program, ids, seed):
     check(kernels, program, inputs, ids)
 
 
+BROADCAST = Program(
+    (*(Input("variable", TensorSpec("float32", (SIZE, width))) for width in (3, 1)),),
+    (Node("broadcast_to", (1,), (("shape", (SIZE, 3)),)),),
+    ((0, 2),),
+    (),
+)
+
+
+@example(program=BROADCAST, rows=5)
 @given(program=row_programs(SHAPES), rows=st.integers(0, 12))
 def test_a_program_for_other_rows_is_what_it_would_be_found_to_be(program, rows):
     """The specs of its values are not inferred anew; those that are said to be known are the same."""
