@@ -140,7 +140,7 @@ def test_what_comes_while_nobody_waits_is_handled_at_once(stack: ExitStack, name
 
 def test_large_answers_and_contributions_go_both_ways(stack: ExitStack, name: LaneName) -> None:
     """The caller receives while the lane's thread sends the rest of what it pushed, and both make room."""
-    site = Site(stack, name, elements=6 * SIZE)
+    site = Site(stack, name, elements=3 * SIZE, variables=2)
     waiting = Waiting(site)
     answers = pushed(site, 1, 2)
     for answer in answers:
