@@ -19,7 +19,7 @@ NEED_FRAMEWORKS = $(shell grep -lrE '^(import|from) (torch|jax|flax|keras|tensor
 export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 315532800)
 TOOLS := .venv/tools/bin/python
 
-.PHONY: help demo demo-recommender demo-embeddings test test-all test-frameworks test-ray \
+.PHONY: help demo demo-recommender demo-embeddings test test-ci test-all test-frameworks test-ray \
   check check-types check-docs check-style check-proto docs proto lock dist sbom dist-check bench soak clean
 
 help:  ## what there is
@@ -71,8 +71,10 @@ demo-embeddings: .venv/demo  ## trains vectors of the names in Python's standard
 test: check  ## all checks and all tests that everybody runs
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=10
 
-test-all: check  ## the same, and what only CI runs: random searches, and what is dear
-	PS_SEARCH=ci $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=10 --run ci
+test-ci: .venv/dev  ## what CI runs as well: tests that are dear, and other examples of all searches
+	PS_SEARCH=ci $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=10 --run ci -m 'ci or hypothesis'
+
+test-all: test test-ci  ## what everybody runs, then what only CI does
 
 test-frameworks: .venv/frameworks  ## installs PyTorch and JAX, for CPUs, and runs what needs them: a test that is skipped fails
 	$(BIN)/mypy $(NEED_FRAMEWORKS)
@@ -140,7 +142,7 @@ bench: .venv/dev  ## times of rounds, of an update, of checkpoints, of training 
 
 soak: .venv/dev  ## the tests that `make test` leaves out, a minute of all faults at once among them; those of faults many times
 	$(BIN)/python -m pytest -q --run soak -m soak
-	for turn in 1 2 3 4 5 6 7 8 9 10; do PS_TESTS_EXEC=1 $(BIN)/python -m pytest -q -x tests/faults tests/integration || exit 1; done
+	for turn in 1 2 3 4 5 6 7 8 9 10; do PS_TESTS_EXEC=1 $(BIN)/python -m pytest -q -x tests/jobs || exit 1; done
 
 clean:  ## removes what was built
 	rm -rf .venv site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

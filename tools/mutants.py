@@ -33,7 +33,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 AREAS = {
-    "state machines": ["psserver/core", "psserver/state", "psserver/plans", "psclient/_src/chief", "psclient/_src/rounds"],
+    "state machines": ["psserver/core", "psserver/state", "psserver/plans", "psclient/_src/chief",
+                       "psclient/_src/rounds"],
     "update rules": ["psserver/programs", "psserver/execution", "psclient/optimizers", "psclient/_src/tracing",
                      "psserver/tables"],
     "wire": ["pswire/encoding", "pswire/transport", "pswire/model", "psserver/transport", "psclient/_src/transport"],

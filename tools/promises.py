@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 LISTS = ROOT / "tests" / "promises"
 
 
-def tests(pattern: str = "**/test_*.py") -> dict[str, str]:
+def tests(pattern: str) -> dict[str, str]:
     """Returns the promise of each test in the files of a pattern, by the test's id without parameters."""
     found = {}
     for path in sorted((ROOT / "tests").glob(pattern)):
@@ -119,10 +119,8 @@ def held(lists: dict[str, Rows], by: str, others: list[str]) -> dict[str, Rows]:
 
 def main(words: list[str]) -> int:
     verb, *rest = words or ["help"]
-    if verb == "held" and rest:
-        exist = tests(rest[0].removeprefix("tests/").partition("::")[0])
-    else:
-        exist = tests()
+    one = verb == "held" and rest
+    exist = tests(rest[0].removeprefix("tests/").partition("::")[0] if one else "**/test_*.py")
     with locked():
         lists = read()
         if verb == "update":

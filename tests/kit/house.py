@@ -203,7 +203,7 @@ ROOMS = {
             "pstesting",
             16,
             "pswire wire.model wire.security psserver psserver.programs wire.transport psclient._src src.processes "
-            "src.transport psserver.transport psserver.core src.launch src.strategies psclient",
+            "src.transport psserver.transport psserver.core src.launch src.strategies psclient psserver.cli",
         ),
         _room(
             "pstesting.simulation",
