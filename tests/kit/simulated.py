@@ -152,6 +152,7 @@ class DrivingChief(SimulatedChief):
 
     Attributes:
         over: answered once it has ended.
+        drives: True while it drives, and does not stand by.
     """
 
     def __init__(self, job: World, task: Task, host: Host, takes_over: bool = False, stands_by: bool = False) -> None:
@@ -162,6 +163,7 @@ class DrivingChief(SimulatedChief):
             line._silence = silence
         self.chief.task = task
         self.over: Future[None] = UnlockedFuture()
+        self.drives = False
         self._job, self._task, self._takes_over, self._stands_by = job, task, takes_over, stands_by
 
     def _script(self) -> None:
@@ -179,9 +181,11 @@ class DrivingChief(SimulatedChief):
             return False
         if self._takes_over:
             log.warning("nobody drives the job any more: %s does, from now on", self._task)
+        self.drives = True
         try:
             self.chief.drive(self._takes_over, waits=not self._takes_over)
         except TaskTaken:
+            self.drives = False
             if self._task.job == "chief":
                 return False
             self._job.workers[self._task].chief = None
@@ -418,7 +422,7 @@ class World:
             if server.index in self.gone or status.incarnation not in status.incarnations or status.catching_up:
                 return False
         processes = [worker.session for worker in self.workers.values() if worker.alive]
-        processes += [self.chief.chief._session] if self.chief.alive else []
+        processes += [self.chief.chief._session] if self.chief.alive and self.chief.drives else []
         return all(server.index not in process.hosting.gone for process in processes for server in servers)
 
     def failures(self) -> dict[Task, PSError]:
