@@ -86,8 +86,8 @@ def test_a_tab_completes_commands_of_psctl() -> None:
         }.items():
             os.write(screen, keys.encode())
             assert expected in read_until(screen, expected)
-            os.write(screen, b"\x03")
-            read_until(screen, PROMPT)
+            os.write(screen, b"\x15echo do${none}ne\n")  # the line is cleared
+            read_until(screen, f"done\r\n{PROMPT}")
         os.write(screen, b"psctl re\t\t")
         shown = read_until(screen, f"{PROMPT}psctl re")  # which bash writes again below its list
     _, listed, _ = shown.split("\r\n")
