@@ -10,17 +10,9 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src.transport.remote_server import RemoteServer
-from psserver.config import ServerConfig
-from psserver.transport import grpc_service
-from psserver.transport.server import ServerThread
 from pstesting.processes import MARGIN, PS0, QUICK, W0, W1, ProcessCluster
 from pstesting.script import add_all
-from pswire.encoding import messages
-from pswire.encoding.protocol import PROTOCOL
-from pswire.errors import ConfigError
 from tests.kit.learn import PATIENT, in_threads, learn, total
-from tests.kit.rig import core
 
 
 def history(rounds, k, slow, seconds):
@@ -150,34 +142,3 @@ def test_who_hangs_is_left_out(tmp_path):
         assert job.exited(W1) == 1
         assert "held up a round for longer than PS_TIMEOUT_ROUND" in job.errors(W1)
         assert job.exited(W0) == 0
-
-
-@pytest.mark.parametrize("how", ["it says so", "it knows no such mode"])
-def test_an_older_server_is_refused(monkeypatch, how):
-    """Both are named: one that says that it speaks protocol 2, and one that refuses the mode, as those do."""
-    if how == "it says so":
-        monkeypatch.setattr(grpc_service, "spoken_with", lambda spoken: 2)
-    else:
-        monkeypatch.setattr(messages, "MODES", _Older(messages.MODES))
-    one = core(clock=time.monotonic)
-    with ServerThread(one, ServerConfig(one.task, port=0), grace=0.0) as thread:
-        server = RemoteServer(thread.address, one.task)
-        try:
-            with pytest.raises(ConfigError) as refused:
-                server.open(W0, 1, 0, False, "bounded", staleness=3)
-        finally:
-            server.close()
-    assert refused.value.message.startswith(
-        f"{PS0} speaks protocol 2, which has no bounded staleness, and {W0}, which speaks {PROTOCOL}, runs with "
-        "ps.BoundedStaleness(3); install the same version"
-    )
-
-
-class _Older:
-    """The modes as a server knew them that has no bounded staleness; clients know all."""
-
-    def __init__(self, modes):
-        self.numbers, self._modes = modes.numbers, modes
-
-    def __getitem__(self, number):
-        return self._modes[99 if self._modes[number] == "bounded" else number]

@@ -13,7 +13,7 @@ from psserver.transport import grpc_service
 from pstesting.in_process import InProcessCluster
 from pstesting.processes import PS0, PS1, W0, W1, ProcessCluster
 from pstesting.script import ME, add_all, say
-from pswire.encoding import protocol
+from pswire.encoding import messages, protocol
 from pswire.encoding.protocol import CHUNKS, COMPRESSION, OLDEST, PROTOCOL, TABLES
 from pswire.errors import ConfigError
 from pswire.model.hashing import BUCKETS
@@ -148,6 +148,31 @@ def test_a_server_that_waits_for_all_is_given_no_backup_workers(monkeypatch):
             server.open(W0, 1, 0, False, "whole", "", 0, 1)
     with rig.remote(rig.core()) as server:  # another one: this one's number alone is older
         assert server.open(W0, 1, 0, False, "whole").session
+
+
+@pytest.mark.parametrize("how", ["it says so", "it knows no such mode"])
+def test_an_older_server_has_no_bounded_staleness(monkeypatch, how):
+    """Both are named: one that says that it speaks protocol 2, and one that refuses the mode, as those do."""
+    if how == "it says so":
+        monkeypatch.setattr(grpc_service, "spoken_with", lambda spoken: 2)
+    else:
+        monkeypatch.setattr(messages, "MODES", _Older(messages.MODES))
+    with rig.remote(rig.core()) as server, pytest.raises(ConfigError) as refused:
+        server.open(W0, 1, 0, False, "bounded", staleness=3)
+    assert refused.value.message.startswith(
+        f"{PS0} speaks protocol 2, which has no bounded staleness, and {W0}, which speaks {PROTOCOL}, runs with "
+        "ps.BoundedStaleness(3); install the same version"
+    )
+
+
+class _Older:
+    """The modes as a server knew them that has no bounded staleness; clients know all."""
+
+    def __init__(self, modes):
+        self.numbers, self._modes = modes.numbers, modes
+
+    def __getitem__(self, number):
+        return self._modes[99 if self._modes[number] == "bounded" else number]
 
 
 # ---- Batches that are handed out ----
