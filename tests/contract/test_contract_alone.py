@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pswire.errors import Fenced, InvalidRequest
-from pswire.limits import WINDOW
-from pswire.model.plan import Plan, RestoreCommit
+from tests.kit.contract import WINDOW, Fenced, InvalidRequest, Plan, RestoreCommit
 from tests.kit.rig import SOON, WORKERS, Job, checkpoint, eventually, given, sgd, sum_into, together
 
 A, B, C = WORKERS[:3]

@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pswire.errors import ConfigError, Fenced, InvalidRequest
-from pswire.limits import WINDOW
-from pswire.model.log import Position
-from pswire.model.status import WorkerProgress
-from pswire.model.tensor import TensorSpec
+from tests.kit.contract import WINDOW, ConfigError, Fenced, InvalidRequest, Position, TensorSpec, WorkerProgress
 from tests.kit.rig import SOON, WORKERS, Job, Worker, checkpoint, given, reduce_only, sgd, sum_into
 
 A, B, C = WORKERS[:3]

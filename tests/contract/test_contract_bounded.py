@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from pswire.api import RESTS
-from pswire.errors import ConfigError, Fenced
+from tests.kit.contract import RESTS, ConfigError, Fenced
 from tests.kit.rig import SOON, WORKERS, Job, checkpoint, eventually, given, serving, sum_into
 from tests.kit.searches import search
 

@@ -12,12 +12,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pswire.checkpoint.manifest import Manifest
-from pswire.errors import CheckpointError, Fenced, NoCheckpoint, ServerLost, VariableMismatch
-from pswire.model.log import Position
-from pswire.model.plan import SnapshotOrder, VariableSpec
-from pswire.model.tensor import TensorSpec
-from pswire.transport.payload import Payload
+from tests.kit.contract import (
+    CheckpointError,
+    Fenced,
+    Manifest,
+    NoCheckpoint,
+    Payload,
+    Position,
+    ServerLost,
+    SnapshotOrder,
+    TensorSpec,
+    VariableMismatch,
+    VariableSpec,
+)
 from tests.kit.rig import CHIEF, SOON, WORKERS, checkpoint, eventually, given, sum_into, together
 
 A, B = WORKERS[:2]

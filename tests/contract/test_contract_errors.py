@@ -8,17 +8,25 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from psclient._src.transport.remote_server import RemoteServer
-from psserver.config import ServerConfig
-from psserver.transport.server import ServerThread
 from pstesting.clock import Clock
-from pswire.api import Contribution, ServerStatus
-from pswire.cluster import Task
-from pswire.errors import BY_NAME, ConfigError, InvalidRequest, PSError, RoundTimeout, ServerLost
-from pswire.limits import Timeouts
-from pswire.model.plan import Turn, VariableSpec
-from pswire.model.tensor import TensorSpec
-from pswire.transport.payload import EMPTY, Payload
+from tests.kit.contract import (
+    BY_NAME,
+    EMPTY,
+    ConfigError,
+    Contribution,
+    InvalidRequest,
+    Payload,
+    PSError,
+    RoundTimeout,
+    ServerLost,
+    ServerStatus,
+    Task,
+    TensorSpec,
+    Timeouts,
+    Turn,
+    VariableSpec,
+)
+from tests.kit.internals import RemoteServer, ServerConfig, ServerThread
 from tests.kit.rig import SOON, WORKERS, Job, Servers, checkpoint, core, given, remote, sum_into, together
 
 A, B = WORKERS[:2]

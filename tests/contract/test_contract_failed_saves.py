@@ -9,13 +9,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pswire.errors import CheckpointError, InvalidRequest, PSError
-from pswire.limits import MAX_PLANS, MAX_SAVES
 from pswire.model import log as log_entries
-from pswire.model.log import Approved, Snapshotted
-from pswire.model.plan import Apply, Plan, Reduction, Ref, SnapshotOrder, VariableSpec
-from pswire.model.program import Input, Node, Program
-from pswire.model.tensor import TensorSpec
+from tests.kit.contract import (
+    MAX_PLANS,
+    MAX_SAVES,
+    Apply,
+    Approved,
+    CheckpointError,
+    Input,
+    InvalidRequest,
+    Node,
+    Plan,
+    Program,
+    PSError,
+    Reduction,
+    Ref,
+    SnapshotOrder,
+    Snapshotted,
+    TensorSpec,
+    VariableSpec,
+)
 from tests.kit.rig import CHIEF, SOON, WORKERS, Job, checkpoint, eventually, manifest_of, sum_into, together
 
 A, B = WORKERS[:2]

@@ -6,10 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pswire.cluster import Task
-from pswire.errors import ConfigError, InvalidRequest, TaskTaken
-from pswire.model.joins import Enlisted
-from pswire.model.log import Done, JobStarted
+from tests.kit.contract import ConfigError, Done, Enlisted, InvalidRequest, JobStarted, Task, TaskTaken
 from tests.kit.rig import CHIEF, SOON, WORKERS, Job
 
 LEASE = 12

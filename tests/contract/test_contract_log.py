@@ -7,23 +7,38 @@ import dataclasses
 import numpy as np
 import pytest
 
-from psserver.core.waiting import Read, Watch
-from pswire.errors import Diverged, Fenced, InvalidRequest, LocalityError, MemoryLimit, ProgramError, ServerLost
-from pswire.model.log import (
+from tests.kit.contract import (
+    Apply,
     Approved,
     Created,
+    Diverged,
     Done,
     Epoch,
     EpochClosed,
+    Fenced,
+    Input,
+    InvalidRequest,
     JobStarted,
+    LocalityError,
+    MemoryLimit,
+    Node,
+    Operand,
+    PlacedVariable,
+    Plan,
     Position,
+    Program,
+    ProgramError,
+    Reduction,
+    Ref,
+    ServerLost,
+    SnapshotOrder,
     Snapshotted,
     Start,
     Started,
+    TensorSpec,
+    VariableSpec,
 )
-from pswire.model.plan import Apply, Operand, PlacedVariable, Plan, Reduction, Ref, SnapshotOrder, VariableSpec
-from pswire.model.program import Input, Node, Program
-from pswire.model.tensor import TensorSpec
+from tests.kit.internals import Read, Watch
 from tests.kit.rig import CHIEF, SOON, WORKERS, Job, adding, eventually, reduce_only, sum_into
 
 A, B, C = WORKERS[:3]

@@ -5,10 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pswire.errors import PSError
-from pswire.model.log import Created, Snapshotted
-from pswire.model.plan import VariableSpec
-from pswire.model.tensor import TensorSpec
+from tests.kit.contract import Created, PSError, Snapshotted, TensorSpec, VariableSpec
 from tests.kit.rig import CHIEF, SOON, WORKERS, Job
 
 NOBODY = 0

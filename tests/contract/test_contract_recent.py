@@ -9,12 +9,17 @@ import numpy as np
 import pytest
 
 from psserver.core.stimuli import Stimulus
-from pswire.errors import Fenced, NoCheckpoint, PSError, VariableMismatch
-from pswire.model.plan import VariableSpec
-from pswire.model.status import Happened
-from pswire.model.tensor import TensorSpec
-from pswire.security.session_numbers import count_of
-from pswire.transport.payload import Payload
+from tests.kit.contract import (
+    Fenced,
+    Happened,
+    NoCheckpoint,
+    Payload,
+    PSError,
+    TensorSpec,
+    VariableMismatch,
+    VariableSpec,
+    count_of,
+)
 from tests.kit.rig import SOON, WORKERS, Job, Worker, eventually, sum_into, together
 
 W0, W1 = WORKERS[:2]

@@ -9,12 +9,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pswire.api import RestoreOrder
-from pswire.checkpoint.manifest import Manifest
-from pswire.errors import CheckpointError, Diverged, InvalidRequest, NoCheckpoint, VariableMismatch
-from pswire.model.plan import Plan, RestoreCommit, Turn, VariableSpec
-from pswire.model.tensor import TensorSpec
-from pswire.transport.payload import Payload
+from tests.kit.contract import (
+    CheckpointError,
+    Diverged,
+    InvalidRequest,
+    Manifest,
+    NoCheckpoint,
+    Payload,
+    Plan,
+    RestoreCommit,
+    RestoreOrder,
+    TensorSpec,
+    Turn,
+    VariableMismatch,
+    VariableSpec,
+)
 from tests.kit.rig import SOON, WORKERS, Job, manifest_of, serving, sum_into, together
 
 A, B = WORKERS[:2]

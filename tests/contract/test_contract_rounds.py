@@ -9,14 +9,35 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pswire.api import Contribution, RoundReply
-from pswire.errors import Diverged, Fenced, InvalidRequest, ProgramError, PSError
-from pswire.limits import PART_BYTES, WINDOW
-from pswire.model.log import Approved, Epoch, EpochClosed, Member, Position, Start
-from pswire.model.plan import Apply, Plan, Reduction, Ref
-from pswire.model.program import Input, Node, Program
-from pswire.model.tensor import DTYPES, TensorSpec, spec_of
-from pswire.transport.payload import EMPTY, Payload
+from tests.kit.contract import (
+    DTYPES,
+    EMPTY,
+    PART_BYTES,
+    WINDOW,
+    Apply,
+    Approved,
+    Contribution,
+    Diverged,
+    Epoch,
+    EpochClosed,
+    Fenced,
+    Input,
+    InvalidRequest,
+    Member,
+    Node,
+    Payload,
+    Plan,
+    Position,
+    Program,
+    ProgramError,
+    PSError,
+    Reduction,
+    Ref,
+    RoundReply,
+    Start,
+    TensorSpec,
+    spec_of,
+)
 from tests.kit.rig import SOON, WORKERS, given, reduce_only, sgd, sum_into, together
 
 A, B, C = WORKERS[:3]

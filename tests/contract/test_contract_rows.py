@@ -7,12 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pswire.api import Contribution, RowRead
-from pswire.errors import InvalidRequest, ProgramError, PSError
-from pswire.limits import PART_BYTES
-from pswire.model.rows import row_specs
-from pswire.model.tensor import TensorSpec, spec_of
-from pswire.transport.payload import EMPTY
+from tests.kit.contract import (
+    EMPTY,
+    PART_BYTES,
+    Contribution,
+    InvalidRequest,
+    ProgramError,
+    PSError,
+    RowRead,
+    TensorSpec,
+    row_specs,
+    spec_of,
+)
 from tests.kit.contributions import packed, rows
 from tests.kit.rig import SOON, WORKERS, sum_into, together
 

@@ -6,16 +6,28 @@ from functools import partial
 
 import pytest
 
-from psclient._src.transport.session import Session
-from psserver.core.waiting import Hold
-from pswire.api import UNTIL_ENDED
-from pswire.cluster import Task
-from pswire.errors import ConfigError, Diverged, Fenced, NewcomerDiverged, ServerLost, TaskTaken
-from pswire.limits import Timeouts
-from pswire.model.log import Done, Epoch, EpochClosed, JobStarted, Lost, Member, Start
-from pswire.model.plan import Turn
-from pswire.model.tensor import TensorSpec
-from pswire.security.session_numbers import count_of
+from tests.kit.contract import (
+    UNTIL_ENDED,
+    ConfigError,
+    Diverged,
+    Done,
+    Epoch,
+    EpochClosed,
+    Fenced,
+    JobStarted,
+    Lost,
+    Member,
+    NewcomerDiverged,
+    ServerLost,
+    Start,
+    Task,
+    TaskTaken,
+    TensorSpec,
+    Timeouts,
+    Turn,
+    count_of,
+)
+from tests.kit.internals import Hold, Session
 from tests.kit.rig import BEAT, CHIEF, SOON, WORKERS, Job, core, eventually, reduce_only, together
 
 NUMBER = TensorSpec("int64", ())

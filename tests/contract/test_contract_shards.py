@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pswire.api import RestoreOrder
-from pswire.checkpoint.reader import open_saved
-from pswire.errors import CheckpointError, DamagedCheckpoint, InvalidRequest, VariableMismatch
-from pswire.model.plan import ShardOf
+from tests.kit.contract import (
+    CheckpointError,
+    DamagedCheckpoint,
+    InvalidRequest,
+    RestoreOrder,
+    ShardOf,
+    VariableMismatch,
+    open_saved,
+)
 from tests.kit.rig import WORKERS, Job
 
 FIRST = np.arange(20, dtype="float32").reshape(10, 2)

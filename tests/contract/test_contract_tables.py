@@ -7,14 +7,36 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pswire.api import Contribution, RowRead, TableRead
-from pswire.errors import InvalidRequest, MemoryLimit, ProgramError
-from pswire.model.hashing import BUCKETS, buckets_of, hashes_of
-from pswire.model.plan import Apply, PlacedVariable, Plan, Reduction, Ref, Trim, VariableSpec
-from pswire.model.program import Input, Node, Program
-from pswire.model.tables import LRU, MIN_CAPACITY, Constant, CounterFilter, SlotTensor, TablePart, TableSpec
-from pswire.model.tensor import TensorSpec
-from pswire.transport.payload import Payload
+from tests.kit.contract import (
+    BUCKETS,
+    LRU,
+    MIN_CAPACITY,
+    Apply,
+    Constant,
+    Contribution,
+    CounterFilter,
+    Input,
+    InvalidRequest,
+    MemoryLimit,
+    Node,
+    Payload,
+    PlacedVariable,
+    Plan,
+    Program,
+    ProgramError,
+    Reduction,
+    Ref,
+    RowRead,
+    SlotTensor,
+    TablePart,
+    TableRead,
+    TableSpec,
+    TensorSpec,
+    Trim,
+    VariableSpec,
+    buckets_of,
+    hashes_of,
+)
 from tests.kit.contributions import WHOLE, by_keys, create_part, keyed, part_of
 from tests.kit.rig import SOON, WORKERS, Job, together
 

@@ -6,12 +6,21 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from psserver.core.waiting import Read
-from pswire.errors import Diverged, InvalidRequest, MemoryLimit, PSError, ServerLost, VariableMismatch
-from pswire.limits import PART_BYTES
-from pswire.model.plan import PlacedVariable, VariableSpec
-from pswire.model.tensor import DTYPES, TensorSpec
-from pswire.transport.payload import Payload
+from tests.kit.contract import (
+    DTYPES,
+    PART_BYTES,
+    Diverged,
+    InvalidRequest,
+    MemoryLimit,
+    Payload,
+    PlacedVariable,
+    PSError,
+    ServerLost,
+    TensorSpec,
+    VariableMismatch,
+    VariableSpec,
+)
+from tests.kit.internals import Read
 from tests.kit.rig import SOON, WORKERS, Job, eventually, reduce_only, sum_into, together
 
 A, B = WORKERS[:2]

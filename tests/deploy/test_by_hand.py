@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from psclient._src.processes.process import address_in
 from pstesting.forks import Forked
+from tests.kit.internals import address_in
 from tests.kit.shell import PROGRAMS, shell
 
 ROOT = Path(__file__).resolve().parents[2]

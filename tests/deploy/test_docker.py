@@ -13,12 +13,11 @@ import click
 import pytest
 import yaml
 
-from psclient._src.config import GLIBC_TUNABLES
-from psclient._src.launch.psworker import command as psworker
 from psclient.psctl.cli import command as psctl
-from psserver.cli import command as psserver
-from pswire.cluster import Task, check_addresses, parse_tf_config
-from pswire.security.names import spare_name, task_name
+from tests.kit.contract import Task, check_addresses, parse_tf_config, spare_name, task_name
+from tests.kit.internals import GLIBC_TUNABLES
+from tests.kit.internals import psserver_command as psserver
+from tests.kit.internals import psworker_command as psworker
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")

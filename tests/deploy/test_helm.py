@@ -18,8 +18,7 @@ import yaml
 from click.testing import CliRunner
 
 from psclient.psctl.cli import command as psctl
-from pswire.limits import Timeouts
-from pswire.security.names import METRICS, certificate_name
+from tests.kit.contract import METRICS, Timeouts, certificate_name
 from tests.kit.kubernetes import CHART, NAMESPACE, RELEASE, VARIANTS, Manifest, all_pods, helm, pods, program, rendered
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))

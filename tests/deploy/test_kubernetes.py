@@ -20,16 +20,13 @@ import yaml
 from click.testing import CliRunner
 
 from psclient import KubernetesClusterResolver, TFConfigClusterResolver
-from psclient._src.launch.psworker import command as psworker
-from psclient._src.processes.shutdown import ABANDONED, SERVER_LOST, code_of
 from psclient.cluster_resolver import task_of
 from psclient.psctl.cli import command as psctl
-from psserver.cli import OUTLIVED
-from psserver.cli import command as psserver
-from pswire.cluster import check_addresses, parse_tf_config
-from pswire.errors import ConfigError
-from pswire.security.names import spare_name, task_name
 from pswire.telemetry.prometheus import HEALTH
+from tests.kit.contract import ConfigError, check_addresses, parse_tf_config, spare_name, task_name
+from tests.kit.internals import ABANDONED, OUTLIVED, SERVER_LOST, code_of
+from tests.kit.internals import psserver_command as psserver
+from tests.kit.internals import psworker_command as psworker
 from tests.kit.kubernetes import (
     CUSTOM,
     KUBERNETES,

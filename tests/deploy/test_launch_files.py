@@ -14,14 +14,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psclient._src.config import LaunchConfig
-from psclient._src.devices import local_devices
 from psclient._src.launch.config_file import SECTIONS, load_launch_config, refuse, schema
-from pswire.errors import ConfigError
-from pswire.limits import Timeouts
 from pswire.options import Option, options_of
-from pswire.security.identity import FLAGS, SecurityOptions
-from pswire.server_options import ServerOptions
+from tests.kit.contract import FLAGS, ConfigError, SecurityOptions, ServerOptions, Timeouts
+from tests.kit.internals import LaunchConfig, local_devices
 from tests.kit.shell import shell
 
 ROOT = Path(__file__).resolve().parents[2]

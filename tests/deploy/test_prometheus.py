@@ -15,8 +15,8 @@ import yaml
 from prometheus_client import REGISTRY
 
 from psclient._src.telemetry.exporter import OF_CHIEFS, OF_WORKERS
-from psserver.telemetry import ROWS
 from pswire.telemetry.metrics import PROCESS
+from tests.kit.internals import SERVER_METRICS as ROWS
 from tests.kit.telemetry import DOCUMENT, names
 from tools.make_dashboard import COLUMNS, TARGET, dashboard
 

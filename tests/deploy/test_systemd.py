@@ -14,13 +14,12 @@ from pathlib import Path
 import click
 import pytest
 
-from psclient._src.launch.psworker import command as psworker
-from psserver.cli import OUTLIVED
-from psserver.cli import command as psserver
 from psserver.programs.kernels.kept import KeptCode
 from pstesting.forks import Forked
-from pswire.cluster import Task, parse_tf_config
-from pswire.limits import Timeouts
+from tests.kit.contract import Task, Timeouts, parse_tf_config
+from tests.kit.internals import OUTLIVED
+from tests.kit.internals import psserver_command as psserver
+from tests.kit.internals import psworker_command as psworker
 from tests.kit.shell import PROGRAMS, shell
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,9 +9,9 @@ from psclient._src import context
 from psclient._src import devices as arrays
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.distribute.replicas import ReplicaRunner
-from psserver.devices import Device as ServerDevice
-from pswire.errors import ConfigError
+from tests.kit.contract import ConfigError
 from tests.kit.in_process import Worker, distributed
+from tests.kit.internals import ServerDevice
 
 GPU = arrays.Device("gpu", 0)
 

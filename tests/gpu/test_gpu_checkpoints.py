@@ -7,10 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from psserver.config import ServerConfig
-from psserver.core.core import Core
 from pstesting.clock import Clock
-from pswire.cluster import Task
+from tests.kit.contract import Task
+from tests.kit.internals import Core, ServerConfig
 from tests.kit.rig import SOON, WORKERS, Job, Servers, manifest_of, sum_into, together
 
 

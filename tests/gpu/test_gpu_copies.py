@@ -12,14 +12,9 @@ import pytest
 
 import psclient as ps
 from psclient._src import devices
-from psclient._src.devices import Download
-from psclient._src.distribute.reduction import combine
-from psserver.config import ServerConfig
-from psserver.core.core import Core
-from psserver.devices import Device as ServerDevice
 from pstesting.clock import Clock
-from pswire.cluster import Task
-from pswire.transport.traffic import LANES, LaneName
+from tests.kit.contract import LANES, LaneName, Task
+from tests.kit.internals import Core, Download, ServerConfig, ServerDevice, combine
 from tests.kit.rig import SOON, WORKERS, Job, Servers, given, remote, sum_into, together
 
 GPU = devices.Device("gpu", 0)

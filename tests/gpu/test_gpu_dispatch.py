@@ -7,7 +7,7 @@ import pytest
 
 import psclient as ps
 from psclient._src import devices
-from pswire.limits import WINDOW
+from tests.kit.contract import WINDOW
 
 GPU = devices.Device("gpu", 0)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psserver.devices import Device
-from psserver.programs.kernels.kernels import Kernels
 from psserver.programs.kernels.rows import apply_rows
-from pswire.model.tensor import TensorSpec
+from tests.kit.contract import TensorSpec
+from tests.kit.internals import Kernels
+from tests.kit.internals import ServerDevice as Device
 from tests.kit.programs import job_of, plan_of, run, same_bits, traced
 from tests.kit.rig import WORKERS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from psclient._src.devices import available_gpus, gpu_report
+from tests.kit.internals import available_gpus, gpu_report
 
 
 def test_gpus_are_named() -> None:

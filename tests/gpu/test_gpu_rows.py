@@ -10,15 +10,10 @@ import pytest
 
 import psclient as ps
 from psclient._src import devices
-from psserver.config import ServerConfig
-from psserver.core.core import Core
 from pstesting.clock import Clock
-from pswire.api import Contribution, RowRead
-from pswire.cluster import Task
-from pswire.model.tables import Constant, TableSpec
-from pswire.model.tensor import TensorSpec
-from pswire.transport.payload import Payload
+from tests.kit.contract import Constant, Contribution, Payload, RowRead, TableSpec, Task, TensorSpec
 from tests.kit.contributions import by_keys, create_part, keyed, part_of
+from tests.kit.internals import Core, ServerConfig
 from tests.kit.rig import SOON, WORKERS, Job, Servers, together
 
 GPU = devices.Device("gpu", 0)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 
 import psclient as ps
-from psclient._src.processes.shutdown import ABANDONED, SERVER_LOST
 from pstesting.processes import CHIEF, PS0, PS1, QUICK, W0, W1, ProcessCluster
 from pstesting.script import ME, add, gate, say
-from pswire.cluster import Task
+from tests.kit.contract import Task
+from tests.kit.internals import ABANDONED, SERVER_LOST
 
 SOON = replace(QUICK, alone=4.0)
 """Longer than a lease: whoever is lost is known to be lost by then."""

@@ -12,7 +12,7 @@ import psclient as ps
 from pstesting.in_process import InProcessCluster
 from pstesting.processes import CALM, PS0, QUICK, W0, W1, W2, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
-from pswire.server_options import ServerOptions
+from tests.kit.contract import ServerOptions
 from tests.kit.learn import PATIENT, in_threads, meet
 
 

@@ -15,7 +15,6 @@ import psclient as ps
 from pstesting.in_process import InProcessCluster
 from pstesting.processes import PS0, PS1, QUICK, W0, W1, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
-from pswire.errors import ConfigError
 from tests.kit.learn import PATIENT, in_threads, learn, meet, total
 
 ASYNC = "ps.Async()"
@@ -172,7 +171,7 @@ def test_all_processes_have_one_consistency(one, other):
         first = pool.submit(in_threads, begin, 1, cluster=cluster, consistency=eval(one), timeouts=alone)
         meet(opened)
         words = f"{W1} runs with {other}, and {W0} with {one}; give every process of the job the same consist"
-        with pytest.raises(ConfigError, match=re.escape(words)):
+        with pytest.raises(ps.errors.ConfigError, match=re.escape(words)):
             ps.ParameterServerStrategy(cluster_resolver=cluster.resolver(1), consistency=eval(other), timeouts=PATIENT)
         told.set()
         first.result()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from psclient._src.processes.process import start_server
+from tests.kit.internals import start_server
 from tests.kit.shell import Done, shell
 
 STARTING = 115.0

@@ -9,7 +9,7 @@ import psclient as ps
 from pstesting.in_process import InProcessCluster
 from pstesting.processes import CHIEF, W0, W1, ProcessCluster
 from pstesting.script import add_all, gate, say
-from pswire.server_options import ServerOptions
+from tests.kit.contract import ServerOptions
 from tests.kit.learn import in_threads
 
 STRATEGIES = ("greedy", "round_robin")

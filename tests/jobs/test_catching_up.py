@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psserver.cli import OUTLIVED
 from pstesting.processes import CHIEF, PS0, PS1, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, say
 from tests.jobs.test_differing_servers import problems
@@ -17,6 +16,7 @@ from tests.jobs.test_moving_servers import move
 from tests.jobs.test_returning_servers import KEYS, OTHER, all_go_on_with, await_variables, lose
 from tests.kit.faulty_servers import holds_reading, let_read
 from tests.kit.hosts import waiting
+from tests.kit.internals import OUTLIVED
 
 LARGE = 300_000
 """Elements of a variable whose rounds stream, where their server has its variables."""

@@ -18,22 +18,34 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from psclient._src.chief.driver import Chief
-from psclient._src.launch.cluster import start_server
-from psclient._src.processes.process import address_in, await_listening
-from psclient._src.transport.remote_server import RemoteServer
 from pstesting import forks
 from pstesting.clock import Clock
-from pswire.api import RestoreOrder, RoundReply
 from pswire.checkpoint import storage
-from pswire.cluster import ClusterSpec, Task
-from pswire.errors import CheckpointError, DamagedCheckpoint, ProgramError, ServerLost
-from pswire.limits import Timeouts
-from pswire.model.log import Epoch, Snapshotted
-from pswire.model.plan import Apply, Plan, Reduction, Ref, SnapshotOrder, Turn
-from pswire.model.program import Input, Node, Program
-from pswire.model.tensor import TensorSpec
-from pswire.server_options import ServerOptions
+from tests.kit.contract import (
+    Apply,
+    CheckpointError,
+    ClusterSpec,
+    DamagedCheckpoint,
+    Epoch,
+    Input,
+    Node,
+    Plan,
+    Program,
+    ProgramError,
+    Reduction,
+    Ref,
+    RestoreOrder,
+    RoundReply,
+    ServerLost,
+    ServerOptions,
+    SnapshotOrder,
+    Snapshotted,
+    Task,
+    TensorSpec,
+    Timeouts,
+    Turn,
+)
+from tests.kit.internals import Chief, RemoteServer, address_in, await_listening, start_server
 from tests.kit.rig import (
     CHIEF,
     SOON,

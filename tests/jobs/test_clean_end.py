@@ -14,10 +14,9 @@ import psutil
 import pytest
 
 import psclient as ps
-from psclient._src.processes.process import start_server
 from pstesting.processes import CALM, PS0, PS1, SECONDS, ProcessCluster, until
 from pstesting.script import add, gate, say
-from pswire.cluster import ClusterSpec
+from tests.kit.internals import start_server
 from tests.kit.residue import children, listens, open_files
 from tests.kit.shell import shell
 
@@ -132,7 +131,7 @@ def strategies_one_after_the_other(aggregation, count):
     """Each is a job of its own: it finds none of the variables of the one before."""
     os.environ["PS_AGGREGATION"] = aggregation
     servers = [start_server(task, until_done=False, timeouts=CALM) for task in range(2)]
-    spec = ClusterSpec({"ps": tuple(address for _, address in servers), "worker": ("127.0.0.1:0",)})
+    spec = ps.ClusterSpec({"ps": tuple(address for _, address in servers), "worker": ("127.0.0.1:0",)})
     held, strategies = Held(), []
     try:
         for _ in range(count):

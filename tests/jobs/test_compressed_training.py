@@ -8,8 +8,8 @@ import pytest
 import psclient as ps
 from pstesting.processes import QUICK, W0, W1, ProcessCluster
 from pstesting.script import ME, gate, say
-from pswire.limits import PART_BYTES
 from tests.kit.compressed import CODECS, Worker
+from tests.kit.contract import PART_BYTES
 from tests.kit.learn import in_threads
 
 RATE, ROUNDS = 0.1, 90

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import psclient as ps
-from pswire.errors import ConfigError
 from tests.kit.shell import shell
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "coordinator_digits.py")
@@ -92,7 +91,10 @@ def test_who_coordinates():
         assert ps.coordinator.is_coordinator(resolver) is coordinates
     assert ps.coordinator.is_coordinator()
     alone = ps.ParameterServerStrategy(consistency=ps.Async())
-    with alone, pytest.raises(ConfigError, match=r"there is no cluster, whose workers .* --chief-runs-script"):
+    with (
+        alone,
+        pytest.raises(ps.errors.ConfigError, match=r"there is no cluster, whose workers .* --chief-runs-script"),
+    ):
         ps.coordinator.ClusterCoordinator(alone)
     with pytest.raises(TypeError, match="takes a ParameterServerStrategy, not MirroredStrategy"):
         ps.coordinator.ClusterCoordinator(ps.MirroredStrategy(["cpu:0"]))

@@ -9,14 +9,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from pswire.api import Contribution
-from pswire.checkpoint.assembly import manifest_of
-from pswire.errors import ServerLost
-from pswire.model.hashing import BUCKETS, buckets_of, hashes_of
-from pswire.model.table_state import joined
-from pswire.model.tables import TableSpec
-from pswire.transport.payload import Payload
 from tests.jobs.test_checkpoint_faults import files, processes, whole
+from tests.kit.contract import BUCKETS, Contribution, Payload, TableSpec, buckets_of, hashes_of, joined, manifest_of
 from tests.kit.contributions import by_keys, create_part, keyed, part_of
 from tests.kit.learn import in_threads
 from tests.kit.rig import SOON, WORKERS, Job, checkpoint, serving, together
@@ -69,7 +63,7 @@ def test_a_server_that_dies_in_a_delta(tmp_path, task, point):
             job.verbs[0].snapshot(job.token, plan.id, manifest_of(shards, plan.snapshot).text())
         assert started[task].wait(SOON) == -9
         for server in servers.verbs:
-            server.fail(ServerLost("a server is gone"))
+            server.fail(ps.errors.ServerLost("a server is gone"))
     with serving("core", 1, root) as servers:
         job, worker, train = job_on(servers)
         assert job.restore(worker, "run").path == "run/ckpt-1"

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psserver.cli import OUTLIVED
-from psserver.core.digests import ROUNDS
 from pstesting import forks
 from pstesting.processes import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, say
 from tests.jobs.test_lost_servers import PS2, values
 from tests.jobs.test_returning_servers import KEYS, all_go_on_with, await_variables, learn
 from tests.kit.faulty_servers import fail, flips
+from tests.kit.internals import DIGEST_ROUNDS as ROUNDS
+from tests.kit.internals import OUTLIVED
 from tests.kit.telemetry import Page
 
 

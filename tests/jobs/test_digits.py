@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from psclient._src.processes.process import start_server
 from pstesting import forks
+from tests.kit.internals import start_server
 from tests.kit.shell import PROGRAMS, SECONDS, Done, shell
 
 DIGITS = str(Path(__file__).parents[2] / "examples" / "digits.py")

@@ -11,7 +11,7 @@ import pytest
 import psclient as ps
 from pstesting.processes import W0, W1, ProcessCluster
 from pstesting.script import ME, add, gate, say
-from pswire.limits import WINDOW
+from tests.kit.contract import WINDOW
 from tests.kit.learn import in_threads, meet
 from tests.kit.rig import SOON
 

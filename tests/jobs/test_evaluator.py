@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 import psclient as ps
-from psclient._src.launch.cluster import EVALUATOR
 from pstesting.processes import ProcessCluster
 from pstesting.script import DIRECTORY, gate, say
+from tests.kit.internals import EVALUATOR
 from tests.kit.telemetry import scalars
 
 SAVES = 3

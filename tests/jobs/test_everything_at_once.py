@@ -18,14 +18,13 @@ import psclient as ps
 from pstesting.network import WAYS, Relay
 from pstesting.processes import CHIEF, PS0, PS1, W0, W1, W2, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
-from pswire.cluster import Task
-from pswire.limits import Timeouts
+from tests.kit.contract import Task
 
 W3 = Task("worker", 3)
 WORKERS = (W0, W1, W2, W3)
 
-SHORT = Timeouts(lease=2.0, beat=0.25, round=7.0, word=0.5)
-LONG = Timeouts(lease=3.0, beat=0.6, round=10.0)
+SHORT = ps.Timeouts(lease=2.0, beat=0.25, round=7.0, word=0.5)
+LONG = ps.Timeouts(lease=3.0, beat=0.6, round=10.0)
 
 
 def recorded():

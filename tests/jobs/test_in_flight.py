@@ -9,11 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from psserver.config import LEAST_IN_FLIGHT
-from pswire.limits import PART_BYTES
-from pswire.model.plan import Apply, Plan, Reduction, Ref
-from pswire.model.tensor import TensorSpec
-from pswire.transport.traffic import LANES, LaneName
+from tests.kit.contract import LANES, PART_BYTES, Apply, LaneName, Plan, Reduction, Ref, TensorSpec
+from tests.kit.internals import LEAST_IN_FLIGHT
 from tests.kit.lanes import Site, eventually
 from tests.kit.rig import SOON, sum_into
 

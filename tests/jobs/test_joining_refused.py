@@ -11,15 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from psserver.config import ServerConfig
-from psserver.transport.server import ServerThread
-from pswire.cluster import Task
-from pswire.encoding.verbs import VERBS
-from pswire.model.log import Done, JobStarted, LogEntry, Lost
-from pswire.security.identity import Security
 from tests.jobs import test_bad_input as bad_input
 from tests.kit import shell
 from tests.kit.certificates import Certificates
+from tests.kit.contract import VERBS, Done, JobStarted, LogEntry, Lost, Security, Task
+from tests.kit.internals import ServerConfig, ServerThread
 from tests.kit.rig import CHIEF, core
 
 HASTY = {"PS_TIMEOUT_START": "2", "PS_TIMEOUT_LEASE": "2", "PS_TIMEOUT_BEAT": "0.3"}

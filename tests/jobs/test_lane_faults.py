@@ -13,14 +13,12 @@ import psutil
 import pytest
 
 import psclient as ps
-from psclient._src.processes.shutdown import SERVER_LOST
 from psclient._src.transport import lane_selector as client_lanes
 from pstesting.processes import CALM, CHIEF, MARGIN, PS0, PS1, QUICK, W0, W1, W2, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
-from pswire.limits import PART_BYTES
-from pswire.transport.sockets import HEAD
-from pswire.transport.traffic import LaneName
 from tests.kit import lanes
+from tests.kit.contract import HEAD, PART_BYTES, LaneName
+from tests.kit.internals import SERVER_LOST
 from tests.kit.lanes import ON_ONE_LANE, Cut, Proxy, Site, eventually, mappings
 from tests.kit.rig import SOON, WORKERS
 

@@ -13,11 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 import psclient as ps
-from psclient._src.config import child_environ
-from psclient._src.processes.shutdown import SERVER_LOST
 from pstesting import forks
 from pstesting.processes import CALM, CHIEF, MARGIN, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import ME, add, gate, say
+from tests.kit.internals import SERVER_LOST, child_environ
 
 
 def drive(stops, rounds=4):

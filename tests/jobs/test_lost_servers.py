@@ -10,7 +10,7 @@ import pytest
 import psclient as ps
 from pstesting.processes import CALM, PS0, PS1, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, gate, say
-from pswire.cluster import Task
+from tests.kit.contract import Task
 from tests.kit.faulty_servers import dies
 
 PS2 = Task("ps", 2)

@@ -10,7 +10,6 @@ from pstesting import faults
 from pstesting.faults import Faults
 from pstesting.processes import PS0, W0, W1, W2, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
-from pswire.limits import Timeouts
 
 
 def hammer(rounds, rates):
@@ -112,6 +111,6 @@ def end():
 
 def test_a_lost_answer_at_the_end(tmp_path):
     """A server that has ended is not waited for until a lease is over, or a call's time."""
-    with ProcessCluster(end, tmp_path, ps=2, workers=1, timeouts=Timeouts(lease=90.0, call=90.0)) as job:
+    with ProcessCluster(end, tmp_path, ps=2, workers=1, timeouts=ps.Timeouts(lease=90.0, call=90.0)) as job:
         job.hear(W0, "lost", True)
         job.finish()  # in less than these

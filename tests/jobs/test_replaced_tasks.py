@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src.launch.outcome import Outcome
-from psclient._src.processes.shutdown import SERVER_LOST
 from pstesting.processes import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster
 from pstesting.script import DIRECTORY, ME, add_all, gate, say
+from tests.kit.internals import SERVER_LOST, Outcome
 
 
 def count(rounds, lives):

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src.processes.shutdown import SERVER_LOST
 from psserver.state.sessions import DEPUTY_BEATS
 from pstesting.processes import CHIEF, PS0, PS1, QUICK, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, add_all, gate, say
+from tests.kit.internals import SERVER_LOST
 
 
 def serve(rounds, stops):

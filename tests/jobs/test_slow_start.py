@@ -10,11 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 import psclient as ps
-from psclient._src.processes.process import start_server
-from psclient._src.transport.remote_server import RemoteServer
 from pstesting.processes import QUICK, SECONDS, until
 from pstesting.script import add
-from pswire.cluster import ClusterSpec, Task
+from tests.kit.contract import Task
+from tests.kit.internals import RemoteServer, start_server
 
 
 def free_address():
@@ -26,7 +25,7 @@ def test_a_server_that_starts_a_lease_after_the_others():
     """A worker that waits for it keeps its session with the other servers, and then the job begins."""
     first, address = start_server(0, until_done=False, timeouts=QUICK)
     late = free_address()
-    spec = ClusterSpec({"ps": (address, late), "worker": ("127.0.0.1:0",)})
+    spec = ps.ClusterSpec({"ps": (address, late), "worker": ("127.0.0.1:0",)})
     resolver = ps.SimpleClusterResolver(spec, task_type="worker", task_id=0)
     servers = [first]
     waited = threading.Event()

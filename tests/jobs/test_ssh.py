@@ -14,15 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from psclient._src.config import LaunchConfig
-from psclient._src.launch.agent import MODULE
 from psclient._src.launch.hosts_file import load_hosts
-from psclient._src.launch.outcome import Outcome
 from psclient._src.launch.ssh_cluster import Remote, SshCluster
-from pswire.cluster import Task
-from pswire.limits import Timeouts
 from tests.kit import hosts as kit
+from tests.kit.contract import Task, Timeouts
 from tests.kit.hosts import ENDS, HOSTS, ME, WAITING, Sshd, pids, sshd
+from tests.kit.internals import MODULE, LaunchConfig, Outcome
 from tests.kit.shell import PROGRAMS, Done, shell
 
 pytestmark = pytest.mark.ci  # each cluster is four agents and four tasks, which all start anew

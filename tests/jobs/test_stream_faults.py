@@ -12,19 +12,27 @@ import grpc
 import numpy as np
 import pytest
 
-from psclient._src.transport.remote_server import RemoteServer
-from psserver.config import ServerConfig
 from psserver.execution import calls
-from psserver.transport.server import ServerThread
 from pstesting.clock import Clock
-from pswire.api import Contribution
-from pswire.encoding import messages
-from pswire.encoding.verbs import VERBS, parse, refused
-from pswire.errors import Fenced, InvalidRequest, PSError, ServerLost
-from pswire.limits import PART_BYTES, Timeouts
-from pswire.pb import parameter_server_pb2 as pb
-from pswire.transport.grpc_frames import Frame, frames
-from pswire.transport.parts import Assembly, parts_of
+from tests.kit.contract import (
+    PART_BYTES,
+    VERBS,
+    Assembly,
+    Contribution,
+    Fenced,
+    Frame,
+    InvalidRequest,
+    PSError,
+    ServerLost,
+    Timeouts,
+    frames,
+    messages,
+    parse,
+    parts_of,
+    pb,
+    refused,
+)
+from tests.kit.internals import RemoteServer, ServerConfig, ServerThread
 from tests.kit.rig import SOON, WORKERS, Job, Servers, core, eventually, payload, sum_into, together
 
 A, B = WORKERS[:2]

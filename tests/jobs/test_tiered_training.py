@@ -11,7 +11,7 @@ import psclient as ps
 from pstesting.in_process import InProcessCluster
 from pstesting.processes import PS0, W0, ProcessCluster
 from pstesting.script import gate, say
-from pswire.server_options import ServerOptions
+from tests.kit.contract import ServerOptions
 from tests.kit.learn import PATIENT, in_threads
 from tests.kit.rig import eventually
 from tests.kit.storage import disk

@@ -23,26 +23,19 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src.chief.driver import Chief
-from psclient._src.launch.cluster import Cluster
 from psclient._src.launch.joining import Joiner
-from psclient._src.processes.process import await_listening
-from psclient._src.transport.remote_server import RemoteServer, connect
 from psclient.coordinator.worker import Worker
-from psserver.config import ServerConfig
-from psserver.transport.server import ServerThread
 from pstesting.script import add
-from pswire.cluster import ClusterSpec, Task
-from pswire.limits import Timeouts
-from pswire.security.identity import Security
+from tests.kit.contract import Security, Task
 from tests.kit.house import TRIED
+from tests.kit.internals import Chief, Cluster, RemoteServer, ServerConfig, ServerThread, await_listening, connect
 from tests.kit.rig import SOON, core, eventually
 from tests.kit.storage import write_checkpoint
 
 CHIEF, PS0 = Task("chief", 0), Task("ps", 0)
 W0, W1 = Task("worker", 0), Task("worker", 1)
 
-PATIENT = Timeouts(beat=0.1, call=SOON, round=SOON, word=0.05, chief=SOON, start=SOON, alone=SOON, first=SOON)
+PATIENT = ps.Timeouts(beat=0.1, call=SOON, round=SOON, word=0.05, chief=SOON, start=SOON, alone=SOON, first=SOON)
 """Waits end when the other comes."""
 
 HASTY = replace(PATIENT, round=0.5, chief=0.5, start=0.5, alone=0.5, first=0.5)
@@ -70,7 +63,7 @@ class Site:
         timeouts: of all of them.
     """
 
-    def __init__(self, directory: Path, timeouts: Timeouts) -> None:
+    def __init__(self, directory: Path, timeouts: ps.Timeouts) -> None:
         self.directory = directory
         self.timeouts = timeouts
         self.lines: list[str] = []
@@ -120,10 +113,10 @@ class Site:
         self.ends.append(process.kill)
         return process
 
-    def cluster(self, *chief: str) -> ClusterSpec:
+    def cluster(self, *chief: str) -> ps.ClusterSpec:
         """Two workers, the server, and perhaps a chief."""
         jobs = {"ps": (self.address,), "worker": ("x:1", "x:2")}
-        return ClusterSpec(jobs | ({"chief": chief} if chief else {}))
+        return ps.ClusterSpec(jobs | ({"chief": chief} if chief else {}))
 
     def work(self, task: Task, script: Callable[[ps.ParameterServerStrategy], object], *chief: str) -> Future[Any]:
         """A worker that runs a script, which is given its strategy."""

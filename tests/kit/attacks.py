@@ -22,16 +22,7 @@ from google.protobuf.message import Message
 from hypothesis import strategies as st
 
 from pstesting import forks
-from pswire.cluster import Task
-from pswire.encoding import messages
-from pswire.encoding.protocol import PROTOCOL
-from pswire.encoding.verbs import ERROR_KEY, VERBS
-from pswire.model.program import OPS
-from pswire.model.tables import ROWS
-from pswire.model.tensor import DTYPES
-from pswire.pb import parameter_server_pb2 as pb
-from pswire.security.identity import Security
-from pswire.transport.grpc_frames import Frame
+from tests.kit.contract import DTYPES, ERROR_KEY, OPS, PROTOCOL, ROWS, VERBS, Frame, Security, Task, messages, pb
 from tests.kit.lanes import Site
 from tests.kit.rig import sum_into
 from tests.kit.samples import OF_TABLES

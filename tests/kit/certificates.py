@@ -20,14 +20,9 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from psclient._src.transport.remote_server import RemoteServer
 from psclient.psctl.certificate_authority import Authority
-from psserver.config import ServerConfig
-from psserver.core.core import Core
-from psserver.transport.server import ServerThread
-from pswire.cluster import Task
-from pswire.limits import Timeouts
-from pswire.security.identity import Security, SecurityOptions
+from tests.kit.contract import Security, SecurityOptions, Task, Timeouts
+from tests.kit.internals import Core, RemoteServer, ServerConfig, ServerThread
 from tests.kit.rig import core
 
 NAMES = ("ps-0", "ps-1", "worker-0", "worker-1", "chief-0", "admin")

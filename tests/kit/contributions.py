@@ -8,21 +8,32 @@ from typing import Any
 
 import numpy as np
 
-from psserver.effects import Peer
-from psserver.plans.prepared import PreparedPlan
-from psserver.plans.round import MemberShare, ReadyRound
-from pswire.api import Contribution, RoundReply
-from pswire.limits import ALIGN
-from pswire.model.hashing import BUCKETS
-from pswire.model.log import Member
-from pswire.model.plan import Apply, PlacedVariable, Plan, Reduction, Ref, VariableSpec
-from pswire.model.program import Program
-from pswire.model.rows import Rows
-from pswire.model.tables import ROWS, SlotTensor, TablePart, TableSpec
-from pswire.model.tensor import Array, TensorSpec, align
-from pswire.servers.votes import Vote
-from pswire.transport.parts import parts_of
-from pswire.transport.payload import Payload
+from tests.kit.contract import (
+    ALIGN,
+    BUCKETS,
+    ROWS,
+    Apply,
+    Array,
+    Contribution,
+    Member,
+    Payload,
+    PlacedVariable,
+    Plan,
+    Program,
+    Reduction,
+    Ref,
+    RoundReply,
+    Rows,
+    SlotTensor,
+    TablePart,
+    TableSpec,
+    TensorSpec,
+    VariableSpec,
+    Vote,
+    align,
+    parts_of,
+)
+from tests.kit.internals import MemberShare, Peer, PreparedPlan, ReadyRound
 from tests.kit.rig import WORKERS, Job, Worker, adding, payload
 
 Given = Array | Rows | None

@@ -18,18 +18,24 @@ import numpy as np
 
 from psclient._src import values
 from psclient._src.data.distributed import DistributedDataset
-from psclient._src.devices import Device
 from psclient._src.processes.aggregation.sums import Own, part_of, sum_of
 from psclient._src.rounds.membership import Group
-from psclient._src.rounds.rounds import Exchange, Outgoing
-from psclient._src.transport.session import Session
-from pswire.api import Contribution, RoundReply
-from pswire.cluster import Task
-from pswire.limits import ALIGN, Timeouts
-from pswire.model.log import Examples, Member, Mode, Position
-from pswire.model.plan import VariableSpec
-from pswire.model.tensor import TensorSpec
-from pswire.transport.payload import Payload
+from tests.kit.contract import (
+    ALIGN,
+    Contribution,
+    Examples,
+    Member,
+    Mode,
+    Payload,
+    Position,
+    RoundReply,
+    Task,
+    TensorSpec,
+    Timeouts,
+    VariableSpec,
+)
+from tests.kit.internals import ClientDevice as Device
+from tests.kit.internals import Exchange, Outgoing, Session
 from tests.kit.rig import WORKERS, Job
 
 

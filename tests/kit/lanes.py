@@ -26,24 +26,31 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from psclient._src.transport.remote_server import RemoteServer
-from psserver.config import ServerConfig
 from psserver.transport.lane_server import LaneServer
-from psserver.transport.server import ServerThread
 from pstesting.clock import Clock
-from pswire.api import Contribution, RoundReply
-from pswire.cluster import Task
-from pswire.encoding import messages
-from pswire.encoding.protocol import PROTOCOL
-from pswire.limits import PART_BYTES, Timeouts
-from pswire.pb import parameter_server_pb2 as pb
-from pswire.security.identity import Security
-from pswire.transport.parts import parts_of
-from pswire.transport.payload import Payload
-from pswire.transport.shared_memory import CLIENT_BYTES, Segment
-from pswire.transport.sockets import HEAD, INLINE, Kind, Message
-from pswire.transport.tls_socket import Sealed, Stream
-from pswire.transport.traffic import LaneName
+from tests.kit.contract import (
+    CLIENT_BYTES,
+    HEAD,
+    INLINE,
+    PART_BYTES,
+    PROTOCOL,
+    Contribution,
+    Kind,
+    LaneName,
+    Message,
+    Payload,
+    RoundReply,
+    Sealed,
+    Security,
+    Segment,
+    Stream,
+    Task,
+    Timeouts,
+    messages,
+    parts_of,
+    pb,
+)
+from tests.kit.internals import RemoteServer, ServerConfig, ServerThread
 from tests.kit.rig import SOON, WORKERS, Job, Servers, Worker, core, eventually, payload, sum_into, together
 
 SIZE = PART_BYTES // 4

@@ -15,12 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from psserver.config import ServerConfig
-from psserver.telemetry import MetricsPort, Rim
-from pswire.model.status import ProcessStatus
-from pswire.security.identity import Security
-from pswire.security.link_codes import make_code
-from pswire.transport.traffic import traffic
+from tests.kit.contract import ProcessStatus, Security, make_code, traffic
+from tests.kit.internals import MetricsPort, Rim, ServerConfig
 from tests.kit.rig import SOON, Job
 
 TOKEN, OTHER_TOKEN = "a" * 32, "b" * 32

@@ -13,24 +13,37 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from psclient._src.tracing.recorder import Recording, trace
-from psserver.devices import Device
 from psserver.execution.execution import Execution
 from psserver.execution.nonfinite import NonfiniteValues
-from psserver.plans.prepared import PreparedPlan
-from psserver.plans.round import MemberShare, ReadyRound
 from psserver.programs import interpreter
-from psserver.programs.kernels.kernels import Kernels
 from psserver.programs.kernels.row_steps import ROW_DTYPES, split_rows
-from pswire.api import Contribution
-from pswire.errors import ProgramError
-from pswire.model.log import Member
-from pswire.model.plan import Apply, Operand, Plan, ReduceOp, Reduction, Ref
-from pswire.model.program import OPS, Attr, Input, Node, Program, infer
 from pswire.model.row_updates import ALONG_ROWS, refusal, row_shape
-from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
-from pswire.transport.parts import parts_of
-from pswire.transport.payload import Payload
 from tests.conftest import KERNELS
+from tests.kit.contract import (
+    DTYPES,
+    OPS,
+    Apply,
+    Array,
+    Attr,
+    Contribution,
+    Input,
+    Member,
+    Node,
+    Operand,
+    Payload,
+    Plan,
+    Program,
+    ProgramError,
+    ReduceOp,
+    Reduction,
+    Ref,
+    TensorSpec,
+    infer,
+    parts_of,
+    spec_of,
+)
+from tests.kit.internals import Kernels, MemberShare, PreparedPlan, ReadyRound
+from tests.kit.internals import ServerDevice as Device
 from tests.kit.rig import WORKERS
 
 FLOATS = [0.0, -0.0, 1.0, -1.5, 3.25, 0.1, -7.0, 1e-30, 1e30, np.inf, -np.inf, np.nan]

@@ -13,47 +13,54 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from psclient._src.transport.remote_server import RemoteServer
-from psserver.config import ServerConfig
-from psserver.core.core import Core
-from psserver.transport.server import ServerThread
 from pstesting.clock import Clock
-from pswire.api import ALL, Contribution, Opened, ParameterServer, RestoreOrder, RestoreReply, RoundReply
 from pswire.checkpoint import assembly
-from pswire.cluster import Task
-from pswire.errors import PSError
-from pswire.limits import Timeouts
-from pswire.model.log import (
+from tests.kit.contract import (
+    ALL,
+    LANES,
+    Apply,
     Approved,
+    Array,
+    Contribution,
     Epoch,
     EpochClosed,
+    Input,
     JobStarted,
+    LaneName,
     LogEntry,
     Member,
     Mode,
-    Position,
-    Snapshotted,
-    Start,
-)
-from pswire.model.plan import (
-    Apply,
+    Node,
+    Opened,
     Operand,
+    ParameterServer,
+    Payload,
     PlacedVariable,
     Plan,
+    Position,
+    Program,
+    PSError,
     ReduceOp,
     Reduction,
     Ref,
     RestoreCommit,
+    RestoreOrder,
+    RestoreReply,
+    RoundReply,
+    Shard,
     ShardOf,
     SnapshotOrder,
+    Snapshotted,
+    Start,
+    Task,
+    TensorSpec,
+    Timeouts,
     Turn,
     VariableSpec,
+    portable,
+    spec_of,
 )
-from pswire.model.program import Input, Node, Program
-from pswire.model.saved import Shard
-from pswire.model.tensor import Array, TensorSpec, portable, spec_of
-from pswire.transport.payload import Payload
-from pswire.transport.traffic import LANES, LaneName
+from tests.kit.internals import Core, RemoteServer, ServerConfig, ServerThread
 
 CHIEF = Task("chief", 0)
 WORKERS = tuple(Task("worker", index) for index in range(4))

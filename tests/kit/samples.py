@@ -13,28 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from psserver.effects import Others
-from psserver.registry import Registry
-from pswire.api import (
-    RESTS,
-    UNTIL_ENDED,
-    Begun,
-    Contribution,
-    CreateBatchReply,
-    CreateReply,
-    Opened,
-    PullReply,
-    RestoreOrder,
-    RestoreReply,
-    RoundReply,
-    RowRead,
-    TableRead,
-    Watched,
-)
-from pswire.cluster import Task
-from pswire.encoding import messages
 from pswire.encoding.mapper import Codec
-from pswire.errors import BY_NAME, PSError
 from pswire.model import compression
 from pswire.model.chunks import Chunk, ChunkAsk, Chunks
 from pswire.model.closures import (
@@ -47,78 +26,99 @@ from pswire.model.closures import (
     Piece,
     Taken,
 )
-from pswire.model.joins import Enlisted
-from pswire.model.log import (
+from pswire.model.places import Moved, Offered, Spare
+from tests.kit.contract import (
+    BY_NAME,
+    EMPTY,
+    LFU,
+    LRU,
+    RESTS,
     STEP,
+    STILL,
+    UNTIL_ENDED,
+    Apply,
     Approved,
+    Begun,
+    CBFFilter,
+    Constant,
+    Contribution,
+    CounterFilter,
+    CreateBatchReply,
     Created,
+    CreateReply,
+    Difference,
+    Digest,
     Done,
+    Enlisted,
     Epoch,
     EpochClosed,
     Examples,
+    GlobalStepEvict,
     Gone,
+    Happened,
+    Input,
     JobStarted,
+    L2WeightEvict,
     LogEntry,
     Lost,
     Member,
-    Position,
-    Return,
-    Snapshotted,
-    Start,
-    Started,
-)
-from pswire.model.places import Moved, Offered, Spare
-from pswire.model.plan import (
-    Apply,
+    MissedPeer,
+    Node,
+    Normal,
+    Opened,
+    OpenRound,
     Operand,
+    Pace,
+    PartOf,
+    Payload,
     PlacedVariable,
     Plan,
+    Position,
+    ProbabilityFilter,
+    ProcessStatus,
+    Program,
+    PSError,
+    PullReply,
     Reduction,
     Ref,
     RestoreCommit,
-    ShardOf,
-    SnapshotOrder,
-    Trim,
-    Turn,
-    VariableSpec,
-)
-from pswire.model.program import Input, Node, Program
-from pswire.model.saved import PartOf, SavedTable, SavedTensor, Shard
-from pswire.model.status import (
-    STILL,
-    Difference,
-    Happened,
-    MissedPeer,
-    OpenRound,
-    Pace,
-    ProcessStatus,
+    RestoreOrder,
+    RestoreReply,
+    Return,
+    RoundReply,
+    RowRead,
+    SavedTable,
+    SavedTensor,
     Saving,
     ServerStatus,
     SessionState,
-    WorkerProgress,
-)
-from pswire.model.tables import (
-    LFU,
-    LRU,
-    CBFFilter,
-    Constant,
-    CounterFilter,
-    GlobalStepEvict,
-    L2WeightEvict,
-    Normal,
-    ProbabilityFilter,
+    Shard,
+    ShardOf,
     SlotTensor,
+    SnapshotOrder,
+    Snapshotted,
+    Start,
+    Started,
     TablePart,
+    TableRead,
     TableSpec,
+    Task,
+    TensorSpec,
+    Testimony,
     TimeToLive,
+    Trim,
     TruncatedNormal,
+    Turn,
     Uniform,
+    VariableSpec,
+    Vote,
+    Watched,
+    WorkerProgress,
     Zeros,
+    messages,
+    pb,
 )
-from pswire.model.tensor import TensorSpec
-from pswire.pb import parameter_server_pb2 as pb
-from pswire.servers.votes import Digest, Testimony, Vote
-from pswire.transport.payload import EMPTY, Payload
+from tests.kit.internals import Others, Registry
 from tests.kit.tap import spell
 
 PS = Task("ps", 3)

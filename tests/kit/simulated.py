@@ -27,7 +27,6 @@ from unittest import mock
 import numpy as np
 
 from psclient._src.chief import standby
-from psclient._src.rounds.rounds import Outgoing
 from pstesting.simulation.clients import SimulatedChief, SimulatedProcess, SimulatedWorker, simulated_time
 from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.costs import Costs, LaneCosts
@@ -36,13 +35,19 @@ from pstesting.simulation.machines import Host
 from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pstesting.simulation.servers import SimulatedServer
 from pstesting.simulation.workloads import Workload
-from pswire.cluster import ClusterSpec, Task
-from pswire.errors import PSError, TaskTaken
-from pswire.limits import Timeouts
-from pswire.model.log import Mode
-from pswire.model.plan import Plan, SnapshotOrder
-from pswire.model.status import ServerStatus
-from pswire.model.tensor import TensorSpec
+from tests.kit.contract import (
+    ClusterSpec,
+    Mode,
+    Plan,
+    PSError,
+    ServerStatus,
+    SnapshotOrder,
+    Task,
+    TaskTaken,
+    TensorSpec,
+    Timeouts,
+)
+from tests.kit.internals import Outgoing
 
 log = logging.getLogger("psclient.chief")
 

@@ -21,10 +21,7 @@ from moto.server import ThreadedMotoServer
 from safetensors.numpy import save_file
 
 from psserver.tiers.tier import Tier
-from pswire.checkpoint.manifest import MANIFEST, Manifest, Saved
-from pswire.errors import ConfigError
-from pswire.model.log import Position
-from pswire.model.tensor import Array, as_bytes, spec_of
+from tests.kit.contract import MANIFEST, Array, ConfigError, Manifest, Position, Saved, as_bytes, spec_of
 
 
 def write_checkpoint(

@@ -14,28 +14,44 @@ from random import Random
 import numpy as np
 
 import psclient as ps
-from psclient._src.distribute.reduction import SentRows
 from psserver.checkpoints.tables import FrozenPart, Wanted, restored
-from psserver.devices import Device
 from psserver.programs.kernels.compiler import Compiler
 from psserver.state.missed import whole
 from psserver.state.variables import Store
 from psserver.tables.native import Native
 from psserver.tables.table import Table
 from pstesting.in_process import InProcessCluster
-from pswire.api import Contribution, RowRead
-from pswire.checkpoint.assembly import manifest_of
-from pswire.checkpoint.reader import SavedCheckpoint
-from pswire.checkpoint.storage import storage_at
 from pswire.checkpoint.writer import Frozen, write_manifest, write_shard
-from pswire.model.hashing import BUCKETS, buckets_of, hashes_of
-from pswire.model.plan import Apply, Plan, Reduction, Ref, SnapshotOrder, Sparse
-from pswire.model.program import Input, Node, Program
-from pswire.model.rows import Rows, row_specs
-from pswire.model.table_state import TableState, joined
-from pswire.model.tables import SlotTensor, TableSpec
-from pswire.model.tensor import Array, TensorSpec
-from pswire.transport.payload import Payload
+from tests.kit.contract import (
+    BUCKETS,
+    Apply,
+    Array,
+    Contribution,
+    Input,
+    Node,
+    Payload,
+    Plan,
+    Program,
+    Reduction,
+    Ref,
+    RowRead,
+    Rows,
+    SavedCheckpoint,
+    SlotTensor,
+    SnapshotOrder,
+    Sparse,
+    TableSpec,
+    TableState,
+    TensorSpec,
+    buckets_of,
+    hashes_of,
+    joined,
+    manifest_of,
+    row_specs,
+    storage_at,
+)
+from tests.kit.internals import SentRows
+from tests.kit.internals import ServerDevice as Device
 from tests.kit.rig import adding
 from tests.kit.strategies import patient
 

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from psclient._src.config import child_environ
 from pstesting import forks
 from pstesting.forks import EXECS, HIGH, SEEDS, Forked
+from tests.kit.internals import child_environ
 
 SAYS = """
 import json, os, signal, sys, threading

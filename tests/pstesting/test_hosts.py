@@ -17,8 +17,7 @@ import pytest
 from pstesting import hosts as hosts_module
 from pstesting.hosts import Host, HostCluster, Hosts, HostsUnavailable
 from pstesting.processes import until
-from pswire.cluster import Task
-from pswire.errors import ConfigError
+from tests.kit.contract import ConfigError, Task
 from tests.kit.hosts import linked
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from pstesting.hosts import Host
 from pstesting.planner.commands import calibrate
 from pstesting.planner.network import LEAST, MOST, WORD, answer
-from pswire.errors import ConfigError, Unreachable
+from tests.kit.contract import ConfigError, Unreachable
 from tests.kit.hosts import linked
 
 ANSWER = """

@@ -10,9 +10,7 @@ import pytest
 
 from pstesting.clock import Clock
 from pstesting.replay import Grown, Recording, Replay
-from pswire.api import RoundReply
-from pswire.errors import PSError
-from pswire.transport.traffic import LANES
+from tests.kit.contract import LANES, PSError, RoundReply
 from tests.kit.contributions import streaming
 from tests.kit.rig import SOON, WORKERS, Job, Servers, core, remote, sum_into, together
 

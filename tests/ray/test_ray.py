@@ -16,15 +16,12 @@ import pytest
 ray = pytest.importorskip("ray", reason="Ray is not installed; it comes with paramserver[ray]")
 
 import psclient.launch.ray  # noqa: E402
-from psclient._src.config import LaunchConfig  # noqa: E402
-from psclient._src.launch.agent import LOST, MODULE  # noqa: E402
 from psclient._src.launch.ray_actor import Prepared, RayTask  # noqa: E402
 from psclient._src.launch.ray_cluster import RayCluster, Resources, parse_resources  # noqa: E402
-from pswire.cluster import Task  # noqa: E402
-from pswire.errors import ConfigError, PSError  # noqa: E402
-from pswire.limits import Timeouts  # noqa: E402
 from tests.kit import hosts  # noqa: E402
-from tests.kit.hosts import ENDS, ME, SECOND, WAITING, Nodes, occupied, pids, ray_nodes  # noqa: E402  # noqa: E402
+from tests.kit.contract import ConfigError, PSError, Task, Timeouts  # noqa: E402
+from tests.kit.hosts import ENDS, ME, SECOND, WAITING, Nodes, occupied, pids, ray_nodes  # noqa: E402
+from tests.kit.internals import LOST, MODULE, LaunchConfig  # noqa: E402
 from tests.kit.shell import PROGRAMS, Done, shell  # noqa: E402
 
 SOON = 240.0

@@ -7,14 +7,21 @@ from typing import Any
 
 import pytest
 
-from psserver.registry import Registry
 from psserver.transport.access import Access
-from pswire.cluster import Task
-from pswire.encoding import messages
-from pswire.encoding.verbs import TOKEN_KEY, VERBS, Caller, bearer
-from pswire.errors import Forbidden, InvalidRequest, Unauthenticated
-from pswire.pb import parameter_server_pb2 as pb
-from pswire.security.identity import Security
+from tests.kit.contract import (
+    TOKEN_KEY,
+    VERBS,
+    Caller,
+    Forbidden,
+    InvalidRequest,
+    Security,
+    Task,
+    Unauthenticated,
+    bearer,
+    messages,
+    pb,
+)
+from tests.kit.internals import Registry
 from tests.kit.rig import CHIEF, WORKERS
 
 PS0 = Task("ps", 0)

@@ -11,12 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from psclient._src.processes.process import start_server
-from psclient._src.transport.remote_server import RemoteServer
 from pstesting.processes import CALM, PS0, SECONDS, W0
-from pswire.encoding.verbs import VERBS
-from pswire.security.identity import Security, SecurityOptions
 from tests.kit.attacks import Stranger
+from tests.kit.contract import VERBS, Security, SecurityOptions
+from tests.kit.internals import RemoteServer, start_server
 
 TOKEN = "t" * 32
 MIB = 1 << 20

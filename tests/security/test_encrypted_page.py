@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from psclient._src.processes.process import start_server
 from pstesting import forks
 from pstesting.processes import CALM, SECONDS
 from pswire.telemetry.web_server import HASTE_SECONDS, MAX_CONNECTIONS, SILENT_SECONDS
 from tests.kit.certificates import Certificates, options
+from tests.kit.internals import start_server
 
 NAMES = ("metrics.paramserver", "ps-0.paramserver")
 

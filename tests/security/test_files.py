@@ -17,11 +17,8 @@ from click.testing import CliRunner
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from psclient.psctl.cli import command
-from pswire.cluster import Task
-from pswire.errors import ConfigError
-from pswire.security.identity import Security, SecurityOptions
-from pswire.security.names import certificate_name, named, task_name
 from tests.kit.certificates import NAMES, Certificates, options
+from tests.kit.contract import ConfigError, Security, SecurityOptions, Task, certificate_name, named, task_name
 
 Break = Callable[[Certificates, Path], object]
 

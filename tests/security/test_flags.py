@@ -7,16 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from psclient._src.config import security_from
-from psclient._src.launch.cluster import Cluster
-from psclient._src.launch.psworker import command
-from psserver.cli import command as psserver
-from psserver.config import server_config
-from pswire.cluster import Task
-from pswire.errors import ConfigError
-from pswire.limits import Timeouts
-from pswire.security.identity import Security, SecurityOptions
 from tests.kit.certificates import Certificates, options
+from tests.kit.contract import ConfigError, Security, SecurityOptions, Task, Timeouts
+from tests.kit.internals import Cluster, security_from, server_config
+from tests.kit.internals import psserver_command as psserver
+from tests.kit.internals import psworker_command as command
 
 FILE = """
 workers: 2

@@ -16,13 +16,10 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from psserver.core.waiting import MAX_CALLS, Hold, Read, Watch
-from pswire.encoding import messages
-from pswire.pb import parameter_server_pb2 as pb
-from pswire.security.identity import Security
-from pswire.transport.grpc_frames import Frame
 from tests.kit.attacks import BOMB, Attacker, Process
 from tests.kit.certificates import Certificates
+from tests.kit.contract import Frame, Security, messages, pb
+from tests.kit.internals import MAX_CALLS, Hold, Read, Watch
 from tests.kit.lanes import Site
 from tests.kit.rig import eventually
 

@@ -20,13 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psserver.transport import lane_connection, tls_handshake
-from pswire.encoding.protocol import PROTOCOL
-from pswire.pb import parameter_server_pb2 as pb
-from pswire.security.identity import Security
-from pswire.transport.shared_memory import CLIENT_BYTES
-from pswire.transport.sockets import HEAD, INLINE, Kind, Message
 from tests.kit.attacks import BOMB, BYTES, NUMBERS, STRANGER, mutated, question
 from tests.kit.certificates import Certificates
+from tests.kit.contract import CLIENT_BYTES, HEAD, INLINE, PROTOCOL, Kind, Message, Security, pb
 from tests.kit.lanes import Hand, Site, eventually
 
 SMALL = 64

@@ -17,17 +17,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psserver.config import ServerConfig
-from psserver.transport.server import ServerThread
-from pswire.api import RestoreOrder
-from pswire.encoding.verbs import ERROR_KEY, VERBS
-from pswire.errors import BY_NAME, ConfigError, InvalidRequest, PSError
-from pswire.model.plan import Turn
-from pswire.pb import parameter_server_pb2 as pb
-from pswire.security.identity import Security
-from pswire.transport.grpc_frames import Frame
 from tests.kit.attacks import streams
 from tests.kit.certificates import PS0, Certificates, client, guarded
+from tests.kit.contract import (
+    BY_NAME,
+    ERROR_KEY,
+    VERBS,
+    ConfigError,
+    Frame,
+    InvalidRequest,
+    PSError,
+    RestoreOrder,
+    Security,
+    Turn,
+    pb,
+)
+from tests.kit.internals import ServerConfig, ServerThread
 from tests.kit.rig import CHIEF, WORKERS, core, eventually
 
 SECONDS = 20.0

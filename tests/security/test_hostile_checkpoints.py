@@ -13,11 +13,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from pswire.checkpoint.manifest import MAX_MANIFEST, Manifest
-from pswire.checkpoint.reader import SavedCheckpoint
-from pswire.checkpoint.storage import storage_at
-from pswire.errors import CheckpointError, DamagedCheckpoint
-from pswire.limits import PART_BYTES
+from tests.kit.contract import MAX_MANIFEST, PART_BYTES, Manifest, SavedCheckpoint, storage_at
 from tests.kit.rig import WORKERS, Job, serving
 from tests.kit.shell import shell
 from tests.kit.storage import write_checkpoint
@@ -80,12 +76,12 @@ def test_a_hostile_manifest_is_told_everywhere(tmp_path: Path, name: str) -> Non
     with serving("core", 1, tmp_path / "runs") as servers, little_memory():
         job = Job(servers)
         (worker,) = job.join(WORKERS[0])
-        with pytest.raises(DamagedCheckpoint, match=r"run/ckpt-1/manifest\.json"):
+        with pytest.raises(ps.errors.DamagedCheckpoint, match=r"run/ckpt-1/manifest\.json"):
             job.restore(worker, "run/ckpt-1")
     for kind, above in (("mirrored-1", "runs/"), ("embedded-1", "")):
         with opened(kind) as strategy, strategy.scope():
             checkpoint = ps.train.Checkpoint(v=ps.Variable(np.zeros(6), name="v"))
-            with pytest.raises(DamagedCheckpoint, match=r"run/ckpt-1/manifest\.json"):
+            with pytest.raises(ps.errors.DamagedCheckpoint, match=r"run/ckpt-1/manifest\.json"):
                 checkpoint.restore(f"{above}run/ckpt-1")
     for verb, code in (("verify", 1), ("show", 2), ("ls", 0)):
         done = shell(["psctl", "checkpoint", verb, str(path.parent)], tmp_path)
@@ -151,7 +147,7 @@ def test_a_hostile_header_is_damaged(tmp_path: Path, name: str) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest))
     found = SavedCheckpoint.open(storage_at(tmp_path), "ckpt-1")
     with little_memory():
-        with pytest.raises(DamagedCheckpoint, match=rf"{shard.name} cannot be read: its header"):
+        with pytest.raises(ps.errors.DamagedCheckpoint, match=rf"{shard.name} cannot be read: its header"):
             found.tensor("v")
         assert [file for file, fault in found.verify() if "its header" in fault] == [shard.name]
 
@@ -164,9 +160,9 @@ def test_a_manifest_that_a_server_cannot_tell_is_no_damage(tmp_path: Path) -> No
     with serving("core", 1, tmp_path / "runs") as servers:
         job = Job(servers)
         (worker,) = job.join(WORKERS[0])
-        with pytest.raises(CheckpointError, match="a server can tell its processes 4,190,208") as told:
+        with pytest.raises(ps.errors.CheckpointError, match="a server can tell its processes 4,190,208") as told:
             job.restore(worker)
-    assert not isinstance(told.value, DamagedCheckpoint)
+    assert not isinstance(told.value, ps.errors.DamagedCheckpoint)
     with opened("mirrored-1") as strategy, strategy.scope():
         v = ps.Variable(np.zeros(6), name="v")
         holder = {next(iter(objects)).rpartition("/")[2]: v}
@@ -181,7 +177,7 @@ def test_what_is_too_large_is_not_written(tmp_path: Path) -> None:
         many = {f"{number}{'n' * 1000}": v for number in range(3)}
         assert len(Manifest(0, (), {}, objects=dict.fromkeys(many, "v")).text()) < MAX_MANIFEST
         sampler = Large()
-        with pytest.raises(CheckpointError, match=r"bytes, and none may have more than 16,777,216"):
+        with pytest.raises(ps.errors.CheckpointError, match=r"bytes, and none may have more than 16,777,216"):
             ps.train.Checkpoint(v=v, sampler=sampler).save("run/ckpt")
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 

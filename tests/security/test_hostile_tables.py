@@ -9,29 +9,32 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pswire.api import RowRead
-from pswire.encoding import messages
-from pswire.encoding.verbs import parse
-from pswire.errors import InvalidRequest, MemoryLimit, PSError
-from pswire.limits import MAX_PARTS
-from pswire.model.hashing import BUCKETS
-from pswire.model.plan import PlacedVariable, VariableSpec
-from pswire.model.tables import (
+from tests.kit.contract import (
+    BUCKETS,
     LFU,
+    MAX_PARTS,
     CBFFilter,
     Constant,
     CounterFilter,
     GlobalStepEvict,
+    InvalidRequest,
+    MemoryLimit,
     Normal,
+    PlacedVariable,
     ProbabilityFilter,
+    PSError,
+    RowRead,
     SlotTensor,
     TablePart,
     TableSpec,
+    TensorSpec,
     TimeToLive,
     Uniform,
+    VariableSpec,
+    messages,
+    parse,
+    pb,
 )
-from pswire.model.tensor import TensorSpec
-from pswire.pb import parameter_server_pb2 as pb
 from tests.kit.rig import SOON, WORKERS, Job, Worker, serving
 
 LIMIT = 1 << 28

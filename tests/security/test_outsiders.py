@@ -16,19 +16,42 @@ from psserver.core import waiting
 from psserver.plans import memory
 from psserver.state import strands
 from pstesting.clock import Clock
-from pswire.api import Contribution, RestoreOrder, TableRead
-from pswire.cluster import Task
-from pswire.encoding import messages
-from pswire.encoding.verbs import MAX_DETAILS_BYTES, refusal, refusal_to_pb
-from pswire.errors import ConfigError, Forbidden, InvalidRequest, MemoryLimit, NoCheckpoint, PSError
-from pswire.limits import MAX_PLAN_ITEMS, MAX_PLAN_NODES, MAX_VARIABLES
-from pswire.model.log import Approved, Member, Start
-from pswire.model.plan import Apply, Plan, Reduction, Ref, Turn, VariableSpec
-from pswire.model.program import Input, Program
-from pswire.model.tables import CBFFilter, SlotTensor, TableSpec
-from pswire.model.tensor import TensorSpec
-from pswire.pb import parameter_server_pb2 as pb
-from pswire.transport.payload import Payload
+from tests.kit.contract import (
+    MAX_DETAILS_BYTES,
+    MAX_PLAN_ITEMS,
+    MAX_PLAN_NODES,
+    MAX_VARIABLES,
+    Apply,
+    Approved,
+    CBFFilter,
+    ConfigError,
+    Contribution,
+    Forbidden,
+    Input,
+    InvalidRequest,
+    Member,
+    MemoryLimit,
+    NoCheckpoint,
+    Payload,
+    Plan,
+    Program,
+    PSError,
+    Reduction,
+    Ref,
+    RestoreOrder,
+    SlotTensor,
+    Start,
+    TableRead,
+    TableSpec,
+    Task,
+    TensorSpec,
+    Turn,
+    VariableSpec,
+    messages,
+    pb,
+    refusal,
+    refusal_to_pb,
+)
 from tests.kit.contributions import part_of
 from tests.kit.rig import SOON, WORKERS, Job, Servers, Worker, checkpoint, core, sum_into
 

@@ -12,20 +12,29 @@ from typing import Any
 
 import pytest
 
-from psclient._src.transport.remote_server import RemoteServer
 from psserver.transport import lane_connection, server, tls_handshake
-from psserver.transport.server import ServerThread
-from pswire.api import Contribution, RestoreOrder
-from pswire.cluster import Task
-from pswire.encoding.protocol import PROTOCOL
-from pswire.errors import ConfigError, Fenced, Forbidden, PSError, Unauthenticated
-from pswire.model.plan import Turn, VariableSpec
-from pswire.model.tensor import TensorSpec
-from pswire.pb import parameter_server_pb2 as pb
-from pswire.security.identity import Security
-from pswire.transport.payload import Payload
-from pswire.transport.sockets import HEAD, Kind, Message
 from tests.kit.certificates import PS0, Certificates, client, guarded
+from tests.kit.contract import (
+    HEAD,
+    PROTOCOL,
+    ConfigError,
+    Contribution,
+    Fenced,
+    Forbidden,
+    Kind,
+    Message,
+    Payload,
+    PSError,
+    RestoreOrder,
+    Security,
+    Task,
+    TensorSpec,
+    Turn,
+    Unauthenticated,
+    VariableSpec,
+    pb,
+)
+from tests.kit.internals import RemoteServer, ServerThread
 from tests.kit.rig import CHIEF, SOON, WORKERS, core, eventually
 
 W0, W1 = WORKERS[:2]

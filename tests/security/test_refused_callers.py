@@ -13,12 +13,11 @@ from urllib.request import urlopen
 import grpc
 import pytest
 
-from psclient._src.config import child_environ
 from psserver.transport.refused_callers import MOST_KEPT, MOST_LINES, QUIET_SECONDS, RefusedCallers
 from pstesting import forks
-from pswire.encoding.verbs import TOKEN_KEY, VERBS
-from pswire.pb import parameter_server_pb2 as pb
+from tests.kit.contract import TOKEN_KEY, VERBS, pb
 from tests.kit.hosts import free_port
+from tests.kit.internals import child_environ
 
 SOON = 20
 

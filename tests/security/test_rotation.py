@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src.transport.remote_server import RemoteServer
 from psserver.transport import server as transport
 from pstesting.clock import Clock
 from pstesting.network import Relay
 from pstesting.processes import CALM, PS0, W0, W1, ProcessCluster
 from pstesting.script import ME, add_all, gate, say  # in the program below, which is a source
 from pswire.security import rotation
-from pswire.security.identity import SecurityOptions
 from pswire.security.rotation import CertificateFiles
 from tests.kit.certificates import Certificates, guarded, options
+from tests.kit.contract import SecurityOptions
+from tests.kit.internals import RemoteServer
 from tests.kit.rig import eventually
 
 FILES = ("tls.crt", "tls.key", "ca.crt")

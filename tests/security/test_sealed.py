@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pswire.transport.sockets import MAX_PART_BYTES, Kind, Message, MessageSocket
-from pswire.transport.tls_socket import PIECE, RECORD, Sealed
 from tests.kit.certificates import Certificates
+from tests.kit.contract import MAX_PART_BYTES, PIECE, RECORD, Kind, Message, MessageSocket, Sealed
 from tests.kit.searches import search
 
 SECONDS = 20.0

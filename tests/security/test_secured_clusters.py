@@ -13,17 +13,12 @@ import psutil
 import pytest
 
 import psclient as ps
-from psclient._src.launch.cluster import Cluster
 from psclient._src.processes import process
-from psclient._src.processes.process import start_server
-from psclient._src.transport.remote_server import RemoteServer
 from pstesting.processes import CALM, PS0, W0, ProcessCluster
 from pstesting.script import say  # in the programs below, which are sources
-from pswire.cluster import Task
-from pswire.errors import ConfigError, ServerLost
-from pswire.security.identity import SecurityOptions
-from pswire.transport.traffic import LaneName
 from tests.kit.certificates import Certificates, options
+from tests.kit.contract import LaneName, SecurityOptions, Task
+from tests.kit.internals import Cluster, RemoteServer, start_server
 
 AT_ONCE = 90.0
 """Seconds: processes start in a few of them, on a machine that others use in many; a start's deadline is 120."""
@@ -132,7 +127,7 @@ def test_a_server_comes_back_with_new_certificates(certificates: Certificates, t
         Authority(out, 20).issue("ps-0", True)
         port = int(address.rpartition(":")[2])
         second, _ = start_server(0, port, until_done=False, timeouts=CALM, security=options(out))
-        with pytest.raises(ServerLost, match="replaced"):
+        with pytest.raises(ps.errors.ServerLost, match="replaced"):
             client.beat(session, -1, b"")
         assert client.open(W0, 1, 1, False).session != session
     finally:
@@ -149,5 +144,5 @@ def test_a_server_comes_back_with_new_certificates(certificates: Certificates, t
 def test_a_server_that_cannot_be_secure_does_not_start(certificates: Certificates, tmp_path: Path) -> None:
     """It says which file is wrong, before anybody connects."""
     wrong = options(certificates.out)
-    with pytest.raises(ConfigError, match=r"ps-7/token cannot be read.*psctl certs"):
+    with pytest.raises(ps.errors.ConfigError, match=r"ps-7/token cannot be read.*psctl certs"):
         start_server(7, security=wrong, stderr=-1)

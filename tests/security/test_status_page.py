@@ -11,9 +11,9 @@ from html import unescape
 import numpy as np
 import pytest
 
-from pswire.security.link_codes import GOOD_SECONDS, check_code, make_code
 from pswire.telemetry import web_server
 from pswire.telemetry.page import sampler, status_page
+from tests.kit.contract import GOOD_SECONDS, check_code, make_code
 from tests.kit.pages import OTHER_TOKEN, TOKEN, page_of
 from tests.kit.rig import WORKERS, Job, serving
 

@@ -15,22 +15,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from psclient._src.processes.process import start_server
-from psclient._src.transport.remote_server import RemoteServer
 from pstesting import forks
 from pstesting.processes import CALM, PS0, PS1, SECONDS, W0, W1
-from pswire.cluster import Task
-from pswire.encoding.protocol import PROTOCOL
-from pswire.encoding.verbs import TOKEN_KEY, VERBS, bearer
-from pswire.errors import Fenced, Forbidden
-from pswire.model.plan import VariableSpec
-from pswire.model.tensor import TensorSpec
-from pswire.pb import parameter_server_pb2 as pb
-from pswire.security.session_numbers import count_of, number_for
 from pswire.transport.grpc_channel import open_channel, stub
-from pswire.transport.payload import Payload
-from pswire.transport.traffic import LaneName
 from tests.kit.certificates import Certificates, options
+from tests.kit.contract import (
+    PROTOCOL,
+    TOKEN_KEY,
+    VERBS,
+    Fenced,
+    Forbidden,
+    LaneName,
+    Payload,
+    Task,
+    TensorSpec,
+    VariableSpec,
+    bearer,
+    count_of,
+    number_for,
+    pb,
+)
+from tests.kit.internals import RemoteServer, start_server
 
 SPEC = VariableSpec("mine", TensorSpec("float32", (4,)))
 AHEAD = 8

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from psserver.core.digests import ROUNDS
 from psserver.plans import backlog
 from pstesting.processes import CHIEF, PS0, PS1, W0, W1
-from pswire.cluster import Task
+from tests.kit.contract import Task
+from tests.kit.internals import DIGEST_ROUNDS as ROUNDS
 from tests.kit.simulated import World, with_lease
 
 PS2, PS3 = Task("ps", 2), Task("ps", 3)

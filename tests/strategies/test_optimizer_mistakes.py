@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from pswire.errors import ProgramError
 from tests.kit.strategies import USUAL, in_replicas, kinds, replicas, variable
 
 Optimizer, Schedule = ps.optimizers.Optimizer, ps.optimizers.schedules.LearningRateSchedule
@@ -53,7 +52,7 @@ class Counting(Schedule):
 def test_state_is_kept_in_slots(strategy, make, method, text):
     """What an update function assigns to its optimizer or schedule would be lost."""
     v = variable(strategy)
-    with pytest.raises(ProgramError, match="keep it in a slot") as caught:
+    with pytest.raises(ps.errors.ProgramError, match="keep it in a slot") as caught:
         apply(strategy, make(), v)
     assert str(caught.value).startswith(line(method, 1) + text)
     assert v.numpy().tolist() == [0.0] * 3
@@ -81,7 +80,7 @@ class Awaiting(Optimizer):
 def test_an_update_that_assigns_nothing_is_refused(strategy, kind, text):
     """It returns what should be assigned, or does not run at all."""
     v = variable(strategy)
-    with pytest.raises(ProgramError, match=text) as caught:
+    with pytest.raises(ps.errors.ProgramError, match=text) as caught:
         apply(strategy, kind(0.1), v)
     assert str(caught.value).startswith(f"{line(kind.update)}{kind.__name__}.update returns")
     assert v.numpy().tolist() == [0.0] * 3
@@ -96,7 +95,9 @@ class Short(Optimizer):
 
 def test_an_update_takes_the_slots(strategy):
     """It is told with what it would be called."""
-    with pytest.raises(ProgramError, match=r"is called with \(v, gradient, iterations, m, s\): too many") as caught:
+    with pytest.raises(
+        ps.errors.ProgramError, match=r"is called with \(v, gradient, iterations, m, s\): too many"
+    ) as caught:
         apply(strategy, Short(0.1), variable(strategy))
     assert str(caught.value).startswith(f"{line(Short.update)}Short.update")
 
@@ -130,7 +131,7 @@ class Waiting(Optimizer):
 def test_a_step_that_leaves_its_variable_alone_is_refused(strategy, options):
     """What decay or accumulation assign does not count, nor does a slot; an assignment of the same value does."""
     v = variable(strategy)
-    with pytest.raises(ProgramError, match=r"does not assign its variable.*write v\.assign_sub") as caught:
+    with pytest.raises(ps.errors.ProgramError, match=r"does not assign its variable.*write v\.assign_sub") as caught:
         apply(strategy, Idle(0.1, **options), v)
     assert str(caught.value).startswith(f"{line(Idle.update)}Idle.update")
     waiting = Waiting(0.1)
@@ -167,7 +168,7 @@ class Noisy(Optimizer):
 def test_noise_is_no_part_of_an_optimizer(strategy):
     """It is traced once, and the first call's noise would be that of all."""
     v = variable(strategy)
-    with pytest.raises(ProgramError, match="add it to the gradient") as caught:
+    with pytest.raises(ps.errors.ProgramError, match="add it to the gradient") as caught:
         apply(strategy, Noisy(0.1), v)
     assert str(caught.value).startswith(f"{line(Noisy.update, 1)}Noisy.update makes an array (float32[3])")
 
@@ -187,7 +188,7 @@ def test_variables_by_closure_are_refused_by_name(strategy, where):
             return 0.1 / (step + heat)
 
     method = Heated.update if where == "optimizer" else Cooling.__call__
-    with pytest.raises(ProgramError, match=f"uses <.*heat {where}.*keep it in a slot") as caught:
+    with pytest.raises(ps.errors.ProgramError, match=f"uses <.*heat {where}.*keep it in a slot") as caught:
         apply(strategy, Heated(0.1) if where == "optimizer" else ps.optimizers.SGD(Cooling()), v)
     assert str(caught.value).startswith(line(method, 1) + method.__qualname__.rpartition("<locals>.")[2])
 
@@ -226,7 +227,7 @@ def test_a_schedule_may_return_a_plain_number(strategy):
 @pytest.mark.parametrize("kind", ["none", "word", "vector"])
 def test_a_schedule_gives_one_number(strategy, kind):
     """Nothing else is a rate; the error names the schedule."""
-    with pytest.raises(ProgramError, match=r"the schedule Given returns .* one number for each step"):
+    with pytest.raises(ps.errors.ProgramError, match=r"the schedule Given returns .* one number for each step"):
         apply(strategy, ps.optimizers.SGD(Given(kind)), variable(strategy))
 
 

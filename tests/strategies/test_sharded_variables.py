@@ -10,7 +10,6 @@ import pytest
 
 import psclient as ps
 from pstesting.in_process import InProcessCluster
-from pswire.errors import LocalityError, PSError
 from tests.kit.strategies import SHARDS, by_replica, in_replicas, kinds
 
 P = ps.experimental.partitioners
@@ -402,7 +401,7 @@ def test_what_cannot_be_is_told(strategy, table):
         extended.update(plain, lambda v, t: v.assign(t[0]), (table,))
     with pytest.raises(ValueError, match=f"'{table.name}' is in 3 shards"):
         extended.update(table, lambda v: v.assign(v + table))
-    with pytest.raises((ValueError, LocalityError, PSError)):
+    with pytest.raises((ValueError, ps.errors.LocalityError, ps.errors.PSError)):
         table.variables[0].assign(twice)
     with ps.MirroredStrategy() as elsewhere, pytest.raises(ValueError, match="another strategy"):
         elsewhere.extended.update(table, lambda v: v)

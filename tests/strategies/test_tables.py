@@ -14,9 +14,7 @@ from psclient._src.rounds import table_reads
 from psclient._src.variables.tables import TableVariable
 from psclient.train.object_graph import explore
 from pstesting.in_process import InProcessCluster
-from pswire.errors import LocalityError, MemoryLimit, ProgramError
-from pswire.model.hashing import BUCKETS, hashes_of
-from pswire.model.tables import MIN_CAPACITY, ROWS
+from tests.kit.contract import BUCKETS, MIN_CAPACITY, ROWS, hashes_of
 from tests.kit.strategies import by_replica, in_replicas, kinds, merged
 
 de = ps.dynamic_embedding
@@ -459,7 +457,7 @@ def test_an_update_that_needs_the_whole_is_an_error(strategy, table):
         words = f"table {table.name!r} has to run on the rows of one gradient.*{words}"
         with strategy.scope():
             reduced = summed(strategy, table, lambda replica: ps.IndexedSlices(np.ones((1, 2), "float32"), [NEW]))
-            with pytest.raises(ProgramError, match=words):
+            with pytest.raises(ps.errors.ProgramError, match=words):
                 strategy.extended.update(table, call, () if how == "no rows" else (reduced,))
             strategy.backend.drop()
         assert numbers_of(table.lookup(NEW)) == 0.0
@@ -504,7 +502,7 @@ def test_a_table_is_updated_with_what_lies_beside_it(strategy, table):
     other = made(strategy)
     with strategy.scope():
         given = summed(strategy, table, lambda replica: ps.IndexedSlices(np.ones((1, 2), "float32"), [NEW]))
-        with pytest.raises((ValueError, LocalityError), match="is cut into other shards"):
+        with pytest.raises((ValueError, ps.errors.LocalityError), match="is cut into other shards"):
             strategy.extended.update(table, ps.lazily(lambda v, g, o: v.assign_add(g * o)), (given, other))
         strategy.backend.drop()
         with strategy.extended.colocate_vars_with(table), pytest.raises(ValueError, match="row of different values"):
@@ -547,7 +545,7 @@ def test_first_values_are_those_of_the_initializer(strategy):
 def test_a_limit_is_an_error_that_changes_nothing(strategy):
     """A round that touches more rows than the table may have is refused; the next one is made."""
     table = made(strategy, capacity=MIN_CAPACITY, eviction=de.LRU())
-    with pytest.raises(MemoryLimit, match="touches"):
+    with pytest.raises(ps.errors.MemoryLimit, match="touches"):
         table.scatter_add(ps.IndexedSlices(np.ones((40_000, 2), "float32"), np.arange(40_000)))
     assert table.size() == 0
     table.scatter_add(ps.IndexedSlices(np.ones((10, 2), "float32"), np.arange(10)))

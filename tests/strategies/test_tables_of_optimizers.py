@@ -10,7 +10,6 @@ import pytest
 
 import psclient as ps
 from psclient._src.tracing.update_function import UpdateFunction
-from pswire.errors import ProgramError
 from tests.kit.covering import once
 from tests.kit.formulas import OPTIMIZERS, O
 from tests.kit.strategies import by_replica, in_replicas, kinds, replicas, variable
@@ -153,7 +152,7 @@ def test_a_step_that_assigns_a_number_is_refused(strategy):
     table = table_of(strategy)
     with strategy.scope():
         optimizer = Counted(0.5)
-    with pytest.raises(ProgramError, match=f"table {table.name!r} has to run on.*and no scalar"):
+    with pytest.raises(ps.errors.ProgramError, match=f"table {table.name!r} has to run on.*and no scalar"):
         in_replicas(strategy, lambda replica: optimizer.apply_gradients([(slices(0, replica, True), table)]))
 
 

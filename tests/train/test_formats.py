@@ -10,8 +10,7 @@ import pytest
 
 import psclient as ps
 from pstesting.in_process import InProcessCluster
-from pswire.checkpoint.manifest import FORMAT
-from pswire.checkpoint.reader import open_saved
+from tests.kit.contract import FORMAT, open_saved
 from tests.kit.strategies import opened
 
 FORMATS = Path(__file__).parent / "formats"

@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from pswire.checkpoint.manifest import FORMAT, MANIFEST, Manifest
-from pswire.model.log import Examples, Position
-from pswire.model.tensor import DTYPES
+from tests.kit.contract import DTYPES, FORMAT, MANIFEST, Examples, Manifest, Position
 
 de = ps.dynamic_embedding
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"

@@ -12,8 +12,7 @@ from safetensors.numpy import load_file
 
 import psclient as ps
 from pstesting.in_process import InProcessCluster
-from pswire.checkpoint.reader import SavedCheckpoint, open_saved
-from pswire.checkpoint.storage import storage_at
+from tests.kit.contract import SavedCheckpoint, open_saved, storage_at
 from tests.kit.covering import once
 from tests.kit.strategies import patient
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from pswire.checkpoint.reader import open_saved
+from tests.kit.contract import open_saved
 from tests.kit.tables import Job
 
 de = ps.dynamic_embedding

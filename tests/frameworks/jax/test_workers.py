@@ -15,7 +15,6 @@ import pytest
 import psclient as ps
 import psclient.jax as psj
 from pstesting.in_process import InProcessCluster
-from pswire.errors import VariableMismatch
 
 EXAMPLES, BATCH, STEPS = 100, 16, 30
 rng = np.random.default_rng(3)
@@ -202,5 +201,5 @@ def test_workers_with_other_parameters_are_told(params, words):
     with InProcessCluster(1, 2) as cluster, ThreadPoolExecutor(2) as pool:
         for one in [pool.submit(work, cluster, script, index) for index in range(2)]:
             said.append(one.exception())
-    assert isinstance(said[1], VariableMismatch)
+    assert isinstance(said[1], ps.errors.VariableMismatch)
     assert [word for word in words if word not in str(said[1])] == [], said[1]

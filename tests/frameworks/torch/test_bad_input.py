@@ -11,11 +11,9 @@ import torch
 import psclient as ps
 import psclient.torch as pst
 from pstesting.in_process import InProcessCluster
-from pswire.errors import PSError
-from pswire.limits import Timeouts
 from tests.kit.modules import apart, batches, job, mlp, share, steps, values
 
-HASTY = replace(Timeouts(), beat=0.2, lease=1.0, round=4.0, alone=4.0, start=4.0, chief=4.0)
+HASTY = replace(ps.Timeouts(), beat=0.2, lease=1.0, round=4.0, alone=4.0, start=4.0, chief=4.0)
 
 
 def outcomes(fn, workers=2):
@@ -63,7 +61,7 @@ def test_modules_differ(other, words):
         sgd(torch.nn.Linear(5, 7) if worker == 0 else other(), strategy)
         strategy.backend.settle()
 
-    errors = [str(found) for found in outcomes(work) if isinstance(found, PSError)]
+    errors = [str(found) for found in outcomes(work) if isinstance(found, ps.errors.PSError)]
     assert errors, "one of them is told"
     for word in (*words, "/job:worker/task:0", "/job:worker/task:1", "test_bad_input.py"):
         assert word in errors[0]
@@ -297,7 +295,7 @@ def test_a_step_in_one_worker_only():
             float(strategy.reduce("sum", 1.0, axis=None))
 
     for found in outcomes(work):
-        assert isinstance(found, PSError)
+        assert isinstance(found, ps.errors.PSError)
         assert "update variable" in str(found)
         assert "reduce sum" in str(found)
 

@@ -8,8 +8,7 @@ import torch
 import psclient as ps
 import psclient.torch as pst
 from pstesting.in_process import InProcessCluster
-from pswire.errors import PSError
-from pswire.limits import PART_BYTES
+from tests.kit.contract import PART_BYTES
 from tests.kit.modules import apart, job, seeded, twin, values
 from tests.kit.rig import eventually
 
@@ -151,7 +150,7 @@ def test_a_rate_that_changes_too_late_is_told():
         with pytest.raises(RuntimeError, match=r"a learning rate was changed between backward\(\) and step\(\)"):
             optimizer.step()
 
-    with pytest.raises(PSError, match="a learning rate was changed"):
+    with pytest.raises(ps.errors.PSError, match="a learning rate was changed"):
         job(work)  # which cannot end as if it had been done
 
 
@@ -172,7 +171,7 @@ def test_a_backward_that_fails_is_told():
         with pytest.raises(RuntimeError, match=r"backward has failed, or has given no gradient to 'layers\.0\.weight'"):
             optimizer.step()
 
-    with pytest.raises(PSError, match="backward has failed"):
+    with pytest.raises(ps.errors.PSError, match="backward has failed"):
         job(work)
 
 
@@ -224,7 +223,7 @@ def test_a_step_that_is_left_out_is_told(left, word):
         with pytest.raises(RuntimeError, match=rf"left for the servers while .*{word}.*create .* with early=False"):
             leave(early, optimizer, early=True)
 
-    with pytest.raises(PSError, match=word):
+    with pytest.raises(ps.errors.PSError, match=word):
         job(work)
 
 
@@ -251,7 +250,9 @@ def test_a_second_backward_is_told():
         with pytest.raises(RuntimeError, match=r"by a second backward\(\) before step\(\).*accumulate"):
             loss.backward()
 
-    with pytest.raises(PSError, match=r"the gradient of 'layers\.2\.weight' was computed by a second backward"):
+    with pytest.raises(
+        ps.errors.PSError, match=r"the gradient of 'layers\.2\.weight' was computed by a second backward"
+    ):
         job(work)
 
 
@@ -275,7 +276,7 @@ def test_clipping_here_is_refused(wide, early):
     if not (wide and early):
         job(work)
         return
-    with pytest.raises(PSError, match="clip_grad_norm_"):
+    with pytest.raises(ps.errors.PSError, match="clip_grad_norm_"):
         job(work)  # what has left is not what was clipped
 
 

@@ -11,17 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from psserver.core.core import Core
 from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.costs import OF_FRAMES, Costs, LaneCosts
 from pstesting.simulation.jobs import SimulatedJob
 from pstesting.simulation.machines import Host, Strand, travel
 from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pstesting.simulation.workloads import Workload
-from pswire.cluster import Task
-from pswire.errors import ConfigError, ServerLost
-from pswire.limits import Timeouts
-from pswire.model.status import ServerStatus
+from tests.kit.contract import ConfigError, ServerLost, ServerStatus, Task, Timeouts
+from tests.kit.internals import Core
 
 US = 1e-6
 
