@@ -10,7 +10,7 @@ import base64
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +100,12 @@ def test_kustomize_renders_what_is_tested(variant: str) -> None:
 
 
 @every_variant
-def test_each_pod_is_a_task_of_one_cluster(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_pod_is_a_task_of_one_cluster(variant: str, environ: MutableMapping[str, str]) -> None:
     """Our resolver reads the same cluster in every pod; each task is one pod, and servers are where it says."""
     servers, workers = VARIANTS[variant].servers, VARIANTS[variant].workers
     found, clusters = Counter[str](), []
     for pod in tasks(variant):
-        monkeypatch.setenv("TF_CONFIG", pod.environ["TF_CONFIG"])
+        environ["TF_CONFIG"] = pod.environ["TF_CONFIG"]
         resolver = TFConfigClusterResolver()
         config = parse_tf_config(pod.environ["TF_CONFIG"])
         assert config is not None
@@ -132,18 +132,17 @@ BY_OTHERS = ("tfjob", "helm/tfjob")
 
 
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant not in BY_OTHERS])
-def test_the_hostname_tells_what_the_cluster_of_each_pod_says(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hostname_tells_what_the_cluster_of_each_pod_says(variant: str, environ: MutableMapping[str, str]) -> None:
     """`KubernetesClusterResolver` finds the same task and the same servers without `TF_CONFIG`."""
     found = 0
     for pod in tasks(variant):
         config = parse_tf_config(pod.environ["TF_CONFIG"])
         assert config is not None
         given = {job: config.cluster.num_tasks(job) for job in config.cluster.jobs}
-        monkeypatch.setenv("HOSTNAME", pod.name)
+        environ["HOSTNAME"] = pod.name
+        environ.pop("JOB_COMPLETION_INDEX", None)
         if "annotations" in pod.metadata and INDEX in pod.metadata["annotations"]:
-            monkeypatch.setenv("JOB_COMPLETION_INDEX", pod.metadata["annotations"][INDEX])
-        else:
-            monkeypatch.delenv("JOB_COMPLETION_INDEX", raising=False)
+            environ["JOB_COMPLETION_INDEX"] = pod.metadata["annotations"][INDEX]
         resolver = KubernetesClusterResolver(given)
         assert (resolver.task_type, resolver.task_id) == (config.task.job, config.task.index)
         cluster = resolver.cluster_spec()

@@ -270,9 +270,8 @@ def test_workers_of_their_own_pace_have_residuals_as_well(consistency):
 
 
 @pytest.mark.parametrize(("servers", "consistency"), [(1, ps.Async()), (2, ps.Sync())], ids=repr)
-def test_a_checkpoint_gives_its_residuals_back(tmp_path, monkeypatch, servers, consistency):
+def test_a_checkpoint_gives_its_residuals_back(in_tmp_path, servers, consistency):
     """Also of a variable in shards; one without them leaves none, and who compresses no more may restore one with."""
-    monkeypatch.chdir(tmp_path)
     gradient, partitioner = gradients((20, 3))[0], HALVES if servers == 2 else None
 
     def train(how):

@@ -59,21 +59,17 @@ def run(directory) -> dict:
     return found
 
 
-def test_a_host_compiles_a_kernel_once(tmp_path, monkeypatch):
+def test_a_host_compiles_a_kernel_once(tmp_path, environ):
     """Of two servers one compiles, with Numba but no SciPy; the other, and those of the next job, load by LLVM."""
-    monkeypatch.setenv("PS_KERNEL_CACHE", str(tmp_path / "kernels"))
-    monkeypatch.setenv(EXECS, "1")  # a fork has the compiler from the beginning
+    environ |= {"PS_KERNEL_CACHE": str(tmp_path / "kernels"), EXECS: "1"}  # a fork has the compiler from the beginning
     first = run(tmp_path / "first")
     assert sorted(first.values(), key=repr) == [(0, 1, {"llvmlite"}), (1, 0, {"llvmlite", "numba"})]
     assert set(map(repr, run(tmp_path / "second").values())) == {repr((0.0, 1.0, {"llvmlite"}))}
 
 
-def test_without_a_folder_every_server_compiles(tmp_path, monkeypatch):
+def test_without_a_folder_every_server_compiles(tmp_path, environ):
     """`PS_KERNEL_CACHE=0`: nothing is written; and without it Numba comes without SciPy as well."""
-    monkeypatch.setenv("PS_KERNEL_CACHE", "0")
-    monkeypatch.setenv(EXECS, "1")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    environ |= {"PS_KERNEL_CACHE": "0", EXECS: "1", "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "caches")}
     found = run(tmp_path / "job")
     assert list(found.values()) == [(1, 0, {"llvmlite", "numba"})] * 2
     assert not (tmp_path / "caches").exists()

@@ -190,9 +190,9 @@ def lose(lives):
     ("lives", "code"),
     [pytest.param(1, 0, id="once", marks=pytest.mark.soak), pytest.param(2, SERVER_LOST, id="twice")],
 )
-def test_a_client_that_loses_a_server_which_answers_counts_itself(tmp_path, monkeypatch, lives, code):
+@pytest.mark.usefixtures("leaves_soon")
+def test_a_client_that_loses_a_server_which_answers_counts_itself(tmp_path, lives, code):
     """For all that lose one at the time; who loses one in its next life as well counts again."""
-    monkeypatch.setattr("psclient._src.launch.cluster.LEAVE_SECONDS", 0.1)  # no job begins: servers wait for one
     with ProcessCluster(lose, tmp_path, (lives,), ps=1, workers=3, restarts=1) as job:
         assert job.cluster.wait(SECONDS).code == code
         left = [line for task in (W0, W1, W2) for line in replaced(job, task)]

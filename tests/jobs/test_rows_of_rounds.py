@@ -23,9 +23,9 @@ def counting(cluster: InProcessCluster) -> Counter[str]:
 
 
 @pytest.mark.parametrize("lane", ["shm", "tcp", "grpc"])
-def test_a_step_is_one_round_trip(monkeypatch, lane):
+def test_a_step_is_one_round_trip(environ, lane):
     """Lookup and push: the rows of a batch come with the round before, as they are after it."""
-    monkeypatch.setenv("PS_LANE", lane)
+    environ["PS_LANE"] = lane
     users = np.arange(60) * 7 % 50
     data = ps.ArrayDataset({"user": users}).batch(10)
     with InProcessCluster(2) as cluster, ps.ParameterServerStrategy(cluster_resolver=cluster.resolver()) as strategy:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import chdir
 from pathlib import Path
 
 import psutil
@@ -92,16 +93,16 @@ def test_a_job_over_two_hosts(hosts: Path, server: Sshd) -> None:
 
 
 @pytest.fixture
-def cluster(hosts: Path, server: Sshd, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SshCluster]:
+def cluster(hosts: Path, server: Sshd) -> Iterator[Callable[..., SshCluster]]:
     """Makes a cluster that this process launches, in the directory of its script."""
-    monkeypatch.chdir(hosts.parent)
 
     def made(text: str, silence: float = 30.0, **keys: object) -> SshCluster:
         (hosts.parent / "script.py").write_text(ME + text)
         config = LaunchConfig(**{"script": "script.py", "chief": "none"} | keys)  # type: ignore[arg-type]
         return SshCluster(load_hosts(hosts), Remote(tuple(server.ssh.split()), silence=silence), config)
 
-    return made
+    with chdir(hosts.parent):
+        yield made
 
 
 def test_nobody_can_see_the_token(cluster: Callable[..., SshCluster], hosts: Path) -> None:
@@ -193,11 +194,9 @@ def test_codes_and_reports_are_those_of_a_local_cluster(
     assert said in outcome.report
 
 
-def test_a_task_that_fails_is_started_again(
-    cluster: Callable[..., SshCluster], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("leaves_soon")
+def test_a_task_that_fails_is_started_again(cluster: Callable[..., SshCluster]) -> None:
     """On its host, and a server at its address."""
-    monkeypatch.setattr("psclient._src.launch.cluster.LEAVE_SECONDS", 0.1)
     text = "import socket\nif me and not os.path.exists('m'):\n    open('m', 'w')\n    sys.exit(3)\nprint(me)"
     with cluster(text, restarts=2) as running:
         before = dict(running.addresses)

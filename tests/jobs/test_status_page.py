@@ -106,10 +106,10 @@ def test_each_server_and_the_chief_have_a_page(job):
     assert b"psctl page says where there is one" in caught.value.read()
 
 
-def test_the_link_needs_the_token(job, monkeypatch):
+def test_the_link_needs_the_token(job, environ):
     """Whoever has no token, or another job's, is told so by psctl itself."""
     addresses = ",".join(job.cluster.addresses[task] for task in sorted(job.cluster.addresses))
-    monkeypatch.delenv("PS_TOKEN", raising=False)
+    environ.pop("PS_TOKEN", None)
     for more, said in (({}, "the call has none"), ({"PS_TOKEN": "x" * 32}, "the token of another job")):
         error = psctl("page", "--address", addresses, code=2, **more)["error"]
         assert said in error["message"]

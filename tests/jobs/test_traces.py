@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -24,12 +24,12 @@ ROUNDS = 4
 
 
 @pytest.fixture
-def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+def collector(environ: MutableMapping[str, str]) -> Iterator[Collector]:
     """A collector to which processes export that are started with traces on."""
     with Collector() as found:
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", found.http)
+        environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = found.http
         for name in ("OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_TRACES_SAMPLER", "OTEL_SERVICE_NAME", "OTEL_SDK_DISABLED"):
-            monkeypatch.delenv(name, raising=False)
+            environ.pop(name, None)
         yield found
 
 
@@ -141,10 +141,9 @@ def test_a_step_is_one_trace_across_four_processes(collector, tmp_path):
     assert sum.said == {"paramserver.sums": 1}
 
 
-def test_servers_that_vote_are_of_one_trace(collector, monkeypatch, tmp_path):
+def test_servers_that_vote_are_of_one_trace(collector, environ, tmp_path):
     """One worker, two servers and the chief, over gRPC to the collector too: each server's round and vote are there."""
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.grpc)
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    environ |= {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.grpc, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
     keys = {"ps": 2, "workers": 1, "chief": "driver", "traces": "otlp"}
     with ProcessCluster(reduces, tmp_path, (), helpers=[both], **keys) as job:
         job.finish()
@@ -204,10 +203,9 @@ def test_a_span_of_the_users_is_the_parent(collector, tmp_path):
     assert round.links == ((other, one(collector.traces()[other], "push", W1).id),)
 
 
-def test_every_nth_step_is_traced_whole(collector, monkeypatch, tmp_path):
+def test_every_nth_step_is_traced_whole(collector, environ, tmp_path):
     """A ratio of the standard sampler picks the same steps in every process: no trace lacks a part."""
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.5")
+    environ |= {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.5"}
     with ProcessCluster(trains, tmp_path, (20,), ps=1, workers=2, traces="otlp") as job:
         job.finish()
     traces = [spans for spans in collector.traces().values() if any(span.name == "step" for span in spans)]
@@ -217,10 +215,9 @@ def test_every_nth_step_is_traced_whole(collector, monkeypatch, tmp_path):
         assert [span.process for span in spans if span.name == "round"] == [str(PS0)] * 2
 
 
-def test_a_collector_that_is_gone_harms_nobody(monkeypatch, tmp_path):
+def test_a_collector_that_is_gone_harms_nobody(environ, tmp_path):
     """The job ends as ever; the log says that spans were lost."""
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    environ |= {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
     with ProcessCluster(trains, tmp_path, (2,), ps=1, workers=1, traces="otlp") as job:
         assert job.hear(W0, "total") == 1
         job.finish()

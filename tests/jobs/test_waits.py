@@ -508,11 +508,10 @@ every_wait = pytest.mark.parametrize("wait", WAITS, ids=lambda wait: wait.__name
 
 
 @pytest.fixture(autouse=True)
-def heard(caplog, monkeypatch):
+def heard(caplog, environ, leaves_soon):
     """What background work says is no warning."""
     caplog.set_level("INFO")
-    monkeypatch.setenv("PS_TIMEOUT_WORD", str(PATIENT.word))
-    monkeypatch.setattr("psclient._src.launch.cluster.LEAVE_SECONDS", 0.1)  # servers wait for a job that never begins
+    environ["PS_TIMEOUT_WORD"] = str(PATIENT.word)
 
 
 def named(site: Site, caplog: pytest.LogCaptureFixture, text: str) -> bool:

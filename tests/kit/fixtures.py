@@ -1,10 +1,13 @@
-"""Fixtures of all folders: strategies of each kind, opened once, for tests that leave them as they found them."""
+"""Fixtures of all folders: strategies of each kind, opened once, and what a test changes for its own time alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack
+import os
+from collections.abc import Callable, Collection, Iterator, MutableMapping
+from contextlib import ExitStack, chdir
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -71,3 +74,40 @@ def shared() -> Callable[[str], Any]:
 def strategy(request: pytest.FixtureRequest, shared: Callable[[str], Any]) -> Any:
     """A strategy of each kind that `kinds` names for the test or its module; without it of the usual ones."""
     return shared(request.param)
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """Works in the test's own directory, below which servers that this process starts keep checkpoints."""
+    with chdir(tmp_path):
+        yield tmp_path
+
+
+@pytest.fixture
+def environ() -> Iterator[MutableMapping[str, str]]:
+    """The environment of this process, which is put back after the test."""
+    with mock.patch.dict(os.environ):
+        yield os.environ
+
+
+@pytest.fixture
+def calls_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[Any, ...]]]:
+    """Notes what a function of some objects is given, one item for each call; the calls are made all the same."""
+
+    def noted(name: str, *owners: Any) -> list[tuple[Any, ...]]:
+        seen: list[tuple[Any, ...]] = []
+
+        def noting(own: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, **keys: seen.append(args) or own(*args, **keys)
+
+        for owner in owners:
+            monkeypatch.setattr(owner, name, noting(getattr(owner, name)))
+        return seen
+
+    return noted
+
+
+@pytest.fixture
+def leaves_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher in this process waits for no server to leave: each waits for a job, and none begins."""
+    monkeypatch.setattr("psclient._src.launch.cluster.LEAVE_SECONDS", 0.1)

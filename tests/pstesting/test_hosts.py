@@ -171,11 +171,11 @@ def test_who_is_not_root_is_told():
     assert "hosts need root" in done.stdout, done.stderr
 
 
-def test_a_missing_program_is_told(monkeypatch, tmp_path):
+def test_a_missing_program_is_told(environ, tmp_path):
     """By its name, and with what to install."""
     ip = shutil.which("sh")
     (tmp_path / "ip").symlink_to(ip)
-    monkeypatch.setenv("PATH", str(tmp_path))
+    environ["PATH"] = str(tmp_path)
     with pytest.raises(HostsUnavailable, match="hosts need tc, nsenter, unshare; install iproute2"):
         Hosts([Host("here")]).__enter__()
 

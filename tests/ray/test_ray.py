@@ -73,12 +73,11 @@ def nothing_left(nodes: Nodes) -> Iterator[None]:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RayCluster]:
+def cluster(in_tmp_path: Path) -> Callable[..., RayCluster]:
     """Makes a cluster whose driver is this process, in the directory of its script."""
-    monkeypatch.chdir(tmp_path)
 
     def made(text: str, resources: Resources = SPREAD, **keys: object) -> RayCluster:
-        (tmp_path / "script.py").write_text(ME + text)
+        (in_tmp_path / "script.py").write_text(ME + text)
         config = LaunchConfig(**{"script": "script.py", "chief": "none", "workers": 2, "ps": 2} | keys)  # type: ignore[arg-type]
         return RayCluster(resources, config)
 
@@ -102,14 +101,13 @@ def test_a_job_over_two_nodes(tmp_path: Path) -> None:
     assert SECOND in hosts
 
 
-def test_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_python(in_tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A script that ends well, and one that fails, whose last words are the error."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "script.py").write_text(TRAINING)
+    (in_tmp_path / "script.py").write_text(TRAINING)
     resources = {"ps_resources": {"CPU": 0.5}, "worker_resources": {"CPU": 1}}
     psclient.launch.ray.run("script.py", ["x"], workers=1, chief="none", **resources)  # type: ignore[arg-type]
     assert "w -3.0 -3.0 -3.0 -3.0 no token 1 x" in capsys.readouterr().out
-    (tmp_path / "script.py").write_text("raise KeyError('mine')")
+    (in_tmp_path / "script.py").write_text("raise KeyError('mine')")
     with pytest.raises(PSError, match=r"(?s)/job:worker/task:0.*KeyError: 'mine'"):
         psclient.launch.ray.run("script.py", workers=1, chief="none", **resources)  # type: ignore[arg-type]
 
@@ -159,11 +157,9 @@ def test_a_task_whose_actor_cannot_be_made_ends() -> None:
     assert RayTask(prepare, lambda: "lost").wait(SOON) == LOST
 
 
-def test_a_task_that_fails_is_started_again(
-    cluster: Callable[..., RayCluster], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("leaves_soon")
+def test_a_task_that_fails_is_started_again(cluster: Callable[..., RayCluster]) -> None:
     """In its bundle; and a server at its address."""
-    monkeypatch.setattr("psclient._src.launch.cluster.LEAVE_SECONDS", 0.1)
     text = "if me and not os.path.exists('m'):\n    open('m', 'w')\n    sys.exit(3)\nprint(me)"
     with cluster(text, restarts=2) as running:
         before = dict(running.addresses)

@@ -19,6 +19,8 @@ from tests.kit.shell import shell
 from tests.kit.storage import write_checkpoint
 from tests.kit.strategies import opened
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
 LARGE = 8 << 30
 """Bytes of a file that takes none on the disk."""
 
@@ -26,12 +28,6 @@ LITTLE = 24 << 20
 """Bytes that reading any of these may take: a header or a manifest, and what is made of it."""
 
 VALUES = {"v": np.arange(6.0)}
-
-
-@pytest.fixture(autouse=True)
-def _root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers of this process's own keep checkpoints below the directory in which they were started."""
-    monkeypatch.chdir(tmp_path)
 
 
 @contextmanager

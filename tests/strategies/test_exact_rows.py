@@ -112,11 +112,9 @@ CLOSED = {
     "name",
     ["Adam", "Adam, amsgrad", *(pytest.param(n, marks=pytest.mark.soak) for n in ("SGD", "AdamW", "RMSprop", "Nadam"))],
 )
-def test_closed_forms_lead_to_the_same_values(strategy, name, monkeypatch):
+def test_closed_forms_lead_to_the_same_values(strategy, name, calls_of):
     """Within a few millionths, whatever is looked at or done in between; with the same bits where there is no form."""
-    used = []
-    numbers = ClosedForm.numbers_of
-    monkeypatch.setattr(ClosedForm, "numbers_of", lambda *args: used.append(name) or numbers(*args))
+    used = calls_of("numbers_of", ClosedForm)
     every, closed = (story(strategy, partial(CLOSED[name], settle=word), 5) for word in ("replay", "closed"))
     for place, (one, other) in enumerate(zip(every, closed, strict=True)):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6, err_msg=f"look {place}")
@@ -211,16 +209,15 @@ def job(strategy, sparse, path=""):
 
 
 @pytest.mark.parametrize(("before", "after"), [("servers-1x1", "servers-2x1"), ("servers-2x1", "default")])
-def test_a_checkpoint_has_the_values_of_whole_updates(before, after, tmp_path, monkeypatch):
+def test_a_checkpoint_has_the_values_of_whole_updates(before, after, in_tmp_path):
     """Rows that are behind are saved as they would be; the steps after the save change nothing of it."""
-    monkeypatch.chdir(tmp_path)
     with opened(before) as strategy:
         checkpoint, steps = job(strategy, "exact")
         steps(0, 12)
         path = checkpoint.save("ckpt")
         expected = steps(12, 20)
     with opened(after) as strategy:
-        _, steps = job(strategy, "dense", str(tmp_path / "runs" / path) if after == "default" else path)
+        _, steps = job(strategy, "dense", str(in_tmp_path / "runs" / path) if after == "default" else path)
         found = steps(12, 20)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)

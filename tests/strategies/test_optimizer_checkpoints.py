@@ -8,6 +8,8 @@ import pytest
 import psclient as ps
 from tests.kit.strategies import opened
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
 MOVES = pytest.mark.parametrize(
     ("before", "after"),
     [("servers-1x1", "servers-2x1"), pytest.param("servers-2x1", "servers-1x1", marks=pytest.mark.soak)],
@@ -20,12 +22,6 @@ OPTIONS = {
 }
 NOT_FINITE = 1
 """A step in which a gradient is not finite, where a loss scale leaves it out."""
-
-
-@pytest.fixture(autouse=True)
-def _root(tmp_path, monkeypatch):
-    """Servers keep checkpoints below the directory in which they were started."""
-    monkeypatch.chdir(tmp_path)
 
 
 class Trained:

@@ -227,11 +227,9 @@ def test_the_rate_of_now_can_be_read(strategy):
     assert whole.learning_rate == 3.0
 
 
-def test_scheduled_and_changed_rates_make_no_new_trace(strategy, monkeypatch):
+def test_scheduled_and_changed_rates_make_no_new_trace(strategy, calls_of):
     """Nor do other numbers of the optimizer; without servers nothing is traced at all."""
-    traced = []
-    own = update_function.trace
-    monkeypatch.setattr(update_function, "trace", lambda *args: traced.append(args) or own(*args))
+    traced = calls_of("trace", update_function)
     w = variable(strategy, np.zeros(7))
     optimizer = ps.optimizers.Adam(schedules.CosineDecay(0.1, 10))
     apply(strategy, optimizer, (np.ones(7), w))
@@ -260,12 +258,11 @@ CHANGES = {
 
 
 @once(strategy=["mirrored-2", "servers-1x2"], name=CHANGES)
-def test_a_number_may_be_changed_later(strategy, monkeypatch, name):
+def test_a_number_may_be_changed_later(strategy, calls_of, name):
     """The next steps are those of an optimizer that was created with it, and by the same program."""
     before, after = CHANGES[name]
     averages = {"use_ema": True} if name.startswith("ema") else {}
-    own, traced = update_function.trace, []
-    monkeypatch.setattr(update_function, "trace", lambda *args: traced.append(args) or own(*args))
+    traced = calls_of("trace", update_function)
 
     def trained(first, then):
         w = variable(strategy, np.full(5, 2.0))
@@ -501,9 +498,8 @@ def test_all_copies_stay_equal(strategy):
 @pytest.mark.parametrize(
     "name", ["Adam", "Ftrl", *(pytest.param(name, marks=pytest.mark.soak) for name in ("Nadam", "SGD"))]
 )
-def test_a_restored_optimizer_goes_on_bit_by_bit(tmp_path, monkeypatch, name):
+def test_a_restored_optimizer_goes_on_bit_by_bit(in_tmp_path, name):
     """Slots, averages, kept gradients, counts, loss scale, and the schedule's place."""
-    monkeypatch.chdir(tmp_path)
 
     def train(resume, steps):
         with opened("servers-1x2") as strategy:

@@ -162,9 +162,15 @@ def test_two_gradients_of_rows_are_whole_in_an_update(strategy):
 # ---- What is said ----
 
 
-def test_an_update_of_whole_arrays_is_told_once(strategy, caplog, monkeypatch):
-    """On servers, by the names of the variables; where the copies are here nothing travels, and nothing is said."""
+@pytest.fixture
+def nothing_said(monkeypatch):
+    """Each line is said once in a process; it has not been said yet."""
     monkeypatch.setattr(diagnostics, "_warned", set())
+
+
+@pytest.mark.usefixtures("nothing_said")
+def test_an_update_of_whole_arrays_is_told_once(strategy, caplog):
+    """On servers, by the names of the variables; where the copies are here nothing travels, and nothing is said."""
     v, u = (variable(strategy, np.ones(SHAPE, "float32")) for _ in range(2))
     with caplog.at_level(logging.WARNING):
         for optimizer in (O.SGD(1.0), O.SGD(1.0, clipnorm=2.0), O.Lamb(1.0), O.SGD(1.0, momentum=0.5, sparse="dense")):
@@ -182,9 +188,9 @@ def test_an_update_of_whole_arrays_is_told_once(strategy, caplog, monkeypatch):
         assert "lazily" not in line
 
 
-def test_an_update_that_is_traced_again_is_not_told_again(shared, caplog, monkeypatch):
+@pytest.mark.usefixtures("nothing_said")
+def test_an_update_that_is_traced_again_is_not_told_again(shared, caplog):
     """A function that the script makes anew in each step is the same update to its reader."""
-    monkeypatch.setattr(diagnostics, "_warned", set())
     strategy = shared("servers-2x2")
     v = variable(strategy, np.ones(SHAPE, "float32"))
     with caplog.at_level(logging.WARNING), strategy.scope():
@@ -193,9 +199,9 @@ def test_an_update_that_is_traced_again_is_not_told_again(shared, caplog, monkey
     assert [record.getMessage().count("pass ps.lazily(fn)") for record in caplog.records] == [1]
 
 
-def test_lazily_is_said_of_what_could_be_lazy(shared, caplog, monkeypatch):
+@pytest.mark.usefixtures("nothing_said")
+def test_lazily_is_said_of_what_could_be_lazy(shared, caplog):
     """Of a function that is not elementwise it is not; of an optimizer it is an option."""
-    monkeypatch.setattr(diagnostics, "_warned", set())
     strategy = shared("servers-2x2")
 
     class Looks(O.Optimizer):

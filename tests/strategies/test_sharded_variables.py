@@ -157,29 +157,27 @@ def test_a_row_beyond_is_an_error(table):
         table[ROWS]
 
 
-def test_a_slice_asks_only_the_servers_that_have_it(strategy, table, monkeypatch):
+def names_of(asked):
+    """The variables that were asked for, of calls."""
+    return [ask.named.spec.name for (asks,) in asked for ask in asks]
+
+
+def test_a_slice_asks_only_the_servers_that_have_it(strategy, table, calls_of):
     """And a lookup only those with an id."""
-    asked = []
-    reads = strategy.backend._reads
-    pull = reads._pulls.ask
-    monkeypatch.setattr(
-        reads._pulls, "ask", lambda asks: asked.extend(ask.named.spec.name for ask in asks) or pull(asks)
-    )
+    asked = calls_of("ask", strategy.backend._reads._pulls)
     one, two, three = (v.name for v in table.variables)
     same(table[5:7], FIRST[5:7])
     same(table.lookup([0, 9, 0]).numpy(), FIRST[[0, 9, 0]])
-    assert asked == [two, one, three]
+    assert names_of(asked) == [two, one, three]
 
 
-def test_servers_are_asked_together(strategy, table, monkeypatch):
+def test_servers_are_asked_together(strategy, table, monkeypatch, calls_of):
     """One call is on its way to each before the first answer is waited for."""
     servers = {v.place for v in table.variables}
-    began, most = [], []
+    most = []
     session = strategy.backend._reads._session
     wait = session.wait
-    for server in session.servers:
-        pull = server.pull
-        monkeypatch.setattr(server, "pull", lambda *args, pull=pull: began.append(1) or pull(*args))
+    began = calls_of("pull", *session.servers)
     monkeypatch.setattr(session, "wait", lambda *args: most.append(len(began)) or wait(*args))
     same(table.lookup([0, 5, 9]).numpy(), FIRST[[0, 5, 9]])
     same(table.numpy(), FIRST)
@@ -294,21 +292,16 @@ def test_an_id_beyond_is_an_error_of_the_whole(table):
             table.lookup([0, bad])
 
 
-def test_rows_come_with_the_round(strategy, table, monkeypatch):
+def test_rows_come_with_the_round(strategy, table, calls_of):
     """Those that were named before: then no server is asked for them; others are."""
     table.look_ahead([0, 5], [5, 9])
     table.assign_add(1.0)
-    asked = []
-    reads = strategy.backend._reads
-    pull = reads._pulls.ask
-    monkeypatch.setattr(
-        reads._pulls, "ask", lambda asks: asked.extend(ask.named.spec.name for ask in asks) or pull(asks)
-    )
+    asked = calls_of("ask", strategy.backend._reads._pulls)
     same(table.lookup([0, 5, 9]).numpy(), FIRST[[0, 5, 9]] + 1)
     same(table.lookup([9]).numpy(), FIRST[[9]] + 1)
     assert asked == []
     same(table.lookup([0, 6]).numpy(), FIRST[[0, 6]] + 1)
-    assert asked == [table.variables[1].name]
+    assert names_of(asked) == [table.variables[1].name]
     table.look_ahead([1])
     table.assign_add(1.0)
     same(table.lookup([1, 9]).numpy(), FIRST[[1, 9]] + 2)

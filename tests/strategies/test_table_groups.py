@@ -32,21 +32,9 @@ def ones(n):
     return np.ones((n, 2), "float32")
 
 
-def plans_of(strategy, monkeypatch):
-    """The plans of the rounds that are sent."""
-    seen, exchange = [], strategy.backend._exchange
-    send = exchange.send
-    monkeypatch.setattr(exchange, "send", lambda out, **more: seen.append(out.plan) or send(out, **more))
-    return seen
-
-
-def pulls_of(strategy, monkeypatch):
+def pulls_of(strategy, calls_of):
     """The pulls that are made, one item for each."""
-    seen = []
-    for server in strategy.backend.reader._reads._session.servers:
-        pull = server.pull
-        monkeypatch.setattr(server, "pull", lambda *args, pull=pull: seen.append(args) or pull(*args))
-    return seen
+    return calls_of("pull", *strategy.backend.reader._reads._session.servers)
 
 
 def test_it_is_a_mapping(strategy, group):
@@ -86,12 +74,12 @@ def test_a_key_is_another_row_in_each(group):
     assert group["item"].export()[0].tolist() == keys.tolist()
 
 
-def test_one_call_looks_up_rows_of_all(strategy, group, monkeypatch):
+def test_one_call_looks_up_rows_of_all(strategy, group, calls_of):
     """For each server that has some; of each table it gives what its own lookup gives."""
     for number, view in enumerate(group.values()):
         view.scatter_add(ps.IndexedSlices(np.arange(60.0, dtype="f4").reshape(30, 2) + 100 * number, np.arange(30)))
     strategy.backend.settle()
-    pulls = pulls_of(strategy, monkeypatch)
+    pulls = pulls_of(strategy, calls_of)
     asked = {"genre": [[3, 29], [3, 50]], "user": np.arange(0, 30, 3), "item": []}
     found = group.lookup(asked)
     assert len(pulls) == len(group.table.variables)
@@ -105,13 +93,13 @@ def test_one_call_looks_up_rows_of_all(strategy, group, monkeypatch):
         group.lookup({"artist": [1]})
 
 
-def test_a_step_of_all_is_one_reduction(strategy, group, monkeypatch):
+def test_a_step_of_all_is_one_reduction(strategy, group, calls_of):
     """Of each part; each table's rows get their gradient, summed over the replicas, and counts of their keys."""
     with strategy.scope():
         optimizer = ps.optimizers.SGD(1.0)
         dense = ps.Variable(np.zeros(2, "float32"))
         optimizer.build([group["user"], dense, group["item"]])
-    plans = plans_of(strategy, monkeypatch)
+    sent = calls_of("send", strategy.backend._exchange)
 
     def step(replica):
         rows = group.lookup({"item": [4, 4, replica], "user": [4, LAST]})
@@ -121,7 +109,7 @@ def test_a_step_of_all_is_one_reduction(strategy, group, monkeypatch):
         optimizer.apply_gradients([pairs[0], (ones(1)[0], dense), pairs[1]])
 
     in_replicas(strategy, step)
-    (plan,) = {plan.id: plan for plan in plans}.values()
+    (plan,) = {out.plan.id: out.plan for out, *_ in sent}.values()
     assert [reduction.form for reduction in plan.reductions] == ["keys"] * len(group.table.variables) + ["dense"]
     count = replicas(strategy)
     assert np.asarray(group["item"].lookup([4, 0, 9]))[:, 0].tolist() == [-2.0 * count, -2.0, 0.0]
@@ -159,14 +147,14 @@ def test_gradients_that_are_none(strategy, group, what):
     assert group.size() == 0
 
 
-def test_rows_of_all_come_with_the_round_before(strategy, group, monkeypatch):
+def test_rows_of_all_come_with_the_round_before(strategy, group, calls_of):
     """Each names its own, and keeps what the others have named."""
     group.look_ahead({"item": [4, 9], "user": [4]})
     group["genre"].look_ahead([1], [2, 1])
     group["user"].look_ahead([5, 4, LAST])
     group["user"].scatter_add(ps.IndexedSlices(ones(1), [4]))
     strategy.backend.settle()
-    pulls = pulls_of(strategy, monkeypatch)
+    pulls = pulls_of(strategy, calls_of)
     assert np.asarray(group["user"].lookup([4, LAST]))[:, 0].tolist() == [1.0, 0.0]
     found = group.lookup({"item": [9, 4], "genre": [1, 2], "user": [5]})
     assert [np.asarray(rows)[:, 0].tolist() for rows in found.values()] == [[0.0, 0.0], [0.0, 0.0], [0.0]]

@@ -221,9 +221,9 @@ def test_what_is_no_key_is_refused(table):
             table.lookup(ids)
 
 
-def test_rows_come_with_the_round_before(strategy, table, monkeypatch):
+def test_rows_come_with_the_round_before(strategy, table, calls_of):
     """Those that were named, as they are after it; then a lookup asks nobody."""
-    pulls = count_pulls(strategy, monkeypatch)
+    pulls = calls_of("pull", *servers_of(strategy))
     asked = np.array([BIG, NEW, 44, OLD])
     table.look_ahead(asked, [12])
     table.scatter_add(ps.IndexedSlices(np.ones((1, 2), "float32"), [BIG]))
@@ -268,13 +268,8 @@ def test_replicas_name_rows_at_the_same_time(monkeypatch):
         assert [*strategy.experimental_local_results(strategy.run(names))] == [0, 1]
 
 
-def count_pulls(strategy, monkeypatch):
-    """The pulls that were made, one item for each."""
-    pulls = []
-    for server in strategy.backend.reader._reads._session.servers:
-        pull = server.pull
-        monkeypatch.setattr(server, "pull", lambda *args, pull=pull: pulls.append(args) or pull(*args))
-    return pulls
+def servers_of(strategy):
+    return strategy.backend.reader._reads._session.servers
 
 
 def test_a_dataset_names_the_rows_of_its_next_batch(strategy, table):
@@ -317,12 +312,12 @@ def test_a_table_without_rows_is_exported(strategy):
     assert (keys.shape, rows.shape, keys.dtype, rows.dtype) == ((0,), (0, 2), np.int64, np.float32)
 
 
-def test_much_is_exported_in_pages(strategy, monkeypatch):
+def test_much_is_exported_in_pages(strategy, monkeypatch, calls_of):
     """Of some buckets each, so that no answer is large; it is all there, once."""
     table = made(strategy, dim=16)
     table.scatter_add(ps.IndexedSlices(np.arange(8000 * 16, dtype="float32").reshape(8000, 16), np.arange(8000)))
     monkeypatch.setattr(table_reads, "PAGE_BYTES", 64 << 10)
-    pulls = count_pulls(strategy, monkeypatch)
+    pulls = calls_of("pull", *servers_of(strategy))
     keys, rows = table.export()
     order = np.argsort(keys)
     assert keys[order].tolist() == list(range(8000))
@@ -552,28 +547,24 @@ def test_a_limit_is_an_error_that_changes_nothing(strategy):
     assert table.size() == 10
 
 
-def test_the_time_goes_with_updates_of_rows_that_live_for_a_time(strategy, monkeypatch):
+def test_the_time_goes_with_updates_of_rows_that_live_for_a_time(strategy, calls_of):
     """And with nothing else."""
-    mortal, immortal, told = made(strategy, eviction=de.TTL("7d")), made(strategy), []
-    for server in strategy.backend.reader._reads._session.servers:
-        push = server.push
-        monkeypatch.setattr(server, "push", lambda said, *rest, push=push: told.append(said) or push(said, *rest))
+    mortal, immortal = made(strategy, eviction=de.TTL("7d")), made(strategy)
+    told = calls_of("push", *servers_of(strategy))
     rows = ps.IndexedSlices(np.ones((1, 2), "float32"), [1])
     immortal.scatter_add(rows)
-    assert {said.seconds for said in told} == {0}
+    assert {said.seconds for said, *_ in told} == {0}
     told.clear()
     mortal.scatter_add(rows)
-    assert min(said.seconds for said in told) > 1_700_000_000
+    assert min(said.seconds for said, *_ in told) > 1_700_000_000
     assert len(told) == len(mortal.variables)
 
 
-def test_every_part_makes_each_round(strategy, table, monkeypatch):
+def test_every_part_makes_each_round(strategy, table, calls_of):
     """Also those of which no key was given: their clocks go together."""
-    told = []
-    for server in strategy.backend.reader._reads._session.servers:
-        push = server.push
-        monkeypatch.setattr(server, "push", lambda said, *rest, push=push: told.append(said) or push(said, *rest))
+    pushes = calls_of("push", *servers_of(strategy))
     table.scatter_add(ps.IndexedSlices(np.ones((1, 2), "float32"), [BIG]))
+    told = [said for said, *_ in pushes]
     assert len(told) == len(table.variables)
     assert {said.round for said in told} == {told[0].round}
     assert all(said.weights == (1.0,) * len(told) for said in told)

@@ -26,10 +26,9 @@ def plain(value):
 # ---- What comes back ----
 
 
-def test_values_are_brought_together(monkeypatch):
+def test_values_are_brought_together(calls_of):
     """A section is told once of all that is wanted of it, and not once for each value."""
-    own, told = Section.give_back, []
-    monkeypatch.setattr(Section, "give_back", lambda self, value: told.append(value) or own(self, value))
+    told = calls_of("give_back", Section)
     with opened("servers-1x1") as strategy:
         v = variable(strategy)
 

@@ -12,13 +12,9 @@ import pytest
 import psclient as ps
 from tests.kit.strategies import opened
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
 KINDS = pytest.mark.parametrize("kind", ["mirrored-1", "servers-2x2"])
-
-
-@pytest.fixture(autouse=True)
-def _root(tmp_path, monkeypatch):
-    """Servers of this process's own keep checkpoints below the directory in which they were started."""
-    monkeypatch.chdir(tmp_path)
 
 
 def managed(strategy, max_to_keep=2, **keys):

@@ -15,13 +15,9 @@ import pytest
 import psclient as ps
 from tests.kit.strategies import opened
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
 AT_ONCE = ps.train.CheckpointOptions(enable_async=False)
-
-
-@pytest.fixture(autouse=True)
-def _root(tmp_path, monkeypatch):
-    """Servers of this process's own keep checkpoints below the directory in which they were started."""
-    monkeypatch.chdir(tmp_path)
 
 
 @contextlib.contextmanager

@@ -10,16 +10,12 @@ import pytest
 import psclient as ps
 from tests.kit.strategies import in_replicas, opened
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
 KINDS = pytest.mark.parametrize(
     "kind", ["default", "mirrored-2", pytest.param("embedded-2", marks=pytest.mark.soak), "servers-2x2"]
 )
 """A server of this process's own is one more server, which other files ask to save and to restore."""
-
-
-@pytest.fixture(autouse=True)
-def _root(tmp_path, monkeypatch):
-    """Servers of this process's own keep checkpoints below the directory in which they were started."""
-    monkeypatch.chdir(tmp_path)
 
 
 class Dense:

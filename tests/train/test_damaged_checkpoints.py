@@ -24,15 +24,11 @@ from tests.kit.shell import shell
 from tests.kit.storage import BUCKET, object_store
 from tests.kit.strategies import opened
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
 KINDS = pytest.mark.parametrize(
     "kind", ["mirrored-1", "servers-1x2", pytest.param("servers-2x1", marks=pytest.mark.soak)]
 )
-
-
-@pytest.fixture(autouse=True)
-def _root(tmp_path, monkeypatch):
-    """Servers of this process's own keep checkpoints below the directory in which they were started."""
-    monkeypatch.chdir(tmp_path)
 
 
 def root_of(kind):

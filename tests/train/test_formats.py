@@ -13,15 +13,11 @@ from pstesting.in_process import InProcessCluster
 from tests.kit.contract import FORMAT, open_saved
 from tests.kit.strategies import opened
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
 FORMATS = Path(__file__).parent / "formats"
 """Format 1 was written by the version of 2026-11-21, format 2 by that of 2026-11-22, formats 3 and 4, of two servers,
 by that of 2026-11-24. That of format 4 has two tables, and a delta upon it."""
-
-
-@pytest.fixture(autouse=True)
-def _root(tmp_path, monkeypatch):
-    """Paths of this process and of servers in it are below a directory of the test."""
-    monkeypatch.chdir(tmp_path)
 
 
 def test_there_is_one_of_each_format():

@@ -49,9 +49,8 @@ def cutting():
 
 
 @pytest.mark.parametrize("kind", [ps.ParameterServerStrategy, ps.MirroredStrategy, cutting])
-def test_a_manifest_is_as_documented(kind, tmp_path, monkeypatch):
+def test_a_manifest_is_as_documented(kind, in_tmp_path):
     """Of a checkpoint with all that one can have, written by servers and without them."""
-    monkeypatch.chdir(tmp_path)
     with kind() as strategy, strategy.scope():
         layers = [ps.Variable(np.zeros((2, 3), dtype), name=f"v-{name}") for name, dtype in DTYPES.items()]
         optimizer = ps.optimizers.Adam()
@@ -63,7 +62,7 @@ def test_a_manifest_is_as_documented(kind, tmp_path, monkeypatch):
         manager = ps.train.CheckpointManager(checkpoint, "run", max_to_keep=2, keep_checkpoint_every_n_hours=1)
         path = manager.save()
         manager.sync()
-    (found,) = tmp_path.rglob(MANIFEST)
+    (found,) = in_tmp_path.rglob(MANIFEST)
     assert found.parent.name == Path(path).name
     manifest = strict(found.read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator.check_schema(schema())
@@ -81,9 +80,8 @@ POLICIES = [(None, None), (de.CounterFilter(2), de.TTL("7d")), (de.CBFFilter(2, 
 
 
 @pytest.mark.parametrize(("admission", "eviction"), POLICIES)
-def test_a_manifest_of_tables_is_as_documented(tmp_path, monkeypatch, admission, eviction):
+def test_a_manifest_of_tables_is_as_documented(in_tmp_path, admission, eviction):
     """Of a whole checkpoint and of a delta, with all kinds of policies."""
-    monkeypatch.chdir(tmp_path)
     with ps.ParameterServerStrategy() as strategy, strategy.scope():
         table = de.get_variable("users", 3, admission=admission, eviction=eviction, capacity=1 << 15)
         optimizer = ps.optimizers.Adagrad()
@@ -94,7 +92,7 @@ def test_a_manifest_of_tables_is_as_documented(tmp_path, monkeypatch, admission,
             table.scatter_add(ps.IndexedSlices(np.ones((2, 3), "float32"), [5, 6]))
             manager.save()
         manager.sync()
-    manifests = [strict(path.read_text(encoding="utf-8")) for path in sorted(tmp_path.rglob(MANIFEST))]
+    manifests = [strict(path.read_text(encoding="utf-8")) for path in sorted(in_tmp_path.rglob(MANIFEST))]
     for manifest in manifests:
         jsonschema.validate(manifest, schema())
         assert manifest["format"] == FORMAT

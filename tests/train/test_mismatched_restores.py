@@ -15,14 +15,10 @@ from pstesting.script import ME, say
 from tests.kit.shell import shell
 from tests.kit.strategies import opened
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
 KINDS = pytest.mark.parametrize("kind", ["default", "mirrored-2", "servers-2x2"])
 DIFFER = "and this program differ"
-
-
-@pytest.fixture(autouse=True)
-def _root(tmp_path, monkeypatch):
-    """Servers of this process's own keep checkpoints below the directory in which they were started."""
-    monkeypatch.chdir(tmp_path)
 
 
 def save(kind, optimizer, **variables):

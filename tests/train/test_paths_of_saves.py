@@ -12,6 +12,8 @@ from pstesting.processes import PS0, W0, W1, ProcessCluster
 from pstesting.script import ME, say
 from tests.kit.strategies import opened
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
 IMPOSSIBLE = [
     "",
     "run/",
@@ -21,12 +23,6 @@ IMPOSSIBLE = [
     "run/" + "n" * 240,
 ]
 ELSEWHERE = ["/abs/ckpt", "../ckpt", "run/../../ckpt", "s3://bucket/ckpt", "file:///abs/ckpt", "d/" * 600 + "ckpt"]
-
-
-@pytest.fixture(autouse=True)
-def _root(tmp_path, monkeypatch):
-    """Servers of this process's own keep checkpoints below the directory in which they were started."""
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,7 @@ import psclient as ps
 from tests.kit.rig import eventually
 from tests.kit.strategies import opened
 
-
-@pytest.fixture(autouse=True)
-def _root(tmp_path, monkeypatch):
-    """Servers of this process's own keep checkpoints below the directory in which they were started."""
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 def test_who_waited_too_long_waits_again():

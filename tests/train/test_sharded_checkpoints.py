@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import chdir
 from functools import partial
 
 import numpy as np
@@ -100,11 +101,10 @@ def test_variables_that_are_created_later_begin_with_it(saved, source):
         status.expect_partial()
 
 
-def test_strategies_that_cut_nothing_restore_it(saved, monkeypatch):
+def test_strategies_that_cut_nothing_restore_it(saved):
     """Those without servers; and what these save is restored into shards."""
     root, bits = saved
-    monkeypatch.chdir(root)
-    with ps.MirroredStrategy() as strategy, strategy.scope():
+    with chdir(root), ps.MirroredStrategy() as strategy, strategy.scope():
         table = ps.Variable(FIRST * 0, name="table")
         ps.train.Checkpoint(table=table).restore("5 on 3").expect_partial()
         assert table.numpy().tobytes() == bits["table"]
@@ -139,23 +139,21 @@ def test_old_readers_are_spared(saved):
     assert formats == [2, 3]
 
 
-def test_only_the_rows_that_are_needed_are_read(saved, monkeypatch):
+def test_only_the_rows_that_are_needed_are_read(saved, calls_of):
     """But for the first rows, whose reader checks the sum of all."""
     from pswire.checkpoint import safetensors_stream
     from pswire.model.plan import ShardOf
     from pswire.model.tensor import TensorSpec
 
     root, bits = saved
-    taken = []
-    fill = safetensors_stream._fill
-    monkeypatch.setattr(safetensors_stream, "_fill", lambda file, data: taken.append(len(data)) or fill(file, data))
+    taken = calls_of("_fill", safetensors_stream)
 
     def read(first, rows):
         found = SavedCheckpoint.open(storage_at(str(root)), "1 on 1")
         taken.clear()
         (array,) = found.read([("table", TensorSpec("float32", (rows, 2)))], shards=[ShardOf("table", first, 10)])
         assert array.tobytes() == bits["table"][8 * first : 8 * (first + rows)]
-        return sum(taken[2:])  # behind the header
+        return sum(len(data) for _, data in taken[2:])  # behind the header
 
     assert read(3, 4) == 4 * 8
     assert read(9, 1) == 8

@@ -10,13 +10,9 @@ from pstesting.processes import W0, W1, ProcessCluster
 from pstesting.script import ME, say
 from tests.kit.strategies import in_replicas, opened
 
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
 KINDS = pytest.mark.parametrize("kind", ["default", "mirrored-1", "mirrored-2", "mirrored-4", "embedded-4"])
-
-
-@pytest.fixture(autouse=True)
-def _root(tmp_path, monkeypatch):
-    """Servers of this process's own keep checkpoints below the directory in which they were started."""
-    monkeypatch.chdir(tmp_path)
 
 
 def counter(strategy, dtype="int64"):

@@ -62,10 +62,9 @@ def test_a_module_of_nnx_is_trained_in_place(strategy):
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(bound, nnx.Param)), ours.state.params)
 
 
-def test_a_module_of_nnx_resumes(strategy, tmp_path, monkeypatch):
+def test_a_module_of_nnx_resumes(strategy, in_tmp_path):
     """What a checkpoint restores comes into the module when it is pulled; another seed changes nothing."""
     nnx = pytest.importorskip("flax.nnx")
-    monkeypatch.chdir(tmp_path)
     with opened("embedded-1") as strategy:
         module = make_net(nnx)
         ours = psj.bind(module, ps.optimizers.SGD(0.1), strategy=strategy)
@@ -101,9 +100,9 @@ def test_a_module_of_linen_is_its_function(strategy):
     assert set(state.variables) == {"kernel", "bias"}
 
 
-def test_a_model_of_keras_trains_by_its_stateless_call(strategy, monkeypatch):
+def test_a_model_of_keras_trains_by_its_stateless_call(strategy, environ):
     """Its trainable variables are the parameters; what it changes itself stays in the loop."""
-    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    environ["KERAS_BACKEND"] = "jax"
     pytest.importorskip("keras")
     keras = importlib.import_module("keras")
     if keras.backend.backend() != "jax":
