@@ -48,9 +48,9 @@ COSTS = Costs(
 )
 
 
-def test_known_costs_are_found() -> None:
+@pytest.mark.parametrize("lanes", [("tcp",), pytest.param(("tcp", "grpc"), marks=pytest.mark.soak)])
+def test_known_costs_are_found(lanes: tuple[LaneName, ...]) -> None:
     """From cells that were timed without an error the fit tells what others take, of more workers and servers."""
-    lanes: tuple[LaneName, ...] = ("tcp", "grpc")
     timed = {lane: [(cell, seen(cell, COSTS)) for cells in cells_of(lane) for cell in cells] for lane in lanes}
     found = replace(fitted(timed, COSTS.kernel_byte), cores=0)
     for lane in lanes:
