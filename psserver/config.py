@@ -189,7 +189,7 @@ def server_config(environ: Mapping[str, str] = os.environ, **flags: Any) -> Serv
         metrics_port=given.metrics_port,
         traces=TraceOptions.from_environ(environ, given.traces),
         addresses=tuple(cluster.cluster.address(task) for task in cluster.cluster.tasks("ps")) if cluster else (),
-        kernel_cache=_kernel_cache(environ),
+        kernel_cache=kernel_cache(environ),
         domain=given.domain or socket.gethostname(),
         address=_advertised(given, host) if join else "",
         join=join,
@@ -247,7 +247,7 @@ def _advertised(given: ServerFlags, host: str) -> str:
     return join_address(host, given.port)
 
 
-def _kernel_cache(environ: Mapping[str, str]) -> str:
+def kernel_cache(environ: Mapping[str, str]) -> str:
     """Returns the folder of compiled kernels; "" for none, as with settings of Numba that may change a kernel."""
     given = environ.get(KERNEL_CACHE, "")
     numba = [name for name in environ if name.startswith("NUMBA_") and name not in HARMLESS]

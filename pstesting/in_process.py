@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
@@ -12,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 import psclient as ps
-from psserver.config import ServerConfig
+from psserver.config import ServerConfig, kernel_cache
 from psserver.core.core import Core
 from psserver.transport.server import ServerThread
 from pswire.cluster import Task
@@ -72,6 +73,7 @@ class InProcessCluster:
                     timeouts=self._timeouts,
                     tier_path=self._tier_path,
                     tier_memory=self._tier_memory,
+                    kernel_cache=kernel_cache(os.environ),
                 )
                 core = Core(config, secrets.randbits(64), time.monotonic, submit)
                 if (tier := core.machine.store.native.tier) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -65,9 +66,9 @@ def cut(shape: tuple[int, ...], dtype: Any) -> list[int]:
 
 
 def patient(cluster: InProcessCluster) -> InProcessCluster:
-    """Has servers compile a kernel after ten requests, and not two: a test of a few steps would never run it."""
+    """Has servers compile no kernel that they do not wait for: a test of a few steps would hardly ever run it."""
     for core in cluster.cores:
-        core.kernels.compiler._patience = 10
+        core.kernels.compiler._patience = sys.maxsize
     return cluster
 
 
