@@ -11,8 +11,8 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 
-EXAMPLES = {"suite": 20, "ci": 100, "soak": 3_000}
-STEPS = {"suite": 30, "ci": 50, "soak": 100}
+EXAMPLES = {"suite": 20, "ci": 50, "soak": 3_000}
+STEPS = {"suite": 30, "ci": 40, "soak": 100}
 
 
 def load() -> None:
