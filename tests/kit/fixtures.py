@@ -34,6 +34,9 @@ class _Shared:
 
 _shared = _Shared()
 
+Calls = list[tuple[Any, ...]]
+"""What calls were given, one item for each."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Adds the mark of `tests.kit.strategies.kinds`."""
@@ -91,11 +94,11 @@ def environ() -> Iterator[MutableMapping[str, str]]:
 
 
 @pytest.fixture
-def calls_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[Any, ...]]]:
+def calls_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Calls]:
     """Notes what a function of some objects is given, one item for each call; the calls are made all the same."""
 
-    def noted(name: str, *owners: Any) -> list[tuple[Any, ...]]:
-        seen: list[tuple[Any, ...]] = []
+    def noted(name: str, *owners: Any) -> Calls:
+        seen: Calls = []
 
         def noting(own: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *args, **keys: seen.append(args) or own(*args, **keys)

@@ -9,7 +9,6 @@ import pytest
 
 import psclient as ps
 from psclient._src.tracing import diagnostics
-from psclient._src.variables.indexed_slices import IndexedSlices
 from tests.kit.formulas import O
 from tests.kit.strategies import by_replica, in_replicas, kind_of, merged, replicas, variable
 
@@ -87,7 +86,7 @@ def test_every_reduction_takes_rows(strategy, op):
     ]
     in_replicas(strategy, lambda replica: found.append(ps.get_replica_context().all_reduce(op, table_slices(replica))))
     for value in found:
-        assert isinstance(value, IndexedSlices)
+        assert isinstance(value, ps.IndexedSlices)
         assert np.asarray(value.indices).tolist() == sorted({replica % 7 for replica in range(count)} | {4})
         np.testing.assert_array_equal(np.asarray(value), expected)
 

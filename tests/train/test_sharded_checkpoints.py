@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 
 import psclient as ps
 from pstesting.in_process import InProcessCluster
-from tests.kit.contract import SavedCheckpoint, open_saved, storage_at
+from pswire.checkpoint import safetensors_stream
+from tests.kit.contract import SavedCheckpoint, ShardOf, TensorSpec, open_saved, storage_at
 from tests.kit.covering import once
 from tests.kit.strategies import patient
 
@@ -141,10 +142,6 @@ def test_old_readers_are_spared(saved):
 
 def test_only_the_rows_that_are_needed_are_read(saved, calls_of):
     """But for the first rows, whose reader checks the sum of all."""
-    from pswire.checkpoint import safetensors_stream
-    from pswire.model.plan import ShardOf
-    from pswire.model.tensor import TensorSpec
-
     root, bits = saved
     taken = calls_of("_fill", safetensors_stream)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from pstesting.simulation.jobs import SimulatedJob
 from pstesting.simulation.machines import Host, Strand, travel
 from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pstesting.simulation.workloads import Workload
-from tests.kit.contract import ConfigError, ServerLost, ServerStatus, Task, Timeouts
+from tests.kit.contract import ConfigError, ServerLost, Task, Timeouts
+from tests.kit.fixtures import Calls
 from tests.kit.internals import Core
 
 US = 1e-6
@@ -88,21 +90,17 @@ def test_all_contributions_count_once() -> None:
         }
 
 
-def test_a_thousand_workers_ask_servers_for_their_state_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thousand_workers_ask_servers_for_their_state_seldom(calls_of: Callable[..., Calls]) -> None:
     """A state is as long as there are workers: who waits for a first value asks for some of it, and looks now and then.
 
     Here the first worker takes seconds until it gives its own.
     """
-    asked, status, workers, servers = Counter[int](), Core.status, 20, 2
-
-    def counted(core: Core) -> ServerStatus:
-        asked[core.task.index] += 1
-        return status(core)
-
-    monkeypatch.setattr(Core, "status", counted)
+    workers, servers = 20, 2
+    calls = calls_of("status", Core)
     job = SimulatedJob(Cluster(workers, Workload(servers), COSTS, slow={0: 1e5}), 1)
     with pytest.raises(RuntimeError, match="10 s have passed"):
         job.train(10.0)
+    asked = Counter(core.task.index for (core,) in calls)
     assert 0 < max(asked.values()) < 30 * workers
 
 
@@ -184,20 +182,14 @@ def test_a_slow_link_holds_up_no_other() -> None:
     assert came == pytest.approx([1.0, 1.0])
 
 
-def test_who_leaves_is_told_nothing_of_an_end_that_others_saw_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_leaves_is_told_nothing_of_an_end_that_others_saw_first(calls_of: Callable[..., Calls]) -> None:
     """With copies all servers hear that a worker leaves, and that which keeps the log last.
 
     Where the chief saw it there first, it closed an epoch without the worker; others then took it for one that hangs.
     """
-    left, leave = list[tuple[int, int]](), Core.leave
-
-    def noted(core: Core, session: int, error: str) -> None:
-        left.append((session, core.task.index))
-        leave(core, session, error)
-
-    monkeypatch.setattr(Core, "leave", noted)
-    workers = 3
+    calls, workers = calls_of("leave", Core), 3
     SimulatedJob(Cluster(workers, Workload(3, copies=1), COSTS), ROUNDS).train()
+    left = [(session, core.task.index) for core, session, _ in calls]
     told = Counter(session for session, _ in left)
     of_all = [[at for session, at in left if session == each] for each, count in told.items() if count == 3]
     assert len(of_all) >= workers
