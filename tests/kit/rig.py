@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -93,7 +94,7 @@ def core(
         memory_limit=memory_limit,
         checkpoint_root=str(root),
         timeouts=Timeouts(lease=lease),
-        **more,
+        **{"kernel_cache": os.environ.get("PS_KERNEL_CACHE", ""), **more},
     )
     return Core(config, incarnation or 100 + server, clock or Clock(), submit, files)
 

@@ -378,10 +378,11 @@ def test_a_kernel_that_writes_in_place_tells_once(job):
     plan = job.approve(sum_into(v, returned=False), one)
     bad = np.ones(SMALLEST)
     bad[-1] = np.nan
+    compiler = job.servers.cores[0].kernels.compiler
     for _ in range(3):
         assert make_round(plan, [(one, [np.ones(SMALLEST)])]) == ()
-        job.servers.cores[0].kernels.compiler.wait()
-    assert job.servers.cores[0].kernels.compiler.compiled == 1
+        compiler.wait()
+    assert compiler.compiled + compiler.loaded == 1
     assert len(make_round(plan, [(one, [bad])])) == 1
     assert make_round(plan, [(one, [bad])]) == ()
     assert metrics(job) == (2, 1)
