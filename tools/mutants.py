@@ -55,6 +55,9 @@ COMPILED = {"psserver/tables/index_functions.py", "psserver/tables/first_values.
 WORDS = {"log", "logger", "logging", "warnings", "click", "console"}
 """Callers of texts for people: a changed text is no changed behaviour."""
 
+STAGE = 4.0
+"""Seconds of tests that are tried first."""
+
 PROBE = """\
 import os
 
@@ -355,25 +358,34 @@ def _kill(mutant: Mutant, work: Path, tests: dict[str, float], limit: float, bud
     try:
         if not tests:
             return "unreached", ""
-        chosen, spent = [], 0.0
-        for test, cost in tests.items():  # the cheapest first
-            if chosen and spent + cost > budget:
-                break
-            chosen.append(test)
-            spent += cost
-        complete = len(chosen) == len(tests)
-        names = [name.partition("::")[0] for name in chosen]
-        files = sorted(set(names), key=names.index)
-        code, output = _pytest(work, chosen, files, limit + 3 * spent)
-        if code == "timeout":
-            return "killed", "(ran out of time)"
-        if code == "0":
-            return ("survived" if complete else "undecided"), f"({len(chosen)} of {len(tests)} tests)"
-        failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return ("killed" if failed else "broken"), (failed or output.splitlines()[-1:] or [""])[0][:300]
+        for chosen in _stages(tests, budget):
+            spent = sum(tests[test] for test in chosen)
+            code, output = _pytest(work, chosen, limit + 3 * spent)
+            if code == "timeout":
+                return "killed", "(ran out of time)"
+            if code != "0":
+                failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+                return ("killed" if failed else "broken"), (failed or output.splitlines()[-1:] or [""])[0][:300]
+        tried = sum(map(len, _stages(tests, budget)))
+        return ("survived" if tried == len(tests) else "undecided"), f"({tried} of {len(tests)} tests)"
     finally:
         file.write_text(original)
         _forget(file)
+
+
+def _stages(tests: dict[str, float], budget: float) -> list[list[str]]:
+    """Returns the tests of a run, then those of the next: few and cheap ones notice most mutants, and endless loops."""
+    found: list[list[str]] = [[]]
+    ends, spent = [STAGE, 6 * STAGE, budget], 0.0
+    for test, cost in tests.items():  # the cheapest first
+        spent += cost
+        while found[-1] and spent > ends[0]:
+            found.append([])
+            ends.pop(0)
+            if not ends:
+                return found[:-1]
+        found[-1].append(test)
+    return found
 
 
 def _forget(file: Path) -> None:
@@ -382,8 +394,9 @@ def _forget(file: Path) -> None:
         kept.unlink()
 
 
-def _pytest(work: Path, chosen: list[str], files: list[str], limit: float) -> tuple[str, str]:
-    """Runs the chosen tests of `files` until one fails; ends what they leave running."""
+def _pytest(work: Path, chosen: list[str], limit: float) -> tuple[str, str]:
+    """Runs the chosen tests until one fails; ends what they leave running."""
+    files = list(dict.fromkeys(name.partition("::")[0] for name in chosen))
     (work / "_mutants_chosen.py").write_text(
         "import pytest\n\n\n"
         "@pytest.hookimpl(trylast=True)\n"
