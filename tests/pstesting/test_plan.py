@@ -75,7 +75,8 @@ def test_what_sums_of_a_host_give() -> None:
     found = planning.plan(shared)
     assert found.summed is not None
     assert found.chosen.step_seconds - 0.1 > 3 * (found.summed.step_seconds - 0.1)
-    for other in (replace(shared, per_host=1), replace(shared, costs=FREE), replace(shared, workers=1)):
+    few = replace(shared, dense=4000.0)
+    for other in (replace(few, per_host=1), replace(few, costs=FREE), replace(few, workers=1)):
         assert planning.plan(other).summed is None
     assert not replace(shared, rows=1e6, dimension=8, ids=100).sums
     for price in ("part", "hand", "hand_byte"):
@@ -91,7 +92,7 @@ def test_sums_are_worth_fewer_servers() -> None:
 
 def test_servers_have_room() -> None:
     """With slots, the index of tables, and copies; of these there are two servers at least."""
-    rows = Question(FREE, 2, rows=1e6, dimension=64, ids=1000, rate=RATE, memory=3e8, slots=1)
+    rows = Question(FREE, 2, rows=1e6, dimension=64, ids=1000, rate=RATE, step=0.1, memory=3e8, slots=1)
     assert rows.held(1) == 1e6 * (4 * 64 * 2 + 24)
     assert planning.plan(rows).tried[0].servers == 2
     assert planning.plan(replace(rows, memory=0.0, copies=True)).tried[0].servers == 2
