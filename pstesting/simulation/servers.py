@@ -18,6 +18,7 @@ from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
 from pswire.errors import PSError, ServerGone, ServerLost, Unreachable
+from pswire.security.session_numbers import COUNT_BITS, TAG_BITS
 from pswire.servers.votes import Testimony, Vote
 from pswire.transport.payload import Payload
 
@@ -108,7 +109,8 @@ class SimulatedServer:
             checkpoint_root=cluster.root,
             max_sessions=cluster.workers + SPARE_SESSIONS,
         )
-        self.core = Core(config, 1000 + index + 100_000 * life, lambda: scheduler.now, _refuse, self._files)
+        incarnation = 1 + index + 1000 * life << TAG_BITS + COUNT_BITS  # the highest bits are in numbers of sessions
+        self.core = Core(config, incarnation, lambda: scheduler.now, _refuse, self._files)
         self.core._arrays = self  # type: ignore[assignment]
         self.core.others = self
         self.core.done.add_done_callback(self._over)
