@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from psserver.programs.kernels.compiler import PATIENCE, Compiler
 from pstesting.clock import Clock
 from pswire.checkpoint import assembly
 from tests.kit.contract import (
@@ -88,7 +90,10 @@ def core(
     files: Callable[[Callable[[], object]], object] | None = None,
     **more: Any,
 ) -> Core:
-    """A core with what a test does not care about filled in."""
+    """A core with what a test does not care about filled in; it compiles no kernel that it does not wait for.
+
+    What a compiler in the background has not finished when a test is over would slow down all tests behind it.
+    """
     config = ServerConfig(
         Task("ps", server),
         memory_limit=memory_limit,
@@ -96,7 +101,15 @@ def core(
         timeouts=Timeouts(lease=lease),
         **{"kernel_cache": os.environ.get("PS_KERNEL_CACHE", ""), **more},
     )
-    return Core(config, incarnation or 100 + server, clock or Clock(), submit, files)
+    made = Core(config, incarnation or 100 + server, clock or Clock(), submit, files)
+    made.kernels.compiler._patience = sys.maxsize
+    return made
+
+
+def compiler_of(core: Core) -> Compiler:
+    """A core's compiler, which compiles from now on as that of a server does."""
+    core.kernels.compiler._patience = PATIENCE
+    return core.kernels.compiler
 
 
 def eventually(condition: Callable[[], T]) -> T:

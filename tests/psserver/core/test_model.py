@@ -542,8 +542,6 @@ class Model(RuleBasedStateMachine):
         """A cluster, a script, and a job that has got somewhere."""
         if streams:
             self.patch.setattr("pswire.model.plan.PART_BYTES", 0)
-        # Rows are interpreted: a compiler beside it would take all of the time, and change no bit.
-        self.patch.setattr("psserver.programs.kernels.compiler.MAX_KERNELS", 0)
         self.work = [deque() for _ in range(servers)]
         self.cores = [
             core(number, 0, 0, Path("nowhere"), self.clock, queue.append, LEASE)

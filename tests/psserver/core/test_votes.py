@@ -17,7 +17,7 @@ from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
 from tests.kit.contributions import Mail
-from tests.kit.rig import SOON, WORKERS, Job, Servers, core, sum_into
+from tests.kit.rig import SOON, WORKERS, Job, Servers, compiler_of, core, sum_into
 
 A, B = WORKERS[:2]
 ONE = np.ones(2, "float32")
@@ -271,6 +271,7 @@ def compiled(streamed):
     """The two servers, once they have compiled the kernel of their plan."""
     for one in streamed.cores:
         one.kernels.smallest = 0
+        compiler_of(one)
     addresses(streamed, PATIENCE + 1)
     for one in streamed.cores:
         one.kernels.compiler.wait()

@@ -21,7 +21,7 @@ from pswire.model.tensor import TensorSpec, as_bytes
 from pswire.transport.parts import parts_of
 from pswire.transport.payload import Payload
 from tests.kit.programs import job_of, plan_of, run, same_bits, traced
-from tests.kit.rig import SOON, WORKERS, Job, checkpoint, serving, sum_into, together
+from tests.kit.rig import SOON, WORKERS, Job, checkpoint, compiler_of, serving, sum_into, together
 
 N = SMALLEST
 SPEC = TensorSpec("float32", (N,))
@@ -236,9 +236,10 @@ def trained(job, rounds=4):
     (worker,) = job.join(WORKERS[0])
     variable = job.variable(worker, np.zeros(N, "float32"), (0,), "v")
     plan = job.approve(sum_into(variable, returned=False), worker)
+    compiler = compiler_of(job.servers.cores[0])
     for _ in range(rounds):
         turn(worker, plan, ones())
-        job.servers.cores[0].kernels.compiler.wait()
+        compiler.wait()
     return worker, variable, plan
 
 

@@ -30,7 +30,7 @@ from pswire.transport.payload import Payload
 from pswire.transport.traffic import traffic
 from tests.kit.contributions import LIMIT, SIZE, Sending, streaming
 from tests.kit.programs import job_of, numbers, plan_of, programs, run, same_bits, traced
-from tests.kit.rig import SOON, WORKERS, Job, scaling, serving, sgd, sum_into, together
+from tests.kit.rig import SOON, WORKERS, Job, compiler_of, scaling, serving, sgd, sum_into, together
 from tests.kit.searches import search
 from tests.kit.telemetry import Page
 
@@ -378,7 +378,7 @@ def test_a_kernel_that_writes_in_place_tells_once(job):
     plan = job.approve(sum_into(v, returned=False), one)
     bad = np.ones(SMALLEST)
     bad[-1] = np.nan
-    compiler = job.servers.cores[0].kernels.compiler
+    compiler = compiler_of(job.servers.cores[0])
     for _ in range(3):
         assert make_round(plan, [(one, [np.ones(SMALLEST)])]) == ()
         compiler.wait()

@@ -38,6 +38,7 @@ from tests.kit.rig import (
     Job,
     Servers,
     adding,
+    compiler_of,
     core,
     given,
     payload,
@@ -868,11 +869,12 @@ def test_a_stream_writes_where_the_variables_are(tmp_path):
         plan = job.approve(sum_into(*variables, returned=False), worker)
         assert plan.streams
         core = servers.cores[0]
+        compiler = compiler_of(core)
 
         def turn(want=()):
             (reply,) = together(worker.push(plan, [np.ones(spec.shape, "float32")] * 2, want=want))
             worker.round += 1
-            core.kernels.compiler.wait()
+            compiler.wait()
             return reply
 
         def held():
