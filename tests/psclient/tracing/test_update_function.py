@@ -669,6 +669,6 @@ def test_tracing_once_is_cheap(strategy):
         shared = state.everywhere[0]
         begun = extended.update_non_slot(shared["iterations"].devices, begin, (own, shared, None))
         args = (own, total, None, begun, None, None, False, state.of(w).slots)
-        kept, anew = median(apply, args, 80), median(apply.__wrapped__, args, 12)
+        kept, anew = median(apply, args, 40), median(apply.__wrapped__, args, 7)
         strategy.backend.drop()
     assert kept < anew / 4
