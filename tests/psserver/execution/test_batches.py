@@ -24,7 +24,7 @@ from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.kit.programs import job_of, run, same_bits
+from tests.kit.programs import job_of, kept_kernels, run, same_bits
 from tests.kit.searches import search
 
 RATE = TensorSpec("float32", ())
@@ -99,7 +99,7 @@ def test_a_batch_has_the_bits_of_its_applications(kernels, sizes, op, members, p
 
 def test_a_batch_ends_at_what_is_left_out():
     """What nobody contributes to stays as it is, and is the same array; all others are made in two batches."""
-    kernels, sizes = Kernels(Device(), patience=1, smallest=0), [8, 9, 10, 11, 12]
+    kernels, sizes = kept_kernels(patience=1, smallest=0), [8, 9, 10, 11, 12]
     plan = descents(sizes)
     plan = replace(plan, applies=tuple(replace(apply, optional=True) for apply in plan.applies))
     sent = [[None if number == 2 else array for number, array in enumerate(arrays(sizes, seed))] for seed in (0, 1)]
@@ -115,7 +115,7 @@ def test_a_batch_ends_at_what_is_left_out():
 def test_threads_share_a_batch_evenly(monkeypatch):
     """A few large variables are cut into runs: no thread has a whole one while the others have nothing."""
     monkeypatch.setattr(launch, "RUN", 16)
-    kernels = Kernels(Device(), 2, patience=1, smallest=0)
+    kernels = kept_kernels(2, patience=1, smallest=0)
     sizes, calls, own = [50, 3, 0, 33], [], kernels.crew.run
     job = job_for(descents(sizes, "mean"), [arrays(sizes, 1), arrays(sizes, 2)])
     expected = run(job, Kernels(Device()), fresh(sizes))
@@ -131,7 +131,7 @@ def test_threads_share_a_batch_evenly(monkeypatch):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_each_variable_has_the_operand_that_its_application_names(threads):
     """One for all of them, or one of its own for each."""
-    kernels, sizes = Kernels(Device(), threads, patience=1, smallest=0), [8, 9, 10]
+    kernels, sizes = kept_kernels(threads, patience=1, smallest=0), [8, 9, 10]
     shared = descents(sizes)
     applies = tuple(replace(a, args=(*a.args[:2], Ref("operand", n))) for n, a in enumerate(shared.applies))
     rates = [np.float32(rate) for rate in (0.1, 10.0, -3.0)]
@@ -294,7 +294,7 @@ def test_who_is_lost_within_a_batch_counts_where_it_was_whole(kernels):
 
 def test_small_variables_have_a_kernel_in_the_long_run():
     """It saves little in a round, so that a short job never compiles."""
-    kernels = Kernels(Device(), patience=1)
+    kernels = kept_kernels(patience=1)
     job = job_for(descents([8, 9]), [arrays([8, 9])])
     for _ in range(SMALL_PATIENCE // 2 - 1):
         run(job, kernels, fresh([8, 9]))
@@ -308,7 +308,7 @@ def test_small_variables_have_a_kernel_in_the_long_run():
 
 def test_a_kernel_that_comes_while_batches_are_made_is_for_all(monkeypatch):
     """Those that were looked at before it came are in the batch of the next round: none is left out for good."""
-    kernels = Kernels(Device(), patience=1, smallest=0)
+    kernels = kept_kernels(patience=1, smallest=0)
     job = job_for(descents([8] * 4), [arrays([8] * 4)])
     stages, asked = kernels.stages, []
 
@@ -345,7 +345,7 @@ def test_a_large_variable_waits_for_its_kernel(monkeypatch):
     """Interpreting its first rounds would take longer, and several times its memory."""
     monkeypatch.setattr("psserver.programs.kernels.kernels.LARGE", 8)
     monkeypatch.setattr(Script, "run", None)
-    kernels = Kernels(Device(), patience=1000, smallest=0)
+    kernels = kept_kernels(patience=1000, smallest=0)
     job = job_for(descents([8, 9]), [arrays([8, 9])])
     values = fresh([8, 9])
     assert run(job, kernels, values, frozenset(values)).assigned[0] is values[0]

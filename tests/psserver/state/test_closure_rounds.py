@@ -108,6 +108,14 @@ def test_what_is_not_whole_makes_room(server):
     assert server.run() == [2]
 
 
+def test_who_comes_back_takes_its_own_place(server):
+    """A worker that has the closure and lost its session goes on with it: its own push from before is let go of."""
+    before = server.push(1, FIRST, whole=False)
+    server.push(2, FIRST)
+    assert isinstance(before.exception(0), Fenced)
+    assert server.run() == [2]
+
+
 def test_a_round_that_runs_answers_both(server):
     """While it runs with the first contribution, the second waits for the same answer."""
     first = server.push(1, FIRST)
