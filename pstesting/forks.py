@@ -6,6 +6,7 @@ further processes of this package, such as `psworker --standalone`, fork these a
 
     Forked    a `subprocess.Popen` that forks where that is possible
     run       `subprocess.run` with `Forked`
+    having    forks of a process that has imported further modules
     serve     what the process does that is forked
 """
 
@@ -28,8 +29,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from types import ModuleType
@@ -134,9 +135,28 @@ def run(
     return done
 
 
+@contextmanager
+def having(*modules: str) -> Iterator[None]:
+    """Within it, what is started is forked from a process that has imported further modules, such as `torch`.
+
+    That process has the environment of its first fork, and serves all that ask for the same modules.
+    """
+    global _modules
+    before, _modules = _modules, modules
+    try:
+        yield
+    finally:
+        _modules = before
+
+
 _turns = count()
 
 _servers: list[ForkServer] = []
+
+_modules: tuple[str, ...] = ()
+
+_having: dict[tuple[str, ...], ForkServer] = {}
+"""Processes that are forked, by the modules that they have imported beside the programs."""
 
 forked_from = set[int]()
 """Ids of the processes that are forked: they end with this process, and not before."""
@@ -157,8 +177,12 @@ def _program(command: list[str], directory: str) -> list[str]:
 
 def _fork_server() -> ForkServer | None:
     """Returns a process that is forked; None where there can be none, since it would end with this thread."""
-    if any(server.owner != os.getpid() for server in _servers):
+    if any(server.owner != os.getpid() for server in (*_servers, *_having.values())):
         return None  # this process is a fork itself, by other means
+    if _modules and not _is_fork:
+        if _modules not in _having and threading.current_thread() is threading.main_thread():
+            _having[_modules] = ForkServer.begin(SEEDS[0], _modules)
+        return _having.get(_modules)
     turn = next(_turns)
     if turn >= len(_servers) and len(_servers) < len(SEEDS) and not _is_fork:
         if threading.current_thread() is not threading.main_thread():
@@ -191,15 +215,15 @@ class ForkServer:
         forked_from.add(pid)
 
     @classmethod
-    def begin(cls, seed: str) -> ForkServer:
-        """Starts one whose PYTHONHASHSEED is `seed`."""
+    def begin(cls, seed: str, modules: Sequence[str] = ()) -> ForkServer:
+        """Starts one whose PYTHONHASHSEED is `seed`, and which imports some modules beside the programs."""
         environ = child_environ(1, None)
         own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        program = "import sys; own = sys.path[:]; sys.path += {}; from pstesting.forks import serve; serve({}, own)"
+        program = "import sys; own = sys.path[:]; sys.path += {}; from pstesting.forks import serve; serve({}, own, {})"
         # A BLAS of one thread starts none. What has threads cannot be forked.
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-c", program.format(sys.path, theirs.fileno())],
+                [sys.executable, "-P", "-c", program.format(sys.path, theirs.fileno(), tuple(modules))],
                 stdin=subprocess.DEVNULL,
                 env={**environ, **dict.fromkeys(THREADS, "1"), "PYTHONHASHSEED": seed},
                 pass_fds=[theirs.fileno()],
@@ -250,18 +274,21 @@ def _paths(environ: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys(map(os.path.abspath, given.split(os.pathsep)))) if given else []
 
 
-def serve(descriptor: int, path: list[str]) -> None:
+def serve(descriptor: int, path: list[str], modules: Sequence[str]) -> None:
     """Imports the programs and forks for each request, until the other end is closed. In a fork, runs the program.
 
     Args:
         descriptor: this process's end of a socket.
         path: where a fork looks for modules.
+        modules: what it imports beside the programs.
     """
     sys.path[:] = path
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for module in PROGRAMS.values():
         importlib.import_module(module)
     _load_compiler()
+    for module in modules:
+        importlib.import_module(module)
     _rename()
     clone = _clone()
     loaded = {name: value for name, value in _loaded(os.environ).items() if name != "PYTHONHASHSEED"}

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from pstesting import forks
 from tests.kit.shell import shell
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ("--ratings", "60000")
 SECONDS = 600.0
 NEEDS = {"digits_torch": "torch", "recommender_torch": "torch", "digits_jax": "jax", "keras_jax": "keras"}
+IMPORTS = {
+    "torch": ("psclient.torch", "sklearn.datasets", "sklearn.metrics"),
+    **dict.fromkeys(("jax", "keras"), ("psclient.jax", "sklearn.datasets", "keras")),
+}
+"""What examples import, by what they need: to import it anew takes each process four seconds and more."""
+
 STEPS = {"recommender_torch": 27}
 """Steps of one epoch; of the others 23, for 1440 scans in batches of 64."""
-
-
-@pytest.fixture(autouse=True)
-def _installed(request):
-    needed = NEEDS[request.node.callspec.params["name"]]
-    if find_spec(needed) is None:
-        pytest.skip(f"{needed} is not installed")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -30,6 +30,17 @@ def _compiled_once(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
         patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("KERAS_BACKEND", "jax")
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # these would take longer than the steps
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _imported_once(request, _compiled_once):
+    needed = NEEDS[request.node.callspec.params["name"]]
+    if find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed")
+    with forks.having(*(name for name in IMPORTS[needed] if find_spec(name.split(".")[0]))):
         yield
 
 

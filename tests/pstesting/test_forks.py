@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -133,3 +134,18 @@ def test_a_launcher_forks_what_it_starts(tmp_path):
     with Forked[str](command, cwd=tmp_path, text=True, **pipes) as process:
         out, err = process.communicate()
     assert f"True {process.pid}" in out, err
+
+
+def test_forks_have_modules_that_are_asked_for(tmp_path):
+    """A script that is started so has them, and so have processes that it starts; others, before and after, do not."""
+    (tmp_path / "says.py").write_text("import sys; print('wave', 'wave' in sys.modules)", encoding="utf-8")
+    commands = [["says.py"], ["-P", "-m", "psclient", "--standalone", "--no-chief", "says.py"]]
+
+    def found():
+        done = [forks.run([sys.executable, *each], cwd=tmp_path, capture_output=True, text=True) for each in commands]
+        return [word for end in done for word in re.findall(r"wave (\w+)", end.stdout)]
+
+    assert found() == ["False", "False"]
+    with forks.having("wave"):
+        assert found() == ["True", "True"]
+    assert found() == ["False", "False"]
