@@ -247,7 +247,7 @@ def _advertised(given: ServerFlags, host: str) -> str:
     return join_address(host, given.port)
 
 
-def kernel_cache(environ: Mapping[str, str]) -> str:
+def kernel_cache(environ: Mapping[str, str] = os.environ) -> str:
     """Returns the folder of compiled kernels; "" for none, as with settings of Numba that may change a kernel."""
     given = environ.get(KERNEL_CACHE, "")
     numba = [name for name in environ if name.startswith("NUMBA_") and name not in HARMLESS]

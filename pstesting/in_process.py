@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import threading
 import time
@@ -73,7 +72,7 @@ class InProcessCluster:
                     timeouts=self._timeouts,
                     tier_path=self._tier_path,
                     tier_memory=self._tier_memory,
-                    kernel_cache=kernel_cache(os.environ),
+                    kernel_cache=kernel_cache(),
                 )
                 core = Core(config, secrets.randbits(64), time.monotonic, submit)
                 if (tier := core.machine.store.native.tier) is not None:
