@@ -58,6 +58,8 @@ def test_a_server_s_loss_costs_one_restart(tmp_path, second):
         ended.result(SECONDS)
         for task in (W0, W1):
             assert job.said(task, "sums") == [[16.0, 16.0]]
+        for task in (W0, W1, CHIEF):
+            assert (f"no answer from {PS1} at " in job.errors(task)) == hangs
         assert replaced(job, PS1) == [
             "failed (killed by SIGKILL); replaced, 1 restarts left",
             f"failed ({'it does not answer' if hangs else 'exit code 0'}); replaced, 0 restarts left",
