@@ -209,7 +209,8 @@ ROOMS = {
             "pstesting.simulation",
             16,
             "pswire wire.servers wire.api wire.model wire.transport wire.telemetry wire.security psserver "
-            "psserver.programs psserver.plans psserver.core psclient._src src.transport src.rounds src.processes.aggregation src.chief",
+            "psserver.programs psserver.plans psserver.core psclient._src src.transport src.rounds "
+            "src.processes.aggregation src.chief",
         ),
         _room("pstesting.planner", 17, "pswire wire.transport psclient psclient.psctl pstesting pstesting.simulation"),
     )
