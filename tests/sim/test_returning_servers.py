@@ -6,6 +6,8 @@ import pytest
 
 from psserver.plans import backlog
 from pstesting.processes import CHIEF, PS0, PS1, W0, W1
+from pswire.telemetry.views.job_view import view_of
+from pswire.telemetry.views.looked import Looked
 from tests.kit.contract import Task
 from tests.kit.internals import DIGEST_ROUNDS as ROUNDS
 from tests.kit.simulated import World, with_lease
@@ -264,7 +266,7 @@ def test_a_server_with_another_value_is_taken_back_with_the_right_one(variable, 
 
 
 def test_servers_that_compute_differently(caplog):
-    """One of them is started anew once; then both go on, and the log says why, once."""
+    """One of them is started anew once; then both go on, the log says why, once, and `psctl status` of both."""
     with World() as job:
         job.rounds(5)
         job.fail(PS1, 0, always=True)
@@ -277,6 +279,11 @@ def test_servers_that_compute_differently(caplog):
         before = job.round
         job.until(lambda: job.round > before + 2 * ROUNDS)
         assert {each.server for each in job.status(PS0).differences} == {1}
+        seen = view_of([Looked(task, "", job.status(task)) for task in (PS0, PS1)])
+        told = {each.task: each.message for each in seen.problems if each.kind == "differs"}
+        assert told.keys() == {str(PS0), str(PS1)}
+        for one, other in ((PS0, PS1), (PS1, PS0)):
+            assert f"it has other values than {other} since round " in told[str(one)]
         assert job.failures() == {}
     assert caplog.text.count("and stay so") == 1
 
