@@ -19,7 +19,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 
-from tests.kit import searches
+from tests.kit import cases
 
 if TYPE_CHECKING:
     from tests.kit.certificates import Certificates
@@ -33,7 +33,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # What hypothesis remembers lies where pytest's own memory does, and not beside the packages.
 os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(Path(__file__).parents[1] / ".pytest_cache" / "hypothesis"))
 
-searches.load()
+cases.load()
 
 KERNELS = "PS_KERNEL_CACHE"
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.kit.contract import WINDOW, Fenced, InvalidRequest, Plan, RestoreCommit
+from tests.kit.internals import WINDOW, Fenced, InvalidRequest, Plan, RestoreCommit
 from tests.kit.rig import SOON, WORKERS, Job, checkpoint, eventually, given, sgd, sum_into, together
 
 A, B, C = WORKERS[:3]

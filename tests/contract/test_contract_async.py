@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.kit.contract import WINDOW, ConfigError, Fenced, InvalidRequest, Position, TensorSpec, WorkerProgress
+from tests.kit.internals import WINDOW, ConfigError, Fenced, InvalidRequest, Position, TensorSpec, WorkerProgress
 from tests.kit.rig import SOON, WORKERS, Job, Worker, checkpoint, given, reduce_only, sgd, sum_into
 
 A, B, C = WORKERS[:3]

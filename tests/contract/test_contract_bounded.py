@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from tests.kit.contract import RESTS, ConfigError, Fenced
+from tests.kit.cases import search
+from tests.kit.internals import RESTS, ConfigError, Fenced
 from tests.kit.rig import SOON, WORKERS, Job, checkpoint, eventually, given, serving, sum_into
-from tests.kit.searches import search
 
 A, B, C = WORKERS[:3]
 

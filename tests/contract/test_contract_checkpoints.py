@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.kit.contract import (
+from tests.kit.internals import (
     CheckpointError,
     Fenced,
     Manifest,

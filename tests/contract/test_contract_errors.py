@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pstesting.clock import Clock
-from tests.kit.contract import (
+from tests.kit.internals import (
     BY_NAME,
     EMPTY,
     ConfigError,
@@ -17,16 +17,18 @@ from tests.kit.contract import (
     InvalidRequest,
     Payload,
     PSError,
+    RemoteServer,
     RoundTimeout,
+    ServerConfig,
     ServerLost,
     ServerStatus,
+    ServerThread,
     Task,
     TensorSpec,
     Timeouts,
     Turn,
     VariableSpec,
 )
-from tests.kit.internals import RemoteServer, ServerConfig, ServerThread
 from tests.kit.rig import SOON, WORKERS, Job, Servers, checkpoint, core, given, remote, sum_into, together
 
 A, B = WORKERS[:2]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pswire.model import log as log_entries
-from tests.kit.contract import (
+from tests.kit.internals import (
     MAX_PLANS,
     MAX_SAVES,
     Apply,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.kit.contract import ConfigError, Done, Enlisted, InvalidRequest, JobStarted, Task, TaskTaken
+from tests.kit.internals import ConfigError, Done, Enlisted, InvalidRequest, JobStarted, Task, TaskTaken
 from tests.kit.rig import CHIEF, SOON, WORKERS, Job
 
 LEASE = 12

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.kit.contract import (
+from tests.kit.internals import (
     Apply,
     Approved,
     Created,
@@ -28,6 +28,7 @@ from tests.kit.contract import (
     Position,
     Program,
     ProgramError,
+    Read,
     Reduction,
     Ref,
     ServerLost,
@@ -37,8 +38,8 @@ from tests.kit.contract import (
     Started,
     TensorSpec,
     VariableSpec,
+    Watch,
 )
-from tests.kit.internals import Read, Watch
 from tests.kit.rig import CHIEF, SOON, WORKERS, Job, adding, eventually, reduce_only, sum_into
 
 A, B, C = WORKERS[:3]

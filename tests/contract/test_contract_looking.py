@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.kit.contract import Created, PSError, Snapshotted, TensorSpec, VariableSpec
+from tests.kit.internals import Created, PSError, Snapshotted, TensorSpec, VariableSpec
 from tests.kit.rig import CHIEF, SOON, WORKERS, Job
 
 NOBODY = 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from psserver.core.stimuli import Stimulus
-from tests.kit.contract import (
+from tests.kit.internals import (
     Fenced,
     Happened,
     NoCheckpoint,

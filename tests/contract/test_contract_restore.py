@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.kit.contract import (
+from tests.kit.internals import (
     CheckpointError,
     Diverged,
     InvalidRequest,

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.kit.contract import (
+from tests.kit.internals import (
     DTYPES,
     EMPTY,
     PART_BYTES,

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.kit.contract import (
+from tests.kit.contributions import packed, rows
+from tests.kit.internals import (
     EMPTY,
     PART_BYTES,
     Contribution,
@@ -19,7 +20,6 @@ from tests.kit.contract import (
     row_specs,
     spec_of,
 )
-from tests.kit.contributions import packed, rows
 from tests.kit.rig import SOON, WORKERS, sum_into, together
 
 A, B = WORKERS[:2]

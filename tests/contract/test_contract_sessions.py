@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.kit.contract import (
+from tests.kit.internals import (
     UNTIL_ENDED,
     ConfigError,
     Diverged,
@@ -14,11 +14,13 @@ from tests.kit.contract import (
     Epoch,
     EpochClosed,
     Fenced,
+    Hold,
     JobStarted,
     Lost,
     Member,
     NewcomerDiverged,
     ServerLost,
+    Session,
     Start,
     Task,
     TaskTaken,
@@ -27,7 +29,6 @@ from tests.kit.contract import (
     Turn,
     count_of,
 )
-from tests.kit.internals import Hold, Session
 from tests.kit.rig import BEAT, CHIEF, SOON, WORKERS, Job, core, eventually, reduce_only, together
 
 NUMBER = TensorSpec("int64", ())

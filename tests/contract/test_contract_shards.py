@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.kit.contract import (
+from tests.kit.internals import (
     CheckpointError,
     DamagedCheckpoint,
     InvalidRequest,

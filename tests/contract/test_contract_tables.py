@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.kit.contract import (
+from tests.kit.contributions import WHOLE, by_keys, create_part, keyed, part_of
+from tests.kit.internals import (
     BUCKETS,
     LRU,
     MIN_CAPACITY,
@@ -37,7 +38,6 @@ from tests.kit.contract import (
     buckets_of,
     hashes_of,
 )
-from tests.kit.contributions import WHOLE, by_keys, create_part, keyed, part_of
 from tests.kit.rig import SOON, WORKERS, Job, together
 
 SPEC = TableSpec((2,), initializer=Constant(0.5))

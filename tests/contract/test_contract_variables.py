@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.kit.contract import (
+from tests.kit.internals import (
     DTYPES,
     PART_BYTES,
     Diverged,
@@ -15,12 +15,12 @@ from tests.kit.contract import (
     Payload,
     PlacedVariable,
     PSError,
+    Read,
     ServerLost,
     TensorSpec,
     VariableMismatch,
     VariableSpec,
 )
-from tests.kit.internals import Read
 from tests.kit.rig import SOON, WORKERS, Job, eventually, reduce_only, sum_into, together
 
 A, B = WORKERS[:2]

@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 from psclient.psctl.cli import command as psctl
-from tests.kit.contract import Task, check_addresses, parse_tf_config, spare_name, task_name
-from tests.kit.internals import GLIBC_TUNABLES
+from tests.kit.internals import GLIBC_TUNABLES, Task, check_addresses, parse_tf_config, spare_name, task_name
 from tests.kit.internals import psserver_command as psserver
 from tests.kit.internals import psworker_command as psworker
 

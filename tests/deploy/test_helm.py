@@ -18,7 +18,7 @@ import yaml
 from click.testing import CliRunner
 
 from psclient.psctl.cli import command as psctl
-from tests.kit.contract import METRICS, Timeouts, certificate_name
+from tests.kit.internals import METRICS, Timeouts, certificate_name
 from tests.kit.kubernetes import CHART, NAMESPACE, RELEASE, VARIANTS, Manifest, all_pods, helm, pods, program, rendered
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))

@@ -23,8 +23,17 @@ from psclient import KubernetesClusterResolver, TFConfigClusterResolver
 from psclient.cluster_resolver import task_of
 from psclient.psctl.cli import command as psctl
 from pswire.telemetry.prometheus import HEALTH
-from tests.kit.contract import ConfigError, check_addresses, parse_tf_config, spare_name, task_name
-from tests.kit.internals import ABANDONED, OUTLIVED, SERVER_LOST, code_of
+from tests.kit.internals import (
+    ABANDONED,
+    OUTLIVED,
+    SERVER_LOST,
+    ConfigError,
+    check_addresses,
+    code_of,
+    parse_tf_config,
+    spare_name,
+    task_name,
+)
 from tests.kit.internals import psserver_command as psserver
 from tests.kit.internals import psworker_command as psworker
 from tests.kit.kubernetes import (

@@ -16,8 +16,15 @@ from hypothesis import strategies as st
 
 from psclient._src.launch.config_file import SECTIONS, load_launch_config, refuse, schema
 from pswire.options import Option, options_of
-from tests.kit.contract import FLAGS, ConfigError, SecurityOptions, ServerOptions, Timeouts
-from tests.kit.internals import LaunchConfig, local_devices
+from tests.kit.internals import (
+    FLAGS,
+    ConfigError,
+    LaunchConfig,
+    SecurityOptions,
+    ServerOptions,
+    Timeouts,
+    local_devices,
+)
 from tests.kit.shell import shell
 
 ROOT = Path(__file__).resolve().parents[2]

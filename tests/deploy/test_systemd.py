@@ -16,8 +16,7 @@ import pytest
 
 from psserver.programs.kernels.kept import KeptCode
 from pstesting.forks import Forked
-from tests.kit.contract import Task, Timeouts, parse_tf_config
-from tests.kit.internals import OUTLIVED
+from tests.kit.internals import OUTLIVED, Task, Timeouts, parse_tf_config
 from tests.kit.internals import psserver_command as psserver
 from tests.kit.internals import psworker_command as psworker
 from tests.kit.shell import PROGRAMS, shell

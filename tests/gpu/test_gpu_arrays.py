@@ -9,9 +9,8 @@ from psclient._src import context
 from psclient._src import devices as arrays
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.distribute.replicas import ReplicaRunner
-from tests.kit.contract import ConfigError
-from tests.kit.in_process import Worker, distributed
-from tests.kit.internals import ServerDevice
+from tests.kit.internals import ConfigError, ServerDevice
+from tests.kit.workers import Worker, distributed
 
 GPU = arrays.Device("gpu", 0)
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from pstesting.clock import Clock
-from tests.kit.contract import Task
-from tests.kit.internals import Core, ServerConfig
+from tests.kit.internals import Core, ServerConfig, Task
 from tests.kit.rig import SOON, WORKERS, Job, Servers, manifest_of, sum_into, together
 
 

@@ -13,8 +13,7 @@ import pytest
 import psclient as ps
 from psclient._src import devices
 from pstesting.clock import Clock
-from tests.kit.contract import LANES, LaneName, Task
-from tests.kit.internals import Core, Download, ServerConfig, ServerDevice, combine
+from tests.kit.internals import LANES, Core, Download, LaneName, ServerConfig, ServerDevice, Task, combine
 from tests.kit.rig import SOON, WORKERS, Job, Servers, given, remote, sum_into, together
 
 GPU = devices.Device("gpu", 0)

@@ -7,7 +7,7 @@ import pytest
 
 import psclient as ps
 from psclient._src import devices
-from tests.kit.contract import WINDOW
+from tests.kit.internals import WINDOW
 
 GPU = devices.Device("gpu", 0)
 

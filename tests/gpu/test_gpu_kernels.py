@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from psserver.programs.kernels.rows import apply_rows
-from tests.kit.contract import TensorSpec
-from tests.kit.internals import Kernels
+from tests.kit.internals import Kernels, TensorSpec
 from tests.kit.internals import ServerDevice as Device
 from tests.kit.programs import job_of, plan_of, run, same_bits, traced
 from tests.kit.rig import WORKERS

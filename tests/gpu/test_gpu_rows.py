@@ -11,9 +11,18 @@ import pytest
 import psclient as ps
 from psclient._src import devices
 from pstesting.clock import Clock
-from tests.kit.contract import Constant, Contribution, Payload, RowRead, TableSpec, Task, TensorSpec
 from tests.kit.contributions import by_keys, create_part, keyed, part_of
-from tests.kit.internals import Core, ServerConfig
+from tests.kit.internals import (
+    Constant,
+    Contribution,
+    Core,
+    Payload,
+    RowRead,
+    ServerConfig,
+    TableSpec,
+    Task,
+    TensorSpec,
+)
 from tests.kit.rig import SOON, WORKERS, Job, Servers, together
 
 GPU = devices.Device("gpu", 0)

@@ -11,7 +11,7 @@ import pytest
 
 import psclient as ps
 from pstesting.in_process import InProcessCluster
-from tests.kit.contract import DTYPES
+from tests.kit.internals import DTYPES
 
 ROUNDS = 6
 DENSE = ((3,), (20_000,), (130, 160))

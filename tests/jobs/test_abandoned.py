@@ -9,8 +9,7 @@ import numpy as np
 import psclient as ps
 from pstesting.processes import CHIEF, PS0, PS1, QUICK, W0, W1, ProcessCluster
 from pstesting.script import ME, add, gate, say
-from tests.kit.contract import Task
-from tests.kit.internals import ABANDONED, SERVER_LOST
+from tests.kit.internals import ABANDONED, SERVER_LOST, Task
 
 SOON = replace(QUICK, alone=4.0)
 """Longer than a lease: whoever is lost is known to be lost by then."""

@@ -12,8 +12,8 @@ import psclient as ps
 from pstesting.in_process import InProcessCluster
 from pstesting.processes import CALM, PS0, QUICK, W0, W1, W2, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
-from tests.kit.contract import ServerOptions
-from tests.kit.learn import PATIENT, in_threads, meet
+from tests.kit.internals import ServerOptions
+from tests.kit.workers import PATIENT, in_threads, meet
 
 
 def total(*pushes):

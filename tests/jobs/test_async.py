@@ -15,7 +15,7 @@ import psclient as ps
 from pstesting.in_process import InProcessCluster
 from pstesting.processes import PS0, PS1, QUICK, W0, W1, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
-from tests.kit.learn import PATIENT, in_threads, learn, meet, total
+from tests.kit.workers import PATIENT, in_threads, learn, meet, total
 
 ASYNC = "ps.Async()"
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.kit.learn import in_threads
 from tests.kit.rig import SOON
+from tests.kit.workers import in_threads
 
 ROWS, WIDTH, STEPS = 12, 2, 12
 

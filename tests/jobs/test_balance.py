@@ -9,8 +9,8 @@ import psclient as ps
 from pstesting.in_process import InProcessCluster
 from pstesting.processes import CHIEF, W0, W1, ProcessCluster
 from pstesting.script import add_all, gate, say
-from tests.kit.contract import ServerOptions
-from tests.kit.learn import in_threads
+from tests.kit.internals import ServerOptions
+from tests.kit.workers import in_threads
 
 STRATEGIES = ("greedy", "round_robin")
 

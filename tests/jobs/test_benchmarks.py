@@ -24,7 +24,7 @@ import pytest
 
 from pstesting import forks
 from pstesting.hosts import Host
-from tests.kit.hosts import linked
+from tests.kit.shell import linked
 from tests.kit.storage import disk
 from tests.pstesting.test_planner import COSTS
 

@@ -12,7 +12,7 @@ import pytest
 import psclient as ps
 from pstesting.processes import MARGIN, PS0, QUICK, W0, W1, ProcessCluster
 from pstesting.script import add_all
-from tests.kit.learn import PATIENT, in_threads, learn, total
+from tests.kit.workers import PATIENT, in_threads, learn, total
 
 
 def history(rounds, k, slow, seconds):

@@ -10,7 +10,7 @@ import pytest
 import psclient as ps
 from pstesting.processes import W0, W1, ProcessCluster
 from pstesting.script import ME, add, gate, say
-from tests.kit.contract import PART_BYTES
+from tests.kit.internals import PART_BYTES
 
 LARGE = PART_BYTES // 8 + 1
 """Elements of float64 that one part does not hold."""

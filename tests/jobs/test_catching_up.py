@@ -15,8 +15,8 @@ from tests.jobs.test_lost_servers import values
 from tests.jobs.test_moving_servers import move
 from tests.jobs.test_returning_servers import KEYS, OTHER, all_go_on_with, await_variables, lose
 from tests.kit.faulty_servers import holds_reading, let_read
-from tests.kit.hosts import waiting
 from tests.kit.internals import OUTLIVED
+from tests.kit.shell import waiting
 
 LARGE = 300_000
 """Elements of a variable whose rounds stream, where their server has its variables."""

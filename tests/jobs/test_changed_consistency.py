@@ -14,7 +14,7 @@ from pstesting.processes import CALM, PS0, W0, W1, ProcessCluster
 from pstesting.script import ME, add_all, say
 from pswire.telemetry.views.job_view import view_of
 from pswire.telemetry.views.looked import Looked
-from tests.kit.learn import PATIENT, in_threads, total
+from tests.kit.workers import PATIENT, in_threads, total
 
 ROAD = (
     (ps.Sync(), 5),

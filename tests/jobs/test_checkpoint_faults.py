@@ -21,9 +21,10 @@ import pytest
 from pstesting import forks
 from pstesting.clock import Clock
 from pswire.checkpoint import storage
-from tests.kit.contract import (
+from tests.kit.internals import (
     Apply,
     CheckpointError,
+    Chief,
     ClusterSpec,
     DamagedCheckpoint,
     Epoch,
@@ -34,6 +35,7 @@ from tests.kit.contract import (
     ProgramError,
     Reduction,
     Ref,
+    RemoteServer,
     RestoreOrder,
     RoundReply,
     ServerLost,
@@ -44,8 +46,10 @@ from tests.kit.contract import (
     TensorSpec,
     Timeouts,
     Turn,
+    address_in,
+    await_listening,
+    start_server,
 )
-from tests.kit.internals import Chief, RemoteServer, address_in, await_listening, start_server
 from tests.kit.rig import (
     CHIEF,
     SOON,

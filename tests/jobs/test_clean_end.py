@@ -17,8 +17,7 @@ import psclient as ps
 from pstesting.processes import CALM, PS0, PS1, SECONDS, ProcessCluster, until
 from pstesting.script import add, gate, say
 from tests.kit.internals import start_server
-from tests.kit.residue import children, listens, open_files
-from tests.kit.shell import shell
+from tests.kit.shell import children, listens, open_files, shell
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,9 +8,9 @@ import pytest
 import psclient as ps
 from pstesting.processes import QUICK, W0, W1, ProcessCluster
 from pstesting.script import ME, gate, say
-from tests.kit.compressed import CODECS, Worker
-from tests.kit.contract import PART_BYTES
-from tests.kit.learn import in_threads
+from tests.kit.internals import PART_BYTES
+from tests.kit.references import CODECS, Worker
+from tests.kit.workers import in_threads
 
 RATE, ROUNDS = 0.1, 90
 LARGE = PART_BYTES * 5 // 8

@@ -11,7 +11,7 @@ import pytest
 
 import psclient as ps
 from pstesting import InProcessCluster
-from tests.kit.compressed import CODECS, Worker
+from tests.kit.references import CODECS, Worker
 
 ON_READ = ps.VariableSynchronization.ON_READ
 HALVES = ps.experimental.partitioners.FixedShardsPartitioner(2)

@@ -10,10 +10,10 @@ import pytest
 
 import psclient as ps
 from tests.jobs.test_checkpoint_faults import files, processes, whole
-from tests.kit.contract import BUCKETS, Contribution, Payload, TableSpec, buckets_of, hashes_of, joined, manifest_of
 from tests.kit.contributions import by_keys, create_part, keyed, part_of
-from tests.kit.learn import in_threads
+from tests.kit.internals import BUCKETS, Contribution, Payload, TableSpec, buckets_of, hashes_of, joined, manifest_of
 from tests.kit.rig import SOON, WORKERS, Job, checkpoint, serving, together
+from tests.kit.workers import in_threads
 
 SPEC = TableSpec((2,))
 

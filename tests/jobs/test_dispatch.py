@@ -11,9 +11,9 @@ import pytest
 import psclient as ps
 from pstesting.processes import W0, W1, ProcessCluster
 from pstesting.script import ME, add, gate, say
-from tests.kit.contract import WINDOW
-from tests.kit.learn import in_threads, meet
+from tests.kit.internals import WINDOW
 from tests.kit.rig import SOON
+from tests.kit.workers import in_threads, meet
 
 STEPS = 4
 """Steps of a loop that count, after as many in which plans are new."""

@@ -18,7 +18,7 @@ import psclient as ps
 from pstesting.network import WAYS, Relay
 from pstesting.processes import CHIEF, PS0, PS1, W0, W1, W2, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
-from tests.kit.contract import Task
+from tests.kit.internals import Task
 
 W3 = Task("worker", 3)
 WORKERS = (W0, W1, W2, W3)

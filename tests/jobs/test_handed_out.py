@@ -12,8 +12,8 @@ import pytest
 import psclient as ps
 from pstesting.processes import CALM, PS0, QUICK, W0, W1, W2, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
-from tests.kit.learn import in_threads, meet
 from tests.kit.rig import SOON
+from tests.kit.workers import in_threads, meet
 
 EXAMPLES, BATCH = 120, 3
 SOME = 60

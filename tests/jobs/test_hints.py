@@ -12,7 +12,7 @@ import pytest
 import psclient as ps
 from psclient._src.rounds import read_cache
 from pstesting.in_process import InProcessCluster
-from tests.kit.contract import Contribution
+from tests.kit.internals import Contribution
 from tests.kit.rig import eventually
 from tests.kit.storage import disk
 

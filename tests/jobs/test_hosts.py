@@ -7,7 +7,7 @@ from functools import partial
 from pstesting.hosts import Host, HostCluster
 from pstesting.processes import PS0, PS1, W0, W1, ProcessCluster
 from pstesting.script import ME, say
-from tests.kit.hosts import linked
+from tests.kit.shell import linked
 
 LENGTH = 200_000
 STEPS = 3

@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.kit.contract import LANES, PART_BYTES, Apply, LaneName, Plan, Reduction, Ref, TensorSpec
-from tests.kit.internals import LEAST_IN_FLIGHT
+from tests.kit.internals import LANES, LEAST_IN_FLIGHT, PART_BYTES, Apply, LaneName, Plan, Reduction, Ref, TensorSpec
 from tests.kit.lanes import Site, eventually
 from tests.kit.rig import SOON, sum_into
 

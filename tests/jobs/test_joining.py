@@ -13,7 +13,7 @@ import psclient as ps
 from pstesting.processes import CALM, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster
 from pstesting.script import DIRECTORY, ME, TASK, add_all, gate, open_gate, say
 from tests.kit.certificates import options
-from tests.kit.contract import Task
+from tests.kit.internals import Task
 
 W3, W4 = Task("worker", 3), Task("worker", 4)
 TOLD = "told to end (SIGTERM)"

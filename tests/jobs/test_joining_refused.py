@@ -14,8 +14,7 @@ import pytest
 from tests.jobs import test_bad_input as bad_input
 from tests.kit import shell
 from tests.kit.certificates import Certificates
-from tests.kit.contract import VERBS, Done, JobStarted, LogEntry, Lost, Security, Task
-from tests.kit.internals import ServerConfig, ServerThread
+from tests.kit.internals import VERBS, Done, JobStarted, LogEntry, Lost, Security, ServerConfig, ServerThread, Task
 from tests.kit.rig import CHIEF, core
 
 HASTY = {"PS_TIMEOUT_START": "2", "PS_TIMEOUT_LEASE": "2", "PS_TIMEOUT_BEAT": "0.3"}

@@ -17,8 +17,7 @@ from psclient._src.transport import lane_selector as client_lanes
 from pstesting.processes import CALM, CHIEF, MARGIN, PS0, PS1, QUICK, W0, W1, W2, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
 from tests.kit import lanes
-from tests.kit.contract import HEAD, PART_BYTES, LaneName
-from tests.kit.internals import SERVER_LOST
+from tests.kit.internals import HEAD, PART_BYTES, SERVER_LOST, LaneName
 from tests.kit.lanes import ON_ONE_LANE, Cut, Proxy, Site, eventually, mappings
 from tests.kit.rig import SOON, WORKERS
 

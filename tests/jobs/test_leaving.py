@@ -16,7 +16,7 @@ import psclient as ps
 from pstesting import forks
 from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster, until
 from pstesting.script import add, add_all, gate, say
-from tests.kit.contract import STEP
+from tests.kit.internals import STEP
 
 SOON = CALM.lease / 2
 """Far above what any of this takes: who waits for a lease is found out."""

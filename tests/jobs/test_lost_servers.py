@@ -10,8 +10,8 @@ import pytest
 import psclient as ps
 from pstesting.processes import CALM, PS0, PS1, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, gate, say
-from tests.kit.contract import Task
 from tests.kit.faulty_servers import dies
+from tests.kit.internals import Task
 
 PS2 = Task("ps", 2)
 KEYS = {"ps": 2, "workers": 2, "chief": "driver", "replication": 1, "timeouts": CALM, "gates": ["go 20", "go 60"]}

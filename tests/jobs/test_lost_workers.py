@@ -12,7 +12,7 @@ from pstesting import faults
 from pstesting.faults import Stall
 from pstesting.processes import CHIEF, MARGIN, PS0, PS1, QUICK, W0, W1, W2, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
-from tests.kit.contract import Task
+from tests.kit.internals import Task
 
 W3 = Task("worker", 3)
 

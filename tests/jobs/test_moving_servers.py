@@ -14,9 +14,9 @@ import psclient as ps
 from pstesting.processes import CHIEF, PS0, PS1, QUICK, W0, W1, ProcessCluster
 from tests.jobs.test_lost_servers import rows, train_rows, values
 from tests.jobs.test_returning_servers import KEYS, OTHER, all_go_on_with, await_variables, learn, lose, start_again
-from tests.kit.contract import Task
-from tests.kit.hosts import Waiting, waiting
-from tests.kit.learn import in_threads
+from tests.kit.internals import Task
+from tests.kit.shell import Waiting, waiting
+from tests.kit.workers import in_threads
 
 
 def move(job: ProcessCluster, task: Task, new: Waiting) -> None:

@@ -8,7 +8,7 @@ import pytest
 import psclient as ps
 from pstesting import InProcessCluster
 from pstesting.processes import W0, W1
-from tests.kit.learn import in_threads
+from tests.kit.workers import in_threads
 
 LARGE = 700_000
 """Elements of a variable of which a round would stream."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.kit.learn import in_threads
+from tests.kit.workers import in_threads
 
 
 def learn(strategy, worker, everything):

@@ -13,7 +13,7 @@ from pstesting import faults
 from pstesting.faults import Faults
 from pstesting.processes import CHIEF, QUICK, SECONDS, W0, W1, W2, ProcessCluster
 from pstesting.script import ME, add_all, say
-from tests.kit.contract import Task
+from tests.kit.internals import Task
 
 
 def endure(rounds, rates):

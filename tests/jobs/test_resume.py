@@ -10,7 +10,7 @@ import pytest
 import psclient as ps
 from pstesting.processes import PS0, QUICK, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, add, gate, say
-from tests.kit.contract import ServerOptions
+from tests.kit.internals import ServerOptions
 
 EPOCHS, BATCHES, SAVED = 3, 5, 7
 """Passes over the data, batches of each, and after how many steps the checkpoint is saved: in a pass."""

@@ -11,7 +11,7 @@ import psclient as ps
 from pstesting.processes import CALM, CHIEF, PS0, PS1, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, gate, say
 from tests.jobs.test_lost_servers import values
-from tests.kit.contract import Task
+from tests.kit.internals import Task
 
 PS3 = Task("ps", 3)
 

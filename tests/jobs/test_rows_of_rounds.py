@@ -9,7 +9,7 @@ import pytest
 
 import psclient as ps
 from pstesting.in_process import InProcessCluster
-from tests.kit.learn import in_threads
+from tests.kit.workers import in_threads
 
 SHAPE = (50, 4)
 

@@ -24,7 +24,7 @@ from pstesting.processes import PS0, QUICK, W0, W1, ProcessCluster
 from pstesting.script import CONFIG, ME, add_all, say
 from tests.kit import lanes
 from tests.kit.certificates import Certificates
-from tests.kit.contract import LaneName, Payload, Security
+from tests.kit.internals import LaneName, Payload, Security
 from tests.kit.lanes import ON_ONE_LANE, SIZE, Proxy, Site, eventually
 from tests.kit.rig import WORKERS
 

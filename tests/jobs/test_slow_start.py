@@ -12,8 +12,7 @@ import numpy as np
 import psclient as ps
 from pstesting.processes import QUICK, SECONDS, until
 from pstesting.script import add
-from tests.kit.contract import Task
-from tests.kit.internals import RemoteServer, start_server
+from tests.kit.internals import RemoteServer, Task, start_server
 
 
 def free_address():

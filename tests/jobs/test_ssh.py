@@ -17,11 +17,9 @@ import pytest
 
 from psclient._src.launch.hosts_file import load_hosts
 from psclient._src.launch.ssh_cluster import Remote, SshCluster
-from tests.kit import hosts as kit
-from tests.kit.contract import Task, Timeouts
-from tests.kit.hosts import ENDS, HOSTS, ME, WAITING, Sshd, pids, sshd
-from tests.kit.internals import MODULE, LaunchConfig, Outcome
-from tests.kit.shell import PROGRAMS, Done, shell
+from tests.kit import shell as kit
+from tests.kit.internals import MODULE, LaunchConfig, Outcome, Task, Timeouts
+from tests.kit.shell import ENDS, HOSTS, ME, PROGRAMS, WAITING, Done, Sshd, pids, shell, sshd
 
 pytestmark = pytest.mark.ci  # each cluster is four agents and four tasks, which all start anew
 

@@ -15,8 +15,8 @@ import pytest
 import psclient as ps
 from pstesting.processes import CHIEF, PS0, W0, W1, ProcessCluster
 from pstesting.script import add, say
-from tests.kit.pages import BINARY, Browser
 from tests.kit.shell import shell
+from tests.kit.telemetry import BINARY, Browser
 
 SCRIPT = "<script>document.title='attacked'</script>"
 

@@ -13,7 +13,7 @@ from pstesting import faults
 from pstesting.faults import Stall
 from pstesting.processes import CALM, QUICK, W0, W1, W2, ProcessCluster
 from pstesting.script import DIRECTORY, ME, add_all, gate, say
-from tests.kit.contract import ServerOptions
+from tests.kit.internals import ServerOptions
 
 BATCHES = 9
 

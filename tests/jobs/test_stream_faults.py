@@ -14,7 +14,7 @@ import pytest
 
 from psserver.execution import calls
 from pstesting.clock import Clock
-from tests.kit.contract import (
+from tests.kit.internals import (
     PART_BYTES,
     VERBS,
     Assembly,
@@ -23,7 +23,10 @@ from tests.kit.contract import (
     Frame,
     InvalidRequest,
     PSError,
+    RemoteServer,
+    ServerConfig,
     ServerLost,
+    ServerThread,
     Timeouts,
     frames,
     messages,
@@ -32,7 +35,6 @@ from tests.kit.contract import (
     pb,
     refused,
 )
-from tests.kit.internals import RemoteServer, ServerConfig, ServerThread
 from tests.kit.rig import SOON, WORKERS, Job, Servers, core, eventually, payload, sum_into, together
 
 A, B = WORKERS[:2]

@@ -11,11 +11,11 @@ import psclient as ps
 from pstesting.in_process import InProcessCluster
 from pstesting.processes import PS0, W0, ProcessCluster
 from pstesting.script import gate, say
-from tests.kit.contract import ServerOptions
-from tests.kit.learn import PATIENT, in_threads
+from tests.kit.internals import ServerOptions
 from tests.kit.rig import eventually
 from tests.kit.storage import disk
 from tests.kit.telemetry import Page, metrics_url
+from tests.kit.workers import PATIENT, in_threads
 
 de = ps.dynamic_embedding
 MEMORY = 16 << 20

@@ -7,7 +7,7 @@ import pytest
 
 import psclient as ps
 from pstesting.script import add
-from tests.kit.learn import in_threads
+from tests.kit.workers import in_threads
 
 
 @pytest.mark.parametrize(

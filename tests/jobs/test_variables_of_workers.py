@@ -8,7 +8,7 @@ import pytest
 import psclient as ps
 from pstesting.processes import W0, W1, ProcessCluster
 from pstesting.script import ME, say
-from tests.kit.contract import ServerOptions
+from tests.kit.internals import ServerOptions
 
 TOTAL = 1.0 + 2.0 + 3.0 + 4.0
 

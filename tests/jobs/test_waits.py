@@ -26,9 +26,18 @@ import psclient as ps
 from psclient._src.launch.joining import Joiner
 from psclient.coordinator.worker import Worker
 from pstesting.script import add
-from tests.kit.contract import Security, Task
 from tests.kit.house import TRIED
-from tests.kit.internals import Chief, Cluster, RemoteServer, ServerConfig, ServerThread, await_listening, connect
+from tests.kit.internals import (
+    Chief,
+    Cluster,
+    RemoteServer,
+    Security,
+    ServerConfig,
+    ServerThread,
+    Task,
+    await_listening,
+    connect,
+)
 from tests.kit.rig import SOON, core, eventually
 from tests.kit.storage import write_checkpoint
 

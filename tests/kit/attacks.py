@@ -22,7 +22,7 @@ from google.protobuf.message import Message
 from hypothesis import strategies as st
 
 from pstesting import forks
-from tests.kit.contract import DTYPES, ERROR_KEY, OPS, PROTOCOL, ROWS, VERBS, Frame, Security, Task, messages, pb
+from tests.kit.internals import DTYPES, ERROR_KEY, OPS, PROTOCOL, ROWS, VERBS, Frame, Security, Task, messages, pb
 from tests.kit.lanes import Site
 from tests.kit.rig import sum_into
 from tests.kit.samples import OF_TABLES

@@ -21,8 +21,16 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import NameOID
 
 from psclient.psctl.certificate_authority import Authority
-from tests.kit.contract import Security, SecurityOptions, Task, Timeouts
-from tests.kit.internals import Core, RemoteServer, ServerConfig, ServerThread
+from tests.kit.internals import (
+    Core,
+    RemoteServer,
+    Security,
+    SecurityOptions,
+    ServerConfig,
+    ServerThread,
+    Task,
+    Timeouts,
+)
 from tests.kit.rig import core
 
 NAMES = ("ps-0", "ps-1", "worker-0", "worker-1", "chief-0", "admin")

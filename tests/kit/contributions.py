@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.kit.contract import (
+from tests.kit.internals import (
     ALIGN,
     BUCKETS,
     ROWS,
@@ -16,10 +16,14 @@ from tests.kit.contract import (
     Array,
     Contribution,
     Member,
+    MemberShare,
     Payload,
+    Peer,
     PlacedVariable,
     Plan,
+    PreparedPlan,
     Program,
+    ReadyRound,
     Reduction,
     Ref,
     RoundReply,
@@ -33,7 +37,6 @@ from tests.kit.contract import (
     align,
     parts_of,
 )
-from tests.kit.internals import MemberShare, Peer, PreparedPlan, ReadyRound
 from tests.kit.rig import WORKERS, Job, Worker, adding, payload
 
 Given = Array | Rows | None

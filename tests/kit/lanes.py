@@ -28,7 +28,7 @@ import pytest
 
 from psserver.transport.lane_server import LaneServer
 from pstesting.clock import Clock
-from tests.kit.contract import (
+from tests.kit.internals import (
     CLIENT_BYTES,
     HEAD,
     INLINE,
@@ -39,10 +39,13 @@ from tests.kit.contract import (
     LaneName,
     Message,
     Payload,
+    RemoteServer,
     RoundReply,
     Sealed,
     Security,
     Segment,
+    ServerConfig,
+    ServerThread,
     Stream,
     Task,
     Timeouts,
@@ -50,7 +53,6 @@ from tests.kit.contract import (
     parts_of,
     pb,
 )
-from tests.kit.internals import RemoteServer, ServerConfig, ServerThread
 from tests.kit.rig import SOON, WORKERS, Job, Servers, Worker, core, eventually, payload, sum_into, together
 
 SIZE = PART_BYTES // 4

@@ -19,7 +19,7 @@ from psserver.programs import interpreter
 from psserver.programs.kernels.row_steps import ROW_DTYPES, split_rows
 from pswire.model.row_updates import ALONG_ROWS, refusal, row_shape
 from tests.conftest import KERNELS
-from tests.kit.contract import (
+from tests.kit.internals import (
     DTYPES,
     OPS,
     Apply,
@@ -27,13 +27,17 @@ from tests.kit.contract import (
     Attr,
     Contribution,
     Input,
+    Kernels,
     Member,
+    MemberShare,
     Node,
     Operand,
     Payload,
     Plan,
+    PreparedPlan,
     Program,
     ProgramError,
+    ReadyRound,
     ReduceOp,
     Reduction,
     Ref,
@@ -42,7 +46,6 @@ from tests.kit.contract import (
     parts_of,
     spec_of,
 )
-from tests.kit.internals import Kernels, MemberShare, PreparedPlan, ReadyRound
 from tests.kit.internals import ServerDevice as Device
 from tests.kit.rig import WORKERS
 

@@ -18,13 +18,14 @@ import numpy as np
 from psserver.programs.kernels.compiler import PATIENCE, Compiler
 from pstesting.clock import Clock
 from pswire.checkpoint import assembly
-from tests.kit.contract import (
+from tests.kit.internals import (
     ALL,
     LANES,
     Apply,
     Approved,
     Array,
     Contribution,
+    Core,
     Epoch,
     EpochClosed,
     Input,
@@ -46,10 +47,13 @@ from tests.kit.contract import (
     ReduceOp,
     Reduction,
     Ref,
+    RemoteServer,
     RestoreCommit,
     RestoreOrder,
     RestoreReply,
     RoundReply,
+    ServerConfig,
+    ServerThread,
     Shard,
     ShardOf,
     SnapshotOrder,
@@ -63,7 +67,6 @@ from tests.kit.contract import (
     portable,
     spec_of,
 )
-from tests.kit.internals import Core, RemoteServer, ServerConfig, ServerThread
 
 CHIEF = Task("chief", 0)
 WORKERS = tuple(Task("worker", index) for index in range(4))

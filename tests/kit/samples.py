@@ -27,7 +27,7 @@ from pswire.model.closures import (
     Taken,
 )
 from pswire.model.places import Moved, Offered, Spare
-from tests.kit.contract import (
+from tests.kit.internals import (
     BY_NAME,
     EMPTY,
     LFU,
@@ -68,6 +68,7 @@ from tests.kit.contract import (
     Opened,
     OpenRound,
     Operand,
+    Others,
     Pace,
     PartOf,
     Payload,
@@ -81,6 +82,7 @@ from tests.kit.contract import (
     PullReply,
     Reduction,
     Ref,
+    Registry,
     RestoreCommit,
     RestoreOrder,
     RestoreReply,
@@ -118,7 +120,6 @@ from tests.kit.contract import (
     messages,
     pb,
 )
-from tests.kit.internals import Others, Registry
 from tests.kit.tap import spell
 
 PS = Task("ps", 3)

@@ -35,9 +35,10 @@ from pstesting.simulation.machines import Host
 from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pstesting.simulation.servers import SimulatedServer
 from pstesting.simulation.workloads import Workload
-from tests.kit.contract import (
+from tests.kit.internals import (
     ClusterSpec,
     Mode,
+    Outgoing,
     Plan,
     PSError,
     ServerStatus,
@@ -47,7 +48,6 @@ from tests.kit.contract import (
     TensorSpec,
     Timeouts,
 )
-from tests.kit.internals import Outgoing
 
 log = logging.getLogger("psclient.chief")
 

@@ -21,7 +21,7 @@ from moto.server import ThreadedMotoServer
 from safetensors.numpy import save_file
 
 from psserver.tiers.tier import Tier
-from tests.kit.contract import MANIFEST, Array, ConfigError, Manifest, Position, Saved, as_bytes, spec_of
+from tests.kit.internals import MANIFEST, Array, ConfigError, Manifest, Position, Saved, as_bytes, spec_of
 
 
 def write_checkpoint(

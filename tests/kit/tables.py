@@ -22,7 +22,7 @@ from psserver.tables.native import Native
 from psserver.tables.table import Table
 from pstesting.in_process import InProcessCluster
 from pswire.checkpoint.writer import Frozen, write_manifest, write_shard
-from tests.kit.contract import (
+from tests.kit.internals import (
     BUCKETS,
     Apply,
     Array,
@@ -37,6 +37,7 @@ from tests.kit.contract import (
     RowRead,
     Rows,
     SavedCheckpoint,
+    SentRows,
     SlotTensor,
     SnapshotOrder,
     Sparse,
@@ -50,7 +51,6 @@ from tests.kit.contract import (
     row_specs,
     storage_at,
 )
-from tests.kit.internals import SentRows
 from tests.kit.internals import ServerDevice as Device
 from tests.kit.rig import adding
 from tests.kit.strategies import patient

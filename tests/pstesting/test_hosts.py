@@ -17,8 +17,8 @@ import pytest
 from pstesting import hosts as hosts_module
 from pstesting.hosts import Host, HostCluster, Hosts, HostsUnavailable
 from pstesting.processes import until
-from tests.kit.contract import ConfigError, Task
-from tests.kit.hosts import linked
+from tests.kit.internals import ConfigError, Task
+from tests.kit.shell import linked
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 60.0

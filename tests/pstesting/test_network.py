@@ -18,8 +18,8 @@ from click.testing import CliRunner
 from pstesting.hosts import Host
 from pstesting.planner.commands import calibrate
 from pstesting.planner.network import LEAST, MOST, WORD, answer
-from tests.kit.contract import ConfigError, Unreachable
-from tests.kit.hosts import linked
+from tests.kit.internals import ConfigError, Unreachable
+from tests.kit.shell import linked
 
 ANSWER = """
 from pstesting.planner.network import answer

@@ -13,7 +13,7 @@ from pstesting.planner import plan as planning
 from pstesting.planner.commands import plan
 from pstesting.planner.plan import DAY, Lost, Plan, Question
 from pstesting.simulation.costs import Costs, LaneCosts
-from tests.kit.contract import ConfigError, Timeouts
+from tests.kit.internals import ConfigError, Timeouts
 
 FREE = Costs(
     lanes={"tcp": LaneCosts(*[0.0] * 10)},

@@ -12,7 +12,7 @@ from pstesting.planner.jobs import Cell, Timed, time_cells
 from pstesting.planner.measurements import cells_of, cells_of_sums, middle
 from pstesting.simulation.costs import Costs, LaneCosts
 from pstesting.simulation.workloads import Workload
-from tests.kit.contract import LaneName
+from tests.kit.internals import LaneName
 
 US = 1e-6
 

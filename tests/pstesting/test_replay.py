@@ -10,8 +10,8 @@ import pytest
 
 from pstesting.clock import Clock
 from pstesting.replay import Grown, Recording, Replay
-from tests.kit.contract import LANES, PSError, RoundReply
 from tests.kit.contributions import streaming
+from tests.kit.internals import LANES, PSError, RoundReply
 from tests.kit.rig import SOON, WORKERS, Job, Servers, core, remote, sum_into, together
 
 SIZE = 4096

@@ -18,11 +18,21 @@ ray = pytest.importorskip("ray", reason="Ray is not installed; it comes with par
 import psclient.launch.ray  # noqa: E402
 from psclient._src.launch.ray_actor import Prepared, RayTask  # noqa: E402
 from psclient._src.launch.ray_cluster import RayCluster, Resources, parse_resources  # noqa: E402
-from tests.kit import hosts  # noqa: E402
-from tests.kit.contract import ConfigError, PSError, Task, Timeouts  # noqa: E402
-from tests.kit.hosts import ENDS, ME, SECOND, WAITING, Nodes, occupied, pids, ray_nodes  # noqa: E402
-from tests.kit.internals import LOST, MODULE, LaunchConfig  # noqa: E402
-from tests.kit.shell import PROGRAMS, Done, shell  # noqa: E402
+from tests.kit import shell as kit  # noqa: E402
+from tests.kit.internals import LOST, MODULE, ConfigError, LaunchConfig, PSError, Task, Timeouts  # noqa: E402
+from tests.kit.shell import (  # noqa: E402
+    ENDS,
+    ME,
+    PROGRAMS,
+    SECOND,
+    WAITING,
+    Done,
+    Nodes,
+    occupied,
+    pids,
+    ray_nodes,
+    shell,
+)
 
 SOON = 240.0
 
@@ -55,7 +65,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def eventually(found: Callable[[], object], why: Callable[[], str] = lambda: "") -> None:
-    hosts.eventually(found, SOON, why)
+    kit.eventually(found, SOON, why)
 
 
 def left() -> list[str]:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from psserver.transport.access import Access
-from tests.kit.contract import (
+from tests.kit.internals import (
     TOKEN_KEY,
     VERBS,
     Caller,
     Forbidden,
     InvalidRequest,
+    Registry,
     Security,
     Task,
     Unauthenticated,
@@ -21,7 +22,6 @@ from tests.kit.contract import (
     messages,
     pb,
 )
-from tests.kit.internals import Registry
 from tests.kit.rig import CHIEF, WORKERS
 
 PS0 = Task("ps", 0)

@@ -13,8 +13,7 @@ import pytest
 
 from pstesting.processes import CALM, PS0, SECONDS, W0
 from tests.kit.attacks import Stranger
-from tests.kit.contract import VERBS, Security, SecurityOptions
-from tests.kit.internals import RemoteServer, start_server
+from tests.kit.internals import VERBS, RemoteServer, Security, SecurityOptions, start_server
 
 TOKEN = "t" * 32
 MIB = 1 << 20

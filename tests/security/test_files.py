@@ -18,7 +18,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from psclient.psctl.cli import command
 from tests.kit.certificates import NAMES, Certificates, options
-from tests.kit.contract import ConfigError, Security, SecurityOptions, Task, certificate_name, named, task_name
+from tests.kit.internals import ConfigError, Security, SecurityOptions, Task, certificate_name, named, task_name
 
 Break = Callable[[Certificates, Path], object]
 

@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 
 from tests.kit.certificates import Certificates, options
-from tests.kit.contract import ConfigError, Security, SecurityOptions, Task, Timeouts
-from tests.kit.internals import Cluster, security_from, server_config
+from tests.kit.internals import (
+    Cluster,
+    ConfigError,
+    Security,
+    SecurityOptions,
+    Task,
+    Timeouts,
+    security_from,
+    server_config,
+)
 from tests.kit.internals import psserver_command as psserver
 from tests.kit.internals import psworker_command as command
 

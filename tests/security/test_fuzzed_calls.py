@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from tests.kit.attacks import BOMB, Attacker, Process
 from tests.kit.certificates import Certificates
-from tests.kit.contract import Frame, Security, messages, pb
-from tests.kit.internals import MAX_CALLS, Hold, Read, Watch
+from tests.kit.internals import MAX_CALLS, Frame, Hold, Read, Security, Watch, messages, pb
 from tests.kit.lanes import Site
 from tests.kit.rig import eventually
 

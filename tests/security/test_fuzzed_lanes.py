@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from psserver.transport import lane_connection
 from tests.kit.attacks import BOMB, BYTES, NUMBERS, STRANGER, mutated, question
 from tests.kit.certificates import Certificates
-from tests.kit.contract import CLIENT_BYTES, HEAD, INLINE, PROTOCOL, Kind, Message, Security, pb
+from tests.kit.internals import CLIENT_BYTES, HEAD, INLINE, PROTOCOL, Kind, Message, Security, pb
 from tests.kit.lanes import Hand, Site, eventually
 
 SMALL = 64

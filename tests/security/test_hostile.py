@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.kit.attacks import streams
 from tests.kit.certificates import PS0, Certificates, client, guarded
-from tests.kit.contract import (
+from tests.kit.internals import (
     BY_NAME,
     ERROR_KEY,
     VERBS,
@@ -29,10 +29,11 @@ from tests.kit.contract import (
     PSError,
     RestoreOrder,
     Security,
+    ServerConfig,
+    ServerThread,
     Turn,
     pb,
 )
-from tests.kit.internals import ServerConfig, ServerThread
 from tests.kit.rig import CHIEF, WORKERS, core, eventually
 
 SECONDS = 20.0

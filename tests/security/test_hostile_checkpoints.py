@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.kit.contract import MAX_MANIFEST, PART_BYTES, Manifest, SavedCheckpoint, storage_at
+from tests.kit.internals import MAX_MANIFEST, PART_BYTES, Manifest, SavedCheckpoint, storage_at
 from tests.kit.rig import WORKERS, Job, serving
 from tests.kit.shell import shell
 from tests.kit.storage import write_checkpoint

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.kit.contract import (
+from tests.kit.internals import (
     BUCKETS,
     LFU,
     MAX_PARTS,

@@ -16,7 +16,8 @@ from psserver.core import waiting
 from psserver.plans import memory
 from psserver.state import strands
 from pstesting.clock import Clock
-from tests.kit.contract import (
+from tests.kit.contributions import part_of
+from tests.kit.internals import (
     MAX_DETAILS_BYTES,
     MAX_PLAN_ITEMS,
     MAX_PLAN_NODES,
@@ -52,7 +53,6 @@ from tests.kit.contract import (
     refusal,
     refusal_to_pb,
 )
-from tests.kit.contributions import part_of
 from tests.kit.rig import SOON, WORKERS, Job, Servers, Worker, checkpoint, core, sum_into
 
 FOUR = TensorSpec("float32", (4,))

@@ -14,7 +14,7 @@ import pytest
 
 from psserver.transport import lane_connection, server, tls_handshake
 from tests.kit.certificates import PS0, Certificates, client, guarded
-from tests.kit.contract import (
+from tests.kit.internals import (
     HEAD,
     PROTOCOL,
     ConfigError,
@@ -25,8 +25,10 @@ from tests.kit.contract import (
     Message,
     Payload,
     PSError,
+    RemoteServer,
     RestoreOrder,
     Security,
+    ServerThread,
     Task,
     TensorSpec,
     Turn,
@@ -34,7 +36,6 @@ from tests.kit.contract import (
     VariableSpec,
     pb,
 )
-from tests.kit.internals import RemoteServer, ServerThread
 from tests.kit.rig import CHIEF, SOON, WORKERS, core, eventually
 
 W0, W1 = WORKERS[:2]

@@ -15,9 +15,8 @@ import pytest
 
 from psserver.transport.refused_callers import MOST_KEPT, MOST_LINES, QUIET_SECONDS, RefusedCallers
 from pstesting import forks
-from tests.kit.contract import TOKEN_KEY, VERBS, pb
-from tests.kit.hosts import free_port
-from tests.kit.internals import child_environ
+from tests.kit.internals import TOKEN_KEY, VERBS, child_environ, pb
+from tests.kit.shell import free_port
 
 SOON = 20
 

@@ -20,8 +20,7 @@ from pstesting.script import ME, add_all, gate, say  # in the program below, whi
 from pswire.security import rotation
 from pswire.security.rotation import CertificateFiles
 from tests.kit.certificates import Certificates, guarded, options
-from tests.kit.contract import SecurityOptions
-from tests.kit.internals import RemoteServer
+from tests.kit.internals import RemoteServer, SecurityOptions
 from tests.kit.rig import eventually
 
 FILES = ("tls.crt", "tls.key", "ca.crt")

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kit.cases import search
 from tests.kit.certificates import Certificates
-from tests.kit.contract import MAX_PART_BYTES, PIECE, RECORD, Kind, Message, MessageSocket, Sealed
-from tests.kit.searches import search
+from tests.kit.internals import MAX_PART_BYTES, PIECE, RECORD, Kind, Message, MessageSocket, Sealed
 
 SECONDS = 20.0
 

@@ -17,8 +17,7 @@ from psclient._src.processes import process
 from pstesting.processes import CALM, PS0, W0, ProcessCluster
 from pstesting.script import say  # in the programs below, which are sources
 from tests.kit.certificates import Certificates, options
-from tests.kit.contract import LaneName, SecurityOptions, Task
-from tests.kit.internals import Cluster, RemoteServer, start_server
+from tests.kit.internals import Cluster, LaneName, RemoteServer, SecurityOptions, Task, start_server
 
 AT_ONCE = 90.0
 """Seconds: processes start in a few of them, on a machine that others use in many; a start's deadline is 120."""

@@ -13,9 +13,9 @@ import pytest
 
 from pswire.telemetry import web_server
 from pswire.telemetry.page import sampler, status_page
-from tests.kit.contract import GOOD_SECONDS, check_code, make_code
-from tests.kit.pages import OTHER_TOKEN, TOKEN, page_of
+from tests.kit.internals import GOOD_SECONDS, check_code, make_code
 from tests.kit.rig import WORKERS, Job, serving
+from tests.kit.telemetry import OTHER_TOKEN, TOKEN, page_of
 
 SCRIPT = "<script>alert(1)</script>"
 NOW = 1_700_000_000.0

@@ -19,7 +19,7 @@ from pstesting import forks
 from pstesting.processes import CALM, PS0, PS1, SECONDS, W0, W1
 from pswire.transport.grpc_channel import open_channel, stub
 from tests.kit.certificates import Certificates, options
-from tests.kit.contract import (
+from tests.kit.internals import (
     PROTOCOL,
     TOKEN_KEY,
     VERBS,
@@ -27,6 +27,7 @@ from tests.kit.contract import (
     Forbidden,
     LaneName,
     Payload,
+    RemoteServer,
     Task,
     TensorSpec,
     VariableSpec,
@@ -34,8 +35,8 @@ from tests.kit.contract import (
     count_of,
     number_for,
     pb,
+    start_server,
 )
-from tests.kit.internals import RemoteServer, start_server
 
 SPEC = VariableSpec("mine", TensorSpec("float32", (4,)))
 AHEAD = 8

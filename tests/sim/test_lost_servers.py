@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pstesting.processes import CHIEF, PS0, PS1, W0, W1
-from tests.kit.contract import PSError, ServerLost, Task
+from tests.kit.internals import PSError, ServerLost, Task
 from tests.kit.simulated import QUICK, World, with_lease
 
 PS2, PS3 = Task("ps", 2), Task("ps", 3)

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from pstesting.processes import CHIEF, PS1, W0, W1, W2
-from tests.kit.contract import Abandoned, ServerLost
+from tests.kit.internals import Abandoned, ServerLost
 from tests.kit.simulated import QUICK, World, with_lease
 
 LEASE = QUICK.lease

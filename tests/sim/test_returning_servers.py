@@ -8,8 +8,8 @@ from psserver.plans import backlog
 from pstesting.processes import CHIEF, PS0, PS1, W0, W1
 from pswire.telemetry.views.job_view import view_of
 from pswire.telemetry.views.looked import Looked
-from tests.kit.contract import Task
 from tests.kit.internals import DIGEST_ROUNDS as ROUNDS
+from tests.kit.internals import Task
 from tests.kit.simulated import World, with_lease
 
 PS2, PS3 = Task("ps", 2), Task("ps", 3)

@@ -8,7 +8,7 @@ from math import prod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kit.covering import pairs_of
+from tests.kit.cases import pairs_of
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=4))

@@ -9,7 +9,7 @@ import pytest
 
 import psclient as ps
 from psclient.compat.v1 import train
-from tests.kit.formulas import START, trained
+from tests.kit.references import START, trained
 from tests.kit.strategies import by_replica, in_replicas, kind_of, merged, opened, replicas, variable
 
 SIGNATURES = {

@@ -11,7 +11,7 @@ import pytest
 import psclient as ps
 from psserver.programs.kernels.closed_forms import ClosedForm
 from pstesting.in_process import InProcessCluster
-from tests.kit.formulas import OPTIMIZERS
+from tests.kit.references import OPTIMIZERS
 from tests.kit.strategies import USUAL, by_replica, in_replicas, kinds, merged, opened, replicas, variable
 
 pytestmark = kinds("servers-2x2")

@@ -8,7 +8,7 @@ import pytest
 
 import psclient as ps
 from psclient._src.distribute.gathering import Place
-from tests.kit.contract import MAX_NDIM
+from tests.kit.internals import MAX_NDIM
 from tests.kit.programs import same_bits
 from tests.kit.strategies import in_replicas, kind_of, merged, of_each, replicas, variable
 

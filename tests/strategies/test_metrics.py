@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psclient as ps
-from tests.kit.covering import once
-from tests.kit.searches import search
+from tests.kit.cases import once, search
 from tests.kit.strategies import USUAL, in_replicas, kind_of, replicas
 
 LABELS = np.array([0, 0, 1, 1])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.kit.covering import once
+from tests.kit.cases import once
 from tests.kit.strategies import USUAL, in_replicas, replicas
 
 M = ps.metrics

@@ -8,9 +8,9 @@ import pytest
 
 import psclient as ps
 from psclient.compat.v1 import train as v1
-from tests.kit import formulas as F
-from tests.kit.covering import once, pairwise
-from tests.kit.formulas import START, STEPS, computed, trained
+from tests.kit import references as F
+from tests.kit.cases import once, pairwise
+from tests.kit.references import START, STEPS, computed, trained
 from tests.kit.strategies import kinds, variable
 
 KINDS = ("default", "mirrored-2", "servers-1x2")

@@ -14,7 +14,7 @@ import pytest
 
 import psclient as ps
 from pstesting.in_process import InProcessCluster
-from tests.kit.formulas import MORE, OPTIMIZERS, v1
+from tests.kit.references import MORE, OPTIMIZERS, v1
 from tests.kit.strategies import SHARDS, cut, in_replicas, replicas
 
 O = ps.optimizers  # noqa: E741

@@ -10,7 +10,7 @@ import pytest
 import psclient as ps
 from psclient._src.tracing import update_function
 from psclient.optimizers import schedules
-from tests.kit.covering import once
+from tests.kit.cases import once
 from tests.kit.strategies import USUAL, copies, in_replicas, kind_of, kinds, opened, replicas, variable
 
 SGD = ps.optimizers.SGD

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.kit import formulas
+from tests.kit import references
 from tests.kit.strategies import by_replica, in_replicas, merged, replicas, variable
 
 STEPS = 5
 
 
 OPTIMIZERS = {
-    "sgd": (lambda: ps.optimizers.SGD(0.1), formulas.descent(0.1)),
-    "momentum": (lambda: ps.optimizers.SGD(0.1, momentum=0.9), formulas.momentum(0.1, 0.9)),
-    "adam": (lambda: ps.optimizers.Adam(0.1), formulas.adam(0.1, 0.9, 0.999, 1e-7)),
+    "sgd": (lambda: ps.optimizers.SGD(0.1), references.descent(0.1)),
+    "momentum": (lambda: ps.optimizers.SGD(0.1, momentum=0.9), references.momentum(0.1, 0.9)),
+    "adam": (lambda: ps.optimizers.Adam(0.1), references.adam(0.1, 0.9, 0.999, 1e-7)),
 }
 
 

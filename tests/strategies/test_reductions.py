@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import psclient as ps
 from psclient._src.arraylike import LazyArray
-from tests.kit.searches import search
+from tests.kit.cases import search
 from tests.kit.strategies import KINDS, copies, in_replicas, kind_of, kinds, merged, of_each, replicas, variable
 
 here = ps.get_replica_context

@@ -9,7 +9,7 @@ import pytest
 
 import psclient as ps
 from psclient._src.tracing import diagnostics
-from tests.kit.formulas import O
+from tests.kit.references import O
 from tests.kit.strategies import by_replica, in_replicas, kind_of, merged, replicas, variable
 
 SHAPE = (7, 3)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.kit.covering import once, pairwise
+from tests.kit.cases import once, pairwise
 from tests.kit.strategies import USUAL, copies, in_replicas, kind_of, replicas, variable
 
 TABLE = np.arange(10, dtype="float32").reshape(5, 2)

@@ -9,7 +9,7 @@ import pytest
 
 import psclient as ps
 from pstesting.in_process import InProcessCluster
-from tests.kit.formulas import O
+from tests.kit.references import O
 from tests.kit.strategies import cut, in_replicas, kinds, replicas
 
 SHAPE, STEPS = (7, 3), 4

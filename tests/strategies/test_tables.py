@@ -14,7 +14,7 @@ from psclient._src.rounds import table_reads
 from psclient._src.variables.tables import TableVariable
 from psclient.train.object_graph import explore
 from pstesting.in_process import InProcessCluster
-from tests.kit.contract import BUCKETS, MIN_CAPACITY, ROWS, hashes_of
+from tests.kit.internals import BUCKETS, MIN_CAPACITY, ROWS, hashes_of
 from tests.kit.strategies import by_replica, in_replicas, kinds, merged
 
 de = ps.dynamic_embedding

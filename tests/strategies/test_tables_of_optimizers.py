@@ -10,8 +10,8 @@ import pytest
 
 import psclient as ps
 from psclient._src.tracing.update_function import UpdateFunction
-from tests.kit.covering import once
-from tests.kit.formulas import OPTIMIZERS, O
+from tests.kit.cases import once
+from tests.kit.references import OPTIMIZERS, O
 from tests.kit.strategies import by_replica, in_replicas, kinds, replicas, variable
 
 pytestmark = kinds("servers-2x2", soak=["embedded-1"])

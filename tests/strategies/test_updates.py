@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import psclient as ps
 from psclient._src.rounds.section import Section
-from tests.kit.covering import pairwise
-from tests.kit.searches import search
+from tests.kit.cases import pairwise, search
 from tests.kit.strategies import USUAL, by_replica, copies, in_replicas, kind_of, merged, opened, replicas, variable
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import psclient as ps
 from pstesting.in_process import InProcessCluster
-from tests.kit.covering import once
+from tests.kit.cases import once
 from tests.kit.strategies import EMBEDDED, kinds, opened, patient
 
 SERVERS = kinds("servers-1x1", "servers-3x2", soak=EMBEDDED)

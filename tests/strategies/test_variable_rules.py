@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.kit.covering import once, pairwise
+from tests.kit.cases import once, pairwise
 from tests.kit.strategies import USUAL, copies, in_replicas, kind_of, merged, replicas, variable
 
 AGGREGATION = ps.VariableAggregation

@@ -10,7 +10,7 @@ import pytest
 
 from psclient.train import iterator
 from psclient.train.iterator import checkpoints_iterator
-from tests.kit.contract import ConfigError
+from tests.kit.internals import ConfigError
 from tests.kit.storage import write_checkpoint
 
 VALUES = {"w": np.zeros(2, "float32")}

@@ -11,7 +11,7 @@ import pytest
 import psclient as ps
 from psclient.train.manager import NOTE
 from pswire.checkpoint.compaction import compact
-from tests.kit.contract import FoundCheckpoint, SavedCheckpoint, storage_at
+from tests.kit.internals import FoundCheckpoint, SavedCheckpoint, storage_at
 from tests.kit.tables import Job
 
 

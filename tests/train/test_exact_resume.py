@@ -11,7 +11,7 @@ import pytest
 import psclient as ps
 from pstesting.processes import W0, W1, W2, ProcessCluster
 from pstesting.script import gate, say
-from tests.kit.contract import ServerOptions, Task
+from tests.kit.internals import ServerOptions, Task
 
 ROUNDS, SAVED = 200, 100
 WORKERS = (W0, W1, W2)

@@ -10,7 +10,7 @@ import pytest
 
 import psclient as ps
 from pstesting.in_process import InProcessCluster
-from tests.kit.contract import FORMAT, open_saved
+from tests.kit.internals import FORMAT, open_saved
 from tests.kit.strategies import opened
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")

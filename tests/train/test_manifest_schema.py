@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.kit.contract import DTYPES, FORMAT, MANIFEST, Examples, Manifest, Position
+from tests.kit.internals import DTYPES, FORMAT, MANIFEST, Examples, Manifest, Position
 
 de = ps.dynamic_embedding
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"

@@ -10,7 +10,7 @@ import pytest
 
 import psclient as ps
 from pstesting.in_process import InProcessCluster
-from tests.kit.contract import Created
+from tests.kit.internals import Created
 from tests.kit.rig import SOON
 
 

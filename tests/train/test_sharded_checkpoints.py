@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 import psclient as ps
 from pstesting.in_process import InProcessCluster
 from pswire.checkpoint import safetensors_stream
-from tests.kit.contract import SavedCheckpoint, ShardOf, TensorSpec, open_saved, storage_at
-from tests.kit.covering import once
+from tests.kit.cases import once
+from tests.kit.internals import SavedCheckpoint, ShardOf, TensorSpec, open_saved, storage_at
 from tests.kit.strategies import patient
 
 P = ps.experimental.partitioners

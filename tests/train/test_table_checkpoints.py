@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.kit.contract import open_saved
+from tests.kit.internals import open_saved
 from tests.kit.tables import Job
 
 de = ps.dynamic_embedding

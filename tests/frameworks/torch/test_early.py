@@ -8,7 +8,7 @@ import torch
 import psclient as ps
 import psclient.torch as pst
 from pstesting.in_process import InProcessCluster
-from tests.kit.contract import PART_BYTES
+from tests.kit.internals import PART_BYTES
 from tests.kit.modules import apart, job, seeded, twin, values
 from tests.kit.rig import eventually
 

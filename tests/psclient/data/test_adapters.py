@@ -19,7 +19,7 @@ from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.data.distributed import DistributedDatasetFromFunction
 from psclient._src.options import ArraySpec, AutoShardPolicy, InputContext, InputOptions, PerReplicaSpec
 from pswire.model.log import Position
-from tests.kit.in_process import Worker, distributed, do_round, rows, team
+from tests.kit.workers import Worker, distributed, do_round, rows, team
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # grain warns at its import where JAX is not installed
 import grain  # noqa: E402

@@ -21,7 +21,7 @@ from psclient._src.devices import Device
 from psclient._src.options import AutoShardPolicy, InputContext, InputOptions
 from psclient._src.values import PerReplica
 from pswire.model.log import Examples, Position
-from tests.kit.in_process import Worker, distributed, do_round, rows, team
+from tests.kit.workers import Worker, distributed, do_round, rows, team
 
 # ---- Global batches over workers and replicas ----
 

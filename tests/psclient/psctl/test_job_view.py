@@ -37,8 +37,8 @@ from pswire.telemetry.views.looked import Looked
 from pswire.telemetry.views.numbers import duration, short, size
 from pswire.telemetry.views.rates import rate_words, rates
 from pswire.telemetry.views.words import STATES
+from tests.kit.cases import search
 from tests.kit.rig import WORKERS, Job, Servers, core, remote, serving
-from tests.kit.searches import search
 
 W0, W1 = WORKERS[:2]
 CHIEF = Task("chief", 0)

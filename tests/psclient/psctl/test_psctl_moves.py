@@ -13,7 +13,7 @@ import psclient as ps
 from pstesting.processes import CHIEF, PS0, PS1, W0, ProcessCluster
 from pstesting.script import DIRECTORY, say
 from pswire.cluster import Task
-from tests.kit.hosts import waiting
+from tests.kit.shell import waiting
 from tests.psclient.psctl.test_psctl_jobs import psctl_of  # noqa: F401  a fixture
 
 KEYS = {"workers": 1, "chief": "driver"}

@@ -17,8 +17,8 @@ from pswire.errors import ConfigError, Fenced, RoundTimeout
 from pswire.limits import Timeouts
 from pswire.model.log import STEP, Approved, Epoch, EpochClosed, Member, Position, Start, Started
 from pswire.model.status import SessionState
-from tests.kit.in_process import Process, began
 from tests.kit.rig import SOON, WORKERS, sum_into
+from tests.kit.workers import Process, began
 
 A, B, C = WORKERS[:3]
 

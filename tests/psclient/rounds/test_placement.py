@@ -12,7 +12,7 @@ from pswire.errors import ConfigError
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.tables import SlotTensor, TablePart, TableSpec
 from pswire.model.tensor import TensorSpec
-from tests.kit.residue import children
+from tests.kit.shell import children
 
 STRATEGIES = ("greedy", "round_robin")
 SIZES = st.lists(st.integers(0, 1000), max_size=40)

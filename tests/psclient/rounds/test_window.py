@@ -16,8 +16,8 @@ from pswire.limits import PART_BYTES, WINDOW
 from pswire.model.log import Approved, Epoch, EpochClosed
 from pswire.model.plan import Operand, Plan, Reduction, Ref
 from pswire.model.tensor import TensorSpec
-from tests.kit.in_process import began
 from tests.kit.rig import sum_into
+from tests.kit.workers import began
 
 
 def send(process, plan, value):

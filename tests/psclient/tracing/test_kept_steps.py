@@ -12,7 +12,7 @@ from psclient._src.distribute.reduction import combine
 from psclient._src.rounds.section import Section
 from psclient._src.tracing.update_function import UpdateFunction
 from psclient.optimizers import schedules
-from tests.kit.searches import search
+from tests.kit.cases import search
 from tests.kit.strategies import kinds, merged, opened, replicas, variable
 
 pytestmark = kinds("servers-1x1", soak=["embedded-1"])

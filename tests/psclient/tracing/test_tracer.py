@@ -22,7 +22,7 @@ from pswire.encoding import messages
 from pswire.errors import ProgramError
 from pswire.model.program import OPS, Input, Node
 from pswire.model.tensor import DTYPES, TensorSpec, spec_of
-from tests.kit.searches import search
+from tests.kit.cases import search
 
 
 class Plain(np.ndarray):

@@ -24,7 +24,7 @@ from psclient._src.tracing.symbolic_numbers import Scalar, Tape
 from psclient._src.tracing.update_function import UpdateFunction
 from psclient.optimizers import schedules
 from pswire.errors import ProgramError
-from tests.kit.searches import search
+from tests.kit.cases import search
 from tests.kit.strategies import merged, opened, variable
 
 

@@ -10,7 +10,7 @@ from psclient._src.variables.encoding import encode, encode_rows, half
 from psserver.execution import decoding
 from pswire.model.compression import BLOCK, PIECE, Codec
 from pswire.model.tensor import TensorSpec
-from tests.kit.compressed import CODECS, DTYPES, Worker, arithmetic
+from tests.kit.references import CODECS, DTYPES, Worker, arithmetic
 
 SHAPES = ((1,), (), (3, 5), (BLOCK,), (BLOCK + 1,), (PIECE + BLOCK + 7,))
 

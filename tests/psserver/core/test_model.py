@@ -47,12 +47,12 @@ from pswire.model.rows import row_specs
 from pswire.model.tensor import Array, TensorSpec, layout
 from pswire.servers.votes import Vote
 from pswire.transport.payload import Chunk, Payload
+from tests.kit.cases import search
 from tests.kit.contributions import Mail
-from tests.kit.in_process import Door, ModelHost
-from tests.kit.in_process import Strand as Thread
 from tests.kit.rig import CHIEF, WORKERS, adding, core
-from tests.kit.searches import search
 from tests.kit.tables import KINDS, PRIME, TABLE, Tables
+from tests.kit.workers import Door, ModelHost
+from tests.kit.workers import Strand as Thread
 
 VALUE = TensorSpec("int64", ())
 LEASE = 10.0

@@ -24,8 +24,8 @@ from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
+from tests.kit.cases import search
 from tests.kit.programs import job_of, kept_kernels, run, same_bits
-from tests.kit.searches import search
 
 RATE = TensorSpec("float32", ())
 POWER = Program(

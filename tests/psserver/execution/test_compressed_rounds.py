@@ -15,8 +15,8 @@ from pswire.model.compression import PIECE, Codec
 from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
-from tests.kit.compressed import CODECS, DTYPES, Worker
 from tests.kit.programs import job_of, run, same_bits
+from tests.kit.references import CODECS, DTYPES, Worker
 
 V = Ref("variable", 0)
 

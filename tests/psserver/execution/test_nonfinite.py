@@ -28,10 +28,10 @@ from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.telemetry import prometheus
 from pswire.transport.payload import Payload
 from pswire.transport.traffic import traffic
+from tests.kit.cases import search
 from tests.kit.contributions import LIMIT, SIZE, Sending, streaming
 from tests.kit.programs import job_of, numbers, plan_of, programs, run, same_bits, traced
 from tests.kit.rig import SOON, WORKERS, Job, compiler_of, scaling, serving, sgd, sum_into, together
-from tests.kit.searches import search
 from tests.kit.telemetry import Page
 
 A, B, C = WORKERS[:3]

@@ -16,10 +16,10 @@ from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.rows import Rows
 from pswire.model.tensor import DTYPES, TensorSpec
+from tests.kit.cases import search
 from tests.kit.contributions import round_of, rows, share
 from tests.kit.programs import kept_kernels, run, same_bits
 from tests.kit.rig import adding
-from tests.kit.searches import search
 
 TABLE, WIDE, NUMBER = TensorSpec("float32", (6, 2)), TensorSpec("float32", (4096,)), TensorSpec("int64", (6, 2))
 DECAY = Program(

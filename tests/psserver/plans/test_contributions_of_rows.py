@@ -16,7 +16,7 @@ from pswire.model.plan import Operand, Plan, Reduction, Ref
 from pswire.model.rows import MAX_ROWS, row_specs
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.transport.payload import Payload
-from tests.kit.searches import search
+from tests.kit.cases import search
 
 NUMBER = TensorSpec("float32", ())
 WHOLE = st.builds(

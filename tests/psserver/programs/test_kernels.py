@@ -28,8 +28,8 @@ from psserver.programs.kernels.launch import Crew
 from pswire.errors import ProgramError
 from pswire.model.program import OPS, Input, Node, Program
 from pswire.model.tensor import DTYPES, TensorSpec
+from tests.kit.cases import search
 from tests.kit.programs import expected, job_of, numbers, plan_of, programs, run, same_bits, traced
-from tests.kit.searches import search
 
 N = 1003
 VECTOR = TensorSpec("float32", (N,))

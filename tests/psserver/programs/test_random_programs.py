@@ -16,8 +16,8 @@ from psserver.programs.kernels.kernels import Kernels
 from pswire.errors import ProgramError
 from pswire.model.plan import Apply
 from pswire.model.program import Program
+from tests.kit.cases import search
 from tests.kit.programs import expected, job_of, numbers, plain, plan_of, programs, run, same_bits
-from tests.kit.searches import search
 
 
 @pytest.fixture(scope="module")

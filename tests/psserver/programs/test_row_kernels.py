@@ -14,6 +14,7 @@ from pswire.errors import ProgramError
 from pswire.model.program import OPS, Input, Node, Program
 from pswire.model.row_updates import ALONG_ROWS, later_refusal, refusal
 from pswire.model.tensor import DTYPES, TensorSpec
+from tests.kit.cases import search
 from tests.kit.programs import (
     NUMBER,
     ROWS,
@@ -29,7 +30,6 @@ from tests.kit.programs import (
     traced,
     values,
 )
-from tests.kit.searches import search
 
 SIZE = 11
 SHAPES = [(SIZE, 1), (SIZE, 3), (SIZE, 8), (SIZE, 2, 9), (SIZE, 140)]

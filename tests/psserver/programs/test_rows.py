@@ -13,8 +13,8 @@ from psserver.programs.kernels.row_groups import Groups
 from psserver.programs.kernels.rows import apply_rows
 from pswire.errors import InvalidRequest, ProgramError
 from pswire.model.tensor import DTYPES, TensorSpec
+from tests.kit.cases import search
 from tests.kit.programs import expected, kept_kernels, same_bits, traced
-from tests.kit.searches import search
 
 SIZE = 11
 

@@ -11,8 +11,8 @@ from pswire.encoding import messages
 from pswire.errors import PSError
 from pswire.model.program import OPS, Input, Node, Program
 from pswire.model.tensor import DTYPES, TensorSpec, spec_of
+from tests.kit.cases import search
 from tests.kit.programs import expected, numbers, programs
-from tests.kit.searches import search
 
 SHAPES = [(), (3,), (0,), (1, 3), (2, 1), (2, 3), (3, 2), (3, 0, 2), (1,) * 32]
 INTEGERS = [0, 1, 2, -1, -2, 31, 32, 1 << 31, (1 << 63) - 1, -(1 << 63)]

@@ -16,7 +16,7 @@ from pswire.errors import ConfigError, InvalidRequest
 from pswire.limits import MAX_CHUNKS
 from pswire.model.chunks import ChunkAsk, Chunks
 from pswire.model.log import Examples, Position
-from tests.kit.searches import search
+from tests.kit.cases import search
 
 COUNT = 6
 

@@ -15,7 +15,7 @@ from pswire.cluster import Task
 from pswire.errors import ConfigError, Fenced, InvalidRequest, MemoryLimit
 from pswire.limits import CLOSURE_LOSSES
 from pswire.model.closures import ClosureOrder, ClosureResult, Piece
-from tests.kit.searches import search
+from tests.kit.cases import search
 
 CHIEF, FUNCTIONS = Task("chief", 0), ("f(x)", "g()")
 GONE = Fenced("its lease ended")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from psserver.tables.cells import CellIndex
 from psserver.tables.index import Index, SortedIndex, bucket_bounds
 from pswire.model.hashing import BUCKETS, LOW_BITS, buckets_of, hashes_of, keys_of, mixed, unmixed
-from tests.kit.searches import search
+from tests.kit.cases import search
 from tests.kit.tables import compiled
 
 SALT = 0x1234567890ABCDEF

@@ -16,7 +16,7 @@ from pswire.errors import InvalidRequest, MemoryLimit
 from pswire.model.first_values import FirstValues
 from pswire.model.hashing import BUCKETS, buckets_of, combined, hashes_of
 from pswire.model.tables import LRU, MIN_CAPACITY, CounterFilter, Normal, ProbabilityFilter, SlotTensor, TableSpec
-from tests.kit.searches import search
+from tests.kit.cases import search
 from tests.kit.tables import compiled
 
 SPEC = TableSpec((2,), initializer=Normal())

@@ -32,9 +32,9 @@ from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.shared_memory import CLIENT_BYTES, SEALS
 from pswire.transport.sockets import HEAD, INLINE, MAX_HEADER_BYTES, MAX_PART_BYTES, Kind
 from tests.kit import lanes
+from tests.kit.cases import search
 from tests.kit.lanes import Hand, Site, eventually, mappings
 from tests.kit.rig import SOON
-from tests.kit.searches import search
 
 SMALL = 64
 """Elements of variables whose rounds are one part."""

@@ -18,9 +18,8 @@ from pstesting.simulation.jobs import SimulatedJob
 from pstesting.simulation.machines import Host, Strand, travel
 from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pstesting.simulation.workloads import Workload
-from tests.kit.contract import ConfigError, ServerLost, Task, Timeouts
 from tests.kit.fixtures import Calls
-from tests.kit.internals import Core
+from tests.kit.internals import ConfigError, Core, ServerLost, Task, Timeouts
 
 US = 1e-6
 

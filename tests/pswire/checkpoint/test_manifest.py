@@ -28,7 +28,7 @@ from pswire.model.saved import SavedTable
 from pswire.model.tables import CounterFilter, SlotTensor, TableSpec
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.strict_json import Malformed
-from tests.kit.searches import search
+from tests.kit.cases import search
 
 GRPC_MESSAGE = 4 << 20
 """Bytes: more does not travel in one message, where nobody has raised the limit."""

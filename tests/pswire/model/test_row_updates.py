@@ -17,8 +17,8 @@ from pswire.errors import ProgramError
 from pswire.model.program import OPS, Input, Node, Program, infer
 from pswire.model.row_updates import keeps_rows, measures, refusal, table_shape
 from pswire.model.tensor import DTYPES, TensorSpec
+from tests.kit.cases import search
 from tests.kit.programs import expected, plain, traced
-from tests.kit.searches import search
 
 SHAPE = (4, 3)
 O = ps.optimizers  # noqa: E741

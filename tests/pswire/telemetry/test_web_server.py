@@ -10,8 +10,8 @@ import pytest
 
 from pswire.telemetry import web_server
 from pswire.telemetry.page import sampler
-from tests.kit.pages import page_of
 from tests.kit.rig import SOON, WORKERS, Job, serving
+from tests.kit.telemetry import page_of
 
 
 @pytest.fixture

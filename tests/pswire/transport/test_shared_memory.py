@@ -19,7 +19,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from pswire.errors import InvalidRequest
 from pswire.limits import ALIGN
 from pswire.transport.shared_memory import LINE, SEALS, Segment, SharedArena, SharedView
-from tests.kit.searches import search
+from tests.kit.cases import search
 
 SIZE = 64 * LINE
 """Bytes of the segments of these tests."""

@@ -40,7 +40,7 @@ from pswire.transport.sockets import (
     tune,
 )
 from pswire.transport.traffic import Traffic
-from tests.kit.searches import search
+from tests.kit.cases import search
 
 SECONDS = 20.0
 

@@ -1,15 +1,19 @@
-"""Fewer rows than a product of parameters has: each pair of values once, or each value once; `make soak` runs all.
+"""Fewer cases than a product of parameters has, and how long hypothesis searches.
 
-The choice is fixed, and `pytest --collect-only` prints it.
+A choice is fixed: `pytest --collect-only` prints it, and `make soak` runs the whole product. `PS_SEARCH`, or
+`--hypothesis-profile`, chooses a search: `suite`, for `make test`, tries a few examples, the same in each run; `ci`
+draws others each time; `soak` searches for as long as one likes to wait.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 Row = tuple[int, ...]
 
@@ -68,3 +72,32 @@ def _extended(rows: list[list[int]], number: int, size: int) -> None:
         row = [min((old for c, old, n in left if (c, n) == (column, new)), default=0) for column in range(number)]
         left -= {(column, old, new) for column, old in enumerate(row)}
         rows.append([*row, new])
+
+
+EXAMPLES = {"suite": 20, "ci": 50, "soak": 3_000}
+STEPS = {"suite": 30, "ci": 40, "soak": 100}
+
+
+def load() -> None:
+    """Registers the profiles, and loads the one that PS_SEARCH names."""
+    for name, examples in EXAMPLES.items():
+        same: dict[str, Any] = {"derandomize": True, "database": None} if name == "suite" else {}
+        settings.register_profile(
+            name,
+            max_examples=examples,
+            stateful_step_count=STEPS[name],
+            deadline=None,  # a slow machine is no failure
+            suppress_health_check=[HealthCheck.too_slow],
+            **same,
+        )
+    settings.load_profile(os.environ.get("PS_SEARCH", "suite"))
+
+
+def search(share: float = 1, steps: float = 1, suppress: tuple[HealthCheck, ...] = ()) -> settings:
+    """Returns the profile's settings with `share` of its examples, and of a machine's `steps`."""
+    profile = settings()
+    return settings(
+        max_examples=max(1, round(share * profile.max_examples)),
+        stateful_step_count=max(1, round(steps * profile.stateful_step_count)),
+        suppress_health_check=[*profile.suppress_health_check, *suppress],
+    )
