@@ -85,7 +85,7 @@ test-ray: .venv/dev  ## installs Ray, and runs what needs it, on a Ray cluster o
 	$(PIP) install $(RAY)
 	PS_FRAMEWORKS=1 $(BIN)/python -m pytest -q --durations=5 tests/ray
 
-check: .venv/dev  ## style, types, generated code, snippets of the documents: two at a time, and all of them whatever fails
+check: .venv/dev  ## style, types, generated code, snippets of the documents, lists of promises: two at a time, and all of them whatever fails
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 check-types check-docs check-style check-proto
 
 check-types: .venv/dev
@@ -97,6 +97,7 @@ check-docs: .venv/dev
 check-style: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/promises.py check
 
 check-proto: .venv/dev
 	$(BIN)/python tools/check_proto.py
