@@ -72,26 +72,6 @@ def at(mutant):
         os.write(_FILE, f"{mutant}\\t{key[1]}\\n".encode())
 """
 
-COSTS = """\
-import os
-import pytest
-
-
-def _spent():
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item, nextitem):
-    begun = _spent()
-    try:
-        return (yield)
-    finally:
-        with open(os.environ["MUTANTS_COSTS"], "a") as file:
-            file.write(f"{_spent() - begun:.4f}\\t{item.nodeid}\\n")
-"""
-
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
@@ -271,7 +251,6 @@ def copy_tree(into: Path) -> None:
 def probe(mutants: list[Mutant], root: Path) -> None:
     """Inserts a recording statement before the statement of each mutant."""
     (root / "_mutants_probe.py").write_text(PROBE)
-    (root / "_mutants_costs.py").write_text(COSTS)
     by_path = defaultdict(list)
     for number, mutant in enumerate(mutants):
         by_path[mutant.path].append((number, mutant))
@@ -312,9 +291,9 @@ def reach(mutants: list[Mutant], work: Path, reached: Path, arguments: list[str]
     for file in (lines, costs):
         file.write_text("")
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "_mutants_costs", *arguments],
+        [sys.executable, "-m", "pytest", "-q", *arguments],
         cwd=work,
-        env=environment(work, MUTANTS_REACHED=str(lines), MUTANTS_COSTS=str(costs)),
+        env=environment(work, MUTANTS_REACHED=str(lines), PS_TEST_COSTS=str(costs)),
     )
     spent = dict(reversed(line.split("\t", 1)) for line in costs.read_text().splitlines())
     tests: dict[int, set[str]] = defaultdict(set)

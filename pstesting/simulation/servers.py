@@ -242,7 +242,7 @@ class SimulatedServer:
             self.loop.do(self.costs.vote, self._send, other, other._hear, self, said)
 
     def cut(self, server: int) -> None:
-        """What it says does not reach another server from now on."""
+        """Its messages do not reach another server from now on."""
         self._cut.add(server)
         self.scheduler.after(RESET_SECONDS, self.miss, self.others[server], "no answer")
 

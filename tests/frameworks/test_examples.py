@@ -19,7 +19,7 @@ IMPORTS = {
     "torch": ("psclient.torch", "sklearn.datasets", "sklearn.metrics"),
     **dict.fromkeys(("jax", "keras"), ("psclient.jax", "sklearn.datasets", "keras")),
 }
-"""What examples import, by what they need: to import it anew takes each process four seconds and more."""
+"""Modules that examples import, by framework: a new import costs each process four seconds or more."""
 
 STEPS = {"recommender_torch": 27}
 """Steps of one epoch; of the others 23, for 1440 scans in batches of 64."""
@@ -45,7 +45,7 @@ def _imported_once(request, _compiled_once):
 
 
 def run(cwd, name, epochs, *args, cluster=False, resume=False):
-    """What an example has printed; no process is left of it, and no file but its checkpoints."""
+    """Returns the output of an example, which leaves no process, and no file but its checkpoints."""
     python = ["psworker", "--standalone", "--ps", "2", "--workers", "2"] if cluster else ["python"]
     command = [*python, str(EXAMPLES / f"{name}.py"), "--epochs", str(epochs), *args, *(["--resume"] if resume else [])]
     done = shell(command, cwd, SECONDS)

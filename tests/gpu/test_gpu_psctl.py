@@ -1,4 +1,4 @@
-"""What psctl doctor sees of a GPU."""
+"""psctl doctor on a GPU."""
 
 from __future__ import annotations
 

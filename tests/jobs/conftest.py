@@ -1,4 +1,4 @@
-"""What jobs share: the examples as scripts that start quickly."""
+"""The examples as scripts that start quickly, for all jobs."""
 
 from __future__ import annotations
 
