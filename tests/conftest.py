@@ -152,16 +152,12 @@ def _insisting(report: Report) -> Report:
     return report
 
 
-EXECS = "PS_TESTS_EXEC"
-"""Set by `make soak`, for faults: each process is started by itself, and not forked."""
-
-
 @pytest.fixture(scope="session", autouse=True)
 def forks() -> Iterator[None]:
-    """Starts the processes of clusters by forks: what most of the time of the tests would be is imports."""
-    if os.environ.get(EXECS):
-        yield
-        return
+    """Starts the processes of clusters by forks: what most of the time of the tests would be is imports.
+
+    With `PS_TESTS_EXEC` in their environment, as in `make soak`, each starts by itself.
+    """
     from psclient._src.processes import process
     from pstesting.forks import Forked
 

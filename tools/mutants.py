@@ -344,7 +344,9 @@ def _kill(mutant: Mutant, work: Path, tests: dict[str, float], limit: float, bud
                 return "killed", "(ran out of time)"
             if code != "0":
                 failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-                return ("killed" if failed else "broken"), (failed or output.splitlines()[-1:] or [""])[0][:300]
+                # 1: tests failed; 2: a file could not be imported. Others say that pytest was called wrongly.
+                outcome = "killed" if failed and code in ("1", "2") else "broken"
+                return outcome, (failed or output.splitlines()[-1:] or [""])[0][:300]
         tried = sum(map(len, _stages(tests, budget)))
         return ("survived" if tried == len(tests) else "undecided"), f"({tried} of {len(tests)} tests)"
     finally:
