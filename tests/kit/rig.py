@@ -310,6 +310,11 @@ class Job:
         self.variables.append(variable)
         return variable
 
+    def adder(self, creator: Worker, value: Any = 0, servers: tuple[int, ...] = (0,)) -> tuple[PlacedVariable, Plan]:
+        """A variable, and an approved plan that adds to it and returns the sum."""
+        variable = self.variable(creator, np.asarray(value), servers)
+        return variable, self.approve(sum_into(variable), creator)
+
     def arrived(self, worker: Worker, server: int = 0) -> None:
         """Waits until what a worker pushed last is there."""
         eventually(
@@ -447,6 +452,15 @@ class Worker:
         )
         return self.job.verbs[server].push(said, payload(plan, server, values, given, operands))
 
+    def make(self, plan: Plan, values: Sequence[Any] = (), **said: Any) -> RoundReply:
+        """Makes its next round, or one of its own, for which nobody else has to do anything."""
+        reply = self.push(plan, values, **said).result(SOON)
+        if said.get("alone"):
+            self.own += 1
+        else:
+            self.round += 1
+        return reply
+
 
 def payload(
     plan: Plan, server: int, values: Sequence[Any], weights: Sequence[float], operands: Sequence[Any]
@@ -465,6 +479,12 @@ def payload(
 def together(*futures: Future[RoundReply]) -> list[RoundReply]:
     """The answers of a round."""
     return [future.result(SOON) for future in futures]
+
+
+def turn(*workers: Worker) -> None:
+    """The next round of workers."""
+    for worker in workers:
+        worker.round += 1
 
 
 def given(reply: RoundReply, plan: Plan, server: int = 0, want: Sequence[PlacedVariable] = ()) -> list[Array]:

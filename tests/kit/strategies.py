@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,11 @@ def patient(cluster: InProcessCluster) -> InProcessCluster:
     for core in cluster.cores:
         core.kernels.compiler._patience = sys.maxsize
     return cluster
+
+
+def root_of(kind: str) -> Path:
+    """Where checkpoints of a kind lie: below the directory of its process, or of the servers that it starts."""
+    return Path("runs" if kind.startswith(("embedded", "servers")) else ".")
 
 
 def _devices(replicas: int) -> list[str]:
