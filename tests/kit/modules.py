@@ -47,6 +47,18 @@ def seeded(seed: int, make: Callable[[], T]) -> T:
         return make()
 
 
+class Tied(torch.nn.Module):
+    """Two layers that have one weight."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.a, self.b = seeded(seed, lambda: [torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)])
+        self.b.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(x)))[:, :3]
+
+
 def batches(count: int, size: int = 12, dtype: torch.dtype = torch.float64) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of examples, (size, 5) and (size, 3)."""
     source = torch.Generator().manual_seed(7)
