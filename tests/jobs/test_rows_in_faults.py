@@ -1,4 +1,4 @@
-"""Rows while workers die and calls are lost: each gradient counts once and whole, with ids that come twice."""
+"""Rows and dynamic tables while workers die and calls are lost: each gradient, and each key, counts once and whole."""
 
 from __future__ import annotations
 
@@ -10,115 +10,39 @@ import pytest
 import psclient as ps
 from pstesting import faults
 from pstesting.faults import Faults
-from pstesting.processes import PS0, PS1, QUICK, W0, W1, ProcessCluster
+from pstesting.processes import PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import ME, gate, say
 
-SIZE, ROUNDS = 50, 8
+SIZE, ROUNDS, HELD = 50, 8, 3
 
+LOSSES = {"drop": 0.08, "repeat": 0.08, "twice": 0.05, "lose": 0.12, "late": 0.05, "cut": 0.03}
 
-def learn(rounds, stops, rates, momentum):
-    """Each worker adds a power of 100 to rows of its own choice, one of them twice; ids of the next come ahead."""
-    if rates:
-        faults.use(Faults(3 + ME, rates))
-    strategy = ps.ParameterServerStrategy(devices=["cpu:0", "cpu:1"])
-    with strategy.scope():
-        tables = [ps.Variable(np.zeros((50, 2)), name=f"table {n}") for n in range(2)]
-        dense = ps.Variable(np.zeros(3), name="dense")
-        optimizer = ps.optimizers.SGD(1.0, momentum=momentum)
-    wrong = []
-    while strategy.round < rounds:
-        if [ME, strategy.round] in stops:
-            say("at", strategy.round)
-            gate(f"{ME} at {strategy.round}")
-
-        def step(round=strategy.round):
-            pairs = [(np.full(3, -(100.0**ME)), dense)]
-            for table in tables:
-                table.look_ahead([round % 50, 7])
-                rows = np.full((3, 2), -(100.0**ME))
-                pairs.append((ps.IndexedSlices(rows, [7, round % 50, 7]), table))
-            optimizer.apply_gradients(pairs)
-
-        before = strategy.round
-        strategy.run(step)
-        found = [table.lookup([7, before % 50]).numpy() for table in tables]
-        wholes = [table.numpy()[[7, before % 50]] for table in tables]
-        if not all((one == other).all() and (one == found[0]).all() for one, other in zip(found, wholes, strict=True)):
-            wrong.append(before)
-        say("did", strategy.round - 1)
-    say("wrong", wrong)
-    say("sums", [[table.numpy()[:, 0] for table in tables], dense.numpy(), int(optimizer.iterations)])
-
-
-def trained(gradient, rounds, momentum):
-    """What a variable is after each worker's rounds, of two replicas each, by whole gradients."""
-    value, velocity = 0.0, 0.0
-    for round in range(ROUNDS):
-        given = sum(2 * 100.0**worker * gradient(round) for worker, own in enumerate(rounds) if round in own)
-        velocity = momentum * velocity + given
-        value = value + velocity
-    return value.tolist()
-
-
-def rows_of(round):
-    found = np.zeros(SIZE)
-    np.add.at(found, [7, round % SIZE, 7], 1)
-    return found
-
-
-def check_sums(said, *rounds, momentum):
-    tables, dense, steps = said
-    assert tables == [trained(rows_of, rounds, momentum)] * 2
-    assert (dense, steps) == (trained(lambda _: np.ones(3), rounds, momentum), ROUNDS)
-
-
-@pytest.mark.parametrize("momentum", [pytest.param(0.0, marks=pytest.mark.soak), 0.5])
-def test_a_worker_that_is_killed_has_counted_exactly(tmp_path, momentum):
-    """Its rounds count on both servers, and no part of another; whoever is left goes on with rows as before.
-
-    With momentum, rows that a round does not have are made up later.
-    """
-    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["1 at 3"]}
-    with ProcessCluster(learn, tmp_path, (ROUNDS, [[1, 3]], {}, momentum), **keys) as job:
-        job.hear(W1, "at", 3)
-        job.kill(W1)
-        assert job.hear(W0, "wrong") == []
-        check_sums(job.hear(W0, "sums"), range(ROUNDS), range(3), momentum=momentum)
-        assert job.exited(W0) == 0
-
-
-@pytest.mark.parametrize("momentum", [0.0, pytest.param(0.5, marks=pytest.mark.soak)])
-def test_rows_are_exact_whatever_the_network_does(tmp_path, momentum):
-    """Answers are lost and pushes repeated: every row has the exact sum, and lookups are those of the whole."""
-    rates = {"drop": 0.08, "repeat": 0.08, "twice": 0.05, "lose": 0.12, "late": 0.05, "cut": 0.03}
-    with ProcessCluster(learn, tmp_path, (ROUNDS, [], rates, momentum), ps=2, workers=2) as job:
-        for task in (W0, W1):
-            assert job.hear(task, "wrong") == []
-            check_sums(job.hear(task, "sums"), range(ROUNDS), range(ROUNDS), momentum=momentum)
-        job.finish()
-        assert job.exited(PS0) == 0
-
-
-# ---- A table in shards ----
-
-LOSSES = {"drop": 0.05, "repeat": 0.08, "twice": 0.05, "lose": 0.1, "late": 0.05, "cut": 0.03}
 EVERYWHERE = [7, 20, 40]
-"""A row of each of the three shards, of which the second lies on the second server."""
+"""A row of each of three shards, of which the second lies on the second server."""
 
 
-def share(rounds, held, lags, rates):
-    """Each worker adds a power of 100 to rows of all shards, each twice, and to one that differs by round.
+def learn(rounds, held, lags, rates, momentum):
+    """Each worker adds a power of 100 to rows of all kinds, some of them twice; ids of the next come ahead.
 
     Of the round that is held, worker 1's push to one server waits for the test: the other server has all of it.
     """
     from concurrent.futures import ThreadPoolExecutor
 
     faults.use(Faults(3 + ME, rates))
-    partitioner = ps.experimental.partitioners.FixedShardsPartitioner(3)
-    strategy = ps.ParameterServerStrategy(devices=["cpu:0", "cpu:1"], variable_partitioner=partitioner)
+    de, zeros = ps.dynamic_embedding, ps.initializers.Zeros()
+    strategy = ps.ParameterServerStrategy(
+        devices=["cpu:0", "cpu:1"],
+        variable_partitioner=lambda shape, dtype: [3 if shape == (50, 3) else 1, *(1,) * (len(shape) - 1)],
+    )
     with strategy.scope():
-        table = ps.Variable(np.zeros((50, 2)), name="table")
-        optimizer = ps.optimizers.SGD(1.0)
+        shards = ps.Variable(np.zeros((50, 3)), name="shards")
+    with strategy.scope():
+        tables = [ps.Variable(np.zeros((50, 2)), name=f"table {n}") for n in range(2)]
+        dynamic = de.get_variable("dynamic", dim=2, value_dtype="float64", initializer=zeros)
+        rare = de.get_variable("rare", dim=2, initializer=zeros, admission=de.CounterFilter(6))
+        dense = ps.Variable(np.zeros(3), name="dense")
+        optimizer = ps.optimizers.SGD(1.0, momentum=momentum)
+    assert len(shards.variables) == 3
     late, other, pool = strategy._servers[lags], strategy._servers[1 - lags], ThreadPoolExecutor(1)
     push = late.push
 
@@ -138,53 +62,153 @@ def share(rounds, held, lags, rates):
     late.push = lambda said, payload: (
         pool.submit(hold, said, payload) if (ME, said.round) == (1, held) else push(said, payload)
     )
+
+    def step(round):
+        def added(keys, width=2):
+            return ps.IndexedSlices(np.full((len(keys), width), -(100.0**ME)), keys)
+
+        for table in tables:
+            table.look_ahead([round % 50, 7])
+        shards.look_ahead([7, 20, 40])
+        dynamic.look_ahead([round - 3, 1 << 62])
+        pairs = [(added([7, round % 50, 7]), table) for table in tables]
+        pairs += [(added([40, 7, 20, 7, 40, 20, 21 + round], 3), shards), (added([-7, round - 3, -7]), dynamic)]
+        pairs += [(np.full(3, -(100.0**ME)), dense), (ps.IndexedSlices(np.ones((1, 2), "float32"), [round // 2]), rare)]
+        optimizer.apply_gradients(pairs)
+
     wrong = []
     while strategy.round < rounds:
-
-        def step(round=strategy.round):
-            table.look_ahead([7, 20, 40])
-            gradient = ps.IndexedSlices(np.full((7, 2), -(100.0**ME)), [40, 7, 20, 7, 40, 20, 21 + round])
-            optimizer.apply_gradients([(gradient, table)])
-
         before = strategy.round
-        strategy.run(step)
-        found = table.lookup([7, 20, 40]).numpy()
-        if not ((found == found[0]).all() and (table[7:41][[0, 13, 33]] == found).all()):
-            wrong.append([before, found])
-        say("did", before)
+        strategy.run(step, (before,))
+        found = [table.lookup([7, before % 50]).numpy() for table in tables]
+        wholes = [table.numpy()[[7, before % 50]] for table in tables]
+        same = shards.lookup([7, 20, 40]).numpy()
+        if not (
+            all((one == found[0]).all() for one in (*found, *wholes))
+            and all((rows == same[0]).all() for rows in (same, shards[7:41][[0, 13, 33]]))
+        ):
+            wrong.append(before)
     say("wrong", wrong)
-    say("sums", table.numpy()[:, 0])
+    keys, rows = dynamic.export()
+    order = np.argsort(keys)
+    columns = [table.numpy()[:, 0] for table in (*tables, shards)]
+    say("sums", [*columns, keys[order].tolist(), rows[order, 0].tolist(), dense.numpy(), int(optimizer.iterations)])
+    say("rare", sorted(rare.keys().tolist()))
 
 
-def check_shards(sums, *rounds):
-    """Each worker has two replicas."""
-    expected = np.zeros(SIZE)
-    for worker, own in enumerate(rounds):
-        expected[EVERYWHERE] += 4 * 100.0**worker * len(own)
-        expected[[21 + round for round in own]] += 2 * 100.0**worker
-    assert sums == expected.tolist()
+def trained(gradient, rounds, momentum):
+    """What a variable is after each worker's rounds, of two replicas each, by whole gradients."""
+    value, velocity = 0.0, 0.0
+    for round in range(ROUNDS):
+        given = sum(2 * 100.0**worker * gradient(round) for worker, own in enumerate(rounds) if round in own)
+        velocity = momentum * velocity + given
+        value = value + velocity
+    return value.tolist()
 
 
-@pytest.mark.parametrize("lags", [pytest.param(0, marks=pytest.mark.soak), 1])
-def test_shards_are_exact_where_a_worker_dies_in_its_push(tmp_path, lags):
-    """One server has its rows, the other has not, and calls are lost: its round counts on neither, those before do."""
+def check_sums(said, *rounds, momentum):
+    """What a worker says at the end is what these rounds of each make, row by row and key by key."""
+
+    def rows_of(*ids):
+        return trained(lambda round: np.bincount([*ids, each(round)], minlength=SIZE), rounds, momentum)
+
+    *tables, shards, keys, rows, dense, steps = said
+    each = lambda round: round % SIZE  # noqa: E731
+    assert tables == [rows_of(7, 7)] * 2
+    each = lambda round: 21 + round  # noqa: E731
+    assert shards == rows_of(*EVERYWHERE * 2)
+    assert keys == [-7, *range(-3, ROUNDS - 3)]
+    counts = [lambda _: np.array(2), *(lambda round, key=key: np.array(round - 3 == key) * 1 for key in keys[1:])]
+    assert rows == [trained(count, rounds, momentum) for count in counts]
+    assert (dense, steps) == (trained(lambda _: np.ones(3), rounds, momentum), ROUNDS)
+
+
+@pytest.mark.parametrize(("lags", "momentum"), [(1, 0.5), pytest.param(0, 0.0, marks=pytest.mark.soak)])
+def test_a_worker_that_is_killed_has_counted_exactly(tmp_path, lags, momentum):
+    """One server has its rows, the other has not, and calls are lost: its round counts on neither, those before do.
+
+    So it is for rows, shards and tables; a filter counts what has counted. With momentum, rows that a round does not
+    have are made up later.
+    """
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["push"]}
-    with ProcessCluster(share, tmp_path, (ROUNDS, 3, lags, LOSSES), **keys) as job:
-        assert job.hear(W1, "holds") == 3
+    with ProcessCluster(learn, tmp_path, (ROUNDS, HELD, lags, LOSSES, momentum), **keys) as job:
+        assert job.hear(W1, "holds") == HELD
         job.kill(W1)
         assert job.hear(W0, "wrong") == []
-        check_shards(job.hear(W0, "sums"), range(ROUNDS), range(3))
+        check_sums(job.hear(W0, "sums"), range(ROUNDS), range(HELD), momentum=momentum)
+        # Key n comes in rounds 2n and 2n + 1, twice from each worker that is there: 8 times, then 6, then 4.
+        assert job.hear(W0, "rare") == [0, 1]
         assert [job.exited(task) for task in (W0, PS0, PS1)] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("lags", [0, pytest.param(1, marks=pytest.mark.soak)])
-def test_shards_are_exact_whatever_the_network_does(tmp_path, lags):
-    """Answers are lost, pushes repeated, and one comes late to one server: rows of all shards have the exact sums."""
-    with ProcessCluster(share, tmp_path, (ROUNDS, 3, lags, LOSSES), ps=2, workers=2, gates=["push"]) as job:
-        job.hear(W1, "holds")
+@pytest.mark.parametrize(("lags", "momentum"), [(0, 0.0), pytest.param(1, 0.5, marks=pytest.mark.soak)])
+def test_rows_are_exact_whatever_the_network_does(tmp_path, lags, momentum):
+    """Answers are lost, pushes repeated, and one comes late to one server: every row has the exact sum.
+
+    Lookups are those of the whole, and every key has come as often as it did.
+    """
+    args = (ROUNDS, HELD, lags, LOSSES, momentum)
+    with ProcessCluster(learn, tmp_path, args, ps=2, workers=2, gates=["push"]) as job:
+        assert job.hear(W1, "holds") == HELD
         job.open("push")
         for task in (W0, W1):
             assert job.hear(task, "wrong") == []
-            check_shards(job.hear(task, "sums"), range(ROUNDS), range(ROUNDS))
+            check_sums(job.hear(task, "sums"), range(ROUNDS), range(ROUNDS), momentum=momentum)
+            assert job.hear(task, "rare") == [0, 1, 2, 3]
         job.finish()
         assert job.exited(PS0) == 0
+
+
+def churn(rounds, lost, batch, rates):
+    """Keys come and go in a table that is smaller than all of them; what is left is told in one word.
+
+    With `lost` rounds, a checkpoint is saved in the middle, and restored after so many rounds more, which are undone.
+    """
+    import hashlib  # a program of its own is made of this function
+
+    faults.use(Faults(5 + ME, rates))
+    de = ps.dynamic_embedding
+    strategy = ps.ParameterServerStrategy(devices=["cpu:0"])
+    with strategy.scope():
+        table = de.get_variable(
+            "table", dim=2, capacity=16_384, admission=de.CounterFilter(2), eviction=de.LFU(decay=0.9)
+        )
+        optimizer = ps.optimizers.Adagrad(0.5)
+    checkpoint = ps.train.Checkpoint(table=table, optimizer=optimizer)
+
+    def train(*numbers):
+        for number in numbers:
+            rng = np.random.default_rng([ME, number])
+            strategy.run(step, ((rng.pareto(0.4, batch) * 100).astype(np.int64) % 200_000,))
+        return [table.size(), hashlib.sha256(b"".join(array.tobytes() for array in table.export())).hexdigest()]
+
+    def step(keys):
+        rows = table.lookup(keys)
+        optimizer.apply_gradients([(rows.gradient(np.sign(rows.values + rows.ids[:, None] % 7 - 3)), table)])
+
+    saved = train(*range(rounds // 2))
+    if lost:
+        path = checkpoint.save("run/ckpt")
+        undone = train(*range(rounds, rounds + lost))
+        checkpoint.restore(path).assert_consumed()
+        say("restored", [saved, undone, train()])
+    say("table", train(*range(rounds // 2, rounds)))
+
+
+@pytest.mark.parametrize(
+    ("rounds", "lost", "batch"), [(24, 3, 1000), pytest.param(10_000, 50, 3000, marks=pytest.mark.soak)]
+)
+def test_two_clusters_have_equal_tables(tmp_path, rounds, lost, batch):
+    """One whose calls are lost and repeated, and that goes back to a checkpoint in the middle, makes the rows that an
+    undisturbed one makes, and evicts the same ones.
+    """
+    found = []
+    rates = {"drop": 0.05, "repeat": 0.05, "twice": 0.05, "lose": 0.05}
+    for args in ((rounds, 0, batch, {}), (rounds, lost, batch, rates)):
+        with ProcessCluster(churn, tmp_path, args, ps=2, workers=2) as job:
+            found.append(job.hear(W0, "table", seconds=SECONDS + rounds))
+            job.finish()
+    saved, undone, restored = job.said(W0, "restored")[0]
+    assert saved == restored != undone
+    assert found[0] == found[1]
+    assert found[0][0] > 1000
