@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import re
@@ -10,8 +11,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,20 @@ RANGES = {
     Field.CPPTYPE_BOOL: [False, True],
     Field.CPPTYPE_ENUM: [0, 1, 2, 3, 4, 99, -1],
 }
+
+
+@contextmanager
+def foreseen() -> Iterator[list[str]]:
+    """Gives what servers of this process log as errors, which is what they did not foresee: at the end, nothing."""
+    surprises: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: surprises.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("psserver").addHandler(handler)
+    try:
+        yield surprises
+    finally:
+        logging.getLogger("psserver").removeHandler(handler)
+    assert surprises == []
 
 
 def piece(draw: Any) -> pb.Piece:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 from cryptography import x509
@@ -21,6 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import NameOID
 
 from psclient.psctl.certificate_authority import Authority
+from pstesting.processes import CALM
 from tests.kit.internals import (
     Core,
     RemoteServer,
@@ -30,6 +32,7 @@ from tests.kit.internals import (
     ServerThread,
     Task,
     Timeouts,
+    start_server,
 )
 from tests.kit.rig import core
 
@@ -135,3 +138,11 @@ def client(
         yield server
     finally:
         server.close()
+
+
+def listening(stack: ExitStack, task: int = 0, **keys: Any) -> tuple[Popen[bytes], str]:
+    """A real server that waits for a job, and its address; it is killed with the stack."""
+    process, address = start_server(task, until_done=False, timeouts=CALM, **keys)
+    stack.callback(process.communicate)
+    stack.callback(process.kill)
+    return process, address
