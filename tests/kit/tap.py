@@ -122,7 +122,7 @@ class BareServer(grpc.GenericRpcHandler):
 
     Attributes:
         address: `host:port`.
-        heard: the calls that came.
+        heard: the calls that came, with their answers.
     """
 
     def __init__(self, stack: ExitStack, answer: Callable[[Call], Call]) -> None:
@@ -139,8 +139,8 @@ class BareServer(grpc.GenericRpcHandler):
 
     def _handle(self, path: str, request: Iterator[bytes], context: Any) -> Iterator[bytes]:
         call = Call(path, _metadata(context.invocation_metadata()), list(request))
-        self.heard.append(call)
         answer = self._answer(call)
+        self.heard.append(answer)
         yield from answer.reply
         if answer.status != "OK":
             context.set_trailing_metadata(list(answer.trailing.items()))

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -109,214 +110,128 @@ def serve(stack: ExitStack, core: Fixed, in_flight: int = IN_FLIGHT) -> ServerTh
     return stack.enter_context(ServerThread(core, config, grace=0.0))
 
 
-def offer_fixed(stack: ExitStack, thread: ServerThread) -> None:
-    """Has a server offer lanes at places that are always the same; nobody is there."""
-    lanes = thread._server._lanes
-    stack.callback(setattr, lanes, "path", lanes.path)  # which the server removes at its end
-    lanes.port, lanes.path = DATA_PORT, DATA_PATH
-
-
-def method_of(verb: str) -> str:
-    """The name of a verb in `ParameterServer`."""
-    return re.sub(r"\B(?=[A-Z])", "_", verb).lower()
-
-
 def make(server: RemoteServer, sample: Sample) -> Any:
     """Makes a call by the client's method; gives the answer, or the error that is raised, as a plain value."""
     try:
-        found = getattr(server, method_of(sample.verb))(*sample.args)
+        method = re.sub(r"\B(?=[A-Z])", "_", sample.verb).lower()
+        found = getattr(server, method)(*sample.args)
         return plain(found.result(SECONDS) if isinstance(found, Future) else found)
     except PSError as error:
         return plain(error)
 
 
-def make_raw(stack: ExitStack, address: str) -> Callable[[Call], Call]:
-    """Makes calls of bytes."""
-    channel = stack.enter_context(grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]))
-    return lambda call: ask(channel, call)
+# ---- gRPC ----
 
 
-# ---- gRPC: the client ----
+class Wire:
+    """A real server that answers what a sample says, and between it and its clients what hears all that is said.
 
-
-def foreign(call: Call) -> Call:
-    """The answer to a verb that nobody knows; it is not asked again."""
-    return Call(call.path, call.metadata, call.request, status="UNIMPLEMENTED")
-
-
-class Scripted:
-    """A bare server that answers each call as one of the golden file was."""
+    Attributes:
+        core: what the server stands on.
+        address: of the server itself.
+        between: what stands between.
+        raw: makes calls of bytes on the server.
+    """
 
     def __init__(self, stack: ExitStack) -> None:
-        self.golden: dict[str, Call] = {}
-        self._server = BareServer(stack, lambda call: self.golden.get(call.path) or foreign(call))
-        self.address, self.heard = self._server.address, self._server.heard
+        self.core = Fixed()
+        thread = serve(stack, self.core)
+        lanes = thread._server._lanes
+        stack.callback(setattr, lanes, "path", lanes.path)  # which the server removes at its end
+        lanes.port, lanes.path = DATA_PORT, DATA_PATH  # always the same, and nobody is there
+        self.address = thread.address
+        channel = grpc.insecure_channel(self.address, options=[("grpc.use_local_subchannel_pool", 1)])
+        self.raw = partial(ask, stack.enter_context(channel))
+        self.between = BareServer(stack, self.raw)
 
-    def tell(self, *names: str) -> None:
-        """What is answered from now on."""
-        self.heard.clear()
-        found = [Call.of(GOLDEN["calls"][name]) for name in names]
-        self.golden = {call.path: call for call in found}
+    def call(self, name: str) -> dict[str, Any]:
+        """A call as it is between the real client and the real server, each of which gets what the other gave."""
+        sample = BY_SAMPLE[name]
+        with ExitStack() as stack:
+            self.make(connect(stack, self.between.address), sample, self.between.heard.clear)
+        (call,) = self.between.heard
+        assert plain(self.core.asked) == plain([sample.args])
+        return {**call.asked(), **call.answered()}
+
+    def make(self, server: RemoteServer, sample: Sample, before: Callable[[], object] = lambda: None) -> None:
+        """Makes a call of a session."""
+        if sample.verb != "Open":
+            self.core.tell(OPEN)
+            make(server, OPEN)
+        before()
+        self.core.tell(sample)
+        assert make(server, sample) == plain(sample.answer)
+
+    def on_a_stream(self, name: str) -> dict[str, Any]:
+        """A push or a pull as it is on a stream of them, which neither an answer nor an error ends."""
+        sample, sent, plainly = BY_SAMPLE[name], list[bytes](), CallStream._messages
+
+        def messages(stream: CallStream) -> Iterator[bytes]:
+            for message in plainly(stream):
+                sent.append(message)
+                yield message
+
+        with ExitStack() as stack:
+            server = connect(stack, self.address, streams=True)
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            self.make(server, sample, lambda: patch.setattr(CallStream, "_messages", messages))
+        metadata = {INCARNATION_KEY: str(INCARNATION), TOKEN_KEY: bearer(TOKEN)}
+        call = self.raw(Call(VERBS["Exchange"].path, dict(sorted(metadata.items())), sent))
+        assert plain(self.core.asked) == plain([sample.args] * 2)
+        return {**call.asked(), **call.answered()}
+
+    def votes(self) -> dict[str, Any]:
+        """Each call of another server that introduces itself and votes, where it does not reach the lane."""
+        self.between.heard.clear()
+        self.core.heard.clear()
+        with ExitStack() as stack:
+            vote_at(stack, self.between.address)
+            until(lambda: len(self.between.heard) == len(HEARD))
+        assert plain(self.core.heard) == plain(HEARD)
+        names = ("Introduce", *(f"Vote {number}" for number in range(len(VOTES))))
+        heard = zip(names, self.between.heard, strict=True)
+        return {name: {**call.asked(), **call.answered()} for name, call in heard}
 
 
 @pytest.fixture(scope="module")
-def scripted() -> Iterator[Scripted]:
+def wire() -> Iterator[Wire]:
     """One for all calls."""
     with ExitStack() as stack:
-        yield Scripted(stack)
+        yield Wire(stack)
 
 
 @pytest.mark.parametrize("name", BY_SAMPLE)
-def test_a_client_says_the_golden_bytes_and_reads_them(scripted: Scripted, name: str) -> None:
-    """Path, metadata and messages of each call are those of the file, and so is what comes of the answer."""
-    sample = BY_SAMPLE[name]
-    with ExitStack() as stack:
-        server = connect(stack, scripted.address)
-        if sample.verb != "Open":
-            scripted.tell(str(OPEN))
-            make(server, OPEN)
-        scripted.tell(name)
-        assert make(server, sample) == plain(sample.answer)
-    (call,) = scripted.heard
-    assert call.asked() == {key: GOLDEN["calls"][name][key] for key in call.asked()}
+def test_both_ends_of_a_call_say_the_golden_bytes(wire: Wire, name: str) -> None:
+    """Path, metadata, messages and error are those of the file, and each end has what the other one gave."""
+    assert wire.call(name) == GOLDEN["calls"][name]
 
-
-# ---- gRPC: the server ----
-
-
-Real = tuple[Fixed, Callable[[Call], Call]]
-
-
-@pytest.fixture(scope="module")
-def real() -> Iterator[Real]:
-    """A server, over which core it stands, and what makes raw calls there."""
-    with ExitStack() as stack:
-        core = Fixed()
-        thread = serve(stack, core)
-        offer_fixed(stack, thread)
-        yield core, make_raw(stack, thread.address)
-
-
-@pytest.mark.parametrize("name", BY_SAMPLE)
-def test_a_server_reads_the_golden_bytes_and_answers_them(real: Real, name: str) -> None:
-    """The core gets the arguments that were sent, and its answer, or its error, leaves as the bytes of the file."""
-    core, raw = real
-    sample, golden = BY_SAMPLE[name], Call.of(GOLDEN["calls"][name])
-    core.tell(sample)
-    assert raw(golden).answered() == golden.answered()
-    assert plain(core.asked) == plain([sample.args])
-
-
-def recorded_calls() -> dict[str, Any]:
-    """Each call as it is between the real client and the real server."""
-    found = {}
-    with ExitStack() as stack:
-        core = Fixed()
-        thread = serve(stack, core)
-        offer_fixed(stack, thread)
-        between = BareServer(stack, make_raw(stack, thread.address))
-        raw = make_raw(stack, thread.address)
-        for name, sample in BY_SAMPLE.items():
-            server = connect(stack, between.address)
-            if sample.verb != "Open":
-                core.tell(OPEN)
-                make(server, OPEN)
-            between.heard.clear()
-            core.tell(sample)
-            assert make(server, sample) == plain(sample.answer), name
-            (call,) = between.heard
-            found[name] = {**call.asked(), **raw(call).answered()}
-    return found
-
-
-# ---- A stream of calls ----
 
 ON_STREAMS = [name for name, sample in BY_SAMPLE.items() if sample.verb in ("Push", "Pull")]
 
 
-def recorded_request(stack: ExitStack, core: Fixed, address: str, sample: Sample) -> Call:
-    """What the real client asks on a stream of the real server, which answers as the sample says."""
-    sent: list[bytes] = []
-    plainly = CallStream._messages
-
-    def messages(stream: CallStream) -> Iterator[bytes]:
-        for message in plainly(stream):
-            sent.append(message)
-            yield message
-
-    server = connect(stack, address, streams=True)
-    core.tell(OPEN)
-    make(server, OPEN)
-    core.tell(sample)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CallStream, "_messages", messages)
-        assert make(server, sample) == plain(sample.answer)
-    metadata = {INCARNATION_KEY: str(INCARNATION), TOKEN_KEY: bearer(TOKEN)}
-    return Call(VERBS["Exchange"].path, dict(sorted(metadata.items())), sent)
-
-
-def recorded_streams() -> dict[str, Any]:
-    """Each push and pull as it is on a stream of them."""
-    found = {}
-    with ExitStack() as stack:
-        core = Fixed()
-        thread = serve(stack, core)
-        offer_fixed(stack, thread)
-        raw = make_raw(stack, thread.address)
-        for name in ON_STREAMS:
-            call = recorded_request(stack, core, thread.address, BY_SAMPLE[name])
-            found[name] = {**call.asked(), **raw(call).answered()}
-    return found
-
-
 @pytest.mark.parametrize("name", ON_STREAMS)
-def test_a_client_says_the_golden_bytes_on_a_stream(name: str) -> None:
+def test_both_ends_of_a_stream_say_the_golden_bytes(wire: Wire, name: str) -> None:
     """The messages of each push and pull are those of the file, also where they share a stream."""
-    golden, core = GOLDEN["streams"][name], Fixed()
-    with ExitStack() as stack:
-        thread = serve(stack, core)
-        offer_fixed(stack, thread)
-        call = recorded_request(stack, core, thread.address, BY_SAMPLE[name])
-    assert call.asked() == {key: golden[key] for key in call.asked()}
-
-
-@pytest.mark.parametrize("name", ON_STREAMS)
-def test_a_server_answers_the_golden_bytes_of_a_stream(real: Real, name: str) -> None:
-    """The answer, or the error, is that of the file, and does not end the stream."""
-    core, raw = real
-    golden = Call.of(GOLDEN["streams"][name])
-    core.tell(BY_SAMPLE[name])
-    assert raw(golden).answered() == golden.answered()
-    assert plain(core.asked) == plain([BY_SAMPLE[name].args])
+    assert wire.on_a_stream(name) == GOLDEN["streams"][name]
 
 
 # ---- Between servers ----
 
-
-class Met:
-    """The core of a server that votes, as far as its connections know it."""
-
-    def __init__(self) -> None:
-        self.incarnation = PEER_INCARNATION
-        self.connected = threading.Event()
-
-    def meet(self, server: int) -> None:
-        """Notes that it may vote."""
-        self.connected.set()
-
-    def miss(self, server: int, reason: str) -> None:
-        """Raises what must not be here."""
-        raise AssertionError(reason)
+HEARD = [(PEER.index, PEER_INCARNATION), *((PEER.index, vote) for vote in VOTES)]
+"""What the core is told of another server: who it is, and what it said."""
 
 
 def vote_at(stack: ExitStack, address: str) -> None:
     """Another server introduces itself, and votes."""
-    core: Any = Met()
+    connected = threading.Event()
+    core: Any = SimpleNamespace(
+        incarnation=PEER_INCARNATION, meet=lambda server: connected.set(), miss=lambda *args: pytest.fail(str(args))
+    )
     peers = Peers(core, ServerConfig(PEER, security=SECURITY))
     stack.callback(peers.close)
     peers.know([Peer(address, INCARNATION)])
     peers.say(0, VOTES[0])  # lost: the first only makes the connection
-    assert core.connected.wait(SECONDS)
+    assert connected.wait(SECONDS)
     for vote in VOTES:
         peers.say(0, vote)
 
@@ -326,42 +241,9 @@ def until(true: Callable[[], bool]) -> None:
     processes.until(true, SECONDS, lambda: "it is not so yet")
 
 
-HEARD = [(PEER.index, PEER_INCARNATION), *((PEER.index, vote) for vote in VOTES)]
-"""What the core is told of it."""
-
-
-def recorded_servers() -> dict[str, Any]:
-    """Each call as it is between two real servers, where one does not reach the other's lane."""
-    with ExitStack() as stack:
-        core = Fixed()
-        thread = serve(stack, core)
-        offer_fixed(stack, thread)
-        between = BareServer(stack, make_raw(stack, thread.address))
-        vote_at(stack, between.address)
-        until(lambda: len(core.heard) == len(HEARD))
-        raw = make_raw(stack, thread.address)
-        names = ("Introduce", *(f"Vote {number}" for number in range(len(VOTES))))
-        return {name: {**call.asked(), **raw(call).answered()} for name, call in zip(names, between.heard, strict=True)}
-
-
-def test_a_server_says_the_golden_bytes_to_another() -> None:
-    """It introduces itself, and then votes, over gRPC where it does not reach the lane."""
-    with ExitStack() as stack:
-        answers = {name.partition(" ")[0]: Call.of(call) for name, call in GOLDEN["servers"].items()}
-        there = BareServer(stack, lambda call: answers[call.path.rpartition("/")[2]])
-        vote_at(stack, there.address)
-        until(lambda: len(there.heard) == len(HEARD))
-    golden = [Call.of(call).asked() for call in GOLDEN["servers"].values()]
-    assert [call.asked() for call in there.heard] == golden
-
-
-def test_a_server_reads_the_golden_bytes_of_another(real: Real) -> None:
-    """Its core is told who it was and what it said; a vote has no answer but that it came."""
-    core, raw = real
-    core.heard.clear()
-    for golden in map(Call.of, GOLDEN["servers"].values()):
-        assert raw(golden).answered() == golden.answered()
-    assert plain(core.heard) == plain(HEARD)
+def test_servers_say_the_golden_bytes_to_each_other(wire: Wire) -> None:
+    """One introduces itself, and votes, over gRPC where it does not reach the lane; a vote's answer is that it came."""
+    assert wire.votes() == GOLDEN["servers"]
 
 
 # ---- The other lanes ----
@@ -649,9 +531,14 @@ def test_what_is_large_is_cut() -> None:
 
 def write() -> None:
     """Writes the file anew."""
-    lanes = {name: recorded_lane(name) for name in TALKS}
-    calls, servers, streams = recorded_calls(), recorded_servers(), recorded_streams()
-    found = {"calls": calls, "servers": servers, "streams": streams, "lanes": lanes}
+    with ExitStack() as stack:
+        wire = Wire(stack)
+        found = {
+            "calls": {name: wire.call(name) for name in BY_SAMPLE},
+            "servers": wire.votes(),
+            "streams": {name: wire.on_a_stream(name) for name in ON_STREAMS},
+            "lanes": {name: recorded_lane(name) for name in TALKS},
+        }
     FILE.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
