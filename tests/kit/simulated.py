@@ -52,6 +52,12 @@ from tests.kit.internals import (
 log = logging.getLogger("psclient.chief")
 
 US = 1e-6
+FREE = Costs(
+    {"tcp": LaneCosts(*[0.0] * 10)}, step=0.0, step_variable=0.0, round=0.0, round_variable=0.0, kernel_byte=0.0,
+    apply_byte=0.0, row=0.0, step_row=0.0, vote=0.0, call=0.0, beat=0.0,
+)  # fmt: skip
+"""Nothing but links takes time."""
+
 COSTS = Costs(
     {"tcp": LaneCosts(50 * US, 0.0, 100 * US, 0.0, 40 * US, 0.0, 60 * US, 0.0, 20 * US, 30 * US)},
     step=200 * US, step_variable=0.0, round=300 * US, round_variable=0.0, kernel_byte=0.0, apply_byte=0.0,
