@@ -97,10 +97,17 @@ def tree_of(module: str) -> ast.Module:
 
 
 @cache
+def nodes(module: str) -> tuple[ast.AST, ...]:
+    """Those that tests look for: a walk through all trees takes a second."""
+    kinds = ast.Import | ast.ImportFrom | ast.Attribute | ast.ClassDef
+    return tuple(node for node in ast.walk(tree_of(module)) if isinstance(node, kinds))
+
+
+@cache
 def imports(module: str) -> frozenset[str]:
     """Dotted names that a module imports: at load, in functions, and for type checkers only."""
     names: set[str] = set()
-    for node in ast.walk(tree_of(module)):
+    for node in nodes(module):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -129,7 +136,6 @@ def tops(module: str) -> set[str]:
 
 
 def sideways(module: str) -> set[str]:
-    """What a module imports and may not."""
     allowed = {"threading"} if module in HAVE_LOCKS else set()
     return tops(module) & FORBIDDEN[module.partition(".")[0]] - allowed
 
@@ -155,11 +161,10 @@ def test_nobody_imports_the_rooms_of_frameworks():
 
 
 def environment_lines(module: str) -> list[int]:
-    """Where a module reads the environment."""
     names = ("environ", "getenv", "environb", "putenv")
     return [
         node.lineno
-        for node in ast.walk(tree_of(module))
+        for node in nodes(module)
         if (isinstance(node, ast.Attribute) and node.attr in names)
         or (isinstance(node, ast.ImportFrom) and node.module == "os" and {a.name for a in node.names} & {*names})
     ]
@@ -185,7 +190,7 @@ def test_no_verdict_rests_on_the_wall_clock():
     found = {
         module
         for module in MODULES
-        for node in ast.walk(tree_of(module))
+        for node in nodes(module)
         if isinstance(node, ast.Attribute) and node.attr in ("time", "time_ns") and ast.unparse(node.value) == "time"
     }
     assert found <= WALL_CLOCK_IN
@@ -249,7 +254,7 @@ def test_a_room_can_be_held_in_the_head():
     for module, path in MODULES.items():
         lines = path.read_text(encoding="utf-8").count("\n")
         long += [module] if lines > 620 else []
-        for node in ast.walk(tree_of(module)):
+        for node in nodes(module):
             if isinstance(node, ast.ClassDef) and lines_of(node) > 300:
                 large.setdefault(module, set()).add(node.name)
         if path.name == "__init__.py":
@@ -384,7 +389,6 @@ def texts() -> Iterator[Path]:
 
 
 def test_no_paths_of_one_machine():
-    """What is here works everywhere."""
     found = []
     for path in sorted(texts()):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

@@ -87,7 +87,6 @@ def move(hosts, source, sink):
 
 
 def namespaces():
-    """The network namespaces of all processes, by their numbers."""
     found = set()
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
@@ -191,7 +190,6 @@ def test_what_a_kernel_lacks_is_told(stack, monkeypatch):
 
 
 def test_hosts_that_make_no_sense_are_refused():
-    """Before anything is made."""
     for wrong in ([Host("a"), Host("a")], [Host("switch")], [Host("a", rate=0)], [Host("a", delay=-1)]):
         with pytest.raises(ValueError, match=r"name of its own|has rate"):
             Hosts(wrong)

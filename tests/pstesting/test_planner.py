@@ -1,48 +1,59 @@
-"""The cost model: fitted to jobs whose costs are known, and timed on real ones."""
+"""The planner: costs fitted to known jobs, networks measured, and how many servers psctl plan says a job needs."""
 
 from __future__ import annotations
 
+import json
+import re
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 
 import pytest
+from click.testing import CliRunner
 
+from pstesting.hosts import Host
 from pstesting.planner import jobs
+from pstesting.planner import plan as planning
+from pstesting.planner.commands import calibrate, plan
 from pstesting.planner.fit import ROUNDS_OF_SUMS, fitted, seen, with_sums
 from pstesting.planner.jobs import Cell, Timed, time_cells
 from pstesting.planner.measurements import cells_of, cells_of_sums, middle
-from pstesting.simulation.costs import Costs, LaneCosts
+from pstesting.planner.network import LEAST, MOST, WORD, answer
+from pstesting.planner.plan import DAY, Lost, Plan, Question
+from pstesting.simulation.costs import LaneCosts
 from pstesting.simulation.workloads import Workload
-from tests.kit.internals import LaneName
+from tests.kit.internals import ConfigError, LaneName, Timeouts, Unreachable
+from tests.kit.shell import linked
+from tests.kit.simulated import FREE
 
 US = 1e-6
 
-COSTS = Costs(
+WORK = {"send": 60, "receive": 80, "answer": 80, "take": 60, "piece": 20}
+BYTE = {"send_byte": 1, "receive_byte": 2, "answer_byte": 2, "take_byte": 1}
+COSTS = replace(
+    FREE,
     lanes={
-        name: LaneCosts(
-            send=factor * 60 * US,
-            send_byte=factor * 1e-10,
-            receive=factor * 80 * US,
-            receive_byte=factor * 2e-10,
-            answer=factor * 80 * US,
-            answer_byte=factor * 2e-10,
-            take=factor * 60 * US,
-            take_byte=factor * 1e-10,
-            piece=factor * 20 * US,
+        lane: LaneCosts(
+            **{name: factor * cost * US for name, cost in WORK.items()},
+            **{name: factor * cost * 1e-10 for name, cost in BYTE.items()},
             latency=40 * US,
         )
-        for name, factor in (("tcp", 1.0), ("grpc", 3.0))
+        for lane, factor in (("tcp", 1.0), ("grpc", 3.0))
     },
     step=250 * US,
     step_variable=6 * US,
     round=300 * US,
     round_variable=4 * US,
+    row=2e-7,
     kernel_byte=5e-11,
     apply_byte=8e-11,
-    row=2e-7,
     step_row=1e-7,
-    vote=0.0,
-    call=0.0,
-    beat=0.0,
     table=150 * US,
     step_table=100 * US,
 )
@@ -77,7 +88,6 @@ def test_known_costs_of_sums_are_found() -> None:
 
 
 def test_of_several_turns_the_medians_count() -> None:
-    """Each figure by itself, whatever the turn."""
     cells = [Cell("tcp", workers, Workload(1)) for workers in (1, 2)]
     took = [[Timed(3.0, 1.0, 5.0), Timed(1.0, 1.0, 1.0)], [Timed(2.0, 2.0, 6.0), Timed(9.0, 2.0, 3.0)]]
     took.append([Timed(1.0, 9.0, 7.0), Timed(2.0, 3.0, 2.0)])
@@ -104,3 +114,227 @@ def test_a_real_job_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 0 < timed.wall < 10
     assert large.wall > small.wall
     assert large.server > small.server
+
+
+RATE = 1e8
+JOB = Question(FREE, workers=4, dense=16e6, rate=RATE, step=0.1, slots=2)
+
+
+@pytest.fixture(scope="module")
+def planned() -> Plan:
+    """The answer for a job of which 8 servers would save too little beside 4."""
+    return planning.plan(replace(JOB, worth=0.2))
+
+
+def ask(*words: object) -> str:
+    return CliRunner().invoke(plan, list(map(str, words)), standalone_mode=False, catch_exceptions=False).output
+
+
+def test_as_many_servers_as_are_worth_it(planned: Plan) -> None:
+    """Twice as many halve what the links take, and not what a worker computes.
+
+    Copies are pushed and answered as well; a backup worker makes up for one that is slow.
+    """
+    found = planned
+    tried = {each.servers: each for each in found.tried}
+    assert list(tried) == [1, 2, 4, 8]
+    assert found.chosen is tried[4]
+    for before, after in ((1, 2), (2, 4)):
+        assert tried[after].step_seconds < 0.8 * tried[before].step_seconds
+    assert tried[8].step_seconds > 0.8 * tried[4].step_seconds
+    for each in found.tried:
+        assert each.round_seconds == pytest.approx(each.step_seconds - 0.1)
+        assert each.held_bytes == 3 * 16e6 / each.servers
+    assert "links" in tried[1].bottleneck
+    assert found.one_more.servers == 5
+    assert tried[8].step_seconds < found.one_more.step_seconds < tried[4].step_seconds * 1.001
+    assert found.other_copies is not None
+    assert found.other_copies.round_seconds > 1.4 * found.chosen.round_seconds
+    assert found.slow is not None
+    assert found.backed is not None
+    assert found.slow.step_seconds > found.chosen.step_seconds + 0.04
+    assert found.backed.step_seconds < found.slow.step_seconds - 0.02
+
+
+def test_what_sums_of_a_host_give() -> None:
+    """Four workers of one host have one link, which either all use, or one of them."""
+    shared = replace(JOB, per_host=4, costs=replace(FREE, hand=1e-6), worth=0.3)
+    found = planning.plan(shared)
+    assert found.summed is not None
+    assert found.chosen.step_seconds - 0.1 > 3 * (found.summed.step_seconds - 0.1)
+    few = replace(shared, dense=4000.0)
+    for other in (replace(few, per_host=1), replace(few, costs=FREE), replace(few, workers=1)):
+        assert planning.plan(other).summed is None
+    assert not replace(shared, rows=1e6, dimension=8, ids=100).sums
+    for price in ("part", "hand", "hand_byte"):
+        assert replace(shared, costs=replace(FREE, **{price: 1e-9})).sums
+
+
+def test_sums_are_worth_fewer_servers() -> None:
+    """Whoever sends for its host takes what all others hand over for each of them."""
+    found = planning.plan(replace(JOB, workers=8, per_host=4, costs=replace(FREE, hand=0.05), worth=0.3))
+    assert found.summed is not None
+    assert (found.chosen.servers, found.summed.servers) == (2, 1)
+
+
+def test_servers_have_room() -> None:
+    """With slots, the index of tables, and copies; of these there are two servers at least."""
+    rows = Question(FREE, 2, rows=1e6, dimension=64, ids=1000, rate=RATE, step=0.1, memory=3e8, slots=1)
+    assert rows.held(1) == 1e6 * (4 * 64 * 2 + 24)
+    assert planning.plan(rows).tried[0].servers == 2
+    assert planning.plan(replace(rows, memory=0.0, copies=True)).tried[0].servers == 2
+    assert planning.plan(replace(rows, workers=1)).slow is None
+
+
+def test_time_that_hosts_which_fail_cost() -> None:
+    """A lease for each worker, and for each server with copies; without, half of what is between two checkpoints."""
+    day, lease = 86400.0, Timeouts().lease
+    often = replace(JOB, between_failures=day / 2, save_every=600.0, restart=60.0)
+    assert often.lost(3, 1.0) == Lost(2 * 4 * (lease + 1), 2 * 3 * 360)
+    assert replace(often, copies=True).lost(3, 1.0) == Lost(2 * 4 * (lease + 1), 2 * 3 * (lease + 1.5))
+    assert JOB.lost(3, 1.0) == Lost(0.0, 0.0)
+
+
+ASKED = ["--workers", "2", "--parameters", "16MB", "--network", "800Mbit", "--step", "100ms", "--worth", "0.3"]
+
+
+@pytest.fixture
+def costs(tmp_path: Path) -> Path:
+    path = tmp_path / "costs.json"
+    FREE.write(path)
+    return path
+
+
+def test_the_answer_for_machines_and_for_people(costs: Path, tmp_path: Path) -> None:
+    """JSON has the chosen number beside its prediction; the table marks it; a plot is in the format of its name."""
+    said = json.loads(ask(*ASKED, "--costs", costs, "--json"))
+    assert {"servers", "bottleneck", "step_seconds", "round_seconds", "held_bytes", "use"} <= said.keys()
+    assert {"tried", "one_more", "other_copies", "slow", "slow_by", "backed", "summed"} <= said.keys()
+    assert said["servers"] in [each["servers"] for each in said["tried"]]
+    plotted = ["--plot", tmp_path / "plan.svg"] if find_spec("matplotlib") else []
+    shown = ask(*ASKED, "--costs", costs, *plotted)
+    assert f"{said['servers']} *" in shown
+    assert "twice as many would save less than 30 % of a step" in shown
+    assert "sums" not in shown
+    a_day = DAY / (90 * DAY) * said["servers"] * (300 + 60)
+    assert said["lost"]["servers"] == pytest.approx(a_day)
+    assert f"without copies: {sum(said['lost'].values()):.0f} s a day, of it {a_day:.0f} s by servers" in shown
+    if not plotted:
+        pytest.skip("no matplotlib: nothing is drawn")
+    drawn = (tmp_path / "plan.svg").read_text()
+    assert "<svg" in drawn
+    assert "servers are enough" in drawn
+
+
+def test_sums_are_told_where_workers_share_hosts(costs: Path) -> None:
+    """And where their price was measured; else, that it was not."""
+    asked = [*ASKED, "--costs", costs, "--per-host", "2"]
+    assert f"{costs} has no price for sums of a host: measure it again" in ask(*asked)
+    replace(FREE, hand=1e-6).write(costs)
+    assert "servers, where workers of a host send sums: " in ask(*asked)
+
+
+def test_the_network_that_was_measured(costs: Path) -> None:
+    """Counts where none is given; without either nothing is asked."""
+    asked = [*(word for word in ASKED if word not in ("--network", "800Mbit")), "--costs", costs]
+    with pytest.raises(ConfigError, match=r"costs.json has no network between hosts: give --network, such as 25Gbit"):
+        ask(*asked)
+    given = json.loads(ask(*ASKED, "--costs", costs, "--json"))
+    replace(FREE, network=1e8).write(costs)
+    found = json.loads(ask(*asked, "--json"))
+    assert found == given
+    replace(FREE, network=1e8, network_latency=0.01).write(costs)
+    assert json.loads(ask(*asked, "--json"))["round_seconds"] > found["round_seconds"] + 0.015
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--network", "25"], "--network '25' is no rate; write bits per second with a unit, such as 25Gbit"),
+        (["--network", "0Gbit"], "--network '0Gbit' is no rate"),
+        (["--step", "fast"], "--step 'fast' is no time; write a number with a unit, such as 120ms, 10min or 90d"),
+        (["--mtbf", "90"], "--mtbf '90' is no time; write a number with a unit, such as 120ms, 10min or 90d"),
+        (["--rows", "200M"], "--rows '200M' is no table; write rows and numbers of a row, such as 200M:64"),
+        (["--parameters", "ten"], "--parameters 'ten' is no size"),
+        (["--parameters", "0"], "a job has variables; give --parameters, or --rows and --ids"),
+        (["--lane", "shm"], "the cost model has no lane shm; it has tcp: measure it with psctl calibrate --lane shm"),
+        (["--workers", "40001"], "40001 workers with 1 servers are too many to be simulated"),
+        (["--costs", "none.json"], "none.json is no calibration"),
+    ],
+)
+def test_questions_that_cannot_be_answered(costs: Path, flags: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ask(*ASKED, "--costs", costs, *flags)
+    assert said in str(caught.value)
+
+
+ANSWER = """
+from pstesting.planner.network import answer
+answer({host!r}, {port}, lambda at: print(at, flush=True))
+"""
+
+MEASURE = """
+import json
+from pstesting.planner import network
+network.PINGS = 200
+found = network.measure({host!r}, {port})
+print(json.dumps([found.rate, found.latency]))
+"""
+
+
+def test_the_rate_of_the_slower_way_and_the_latency_of_a_link(stack: ExitStack) -> None:
+    """Two hosts of 80 and 40 Mbit move 40, either way."""
+    hosts = linked(stack, Host("one", 80e6), Host("two", 40e6))
+    at = hosts.addresses["two"]
+
+    def start(host: str, code: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", code.format(host=at, port=5000)]
+        return hosts.start(host, command, stdout=subprocess.PIPE, text=True)
+
+    peer = start("two", ANSWER)
+    assert peer.stdout is not None
+    assert peer.stdout.readline() == f"{at}:5000\n"
+    rate, latency = json.loads(start("one", MEASURE).communicate(timeout=60)[0])
+    assert 40e6 / 8 * 0.3 < rate < 40e6 / 8 * 1.2  # others may use this machine, and no more comes than that
+    assert 0 <= latency < 0.01
+    assert peer.wait(10) == 0
+
+
+@pytest.mark.parametrize("word", [WORD.pack(b"x", 1), WORD.pack(b"t", MOST + 1), b"GET /", b""])
+def test_nonsense_ends_a_connection_and_no_more(word: bytes) -> None:
+    listening = SimpleQueue[str]()
+    peer = Thread(target=answer, args=("127.0.0.1", 0, listening.put), daemon=True)
+    peer.start()
+    host, _, port = listening.get(timeout=20).rpartition(":")
+    address = host, int(port)
+    with socket.create_connection(address, 20) as sock:
+        sock.sendall(word)
+        sock.shutdown(socket.SHUT_WR)
+        assert sock.recv(1) == b""
+    with socket.create_connection(address, 20) as sock:
+        sock.sendall(WORD.pack(b"s", LEAST))
+        left = LEAST
+        while left:
+            came = sock.recv(1 << 16)
+            assert came
+            assert came.count(0) == len(came)
+            left -= len(came)
+        sock.sendall(WORD.pack(b"e", 0))
+    peer.join(20)
+    assert not peer.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--peer", "127.0.0.1:1"], "127.0.0.1:1 does not answer ([Errno 111] Connection refused); run psctl calibra"),
+        (["--peer", "here"], "--peer: 'here' is no address"),
+        (["--answer", "many"], "--answer: '0.0.0.0:many' is no address"),
+        (["--answer", "192.0.2.1:5000"], "nothing can listen at 192.0.2.1:5000"),
+    ],
+)
+def test_hosts_that_cannot_be_measured(tmp_path: Path, arguments: list[str], said: str) -> None:
+    asked = ["--output", str(tmp_path / "costs.json"), *arguments]
+    with pytest.raises((ConfigError, Unreachable), match=re.escape(said)):
+        CliRunner().invoke(calibrate, asked, standalone_mode=False, catch_exceptions=False)
+    assert not list(tmp_path.iterdir())

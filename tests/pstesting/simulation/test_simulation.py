@@ -20,47 +20,22 @@ from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pstesting.simulation.workloads import Workload
 from tests.kit.fixtures import Calls
 from tests.kit.internals import ConfigError, Core, ServerLost, Task, Timeouts
+from tests.kit.simulated import FREE
 
 US = 1e-6
 
 LANE = LaneCosts(
-    send=50 * US,
-    send_byte=1e-10,
-    receive=100 * US,
-    receive_byte=2e-10,
-    answer=40 * US,
-    answer_byte=2e-10,
-    take=60 * US,
-    take_byte=1e-10,
-    piece=20 * US,
-    latency=30 * US,
-)
-COSTS = Costs(
-    lanes={"tcp": LANE},
-    step=200 * US,
-    step_variable=0.0,
-    round=300 * US,
-    round_variable=0.0,
-    kernel_byte=1e-10,
-    apply_byte=1e-10,
-    row=1e-7,
-    step_row=1e-7,
-    vote=20 * US,
-    call=50 * US,
-    beat=50 * US,
-    cores=2,
-)
-FREE = Costs(
-    {"tcp": LaneCosts(*[0.0] * 10)}, step=0.0, step_variable=0.0, round=0.0, round_variable=0.0, kernel_byte=0.0,
-    apply_byte=0.0, row=0.0, step_row=0.0, vote=0.0, call=0.0, beat=0.0,
+    send=50 * US, send_byte=1e-10, receive=100 * US, receive_byte=2e-10, answer=40 * US, answer_byte=2e-10,
+    take=60 * US, take_byte=1e-10, piece=20 * US, latency=30 * US,
 )  # fmt: skip
-"""Nothing but links takes time."""
-
+COSTS = replace(
+    FREE, lanes={"tcp": LANE}, step=200 * US, round=300 * US, kernel_byte=1e-10, apply_byte=1e-10, row=1e-7,
+    step_row=1e-7, vote=20 * US, call=50 * US, beat=50 * US, cores=2,
+)  # fmt: skip
 ROUNDS = 12
 
 
 def values(job: SimulatedJob) -> list[float]:
-    """The first number of each server's variable, on the servers that live."""
     return [
         float(np.asarray(server.core.machine.store.value(server.index))[0]) for server in job.servers if server.alive
     ]
