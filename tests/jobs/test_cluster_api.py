@@ -1,4 +1,7 @@
-"""The strategy's methods on a real cluster: several processes do together what one process of four replicas does."""
+"""The strategy's methods on a real cluster: several processes do together what one process of four replicas does.
+
+What places and checkpoints have to do with it is tested with workers in threads.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ import pytest
 
 import psclient as ps
 from pstesting.processes import ProcessCluster
-from pstesting.script import ME, say  # the programs use it
+from pstesting.script import ME, say
+from tests.kit.workers import in_threads
 
 
 def trained(strategy):
@@ -133,19 +137,18 @@ def rows_of(strategy, ids):
 def program(replicas):
     """In every process: a strategy of so many replicas as it has, and what is found with it."""
     with ps.ParameterServerStrategy(devices=[f"cpu:{index}" for index in range(replicas[ME])]) as strategy:
-        say("found", {"trained": trained(strategy), "asked": asked(strategy)})
-
-
-def from_one(fn):
-    """What one process of four replicas finds, as it would be said."""
-    with ps.ParameterServerStrategy(devices=[f"cpu:{index}" for index in range(4)]) as strategy:
-        return json.loads(json.dumps(fn(strategy), default=lambda value: np.asarray(value).tolist()))
+        extended, resolver = strategy.extended, strategy.cluster_resolver
+        leads = [extended.experimental_should_init, extended.should_checkpoint, extended.should_save_summary]
+        knows = [resolver.task_type, resolver.task_id, resolver.cluster_spec().num_tasks("worker")]
+        say("found", {"trained": trained(strategy), "asked": asked(strategy), "knows": knows, "leads": leads})
 
 
 @pytest.fixture(scope="module")
 def alone():
-    """What one process found."""
-    return {"trained": from_one(trained), "asked": from_one(asked)}
+    """What one process of four replicas found, as it would be said."""
+    with ps.ParameterServerStrategy(devices=[f"cpu:{index}" for index in range(4)]) as strategy:
+        found = {"trained": trained(strategy), "asked": asked(strategy)}
+    return json.loads(json.dumps(found, default=lambda value: np.asarray(value).tolist()))
 
 
 @pytest.fixture(
@@ -164,16 +167,10 @@ def found(request, tmp_path_factory):
 
 @pytest.fixture
 def training(found, alone):
-    """What the processes found in training, and what one did."""
+    """What two processes of two replicas found in training, and what one did."""
     if len(found) != 2 or found[0]["trained"]["ids"] != [[0, 4], [1, 4]]:
         pytest.skip("these tests are of two processes of two replicas")
     return [process["trained"] for process in found], alone["trained"]
-
-
-@pytest.fixture
-def answers(found, alone):
-    """What the methods gave to the processes, and to one."""
-    return [process["asked"] for process in found], alone["asked"]
 
 
 # ---- Training ----
@@ -223,19 +220,28 @@ def test_replicas_are_numbered_over_all_processes(training):
 # ---- Methods ----
 
 
-def test_methods_that_reach_over_all_replicas_agree(answers):
+def test_methods_that_reach_over_all_replicas_agree(found, alone):
     """Whatever processes the replicas are in: reductions, updates, all_reduce, assignments, ON_READ totals."""
-    found, expected = answers
     for process in found:
-        assert process["every"] == expected["every"]
+        assert process["asked"]["every"] == alone["asked"]["every"]
 
 
-def test_local_results_are_of_this_process(answers):
+def test_local_results_are_of_this_process(found, alone):
     """Those of all processes in order are those of one: values from a function, copies, results, shares."""
-    found, expected = answers
-    for what, wanted in expected["mine"].items():
-        assert (what, [x for process in found for x in process["mine"][what]]) == (what, wanted)
-    assert expected["mine"]["ids"] == [0.0, 1.0, 2.0, 3.0]
+    expected = alone["asked"]["mine"]
+    for what, wanted in expected.items():
+        assert (what, [x for process in found for x in process["asked"]["mine"][what]]) == (what, wanted)
+    assert expected["ids"] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_process_knows_its_cluster(found):
+    """By its strategy's resolver: the one that read TF_CONFIG."""
+    assert [process["knows"] for process in found] == [["worker", task, len(found)] for task in range(len(found))]
+
+
+def test_one_worker_initializes_and_saves(found):
+    """The first in task order: for initialization, checkpoints and summaries."""
+    assert [process["leads"] for process in found] == [[task == 0] * 3 for task in range(len(found))]
 
 
 def test_the_numbers_are_right(alone):
@@ -253,3 +259,87 @@ def test_the_numbers_are_right(alone):
     assert every["filled"] == [10.0, 2.5, 1.0]
     assert mine["own"] == [1.0, 2.0, 3.0, 4.0]
     assert (mine["shares"], every["whole"]) == ([2.0] * 4, [8.0, 8.0, 8.0])
+
+
+# ---- Variables of two servers, two workers of two replicas each ----
+
+TWO = {"devices": ["cpu:0", "cpu:1"]}
+
+
+def test_copies_are_combined_over_all_workers_and_shared_out_again(tmp_path):
+    """SUM, MEAN, and the first of all replicas, which one worker has; restored by one worker, a sum is in two parts."""
+
+    def local(strategy, variables):
+        return [[float(x) for x in strategy.experimental_local_results(v)] for v in variables]
+
+    def train(strategy, worker, restore=False):
+        aggregations = list(ps.VariableAggregation)[1:]
+        with strategy.scope():
+            written = [ps.Variable(0.0, name=f"w {a.value}", aggregation=a) for a in aggregations]
+            on_read = ps.VariableSynchronization.ON_READ
+            read = [ps.Variable(0.0, name=f"r {a.value}", aggregation=a, synchronization=on_read) for a in aggregations]
+            auc, mean = ps.metrics.AUC(3), ps.metrics.Mean()
+        checkpoint = ps.train.Checkpoint(on_write=written, on_read=read, metrics=[auc, mean])
+        if restore:
+            assert checkpoint.restore("run").restored
+            return local(strategy, read), [float(v) for v in [*written, *read]]
+
+        def step():
+            replica = ps.get_replica_context().replica_id_in_sync_group
+            for v in [*written, *read]:
+                v.assign_add(np.float32(replica + 1))
+            # The example in Keras's document: each replica has one of its rows.
+            labels, scores = np.array([0, 0, 1, 1]), np.array([0.0, 0.5, 0.3, 0.9])
+            auc.update_state(labels[replica : replica + 1], scores[replica : replica + 1])
+            mean.update_state(np.arange(replica))
+
+        strategy.run(step)
+        checkpoint.save("run/ckpt")
+        checkpoint.sync()
+        copies, values = local(strategy, read), [float(v) for v in [*written, *read]]
+        read[0].assign(8.0)
+        return copies, values, float(read[0]), local(strategy, read[:1]), [auc.result(), mean.result()]
+
+    values = [10.0, 2.5, 1.0] * 2
+    metrics = [pytest.approx(0.75), pytest.approx(sum([0.0, 0.0, 1.0, 0.0, 1.0, 2.0]) / 6)]
+    expected = [(copies, values, 8.0, [[2.0, 2.0]], metrics) for copies in ([[1.0, 2.0]] * 3, [[3.0, 4.0]] * 3)]
+    assert in_threads(train, root=tmp_path, **TWO) == expected
+    ((copies, again),) = in_threads(lambda *one: train(*one, True), 1, 1, root=tmp_path, **TWO)
+    assert (copies, again) == ([[5.0] * 2, [2.5] * 2, [1.0] * 2], values)
+
+
+def test_values_stay_where_they_are():
+    """What is colocated is used together; what is elsewhere is refused with the remedy, and nothing has changed.
+
+    Replicas create variables beside one of either server, whichever has more room.
+    """
+
+    def place(strategy, worker):
+        extended = strategy.extended
+        with strategy.scope():
+            a, b = (ps.Variable(np.ones(2), name=name) for name in "ab")
+            with extended.colocate_vars_with(a):
+                beside = ps.Variable(np.ones(2), name="beside")
+            with extended.colocate_vars_with(extended.non_slot_devices([a, b])):
+                both = ps.Variable(np.ones(2), name="both")
+        assert (a.devices, len(a.devices), len(b.devices)) == (beside.devices, 1, 1)
+        assert a.devices != b.devices
+        assert sorted(both.devices) == sorted([*a.devices, *b.devices])
+
+        def create(which):
+            with extended.colocate_vars_with(which):
+                return [ps.Variable(np.ones(8), name=f"{which.name} and its own {n}") for n in range(3)]
+
+        for v in (a, b):
+            made = [strategy.experimental_local_results(each)[0] for each in strategy.run(create, (v,))]
+            assert [extended.value_container(each).devices for each in made] == [v.devices] * 3
+        extended.update(a, lambda v, x, y: v.assign_add(x + y), (beside, both))
+        elsewhere = "never crosses servers.*colocate_vars_with, or read it first"
+        with pytest.raises(ps.errors.LocalityError, match=elsewhere):
+            extended.update(a, lambda v, x: v.assign_add(x), (b,))
+        unreached = "'both' has copies that this update does not reach.*update_non_slot"
+        with pytest.raises(ps.errors.LocalityError, match=unreached):
+            extended.update(a, lambda v: both.assign_add(v))
+        return a.numpy().tolist()
+
+    assert in_threads(place, **TWO) == [[3.0, 3.0]] * 2

@@ -1,0 +1,511 @@
+"""The rules of rounds: what is one, who waits for it and when, and when its arrays may be changed."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from pstesting.in_process import InProcessCluster
+from pstesting.script import add, add_all
+from tests.kit.internals import PART_BYTES, WINDOW
+from tests.kit.rig import SOON
+from tests.kit.workers import PATIENT, in_threads, meet
+
+STEPS = 4
+"""Steps of a loop that count, after as many in which plans are new."""
+
+LARGE = PART_BYTES // 8 + 1
+"""Elements of float64 that one part does not hold."""
+
+
+# ---- What a round is ----
+
+
+def of_two(make, **keys):
+    """What `make` returns in two workers, who have a variable on each of two servers."""
+
+    def work(strategy, worker):
+        with strategy.scope():
+            a, b = ps.Variable(np.zeros(4), name="a"), ps.Variable(np.zeros(3), name="b")
+        return make(strategy, worker, a, b)
+
+    return in_threads(work, **keys)
+
+
+def met(strategy, fn, *args):
+    """What `fn(strategy, *args)` gives where replicas meet."""
+    return strategy.run(lambda: ps.get_replica_context().merge_call(fn, args))
+
+
+def test_a_run_without_a_section_is_local():
+    """No flush, no round, no message: neither the round nor the traffic grows; reads are kept."""
+
+    def look(strategy, worker, a, b):
+        strategy.run(lambda: add_all([(a, np.ones(4)), (b, np.ones(3))]))
+        sent, round = strategy.traffic[0], strategy.round
+        found = [strategy.run(lambda: float(a.read_value().sum() + b.read_value().sum())) for _ in range(20)]
+        again = strategy.traffic
+        strategy.run(lambda: a.read_value().sum() + b.read_value().sum())
+        return found == [14.0] * 20, strategy.traffic == again, again[0] == sent, strategy.round == round
+
+    assert of_two(look) == [(True,) * 4] * 2
+
+
+def test_two_sections_in_one_run_are_two_rounds():
+    """The second section sees what the first has done: 1 + 2 = 3, and both workers add that."""
+
+    def twice(strategy, worker, a, b):
+        def step():
+            add(a, np.full(4, worker + 1.0))
+            seen = a.read_value()[0]
+            add(a, np.full(4, seen))
+            return seen
+
+        return float(strategy.run(step)), strategy.round, a.numpy().tolist()
+
+    assert of_two(twice) == [(3.0, 2, [9.0] * 4)] * 2
+
+
+def test_a_reduction_without_a_variable_is_a_round():
+    """`strategy.reduce` counts as one round, gives everyone the same, and changes no variable."""
+
+    def reduce(strategy, worker, a, b):
+        total = strategy.reduce("sum", np.arange(3.0) + worker, None)
+        mean = strategy.reduce(ps.ReduceOp.MEAN, np.arange(2.0 + worker), axis=0)
+        return strategy.round, total.tolist(), float(mean), a.numpy().tolist()
+
+    assert of_two(reduce) == [(2, [1.0, 3.0, 5.0], pytest.approx((0 + 1 + 0 + 1 + 2) / 5), [0.0] * 4)] * 2
+
+
+def test_a_read_right_after_an_update_sees_the_new_value():
+    """It ends the section: the rest of the same merge call is another round."""
+
+    def merge(strategy, a):
+        strategy.extended.update(a, lambda v: v.assign(v * 0 + 5.0))
+        value, round = a.numpy().tolist(), strategy.round
+        strategy.extended.update(a, lambda v: v.assign_add(1.0))
+        return value, round
+
+    def read(strategy, worker, a, b):
+        return met(strategy, lambda s: merge(s, a)), strategy.round, a.numpy().tolist()
+
+    assert of_two(read) == [(([5.0] * 4, 1), 2, [6.0] * 4)] * 2
+
+
+def test_a_value_that_stayed_on_the_servers_says_so():
+    """What was looked at or returned is there; all else was not sent back, and the error says what to do."""
+
+    def lazy(strategy, worker, a, b):
+        forgotten = []
+
+        def merge(strategy, x):
+            used, *others = (strategy.extended.reduce_to("sum", x, a) for _ in range(3))
+            forgotten.extend(others)
+            return used.numpy().tolist(), strategy.extended.update(a, lambda v: v.assign_add(1.0) + 1.0)
+
+        numbers, returned = met(strategy, merge, np.full(4, 2.0))
+        with pytest.raises(RuntimeError, match=r"stayed on the servers when its section ended.*return it"):
+            forgotten[0].numpy()
+        return numbers, np.asarray(returned).tolist()
+
+    assert of_two(lazy) == [([4.0] * 4, [2.0] * 4)] * 2
+
+
+def test_a_variable_may_be_created_in_the_middle():
+    """One process's first value wins, and the next round may use it."""
+
+    def create(strategy, worker, a, b):
+        strategy.run(lambda: add(a, np.ones(4)))
+        with strategy.scope():
+            late = ps.Variable(np.full(2, 10.0 + 100 * worker), name="late")
+        start = late.numpy()
+        strategy.run(lambda: add(late, np.full(2, 1.0 + worker)))
+        return start[0] in (10.0, 110.0), (late.numpy() - start).tolist()
+
+    assert of_two(create) == [(True, [3.0, 3.0])] * 2
+
+
+def test_workers_stop_together_whatever_data_they_have():
+    """One has 2 batches and one 5: five steps for both; empty batches add nothing and have no weight."""
+
+    def train(strategy, worker, a, b):
+        mine = [np.full(2, 10.0 * (step + 1) + worker) for step in range((2, 5)[worker])]
+        found = []
+
+        def step(batch):
+            add(b, np.full(3, batch.sum()))
+            return batch.sum()
+
+        for batch in strategy.experimental_distribute_datasets_from_function(lambda context: mine):
+            value = strategy.run(step, args=(batch,))
+            found.append(
+                (len(batch), float(strategy.reduce("mean", value, None)), float(strategy.reduce("sum", 1, None)))
+            )
+        return found, b.numpy().tolist()
+
+    (first, total), (second, same) = of_two(train)
+    sums = [[2 * (10.0 * (s + 1) + worker) for worker in (0, 1) if worker or s < 2] for s in range(5)]
+    assert first == [(2 if s < 2 else 0, sum(both) / len(both), len(both)) for s, both in enumerate(sums)]
+    assert second == [(2, *step[1:]) for step in first]
+    assert total == same == [float(sum(map(sum, sums)))] * 3
+
+
+def test_servers_that_a_section_does_not_touch_take_no_part():
+    """Their last round is older, though the count of rounds is the same for all."""
+    made = threading.Barrier(2)
+    with InProcessCluster(2, 2, timeouts=PATIENT) as cluster:
+
+        def train(strategy, worker, a, b):
+            strategy.run(lambda: add_all([(a, np.ones(4)), (b, np.ones(3))]))
+            for _ in range(3):
+                strategy.run(lambda: add(a, np.ones(4)))
+            a.numpy()
+            made.wait(SOON)
+            found = [core.status() for core in cluster.cores]
+            made.wait(SOON)
+            return strategy.round, [(status.round, status.waiting) for status in found]
+
+        assert of_two(train, cluster=cluster) == [(4, [(3, ()), (0, ())])] * 2
+
+
+@pytest.mark.parametrize(
+    "every", [pytest.param(2, marks=pytest.mark.soak), 3, pytest.param(50, marks=pytest.mark.soak)]
+)
+def test_accumulating_workers_end_in_the_same_step(every):
+    """Nobody hangs or diverges; what a worker held back counts, even if its batch in use has no examples."""
+
+    def accumulate(strategy, worker):
+        with strategy.scope():
+            v = ps.Variable(np.zeros(1), name="v")
+        mine = [np.ones(2)] * (2, 5)[worker]
+        batches = strategy.experimental_distribute_datasets_from_function(lambda _: mine)
+        held, steps = 0.0, []
+        for _ in range(2):
+            steps.append(0)
+            for batch in batches:
+                steps[-1] += 1
+                held += batch.sum()
+                if steps[-1] % every == 0:
+                    strategy.run(lambda held=held: add(v, np.full(1, held)))
+                    held = 0.0
+            strategy.run(lambda held=held: add(v, np.full(1, held)))
+            held = 0.0
+        return steps, float(v[0]), strategy.round
+
+    first, second = in_threads(accumulate, servers=1)
+    assert first == second
+    assert first[:2] == ([5, 5], 28.0)
+
+
+# ---- Rounds are sent without a wait, and only a look waits ----
+
+
+def loops(strategy, worker):
+    """Loops as users write them, each over the same data; returns of each its waits and rounds per step."""
+    mirrored = ps.MirroredStrategy(["cpu:0"])
+    with mirrored.scope():
+        local = ps.Variable(np.zeros(3), name="local")
+    with strategy.scope():
+        w, u = (ps.Variable(np.zeros(3), name=name) for name in "wu")
+        count = ps.Variable(0.0, name="count")
+        opt = ps.optimizers.Adam(0.1)
+        mean = ps.metrics.Mean()
+    rows = np.arange(2.0 * 2 * STEPS).reshape(-1, 1) * np.ones(3)
+    extended = strategy.extended
+
+    def batches():
+        return strategy.experimental_distribute_dataset(ps.ArrayDataset(rows).batch(2))
+
+    def loss_and_grads(x):
+        return np.float64(((w.numpy() + u.numpy() - x) ** 2).sum()), [2 * x.mean(0), 2 * x.mean(0)]
+
+    def train(x):
+        loss, grads = loss_and_grads(x)
+        opt.apply_gradients(zip(grads, [w, u], strict=True))
+        return loss
+
+    def forward(x):
+        loss, grads = loss_and_grads(x)
+        return loss, grads
+
+    def apply_within(x):
+        strategy.run(train, args=(x,))
+
+    def apply_after(x):
+        _, grads = strategy.run(forward, args=(x,))
+        opt.apply_gradients(zip(grads, [w, u], strict=True))
+
+    def reduced_loss(x):
+        strategy.reduce("mean", strategy.run(train, args=(x,)), axis=None)
+
+    def print_on_one_worker(x):
+        loss = strategy.reduce("mean", strategy.run(train, args=(x,)), axis=None)
+        if worker == 0:
+            str(loss)
+        strategy.reduce("sum", np.ones(2), axis=None)
+
+    def early_stop(x):
+        if float(strategy.reduce("mean", strategy.run(train, args=(x,)), axis=None)) < -1:
+            raise AssertionError("a loss below zero")
+
+    def assigns(x):
+        strategy.run(train, args=(x,))
+        count.assign_add(1.0)
+        u.assign(np.zeros(3))
+
+    def metrics(x):
+        strategy.run(lambda x: mean.update_state(train(x)), args=(x,))
+        float(mean.result())
+
+    def merged(x):
+        def merge(strategy, grad):
+            total = extended.reduce_to("sum", grad, w)
+            return extended.update(w, lambda v, g: v.assign_sub(g), (total,))
+
+        def step(x):
+            _, grads = loss_and_grads(x)
+            ps.get_replica_context().merge_call(merge, (grads[0],))
+
+        strategy.run(step, args=(x,))
+
+    def all_reduced(x):
+        def step(x):
+            return ps.get_replica_context().all_reduce("sum", train(x))
+
+        float(strategy.run(step, args=(x,)))
+
+    def two_strategies(x):
+        strategy.run(train, args=(x,))
+        with mirrored.scope():
+            local.assign(x.mean(0))
+            mirrored.reduce("mean", local, axis=None)
+
+    def evaluated(x):
+        strategy.run(train, args=(x,))
+        loss, _ = strategy.run(forward, args=(x,))
+        strategy.reduce("mean", loss, axis=None)
+
+    def counted(step, source):
+        waits = rounds = 0
+        for number, x in enumerate(source):
+            if number == STEPS:
+                strategy.backend.settle()
+                waits, rounds = strategy.waits, strategy.round
+            step(x)
+        strategy.backend.settle()
+        return (strategy.waits - waits) / STEPS, (strategy.round - rounds) / STEPS
+
+    every = [apply_within, apply_after, reduced_loss, print_on_one_worker, early_stop, assigns, metrics, merged]
+    every += [all_reduced, two_strategies, evaluated]
+    found = {step.__name__: counted(step, batches()) for step in every}
+    found["without data"] = counted(apply_within, [rows[:2]] * 2 * STEPS)
+    with strategy.scope():
+        found["in a scope"] = counted(reduced_loss, batches())
+    return found, [w.numpy().tolist(), u.numpy().tolist(), float(count)]
+
+
+LOOPS = {
+    "apply_within": (1, 1),
+    "apply_after": (1, 1),
+    "reduced_loss": (1, 2),
+    "print_on_one_worker": (2, 3),  # where it prints; the others wait once
+    "early_stop": (1, 2),
+    "assigns": (1, 3),
+    "metrics": (1, 2),
+    "merged": (1, 1),
+    "all_reduced": (1, 2),
+    "two_strategies": (1, 1),
+    "evaluated": (2, 2),  # the loss, which is handed back, is of the new values
+    "without data": (1, 1),
+    "in a scope": (1, 2),
+}
+"""Of each loop the most waits per step, and its rounds per step."""
+
+
+def test_a_step_waits_once():
+    """Whichever way it is written; and once more for each value that it hands back to servers."""
+    (one, end), (other, same) = in_threads(loops)
+    assert end == same
+    assert {name: (one[name][1], other[name][1]) for name in one} == {name: (n, n) for name, (_, n) in LOOPS.items()}
+    for name, (most, _) in LOOPS.items():
+        assert max(one[name][0], other[name][0]) <= most, name
+
+
+def test_a_look_changes_no_round():
+    """What one process prints between two reductions is nothing to the others, within a scope as well."""
+    ended = threading.Barrier(2)
+
+    def look_on_one(strategy, worker):
+        """Worker 0 looks at everything at once, worker 1 at nothing before the end."""
+        with strategy.scope():
+            v = ps.Variable(np.zeros(2), name="v")
+            opt = ps.optimizers.SGD(1.0)
+        found = []
+
+        def look(value):
+            found.append(value)
+            if worker == 0:
+                str(value), float(np.asarray(value).sum())
+
+        with strategy.scope():
+            for n in range(5):
+                look(strategy.reduce("sum", np.full(2, n + worker), axis=None))
+                v.assign_add(np.ones(2))
+                look(v + 0.0 if worker == 0 else 0.0)
+                opt.apply_gradients([(np.full(2, -1.0), v)])
+                look(v + 0.0 if worker == 0 else 0.0)
+                look(strategy.extended.reduce_to("mean", np.float64(n), strategy.extended.worker_devices[0]))
+        rounds = strategy.round
+        sums = [float(np.asarray(value).sum()) for value in found[::4]], [float(value) for value in found[3::4]]
+        ended.wait(SOON)
+        return rounds, sums, v.numpy().tolist()
+
+    expected = [2.0 * (2 * n + 1) for n in range(5)], [float(n) for n in range(5)]
+    assert in_threads(look_on_one) == [(4 * 5, expected, [15.0, 15.0])] * 2
+
+
+@pytest.mark.parametrize("lane", ["shm", "tcp", "grpc"])
+def test_a_call_returns_once_its_array_may_be_changed(lane):
+    """Nobody waits for a process that computes, for what fits the window."""
+    sent = threading.Event()
+
+    def send_ahead(strategy, worker):
+        """Worker 0 sends as many rounds as it may from one array, which it changes; worker 1 comes late."""
+        with strategy.scope():
+            v = ps.Variable(np.zeros(1000), name="v")
+        values = np.zeros(1000)
+        strategy.run(lambda: add(v, values))
+        strategy.reduce("sum", values, axis=None)
+        strategy.backend.settle()
+        if worker == 1:
+            meet(sent)
+        sums = []
+        for n in range(WINDOW):
+            values[:] = n
+            if n % 2:
+                strategy.run(lambda: add(v, values))
+            else:
+                sums.append(strategy.reduce("sum", values, axis=None))
+        values[:] = -1.0
+        assert strategy.round == 2 + WINDOW
+        sent.set()
+        return [float(each[-1]) for each in sums], float(v.numpy()[0])
+
+    expected = [2.0 * n for n in range(0, WINDOW, 2)], 2.0 * sum(range(1, WINDOW, 2))
+    assert in_threads(send_ahead, servers=1, lane=lane) == [expected] * 2
+
+
+def waits_for_worker_1(fit, send, more=lambda strategy: None, size=1, **keys):
+    """Worker 0 sends as many rounds as fit, while worker 1 is late, and waits with one more; returns what both have.
+
+    Args:
+        fit: how many rounds fit.
+        send: `send(strategy, v, number)` makes a round.
+        more: `more(strategy)` is called before the round that does not fit.
+    """
+    full, over = threading.Event(), threading.Event()
+
+    def fill(strategy, worker):
+        with strategy.scope():
+            v = ps.Variable(np.zeros(size), name="v")
+        send(strategy, v, 0)
+        strategy.backend.settle()
+        if worker:
+            meet(full)
+            time.sleep(0.5)
+            assert not over.is_set()
+        for number in range(1, fit + 1):
+            send(strategy, v, number)
+        if not worker:
+            full.set()
+            more(strategy)
+        send(strategy, v, 100)
+        over.set()
+        return strategy.round, float(v.numpy().min()), float(v.numpy().max())
+
+    return in_threads(fill, servers=1, **keys)
+
+
+def test_a_call_waits_where_the_window_is_full():
+    """For the oldest round; no more than a window is ever kept for resends."""
+
+    def send(strategy, v, number):
+        strategy.run(lambda: add(v, np.ones(1)))
+
+    found = waits_for_worker_1(WINDOW, send)
+    assert found == [(WINDOW + 2, 2.0 * (WINDOW + 2), 2.0 * (WINDOW + 2))] * 2
+
+
+def test_a_step_that_waits_too_often_is_told_where(caplog):
+    """Once, with the lines."""
+
+    def look(strategy, worker):
+        for _ in range(4):
+            strategy.run(lambda: None)
+            for _ in range(2):
+                float(strategy.reduce("sum", 1.0, axis=None))
+            float(strategy.reduce("sum", 2.0, axis=None))
+
+    in_threads(look, 1, 1)
+    (said,) = [each.getMessage() for each in caplog.records if "a step has waited 3 times" in each.getMessage()]
+    assert said.count("test_rounds.py:") == 2
+
+
+# ---- `strategy.buffer`: what is computed there is sent from there ----
+
+
+# Over gRPC a buffer is an array like any other: it is copied into frames. The next test has one there.
+@pytest.mark.parametrize("lane", ["shm", "tcp", pytest.param("grpc", marks=pytest.mark.soak)])
+def test_two_arrays_alternate(lane):
+    """Of each variable, over all rounds; what was handed in is read-only, and a step waits once."""
+    steps = 6
+
+    def fill(strategy, size):
+        """Three gradients a step, in buffers; the last two steps look at the values."""
+        with strategy.scope():
+            variables = [ps.Variable(np.zeros(size), name=f"{size}/{n}") for n in range(3)]
+        optimizer, places, waits = ps.optimizers.SGD(1.0), [set() for _ in variables], strategy.waits
+
+        def step(n):
+            gradients = [strategy.buffer(v) for v in variables]
+            assert all(strategy.buffer(v) is gradient for v, gradient in zip(variables, gradients, strict=True))
+            for number, gradient in enumerate(gradients):
+                places[number].add(gradient.__array_interface__["data"][0])
+                gradient[:] = -(n + 1) * (number + 1)
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+            with pytest.raises(ValueError, match="read-only"):
+                gradients[0][0] = 1.0
+            if n > steps - 3:
+                made = (n + 1) * (n + 2)  # of both workers
+                for number, v in enumerate(variables):
+                    assert {float(v.numpy().min()), float(v.numpy().max())} == {made * (number + 1.0)}
+
+        for n in range(steps):
+            strategy.run(step, (n,))
+        assert [len(found) for found in places] == [2, 2, 2]
+        assert strategy.waits - waits <= steps
+
+    in_threads(lambda strategy, _: [fill(strategy, size) for size in (1, 20_000, LARGE)], servers=1, lane=lane)
+
+
+@pytest.mark.parametrize(("lane", "broken"), [("grpc", False), ("shm", True), ("tcp", True)])
+def test_a_large_round_is_not_waited_for(lane, broken):
+    """A third one is: its array is still in a round. What lay in a lane that broke is sent again from where it is."""
+
+    def send(strategy, v, number):
+        def step():
+            buffer = strategy.buffer(v)
+            buffer[:] = number
+            add(v, buffer)
+
+        strategy.run(step)
+
+    def more(strategy):
+        if broken:
+            strategy._session.lane(0).close("the test breaks it")
+
+    assert waits_for_worker_1(2, send, more, size=LARGE, lane=lane) == [(4, 206.0, 206.0)] * 2
