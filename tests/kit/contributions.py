@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
+from pstesting.clock import Clock
 from tests.kit.internals import (
     ALIGN,
     BUCKETS,
@@ -37,7 +38,7 @@ from tests.kit.internals import (
     align,
     parts_of,
 )
-from tests.kit.rig import WORKERS, Job, Worker, adding, payload
+from tests.kit.rig import WORKERS, Job, Servers, Worker, adding, at_once, core, payload
 
 Given = Array | Rows | None
 """What one worker gives to a reduction: an array, rows, or nothing, with a weight of 0."""
@@ -235,3 +236,52 @@ class Mail:
     def say(self, server: int, vote: Vote) -> None:
         """Adds a vote to what is on its way."""
         self._votes.append((self._sender, server, vote))
+
+
+class Voters:
+    """Servers that vote, with a network between them that a test turns.
+
+    Args:
+        root: their checkpoint root.
+        count: how many they are.
+        limits: of the memory of each; none where it is left out.
+        submit: what does their array work; by default the caller's thread does.
+        job: makes the job on them.
+
+    Attributes:
+        clock, cores, job: what they are, and the job on them.
+        variables: one of each server, which a test adds.
+        votes: what is on its way, as (sender, receiver, vote).
+    """
+
+    def __init__(
+        self,
+        root: Any,
+        count: int = 2,
+        limits: Sequence[int] = (),
+        submit: Callable[..., object] = at_once,
+        job: Callable[[Servers], Job] = Job,
+    ) -> None:
+        self.clock, self.votes = Clock(), list[tuple[int, int, Vote]]()
+        self.cores = [core(n, 0, limits[n] if limits else 0, root, self.clock, submit) for n in range(count)]
+        for number, one in enumerate(self.cores):
+            one.others = Mail(number, self.votes)
+        self.job = job(Servers(list(self.cores), self.cores, self.clock, root, False))
+        self.variables: list[PlacedVariable] = []
+
+    def hear(self, change: Callable[[Vote], Sequence[Vote]] = lambda vote: [vote]) -> None:
+        """Has all votes arrive, and those that follow, as `change` leaves them."""
+        while self.votes:
+            sender, receiver, vote = self.votes.pop(0)
+            for each in change(vote):
+                self.cores[receiver].hear(sender, each)
+
+    @property
+    def values(self) -> list[float]:
+        """What is in the variable of each server."""
+        return [float(one.machine.store.value(v.id)[0]) for one, v in zip(self.cores, self.variables, strict=True)]
+
+    @property
+    def lasts(self) -> list[int]:
+        """The last round that is over, on each server."""
+        return [one.status().round for one in self.cores]

@@ -30,13 +30,11 @@ NUMBER = TensorSpec("int64", ())
 
 @pytest.fixture
 def job(tmp_path):
-    """A job on a core whose clock the test turns."""
     with serving("core", 1, tmp_path) as servers:
         yield Job(servers)
 
 
 def page(job: Job) -> Page:
-    """What the first server of a job says."""
     registry = CollectorRegistry()
     (core,) = job.servers.cores[:1]
     registry.register(prometheus.Metrics(lambda: [(ROWS, Seen(core, core.status(), traffic()))]))
@@ -212,7 +210,6 @@ def test_checkpoints_are_counted(job):
 
 @contextmanager
 def served(job: Job, port: int = 0):
-    """Serves the metrics of a job's first server; gives where."""
     (core,) = job.servers.cores[:1]
     one = MetricsPort(core, traffic(), ServerConfig(core.task, security=Security(expiry=2e9)), port)
     try:

@@ -8,33 +8,28 @@ import numpy as np
 import pytest
 
 from psserver.state.strands import BEHIND
-from pstesting.clock import Clock
 from pswire.api import Contribution
 from pswire.errors import ConfigError, Diverged, Fenced
 from pswire.model.plan import Apply, Operand, Plan, Reduction, Ref, SnapshotOrder
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.kit.contributions import Mail
-from tests.kit.rig import SOON, WORKERS, Job, Servers, core, reduce_only, sum_into
+from tests.kit.contributions import Voters
+from tests.kit.rig import SOON, WORKERS, reduce_only, sum_into
 
 A, B, C = WORKERS[:3]
 ONE = np.ones(2, "float32")
 NUMBER = TensorSpec("int64", ())
 
 
-class Three:
+class Three(Voters):
     """Servers that vote, three members of which one may be late, and a plan that adds to a variable on each server.
 
     The first round is made by all: nobody is left out before it has begun.
     """
 
     def __init__(self, root, servers=1, backup=1, begin=True):
-        self.clock, self.votes = Clock(), []
-        self.cores = [core(n, 0, 0, root, self.clock) for n in range(servers)]
-        for number, one in enumerate(self.cores):
-            one.others = Mail(number, self.votes)
-        self.job = Job(Servers(list(self.cores), self.cores, self.clock, root, False))
+        super().__init__(root, servers)
         self.members = self.a, self.b, self.c = self.job.join(A, B, C, mode="whole", backup_workers=backup)
         self.variables = [self.job.variable(self.a, np.zeros(2, "float32"), (n,)) for n in range(servers)]
         self.plan = self.job.approve(sum_into(*self.variables, returned=False), self.a)
@@ -42,12 +37,6 @@ class Three:
             for worker in self.members:
                 self.push(worker, *range(servers))
             self.hear()
-
-    def hear(self):
-        """All votes arrive, and those that follow."""
-        while self.votes:
-            sender, receiver, vote = self.votes.pop(0)
-            self.cores[receiver].hear(sender, vote)
 
     def push(self, worker, *servers, plan=None, turn=True, values=None, **said):
         """A member contributes ones on some servers, and goes on to its next round; returns the futures."""
@@ -58,20 +47,10 @@ class Three:
         worker.round += turn
         return futures
 
-    def empty(self, worker, *servers, **said):
-        """A member takes part without examples."""
-        return self.push(worker, *servers, weights=(0.0,) * len(self.variables), **said)
-
     @property
     def values(self):
         """What is in the variable of each server, beside the first round's."""
-        stores = zip(self.cores, self.variables, strict=True)
-        return [float(one.machine.store.value(v.id)[0]) - 3 for one, v in stores]
-
-    @property
-    def lasts(self):
-        """The last round that is over, on each server."""
-        return [one.status().round for one in self.cores]
+        return [value - 3 for value in super().values]
 
 
 @pytest.fixture
@@ -168,7 +147,7 @@ def test_a_round_waits_for_who_is_too_far_behind(three):
 
 def test_who_has_no_examples_is_none_of_those_who_suffice(three):
     """At the end of a pass those who have data are waited for, however slow they are."""
-    (first,), _ = three.empty(three.a), three.push(three.b)
+    (first,), _ = three.push(three.a, weights=(0.0,)), three.push(three.b)
     assert not first.done()
     three.push(three.c)
     assert first.result(SOON).left_out == ()
@@ -289,22 +268,6 @@ def test_who_is_lost_meanwhile_is_not_waited_for(two_servers):
     assert {future.result(SOON).left_out for future in others} == {(A, C)}
     assert isinstance(early.exception(SOON), Fenced)
     assert three.values == [1, 1]
-
-
-def test_votes_that_are_lost_are_said_again(two_servers):
-    """Also those of the second time; twice they count once."""
-    three = two_servers
-    cross(three)
-    three.push(three.a, 1)
-    three.push(three.c, 0)
-    lost = list(three.votes)
-    three.votes.clear()
-    for one, other in ((0, 1), (1, 0)):
-        three.cores[one].meet(other)
-    three.hear()
-    for sender, receiver, vote in lost:
-        three.cores[receiver].hear(sender, vote)
-    assert (three.values, three.lasts) == ([3, 3], [1, 1])
 
 
 def test_what_is_tried_before_a_vote_waits_for_all(two_servers):

@@ -54,7 +54,6 @@ def two(job):
 
 @pytest.fixture
 def adds(job, two):
-    """A plan that adds to a variable of server 0."""
     v = job.variable(two[0].worker, np.zeros(2))
     return job.approve(rig.sum_into(v), two[0].worker)
 

@@ -49,7 +49,6 @@ class Late:
         self.queue.append(work)
 
     def run(self) -> int:
-        """Does what there is; returns how much it was."""
         done = 0
         while self.queue:
             self.queue.popleft()()
@@ -59,13 +58,11 @@ class Late:
 
 @pytest.fixture
 def late():
-    """The array work of `job`'s servers."""
     return Late()
 
 
 @pytest.fixture
 def job(late, tmp_path: Path):
-    """A job on two cores."""
     clock = Clock()
     cores = [core(number, 0, 0, tmp_path, clock, late) for number in (0, 1)]
     return Job(Servers(list(cores), cores, clock, tmp_path, False))

@@ -1,4 +1,4 @@
-"""Digests: what servers that hold the same variables find out about each other's values."""
+"""Servers that hold the same variables: what they find out about each other, and how one of them comes back."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from psserver.core import digests
 from psserver.core.digests import MAX_NAMES
 from psserver.effects import Work
-from pstesting.clock import Clock
-from pswire.errors import ServerGone
+from psserver.plans import backlog
+from pswire.errors import PSError, ServerGone
 from pswire.model.log import EpochClosed, Gone, JobStarted, Return
 from pswire.servers.votes import Digest
-from tests.kit.contributions import Mail
-from tests.kit.rig import SOON, WORKERS, Job, Servers, core, sum_into
+from tests.kit.contributions import Mail, Voters
+from tests.kit.rig import SOON, WORKERS, Job, checkpoint, core, eventually, sum_into
 
 ONE = np.ones(2, "float32")
 ROUNDS = 16
@@ -27,34 +27,17 @@ def spans(monkeypatch):
     monkeypatch.setattr(digests, "ROUNDS", ROUNDS)
 
 
-class Copies:
-    """Some servers, each of which has the copies of the one before it; one member, and a variable for each server.
-
-    Attributes:
-        votes: what is on its way, as (sender, receiver, vote).
-        cores: the servers.
-    """
+class Copies(Voters):
+    """Some servers, each of which has the copies of the one before it; one member, and a variable for each server."""
 
     def __init__(self, root, count=2, copied=True):
-        self.clock, self.votes = Clock(), []
-        self.cores = [core(number, 0, 0, root, self.clock) for number in range(count)]
-        for number, one in enumerate(self.cores):
-            one.others = Mail(number, self.votes)
-        self.job = CopiedJob(Servers(list(self.cores), self.cores, self.clock, root, False), copied)
+        super().__init__(root, count, job=lambda servers: CopiedJob(servers, copied))
         (self.worker,) = self.job.join(WORKERS[0], mode="whole")
         places = [(number, (number + 1) % count) for number in range(count)]
         self.variables = [self.job.variable(self.worker, np.zeros(2, "float32"), place) for place in places]
         self.plan = self.job.approve(sum_into(*self.variables, returned=False), self.worker)
 
-    def hear(self, change=lambda vote: [vote]):
-        """All votes arrive, as a test changes them."""
-        while self.votes:
-            sender, receiver, vote = self.votes.pop(0)
-            for each in change(vote):
-                self.cores[receiver].hear(sender, each)
-
-    def round(self, plan=None, servers=None, change=lambda vote: [vote]):
-        """Makes a round."""
+    def round(self, plan=None, change=lambda vote: [vote]):
         plan = plan or self.plan
         pushed = [self.worker.push(plan, [ONE] * len(plan.reductions), server=n) for n in plan.servers]
         self.hear(change)
@@ -83,8 +66,6 @@ class Copies:
 
 
 class CopiedJob(Job):
-    """A job whose variables have copies."""
-
     def __init__(self, servers, copied):
         self._copied = copied
         super().__init__(servers)
@@ -307,6 +288,29 @@ def test_what_differs_from_a_server_that_is_lost_is_forgotten(copies):
     assert copies.compared()[0] == (1, 1)
 
 
+def come_back(copies):
+    """Server 1 is back as another process, without its variables; returns it, and what the others have of these."""
+    new, number = core(1, 777, 0, "nowhere", copies.clock), copies.job.epoch.number + 1
+    new.others = Mail(1, copies.votes)
+    epoch = replace(copies.job.epoch, number=number, returns=Return(1, 777, number, True, copies.worker.round))
+    others = [one for one in copies.cores if one.server != 1]
+    log = [*others[0].machine.log.entries]
+    for one in (*others, new):
+        have = one.status().log
+        one.approve(copies.job.token, have, [*log[have:], EpochClosed(epoch)])
+    held = {id: value.copy() for one in others for id, value in one.machine.store.values().items()}
+    new.open(WORKERS[0], 1, copies.worker.session, False, "whole", "", 0, 0, 0)
+    copies.cores[1] = copies.job.verbs[1] = new
+    copies.worker.epoch, copies.job.epoch = number, epoch
+    return new, {v.id: held[v.id] for v in copies.variables if 1 in v.servers}
+
+
+def read(copies, new, held):
+    new.machine.store.commit(held)
+    new.machine.rounds.backlog.has_read(copies.job.epoch.number)
+    new.tick()
+
+
 def test_a_server_that_is_back_is_compared_anew(tmp_path):
     """It makes no digest in the span in which it comes back, and is told apart from its former life."""
     copies = Copies(tmp_path, 3)
@@ -315,23 +319,8 @@ def test_a_server_that_is_back_is_compared_anew(tmp_path):
     copies.rounds(2 * ROUNDS + 3)
     assert copies.found()[0]
     lose(copies, 1)
-    old, new = copies.cores[1], core(1, 777, 0, tmp_path, copies.clock)
-    new.others = Mail(1, copies.votes)
-    back = Return(1, 777, copies.job.epoch.number + 1, True, copies.worker.round)
-    epoch = replace(copies.job.epoch, number=copies.job.epoch.number + 1, returns=back)
-    log = copies.cores[0].machine.log.entries
-    new.approve(copies.job.token, 0, [*log])
-    new.machine.rounds.backlog.has_read(back.epoch)
-    for one in (copies.cores[0], copies.cores[2], new):
-        one.approve(copies.job.token, one.status().log, [EpochClosed(epoch)])
-    for id, value in old.machine.store.values().items():
-        other = next(c for c in (copies.cores[0], copies.cores[2]) if c.machine.store.initialized(id))
-        new.machine.store.commit({id: other.machine.store.value(id).copy()})
-        assert value.shape
-    new.open(WORKERS[0], 1, copies.worker.session, False, "whole", "", 0, 0, 0)
-    copies.cores[1] = copies.job.verbs[1] = new
-    copies.worker.epoch = epoch.number
-    copies.job.epoch = epoch
+    new, held = come_back(copies)
+    read(copies, new, held)
     assert not copies.found()[0]
     copies.rounds(3 * ROUNDS)
     assert new.tally.digests == {"equal": 0, "different": 0}
@@ -359,3 +348,86 @@ def test_a_new_process_reads_of_the_loss_of_the_one_before(tmp_path):
     assert one.approve(1, 0, log) == 2
     assert one.approve(1, 2, [Gone(1, "was lost again")]) == 3
     assert one.machine.outlived is None
+
+
+# ---- Catching up: it votes in rounds, and makes them once it has its variables ----
+
+
+class Back(Copies):
+    """Two servers one of which, `new`, is back, and has not read its variables, of which the values are `held`.
+
+    Attributes:
+        returning, saving: plans of rounds that return what they reduce, and that save.
+    """
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.returning = self.job.approve(sum_into(*self.variables), self.worker)
+        self.saving = self.job.approve(checkpoint("run/ckpt-1", (0, 1)), self.worker)
+        self.rounds(2)
+        lose(self, 1)
+        self.new, self.held = come_back(self)
+
+    def values(self, server):
+        return [value.tolist() for _, value in sorted(self.cores[server].machine.store.values().items())]
+
+
+@pytest.fixture
+def back(tmp_path):
+    return Back(tmp_path)
+
+
+def test_rounds_are_made_once_the_variables_are_there(back):
+    """Each once, in order; their members were answered before."""
+    last = back.worker.round + 5
+    back.rounds(last)
+    status = back.new.status()
+    assert (status.round, status.catching_up) == (last, True)
+    assert not back.new.machine.store.values()
+    read(back, back.new, back.held)
+    eventually(lambda: not back.new.status().catching_up)
+    back.rounds(last + 1)
+    assert back.values(1) == back.values(0) == [[last + 2.0] * 2] * 2
+
+
+def test_what_a_round_returns_of_reductions_it_has_at_once(back):
+    """Each server returns one of the two."""
+    futures = [back.worker.push(back.returning, [ONE, ONE], server=n) for n in (0, 1)]
+    back.hear()
+    first, second = (b"".join(data for _, data in future.result(SOON).payload.chunks) for future in futures)
+    assert first == second == ONE.tobytes()
+
+
+def test_a_save_waits_for_the_variables(back):
+    """And with it its round; then both have the same."""
+    futures = [back.worker.push(back.saving, [], server=n) for n in (0, 1)]
+    back.hear()
+    assert not futures[1].done()
+    read(back, back.new, back.held)
+    eventually(lambda: back.hear() or all(future.done() for future in futures))
+    assert back.values(1) == back.values(0)
+
+
+def test_a_backlog_has_an_end(back, monkeypatch):
+    """Rounds wait then, and are made when there is room."""
+    monkeypatch.setattr(backlog, "BACKLOG_BYTES", 2 * 2 * 16)
+    back.rounds(back.worker.round + 1)
+    futures = [back.worker.push(back.plan, [ONE, ONE], server=n) for n in (0, 1)]
+    back.hear()
+    assert not any(future.done() for future in futures)
+    read(back, back.new, back.held)
+    eventually(lambda: back.hear() or all(future.done() for future in futures))
+    assert back.values(1) == back.values(0)
+
+
+def test_a_read_waits_for_the_rounds(back):
+    """Of a variable that is not here yet, too; one that nobody knows is refused then."""
+    back.rounds(back.worker.round + 1)
+    ids = [variable.id for variable in back.variables]
+    known, unknown = (back.new.pull(back.worker.session, names, back.worker.round - 1) for names in (ids, [99]))
+    assert not known.done()
+    read(back, back.new, back.held)
+    eventually(known.done)
+    assert np.frombuffer(known.result().payload.chunks[0][1], "float32")[0] == back.values(0)[0][0]
+    with pytest.raises(PSError):
+        unknown.result(SOON)

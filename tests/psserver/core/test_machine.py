@@ -55,17 +55,14 @@ class Told:
         return answer, [*effects, *self.machine.progress(self.now)]
 
     def append(self, *entries):
-        """The chief appends to the log; returns what is to be done."""
         prepared = {e.plan.id: PreparedPlan(e.plan, 0) for e in entries if isinstance(e, Approved)}
         return self.tell("approve", self.token, len(self.machine.log.entries), entries, prepared)[1]
 
     def close(self, *members):
-        """The chief closes an epoch."""
         number = self.machine.rounds.epoch.number + 1 if self.machine.rounds.epoch else 1
         return self.append(EpochClosed(Epoch(number, members, start=Start(number, 0))))
 
     def approve(self, plan):
-        """A plan is approved."""
         self.append(Approved(plan))
         return plan
 
@@ -97,7 +94,6 @@ def begin(told, incarnation):
 
 
 def back(server, incarnation, round):
-    """A server is back."""
     epoch = Epoch(1, (Member(A, 1, 1),), "step", returns=Return(server, incarnation, 1, True, round))
     return EpochClosed(epoch)
 

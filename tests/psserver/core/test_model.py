@@ -307,7 +307,6 @@ class Worker:
             ) from error
 
     def beat(self) -> None:
-        """Says that it lives, and what it waits for, to the servers on which its session is open."""
         if self.state != "runs":
             return
         for number in self.session.opens:
@@ -344,8 +343,6 @@ class Stepping(Chief):
 
 
 class Driver:
-    """A chief process."""
-
     task = CHIEF
 
     def __init__(self, model: Model) -> None:
@@ -357,11 +354,9 @@ class Driver:
 
     @property
     def session(self) -> Session:
-        """The one that it has now: it may have opened again."""
         return self.chief._session
 
     def kill(self) -> None:
-        """Dies."""
         self.strand.kill()
         self.model.part(self.session)
 
@@ -388,7 +383,6 @@ class Driver:
                 self.model.end_chiefs(but=self)
 
     def beat(self) -> None:
-        """Says that it lives."""
         if self.session.number and not self.strand.over:
             try:
                 if self.model.dead:
@@ -615,11 +609,9 @@ class Model(RuleBasedStateMachine):
 
     @property
     def over(self) -> bool:
-        """Whether the job is done."""
         return self.cores[0].machine.log.over
 
     def lost(self) -> ServerLost:
-        """The error of a server that has died."""
         (server,) = self.dead
         return ServerLost("was lost (nothing listens there any more)", str(Task("ps", server)))
 
@@ -627,13 +619,11 @@ class Model(RuleBasedStateMachine):
 
     @rule(turns=st.integers(1, 4))
     def go_on(self, turns: int) -> None:
-        """Everything goes on for a while, without harm."""
         for _ in range(turns):
             self._turn()
 
     @rule(who=st.integers(0, 5), times=st.integers(1, 8))
     def step(self, who: int, times: int) -> None:
-        """One worker goes on, for some calls."""
         self.workers[who % len(self.workers)].strand.resume(times)
 
     @rule(times=st.integers(1, 12), which=st.integers(0, 1))
@@ -659,7 +649,6 @@ class Model(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 8))
     def deliver_more(self, which: int) -> None:
-        """Some more of one is there, unless it was answered already."""
         open = [attempt for attempt in self.attempts if attempt.rest]
         if open:
             self._go_on(open[-1 - which % len(open)])
@@ -672,14 +661,12 @@ class Model(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 8))
     def lose_reply(self, which: int) -> None:
-        """An answer is lost; the sender sends again."""
         unanswered = [message for message in self.messages if message.answers and not message.reply.done()]
         if unanswered:
             unanswered[which % len(unanswered)].travels = True
 
     @rule(server=st.integers(0, 2))
     def run_work(self, server: int) -> None:
-        """A server does its array work."""
         queue = self.work[server % len(self.work)]
         while queue and server % len(self.work) not in self.dead:
             queue.popleft()()
@@ -687,36 +674,30 @@ class Model(RuleBasedStateMachine):
 
     @rule()
     def new_chief(self) -> None:
-        """A chief is started, whether or not there is one."""
         if not self.over and not self.dead:
             self.drivers.append(Driver(self))
             self.strands.append(self.drivers[-1].strand)
 
     @rule()
     def kill_chief(self) -> None:
-        """The newest chief is killed, between two calls."""
         if self.drivers and not self.over and not self.dead:
             self.drivers[-1].kill()
 
     def end_chiefs(self, but: Driver) -> None:
-        """Ends all chiefs but one."""
         for driver in self.drivers:
             if driver is not but:
                 driver.kill()
 
     def part(self, session: Session) -> None:
-        """The connection of a process that has ended ends."""
         if session.number and 0 not in self.dead:
             self.cores[0]._enter(self.cores[0].machine.part, session.number)
 
     @rule(who=st.integers(0, 5))
     def kill(self, who: int) -> None:
-        """A worker is killed, between two calls."""
         self.workers[who % len(self.workers)].end("killed")
 
     @rule(who=st.integers(0, 5))
     def fail(self, who: int) -> None:
-        """A worker's script fails, and it says so."""
         worker = self.workers[who % len(self.workers)]
         worker.end("failed")
         if worker.state == "failed" and worker.session.number and 0 not in self.dead:
@@ -724,7 +705,6 @@ class Model(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 5), times=st.integers(0, 8))
     def restart(self, who: int, times: int) -> None:
-        """A task that ended, or was thought dead, is started again."""
         worker = self.workers[who % len(self.workers)]
         if worker.state != "left" and not self.over and not self.dead:
             worker.end("killed")
@@ -751,7 +731,6 @@ class Model(RuleBasedStateMachine):
 
     @rule(one=st.integers(0, 2), other=st.integers(0, 2))
     def cut(self, one: int, other: int) -> None:
-        """Two servers lose their connection, with all votes that were on it, and are connected anew."""
         one, other = one % len(self.cores), other % len(self.cores)
         if one != other and self.dead.isdisjoint((one, other)):
             self.votes[:] = [found for found in self.votes if {found[0], found[1]} != {one, other}]
@@ -821,14 +800,12 @@ class Model(RuleBasedStateMachine):
         self._came(message, payload)
 
     def _go_on(self, attempt: Attempt) -> None:
-        """Some more of an attempt is there, unless it was answered already."""
         if not attempt.answer.done():
             attempt.payload.add(*attempt.rest.pop(0))
             self._came(attempt.message, attempt.payload)
             attempt.message.travels = bool(attempt.rest) and attempt.message.travels
 
     def _came(self, message: Message, payload: Payload) -> None:
-        """Notes how much of a contribution is there."""
         if message.said.alone:
             self.own.came(message, payload)
             return
@@ -871,7 +848,6 @@ class Model(RuleBasedStateMachine):
         return next(plan for plan in self.plans if plan.id == id)
 
     def is_open(self, session: int) -> bool:
-        """Whether a worker's session holds."""
         states = self.cores[0].machine.members.states(self.clock())
         return any(state.member.session == session and state.state == "open" for state in states)
 
@@ -879,7 +855,6 @@ class Model(RuleBasedStateMachine):
 
     @invariant()
     def laws(self) -> None:
-        """What holds after every step."""
         self.broken = True
         self.take_in()
         self.broken = False
@@ -910,7 +885,6 @@ class Model(RuleBasedStateMachine):
             self._check_answers(message)
 
     def _values(self, number: int) -> tuple[int, ...]:
-        """What is in a server's variables."""
         values = self.cores[number].machine.store.values()
         return tuple(int(values.get(place * len(self.cores) + number, 0)) for place in range(3))
 
@@ -1143,14 +1117,12 @@ class Whole(Model):
 
     @initialize(mortal=st.booleans())
     def choose(self, mortal: bool) -> None:
-        """Whether a server may die."""
         self.mortal = mortal
 
     @precondition(lambda self: self.mortal and not self.dead and len(self.cores) > 1 and not self.over)
     @precondition(lambda self: any(worker.state == "runs" for worker in self.workers))
     @rule(which=st.sampled_from([1, 1, 2, 2, 0]), said=st.booleans())
     def die(self, which: int, said: bool) -> None:
-        """A server of a running job dies, under a chief that lives; the votes that it has said may still arrive."""
         if not self.drivers or self.drivers[-1].strand.over:
             self.new_chief()
             self.go_on(12)
@@ -1193,36 +1165,24 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestModel(Model.TestCase):
-    """Runs the model."""
-
     settings = search(0.2)
 
 
 class TestAlone(Alone.TestCase):
-    """Runs the model of asynchronous workers."""
-
     settings = search(0.1)
 
 
 class TestWhole(Whole.TestCase):
-    """Runs the model of whole rounds."""
-
     settings = search(0.25)
 
 
 class TestApart(Apart.TestCase):
-    """Runs the model of rounds of one worker beside those of all."""
-
     settings = search(0.25)
 
 
 class TestHosts(Hosts.TestCase):
-    """Runs the model of sums of hosts."""
-
     settings = search(0.25)
 
 
 class TestLate(Late.TestCase):
-    """Runs the model of backup workers."""
-
     settings = search(0.25)

@@ -165,14 +165,12 @@ def stimuli_of(machine: type[Machine]) -> set[str]:
 
 
 def kept(name: str, *args: Any, error: PSError | None = None) -> Stimuli:
-    """Keeps one stimulus, however quiet it is."""
     stimuli = Stimuli()
     stimuli.keep(10.0, name, args, error)
     return stimuli
 
 
 def only(stimuli: Stimuli, registry: Registry) -> Happened:
-    """The one that is kept."""
     (happened,) = told(stimuli.last(), 12.5, registry)
     return happened
 
@@ -287,8 +285,6 @@ class Large:
 
 @dataclass
 class Result:
-    """Of work: any object."""
-
     large: Large
 
 

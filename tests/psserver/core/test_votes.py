@@ -8,63 +8,39 @@ import numpy as np
 import pytest
 
 from psserver.programs.kernels.compiler import PATIENCE
-from pstesting.clock import Clock
 from pswire.api import Contribution
 from pswire.errors import Fenced, MemoryLimit, ProgramError, PushAgain
-from pswire.model.log import Approved
+from pswire.limits import PART_BYTES
+from pswire.model.changes import Change
+from pswire.model.log import Approved, Epoch, EpochClosed, Start
 from pswire.model.plan import Apply, Plan, Reduction, Ref, SnapshotOrder
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.kit.contributions import Mail
-from tests.kit.rig import SOON, WORKERS, Job, Servers, compiler_of, core, sum_into
+from tests.kit.contributions import Sending, Voters
+from tests.kit.rig import SOON, WORKERS, Job, compiler_of, given, serving, sum_into
 
 A, B = WORKERS[:2]
 ONE = np.ones(2, "float32")
 NUMBER = TensorSpec("int64", ())
 
 
-class Two:
-    """Two servers that vote, two members, a variable on each server, and a plan that adds to both.
+class Two(Voters):
+    """Two servers that vote, two members, a variable on each server, and a plan that adds to both."""
 
-    Attributes:
-        votes: what is on its way, as (sender, receiver, vote).
-    """
-
-    def __init__(self, root, limits=(0, 0)):
-        self.clock, self.votes = Clock(), []
-        self.cores = [core(n, 0, limits[n], root, self.clock) for n in (0, 1)]
-        for number, one in enumerate(self.cores):
-            one.others = Mail(number, self.votes)
-        self.job = Job(Servers(list(self.cores), self.cores, self.clock, root, False))
+    def __init__(self, root, limits=()):
+        super().__init__(root, limits=limits)
         self.a, self.b = self.job.join(A, B, mode="whole")
         self.variables = [self.job.variable(self.a, np.zeros(2, "float32"), (n,)) for n in (0, 1)]
         self.plan = self.job.approve(sum_into(*self.variables, returned=False), self.a)
 
-    def hear(self):
-        """All votes arrive."""
-        while self.votes:
-            sender, receiver, vote = self.votes.pop(0)
-            self.cores[receiver].hear(sender, vote)
-
     def push(self, worker, *servers, plan=None, **said):
-        """A member contributes ones on some servers; returns the futures."""
         plan = plan or self.plan
         return [worker.push(plan, [ONE] * len(plan.reductions), server=n, **said) for n in servers]
 
     def lose(self, *lost):
         """The chief closes an epoch without these."""
         self.job.close([w.member for w in (self.a, self.b) if w not in lost])
-
-    @property
-    def values(self):
-        """What is in the variable of each server."""
-        return [float(one.machine.store.value(v.id)[0]) for one, v in zip(self.cores, self.variables, strict=True)]
-
-    @property
-    def lasts(self):
-        """The last round that is over, on each server."""
-        return [one.status().round for one in self.cores]
 
 
 @pytest.fixture
@@ -76,18 +52,18 @@ def errors(*futures):
     return [type(future.exception(SOON)) for future in futures]
 
 
-def is_visible_once_all_have_voted(two):
+@pytest.mark.parametrize("streams", [False, True])
+def test_nothing_is_visible_before_all_have_voted(tmp_path, monkeypatch, streams):
+    """Neither an answer nor a value, on either server; a stream runs as its contributions come, into second arrays."""
+    if streams:
+        monkeypatch.setattr("pswire.model.plan.PART_BYTES", 0)
+    two = Two(tmp_path)
     futures = [*two.push(two.a, 0, 1), *two.push(two.b, 0, 1)]
     assert not any(future.done() for future in futures)
     assert (two.values, two.lasts, len(two.votes)) == ([0, 0], [-1, -1], 2)
     two.hear()
     assert all(future.result(SOON).left_out == () for future in futures)
     assert (two.values, two.lasts) == ([2, 2], [0, 0])
-
-
-def test_nothing_is_visible_before_all_have_voted(two):
-    """Neither an answer nor a value, on either server."""
-    is_visible_once_all_have_voted(two)
 
 
 def test_who_is_whole_on_one_server_only_counts_on_none(two):
@@ -261,11 +237,6 @@ def streamed(tmp_path, monkeypatch):
     return Two(tmp_path)
 
 
-def test_a_stream_is_not_visible_before_all_have_voted(streamed):
-    """It runs as its contributions come, into second arrays; then it is visible at once."""
-    is_visible_once_all_have_voted(streamed)
-
-
 @pytest.fixture
 def compiled(streamed):
     """The two servers, once they have compiled the kernel of their plan."""
@@ -295,14 +266,11 @@ def addresses(two, rounds):
 
 
 def test_streams_write_into_two_arrays_by_turns(compiled):
-    """What a round has replaced serves the next one; nothing is allocated."""
+    """What a round has replaced serves the next one, and nothing is allocated; an array that somebody reads is not
+    written, neither as a value, nor once it was replaced."""
     one, other, *later = addresses(compiled, 6)
     assert one != other
     assert later == [one, other] * 2
-
-
-def test_an_array_that_somebody_reads_is_not_written(compiled):
-    """Neither as a value, nor once it was replaced."""
     read = compiled.cores[0].machine.store.value(compiled.variables[0].id)
     before = read.copy()
     assert read.ctypes.data not in addresses(compiled, 4)
@@ -340,3 +308,60 @@ def test_a_member_that_is_lost_while_it_streams_counts_nowhere(streamed):
     assert [future.result(SOON).left_out for future in again] == [(B,), (B,)]
     assert errors(*whole) == [Fenced]
     assert two.values == [1, 1]
+
+
+# ---- Beside other rounds ----
+
+
+def change(two, made, round, mode):
+    """The entry of a change that both members ask for; they go on from there."""
+    asked, number = Change(made, round, mode), two.job.epoch.number + 1
+    members = tuple(map(asked.moved, two.job.epoch.members))
+    two.job.epoch = Epoch(number, members, str(asked), Start(number, round))
+    for worker in (two.a, two.b):
+        worker.epoch, worker.round = number, round
+    return EpochClosed(two.job.epoch)
+
+
+def test_a_vote_counts_that_comes_before_its_server_knows_of_the_change(two):
+    """Its number may be below that of the rounds which this server has made, one by one, for each worker."""
+    two.job.append(change(two, 0, 0, "async"))
+    for _ in range(4):
+        for worker in (two.a, two.b):
+            done = two.push(worker, 0, 1)
+            assert all(each.result(0).left_out == () for each in done)
+            worker.round += 1
+    assert two.values == [8.0, 8.0]
+    entry, first = change(two, 1, 4, "whole"), two.cores[0]
+    length = first.status().log
+    first.approve(two.job.token, length, [entry])
+    futures = [future for server in (0, 1) for worker in (two.a, two.b) for future in two.push(worker, server)]
+    two.hear()
+    assert not any(each.done() for each in futures)
+    two.cores[1].approve(two.job.token, length, [entry])
+    two.hear()
+    assert [each.result(0).round for each in futures] == [4] * 4
+    assert (two.values, two.lasts) == ([10.0, 10.0], [4, 4])
+
+
+def test_an_own_round_is_not_taken_for_one_that_streams(tmp_path):
+    """An own round with the number, and the wishes, of a large round that is on its way waits for the end of that, and
+    gets an answer of its own."""
+    with serving("core", 1, tmp_path) as servers:
+        job = Job(servers)
+        two = job.join(A, B)
+        apart = job.variable(two[0], np.array(0), alone=True)
+        large = job.variable(two[0], np.zeros(PART_BYTES // 8 + 100, "int64"))
+        plan = job.approve(sum_into(apart), two[0])
+        common = job.approve(sum_into(large, returned=False), two[0])
+        shared = [Sending(worker, common, [np.ones(large.spec.tensor.shape, "int64")]) for worker in two]
+        assert all(sending.begun for sending in shared)  # it streams
+        said = Contribution(two[0].session, two[0].epoch, 0, plan.id, (1.0,), alone=True)
+        begun = []
+        own = servers.cores[0].push(said, Payload.pack([np.array(10)]), begun.append)
+        assert not own.done()
+        assert [sending.come() and sending.reply.done() for sending in shared] == [False, True]
+        assert [sending.reply.result(0).payload.size for sending in shared] == [0, 0]
+        assert [int(each) for each in given(own.result(0), plan)] == [10]
+        assert (begun, [len(sending.begun) for sending in shared]) == ([], [1, 1])
+        assert int(job.value(two[0], large, 0).sum()) == 2 * large.spec.tensor.shape[0]

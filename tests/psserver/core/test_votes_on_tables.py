@@ -64,7 +64,6 @@ class Tables(Two):
         return [reply.result(SOON).rows[0] if reply.done() else "not decided" for reply in found]
 
     def rows(self, *keys):
-        """The first number of the row of each key."""
         owners = buckets_of(hashes_of(np.array(keys, np.int64), self.spec.salt)) // 512
         found = []
         for key, n in zip(keys, owners.tolist(), strict=True):

@@ -55,7 +55,6 @@ class Table:
         return future
 
     def progress(self):
-        """What can be answered is."""
         for effect in self.waiters.answers(0.0, self.ended.get, len(self.ended)):
             match effect:
                 case Reply(future, value):
@@ -73,7 +72,6 @@ class Table:
         self.progress()
 
     def waiting(self):
-        """How many calls of each kind wait."""
         return tuple(len(self.waiters.rows[kind]) for kind in KINDS)
 
 

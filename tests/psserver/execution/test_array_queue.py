@@ -30,7 +30,6 @@ class Queued:
         self.pieces.append(piece)
 
     def run(self) -> None:
-        """Does what there is."""
         while self.pieces:
             self.pieces.popleft()()
 

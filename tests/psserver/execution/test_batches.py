@@ -37,7 +37,6 @@ POWER = Program(
 
 
 def descent(size):
-    """`w -= rate * gradient`."""
     spec = TensorSpec("float32", (size,))
     inputs = (Input("variable", spec), Input("value", spec), Input("operand", RATE))
     return Program(inputs, (Node("multiply", (1, 2)), Node("subtract", (0, 3))), ((0, 4),), ())
@@ -234,7 +233,6 @@ def streamed(kernels, sizes):
 
 
 def advance(stream, values):
-    """Makes all steps that can be made; returns how many variables each of them updated."""
     made = []
     while not (stream.done or stream.awaits()):
         assigned, _ = stream.step({id: values[id] for id in stream.reads()}, frozenset(values), lambda id: None)

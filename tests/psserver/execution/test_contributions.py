@@ -154,7 +154,6 @@ def sent(rate: float, pair: list[int], gap: int, cuts: list[int]) -> Payload:
 
 
 def taken(*payloads: Payload) -> dict[Ref, list[float]]:
-    """The operands of a round with these contributions."""
     job = job_of(OPERANDS, [[]] * len(payloads))
     parts = [
         replace(part, said=replace(part.said, weights=(1.0,)), payload=payload)

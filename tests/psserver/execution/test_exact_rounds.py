@@ -35,7 +35,6 @@ def heavy(spec):
 
 
 def halved(spec):
-    """A table of which half stays."""
     return Program(
         (Input("variable", spec), Input("value", spec), Input("operand", NUMBER)),
         (Node("multiply", (0, 2)), Node("add", (3, 1))),

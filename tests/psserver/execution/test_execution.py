@@ -28,7 +28,6 @@ KERNELS = Kernels(Device())
 
 
 def part(place, plan, values=(), operands=(), weights=None, want=(), server=0):
-    """What one worker said."""
     weights = (1.0,) * len(plan.reductions) if weights is None else weights
     said = Contribution(place + 1, 1, 4, plan.id, weights, want=want)
     return MemberShare(Member(WORKERS[place], place + 1, 1), said, payload(plan, server, values, weights, operands))

@@ -77,7 +77,6 @@ def test_only_memory_of_its_own_is_alone():
 
 @pytest.fixture
 def kernels():
-    """Kernels that are there at the second call."""
     made = Kernels(Device(), patience=1)
     yield made
     made.close()
@@ -219,13 +218,11 @@ def job(tmp_path: Path):
 
 
 def address(job, variable):
-    """Where a variable's value is."""
     with job.servers.cores[0]._lock:
         return job.servers.cores[0].machine.store.value(variable.id).__array_interface__["data"][0]
 
 
 def turn(worker, plan, values, want=()):
-    """Makes the worker's next round, to its end; returns its answer."""
     (reply,) = together(worker.push(plan, values, want=want))
     worker.round += 1
     return reply

@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume
-from hypothesis import given as given_by_hypothesis
-from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from psserver.devices import Device
@@ -28,9 +25,8 @@ from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.telemetry import prometheus
 from pswire.transport.payload import Payload
 from pswire.transport.traffic import traffic
-from tests.kit.cases import search
 from tests.kit.contributions import LIMIT, SIZE, Sending, streaming
-from tests.kit.programs import job_of, numbers, plan_of, programs, run, same_bits, traced
+from tests.kit.programs import job_of, kept_kernels, plan_of, run, same_bits, traced
 from tests.kit.rig import SOON, WORKERS, Job, compiler_of, scaling, serving, sgd, sum_into, together
 from tests.kit.telemetry import Page
 
@@ -41,7 +37,6 @@ N = 1003
 
 
 def truth(array: Any) -> bool:
-    """What NumPy says."""
     wide = array.astype("complex128" if array.dtype.kind == "c" else "float64")
     return bool(np.isfinite(wide).all())
 
@@ -56,12 +51,9 @@ def descent(w, g):
     w.assign_sub(w.dtype.type(0.5) * g)
 
 
-@pytest.fixture(params=["interpreted", "compiled", "two threads"], scope="module")
+@pytest.fixture(params=["interpreted", "compiled"], scope="module")
 def kernels(request):
-    """Programs op by op, or compiled as soon as they are asked for, however small."""
-    interpreted = request.param == "interpreted"
-    threads = 2 if request.param == "two threads" else 1
-    made = Kernels(Device(), threads, patience=10**9 if interpreted else 1, smallest=0)
+    made = kept_kernels(2, patience=10**9 if request.param == "interpreted" else 1, smallest=0)
     yield made
     made.close()
 
@@ -103,8 +95,10 @@ def test_an_array_is_judged_as_numpy_judges_it(dtype, size):
 # ---- Rounds ----
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "complex64"])
-@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [("float32", "sum"), ("float32", "mean"), ("float64", "mean"), ("bfloat16", "mean"), ("complex64", "sum")],
+)
 def test_a_round_names_whose_contribution_it_was_and_what_it_did(kernels, dtype, op):
     """Of every dtype, interpreted and compiled, with contributions in pieces, for each worker and for two of them."""
     spec = TensorSpec(dtype, (N,))
@@ -121,150 +115,102 @@ def test_a_round_names_whose_contribution_it_was_and_what_it_did(kernels, dtype,
         assert truth(outcome.assigned[0]) is (not places)
 
 
-@search(0.4)
-@given_by_hypothesis(program=programs(), seed=st.integers(0, 1000), workers=st.integers(1, 3), bad=st.booleans())
-def test_random_programs_are_judged_as_numpy_judges_what_they_did(program, seed, workers, bad):
-    """Compiled or not, in place or not: the variables that are not finite, and the contributions, and no others."""
-    arrays = []
-    for i, item in enumerate(program.inputs):
-        array = numbers(item.spec.dtype, item.spec.size, seed + i)
-        if not bad and item.spec.dtype in FLOATS:
-            array[~np.isfinite(array)] = 1
-        arrays.append(array.reshape(item.spec.shape))
-    variables, values, operands = (
-        [a for a, item in zip(arrays, program.inputs, strict=True) if item.kind == kind]
-        for kind in ("variable", "value", "operand")
-    )
-    contributions = [[np.roll(array, place) for array in values] for place in range(workers)]
-    job = job_of(plan_of(program), contributions, operands)
-    expected = [
-        (index, WORKERS[place])
-        for index in range(len(values))
-        for place in range(workers)
-        if not truth(contributions[place][index])
-    ]
-    for patience, in_place in ((10**9, False), (1, False), (1, True)):
-        kernels = Kernels(Device(), patience=patience, smallest=0)
-        try:
-            held = dict(enumerate(array.copy() for array in variables))
-            try:
-                outcome = ran(kernels, job, held, in_place)
-            except ProgramError:
-                assume(False)
-            wrong = {id for id, value in outcome.assigned.items() if not truth(value)}
-            assert set(outcome.found.variables) == wrong
-            if patience > 1:
-                assert sorted(outcome.found.contributions) == expected
-            else:  # Kernels do not look at what nothing comes of.
-                assert set(outcome.found.contributions) <= set(expected)
-        finally:
-            kernels.close()
+SPEC = TensorSpec("float32", (N,))
+FEW = TensorSpec("float32", (4,))
 
 
-def test_a_kernel_sees_what_its_program_keeps_out(kernels):
+def ones(*at, of=np.nan, size=N):
+    """Ones, with something else in some places."""
+    array = np.ones(size, "float32")
+    array[... if at == (...,) else list(at)] = of
+    return array
+
+
+def updating(fn, count=1, op="sum", spec=SPEC):
+    """A plan of a function of variables and a gradient, and its operands."""
+    program, operands = traced(fn, [spec] * count, [spec])
+    return plan_of(program, op), operands
+
+
+def kept_out():
     """A contribution that a choice drops is found, and the variable is as finite as it is."""
-    spec = TensorSpec("float32", (N,))
-    program, operands = traced(lambda w, g: w.assign(np.where(np.isfinite(g), w - g, w)), [spec], [spec])
-    contributions = [[np.ones(N, "float32")] for _ in range(2)]
-    contributions[1][0][-1] = np.nan
-    outcome = ran(kernels, job_of(plan_of(program), contributions, operands), {0: np.ones(N, "float32")})
-    assert outcome.found.contributions == [(0, B)]
-    assert outcome.found.variables == {}
+    made = updating(lambda w, g: w.assign(np.where(np.isfinite(g), w - g, w)))
+    yield *made, [[ones()], [ones(-1)]], [(0, B)], {}
 
 
-def test_each_variable_of_a_program_is_told_apart(kernels):
+def too_large():
     """A gradient whose square is too large makes one slot infinite, and leaves the others finite."""
-    spec = TensorSpec("float32", (N,))
-    program, operands = traced(adam, [spec] * 3, [spec])
-    gradient = np.ones(N, "float32")
-    gradient[17] = 1e30
-    values = {0: np.ones(N, "float32"), 1: np.ones(N, "float32"), 2: np.ones(N, "float32")}
-    outcome = ran(kernels, job_of(plan_of(program), [[gradient]], operands), values)
-    assert outcome.found.contributions == []
-    assert set(outcome.found.variables) == {id for id in values if not truth(outcome.assigned[id])} == {2}
+    yield *updating(adam, 3), [[ones(17, of=1e30)]], [], {2}
 
 
-def test_the_last_value_of_a_round_counts(kernels):
+def made_good():
     """A variable that is not finite in between is so again at the end, if something else is assigned."""
-    spec = TensorSpec("float32", (N,))
-    inputs = (Input("variable", spec), Input("value", spec))
+    inputs = (Input("variable", SPEC), Input("value", SPEC))
     plan = Plan(
-        (Reduction("sum", spec, (0,)), Reduction("sum", spec, (0,))),
+        (Reduction("sum", SPEC, (0,)), Reduction("sum", SPEC, (0,))),
         (),
         (Program(inputs, (Node("add", (0, 1)),), ((0, 2),), ()), Program(inputs, (), ((0, 1),), ())),
         tuple(Apply(n, (0,), (Ref("variable", 0), Ref("reduction", n))) for n in range(2)),
     )
-    good, bad = np.ones(N, "float32"), np.full(N, np.nan, "float32")
-    outcome = ran(kernels, job_of(plan, [[bad, good]]), {0: good.copy()})
-    assert (outcome.found.contributions, outcome.found.variables) == ([(0, A)], {})
-    outcome = ran(kernels, job_of(plan, [[good, bad]]), {0: good.copy()})
-    assert (outcome.found.contributions, set(outcome.found.variables)) == ([(1, A)], {0})
+    yield plan, (), [[ones(...), ones()]], [(0, A)], {}
+    yield plan, (), [[ones(), ones(...)]], [(1, A)], {0}
 
 
-def test_an_application_of_a_batch_is_found(kernels):
-    """Of many that one kernel makes together, by whichever thread."""
+def batched():
+    """Of many applications that one kernel makes together, by whichever thread."""
     sizes = [N, 5, 400, N]
-    specs = [TensorSpec("float32", (size,)) for size in sizes]
-    made = [traced(descent, [spec], [spec]) for spec in specs]
+    made = [traced(descent, [spec], [spec]) for spec in (TensorSpec("float32", (size,)) for size in sizes)]
     programs_of = tuple(dict.fromkeys(program for program, _ in made))
-    first = plan_of(made[0][0])
-    plan = Plan(
-        tuple(Reduction("sum", spec, (0,)) for spec in specs),
-        first.operands,
-        programs_of,
-        tuple(
-            Apply(
-                programs_of.index(program),
-                (0,),
-                tuple(
-                    Ref("operand", 0)
-                    if item.kind == "operand"
-                    else Ref("variable" if item.kind == "variable" else "reduction", n)
-                    for item in program.inputs
-                ),
-            )
-            for n, (program, _) in enumerate(made)
-        ),
+    plans = [plan_of(program) for program, _ in made]
+    applies = tuple(
+        Apply(
+            programs_of.index(program),
+            (0,),
+            tuple(ref if ref.kind == "operand" else Ref(ref.kind, n) for ref in plans[n].applies[0].args),
+        )
+        for n, (program, _) in enumerate(made)
     )
-    contributions = [[np.ones(size, "float32") for size in sizes] for _ in range(2)]
-    contributions[1][2][399] = np.inf
-    values = {n: np.ones(size, "float32") for n, size in enumerate(sizes)}
-    outcome = ran(kernels, job_of(plan, contributions, made[0][1]), values)
-    assert outcome.found.contributions == [(2, B)]
-    assert set(outcome.found.variables) == {2}
+    plan = Plan(sum((each.reductions for each in plans), ()), plans[0].operands, programs_of, applies)
+    good = [ones(size=size) for size in sizes]
+    yield plan, made[0][1], [good, [*good[:2], ones(399, of=np.inf, size=400), good[3]]], [(2, B)], {2}
 
 
-def test_what_only_comes_back_is_not_watched(kernels):
+def given_back():
     """A loss that is NaN poisons no variable; one that is also applied does."""
-    spec = TensorSpec("float32", (4,))
-    only = Plan((Reduction("sum", spec, (0,)),), returned=(Ref("reduction", 0),))
-    bad = np.array([1, np.nan, 1, 1], "float32")
-    assert ran(kernels, job_of(only, [[bad]]), {}).found.contributions == []
-    program, operands = traced(descent, [spec], [spec])
-    both = replace(plan_of(program), returned=(Ref("reduction", 0),))
-    outcome = ran(kernels, job_of(both, [[bad]], operands), {0: np.ones(4, "float32")})
-    assert outcome.found.contributions == [(0, A)]
+    bad = [[ones(1, size=4)]]
+    yield Plan((Reduction("sum", FEW, (0,)),), returned=(Ref("reduction", 0),)), (), bad, [], {}
+    plan, operands = updating(descent, spec=FEW)
+    yield replace(plan, returned=(Ref("reduction", 0),)), operands, bad, [(0, A)], {0}
 
 
-def test_of_a_first_contribution_the_first_alone_counts(kernels):
-    """The others are looked at by nobody."""
-    spec = TensorSpec("float32", (4,))
-    program, operands = traced(descent, [spec], [spec])
-    plan = plan_of(program, "first")
-    good, bad = np.ones(4, "float32"), np.full(4, np.nan, "float32")
-    assert ran(kernels, job_of(plan, [[good], [bad]], operands), {0: good.copy()}).found.contributions == []
-    assert ran(kernels, job_of(plan, [[bad], [bad]], operands), {0: good.copy()}).found.contributions == [(0, A)]
+def first_of_all():
+    """Of a first contribution the first alone counts: the others are looked at by nobody."""
+    made = updating(descent, op="first", spec=FEW)
+    yield *made, [[ones(size=4)], [ones(..., size=4)]], [], {}
+    yield *made, [[ones(..., size=4)]] * 2, [(0, A)], {0}
+
+
+@pytest.mark.parametrize("rounds", [kept_out, too_large, made_good, batched, given_back, first_of_all])
+def test_what_a_round_finds(kernels, rounds):
+    """Contributions that are not finite, and those variables that are not at the end."""
+    for plan, operands, contributions, poisoned, wrong in rounds():
+        specs = [
+            (ref, item.spec)
+            for a in plan.applies
+            for ref, item in zip(a.args, plan.programs[a.program].inputs, strict=True)
+        ]
+        values = {ref.index: ones(size=spec.size) for ref, spec in specs if ref.kind == "variable"}
+        outcome = ran(kernels, job_of(plan, contributions, operands), values)
+        assert outcome.found.contributions == poisoned
+        assert {*outcome.found.variables} == {id for id, v in outcome.assigned.items() if not truth(v)} == {*wrong}
 
 
 def test_more_contributions_than_a_kernel_sums_are_told_apart(kernels, monkeypatch):
     """The reducer's sum is judged."""
     monkeypatch.setattr("psserver.execution.contributions.MAX_PARTS", 2)
     monkeypatch.setattr("psserver.plans.batches.MAX_PARTS", 2)
-    spec = TensorSpec("float32", (N,))
-    program, operands = traced(descent, [spec], [spec])
-    contributions = [[np.ones(N, "float32")] for _ in range(3)]
-    contributions[1][0][3] = -np.inf
-    outcome = ran(kernels, job_of(plan_of(program), contributions, operands), {0: np.ones(N, "float32")})
+    plan, operands = updating(descent)
+    outcome = ran(kernels, job_of(plan, [[ones()], [ones(3, of=-np.inf)], [ones()]], operands), {0: ones()})
     assert outcome.found.contributions == [(0, B)]
     assert set(outcome.found.variables) == {0}
 
@@ -321,7 +267,6 @@ def test_a_device_is_asked_once_in_a_round(dtype, monkeypatch):
 
 @pytest.fixture
 def job(tmp_path) -> Iterator[Job]:
-    """A job on one core, which works in the caller's thread."""
     with serving("core", 1, tmp_path) as servers:
         yield Job(servers)
 

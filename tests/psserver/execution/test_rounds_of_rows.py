@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psserver.execution.contributions import Contributions
+from psserver.execution.execution import Execution
 from psserver.plans.memory import Need, plan_bytes
+from pswire.api import RowRead
 from pswire.errors import ProgramError
 from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
@@ -35,14 +37,12 @@ V, W = Ref("variable", 0), Ref("variable", 1)
 
 @pytest.fixture(scope="module", params=["interpreted", "compiled"])
 def kernels(request):
-    """Programs op by op, or compiled as soon as they are asked for."""
     made = kept_kernels(2, patience=1 if request.param == "compiled" else 10**9, smallest=0)
     yield made
     made.close()
 
 
 def made(kernels, job, values, alone=frozenset()):
-    """What a round makes once its kernels are there."""
     run(job, kernels, {id: array.copy() for id, array in values.items()}, frozenset(values))
     kernels.compiler.wait()
     return run(job, kernels, values, alone)
@@ -267,3 +267,36 @@ def test_no_rows_change_nothing(kernels):
         assert same_bits(outcome.assigned[1], table)
         ids, values = outcome.given
         assert (ids.shape, values.shape, values.dtype) == ((0,), (0, 2), np.float32)
+
+
+# ---- What a round gives back ----
+
+
+def test_an_update_that_changes_all_rows_runs_on_the_whole(kernels):
+    """As with the whole gradient; lazily only the given rows change."""
+    double = Program(
+        (Input("variable", TABLE), Input("value", TABLE)),
+        (Node("add", (0, 0)), Node("subtract", (2, 1))),
+        ((0, 3),),
+        (),
+    )
+    for sparse, expected in (("dense", [2, -1, 2, 2, 2, 2]), ("lazy", [1, -1, 1, 1, 1, 1])):
+        plan = Plan((BOTH.reductions[1],), (), (double,), (Apply(0, (0,), (V, G), sparse),))
+        outcome = run(round_of(plan, share(0, plan, [rows(1, of=3.0)])), kernels, {0: np.ones(TABLE.shape, "float32")})
+        assert outcome.assigned[0][:, 0].tolist() == expected
+
+
+def test_reduced_rows_are_given_and_looked_up(kernels):
+    """Reduced ones each once, with how many they are; for each member its own, as they are after the round."""
+    plan = Plan((BOTH.reductions[1],), (), (adding(TABLE),), (Apply(0, (0,), (V, G)),), (G,))
+    shares = [
+        share(0, plan, [rows(1, 3, of=np.array([[1, 1], [2, 2]], "float32"))]),
+        share(1, plan, [rows(3, 5, of=np.array([[4, 4], [8, 8]], "float32"))]),
+    ]
+    said = replace(shares[0].said, lookups=(RowRead.of(0, np.array([0, 1], np.int64)),))
+    execution = Execution(round_of(plan, replace(shares[0], said=said), shares[1]), kernels)
+    execution.reads()
+    execution.step({0: np.ones(TABLE.shape, "float32")}, frozenset({0}), lambda id: None)
+    ids, values = execution.given.arrays
+    assert (ids.tolist(), values[:, 0].tolist(), list(execution.given.rows)) == ([1, 3, 5], [1, 6, 8], [3])
+    assert execution.lookups.found[1][0].tolist() == [[1, 1], [2, 2]]

@@ -60,14 +60,12 @@ def limit(monkeypatch):
 
 @pytest.fixture
 def job(tmp_path: Path):
-    """A job on one core, which works in the caller's thread."""
     with serving("core", 1, tmp_path) as servers:
         yield Job(servers)
 
 
 @pytest.fixture
 def two(job):
-    """Two members."""
     return job.join(A, B)
 
 
@@ -95,7 +93,6 @@ def wanted(reply, variables):
 
 
 def failure(future):
-    """The error that a future ends with, at once."""
     assert future.done()
     error = future.exception()
     assert isinstance(error, PSError), error
@@ -106,40 +103,25 @@ def failure(future):
 
 
 def test_a_variable_is_updated_before_the_rest_has_come(job, two, three, plan):
-    """As soon as everyone's contribution to it is whole; the answer comes at the end."""
+    """As soon as everyone's contribution to it is whole; the answer, which all who want the same share, grows then."""
     first = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come()
     assert stored(job, *three) == [0, 0, 0]
     assert first.begun == []
     second = Sending(two[1], plan, full(10, 20, 30), want=ids(three))
-    assert stored(job, *three) == [0, 0, 0]
-    second.come(LIMIT - 16)
-    assert stored(job, *three) == [0, 0, 0]
-    second.come(16)
-    assert stored(job, *three) == [11, 0, 0]
-    second.come(LIMIT + 16)
-    assert stored(job, *three) == [11, 22, 0]
+    answer = first.told()
+    assert second.told() is answer
+    assert (answer.end, answer.size) == (0, 3 * LIMIT)
+    for more, made in ((0, []), (LIMIT - 16, []), (16, [11]), (LIMIT + 16, [11, 22])):
+        second.come(more)
+        assert (stored(job, *three), arrays(answer)) == (made + [0] * (3 - len(made)), made)
     assert [waiting.missing for waiting in job.verbs[0].status().waiting] == [(B,)]
     assert not first.reply.done()
     second.come()
-    assert stored(job, *three) == [11, 22, 33]
+    assert stored(job, *three) == arrays(answer) == [11, 22, 33]
     for reply in together(first.reply, second.reply):
-        assert (reply.round, reply.left_out) == (0, ())
+        assert (reply.round, reply.left_out, reply.payload is answer) == (0, (), True)
         assert wanted(reply, three) == [11, 22, 33]
     assert job.verbs[0].status().waiting == ()
-
-
-def test_an_answer_grows_while_contributions_come(job, two, three, plan):
-    """All who want the same share it; it is what they are answered with."""
-    sent = [Sending(worker, plan, full(1, 2, 3), want=ids(three)) for worker in two]
-    answer = sent[0].told()
-    assert sent[1].told() is answer
-    assert (answer.end, answer.size) == (0, 3 * LIMIT)
-    for step in (1, 2, 3):
-        for sending in sent:
-            assert len(arrays(answer)) == step - 1
-            sending.come(LIMIT)
-        assert arrays(answer) == [2, 4, 6][:step]
-    assert [reply.payload is answer for reply in together(*(sending.reply for sending in sent))] == [True, True]
 
 
 def test_answers_are_in_the_order_of_what_is_wanted(job, two, three, plan):
@@ -154,16 +136,6 @@ def test_answers_are_in_the_order_of_what_is_wanted(job, two, three, plan):
     assert seen == [([], []), ([], [4]), ([6, 4, 2], [4])]
     assert wanted(backwards.reply.result(SOON), three[::-1]) == [6, 4, 2]
     assert wanted(middle.reply.result(SOON), three[1:2]) == [4]
-
-
-def test_what_the_round_does_not_assign_is_sent_at_once(job, two, three, plan):
-    """It is as it was, and stays so."""
-    other = job.variable(two[0], np.full(SIZE, 7.0))
-    sent = [Sending(worker, plan, full(1, 2, 3), want=(other.id, *ids(three))) for worker in two]
-    assert arrays(sent[0].told()) == [7]
-    for sending in sent:
-        sending.come()
-    assert wanted(sent[0].reply.result(SOON), [other, *three]) == [7, 2, 4, 6]
 
 
 def test_what_is_left_out_is_sent_as_it_was(job, two, three):
@@ -184,12 +156,18 @@ def test_what_is_left_out_is_sent_as_it_was(job, two, three):
 
 
 def test_who_wants_nothing_is_answered_at_the_end(job, two, three, plan):
-    """And so is who wants what is not here: with an error of its own."""
+    """And so is who wants what is not here: with an error of its own. A stranger that names the round that runs gets an
+    error alone, and hears nothing of the answer."""
+    (third,) = job.join(C)
+    third.epoch = two[0].epoch
     nothing = Sending(two[0], plan, full(1, 2, 3)).come()
-    missing = Sending(two[1], plan, full(1, 2, 3), want=(77,)).come()
+    missing = Sending(two[1], plan, full(1, 2, 3), want=(77,)).come(LIMIT)
+    stranger = Sending(third, plan, full(1, 2, 3), want=ids(three))
+    assert isinstance(failure(stranger.reply), Fenced)
+    missing.come()
     assert nothing.reply.result(SOON).payload.size == 0
     assert isinstance(failure(missing.reply), InvalidRequest)
-    assert missing.begun == []
+    assert missing.begun == stranger.begun == []
     assert stored(job, *three) == [2, 4, 6]
 
 
@@ -270,13 +248,11 @@ def test_a_reduction_that_no_program_uses_is_given(job, two):
 
 @pytest.fixture
 def queue():
-    """Array work that is made when the test says so."""
     return deque()
 
 
 @pytest.fixture
 def queued(queue, tmp_path):
-    """A job on one core whose array work is in the `queue`."""
     clock = Clock()
     cores = [core(0, 0, 0, tmp_path, clock, queue.append)]
     return Job(Servers(list(cores), cores, clock, tmp_path, False))
@@ -395,9 +371,12 @@ def test_a_weight_of_nothing_is_not_waited_for(job, two, three, plan):
 
 
 def test_nobody_reads_half_a_round(job, two, three, plan):
-    """Neither the variables that it has updated nor those that it will; others are read at once."""
+    """Neither the variables that it has updated nor those that it will; others are read, and sent, at once."""
     other = job.variable(two[0], np.full(SIZE, 7.0))
-    sent = [Sending(worker, plan, full(1, 2, 3)).come(LIMIT) for worker in two]
+    sent = [Sending(worker, plan, full(1, 2, 3), want=(other.id, *ids(three))) for worker in two]
+    assert arrays(sent[0].told()) == [7]
+    for sending in sent:
+        sending.come(LIMIT)
     reading = [job.verbs[0].pull(two[0].session, [variable.id], -1) for variable in three]
     assert float(job.value(two[0], other)[0]) == 7
     assert not any(future.done() for future in reading)
@@ -405,6 +384,7 @@ def test_nobody_reads_half_a_round(job, two, three, plan):
         sending.come()
     values = [future.result(SOON).payload.tensors([VECTOR])[0] for future in reading]
     assert [float(value[0]) for value in values] == [2, 4, 6]
+    assert wanted(sent[0].reply.result(SOON), [other, *three]) == [7, 2, 4, 6]
 
 
 def test_who_asks_again_for_the_last_round_does_not_read_half_of_this_one(job, two, three, plan):
@@ -471,34 +451,20 @@ def test_what_a_member_has_not_sent_whole_is_left_out(job, two):
         assert wanted(reply, variables) == [39 / 5, 9 / 2, 9 / 2]
 
 
-def test_what_a_lost_member_has_sent_whole_counts(job, two, three, plan):
-    """It is in the round, and nobody is left out."""
-    gone = Sending(two[1], plan, full(10, 20, 30)).come()
-    sending = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come(LIMIT)
+@pytest.mark.parametrize(
+    ("came", "begun", "left_out", "made"),
+    [(3 * LIMIT, True, (), [11, 22, 33]), (2 * LIMIT, False, (B,), [1, 2, 3])],
+    ids=["whole", "before the round begins"],
+)
+def test_what_a_lost_member_has_sent_whole_counts(job, two, three, plan, came, begun, left_out, made):
+    """It is in the round, and nobody is left out; who is lost before the round begins has no part in it, however much
+    of it has come: nothing was done with it."""
+    gone = Sending(two[1], plan, full(10, 20, 30)).come(came)
+    sending = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come(LIMIT) if begun else None
     job.close([two[0].member])
     assert isinstance(failure(gone.reply), Fenced)
-    sending.come()
-    reply = sending.reply.result(SOON)
-    assert (reply.left_out, wanted(reply, three)) == ((), [11, 22, 33])
-
-
-def test_who_is_lost_before_the_round_begins_has_no_part_in_it(job, two, three, plan):
-    """However much of it has come: nothing was done with it."""
-    Sending(two[1], plan, full(10, 20, 30)).come(2 * LIMIT)
-    job.close([two[0].member])
-    reply = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come().reply.result(SOON)
-    assert (reply.left_out, wanted(reply, three)) == ((B,), [1, 2, 3])
-
-
-def test_operands_of_a_lost_member_are_not_waited_for(job, two):
-    """Where it has not sent them whole nothing of it counts."""
-    variables, plan = steps(job, two)
-    gone = Sending(two[1], plan, full(1, 2), operands=full(5), want=ids(variables)).come(16)
-    sending = Sending(two[0], plan, full(1, 2), operands=full(5), want=ids(variables)).come()
-    job.close([two[0].member])
-    assert isinstance(failure(gone.reply), Fenced)
-    reply = sending.reply.result(SOON)
-    assert (reply.left_out, wanted(reply, variables)) == ((B,), [5, 10])
+    reply = (sending or Sending(two[0], plan, full(1, 2, 3), want=ids(three))).come().reply.result(SOON)
+    assert (reply.left_out, wanted(reply, three)) == (left_out, made)
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
@@ -564,7 +530,7 @@ def test_operands_that_differ_change_nothing(job, two):
 
 
 def test_operands_are_waited_for(job, two):
-    """Of everyone, however much else is there."""
+    """Of everyone, however much else is there; where a lost member has not sent them whole nothing of it counts."""
     variables, plan = steps(job, two)
     whole = Sending(two[0], plan, full(1, 2), operands=full(5)).come()
     sending = Sending(two[1], plan, full(1, 2), operands=full(5)).come(LIMIT - 16)
@@ -574,6 +540,14 @@ def test_operands_are_waited_for(job, two):
     sending.come()
     together(whole.reply, sending.reply)
     assert stored(job, *variables) == [10, 20]
+    for worker in two:
+        worker.round += 1
+    gone = Sending(two[1], plan, full(1, 2), operands=full(5), want=ids(variables)).come(16)
+    sending = Sending(two[0], plan, full(1, 2), operands=full(5), want=ids(variables)).come()
+    job.close([two[0].member])
+    assert isinstance(failure(gone.reply), Fenced)
+    reply = sending.reply.result(SOON)
+    assert (reply.left_out, wanted(reply, variables)) == ((B,), [15, 30])
 
 
 def test_a_variable_without_a_value_is_found_before_anything_is_written(job, two, three):
@@ -593,7 +567,6 @@ def test_a_variable_without_a_value_is_found_before_anything_is_written(job, two
 
 
 def short(monkeypatch, after):
-    """Lets the memory end at a program after so many others."""
     run, made = interpreter.Script.run, []
 
     def counted(*args):
@@ -606,13 +579,15 @@ def short(monkeypatch, after):
 
 
 def test_memory_that_ends_halfway_ends_the_job(job, two, three, plan, monkeypatch):
-    """Everyone is told that the server is lost, and nobody reads, or goes on with, half of a round."""
+    """Everyone is told that the server is lost, and nobody reads, or goes on with, half of a round; a job that is begun
+    anew has nothing of the last one."""
     other = job.open(C).session
-    short(monkeypatch, after=1)
-    sent = [Sending(worker, plan, full(1, 2, 3)).come(LIMIT) for worker in two]
-    reading = job.verbs[0].pull(other, [three[0].id], -1)
-    for sending in sent:
-        sending.come(LIMIT)
+    with monkeypatch.context() as patch:
+        short(patch, after=1)
+        sent = [Sending(worker, plan, full(1, 2, 3)).come(LIMIT) for worker in two]
+        reading = job.verbs[0].pull(other, [three[0].id], -1)
+        for sending in sent:
+            sending.come(LIMIT)
     for sending in sent:
         error = failure(sending.reply)
         assert isinstance(error, ServerLost)
@@ -628,19 +603,10 @@ def test_memory_that_ends_halfway_ends_the_job(job, two, three, plan, monkeypatc
     ):
         with pytest.raises(ServerLost):
             call()
-
-
-def test_a_job_that_is_begun_anew_after_half_a_round_works(job, two, three, plan, monkeypatch):
-    """It has nothing of the last one."""
-    with monkeypatch.context() as patch:
-        short(patch, after=1)
-        sent = [Sending(worker, plan, full(1, 2, 3)).come() for worker in two]
-    assert all(isinstance(failure(sending.reply), ServerLost) for sending in sent)
     again(job)
 
 
 def again(job):
-    """Begins the job anew, and makes a round of it."""
     job.begin()
     (new,) = job.join(C)
     variables = [job.variable(new, value) for value in zeros(3)]
@@ -650,45 +616,26 @@ def again(job):
     assert wanted(sending.come().reply.result(SOON), variables) == [1, 2, 3]
 
 
-def test_a_job_that_begins_anew_throws_a_stream_away(job, two, three, plan):
+@pytest.mark.parametrize("begins", [True, False], ids=["another job begins", "the server ends"])
+def test_a_stream_is_thrown_away(job, two, three, plan, begins):
     """Who was in it is told, and what still comes changes nothing."""
     sent = [Sending(worker, plan, full(1, 2, 3)).come(LIMIT) for worker in two]
     old = job.servers.cores[0].machine.store.value(three[1].id)
-    job.begin()
+    job.begin() if begins else job.servers.cores[0].close()
     for sending in sent:
         assert isinstance(failure(sending.reply), ServerLost)
         sending.come()
     assert not old.any()
-    again(job)
-
-
-def test_a_server_that_ends_tells_everyone(job, two, three, plan):
-    """In the middle of a round; what comes later is served by nobody."""
-    sent = [Sending(worker, plan, full(1, 2, 3)).come(LIMIT) for worker in two]
-    job.servers.cores[0].close()
-    for sending in sent:
-        assert isinstance(failure(sending.reply), ServerLost)
-        sending.come()
-
-
-def test_who_is_refused_hears_nothing_of_the_answer(job, two, three, plan):
-    """A stranger that names the round that runs gets an error alone."""
-    (third,) = job.join(C)
-    third.epoch = two[0].epoch
-    sent = [Sending(worker, plan, full(1, 2, 3), want=ids(three)).come(LIMIT) for worker in two]
-    stranger = Sending(third, plan, full(1, 2, 3), want=ids(three))
-    assert isinstance(failure(stranger.reply), Fenced)
-    assert stranger.begun == []
-    for sending in sent:
-        sending.come()
-    assert wanted(sent[0].reply.result(SOON), three) == [2, 4, 6]
+    if begins:
+        again(job)
 
 
 # ---- What is sent again ----
 
 
 def test_a_push_is_taken_up_where_it_was_cut(job, two, three, plan):
-    """What is there already changes nothing; both attempts are answered, with one answer."""
+    """What is there already changes nothing; both attempts are answered, with one answer. One that comes after the end
+    is answered from the record, before its first byte, and counts no second time."""
     whole = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come()
     cut = Sending(two[1], plan, full(10, 20, 30), want=ids(three)).come(LIMIT + 32)
     assert stored(job, *three) == [11, 0, 0]
@@ -697,19 +644,12 @@ def test_a_push_is_taken_up_where_it_was_cut(job, two, three, plan):
     sending.come(2 * LIMIT, step=48)
     assert stored(job, *three) == [11, 22, 0]
     sending.come()
-    for reply in together(whole.reply, cut.reply, sending.reply):
+    late = Sending(two[1], plan, full(10, 20, 30), want=ids(three))
+    for reply in together(whole.reply, cut.reply, sending.reply, late.reply):
         assert wanted(reply, three) == [11, 22, 33]
-    assert stored(job, *three) == [11, 22, 33]
-
-
-def test_a_push_sent_again_after_the_end_is_answered(job, two, three, plan):
-    """From the record, before its first byte, and counts no second time."""
-    together(*(Sending(worker, plan, full(1, 2, 3)).come().reply for worker in two))
-    late = Sending(two[1], plan, full(1, 2, 3), want=ids(three))
-    assert wanted(late.reply.result(SOON), three) == [2, 4, 6]
     assert late.begun == []
     late.come()
-    assert stored(job, *three) == [2, 4, 6]
+    assert stored(job, *three) == [11, 22, 33]
 
 
 def test_the_same_payload_may_be_pushed_again(job, two, three, plan):
@@ -773,7 +713,6 @@ SPEC = {dtype: TensorSpec(dtype, (SIZE,)) for dtype in ("float32", "float64")}
 
 
 def momentum(spec):
-    """A program of a variable, its slot, a value, and a rate; gives the new slot back."""
     inputs = (Input("variable", spec), Input("variable", spec), Input("value", spec), Input("operand", spec))
     nodes = (Node("multiply", (1, 3)), Node("add", (4, 2)), Node("subtract", (0, 5)))
     return Program(inputs, nodes, ((0, 6), (1, 5)), (5,))

@@ -29,7 +29,6 @@ def plan_of(spec, op="sum"):
 
 
 def on_hosts(job, hosts):
-    """A round whose members are on some hosts, by their places; 0 for none."""
     parts = [replace(part, said=replace(part.said, host=hosts[place])) for place, part in enumerate(job.parts)]
     return replace(job, parts=tuple(parts))
 

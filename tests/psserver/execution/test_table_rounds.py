@@ -72,7 +72,6 @@ class Server:
         return execution.lookups.found.get(1)
 
     def _apply(self, plan, heavy, keys, given, rate):
-        """The same to all rows that there are."""
         total = {}
         for own, values in zip(keys, given, strict=True):
             for key, value in zip(own, values, strict=True):
@@ -95,7 +94,6 @@ class Server:
         self.rows = {key: rows for key, rows in self.rows.items() if key in left}
 
     def look(self):
-        """All rows, as readers see them, are what they ought to be."""
         assert {*self.table.keys().tolist()} == self.rows.keys()
         keys = np.array(sorted(self.rows), np.int64)
         for id in (0, 1):
@@ -163,6 +161,7 @@ def test_the_numbers_of_updates_are_forgotten(kernels, monkeypatch):
             server.look()
 
 
+@pytest.mark.parametrize("kernels", ["compiled"], indirect=True, scope="module")
 def test_a_policy_judges_rows_with_all_their_updates(kernels):
     """Rows that have missed what made them small leave as those do that were touched."""
     server = Server(kernels, replace(SPEC, eviction=L2WeightEvict(1.0)))

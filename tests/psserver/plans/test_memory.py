@@ -82,7 +82,6 @@ def taken(plan, kernels, values):
 
 
 def plan_bytes(plan, server=0):
-    """What is said before the first round of how many bytes it takes."""
     return PreparedPlan(plan, server, limited=True).nbytes
 
 

@@ -33,7 +33,6 @@ BIG = ((100_000,), (320, 320))
 
 
 def mutated(data: bytes, changes) -> bytes:
-    """Some bytes replaced, inserted or left out."""
     out = bytearray(data)
     for at, byte, kind in changes:
         at %= len(out) + 1
@@ -79,7 +78,6 @@ def altered(draw, programs):
 
 
 def values(draw, attr):
-    """Gives an attribute another value."""
     number = st.sampled_from([*HUGE, -1, -2, -(1 << 63)])
     match draw(st.sampled_from(["flag", "number", "real", "text", "numbers", "none"])):
         case "flag":

@@ -18,17 +18,16 @@ from psserver.config import server_config
 from psserver.devices import Device
 from psserver.programs.kernels import compiler as compiled
 from psserver.programs.kernels import kept, machine_code, row_groups
-from psserver.programs.kernels.codegen import Form, numba_source, parameters
+from psserver.programs.kernels.codegen import Form, parameters
 from psserver.programs.kernels.compiler import Compiler, compile_numba
-from psserver.programs.kernels.fusion import KERNEL_DTYPES, split
+from psserver.programs.kernels.fusion import split
 from psserver.programs.kernels.kept import KeptCode
 from psserver.programs.kernels.kernels import row_form
-from psserver.programs.kernels.launch import Crew
 from psserver.programs.kernels.row_codegen import rooms
 from psserver.programs.kernels.row_steps import split_rows
-from pswire.model.tensor import TensorSpec, address_of
-from tests.kit.programs import expected, numbers, same_bits, traced
-from tests.psserver.programs.test_kernels import VECTOR, N, every_op
+from pswire.model.tensor import TensorSpec
+from tests.kit.programs import traced
+from tests.psserver.programs.test_kernels import VECTOR
 
 FORM = Form(split(traced(lambda w, g: w.assign_sub(g), [VECTOR], [VECTOR])[0])[-1].program)
 NAME = "5e" * 32
@@ -61,7 +60,6 @@ def filled(tmp_path_factory):
 
 @pytest.fixture
 def folder(filled, tmp_path):
-    """A folder of one's own with that kernel."""
     copy = tmp_path / "kernels"
     copy.mkdir(mode=0o700)
     for path in filled.iterdir():
@@ -74,36 +72,6 @@ def test_a_kernel_is_compiled_once(filled):
     assert counts(compiler(filled)) == (0, 1, 0)
     assert names(filled) == [".kernel"]
     assert [path.stat().st_mode & 0o777 for path in (filled, *filled.iterdir())] == [0o700, 0o600]
-
-
-LOADED = ("bool", "float32", "float64", "uint8")
-"""Dtypes of one size or kind each; that others are compiled to the interpreter's bits, `test_kernels` says."""
-
-
-@pytest.mark.parametrize(
-    "dtype", [d if d in LOADED else pytest.param(d, marks=pytest.mark.soak) for d in sorted(KERNEL_DTYPES)]
-)
-def test_a_loaded_kernel_gives_the_interpreters_bits(dtype):
-    """For every op and every dtype that kernels know: none of them needs Numba or Python to run."""
-    program = every_op(dtype)
-    (step,) = split(program)
-    form = Form(step.program)
-    taken = parameters(form)
-    made = compile_numba(numba_source(form), 1, [parameter.dtype for parameter in taken])
-    code = machine_code.object_code(made.compiled.inspect_llvm(), 1, len(taken))
-    assert code is not None
-    inputs = [numbers(dtype, N, 1), numbers(dtype, N, 2), numbers("bool", N, 3)]
-    _, wanted = expected(program, inputs)
-    found = [np.empty_like(array) for array in wanted]
-    arrays = [[inputs[arg]] for arg in step.args] + [[array] for array in found]
-    kernel = machine_code.loaded(code, 1, len(taken))
-    flags = Crew(1).launch(kernel, N, arrays, [False] * len(arrays))
-    results = zip(program.nodes, found, wanted, strict=True)
-    assert [node for node, one, other in results if not same_bits(one, other)] == []
-    assert flags == Crew(1).launch(made, N, arrays, [False] * len(arrays))
-    table = np.array([[N, *(address_of(array) for (array,) in arrays)]] * 2, "int64")
-    for one in (kernel, made):
-        assert Crew(1).run_table(one, table, [0] * len(arrays)) == [(0, flags), (1, flags)][: 2 * bool(flags)]
 
 
 def in_a_ball(w, g):
@@ -130,15 +98,12 @@ def test_kernels_of_rows_are_kept_too():
     assert all(np.array_equal(getattr(loaded, n), getattr(plain, n)) for n in ("ids", "order", "starts"))
 
 
-def may_raise(n, p):
-    if n < 0:
-        raise ValueError("negative")
+def raising(carray):
+    def kernel(n, p):
+        if n < 0:
+            raise ValueError("negative")
 
-
-def test_what_can_raise_is_not_kept():
-    """Its error is Python's, so its code would need Numba; it is compiled by each process."""
-    made = compile_numba(lambda carray: may_raise, 1, ["int64"])
-    assert machine_code.object_code(made.compiled.inspect_llvm(), 1, 1) is None
+    return kernel
 
 
 def error_function(carray):
@@ -148,9 +113,11 @@ def error_function(carray):
     return kernel
 
 
-def test_what_calls_more_than_a_few_functions_of_c_is_not_kept():
-    """A process that has not imported Numba may have no such function, and LLVM would end it."""
-    made = compile_numba(error_function, 1, ["int64"])
+@pytest.mark.parametrize("definition", [raising, error_function])
+def test_what_needs_numba_or_other_functions_is_not_kept(definition):
+    """What can raise: its error is Python's. And what calls more than a few functions of C: a process that has not
+    imported Numba may have no such function, and LLVM would end it. Each process compiles it."""
+    made = compile_numba(definition, 1, ["int64"])
     assert machine_code.object_code(made.compiled.inspect_llvm(), 1, 1) is None
 
 
@@ -297,26 +264,18 @@ def test_a_folder_where_others_may_write_is_not_used(folder, caplog, mode):
     assert "PS_KERNEL_CACHE=0" in said
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_folder_of_another_user_is_not_used(folder, caplog):
-    """Whatever its mode."""
-    os.chown(folder, 12345, -1)
-    assert "belongs to user 12345" in unusable(caplog, folder, logging.WARNING)
-
-
-def test_a_link_to_a_folder_is_not_used(folder, caplog, tmp_path):
-    """It may lead elsewhere the next moment."""
-    link = tmp_path / "link"
+def test_a_folder_that_is_none_is_not_used(folder, caplog, tmp_path):
+    """A link may lead elsewhere the next moment; a container's home may be read-only, and that is nothing to worry
+    about; and whatever its mode, a folder of another user is not used."""
+    link, file = tmp_path / "link", tmp_path / "file"
     link.symlink_to(folder)
-    assert "is a link or a file; name a folder" in unusable(caplog, link, logging.WARNING)
-    file = tmp_path / "file"
     file.write_text("")
-    assert "is a link or a file; name a folder" in unusable(caplog, file, logging.WARNING)
-
-
-def test_a_place_that_cannot_be_written_is_passed_over(caplog):
-    """A container's home may be read-only: that is nothing to worry about."""
+    for each in (link, file):
+        assert "is a link or a file; name a folder" in unusable(caplog, each, logging.WARNING)
     assert "/proc/nobody/kernels cannot be used" in unusable(caplog, "/proc/nobody/kernels")
+    if os.geteuid() == 0:  # only root can give a folder away
+        os.chown(folder, 12345, -1)
+        assert "belongs to user 12345" in unusable(caplog, folder, logging.WARNING)
 
 
 @pytest.mark.parametrize("how", ["writable", "link", "given away"])

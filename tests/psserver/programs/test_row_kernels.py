@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import numpy as np
 import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from psserver.programs.kernels.replay import Replay
+from psserver.programs.kernels.row_groups import Groups
 from psserver.programs.kernels.row_steps import ROW_DTYPES, split_rows
 from psserver.programs.kernels.rows import RowUpdate, apply_rows, resized, row_step
-from pswire.errors import ProgramError
+from pswire.errors import InvalidRequest, ProgramError
 from pswire.model.program import OPS, Input, Node, Program
 from pswire.model.row_updates import ALONG_ROWS, later_refusal, refusal
 from pswire.model.tensor import DTYPES, TensorSpec
@@ -45,7 +48,6 @@ def kernels():
 
 
 def compiled(kernels, program, replayed=False):
-    """Whether a kernel runs the program on rows from now on."""
     step, make = row_step(kernels, program), kernels.replay if replayed else kernels.rows
     if step.shape is None:
         return False
@@ -58,7 +60,7 @@ def check(kernels, program, inputs, ids):
     """Updates rows in place, and compares the tables with those of the interpreter: on these rows, and on others."""
     before, wanted = [array.copy() for array in inputs], dense(program, inputs, ids)
     apply_rows(kernels, program, inputs, np.array(ids, "int64"))
-    touched = np.isin(np.arange(SIZE), ids)
+    touched = np.isin(np.arange(len(inputs[min(wanted)])), ids)
     for target, value in wanted.items():
         assert same_bits(inputs[target][touched], value[touched]), target
         assert same_bits(inputs[target][~touched], before[target][~touched])
@@ -118,7 +120,8 @@ def test_all_but_a_few_ops_have_kernels():
 
 # ---- Along a row ----
 
-WIDTHS = (1, 2, 7, 8, 9, 15, 64, 100, 127, 128, 129, 136, 137, 255, 264, 300, 1000, 4099)
+WIDTHS = (1, 7, 8, 9, 100, 128, 129, 137, 4099)
+"""Around the lengths at which NumPy sums by eights, and in halves."""
 
 
 REDUCED_DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "uint8", "int64")
@@ -178,29 +181,83 @@ def layered(w, m, g):
     w.assign(np.where(np.max(w, axis=1, keepdims=True) > 1, w - m, w - g))
 
 
-UPDATES = {rowwise_adagrad: 1, in_a_ball: 4, layered: 4}
-"""Updates of a table and of one beside it, with the width of that."""
+def adagrad(w, acc, g):
+    acc.assign_add(g * g)
+    w.assign_sub(0.1 * g / (np.sqrt(acc) + 1e-7))
 
 
-@search(0.05)
+def smooth(w, acc, g):
+    acc.assign(np.tanh(acc + g))
+    w.assign_sub(acc * np.exp(-g))
+
+
+TAILS = [(), (1,), (5,), (2, 16), (300,), (0,)]
+UPDATES = [(fn, tail, tail) for fn in (adagrad, smooth) for tail in TAILS]
+UPDATES += [(rowwise_adagrad, (4,), (1,)), (in_a_ball, (4,), (4,)), (layered, (4,), (4,))]
+"""Updates of a table and of one beside it, with the shapes of their rows."""
+
+
+def given_to(program, operands, rows):
+    """The inputs of a program: tables, rows, and its operands."""
+    rest = iter(operands)
+    makes = {"variable": plain_numbers, "value": lambda *_: rows, "operand": lambda *_: next(rest)}
+    return [makes[item.kind](item.spec, n) for n, item in enumerate(program.inputs)]
+
+
+@search(0.7)
 @given(
     ids=st.lists(st.integers(0, SIZE - 1), max_size=20),
     dtype=st.sampled_from(["float32", "float64", "float16", "bfloat16"]),
-    fn=st.sampled_from(list(UPDATES)),
+    update=st.sampled_from(UPDATES),
 )
-def test_updates_along_rows_are_one_kernel(kernels, ids, dtype, fn):
-    """They sum what is for one place, and then go over it as often as they need."""
-    program, operands = traced(
-        fn, [TensorSpec(dtype, (SIZE, 4)), TensorSpec(dtype, (SIZE, UPDATES[fn]))], [TensorSpec(dtype, (SIZE, 4))]
-    )
+def test_rows_are_updated_as_in_the_whole_table(kernels, ids, dtype, update):
+    """Interpreted, and then by one kernel, bit for bit: it sums what is for one place, in its order, and then goes over
+    it as often as it needs; other rows stay, and those that were received."""
+    fn, tail, beside = update
+    spec = TensorSpec(dtype, (SIZE, *tail))
+    program, operands = traced(fn, [spec, TensorSpec(dtype, (SIZE, *beside))], [spec])
+    rows = plain_numbers(TensorSpec(dtype, (len(ids), *tail)), 7)
+    before = rows.copy()
+    check(kernels, program, given_to(program, operands, rows), ids)
+    assert compiled(kernels, program) or fn in (adagrad, smooth)
+    check(kernels, program, given_to(program, operands, rows), ids)
+    assert same_bits(rows, before)
+
+
+def test_many_rows_by_several_threads(kernels):
+    """Each row of a table belongs to one of them."""
+    spec = TensorSpec("float32", (5000, 3))
+    program, operands = traced(adagrad, [spec, spec], [spec])
     assert compiled(kernels, program)
-    rest = iter(operands)
-    inputs = [
-        next(rest) if item.kind == "operand" else plain_numbers(item.spec, n) for n, item in enumerate(program.inputs)
+    rng = np.random.default_rng(0)
+    check(kernels, program, given_to(program, operands, rng.random((9000, 3), "float32")), rng.integers(0, 5000, 9000))
+
+
+def test_one_table_by_two_names(kernels):
+    """Interpreted or compiled, both are read before either is written, and the last write stays."""
+    spec = TensorSpec("float32", (SIZE, 3))
+    program, _ = traced(lambda w, acc, g: (w.assign(acc + g), acc.assign(w - g)), [spec, spec], [spec])
+    for _ in range(2):
+        table, rows = np.ones((SIZE, 3), "float32"), np.full((2, 3), 5, "float32")
+        inputs = [rows if item.kind == "value" else table for item in program.inputs]
+        wanted = dense(program, inputs, [4, 2])
+        apply_rows(kernels, program, inputs, np.array([4, 2]))
+        assert same_bits(table[[4, 2]], list(wanted.values())[-1][[4, 2]])
+        assert compiled(kernels, program)
+
+
+@given(ids=st.lists(st.integers(0, 3000), max_size=40), size=st.sampled_from([3001, 1 << 31, 1 << 50]))
+def test_groups_hold_every_row_once_in_order(kernels, ids, size):
+    """Places increase, and within a place rows stay as they came, however large the table is, by NumPy or compiled."""
+    kernels.compiler.groups()
+    kernels.compiler.wait()
+    by_numpy, groups = (Groups.of(np.array(ids, "int64"), size, made) for made in (None, kernels.compiler.groups()))
+    assert all(same_bits(*pair) for pair in zip(astuple(by_numpy), astuple(groups), strict=True))
+    found = [
+        (id, groups.order[low:high].tolist())
+        for id, low, high in zip(groups.ids.tolist(), groups.starts, groups.starts[1:], strict=False)
     ]
-    at = next(n for n, item in enumerate(program.inputs) if item.kind == "value")
-    inputs[at] = plain_numbers(TensorSpec(dtype, (len(ids), 4)), 7)
-    check(kernels, program, inputs, ids)
+    assert found == [(id, [at for at, other in enumerate(ids) if other == id]) for id in sorted(set(ids))]
 
 
 @search(0.05)
@@ -242,6 +299,40 @@ def test_what_no_kernel_can_have_is_interpreted(kernels):
     for fn, dtype in ((tanh, "float64"), (mean, "int32")):
         program, _ = traced(fn, [TensorSpec("float64", (SIZE, 3))], [TensorSpec(dtype, (SIZE, 3))])
         assert not compiled(kernels, program)
+
+
+REFUSED = {
+    "sum is not elementwise": lambda w, acc, g: w.assign_sub(g / np.sum(g)),
+    "one shape of tables": lambda w, acc, g: w.assign_sub(np.ones((2,), "float32") * g),
+    "no results": lambda w, acc, g: w * g,
+    "no array but": lambda w, acc, g: w.assign_sub(np.ones((SIZE, 2), "float32") * g),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_programs_that_are_not_of_rows_are_refused(kernels, said):
+    """With what they do in the message."""
+    spec = TensorSpec("float32", (SIZE, 2))
+    program, operands = traced(REFUSED[said], [spec, spec], [spec])
+    with pytest.raises(ProgramError, match=said):
+        apply_rows(kernels, program, given_to(program, operands, np.ones((1, 2), "float32")), np.array([0]))
+
+
+def test_ids_and_inputs_that_do_not_fit_are_refused(kernels):
+    """Ids outside of the table before anything is written, and inputs that are something else: kernels see addresses
+    only."""
+    spec = TensorSpec("float32", (SIZE, 2))
+    program, operands = traced(adagrad, [spec, spec], [spec])
+    inputs = given_to(program, operands, np.ones((1, 2), "float32"))
+    for ids in ([-1], [SIZE], [[0]], 0):
+        with pytest.raises(InvalidRequest, match=f"rows of a table of {SIZE}"):
+            apply_rows(kernels, program, inputs, np.array(ids))
+    for rows in (np.ones((2, 2), "float32"), np.ones((1, 3), "float32"), np.ones((1, 2))):
+        with pytest.raises(ProgramError, match="of an update of rows is float32"):
+            apply_rows(kernels, program, given_to(program, operands, rows), np.array([0]))
+    inputs[0] = np.ones((SIZE, 4), "float32")[:, ::2]
+    with pytest.raises(ProgramError, match="contiguous"):
+        apply_rows(kernels, program, inputs, np.array([0]))
 
 
 # ---- Updates that rows have missed ----

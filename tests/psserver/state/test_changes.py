@@ -28,14 +28,12 @@ ASYNC, SYNC, BOUNDED = (Change(0, 7, mode, staleness=k) for mode, k in (("async"
 
 
 def begins(number, change, members=MEMBERS, positions=(), made=0):
-    """The epoch of a change."""
     start, here = Start(number, change.round, positions), str(replace(change, number=made))
     return Epoch(number, tuple(map(change.moved, members)), here, start)
 
 
 @pytest.fixture
 def rounds():
-    """Two members whose rounds are made together."""
     found = Rounds(lambda plan_id: "a section")
     found.approve(PreparedPlan(PLAN, 0))
     found.close_epoch(Epoch(1, MEMBERS, start=Start(1, 0)))
@@ -43,7 +41,6 @@ def rounds():
 
 
 def push(rounds, session, round, epoch=1, previous=-1, positions=()):
-    """Pushes a number; returns the future."""
     future = Future()
     said = Contribution(session, epoch, round, PLAN.id, (1.0,), positions=positions, start=0, previous=previous)
     for effect in rounds.push(said, payload(PLAN, 0, [1], (1.0,), ()), future, 0.0):
@@ -53,7 +50,6 @@ def push(rounds, session, round, epoch=1, previous=-1, positions=()):
 
 
 def run(rounds):
-    """Runs all rounds that can; returns the numbers, and who contributed."""
     made = []
     while (job := rounds.next_job()) is not None:
         made.append((job.round, {part.member.task for part in job.parts}))

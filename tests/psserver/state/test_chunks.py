@@ -26,8 +26,6 @@ def whole(index: int) -> Examples:
 
 
 class Server:
-    """A queue, and sessions that ask it."""
-
     def __init__(self) -> None:
         self.busy: set[int] = set()
         self.queue = ChunkQueue(lambda session: session in self.busy)

@@ -22,18 +22,15 @@ def clocks(*members, before=None, start=0, found=None):
 
 
 def late(found, *members, start=0):
-    """The same after a later epoch."""
     return clocks(*members, before=Epoch(1, ()), start=start, found=found)
 
 
 def do(found, member, *rounds):
-    """A member's rounds are over."""
     for round in rounds:
         found.over(member.session, round, False)
 
 
 def names(members):
-    """Their tasks' numbers."""
     return [member.task.index for member in members]
 
 

@@ -30,8 +30,6 @@ FIRST, SECOND = ClosureName(5, 1, 5, (5,)), ClosureName(5, 2, 5, (5,))
 
 
 class Server:
-    """Rounds of one server, all epochs known."""
-
     def __init__(self):
         self.rounds = Rounds(str)
         self.rounds.approve(PreparedPlan(PLAN, 0))
@@ -53,7 +51,6 @@ class Server:
         return future
 
     def run(self):
-        """Runs what can run; returns the sessions whose contributions counted."""
         counted = []
         while (job := self.rounds.next_job()) is not None:
             counted += [part.said.session for part in job.parts]

@@ -27,8 +27,6 @@ def piece(data: bytes, first: int = 0, last: int | None = None) -> Piece:
 
 
 class Server:
-    """Closures, and what their calls were answered."""
-
     def __init__(self) -> None:
         self.closures = Closures()
 

@@ -53,7 +53,6 @@ class Server:
         self._take(self.first_values.next())
 
     def do(self) -> None:
-        """Does the work that waits, and what follows from it, until there is none."""
         while self.work:
             work = self.work.pop(0)
             work.call(*work.args)
@@ -83,7 +82,6 @@ class Server:
 
 
 def packed(values: Sequence[Array]) -> bytes:
-    """The bytes of a payload of these values, padding and all."""
     whole = Payload.pack(values)
     found = bytearray(whole.size)
     for offset, buffer in whole.chunks:

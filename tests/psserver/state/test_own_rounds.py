@@ -28,7 +28,6 @@ MEMBERS = tuple(Member(task, place + 1, 1, "whole") for place, task in enumerate
 
 @pytest.fixture
 def rounds():
-    """A plan of each kind, and two members."""
     found = Rounds(lambda plan_id: "a section")
     for plan in (OWN, COMMON):
         prepared = PreparedPlan(plan, 0)
@@ -39,7 +38,6 @@ def rounds():
 
 
 def push(rounds, session, round=0, epoch=1, alone=True):
-    """Pushes its own number; returns the effects, and the future."""
     plan = OWN if alone else COMMON
     said = Contribution(session, epoch, round, plan.id, (1.0,), alone=alone, previous=round - 1)
     future = Future()
@@ -47,7 +45,6 @@ def push(rounds, session, round=0, epoch=1, alone=True):
 
 
 def run(rounds):
-    """Runs all rounds that can; returns their strands and numbers."""
     done = []
     while (job := rounds.next_job()) is not None:
         done.append((job.strand, job.round))

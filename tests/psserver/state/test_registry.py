@@ -23,7 +23,6 @@ def registry():
 
 
 def owners(registry, *numbers):
-    """The tasks of sessions; None for those that nobody has opened."""
     return [found and found.task for found in map(registry.find, numbers)]
 
 

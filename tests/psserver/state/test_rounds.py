@@ -55,7 +55,6 @@ class Told:
     )
 
     def failed(self):
-        """The errors that calls are answered with, by future, since the last time."""
         found = {effect.future: effect.error for effect in self.effects if isinstance(effect, Fail)}
         self.effects = [effect for effect in self.effects if not isinstance(effect, Fail)]
         return found
@@ -84,23 +83,19 @@ def sessions(job):
 
 
 def finish(rounds, job):
-    """Runs a job; returns which sessions are to be answered."""
     _, waiters = rounds.complete(job, Given([np.array(0)]))
     return [said.session for said, _ in waiters]
 
 
 def records(rounds, strand=None):
-    """The answers that are kept, by round."""
     return rounds.strands[strand].records
 
 
 def failed(rounds):
-    """What is to be failed: the errors, by future."""
     return rounds.failed()
 
 
 def refused(rounds, *args, **said):
-    """Pushes in vain: raises why."""
     kept, rounds.effects = rounds.effects, []
     future = push(rounds, *args, **said)
     fail, rounds.effects = rounds.effects[-1], kept + rounds.effects[:-1]
@@ -181,27 +176,6 @@ def test_an_epoch_completes_what_is_open(rounds):
         rounds.check(1)
 
 
-def test_who_comes_back_is_fenced_no_more():
-    """A session that an epoch left out stays out, whatever later epochs say of its task."""
-    found = Told(lambda _: "")
-    found.close_epoch(Epoch(1, MEMBERS[:2]))
-    found.close_epoch(Epoch(2, MEMBERS[:1]))
-    found.close_epoch(Epoch(3, (MEMBERS[0], Member(WORKERS[1], 9, 1))))
-    found.check(9)
-    with pytest.raises(Fenced):
-        found.check(2)
-
-
-def test_a_round_that_nobody_holds_is_dropped(rounds):
-    """Those after it go on."""
-    push(rounds, 1)
-    failed(rounds)
-    rounds.strands[None].open[0].parts.clear()
-    rounds.close_epoch(Epoch(2, MEMBERS[2:]))
-    push(rounds, 3, 1, epoch=2)
-    assert rounds.next_job().round == 1
-
-
 def test_a_round_that_is_forgotten_leaves_no_position(rounds):
     """Who comes next begins at the round after the last one, and with the batch that belongs to it."""
     first, second = (Position(0, 0, index) for index in (1, 2))
@@ -233,20 +207,14 @@ def test_a_divergence_closes_its_round(rounds):
     assert sessions(rounds.next_job()) == [1, 2]
 
 
-def test_a_left_out_round_is_a_divergence(rounds):
-    """A member that goes on to a later one of this server has made another sequence."""
-    one = push(rounds, 1)
-    with pytest.raises(Diverged, match=r"round 0.*worker/task:1 is at: a later section"):
-        refused(rounds, 2, 1)
-    assert isinstance(failed(rounds)[one], Diverged)
-
-
-def test_a_left_out_round_is_a_divergence_whoever_is_first(rounds):
-    """Who has left it out waits in a later one by the time that the other comes to it."""
-    two = push(rounds, 2, 1)
-    with pytest.raises(Diverged, match=r"round 0.*worker/task:1 is at: a later section; .*worker/task:0 is at: this"):
-        refused(rounds, 1)
-    assert isinstance(failed(rounds)[two], Diverged)
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_left_out_round_is_a_divergence(rounds, first):
+    """A member that goes on to a later one of this server has made another sequence, whoever of the two is first."""
+    early = push(rounds, first, first - 1)
+    told = r"round 0.*worker/task:1 is at: a later section" + (r"; .*worker/task:0 is at: this" if first == 2 else "")
+    with pytest.raises(Diverged, match=told):
+        refused(rounds, 3 - first, 2 - first)
+    assert isinstance(failed(rounds)[early], Diverged)
     assert rounds.next_job() is None
 
 
@@ -364,26 +332,19 @@ def test_what_is_pushed_too_soon_is_bounded(rounds):
 
 
 def test_a_plan_that_was_refused_runs_nowhere(rounds):
-    """Whoever has pushed for it, and whoever does, is told why."""
+    """Whoever has pushed for it, and whoever does, is told why; that another plan differs, too, is no news."""
     large = reduce_only(NUMBER, target="large")
     early = push(rounds, 1, plan=large)
     error = MemoryLimit("too large")
     rounds.refuse(PreparedPlan(large, 0), error)
     assert failed(rounds) == {early: error}
-    with pytest.raises(MemoryLimit, match="too large"):
-        refused(rounds, 2, plan=large)
+    for plan in (large, OTHER):
+        with pytest.raises(MemoryLimit, match="too large"):
+            refused(rounds, 2, plan=plan)
     assert rounds.next_job() is None
     for session in (1, 2):
         push(rounds, session, 1)
     assert sessions(rounds.next_job()) == [1, 2], "its round is over, and does not stop the next one"
-
-
-def test_who_comes_to_a_round_that_has_failed_is_told_why(rounds):
-    """Whatever its plan is: that it differs, too, is no news."""
-    push(rounds, 1)
-    rounds.refuse(PreparedPlan(PLAN, 0), MemoryLimit("too large"))
-    with pytest.raises(MemoryLimit, match="too large"):
-        refused(rounds, 2, plan=OTHER)
 
 
 def test_what_does_not_fit_is_told_to_its_sender(rounds):
@@ -400,12 +361,21 @@ def test_what_does_not_fit_is_told_to_its_sender(rounds):
     assert [waiting.missing for waiting in rounds.waiting()] == [(WORKERS[0], WORKERS[1])]
 
 
-@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
-def test_weights_are_counts(rounds, weight):
-    """Nothing else is divided by."""
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        *(({"weights": (weight,)}, "no counts") for weight in (-1.0, float("nan"), float("inf"))),
+        ({"weights": (1.0,), "observes": True}, "observe"),
+    ],
+    ids=str,
+)
+def test_weights_are_counts(rounds, said, told):
+    """Nothing else is divided by; and who observes has none."""
     future = Future()
-    rounds.push(Contribution(1, 1, 0, PLAN.id, (weight,)), EMPTY, future, 0.0)
-    assert "no counts" in str(failed(rounds)[future])
+    rounds.push(Contribution(1, 1, 0, PLAN.id, **said), EMPTY, future, 0.0)
+    (error,) = [failed(rounds)[future]]
+    assert isinstance(error, InvalidRequest)
+    assert told in str(error)
 
 
 def test_what_is_remembered_of_contributions_is_bounded(rounds):
@@ -420,15 +390,8 @@ def test_what_is_remembered_of_contributions_is_bounded(rounds):
     assert 0 < len(rounds.plans[plan.id]._layouts) <= MAX_LAYOUTS
 
 
-def test_who_observes_has_no_weight(rounds):
-    """It sends nothing."""
-    future = Future()
-    rounds.push(Contribution(1, 1, 0, PLAN.id, (1.0,), observes=True), EMPTY, future, 0.0)
-    assert isinstance(failed(rounds)[future], InvalidRequest)
-
-
 def test_a_session_that_ends_waits_no_more(rounds):
-    """What it gave stays in the round."""
+    """What it gave stays in the round; when everything ends all futures get the error, parked or open."""
     gone = push(rounds, 1)
     rounds.fail_session(1, Fenced("gone"))
     assert isinstance(failed(rounds)[gone], Fenced)
@@ -437,11 +400,7 @@ def test_a_session_that_ends_waits_no_more(rounds):
     job = rounds.next_job()
     assert sessions(job) == [1, 2]
     assert finish(rounds, job) == [2]
-
-
-def test_everything_ends_at_once(rounds):
-    """Parked or open, all futures get the error."""
-    futures = {push(rounds, 1), push(rounds, 1), push(rounds, 2, epoch=5)}
+    futures = {push(rounds, 1, 1), push(rounds, 1, 1), push(rounds, 2, epoch=5)}
     rounds.abandon(PSError("the server ends"))
     assert set(failed(rounds)) == futures
 
@@ -463,7 +422,6 @@ ONE, TWO, THREE = WORKERS[:3]
 
 @pytest.fixture
 def alone(rounds):
-    """A job of two asynchronous members."""
     rounds.clear()
     rounds.approve(PreparedPlan(PLAN, 0))
     rounds.approve(PreparedPlan(OTHER, 0))
@@ -507,20 +465,6 @@ def test_a_resend_of_its_own_is_answered(alone):
     assert first is records(alone, ONE)[0]
     assert first.sessions == {1}
     assert len(records(alone, TWO)) == RECORDS
-
-
-def test_who_pushes_fast_does_not_keep_others_from_their_turn(alone):
-    """Whoever has run last comes last."""
-    alone.close_epoch(Epoch(2, LONERS))
-    turns = []
-    for session in (1, 2, 3):
-        push(alone, session, 0, epoch=2)
-    for _ in range(9):
-        job = alone.next_job()
-        turns.append(job.strand)
-        finish(alone, job)
-        push(alone, sessions(job)[0], job.round + 1, epoch=2)
-    assert turns == [ONE, TWO, THREE] * 3
 
 
 def test_a_slow_worker_does_not_wait_for_a_burst_of_others(alone):
@@ -638,13 +582,19 @@ def joined(rounds):
     return rounds
 
 
-def test_a_newcomer_that_comes_later_is_refused_alone(joined):
-    """With both positions; the others make the round once it is fenced."""
+@pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
+def test_a_newcomer_that_differs_is_refused_alone(joined, first):
+    """With both positions, as soon as somebody comes who was there before: the round is theirs, once it is fenced."""
+    new = push(joined, 3, 3, OTHER, epoch=2, start=3) if first else None
+    assert failed(joined) == {}
     old = push(joined, 1, 3, epoch=2, start=0)
-    told = r"in its first round, 3, .*worker/task:0 is at: this.*worker/task:2 is at: that"
-    with pytest.raises(NewcomerDiverged, match=told) as error:
-        refused(joined, 3, 3, OTHER, epoch=2, start=3)
-    assert error.value.task == str(WORKERS[2])
+    if first:
+        assert [(future, type(error)) for future, error in failed(joined).items()] == [(new, NewcomerDiverged)]
+    else:
+        told = r"in its first round, 3, .*worker/task:0 is at: this.*worker/task:2 is at: that"
+        with pytest.raises(NewcomerDiverged, match=told) as error:
+            refused(joined, 3, 3, OTHER, epoch=2, start=3)
+        assert error.value.task == str(WORKERS[2])
     push(joined, 2, 3, epoch=2, start=0)
     assert joined.next_job() is None
     joined.close_epoch(Epoch(3, MEMBERS[:2]))
@@ -652,17 +602,6 @@ def test_a_newcomer_that_comes_later_is_refused_alone(joined):
     assert (sessions(job), job.left_out) == ([1, 2], (WORKERS[2],))
     assert failed(joined) == {}
     assert not old.done()
-
-
-def test_a_newcomer_that_comes_first_is_refused_alone(joined):
-    """As soon as somebody comes who was there before: the round is theirs."""
-    new = push(joined, 3, 3, OTHER, epoch=2, start=3)
-    assert failed(joined) == {}
-    for session in (1, 2):
-        push(joined, session, 3, epoch=2, start=0)
-    assert [(future, type(error)) for future, error in failed(joined).items()] == [(new, NewcomerDiverged)]
-    joined.close_epoch(Epoch(3, MEMBERS[:2]))
-    assert sessions(joined.next_job()) == [1, 2]
 
 
 @pytest.mark.parametrize("right", [PLAN, OTHER])
@@ -691,17 +630,15 @@ def test_an_ended_newcomer_waits_no_more(joined):
     assert joined.sessions() == {3}
 
 
-def test_after_its_first_round_a_newcomer_is_a_member(joined):
-    """What differs then differs for all."""
-    for session, start in ((1, 0), (2, 0), (3, 3)):
-        push(joined, session, 3, epoch=2, start=start)
-    finish(joined, joined.next_job())
-    futures = [push(joined, 1, 4, epoch=2, start=0), push(joined, 3, 4, OTHER, epoch=2, start=3)]
+@pytest.mark.parametrize("begins", [True, False], ids=["where all begin together", "after its first round"])
+def test_what_differs_differs_for_all(joined, begins):
+    """In a round of members, and in the first round of a job, or of its next workers: there nobody is a newcomer."""
+    round, epoch = (4, 2) if not begins else (3, 3)
+    if begins:
+        joined.close_epoch(Epoch(3, MEMBERS, start=Start(3, 3)))
+    else:
+        for session, start in ((1, 0), (2, 0), (3, 3)):
+            push(joined, session, 3, epoch=2, start=start)
+        finish(joined, joined.next_job())
+    futures = [push(joined, 1, round, epoch=epoch, start=0), push(joined, 3, round, OTHER, epoch=epoch, start=3)]
     assert {future: type(error) for future, error in failed(joined).items()} == dict.fromkeys(futures, Diverged)
-
-
-def test_where_all_begin_together_nobody_is_a_newcomer(rounds):
-    """A difference in the first round of a job, or of its next workers, ends it for all."""
-    rounds.close_epoch(Epoch(2, MEMBERS[:2], start=Start(2, 0)))
-    futures = [push(rounds, 1, epoch=2, start=0), push(rounds, 2, plan=OTHER, epoch=2, start=0)]
-    assert {future: type(error) for future, error in failed(rounds).items()} == dict.fromkeys(futures, Diverged)

@@ -19,24 +19,20 @@ BEAT = 2.0
 
 
 def begun(limit=8, **more):
-    """Nobody yet."""
     return Membership(Registry(Task("ps", 0), limit), LEASE, BEAT, **more)
 
 
 @pytest.fixture
 def members():
-    """Nobody yet."""
     return begun()
 
 
 def again(members, number, task, now=0.0, drives=False):
-    """The number of the session of a task's next process; the one before has ended."""
     members.leave(number, "it ended")
     return opened(members, task, now, drives)
 
 
 def opened(members, task, now=0.0, drives=False, key=0):
-    """The number of a new session."""
     return members.open(task, 0 if drives else 1, drives, key, now)[0]
 
 
@@ -83,49 +79,33 @@ def test_while_nobody_is_heard_no_lease_runs(members):
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_after_half_a_lease_without_a_word_a_server_is_cut_off(members, cut):
-    """Then no lease ends; while somebody was heard within that time, it does."""
+@pytest.mark.parametrize("heard", [(3.0, 5.25), (5.25, 9.0)], ids=["no lease ends", "all leases begin anew"])
+def test_after_half_a_lease_without_a_word_a_server_is_cut_off(members, heard, cut):
+    """Then no lease ends, and who is heard after it begins all of them anew; while somebody was heard within that time,
+    they end. Any call renews a lease: beats are for those who have nothing else to say."""
     opened(members, A)
     other = opened(members, B)
-    for now in (3.0, 5.25 if cut else 5.5):
-        members.touch(other, now)
-    assert members.expire(LEASE + 0.5) == ([] if cut else [A])
-
-
-@pytest.mark.parametrize("cut", [False, True])
-def test_who_is_heard_after_half_a_lease_begins_all_leases_anew(members, cut):
-    """At half a lease it begins its own alone."""
-    opened(members, A)
-    other = opened(members, B)
-    for now in (5.25 if cut else 5.0, 9.0):
+    within = (3.0, 5.5) if heard[0] == 3.0 else (5.0, 9.0)
+    for now in heard if cut else within:
         members.touch(other, now)
     assert members.expire(LEASE + 0.5) == ([] if cut else [A])
 
 
 def test_whose_connection_ends_as_a_process_does_is_lost_all_the_same(members):
-    """A killed process says so by its connection, at once; one that ends long after a silence is a cut network."""
+    """A killed process says so by its connection, at once; one that ends long after a silence is a cut network. Who is
+    heard again has not vanished: a connection that ended was only that."""
     opened(members, A)
     members.part(opened(members, B), BEAT)
     members.part(opened(members, C), 2 * BEAT + 0.1)
     assert members.expire(LEASE) == []
     assert members.expire(LEASE + 0.1) == [B]
-
-
-def test_who_is_heard_again_has_not_vanished(members):
-    """A connection that ended was only that."""
-    number = opened(members, A)
-    members.part(number, 1.0)
-    beat(members, number, 2.0)
-    assert members.expire(3 * LEASE) == []
+    alone = begun()
+    number = opened(alone, A)
+    alone.part(number, 1.0)
+    beat(alone, number, 2.0)
+    assert alone.expire(3 * LEASE) == []
     with pytest.raises(TaskTaken):
-        opened(members, A, 2.0 + BEAT)
-
-
-def test_any_call_renews_a_lease(members):
-    """Beats are for those who have nothing else to say."""
-    number = opened(members, A)
-    members.touch(number, 9.0)
-    assert members.expire(18.0) == []
+        opened(alone, A, 2.0 + BEAT)
 
 
 def test_a_clock_that_jumps_ends_no_lease_that_is_forgiven(members):
@@ -246,20 +226,15 @@ def test_numbers_and_tokens_are_never_given_twice(members):
 
 
 def test_a_chief_is_above_all_that_anybody_has_heard_of(members):
-    """Other servers may remember chiefs of an earlier life of this one; what no chief can have reached is refused."""
-    number, token = members.open(CHIEF, 0, True, 5, 0.0, term=41)
-    assert (members.term, token >> DRAWN) == (42, 42)
+    """Other servers may remember chiefs of an earlier life of this one; what no chief can have reached is refused.
+    Below its term, which counts, a token has what was drawn."""
+    number, token = members.open(CHIEF, 0, True, 5, 0.0, term=41, drawn=12345)
+    assert (members.term, token >> DRAWN, token % (1 << DRAWN)) == (42, 42, 12345)
     assert members.open(CHIEF, 0, True, 5, 0.0, term=42) == (number, token)
     assert members.open(CHIEF, 0, True, 5, 0.0, term=50) == (number, members.token)
     assert members.term == 51
     with pytest.raises(InvalidRequest):
         members.open(CHIEF, 0, True, 5, 0.0, term=MAX_TERM + 1)
-
-
-def test_a_token_has_what_was_drawn(members):
-    """Below the chief's term, which counts."""
-    _, token = begun().open(CHIEF, 0, True, 0, 0.0, drawn=12345)
-    assert (token >> DRAWN, token % (1 << DRAWN)) == (1, 12345)
 
 
 def test_only_so_many_sessions_may_be_open():
@@ -273,19 +248,27 @@ def test_only_so_many_sessions_may_be_open():
     opened(few, B)
 
 
-def test_what_has_ended_is_not_remembered_for_ever():
-    """Who opens again and again is refused one day: each time is told to the chief, and takes memory."""
+@pytest.mark.parametrize("new_job", [False, True])
+def test_what_has_ended_is_not_remembered_for_ever(new_job):
+    """Who opens again and again is refused one day: each time is told to the chief, and takes memory. Who came for a
+    new job counts among those that it may have had in all."""
     few = begun(limit=1)
-    for _ in range(REMEMBERED):
-        few.leave(opened(few, A), "it ended")
-    with pytest.raises(ConfigError, match="started 64 times already"):
-        opened(few, A)
+    number = opened(few, A)
+    if new_job:
+        few.begin_anew([])
+    for _ in range(REMEMBERED - 1):
+        number = again(few, number, A)
+    with pytest.raises(ConfigError, match=f"started {REMEMBERED} times already"):
+        again(few, number, A)
 
 
 def test_a_resent_open_is_the_same_session(members):
-    """By its key; another key is another process."""
+    """By its key; another key is another process. The key is its task's alone: another one that says it gets neither
+    the session nor its token."""
     first = members.open(CHIEF, 0, True, 77, 0.0)
     assert members.open(CHIEF, 0, True, 77, 1.0) == first
+    with pytest.raises(Forbidden, match=r"session \d+ is /job:chief/task:0's, and not /job:worker/task:0's"):
+        members.open(A, 0, True, 77, 1.0)
     second = members.open(CHIEF, 0, True, 78, 2.0 + LEASE)
     assert second[0] != first[0]
     assert second[1] > first[1]
@@ -298,13 +281,6 @@ def test_who_opened_elsewhere_has_the_session_that_it_has(members):
     assert states(members) == {12345: "open"}
     with pytest.raises(TaskTaken):
         opened(members, A, 0.1, key=999)
-
-
-def test_a_key_is_its_tasks_alone(members):
-    """Another task that says it gets neither the session nor its token."""
-    members.open(CHIEF, 0, True, 77, 0.0)
-    with pytest.raises(Forbidden, match=r"session \d+ is /job:chief/task:0's, and not /job:worker/task:0's"):
-        members.open(A, 0, True, 77, 1.0)
 
 
 def test_what_a_chief_acts_on_changes_the_version(members):
@@ -347,20 +323,15 @@ def test_waiting_for_different_plans_in_a_round_ends_everyone(members):
     assert set(states(members).values()) == {"failed"}
 
 
-def test_who_has_ended_waits_for_nothing(members):
-    """What it said last does not count against the others."""
+@pytest.mark.parametrize("ends", [True, False], ids=["it has ended", "it waits no more"])
+def test_what_somebody_waited_for_before_does_not_count(members, ends):
+    """Against the others: once it has ended, or says so with its next beat."""
     one, two = opened(members, A), opened(members, B)
     beat(members, one, 0.0, (4, b"x"))
-    members.leave(one, "ValueError: a bug")
-    beat(members, two, 0.0, (4, b"y"))
-    members.check(two)
-
-
-def test_who_waits_no_more_says_so_with_its_next_beat(members):
-    """What it waited for before does not count against the others."""
-    one, two = opened(members, A), opened(members, B)
-    beat(members, one, 0.0, (4, b"x"))
-    beat(members, one, 0.0)
+    if ends:
+        members.leave(one, "ValueError: a bug")
+    else:
+        beat(members, one, 0.0)
     beat(members, two, 0.0, (4, b"y"))
     members.check(two)
 
@@ -428,17 +399,6 @@ def test_a_new_job_knows_who_is_there(members):
             members.check(number)
 
 
-def test_who_came_for_a_new_job_counts_in_it():
-    """Of those that it may have had in all."""
-    few = begun(limit=1)
-    number = opened(few, A)
-    few.begin_anew([])
-    for _ in range(REMEMBERED - 1):
-        number = again(few, number, A)
-    with pytest.raises(ConfigError, match=f"started {REMEMBERED} times already"):
-        again(few, number, A)
-
-
 def test_the_end_of_a_chief(members):
     """The newest one's own farewell is what counts."""
     assert not members.chief_left()
@@ -461,11 +421,17 @@ def test_states_tell_how_long_it_is_silent(members):
     assert (state.member.task, state.member.session, state.join_point, state.silent) == (A, number, "dataset:0", 2.5)
 
 
-def test_a_newcomer_that_waits_for_another_plan_ends_alone(members):
-    """In the first round that it makes in a group; after that, and where all begin together, it is everyone's end."""
+def with_newcomer(members):
+    """Sessions of two members of a job, and of one that takes part from round 4 on."""
     one, two, new = (opened(members, task) for task in (A, B, C))
     members.take_part([Member(A, one, 1), Member(B, two, 1)], -1)
     members.take_part([Member(A, one, 1), Member(B, two, 1), Member(C, new, 1)], 4)
+    return one, two, new
+
+
+def test_a_newcomer_that_waits_for_another_plan_ends_alone(members):
+    """In the first round that it makes in a group; after that, and where all begin together, it is everyone's end."""
+    one, two, new = with_newcomer(members)
     beat(members, new, 0.0, (4, b"y"))
     beat(members, one, 0.0, (4, b"x"))
     with pytest.raises(
@@ -481,9 +447,7 @@ def test_a_newcomer_that_waits_for_another_plan_ends_alone(members):
 
 def test_a_newcomer_that_is_as_one_of_two_who_differ_is_told_of_them(members):
     """All have ended by then, and its own error would blame it alone."""
-    one, two, new = (opened(members, task) for task in (A, B, C))
-    members.take_part([Member(A, one, 1), Member(B, two, 1)], -1)
-    members.take_part([Member(A, one, 1), Member(B, two, 1), Member(C, new, 1)], 4)
+    one, two, new = with_newcomer(members)
     beat(members, two, 0.0, (4, b"y"))
     beat(members, new, 0.0, (4, b"y"))
     beat(members, one, 0.0, (4, b"x"))
@@ -513,7 +477,6 @@ def driven(mode="sync"):
 
 
 def heard(members, workers, now):
-    """Workers beat."""
     for number in workers:
         members.beat(number, (-1, b""), now, str)
 

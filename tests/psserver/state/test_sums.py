@@ -7,34 +7,29 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pstesting.clock import Clock
 from pswire.api import Contribution, RowRead
 from pswire.errors import Fenced, InvalidRequest, NonfiniteError, PushAgain
 from pswire.model.closures import ClosureName
 from pswire.transport.payload import Payload
-from tests.kit.contributions import Mail
-from tests.kit.rig import WORKERS, Job, Servers, core, payload, sum_into
+from tests.kit.contributions import Voters
+from tests.kit.rig import WORKERS, payload, sum_into
 
 HERE, THERE = 7, 9
 A, B, C, D = WORKERS
 
 
-class Hosts:
+class Hosts(Voters):
     """Servers, four members of which three are on one host, a variable on each server, and a plan that adds to all.
 
     Each member contributes its own power of ten, so that a value says whose contributions are in it.
 
     Attributes:
-        votes: what is on its way, as (sender, receiver, vote).
         work: array work that is not done; it is done at once unless `lags`.
     """
 
     def __init__(self, root, servers=1, mode="whole", backup=0, op="sum", nonfinite="apply"):
-        self.clock, self.votes, self.work, self.lags = Clock(), [], [], False
-        self.cores = [core(n, 0, 0, root, self.clock, self._submit) for n in range(servers)]
-        for number, one in enumerate(self.cores):
-            one.others = Mail(number, self.votes)
-        self.job = Job(Servers(list(self.cores), self.cores, self.clock, root, False))
+        self.work, self.lags = [], False
+        super().__init__(root, servers, submit=self._submit)
         self.members = self.job.join(A, B, C, D, mode=mode, backup_workers=backup)
         self.a, self.b, self.c, self.d = self.members
         self.variables = [self.job.variable(self.a, np.zeros(2, "float32"), (n,)) for n in range(servers)]
@@ -47,32 +42,22 @@ class Hosts:
             self.work.pop(0)()
 
     def catch_up(self):
-        """Does the array work that was left."""
         self.lags = False
         while self.work:
             self.work.pop(0)()
 
-    def hear(self):
-        """All votes arrive, and those that follow."""
-        while self.votes:
-            sender, receiver, vote = self.votes.pop(0)
-            self.cores[receiver].hear(sender, vote)
-
     def said(self, worker, weight=1.0, **more):
-        """What a member says; D is on a host of its own."""
         host = THERE if worker.task == D else HERE
         weights = (weight,) * len(self.plan.reductions)
         said = Contribution(worker.session, self.job.epoch.number, worker.round, self.plan.id, weights, host=host)
         return replace(said, previous=worker.round - 1, **more)
 
     def data(self, workers, server=0, weight=1.0):
-        """The payload of some members' contributions."""
         value = np.full(2, sum(10.0**worker.task.index for worker in workers))
         number = len(self.plan.reductions)
         return payload(self.plan, server, [value] * number, (weight,) * number, ())
 
     def push(self, worker, server=0, data=None, **said):
-        """A member contributes by itself; returns the future."""
         return self.cores[server].push(self.said(worker, **said), data or self.data([worker], server))
 
     def sum(self, *workers, server=0, data=None, parts=None, **said):
@@ -83,22 +68,14 @@ class Hosts:
         return self.cores[server].push(whole, data or self.data(workers, server))
 
     def half(self, server=0):
-        """A payload of which nothing has come."""
         return Payload((), self.data([self.a], server).size)
 
     def close(self, *lost):
-        """The chief closes an epoch without these."""
         self.job.close([worker.member for worker in self.members if worker not in lost])
 
     def turn(self):
-        """All go on to their next round."""
         for worker in self.members:
             worker.round += 1
-
-    @property
-    def values(self):
-        """What is in the variable of each server."""
-        return [int(one.machine.store.value(v.id)[0]) for one, v in zip(self.cores, self.variables, strict=True)]
 
 
 @pytest.fixture
@@ -124,12 +101,17 @@ def made(*futures):
 
 
 def test_a_sum_counts_as_all_of_its_senders(hosts):
-    """The round waits for nobody else, and its record names nobody who was left out."""
+    """The round waits for nobody else, and its record names nobody who was left out; contributions of other hosts, and
+    of no host, leave it alone."""
     last = hosts.push(hosts.d)
     total = hosts.sum(hosts.b, hosts.a, hosts.c)
     assert made(last, total) == [True, True]
     assert hosts.values == [1111]
     assert record(hosts).sessions == {worker.session for worker in hosts.members}
+    hosts.turn()
+    total = hosts.sum(hosts.a, hosts.b)
+    others = [hosts.push(hosts.c, host=0), hosts.push(hosts.d)]
+    assert made(total, *others) == [True] * 3
 
 
 def record(hosts, server=0, round=0):
@@ -146,22 +128,16 @@ def test_a_mean_is_over_the_weights_of_all_senders(tmp_path):
 
 
 def test_a_sum_that_is_sent_again_counts_once(hosts):
-    """Before the round is over, where it brings what the first one has not, and after it."""
+    """Before the round is over, where it brings what the first one has not, and after it; with something else it is
+    refused, as any contribution is."""
     first = hosts.sum(hosts.a, hosts.b, hosts.c, data=hosts.half())
     again = hosts.sum(hosts.b, hosts.a, hosts.c)
-    last = hosts.push(hosts.d)
-    assert made(first, again, last) == [True] * 3
-    assert made(hosts.sum(hosts.a, hosts.b, hosts.c)) == [True]
-    assert hosts.values == [1111]
-
-
-def test_a_sum_that_is_sent_again_with_something_else(hosts):
-    """It is refused, as any contribution is."""
-    first = hosts.sum(hosts.a, hosts.b, hosts.c)
     parts = (hosts.said(hosts.a), hosts.said(hosts.b, weight=2.0), hosts.said(hosts.c))
     assert errors(hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts)) == [InvalidRequest]
     assert errors(hosts.sum(hosts.a, hosts.b, hosts.c, data=Payload((), 4))) == [InvalidRequest]
-    assert made(hosts.push(hosts.d), first) == [True, True]
+    last = hosts.push(hosts.d)
+    assert made(first, again, last) == [True] * 3
+    assert made(hosts.sum(hosts.a, hosts.b, hosts.c)) == [True]
     assert hosts.values == [1111]
 
 
@@ -219,8 +195,8 @@ def test_a_sum_beside_a_contribution_of_its_host(hosts):
 def test_two_sums_of_a_host(hosts):
     """The second one is refused, with some of the first one's senders or without."""
     first = hosts.sum(hosts.a, hosts.b)
-    assert errors(hosts.sum(hosts.b, hosts.c), hosts.sum(hosts.c)) == [PushAgain] * 2
-    assert errors(hosts.sum(hosts.a, hosts.b, hosts.c)) == [PushAgain]
+    seconds = hosts.sum(hosts.b, hosts.c), hosts.sum(hosts.c), hosts.sum(hosts.a, hosts.b, hosts.c)
+    assert errors(*seconds) == [PushAgain] * 3
     assert not first.done()
 
 
@@ -248,13 +224,6 @@ def test_a_contribution_of_the_same_host_that_is_not_in_a_sum(hosts, whole):
     assert errors(total, early) == [PushAgain] * 2
     assert made(*map(hosts.push, (hosts.a, hosts.b, hosts.d)), own) == [True] * 4
     assert hosts.values == [1111]
-
-
-def test_contributions_of_other_hosts_leave_a_sum_alone(hosts):
-    """And of no host."""
-    total = hosts.sum(hosts.a, hosts.b)
-    others = [hosts.push(hosts.c, host=0), hosts.push(hosts.d)]
-    assert made(total, *others) == [True] * 3
 
 
 def test_a_round_with_a_sum_does_not_stream(tmp_path, monkeypatch):
@@ -319,27 +288,21 @@ def test_a_sum_with_a_member_that_was_lost(hosts):
 
 
 def parts_of(hosts, epoch, **said):
-    """What A, B and C say."""
     return tuple(hosts.said(worker, epoch=epoch, **said) for worker in (hosts.a, hosts.b, hosts.c))
 
 
-def test_a_sum_with_a_session_that_is_no_member(hosts):
-    """As that of a process that the next epoch takes in."""
-    stranger = replace(hosts.said(hosts.c), session=hosts.c.session + 10_000)
-    parts = (hosts.said(hosts.a), hosts.said(hosts.b), stranger)
-    assert errors(hosts.sum(hosts.a, hosts.b, parts=parts)) == [PushAgain]
-    assert made(*map(hosts.push, hosts.members)) == [True] * 4
-    assert hosts.values == [1111]
-
-
-def test_a_sum_with_a_newcomer(hosts):
-    """It may be in another section in its first round, which then is its error alone."""
+@pytest.mark.parametrize("new", ["a session that is no member", "a newcomer"])
+def test_a_sum_with_who_may_not_be_in_one(hosts, new):
+    """A process that the next epoch takes in; or one that is new, which may be in another section in its first round,
+    and then that is its error alone."""
     assert made(*map(hosts.push, hosts.members)) == [True] * 4
     hosts.turn()
-    parts = (hosts.said(hosts.a), hosts.said(hosts.b), hosts.said(hosts.c, start=1))
+    part = {"start": 1} if new == "a newcomer" else {"session": hosts.c.session + 10_000}
+    parts = (hosts.said(hosts.a), hosts.said(hosts.b), replace(hosts.said(hosts.c), **part))
     assert errors(hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts)) == [PushAgain]
-    told = [hosts.push(hosts.c, start=1), *map(hosts.push, (hosts.a, hosts.b, hosts.d))]
-    assert made(*told) == [True] * 4
+    start = {"start": 1} if new == "a newcomer" else {}
+    assert made(hosts.push(hosts.c, **start), *map(hosts.push, (hosts.a, hosts.b, hosts.d))) == [True] * 4
+    assert hosts.values == [2222]
 
 
 def test_a_sum_to_an_epoch_that_is_not_known_yet(hosts):
@@ -435,25 +398,20 @@ def test_a_sum_that_does_not_fit_its_plan(hosts):
 
 
 def everywhere(two, push, *args):
-    """Pushes to both servers."""
     return [push(*args, server=server) for server in (0, 1)]
 
 
-def test_a_sum_on_several_servers(two):
-    """Nothing is visible before all have voted; a server that has no sum votes for the same sessions."""
-    told = everywhere(two, two.sum, two.a, two.b, two.c) + everywhere(two, two.push, two.d)
+@pytest.mark.parametrize("everywhere", [True, False], ids=["a sum on both", "its parts on one"])
+def test_a_sum_on_several_servers(two, everywhere):
+    """Nothing is visible before all have voted; what counts is the same if it comes as a sum to one server alone."""
+    told = [two.sum(two.a, two.b, two.c), *(two.push(two.d, server=server) for server in (0, 1))]
+    if everywhere:
+        told.append(two.sum(two.a, two.b, two.c, server=1))
+    else:
+        told += [two.push(worker, server=1) for worker in (two.a, two.b, two.c)]
     assert two.values == [0, 0]
     two.hear()
-    assert made(*told) == [True] * 4
-    assert two.values == [1111, 1111]
-
-
-def test_a_sum_on_one_server_and_its_parts_on_another(two):
-    """What counts is the same; whether it came as a sum is nobody's business."""
-    told = [two.sum(two.a, two.b, two.c), *(two.push(worker, server=1) for worker in (two.a, two.b, two.c))]
-    told += everywhere(two, two.push, two.d)
-    two.hear()
-    assert made(*told) == [True] * 6
+    assert made(*told) == [True] * len(told)
     assert two.values == [1111, 1111]
 
 

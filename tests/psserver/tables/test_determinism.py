@@ -69,7 +69,6 @@ class Parts:
 
 
 def keys_of(rng: np.random.Generator, many: int, count: int) -> np.ndarray:
-    """Keys that come at very different rates, some in groups that come and go."""
     return np.where(
         rng.random(count) < 0.7, (rng.pareto(0.7, count) * 50).astype(np.int64) % many, rng.integers(0, many, count)
     )
@@ -78,6 +77,7 @@ def keys_of(rng: np.random.Generator, many: int, count: int) -> np.ndarray:
 SPECS = {
     "lru": TableSpec((2,), capacity=MIN_CAPACITY, eviction=LRU()),
     "lfu": TableSpec((2,), capacity=MIN_CAPACITY, eviction=LFU(0.95), admission=ProbabilityFilter(0.7)),
+    "counter, lfu": TableSpec((2,), capacity=MIN_CAPACITY, admission=CounterFilter(2), eviction=LFU(0.99)),
     "counter, steps": TableSpec(
         (2,), capacity=MIN_CAPACITY, admission=CounterFilter(2), eviction=GlobalStepEvict(9), initializer=Normal()
     ),
@@ -86,14 +86,15 @@ SPECS = {
 }
 
 
+@pytest.mark.parametrize("rounds", [61, pytest.param(2000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", SPECS)
-def test_a_table_is_a_function_of_its_rounds(name):
+def test_a_table_is_a_function_of_its_rounds(name, rounds):
     """Compiled or not, with rounds that are sent again, restores, and other cuts over servers: equal states."""
     spec = SPECS[name]
     rng = np.random.default_rng(0)
     one, other = Parts(spec, compiled()), Parts(spec, compiled(), CUTS)
     plain = Parts(spec, None)
-    for round in range(1, 61):
+    for round in range(1, rounds):
         keys = keys_of(rng, 40_000, 1500)
         one.step(round, keys)
         other.step(round, keys, again=round % 3 == 0)
@@ -110,22 +111,6 @@ def test_a_table_is_a_function_of_its_rounds(name):
     assert (one.evicted, one.refused) == (other.evicted, other.refused)
 
 
-@pytest.mark.parametrize("rounds", [150, pytest.param(2000, marks=pytest.mark.soak)])
-def test_many_rounds(rounds):
-    """Creation, admission and eviction over a long time, with resends, restores and cuts: to the last bit the same."""
-    spec = TableSpec((2,), capacity=MIN_CAPACITY, admission=CounterFilter(2), eviction=LFU(0.99))
-    rng = np.random.default_rng(1)
-    one, other = Parts(spec, compiled()), Parts(spec, compiled(), CUTS)
-    for round in range(1, rounds + 1):
-        keys = keys_of(rng, 60_000, 1200)
-        one.step(round, keys)
-        other.step(round, keys, again=round % 5 == 0)
-        if round % 30 == 0:
-            other.restore((range(BUCKETS),) if round % 60 else CUTS)
-    assert one.evicted == other.evicted > 500
-    assert one.state().equals(other.state())
-
-
 def test_the_order_of_arrival_makes_no_difference_to_the_rest():
     """Keys of one round in another order: the same state."""
     rng = np.random.default_rng(2)
@@ -137,9 +122,10 @@ def test_the_order_of_arrival_makes_no_difference_to_the_rest():
     assert one.state().equals(other.state())
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("cuts", [(range(BUCKETS),), CUTS], ids=["one server", "three servers"])
-def test_a_full_state_and_deltas_are_the_last_state(cuts, name):
+@pytest.mark.parametrize(
+    ("name", "cuts"), [*((name, CUTS) for name in SPECS), *((name, (range(BUCKETS),)) for name in ("lru", "norm"))]
+)
+def test_a_full_state_and_deltas_are_the_last_state(name, cuts):
     """A restore of the base, and then of deltas in order, is the table as it is now, and goes on as it does; also where
     base and deltas are of other parts."""
     rng = np.random.default_rng(3)

@@ -29,7 +29,6 @@ def i64(values: object) -> np.ndarray:
 
 
 def trained(table: Table, round: int, keys: np.ndarray) -> None:
-    """Makes a round that adds its number to the rows of keys."""
     opened = table.begin(round, keys)
     for array in table.arrays:
         array[opened.touched] += round
@@ -338,7 +337,6 @@ def test_memory_that_is_not_there(monkeypatch):
 
 
 def made(table: Table, round: int, keys: np.ndarray) -> None:
-    """Makes a round whose update changes nothing."""
     table.begin(round, keys)
     table.commit()
 

@@ -48,7 +48,6 @@ def tier():
 
 
 def below(native: Native, tier: Tier) -> Native:
-    """The same functions, for tables in a tier."""
     found = copy(native)
     found.tier = tier
     return found
@@ -91,7 +90,6 @@ class Twins:
         self.each(make)
 
     def anything(self) -> None:
-        """Something else that is done between rounds."""
         what, keys, seed = self.rng.integers(0, 8), self.keys(500), int(self.rng.integers(0, 100))
         if what == 0:
             self.each(lambda table: table.remove(table.round + 1, keys))

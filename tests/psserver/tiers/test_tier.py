@@ -49,7 +49,6 @@ def array_of(tier: Tier, rows: int = ROWS) -> ReservedArray:
 
 
 def truly_resident(array: ReservedArray) -> int:
-    """Bytes of the rows that are in memory, by the system's word."""
     return PAGE * int(paging.are_resident(address_of(array.array), array.array.nbytes // PAGE).sum())
 
 
@@ -57,7 +56,7 @@ def test_rows_are_as_they_were_written_wherever_they_lie(tier):
     """Ten times the bound is written and read in random order; every row is its own, and the bound is kept."""
     array, rng = array_of(tier), np.random.default_rng(0)
     expected = np.zeros(ROWS, np.float32)
-    for number in range(1, 30):
+    for number in range(1, 16):
         rows = rng.integers(0, ROWS, 700)
         array.touch(rows, Use.UPDATE)
         assert (array.array[rows] == expected[rows, None]).all()
@@ -122,12 +121,10 @@ def test_read_ahead_brings_rows_into_memory(tier):
 
 
 def here(array: ReservedArray) -> np.ndarray:
-    """Of each page of the rows if it is in memory, by the system's word."""
     return paging.are_resident(address_of(array.array), array.array.nbytes // PAGE)
 
 
 def pages_of(rows: np.ndarray) -> np.ndarray:
-    """The pages that rows lie in."""
     return np.unique(np.concatenate([rows * WIDTH * 4 // PAGE, (rows * WIDTH * 4 + WIDTH * 4 - 1) // PAGE]))
 
 

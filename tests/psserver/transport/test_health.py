@@ -30,8 +30,6 @@ ASKED = health_pb2.HealthCheckRequest
 def serving(
     test: Callable[[grpc.aio.Channel, Server], Awaitable[Any]], well: Callable[[], bool] = lambda: True
 ) -> None:
-    """Runs a test against a server."""
-
     async def run() -> None:
         one = core()
         config = ServerConfig(one.task, shared_memory=0, security=Security(token="0123456789abcdef"))

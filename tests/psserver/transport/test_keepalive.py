@@ -50,7 +50,6 @@ class Peer:
         return head[3], head[4], await self.reader.readexactly(int.from_bytes(head[:3], "big"))
 
     async def next_ping(self) -> bytes:
-        """The payload of the next ping."""
         while True:
             kind, flags, payload = await self.hear()
             if (kind, flags) == (PING, 0):
