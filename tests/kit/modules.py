@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
 
-import psclient as ps
-from pstesting.in_process import InProcessCluster
+from tests.kit.workers import in_threads
 
 T = TypeVar("T")
 
@@ -20,14 +18,7 @@ torch.set_num_threads(1)  # as a launcher would have it
 
 def job(fn: Callable[[Any, int], T], workers: int = 1, servers: int = 1, root: Any = "runs", **options: Any) -> list[T]:
     """Runs a function in each worker of a job, with its strategy and its number; returns what each has returned."""
-
-    def work(cluster: InProcessCluster, worker: int) -> T:
-        with ps.ParameterServerStrategy(cluster_resolver=cluster.resolver(worker), **options) as strategy:
-            return fn(strategy, worker)
-
-    with InProcessCluster(servers, workers, root) as cluster, ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(work, cluster, worker) for worker in range(workers)]
-        return [future.result() for future in futures]
+    return in_threads(fn, workers, servers, root=root, **options)
 
 
 def mlp(dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.nn.Module:
@@ -74,6 +65,13 @@ def steps(
         optimizer.zero_grad(**options)
         (module(x) - y).square().mean().backward()
         optimizer.step()
+
+
+def sgd_of_torch(data: Sequence[tuple[torch.Tensor, torch.Tensor]], seed: int = 0) -> torch.nn.Module:
+    """What torch alone makes of the small network."""
+    module = mlp(seed=seed)
+    steps(module, torch.optim.SGD(module.parameters(), lr=0.1), data)
+    return module
 
 
 def share(data: Sequence[Any], worker: int, workers: int) -> list[Any]:
