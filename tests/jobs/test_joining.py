@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from pstesting.processes import CALM, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster
+from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster
 from pstesting.script import DIRECTORY, ME, TASK, add_all, gate, open_gate, say
 from tests.kit.certificates import options
 from tests.kit.internals import Task
@@ -155,12 +155,20 @@ def stay(members, early=False):
     say("end", strategy.round)
 
 
-GOES_ON = {"ps": 1, "workers": 1, "chief": "driver", "gates": ["go"]}
+GOES_ON = {"ps": 1, "workers": 1, "chief": "driver", "gates": ["go"], "timeouts": CALM}
+
+
+def joins(job, task, index=None, *flags, **more):
+    """A worker joins; returns its process once it says that it is this worker, or the one that it is called."""
+    job.join(task, *flags, **more)
+    found, process = job.hear(task, "is")
+    assert found == str(index or task)
+    return process
 
 
 def test_two_that_join_at_once(tmp_path):
     """Each has its index before its script runs, however long that takes to open a session."""
-    with ProcessCluster(stay, tmp_path, (3, True), timeouts=CALM, **GOES_ON) as job:
+    with ProcessCluster(stay, tmp_path, (3, True), **GOES_ON) as job:
         job.hear(W0, "made", 3)
         for task in (W1, W2):
             job.join(task)
@@ -172,52 +180,46 @@ def test_two_that_join_at_once(tmp_path):
 
 
 def test_an_index_is_free_again_when_its_worker_is_gone(tmp_path):
-    """Once the session of the one that was killed has ended, and not before: who joins meanwhile has the next one."""
-    with ProcessCluster(stay, tmp_path, (3,), helpers=(), timeouts=QUICK, **GOES_ON) as job:
+    """Once the session of the one that was killed has ended, and not before: who joins meanwhile has the next one.
+
+    With --restarts a worker keeps its index: whoever joins while it is down gets another one.
+    """
+    with ProcessCluster(stay, tmp_path, (4,), **GOES_ON | {"timeouts": QUICK}) as job:
         job.hear(W0, "made", 3)
-        job.join(W1)
-        assert job.hear(W1, "is")[0] == str(W1)
-        job.join(W2)
-        assert job.hear(W2, "is")[0] == str(W2)
+        joins(job, W1)
+        process = joins(job, W2, None, "--restarts", "1")
+        assert process != job.cluster.processes[W2].pid
+        os.kill(process, signal.SIGKILL)
+        assert "failed (killed by SIGKILL); starts again, 0 restarts left" in job.hear_error(W2, "starts again")
+        joins(job, W3)
+        again, other = job.hear(W2, "is")
+        assert again == str(W2)
+        assert other != process
         job.kill(W1)
         with job.server(PS0) as server:
             job.until(lambda: any(s.state == "lost" and s.member.task == W1 for s in server.status().sessions))
-        job.join(W3)
-        assert job.hear(W3, "is")[0] == str(W1), "the first that is free"
+        joins(job, W4, W1)  # the first that is free
         job.open("go")
-        for task in (W0, W2, W3):
+        for task in (W0, W2, W3, W4):
             job.hear(task, "end")
             assert job.exited(task) == 0
 
 
-def test_a_worker_that_is_started_again_keeps_its_index(tmp_path):
-    """With --restarts: whoever joins while it is down gets another one."""
-    with ProcessCluster(stay, tmp_path, (3,), timeouts=CALM, **GOES_ON) as job:
-        job.hear(W0, "made", 3)
-        job.join(W1, "--restarts", "1")
-        task, process = job.hear(W1, "is")
-        assert task == str(W1)
-        assert process != job.cluster.processes[W1].pid
-        os.kill(process, signal.SIGKILL)
-        assert "failed (killed by SIGKILL); starts again, 0 restarts left" in job.hear_error(W1, "starts again")
-        job.join(W2)
-        assert job.hear(W2, "is")[0] == str(W2)
-        again, other = job.hear(W1, "is")
-        assert again == task
-        assert other != process
-        job.open("go")
-        job.finish()
-
-
 def test_a_signal_reaches_the_script_of_a_worker_with_restarts(tmp_path):
     """It leaves where its next step begins, and is not started again."""
-    with ProcessCluster(stay, tmp_path, (1,), timeouts=CALM, **GOES_ON) as job:
+    with ProcessCluster(stay, tmp_path, (1,), **GOES_ON) as job:
         job.hear(W0, "made", 3)
-        job.join(W1, "--restarts", "3")
-        job.hear(W1, "is")
+        joins(job, W1, None, "--restarts", "3")
         job.until(lambda: waiting(job, W1) and members(job, 2))
         job.kill(W1, signal.SIGTERM)
         assert f" W {W1} psclient: " in job.hear_error(W1, TOLD), "no launcher says whose line it is"
+        # Meanwhile a script that fails again and again ends with its own code, once no restarts are left.
+        (tmp_path / "program.py").write_text("import sys; print('{\"tried\": 1}', flush=True); sys.exit(7)")
+        for task, restarts in ((W2, 1), (W3, 0)):
+            job.join(task, "--restarts", str(restarts))
+            assert job.exited(task, SECONDS) == 7
+            job.until(lambda task=task, restarts=restarts: len(job.said(task, "tried")) == 1 + restarts)
+            del job.cluster.processes[task]
         job.open("go")
         assert job.exited(W1) == 0
         job.finish()
@@ -245,7 +247,7 @@ def begin_anew(rounds):
 
 def test_a_job_that_is_begun_anew(tmp_path):
     """Who joined it before a server was lost joins it again, as the same worker."""
-    keys = GOES_ON | {"restarts": 2, "gates": ["first", "again"], "timeouts": CALM}
+    keys = GOES_ON | {"restarts": 2, "gates": ["first", "again"]}
     with ProcessCluster(begin_anew, tmp_path, (20,), **keys) as job:
         job.hear(W0, "at")
         job.join(W1, "--restarts", "1")
@@ -258,18 +260,6 @@ def test_a_job_that_is_begun_anew(tmp_path):
         assert "failed (exit code 75); starts again" in job.errors(W1)
 
 
-@pytest.mark.parametrize("restarts", ["1", "0"])
-def test_a_script_that_fails_again_and_again(tmp_path, restarts):
-    """Ends with its own code, once no restarts are left."""
-    with ProcessCluster(stay, tmp_path, (1,), timeouts=CALM, **GOES_ON) as job:
-        job.hear(W0, "made", 3)
-        script = tmp_path / "program.py"
-        script.write_text("import sys; print('{\"tried\": 1}', flush=True); sys.exit(7)")
-        job.join(W1, "--restarts", restarts)
-        assert job.exited(W1, SECONDS) == 7
-        job.until(lambda: len(job.said(W1, "tried")) == 1 + int(restarts))
-
-
 def test_with_certificates(certificates, tmp_path):
     """Whoever joins is the worker that its certificate names, by TLS on all connections, and again after a failure."""
     files = {"PS_TLS_CERT": "tls.crt", "PS_TLS_KEY": "tls.key", "PS_TLS_CA": "ca.crt", "PS_TOKEN_FILE": "token"}
@@ -277,11 +267,8 @@ def test_with_certificates(certificates, tmp_path):
     keys = GOES_ON | {"ps": 2, "security": options(certificates.out), "timeouts": QUICK}
     with ProcessCluster(stay, tmp_path, (2,), **keys) as job:
         job.hear(W0, "made", 3)
-        job.join(W1, "--restarts", "1", server=PS1, **shown)
-        task, process = job.hear(W1, "is")
-        assert task == str(W1)
-        os.kill(process, signal.SIGKILL)
-        assert job.hear(W1, "is")[0] == task
+        os.kill(joins(job, W1, None, "--restarts", "1", server=PS1, **shown), signal.SIGKILL)
+        assert job.hear(W1, "is")[0] == str(W1)
         job.join(W2, server=PS1, **shown)
         assert job.exited(W2) == 2
         job.hear_error(W2, f"error: {W1}: another process is {W1} of this job; end it first, or join with")
@@ -362,8 +349,8 @@ def test_a_worker_that_joins_runs_what_a_coordinator_schedules(tmp_path):
         job.join(W1)
         assert job.hear(W1, "runs") == str(W1)
         job.open("both")
-        assert job.hear(Task("chief", 0), "who") == [str(W0), str(W1)]
-        assert job.hear(Task("chief", 0), "count") == 2
+        assert job.hear(CHIEF, "who") == [str(W0), str(W1)]
+        assert job.hear(CHIEF, "count") == 2
         job.finish()
 
 
@@ -372,12 +359,10 @@ def test_copies_and_the_job_s_name_need_not_be_told(tmp_path):
     keys = GOES_ON | {"ps": 2, "replication": 1, "timeouts": QUICK}
     with ProcessCluster(stay, tmp_path, (3,), **keys) as job:
         job.hear(W0, "made", 3)
-        job.join(W1, server=PS1, PS_REPLICATION="0")
-        assert job.hear(W1, "is")[0] == str(W1)
+        joins(job, W1, server=PS1, PS_REPLICATION="0")
         job.kill(PS0)
         job.hear_error(W0, f"goes on without {PS0}")
-        job.join(W2, server=PS1)
-        assert job.hear(W2, "is")[0] == str(W2), "by the server that keeps the sessions now"
+        joins(job, W2, server=PS1)  # by the server that keeps the sessions now
         job.open("go")
         for task in (W0, W1, W2):
             job.hear(task, "end")
@@ -389,10 +374,8 @@ def test_a_worker_that_has_joined_drives_the_job_on(tmp_path):
     keys = GOES_ON | {"chief": "none", "timeouts": QUICK, "gates": ["go"]}
     with ProcessCluster(stay, tmp_path, (1,), **keys) as job:
         job.hear(W0, "made", 3)
-        job.join(W1)
-        job.hear(W1, "is")
-        job.join(W2)
-        assert job.hear(W2, "is")[0] == str(W2)
+        joins(job, W1)
+        joins(job, W2)
         job.until(lambda: waiting(job, W1, W2))
         job.kill(W1)
         job.kill(W0)
