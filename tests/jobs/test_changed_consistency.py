@@ -10,8 +10,8 @@ import pytest
 
 import psclient as ps
 from pstesting import InProcessCluster
-from pstesting.processes import CALM, PS0, W0, W1, ProcessCluster
-from pstesting.script import ME, add_all, say
+from pstesting.processes import PS0, W0, W1
+from pstesting.script import add_all
 from pswire.telemetry.views.job_view import view_of
 from pswire.telemetry.views.looked import Looked
 from tests.kit.workers import PATIENT, in_threads, total
@@ -98,42 +98,35 @@ def test_each_pass_gives_each_example_once(dynamic):
     assert in_threads(passes) == [[[count + 1] * 12 for count in range(len(plan))]] * 2
 
 
-def differ(first, others):
-    """Worker 0 changes, and the others do something else in its place, or something after it."""
-    strategy = ps.ParameterServerStrategy(consistency=eval(first))
-    with strategy.scope():
-        v = ps.Variable(np.zeros(3), name="v")
-    strategy.run(lambda: add_all([(v, np.ones(3))]))
-    try:
-        if ME == 0:
-            strategy.set_consistency(ps.BoundedStaleness(1))
-        elif others == "another":
-            strategy.set_consistency(ps.BoundedStaleness(2))
-        else:
+@pytest.mark.parametrize(
+    ("first", "others", "words"),
+    [
+        (ps.Sync(), "another", ("ps.BoundedStaleness(1)", "ps.BoundedStaleness(2)", str(W0), str(W1))),
+        (ps.Sync(), "rounds", ("ps.BoundedStaleness(1)", "before round 1", f"{W1} makes round 1")),
+        (ps.Async(), "rounds", ("ps.BoundedStaleness(1)", "PS_TIMEOUT_ROUND", f"{W1} did not")),
+    ],
+)
+def test_who_does_not_make_the_change_is_named(first, others, words):
+    """In every process, and none hangs; who makes rounds of its own has as long as a round may take."""
+
+    def differ(strategy, worker):
+        with strategy.scope():
+            v = ps.Variable(np.zeros(3), name="v")
+        strategy.run(lambda: add_all([(v, np.ones(3))]))
+        try:
+            if worker == 0 or others == "another":
+                strategy.set_consistency(ps.BoundedStaleness(1 + worker))
             while True:
                 strategy.run(lambda: add_all([(v, np.ones(3))]))
                 v.numpy()
                 time.sleep(0.2)
-    except ps.errors.Diverged as error:
-        say("diverged", str(error))
+        except ps.errors.Diverged as error:
+            return str(error)
 
-
-@pytest.mark.parametrize(
-    ("first", "others", "words"),
-    [
-        ("ps.Sync()", "another", ("ps.BoundedStaleness(1)", "ps.BoundedStaleness(2)", str(W0), str(W1))),
-        ("ps.Sync()", "rounds", ("ps.BoundedStaleness(1)", "before round 1", f"{W1} makes round 1")),
-        ("ps.Async()", "rounds", ("ps.BoundedStaleness(1)", "PS_TIMEOUT_ROUND", f"{W1} did not")),
-    ],
-)
-def test_who_does_not_make_the_change_is_named(tmp_path, first, others, words):
-    """In every process, and none hangs; who makes rounds of its own has as long as a round may take."""
-    timeouts = CALM if first == "ps.Sync()" else replace(CALM, lease=4.0, round=12.0)
-    keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": timeouts}
-    with ProcessCluster(differ, tmp_path, (first, others), **keys) as job:
-        for task in (W0, W1):
-            said = job.hear(task, "diverged")
-            assert all(word in said for word in words), said
+    timeouts = PATIENT if first == ps.Sync() else replace(PATIENT, lease=2.0, round=6.0)
+    with InProcessCluster(2, 2, timeouts=timeouts) as cluster:
+        for told in in_threads(differ, cluster=cluster, consistency=first, timeouts=timeouts):
+            assert all(word in told for word in words), told
 
 
 def test_people_see_the_consistency_of_now():
