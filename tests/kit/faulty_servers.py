@@ -141,8 +141,12 @@ def flips(directory: Path, server: int, always: bool = False) -> dict[str, str]:
             bit, and all others are right.
     """
     place = directory / "failing"
-    place.mkdir()
-    code = FLIPPING.format(server=server, directory=place, bit=BIT, always=always)
+    return _beginning_with(place, FLIPPING.format(server=server, directory=place, bit=BIT, always=always))
+
+
+def _beginning_with(place: Path, code: str) -> dict[str, str]:
+    """Returns what the environment of processes has to have so that each of them runs some code first."""
+    place.mkdir(parents=True)
     (place / "sitecustomize.py").write_text(code, encoding="utf-8")
     return {"PYTHONPATH": os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])}
 
@@ -166,11 +170,8 @@ if "psserver" in args and args[args.index("--task") + 1] == "{server}":
 
 def dies(directory: Path, server: int, point: str) -> dict[str, str]:
     """Returns what the environment of servers has to have so that one of them dies at a point of its first save."""
-    place = directory / "dying"
-    place.mkdir()
     code = DYING.format(server=server, point=point, root=Path(__file__).parents[2])
-    (place / "sitecustomize.py").write_text(code, encoding="utf-8")
-    return {"PYTHONPATH": os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])}
+    return _beginning_with(directory / "dying", code)
 
 
 HOLDING = """
@@ -203,9 +204,7 @@ def holds_reading(directory: Path, most: int = 1 << 30) -> dict[str, str]:
         most: bytes of contributions that a server keeps meanwhile.
     """
     place = directory / "reading"
-    place.mkdir(parents=True)
-    (place / "sitecustomize.py").write_text(HOLDING.format(directory=place, most=most), encoding="utf-8")
-    return {"PYTHONPATH": os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")])}
+    return _beginning_with(place, HOLDING.format(directory=place, most=most))
 
 
 def let_read(directory: Path) -> None:

@@ -631,25 +631,6 @@ def gone(before: Held) -> bool:
     return files() <= before[0] and mappings() <= before[1] and threads() <= before[2]
 
 
-__all__ = [
-    "SIZE",
-    "Cut",
-    "Hand",
-    "Proxy",
-    "Site",
-    "connecting",
-    "eventually",
-    "files",
-    "fragile",
-    "gone",
-    "held",
-    "losing",
-    "mappings",
-    "stall",
-    "threads",
-]
-
-
 SECONDS = 10.0
 """Within which a thread ends whose connection is gone."""
 

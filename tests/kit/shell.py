@@ -199,7 +199,12 @@ def sshd(directory: Path) -> Iterator[Sshd]:
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen([PROGRAM, "-D", "-e", "-f", str(config)], stderr=log, stdin=subprocess.DEVNULL)
     try:
-        _await(port, process, directory / "log")
+        until(
+            lambda: process.poll() is not None or all(listens(f"{host}:{port}") for host in HOSTS),
+            60.0,
+            (directory / "log").read_text,
+        )
+        assert process.poll() is None, (directory / "log").read_text()
         options = {
             "IdentityFile": directory / "user",
             "IdentitiesOnly": "yes",
@@ -215,19 +220,6 @@ def sshd(directory: Path) -> Iterator[Sshd]:
         for one in left:
             if one.is_running():
                 one.kill()
-
-
-def _await(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    until = time.monotonic() + 60
-    while True:
-        try:
-            for host in HOSTS:
-                socket.create_connection((host, port), 5).close()
-            return
-        except OSError:
-            if process.poll() is not None or time.monotonic() > until:
-                pytest.fail(f"sshd does not listen: {log.read_text()}")
-            time.sleep(0.05)
 
 
 ROOT = Path(__file__).parents[2]
@@ -334,10 +326,7 @@ ENDS = [
 
 def eventually(found: Callable[[], object], seconds: float, why: Callable[[], str] = lambda: "") -> None:
     """Waits until something is true; fails, with a reason, where it does not become so."""
-    until = time.monotonic() + seconds
-    while not found():
-        assert time.monotonic() < until, why()
-        time.sleep(0.05)
+    until(lambda: bool(found()), seconds, why)
 
 
 def pids(directory: Path, seconds: float) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import gzip
 import http.client
 import json
@@ -20,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from urllib.request import urlopen
 
@@ -35,7 +33,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.types_pb2 import DT_DOUBLE, DT_STRING
 
-from pstesting.processes import ProcessCluster
+from pstesting.processes import ProcessCluster, until
 from pswire.cluster import Task
 from pswire.telemetry import logging_setup
 from tests.kit.internals import MetricsPort, ProcessStatus, Rim, Security, ServerConfig, make_code, traffic
@@ -43,17 +41,8 @@ from tests.kit.rig import SOON, Job
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "observability.md"
 COUNTED = (
-    "sessions",
-    "variables",
-    "members",
-    "missing",
-    "differing",
-    "up",
-    "round",
-    "rounds",
-    "checkpoints",
-    "info",
-    "rows",
+    *("sessions", "variables", "members", "missing", "differing", "up"),
+    *("round", "rounds", "checkpoints", "info", "rows"),
 )
 """What the last word of a name is that has no unit: things that are counted, and numbers of things."""
 
@@ -362,9 +351,7 @@ class Collector:
         self._rpc.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._web.shutdown()
         self._web.server_close()
         self._rpc.stop(None)
@@ -489,10 +476,7 @@ class Browser:
 
     def until(self, holds: Callable[[], object]) -> None:
         """Waits until a condition holds."""
-        deadline = time.monotonic() + SECONDS
-        while not holds():
-            assert time.monotonic() < deadline, "what the page was to show has not come"
-            time.sleep(0.1)
+        until(lambda: bool(holds()), SECONDS, lambda: "what the page was to show has not come")
 
     def text(self, place: str = "body") -> str:
         """Returns the text that somebody sees in the element of a selector."""
@@ -504,13 +488,6 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])
         self._call("Emulation.setScriptExecutionDisabled", value=not script)
-
-    def photograph(self, path: Path, height: int) -> None:
-        """Writes a picture of the page from its top."""
-        width = self.run("innerWidth")
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-        taken = self._call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(taken["data"]))
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
         self._number += 1
