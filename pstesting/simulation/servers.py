@@ -464,7 +464,12 @@ class Line:
 
     def _arrive(self, said: Contribution, payload: Payload, answer: Future[RoundReply]) -> None:
         sliced = self._server.answered if said.want else NO_VALUES
-        self._server.core.push(said, payload).add_done_callback(partial(self._answer_all, sliced, answer))
+        try:
+            made = self._server.core.push(said, payload)
+        except PSError as error:
+            made = UnlockedFuture()
+            made.set_exception(error)
+        made.add_done_callback(partial(self._answer_all, sliced, answer))
 
     def _answer_all(self, sliced: Sliced, answer: Future[RoundReply], made: Future[RoundReply]) -> None:
         slice, lane, loop = sliced.slice, self._lane, self._server.loop

@@ -9,7 +9,6 @@ import psclient as ps
 from pstesting.in_process import InProcessCluster
 from pstesting.processes import CHIEF, W0, W1, ProcessCluster
 from pstesting.script import add_all, gate, say
-from tests.kit.internals import ServerOptions
 from tests.kit.workers import in_threads
 
 STRATEGIES = ("greedy", "round_robin")
@@ -62,40 +61,33 @@ def test_processes_that_place_otherwise_are_told():
     assert all(word in message for word in ("(0,)", "(1,)", str(W0), str(W1), "ps_strategy"))
 
 
-def keep(path, ps_strategy):
-    """Two steps of Adam, saved; or what was saved."""
-    strategy = ps.ParameterServerStrategy(ps_strategy=ps_strategy)
-    with strategy.scope():
-        checkpoint = ps.train.Checkpoint()
-        variables = [ps.Variable(np.full(size, 1.0), name=f"v{size}") for size in (90, 3, 2, 4, 7)]
-        optimizer = ps.optimizers.Adam(0.1)
-        optimizer.build(variables)
-        checkpoint.variables, checkpoint.optimizer = variables, optimizer
-    if path:
-        checkpoint.restore(path)
-    else:
-        for _ in range(2):
-            strategy.run(optimizer.apply_gradients, args=([(v.numpy() * 2.0, v) for v in variables],))
-        say("saved", checkpoint.save("run/ckpt"))
-    say("places", [v.place for v in variables])
-    with strategy.scope():
-        say("values", [v.numpy() for v in [*variables, *optimizer.variables]])
-
-
 @pytest.mark.soak
 def test_a_checkpoint_does_not_know_places(tmp_path):
     """It comes back bit by bit on any number of servers, placed anyhow, slots and step count included."""
-    root = ServerOptions(checkpoint_root=str(tmp_path / "checkpoints"))
-    places, values = [], []
-    for servers, path, name in [(2, "", "greedy"), (3, "run", "round_robin"), (1, "run", "greedy")]:
-        directory = tmp_path / str(servers)
-        directory.mkdir()
-        with ProcessCluster(keep, directory, (path, name), ps=servers, server=root) as job:
-            job.finish()
-        places += job.said(W0, "places")
-        values += job.said(W0, "values")
+
+    def keep(strategy, worker):
+        with strategy.scope():
+            checkpoint = ps.train.Checkpoint()
+            variables = [ps.Variable(np.full(size, 1.0), name=f"v{size}") for size in (90, 3, 2, 4, 7)]
+            optimizer = ps.optimizers.Adam(0.1)
+            optimizer.build(variables)
+            checkpoint.variables, checkpoint.optimizer = variables, optimizer
+        if (tmp_path / "run").exists():
+            checkpoint.restore("run")
+        else:
+            for _ in range(2):
+                strategy.run(optimizer.apply_gradients, args=([(v.numpy() * 2.0, v) for v in variables],))
+            checkpoint.save("run/ckpt")
+        with strategy.scope():
+            return [v.place for v in variables], [v.numpy().tolist() for v in [*variables, *optimizer.variables]]
+
+    clusters = [(2, "greedy"), (3, "round_robin"), (1, "greedy")]
+    found = [in_threads(keep, 1, servers, root=tmp_path, ps_strategy=name)[0] for servers, name in clusters]
+    places, values = zip(*found, strict=True)
     # The number of checkpoints, which `Checkpoint` keeps on server 0, is there before the first variable.
-    assert places == [[[1], [0], [0], [0], [0]], [[0], [1], [2], [0], [1]], [[0]] * 5]
+    assert [[list(place) for place in each] for each in places] == [
+        [[1], [0], [0], [0], [0]], [[0], [1], [2], [0], [1]], [[0]] * 5
+    ]  # fmt: skip
     assert values[0] == values[1] == values[2]
     assert values[0][0] != [1.0] * 90
 

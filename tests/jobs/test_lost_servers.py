@@ -1,94 +1,228 @@
-"""A server is lost, and its variables have copies: what is saved then is whole; other rounds are refused copies."""
+"""Servers are lost, end in good order, or have other values than their copies, and are started again.
+
+With copies the job goes on meanwhile, bit for bit; without, every process ends and names the server.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import sys
+import time
 
 import numpy as np
 import pytest
 
 import psclient as ps
-from pstesting.processes import CALM, PS0, PS1, W0, W1, ProcessCluster
+from psserver.state.sessions import DEPUTY_BEATS
+from pstesting import forks
+from pstesting.in_process import InProcessCluster
+from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, gate, say
-from tests.kit.faulty_servers import dies
-from tests.kit.internals import Task
+from tests.kit.faulty_servers import dies, fail, flips
+from tests.kit.internals import DIGEST_ROUNDS as ROUNDS
+from tests.kit.internals import OUTLIVED, SERVER_LOST, Task
+from tests.kit.telemetry import Page
 
 PS2 = Task("ps", 2)
-KEYS = {"ps": 2, "workers": 2, "chief": "driver", "replication": 1, "timeouts": CALM, "gates": ["go 20", "go 60"]}
+KEYS = {"ps": 2, "workers": 2, "chief": "driver", "replication": 1, "timeouts": CALM, "gates": ["go 20"]}
+OTHER = {PS0: PS1, PS1: PS0}
 EITHER = pytest.mark.parametrize("lost", [PS0, pytest.param(PS1, marks=pytest.mark.soak)], ids=str)
 
 
-def learn(rounds, stops, path=""):
-    """Adds up, with a momentum by which each round leaves its trace; says what it has at the end.
+def learn(steps, stops, size=3, path="", saves=-1):
+    """Adds up, with a momentum by which each step leaves its trace; says what it has at the end.
 
-    Waits in some rounds until the test lets it go on. With a path it goes on from a checkpoint there, if there is one,
-    and saves one after the last round.
+    Waits before some steps until the test lets it go on. Without a number of steps it makes them until the test has had
+    enough. With a path it goes on from a checkpoint there, if there is one, and saves one after a step.
     """
     strategy = ps.ParameterServerStrategy(devices=["cpu:0"])
     with strategy.scope():
         v = ps.Variable(np.zeros(3, "float32"), name="v")
         w = ps.Variable(np.zeros((2, 2), "float32"), name="w")
+        large = ps.Variable(np.zeros(size, "float32"), name="large")
         optimizer = ps.optimizers.SGD(1.0, momentum=0.5)
-        optimizer.build([v, w])
-    checkpoint = ps.train.Checkpoint(v=v, w=w, optimizer=optimizer)
+        optimizer.build([v, w, large])
+    checkpoint = ps.train.Checkpoint(v=v, w=w, large=large, optimizer=optimizer)
+    number, enough = 0, False
     if path and (DIRECTORY / "checkpoints" / path).exists():
         checkpoint.restore(path).assert_consumed()
+        number, saves = int(optimizer.iterations.numpy()), -1
+    say("begins", number)
 
-    def step(round):
-        grads = [(np.full(3, -(ME + 1.0), "float32"), v), (np.full((2, 2), -(round % 4), "float32"), w)]
-        optimizer.apply_gradients(grads)
-        return np.float32(1)
+    def step(number):
+        mine = -(ME + 1.0)
+        grads = [(np.full(3, mine, "float32"), v), (np.full((2, 2), -(number % 4), "float32"), w)]
+        optimizer.apply_gradients([*grads, (np.full(size, mine, "float32"), large)])
+        time.sleep(0 if steps else 0.01)
+        return np.array([1, (DIRECTORY / "enough").exists()], "float32")
 
-    while strategy.round < rounds:
-        round = strategy.round
-        if round in stops:
-            say("at", round)
-            gate(f"go {round}")
-        counted = strategy.reduce("sum", strategy.run(step, (round // 2,)), axis=None)
-        assert float(counted) == len(strategy.last_round.contributors), (round, float(counted))
-        if strategy.round > round + 2:
-            say("joins", strategy.round)
-    say("is", [v.numpy().tolist(), w.numpy().ravel().tolist(), int(optimizer.iterations.numpy())])
-    if path:
-        checkpoint.save(f"{path}/ckpt")
-
-
-def trained(steps, gradient):
-    """What the optimizer makes of each step's sum of gradients, in NumPy."""
-    value = moment = np.float32(0)
-    for step in range(steps):
-        moment = np.float32(0.5) * moment + np.float32(gradient(step))
-        value = value + moment
-    return float(value)
+    while not enough and number != steps:
+        if number in stops:
+            say("at", number)
+            gate(f"go {number}")
+        counted, ends = strategy.reduce("sum", strategy.run(step, (number,)), axis=None)
+        assert counted == len(strategy.last_round.contributors), (number, counted)
+        enough = not steps and ends > 0
+        if number == 0:
+            say("trains")
+        number += 1
+        if number == saves:
+            checkpoint.save(f"{path}/ckpt", ps.train.CheckpointOptions(enable_async=False))
+    found, first = large.numpy(), v.numpy()
+    assert (found == first[0]).all(), (found.min(), found.max(), first)
+    say("is", [first.tolist(), w.numpy().ravel().tolist(), int(optimizer.iterations.numpy())])
 
 
-def values(steps, both):
-    """What there is after some steps: the first `both` were made by two workers, the others by worker 0 alone."""
-    v = trained(steps, lambda step: 3.0 if step < both else 1.0)
-    w = trained(steps, lambda step: (step % 4) * (2.0 if step < both else 1.0))
-    return [[v] * 3, [w] * 4, steps]
+def values(steps):
+    """What there is after some steps of two workers, in NumPy."""
+
+    def trained(gradient):
+        value = moment = np.float32(0)
+        for step in range(steps):
+            moment = np.float32(0.5) * moment + np.float32(gradient(step))
+            value = value + moment
+        return float(value)
+
+    return [[trained(lambda step: 3.0)] * 3, [trained(lambda step: 2.0 * (step % 4))] * 4, steps]
 
 
 def go_on(job, *tasks):
-    """Lets workers go on that wait in a round."""
+    """Lets workers go on that wait before step 20."""
     for task in tasks:
-        job.hear(task, "at")
+        job.hear(task, "at", 20)
     job.open("go 20")
+
+
+def lose(job, server):
+    """Kills a server; returns once the job goes on without it."""
+    job.kill(server)
+    job.hear_error(CHIEF, f"goes on without {server}")
+
+
+def all_go_on_with(job, server):
+    """Returns once all have said that a server is back."""
+    for task in (CHIEF, W0, W1):
+        job.hear_error(task, f"goes on with {server}, which is back")
+
+
+def await_variables(job, server):
+    """Returns once a server that is back has its variables as they are now: another one may be lost."""
+    with job.server(server) as there:
+        job.until(lambda: (s := there.status()).incarnation in s.incarnations and not s.catching_up)
+
+
+def replace(job, server):
+    """Ends a server in good order, and starts it again; returns once all go on with it, and it has its variables."""
+    job.kill(server, signal.SIGTERM)
+    for task in (CHIEF, W0, W1):
+        job.hear_error(task, f"goes on without {server}")
+    assert job.exited(server) == 0  # it has said so before, and listens until then
+    job.start(server)
+    all_go_on_with(job, server)
+    await_variables(job, server)
+
+
+def enough(job, directory, *servers):
+    """Ends the job; what both workers have learnt is what the steps that they say make."""
+    (directory / "enough").touch()
+    found = job.hear(W0, "is")
+    assert found == job.hear(W1, "is") == values(found[2])
+    assert {job.exited(task) for task in (W0, W1, CHIEF, *servers)} == {0}
+
+
+def problems(job):
+    """What `psctl status` finds wrong, by its kind and task."""
+    addresses = ",".join(job.cluster.addresses[server] for server in sorted(job.cluster.addresses))
+    psctl = [sys.executable, "-m", "psclient.psctl", "--address", addresses, "status", "--json"]
+    environ = os.environ | job.cluster._options.variables()
+    done = forks.run(psctl, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
+    return {(each["kind"], each["task"]): each["message"] for each in json.loads(done.stdout)["problems"]}
+
+
+# ---- Servers that are started again ----
+
+
+@pytest.mark.parametrize(
+    ("name", "home", "failing"), [("v", PS0, PS1), pytest.param("w", PS2, PS0, marks=pytest.mark.soak)], ids=str
+)
+def test_a_server_with_another_value_is_taken_back_and_all_are_started_anew(tmp_path, name, home, failing):
+    """One bit of a copy: within a span of rounds both servers name it, and all go on exactly without the other one.
+
+    Then the servers are started anew, one after the other, as in an upgrade: each ends by SIGTERM, one of them twice;
+    training goes on, and each step counts once. Of three servers the one that fails keeps the log.
+    """
+    environ, keys = flips(tmp_path, failing.index), {**KEYS, "ps": max(home.index, failing.index) + 1}
+    with ProcessCluster(learn, tmp_path, (None, [20]), servers_environ=environ, **keys) as job:
+        with job.server(PS0) as server:
+            for task in (W0, W1):
+                job.hear(task, "at", 20)
+            fail(tmp_path, name)
+            last = server.status().round
+        job.open("go 20")
+        said = job.hear_error(failing, f"{failing} has other values than {home} after round ")
+        found = int(re.search(r"after round (\d+)", said).group(1))
+        assert last < found <= last + 1 + ROUNDS
+        assert repr(name) in said
+        job.hear_error(CHIEF, f"goes on without {failing}: had other values than {home} after round {found}")
+        assert job.exited(failing) == OUTLIVED
+        job.start(failing)
+        all_go_on_with(job, failing)
+        await_variables(job, failing)
+        assert not [key for key in problems(job) if key[0] == "differs"]
+        for server in (home, failing, home):
+            replace(job, server)
+        enough(job, tmp_path)
+        job.finish()
+        assert [line.count("has other values") for line in (job.errors(home), job.errors(failing))] == [1, 1]
+
+
+@pytest.mark.parametrize("server", [pytest.param(PS0, marks=pytest.mark.soak), PS1])
+def test_a_server_without_copies_that_is_replaced(tmp_path, server):
+    """Its successor refuses the old sessions at once. Everyone started again goes on from the checkpoint.
+
+    One worker comes back before the chief: it is as new as all others, and drives nothing, since nothing is left.
+    """
+    keys = {**KEYS, "replication": 0, "timeouts": QUICK}
+    with ProcessCluster(learn, tmp_path, (22, [20], 3, "run", 4), **keys) as job:
+        for task in (W0, W1):
+            job.hear(task, "at", 20)
+        job.kill(server)
+        job.start(server)
+        job.open("go 20")
+        for task in (W0, W1, CHIEF):
+            job.hear_error(task, f"error: {server}: was ")
+            assert job.exited(task) == SERVER_LOST
+        job.start(W1)
+        job.hear_error(W1, "waits for a chief to begin the job")
+        time.sleep(2 * DEPUTY_BEATS * QUICK.beat)
+        assert "nobody drives the job any more" not in job.errors(W1)
+        job.start(CHIEF)
+        job.start(W0)
+        for task in (W0, W1):
+            assert job.hear(task, "begins") == 4
+            assert job.hear(task, "is") == values(22)
+        job.finish()
+
+
+# ---- What is saved ----
 
 
 @EITHER
 def test_what_is_saved_without_a_server_is_whole(tmp_path, lost):
     """Its variables come from where their copies are; another cluster, without copies, goes on from there."""
-    with ProcessCluster(learn, tmp_path, (30, [20], "run"), **KEYS) as job:
+    with ProcessCluster(learn, tmp_path, (25, [20], 3, "run", 25), **KEYS) as job:
         go_on(job, W0, W1)
         job.kill(lost)
         for task in (W0, W1):
-            assert job.hear(task, "is") == values(15, 15)
+            assert job.hear(task, "is") == values(25)
             assert job.exited(task) == 0
     kept = {**KEYS, "replication": 0, "ps": 1, "gates": []}
-    with ProcessCluster(learn, tmp_path, (0, [], "run"), **kept) as job:
+    with ProcessCluster(learn, tmp_path, (25, [], 3, "run"), **kept) as job:
         for task in (W0, W1):
-            assert job.hear(task, "is") == values(15, 15)
+            assert job.hear(task, "is") == values(25)
         job.finish()
 
 
@@ -104,10 +238,8 @@ def save_amid(rounds, stop):
     checkpoint = ps.train.Checkpoint(large=large, v=v, table=table)
 
     def step(round):
-        grads = [
-            (np.full(3, -1.0), v),
-            *((np.full(size, -1.0, "float32"), each) for each in large if round == stop),
-        ]
+        grads = [(np.full(3, -1.0), v)]
+        grads += [(np.full(size, -1.0, "float32"), each) for each in large if round == stop]
         found = table.lookup(np.array([round, 1000]))
         optimizer.apply_gradients([*grads, (found.gradient(np.ones((2, 2), "float32")), table)])
 
@@ -131,12 +263,16 @@ def save_amid(rounds, stop):
     say("is", state() == before)
 
 
-@EITHER
-def test_a_server_is_lost_while_a_checkpoint_is_written(tmp_path, lost):
+@pytest.mark.parametrize(
+    ("servers", "lost"),
+    [(2, PS0), pytest.param(3, PS0, marks=pytest.mark.soak), pytest.param(3, PS1, marks=pytest.mark.soak)],
+)
+def test_a_server_is_lost_while_a_checkpoint_is_written(tmp_path, servers, lost):
     """It dies in the middle of a file. Those that have the copies save what it was to save, as it was after the same
-    round: nobody has to save again."""
+    round: nobody has to save again. Of two servers one saves all parts of a table.
+    """
     environ = dies(tmp_path, lost.index, "in a shard")
-    with ProcessCluster(save_amid, tmp_path, (26, 20), servers_environ=environ, **{**KEYS, "ps": 3}) as job:
+    with ProcessCluster(save_amid, tmp_path, (26, 20), servers_environ=environ, **{**KEYS, "ps": servers}) as job:
         go_on(job, W0, W1)
         for task in (W0, W1):
             assert job.hear(task, "is") is True
@@ -147,70 +283,93 @@ def test_a_server_is_lost_while_a_checkpoint_is_written(tmp_path, lost):
     assert files == {"manifest.json", *json.loads(manifest.read_text())["files"]}
 
 
-def test_a_server_saves_several_parts_of_a_table(tmp_path):
-    """Of two servers each has both; one alone saves them."""
-    with ProcessCluster(save_amid, tmp_path, (22, 20), **KEYS) as job:
-        go_on(job, W0, W1)
-        for task in (W0, W1):
-            assert job.hear(task, "is") is True
-        job.finish()
+# ---- Servers that agree ----
 
 
-def rows(rounds, stops):
-    """Trains rows; waits in some rounds until the test lets it go on."""
+def everything():
+    """Trains what servers hold until the test has had enough."""
 
-    def at(round):
-        if round in stops:
-            say("at", round)
-            gate(f"go {round}")
+    def goes_on(number):
+        time.sleep(0.02)
+        seen = strategy.run(lambda: np.float32((DIRECTORY / "enough").exists()))
+        return not float(strategy.reduce("sum", seen, axis=None))
 
-    shards = ps.experimental.partitioners.FixedShardsPartitioner(2)
-    say("is", train_rows(ps.ParameterServerStrategy(devices=["cpu:0"], variable_partitioner=shards), ME, rounds, at))
+    strategy = ps.ParameterServerStrategy(devices=["cpu:0"])
+    say("is", train_rows(strategy, ME, goes_on)[0])
 
 
-def train_rows(strategy, worker, rounds, at):
-    """Trains rows of a variable, of a partitioned one, and of a dynamic table whose keys come and go."""
+def train_rows(strategy, worker, goes_on):
+    """Trains large and small variables, rows that miss updates, and a table whose keys come and go.
+
+    One worker reads what the other one does not. `goes_on` says before each step whether it is made.
+    """
+    de = ps.dynamic_embedding
     with strategy.scope():
-        cut = ps.Variable(np.zeros((8, 2), "float32"), name="cut")
-        table = ps.dynamic_embedding.get_variable("table", dim=2, admission=ps.dynamic_embedding.CounterFilter(2))
-        optimizer = ps.optimizers.Adagrad(0.5)
+        large = ps.Variable(np.zeros(300_000, "float32"), name="large")
+        small = ps.Variable(np.full(5, 0.1, "float32"), name="small")
+        cut = ps.Variable(np.zeros((40, 2), "float32"), name="cut")
+        table = de.get_variable("table", dim=2, admission=de.CounterFilter(2), eviction=de.GlobalStepEvict(8))
+        optimizer = ps.optimizers.Adam(0.01)
+    draw, number, seen = np.random.default_rng(worker), 0, []
 
-    def step(round):
-        keys = np.array([round % 8, (round + worker) % 8, 1 << 40])
+    def step(number):
+        keys = draw.integers(0, 60, 5)
         table.look_ahead(keys + 1)
-        grads = [(ps.IndexedSlices(np.ones((3, 2), "float32"), keys % 8), cut)]
         found = table.lookup(keys)
-        grads.append((found.gradient(np.ones(found.values.shape, "float32")), table))
+        grads = [
+            (draw.standard_normal(5).astype("float32"), small),
+            (ps.IndexedSlices(draw.standard_normal((5, 2)).astype("float32"), keys % 40), cut),
+            (found.gradient(draw.standard_normal(found.values.shape).astype("float32")), table),
+        ]
+        if number % 16 == 0:
+            grads.append((np.full(300_000, 0.3 + worker, "float32"), large))
         optimizer.apply_gradients(grads)
         return float(np.sum(found.values))
 
-    found = []
-    for round in range(rounds):
-        at(round)
-        found.append(strategy.run(step, (round,)))
-    keys, values = table.export()
+    while goes_on(number):
+        seen.append(strategy.run(step, (number,)))
+        number += 1
+        if worker == 0 and number % 7 == 0:
+            cut.numpy(), table.lookup(np.arange(20)).values
+    keys, rows = table.export()
     order = np.argsort(keys)
-    return [cut.numpy().tolist(), keys[order].tolist(), values[order].tolist(), found[:4], table.size()]
+    held = [small.numpy().tolist(), cut.numpy().tolist(), float(np.sum(large.numpy()))]
+    return [held, keys[order].tolist(), rows[order].tolist(), table.size(), seen[:20]]
 
 
-def refused(consistency):
-    """A strategy whose rounds would let copies come to differ."""
-    try:
-        ps.ParameterServerStrategy(consistency=consistency)
-    except ps.errors.ConfigError as error:
-        say("refused", str(error))
+def compared(job, server):
+    """How often a server that runs has found the same values as another one, and how often not."""
+    said = " serves metrics at "
+    job.until(lambda: any(said in line for line in job.cluster.output(server)))
+    line = [line for line in job.cluster.output(server) if said in line][-1]
+    page = Page.at(re.search(r"http://\S+", line).group())
+    return [page("server_digests_total", outcome=outcome) for outcome in ("equal", "different")]
 
 
-@pytest.mark.parametrize("consistency", ["ps.Async()", "ps.Sync(whole_rounds=False)"])
-def test_copies_need_rounds_that_are_the_same_everywhere(tmp_path, consistency):
+@pytest.mark.ci
+def test_undisturbed_servers_never_differ(tmp_path):
+    """Nor do they where a server comes back, whose tables lie in another order, or a worker is left out."""
+    keys = {**KEYS, "gates": [], "ps": 3, "metrics_port": 0, "timeouts": QUICK}
+    with ProcessCluster(everything, tmp_path, (), [train_rows], **keys) as job, job.server(PS0) as server:
+        job.until(lambda: server.status().round > ROUNDS + 2)
+        lose(job, PS1)
+        job.start(PS1)
+        job.hear_error(W0, f"goes on with {PS1}, which is back")
+        job.kill(W1)
+        first = server.status().round
+        job.until(lambda: server.status().round > first + 2 * ROUNDS + 2)
+        for each, least in ((PS0, 4), (PS1, 2), (PS2, 4)):
+            equal, different = compared(job, each)
+            assert (equal >= least, different) == (True, 0)
+        (tmp_path / "enough").touch()
+        assert job.hear(W0, "is")
+
+
+@pytest.mark.parametrize("consistency", [ps.Async(), ps.Sync(whole_rounds=False)], ids=str)
+def test_copies_need_rounds_that_are_the_same_everywhere(environ, consistency):
     """Other consistencies are refused at once, with what to write instead."""
-    program = f"refused({consistency})"
-    with ProcessCluster(alone, tmp_path, (program,), [refused], **{**KEYS, "workers": 1, "chief": "none"}) as job:
-        text = job.hear(W0, "refused")
-    assert "PS_REPLICATION=1 needs rounds that have the same contributions on all servers" in text
-    assert "take consistency=ps.Sync(), or set PS_REPLICATION=0" in text
-
-
-def alone(program):
-    """Runs a line."""
-    exec(program)
+    environ["PS_REPLICATION"] = "1"
+    with InProcessCluster(2) as cluster, pytest.raises(ps.errors.ConfigError) as refused:
+        ps.ParameterServerStrategy(cluster_resolver=cluster.resolver(), consistency=consistency)
+    assert "PS_REPLICATION=1 needs rounds that have the same contributions on all servers" in str(refused.value)
+    assert "take consistency=ps.Sync(), or set PS_REPLICATION=0" in str(refused.value)

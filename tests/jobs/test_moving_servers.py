@@ -1,22 +1,34 @@
-"""Servers of a running job move to processes that wait for a place, and the job goes on."""
+"""Servers move to processes that wait for a place, or come back, and read their variables while training goes on."""
 
 from __future__ import annotations
 
 import signal
 import socket
 from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
 
 import pytest
 
 import psclient as ps
 from pstesting.processes import CHIEF, PS0, PS1, QUICK, W0, W1, ProcessCluster
-from tests.jobs.test_lost_servers import rows, train_rows, values
-from tests.jobs.test_returning_servers import KEYS, OTHER, all_go_on_with, await_variables, learn, lose, start_again
-from tests.kit.internals import Task
+from pstesting.script import ME, gate, say
+from tests.jobs.test_lost_servers import (
+    KEYS,
+    OTHER,
+    all_go_on_with,
+    await_variables,
+    enough,
+    learn,
+    lose,
+    problems,
+    train_rows,
+)
+from tests.kit.faulty_servers import holds_reading, let_read
+from tests.kit.internals import OUTLIVED, Task
 from tests.kit.shell import Waiting, waiting
 from tests.kit.workers import in_threads
+
+LARGE = 300_000
+"""Elements of a variable whose rounds stream, where their server has its variables."""
 
 
 def move(job: ProcessCluster, task: Task, new: Waiting) -> None:
@@ -27,33 +39,43 @@ def move(job: ProcessCluster, task: Task, new: Waiting) -> None:
     job.cluster.addresses[task] = new.address
 
 
-def enough(job: ProcessCluster, directory: Path) -> None:
-    """Ends the job; what it has learnt is what the steps that it says make."""
-    (directory / "enough").touch()
-    found = job.hear(W0, "is")
-    assert found == job.hear(W1, "is") == values(found[2], found[2])
-    assert {job.exited(task) for task in (W0, W1, CHIEF)} == {0}
+def goes_on(job: ProcessCluster, server: Task, rounds: int = 8) -> None:
+    """Returns once a server has made some more rounds."""
+    with job.server(server) as there:
+        first = there.status().round
+        job.until(lambda: there.status().round > first + rounds)
+
+
+# ---- Servers that move ----
 
 
 @pytest.mark.parametrize("moved", [PS0, pytest.param(PS1, marks=pytest.mark.soak)], ids=str)
 def test_a_server_that_is_told_to_end_moves_before(tmp_path, moved):
-    """And ends with 0; whoever starts later finds it at its new address, also if something is at the old one."""
-    with ProcessCluster(learn, tmp_path, (None, [20]), **KEYS) as job:
-        job.hear(W0, "at", 20)
-        with waiting(job, tmp_path) as (new,):
+    """And ends with 0; training goes on while the new one reads its variables, and then the other one is lost.
+
+    Whoever starts later finds it at its new address, also if something is at the old one.
+    """
+    with ProcessCluster(learn, tmp_path, (None, [], LARGE), **KEYS) as job:
+        goes_on(job, moved, 5)
+        with waiting(job, tmp_path, **holds_reading(tmp_path / "new")) as (new,):
             job.kill(moved, signal.SIGTERM)
             job.hear_error(moved, f"it moves to {new.address} before")
             job.hear_error(CHIEF, f"{moved} moves to {new.address}")
-            job.open("go 20")
             assert job.exited(moved) == 0
             all_go_on_with(job, moved)
-            job.hear(W1, "at", 20)
+            there, job.cluster.addresses[moved] = job.cluster.addresses[moved], new.address
+            for server in (PS0, PS1):
+                goes_on(job, server)
+            assert "has its variables" not in new.text()
+            let_read(tmp_path / "new")
+            new.hear("has its variables")
+            job.cluster.addresses[moved] = there
+            job.hear(W1, "trains")
             for task in (CHIEF, W1):
                 job.kill(task)
                 job.start(task)
-            job.hear(W1, "at", 20)  # it has found the servers, and is taken in
+            job.hear(W1, "trains")  # it has found the servers, and is taken in
             job.start(moved)  # at its old address, as whatever runs it does: it has no part in the job
-            new.hear("has its variables")
             lose(job, OTHER[moved])
             (tmp_path / "enough").touch()
             assert job.hear(W0, "is") == job.hear(W1, "is")
@@ -102,27 +124,120 @@ def test_who_waited_dies_before_it_has_the_place(tmp_path):
             enough(job, tmp_path)
 
 
+# ---- Servers that are back ----
+
+
+@pytest.mark.parametrize("lost", [PS1, pytest.param(PS0, marks=pytest.mark.soak)], ids=str)
+def test_training_goes_on_while_a_server_reads(tmp_path, lost):
+    """What was handed over to its first process is damaged: it says so, ends, and the job goes on without it.
+
+    The next one takes part in all rounds while it reads, and has them all: the other server is lost then.
+    """
+    with ProcessCluster(learn, tmp_path, (None, [], LARGE), servers_environ=holds_reading(tmp_path), **KEYS) as job:
+        goes_on(job, OTHER[lost], 5)
+        lose(job, lost)
+        job.start(lost)
+        all_go_on_with(job, lost)
+        handed = tmp_path / "checkpoints" / "handover"
+        job.until(lambda: any(handed.glob("*/manifest.json")))
+        for file in handed.glob("*/*.safetensors"):
+            file.write_bytes(file.read_bytes()[:-1000])
+        let_read(tmp_path)
+        job.hear_error(lost, "ends: it could not read the variables that were handed over to it: ")
+        assert job.exited(lost) == OUTLIVED
+        job.hear_error(CHIEF, f"goes on without {lost}")
+        (tmp_path / "reading" / "read").unlink()
+        job.start(lost)
+        all_go_on_with(job, lost)
+        for server in (PS0, PS1):
+            goes_on(job, server)
+        with job.server(lost) as server:
+            assert server.status().catching_up
+        assert "end no other server until it has" in problems(job)["catching_up", str(lost)]
+        let_read(tmp_path)
+        await_variables(job, lost)
+        assert not [key for key in problems(job) if key[0] == "catching_up"]
+        lose(job, OTHER[lost])
+        goes_on(job, lost)
+        enough(job, tmp_path, lost)
+
+
+def learn_late(size):
+    """Learns; worker 0 stops once where it waits for news of a server that comes back, until the test resumes it."""
+    import os
+    import signal
+
+    from psclient._src.rounds.membership import Follower
+
+    follow = Follower._follow
+
+    def stop(self, deadline, late, word):
+        if "which comes back" in word():
+            Follower._follow = follow
+            say("waits", True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return follow(self, deadline, late, word)
+
+    if ME == 0:
+        Follower._follow = stop
+    learn(None, [], size)
+
+
+def test_a_server_is_lost_that_has_not_told_all_of_the_others_return(tmp_path):
+    """Who has not heard of it finds the server that is back, keeps its session there, and goes on."""
+    with ProcessCluster(learn_late, tmp_path, (LARGE,), [learn], **KEYS) as job:
+        goes_on(job, PS0, 5)
+        lose(job, PS1)
+        job.start(PS1)
+        job.hear(W0, "waits")
+        job.hear_error(PS1, "has its variables, with ")
+        lose(job, PS0)
+        job.resume(W0)
+        job.hear_error(W0, f"goes on without {PS0}")
+        goes_on(job, PS1)
+        enough(job, tmp_path, PS1)
+
+
+def rows(stops):
+    """Trains rows; waits before some steps until the test lets it go on."""
+
+    def goes_on(number):
+        if number in stops:
+            say("at", number)
+            gate(f"go {number}")
+        return number < 38
+
+    shards = ps.experimental.partitioners.FixedShardsPartitioner(2)
+    strategy = ps.ParameterServerStrategy(devices=["cpu:0"], variable_partitioner=shards)
+    say("is", train_rows(strategy, ME, goes_on))
+
+
 @pytest.mark.parametrize("lost", [PS1, pytest.param(PS0, marks=pytest.mark.soak)], ids=str)
 def test_rows_and_tables_are_the_same_whatever_servers_do(tmp_path, lost):
     """One is lost, comes back, the other one moves, and then it is lost again, while tables grow and rows come and go.
 
     All is, bit for bit, as in a cluster whose servers stay.
     """
-    stops = [8, 12, 26, 40]
+    stops = [4, 6, 20, 34]
     shards = ps.experimental.partitioners.FixedShardsPartitioner(2)
-    train = partial(train_rows, rounds=44, at=lambda round: None)
-    expected = in_threads(train, devices=["cpu:0"], variable_partitioner=shards)
-    keys = {**KEYS, "gates": [f"go {stop}" for stop in stops]}
+    expected = in_threads(
+        lambda strategy, worker: train_rows(strategy, worker, lambda number: number < 38),
+        devices=["cpu:0"],
+        variable_partitioner=shards,
+    )
     with ExitStack() as stack:
-        job = stack.enter_context(ProcessCluster(rows, tmp_path, (44, stops), [train_rows], **keys))
+        keys = {**KEYS, "gates": [f"go {stop}" for stop in stops]}
+        job = stack.enter_context(ProcessCluster(rows, tmp_path, (stops,), [train_rows], **keys))
         for stop in stops:
             for task in (W0, W1):
                 job.hear(task, "at", stop)
-            if stop == 8:
+            if stop == 4:
                 lose(job, lost)
-            elif stop == 12:
-                start_again(job, lost)
-            elif stop == 26:
+            elif stop == 6:
+                job.start(lost)
+                with job.server(OTHER[lost]) as other:
+                    job.until(lambda other=other: other.status().epoch.returns is not None)
+            elif stop == 20:
                 all_go_on_with(job, lost)
                 await_variables(job, lost)
                 (new,) = stack.enter_context(waiting(job, tmp_path))

@@ -13,6 +13,7 @@ import pytest
 import psclient as ps
 from pstesting.processes import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster
 from pstesting.script import DIRECTORY, ME, add_all, gate, say
+from tests.jobs.test_lost_servers import learn, values
 from tests.kit.internals import SERVER_LOST, Outcome
 
 
@@ -87,55 +88,26 @@ def test_a_server_with_copies_is_replaced_alone(tmp_path):
         assert [replaced(job, task) for task in (PS0, W0, W1, CHIEF)] == [[]] * 4
 
 
-def resume(rounds):
-    """Rounds with a momentum, by which each leaves its trace, and a checkpoint after five of them; then a gate."""
-    strategy = ps.ParameterServerStrategy(devices=["cpu:0"])
-    with strategy.scope():
-        v, w = (ps.Variable(np.zeros(4, "float32"), name=name) for name in "vw")
-        optimizer = ps.optimizers.SGD(1.0, momentum=0.5)
-        optimizer.build([v, w])
-    manager = ps.train.CheckpointManager(ps.train.Checkpoint(v=v, w=w, optimizer=optimizer), "run", max_to_keep=2)
-    found = manager.restore_or_initialize()
-    say("from", int(optimizer.iterations.numpy()))
-    for step in range(int(optimizer.iterations.numpy()), rounds):
-        if step == 5 and not found:
-            manager.save()
-            manager.sync()
-        if step == 10 and not found:
-            say("at")
-            gate("go0")
-        grads = [(np.full(4, -float(step % 4), "float32"), v), (np.full(4, -1.0, "float32"), w)]
-        strategy.run(lambda grads=grads: optimizer.apply_gradients(grads))
-    say("is", [float(v[0]), float(w[0])])
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("restarts", [2, pytest.param(0, marks=pytest.mark.soak)], ids=["replaced", "not replaced"])
 def test_a_server_and_its_copy_are_lost(tmp_path, restarts):
     """The job goes back to its checkpoint, bit for bit; without restarts every process ends, and says what was lost."""
-    keys = {**KEYS, "replication": 1, "restarts": restarts}
-    with ProcessCluster(resume, tmp_path, (20,), **keys) as job, ThreadPoolExecutor(1) as pool:
+    keys = {**KEYS, "replication": 1, "restarts": restarts, "gates": ["go 20"]}
+    with ProcessCluster(learn, tmp_path, (24, [20], 3, "run", 5), **keys) as job, ThreadPoolExecutor(1) as pool:
         for task in (W0, W1):
-            assert job.hear(task, "from") == 0
-            job.hear(task, "at")
-        if not restarts:
-            job.kill(PS0)
-            job.kill(PS1)
-            job.open("go0")
-            assert [job.exited(task) for task in (W0, W1, CHIEF)] == [SERVER_LOST] * 3
-            return
-        ended = pool.submit(job.finish)
+            assert job.hear(task, "begins") == 0
+            job.hear(task, "at", 20)
+        ended = pool.submit(job.finish) if restarts else None
         job.kill(PS0)
         job.kill(PS1)
-        job.open("go0")
+        job.open("go 20")
+        if ended is None:
+            assert [job.exited(task) for task in (W0, W1, CHIEF)] == [SERVER_LOST] * 3
+            return
         ended.result(SECONDS)
-        v = w = moment = other = np.float32(0)
-        for step in range(20):
-            moment, other = 0.5 * moment + 2 * np.float32(step % 4), 0.5 * other + np.float32(2)
-            v, w = v + moment, w + other
         for task in (W0, W1):
-            assert job.said(task, "from")[-1] == 5
-            assert job.said(task, "is") == [[float(v), float(w)]]
+            assert job.said(task, "begins")[-1] == 5
+            assert job.said(task, "is") == [values(24)]
 
 
 @pytest.mark.parametrize(

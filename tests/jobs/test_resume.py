@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from pstesting.processes import PS0, QUICK, W0, W1, ProcessCluster
-from pstesting.script import DIRECTORY, ME, add, gate, say
+from pstesting.processes import W0, W1, ProcessCluster
+from pstesting.script import say
 from tests.kit.internals import ServerOptions
 
 EPOCHS, BATCHES, SAVED = 3, 5, 7
@@ -95,45 +95,3 @@ def test_a_checkpoint_is_one_round_of_all_servers(uninterrupted):
     assert {file.name for file in (root / path).iterdir()} == files | {"manifest.json"}
     assert len(files) == 2
     assert before.said(W1, "saved") == [path]
-
-
-def test_a_process_that_comes_back_restores_nothing(tmp_path):
-    """A worker that joins a running job calls `restore` like the others did: the variables are newer."""
-
-    def add_rows(rows):
-        strategy = ps.ParameterServerStrategy()
-        with strategy.scope():
-            v = ps.Variable(np.zeros(1), name="v")
-        checkpoint = ps.train.Checkpoint(v=v)
-        if (DIRECTORY / "checkpoints").exists():
-            say("restored", checkpoint.restore("run").restored)
-        say("open")
-        batches = strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(float(rows))).batch(4))
-        for batch in batches:
-            if ME == 1 and strategy.round == 5:
-                say("took", batch)
-                gate("never")
-            strategy.run(lambda batch=batch: add(v, batch.sum(keepdims=True)))
-            if strategy.round == 3:
-                checkpoint.save("run/ckpt", ps.train.CheckpointOptions(enable_async=False))
-            if ME == 0 and strategy.round == 7:
-                say("at", 7)
-                gate("go")
-        say("sums", float(v[0]))
-
-    gates = ["go", "never"]
-    with (
-        ProcessCluster(add_rows, tmp_path, (80,), workers=2, gates=gates, timeouts=QUICK) as job,
-        job.server(PS0) as server,
-    ):
-        lost = job.hear(W1, "took")
-        job.kill(W1)
-        job.hear(W0, "at")
-        job.start(W1)
-        assert job.hear(W1, "restored") is False
-        job.hear(W1, "open")
-        job.until(lambda: len(server.status().epoch.members) == 2)
-        job.open("go")
-        for task in (W0, W1):
-            assert job.hear(task, "sums") == sum(range(80)) - sum(lost)
-        job.finish()

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from pstesting.in_process import InProcessCluster
-from pstesting.processes import CHIEF, PS0, PS1, W0, W1, ProcessCluster
-from tests.jobs.test_returning_servers import KEYS, go_on, learn, replace, values
+from pstesting.processes import PS0, PS1, W0, W1, ProcessCluster
+from tests.jobs.test_lost_servers import KEYS, all_go_on_with, await_variables, enough, go_on, learn, lose, replace
 
 BEFORE = os.environ.get("PS_TEST_BEFORE", "")
 
@@ -66,25 +66,18 @@ def job(tmp_path, monkeypatch):
 
 
 def test_servers_are_upgraded_one_after_the_other(tmp_path, job):
-    """Nobody restarts, and each step counts once: bit for bit as in a job of one version."""
-    go_on(job, 20, W0, W1)
-    for server in (PS0, PS1):
-        replace(job, server)
-    (tmp_path / "enough").touch()
-    found = job.hear(W0, "is")
-    assert found == job.hear(W1, "is") == values(found[2], found[2])
+    """One of the version before is lost, and the other goes on alone; then those of this one take their places.
+
+    Nobody restarts, and each step counts once: bit for bit as in a job of one version.
+    """
+    go_on(job, W0, W1)
+    lose(job, PS1)
+    job.start(PS1)
+    all_go_on_with(job, PS1)
+    await_variables(job, PS1)
+    replace(job, PS0)
+    enough(job, tmp_path)
     job.finish()
-
-
-def test_servers_of_the_version_before_serve_this_one(tmp_path, job):
-    """A job whose servers nobody replaces; one of them is lost."""
-    go_on(job, 20, W0, W1)
-    job.kill(PS1)
-    for task in (CHIEF, W0, W1):
-        job.hear_error(task, f"goes on without {PS1}")
-    (tmp_path / "enough").touch()
-    found = job.hear(W0, "is")
-    assert found == job.hear(W1, "is") == values(found[2], found[2])
 
 
 def test_workers_of_the_version_before_are_served(tmp_path):

@@ -1,4 +1,4 @@
-"""Who is given up, by whom, and on what: hung workers, second processes, second jobs, scripts that differ."""
+"""Who is given up, by whom, and on what: second processes, second jobs, scripts that differ."""
 
 from __future__ import annotations
 
@@ -12,95 +12,14 @@ import pytest
 
 import psclient as ps
 from pstesting import forks
-from pstesting.processes import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster
+from pstesting.processes import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, add, add_all, gate, say
-
-HASTY = dataclasses.replace(QUICK, round=3 * QUICK.lease)
-"""The shortest time for a round that may be set."""
-
-KEYS = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": HASTY}
-
-
-def count(rounds, stops, drives=True):
-    """Each contribution is a power of 100, so that the sums' digits count contributions by worker.
-
-    A worker stops in its replica function, at the gates that `stops` names for it and its round, while its beats go on.
-    A life that finds something there begins in the round that the others are in.
-    """
-    strategy = ps.ParameterServerStrategy()
-    if not drives:
-        strategy._session.drive = lambda: None  # as one whose certificate names no chief
-    with strategy.scope():
-        v = ps.Variable(np.zeros(4), name="v")
-        u = ps.Variable(np.zeros(4), name="u")
-    first = not (DIRECTORY / f"life {ME}").exists()
-    (DIRECTORY / f"life {ME}").touch()
-    say("open", first)
-
-    def step():
-        if first and [ME, strategy.round] in stops:
-            say("at", strategy.round)
-            gate(f"{ME} at {strategy.round}")
-        add_all([(v, np.full(4, 100.0**ME)), (u, np.full(4, 100.0**ME))])
-
-    for _ in strategy.experimental_distribute_dataset(ps.ArrayDataset(np.zeros(3 * rounds)).batch(3)):
-        strategy.run(step)
-        v.numpy()
-        say("did", strategy.round - 1)
-    say("sums", [float(v[0]), float(u[0])])
+from tests.kit.workers import learn
 
 
 def digits(total, workers=3):
     """How many contributions of each worker are in a sum."""
     return [int(total) // 100**worker % 100 for worker in range(workers)]
-
-
-def test_a_hung_worker_is_left_out(tmp_path):
-    """Its beats go on, and it does not come to its push: it is named, then fenced; the others go on, and so does its
-    next process. When it wakes it ends, and is told why. A worker that is only slow harms nobody.
-    """
-    stops = [[1, 5], [2, 2], [0, 7], [2, 7]]  # at the end both, so that no round is open: nobody is late
-    gates = [f"{worker} at {round}" for worker, round in stops]
-    with ProcessCluster(count, tmp_path, (20, stops), **KEYS, gates=gates) as job, job.server(PS0) as keeper:
-        job.hear(W2, "at", 2)
-        job.hear_error(CHIEF, f"round 2 has waited for {W2}")
-        job.open("2 at 2")
-        job.hear(W1, "at", 5)
-        hung = job.cluster.processes[W1]
-        job.hear_error(CHIEF, f"round 5 has waited for {W1}")
-        for task in (W0, W2):
-            job.hear(task, "did", 5)
-            assert f"is complete without {W1}" in job.errors(task)
-        for task in (W0, W2):
-            job.hear(task, "at", 7)
-        job.start(W1)
-        assert job.hear(W1, "open", False) is False
-        job.until(lambda: len(keeper.status().epoch.members) == 3)
-        job.open("0 at 7")
-        job.open("2 at 7")
-        found = [job.hear(task, "sums") for task in (W0, W1, W2)]
-        assert found[0] == found[1] == found[2]
-        assert found[0][0] == found[0][1]
-        there, dead, slow = digits(found[0][0])
-        assert (there, slow) == (20, 20)
-        assert dead == 5 + len([round for round in job.said(W1, "did") if round >= 5])
-        job.open("1 at 5")
-        assert hung.wait(20) == 1
-        assert "PS_TIMEOUT_ROUND" in job.errors(W1)
-        for task in (W0, W1, W2, CHIEF, PS0, PS1):
-            assert job.exited(task) == 0
-
-
-@pytest.mark.parametrize("lane", ["shm", *(pytest.param(lane, marks=pytest.mark.soak) for lane in ("tcp", "grpc"))])
-def test_who_waits_for_a_hung_worker_without_a_chief_is_told_for_whom(tmp_path, lane):
-    """Nor a worker that may drive: two leases after a chief would have dropped it the others end, and name it."""
-    keys = {**KEYS, "workers": 2, "lane": lane}
-    with ProcessCluster(count, tmp_path, (20, [[1, 5]], False), **keys, gates=["1 at 5"]) as job:
-        job.hear(W1, "at", 5)
-        job.kill(CHIEF)
-        job.hear_error(W0, f"waits in round 5 for {W1}")
-        job.hear_error(W0, f"error: round 5 did not complete within 10 s: it waits for {W1}")
-        assert job.exited(W0) == 1
 
 
 def outcome(process: subprocess.Popen[bytes]) -> tuple[int, str]:
@@ -116,9 +35,9 @@ def test_a_job_that_was_not_left_cleanly_is_discarded(tmp_path):
     are held for them: another job is refused until `psctl job end`. The server that keeps its sessions is asked whether
     anybody is there, and told that it is over.
     """
-    stops, gates = [[0, 5], [0, 8]], ["0 at 5", "0 at 8"]
-    keys = {**KEYS, "workers": 2, "replication": 1, "timeouts": QUICK}
-    with ProcessCluster(count, tmp_path, (20, stops), **keys, gates=gates) as job:
+    stops, gates = [(0, 5, "0 at 5"), (0, 8, "0 at 8")], ["0 at 5", "0 at 8"]
+    keys = {"ps": 2, "workers": 2, "chief": "driver", "replication": 1, "timeouts": QUICK}
+    with ProcessCluster(learn, tmp_path, (20, "ps.Sync()", stops), **keys, gates=gates) as job:
         servers = ",".join(job.cluster.addresses[task] for task in (PS0, PS1))
         psctl = [sys.executable, "-m", "psclient.psctl", "--address", servers, "job", "end"]
         environ = os.environ | job.cluster._options.variables()
@@ -232,7 +151,7 @@ def test_a_refused_connection_may_be_silence(tmp_path):
     """Behind a proxy nobody knows who refuses: with PS_REFUSED=silence it takes as long as silence does."""
     timeouts = dataclasses.replace(QUICK, server=4.0)
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": timeouts, "more": {"PS_REFUSED": "silence"}}
-    with ProcessCluster(count, tmp_path, (20, [[1, 5]]), **keys, gates=["1 at 5"]) as job:
+    with ProcessCluster(learn, tmp_path, (20, "ps.Sync()", [(1, 5, "1 at 5")]), **keys, gates=["1 at 5"]) as job:
         job.hear(W1, "at", 5)
         job.kill(PS1)
         assert "PS_TIMEOUT_SERVER" in job.hear_error(W0, f"error: {PS1}: was lost")

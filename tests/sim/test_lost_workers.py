@@ -76,6 +76,55 @@ def test_all_workers_die_and_new_ones_come():
         assert min(counts) > before
 
 
+# ---- Workers that hang ----
+
+HASTY = with_lease(LEASE, round=3 * LEASE)
+"""The shortest time for a round that may be set."""
+
+
+def test_a_hung_worker_is_left_out(told):
+    """Its beats go on, and it does not come to its push: it is named, then fenced; the others go on, and so does its
+    next process. When it wakes it ends, and is told why. A worker that is only slow harms nobody.
+    """
+    with World(workers=3, copies=0, timeouts=HASTY) as job:
+        for worker in (W2, W1):
+            job.rounds(5)
+            job.hang(worker)
+            job.until(lambda worker=worker: f"has waited for {worker}" in told.text)
+            at = job.workers[worker].last + 1
+            assert f"round {at} has waited for {worker}" in told.text
+            if worker == W2:
+                job.go_on(job.workers[worker])
+        job.rounds(5, W0, W2)
+        assert f"round {at} of server 0 is complete without {W1}" in told.text
+        assert f"is complete without {W2}" not in told.text
+        hung = job.workers[W1]
+        job.start(W1)
+        job.rounds(5)
+        job.go_on(hung)
+        job.until(lambda: hung.failure)
+        assert "PS_TIMEOUT_ROUND" in str(hung.failure)
+        assert hung.count == at
+        there, dead, slow = job.finish()
+        assert there == slow == job.last
+        assert dead == at + job.workers[W1].count
+
+
+def test_who_waits_for_a_hung_worker_without_a_chief_is_told_for_whom(told):
+    """Nor a worker that may drive: two leases after a chief would have dropped it the others end, and name it."""
+    with World(copies=0, timeouts=HASTY) as job:
+        job.workers[W0].session.drive = lambda: None  # as one whose certificate names no chief
+        job.rounds(5)
+        job.hang(W1)
+        job.kill(CHIEF)
+        began = job.scheduler.now
+        job.until(lambda: W0 in job.failures())
+        assert HASTY.round + 2 * LEASE - 1 < job.scheduler.now - began < HASTY.round + 3 * LEASE
+        at = job.workers[W0].last + 1
+        error = str(job.failures()[W0])
+        assert f"round {at} did not complete within {HASTY.round + 2 * LEASE:g} s: it waits for {W1}" in error
+
+
 # ---- The chief ----
 
 
