@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,21 +40,7 @@ PATIENCE = 0.03
 BOMB = pickle.dumps(os.getcwd)
 """What would be run if anybody unpickled it."""
 
-NUMBERS = (
-    0,
-    1,
-    2,
-    7,
-    100,
-    1 << 20,
-    (1 << 31) - 1,
-    1 << 31,
-    (1 << 32) - 1,
-    1 << 40,
-    (1 << 63) - 1,
-    1 << 63,
-    (1 << 64) - 1,
-)
+NUMBERS = (0, 1, 2, 7, 100, 1 << 20, 1 << 31, 1 << 40, 1 << 63, *((1 << bits) - 1 for bits in (31, 32, 63, 64)))
 SIGNED = (0, 1, -1, 7, -(1 << 31), (1 << 31) - 1, 1 << 40, -(1 << 63), (1 << 63) - 1)
 REALS = (0.0, 1.0, -1.0, float("nan"), float("inf"), float("-inf"), 1e308, 5e-324)
 WORDS = (
@@ -75,6 +61,7 @@ WORDS = (
         "[",
     ),
     *("dataset:0", "plan:" + "0" * 64, "sum", "add", "object", "__class__", "axis", "keepdims", "x" * 513),
+    *("f()", "127.0.0.1:1", "127.0.0.1", "worker", "ps"),
     *OPS,
     *DTYPES,
 )
@@ -104,18 +91,24 @@ def foreseen() -> Iterator[list[str]]:
     assert surprises == []
 
 
-def piece(draw: Any) -> pb.Piece:
-    """A piece of a closure's arguments or result."""
-    size, offset = draw(st.sampled_from(NUMBERS)), draw(st.sampled_from(NUMBERS))
-    return pb.Piece(size=size, offset=offset, data=draw(st.sampled_from(BYTES)))
-
-
 def spoil(draw: Any, message: Message) -> None:
     """Gives one field of a message, or of one within it, another value of its own type."""
-    fields = list(message.DESCRIPTOR.fields)
-    if not fields:
-        return
-    field = draw(st.sampled_from(fields))
+    if fields := list(message.DESCRIPTOR.fields):
+        _spoil(draw, message, draw(st.sampled_from(fields)))
+
+
+def anything(draw: Any, kind: type[Message], said: Mapping[str, Any]) -> Message:
+    """A message whose fields are left out or have any value, but for what is said of some."""
+    message = kind()
+    for field in kind.DESCRIPTOR.fields:
+        if field.name in said:
+            setattr(message, field.name, said[field.name])
+        elif draw(st.booleans()):
+            _spoil(draw, message, field)
+    return message
+
+
+def _spoil(draw: Any, message: Message, field: Any) -> None:
     if draw(st.integers(0, 9)) == 0:
         message.ClearField(field.name)
     elif field.message_type is not None and field.message_type.GetOptions().map_entry:
@@ -126,17 +119,17 @@ def spoil(draw: Any, message: Message) -> None:
     elif field.message_type is not None:
         inner = getattr(message, field.name)
         inner.SetInParent()
-        spoil(draw, inner)
+        for _ in range(draw(st.integers(1, 4))):
+            spoil(draw, inner)
     else:
         setattr(message, field.name, _value(draw, field))
 
 
 def _spoil_many(draw: Any, items: Any, field: Any) -> None:
-    many = draw(st.sampled_from([1, 1, 1, 2, 50, 1000]))
+    many = draw(st.sampled_from([1, 1, 1, 2, 50, 1000, 5000]))
     if field.message_type is None:
         items.extend([_value(draw, field)] * many)
-        return
-    if items and draw(st.booleans()):
+    elif items and draw(st.booleans()):
         spoil(draw, items[draw(st.integers(0, len(items) - 1))])
     else:
         new = field.message_type._concrete_class()
@@ -221,161 +214,89 @@ class Attacker:
 
     def request(self, draw: Any, verb: str) -> Message:
         """A request that makes sense, or nearly so; of streams the header."""
-        session = draw(st.sampled_from([self.session] * 4 + [0, 1, (1 << 64) - 1, *self._sessions]))
-        site, plan = self.site, sum_into(*self.site.variables)
-        token = draw(st.sampled_from([0, 1, 1 << 63, (1 << 64) - 1]))
+
+        def one(*values: Any) -> Any:
+            return draw(st.sampled_from(values))
+
+        most = (1 << 64) - 1
+        site, session = self.site, one(*[self.session] * 4, 0, 1, most, *self._sessions)
+        member, job = site.workers[0], site.job
+        token = one(0, 1, 1 << 63, most)
         variable = messages.VARIABLE.to_pb(site.variables[0])
-        ids = [one.id for one in site.variables]
+        ids = [each.id for each in site.variables]
         count = site.server.status().variables  # what was created here by an attack stays
-        spec = pb.VariableSpec(name=draw(st.sampled_from(WORDS)), tensor=variable.spec.tensor)
+        spec = pb.VariableSpec(name=one(*WORDS), tensor=variable.spec.tensor)
         if draw(st.booleans()):
             spec = part_of_a_table(draw)
-        wanted = pb.RowRead(variable=draw(st.sampled_from([*ids, count - 1])), ids=draw(st.sampled_from(BYTES)))
+        wanted = pb.RowRead(variable=one(*ids, count - 1), ids=one(*BYTES))
         known: dict[str, Callable[[], Message]] = {
-            "Introduce": lambda: pb.IntroduceRequest(
-                server=draw(st.sampled_from([0, 1, 1 << 31])),
-                incarnation=draw(st.sampled_from([session, 7])),
-                protocol=draw(st.sampled_from([0, PROTOCOL, 99])),
-            ),
             "Vote": lambda: pb.ServerVote(
-                session=draw(st.sampled_from([session, 7])),
-                job=draw(st.sampled_from([0, site.job.token, 1 << 63])),
-                round=draw(st.sampled_from([0, site.workers[0].round, 1 << 63])),
+                session=one(session, 7),
+                job=one(0, job.token, 1 << 63),
+                round=one(0, member.round, 1 << 63),
                 plan_id=site.plan.id,
-                epoch=site.job.epoch.number,
+                epoch=job.epoch.number,
                 whole=[session],
-                closed=draw(st.sampled_from([-1, 0, 1 << 62])),
+                closed=one(-1, 0, 1 << 62),
                 digest=pb.Digest(
-                    round=draw(st.sampled_from([0, 1 << 63])),
-                    variables=draw(st.sampled_from([[], [ids[0]], [1 << 31]])),
-                    hashes=draw(st.sampled_from([[], [1], [1, 2]])),
+                    round=one(0, 1 << 63), variables=one([], [ids[0]], [1 << 31]), hashes=one([], [1], [1, 2])
                 ),
             ),
             "Open": lambda: pb.OpenRequest(task=messages.TASK.to_pb(STRANGER), replicas=1, mode=pb.SYNC),
-            "Beat": lambda: pb.BeatRequest(session=session, round=site.workers[0].round, plan_id=b"p" * 32),
-            "Leave": lambda: pb.LeaveRequest(session=session),
-            "Create": lambda: pb.CreateHeader(
-                session=session, ordinal=count, id=draw(st.sampled_from([-1, *ids])), spec=spec, servers=[0]
-            ),
+            "Beat": lambda: pb.BeatRequest(session=session, round=member.round, plan_id=b"p" * 32),
+            "Create": lambda: pb.CreateHeader(session=session, ordinal=count, id=one(-1, *ids), spec=spec, servers=[0]),
             "CreateBatch": lambda: pb.CreateBatchRequest(
-                session=session,
-                variables=[pb.Variable(id=draw(st.sampled_from([ids[0], count])), spec=spec, servers=[0])],
+                session=session, variables=[pb.Variable(id=one(ids[0], count), spec=spec, servers=[0])]
             ),
             "Propose": lambda: pb.ProposeRequest(
-                session=session, plan=messages.PLAN.to_pb(draw(st.sampled_from([plan, OF_TABLES])))
+                session=session, plan=messages.PLAN.to_pb(one(sum_into(*site.variables), OF_TABLES))
             ),
             "Watch": lambda: pb.WatchRequest(
-                session=session, after=draw(st.sampled_from([0, site.server.status().log, 1 << 40])), version=-1
+                session=session, after=one(0, site.server.status().log, 1 << 40), version=-1
             ),
             "Approve": lambda: pb.ApproveRequest(token=token, index=0, entries=self._entries(draw, variable)),
             "Push": lambda: pb.PushHeader(
                 session=session,
-                epoch=draw(st.sampled_from([0, site.job.epoch.number, site.job.epoch.number + 1, 1 << 63])),
-                round=site.workers[0].round,
+                epoch=one(0, job.epoch.number, job.epoch.number + 1, 1 << 63),
+                round=member.round,
                 plan_id=site.plan.id,
                 weights=[1.0] * len(ids),
                 want=ids,
-                size=draw(st.sampled_from([0, 64, 1 << 40])),
-                rows=draw(st.sampled_from([[], [1], [1 << 40], [(1 << 64) - 1] * 2])),
-                lookups=draw(st.sampled_from([[], [wanted]])),
-                seconds=draw(st.sampled_from(NUMBERS)),
-                closure=draw(st.sampled_from([None, None, pb.ClosureName(number=1, version=1, newest=1, begun=[1])])),
+                size=one(0, 64, 1 << 40),
+                rows=one([], [1], [1 << 40], [most] * 2),
+                lookups=one([], [wanted]),
+                seconds=one(*NUMBERS),
+                closure=one(None, None, pb.ClosureName(number=1, version=1, newest=1, begun=[1])),
             ),
             "Pull": lambda: pb.PullRequest(
                 session=session,
                 variables=ids,
-                after=draw(st.sampled_from([-1, 1 << 40])),
-                rows=draw(st.sampled_from([[], [wanted] * 3])),
-                tables=draw(st.sampled_from([[], [question(draw, wanted.variable)] * 3])),
+                after=one(-1, 1 << 40),
+                rows=one([], [wanted] * 3),
+                tables=one([], [question(draw, wanted.variable)] * 3),
             ),
-            "Exchange": lambda: draw(
-                st.sampled_from([{"push": known["Push"]()}, {"pull": known["Pull"]()}, {}]).map(
-                    lambda said: pb.ExchangeHeader(**said)
-                )
-            ),
+            "Exchange": lambda: pb.ExchangeHeader(**one({"push": known["Push"]()}, {"pull": known["Pull"]()}, {})),
             "Snapshot": lambda: pb.SnapshotRequest(token=token, plan_id=site.plan.id),
             "Restore": lambda: pb.RestoreRequest(
                 session=session,
-                path=draw(st.sampled_from(WORDS)),
-                turn=pb.Turn(round=site.workers[0].round, epoch=site.job.epoch.number),
-                order=pb.RestoreOrder(stage=draw(st.sampled_from([1, 2, 3]))),
+                path=one(*WORDS),
+                turn=pb.Turn(round=member.round, epoch=job.epoch.number),
+                order=pb.RestoreOrder(stage=one(1, 2, 3)),
             ),
-            "Schedule": lambda: pb.ScheduleRequest(
-                session=session,
-                order=pb.ClosureOrder(
-                    number=draw(st.sampled_from(NUMBERS)),
-                    function=draw(st.sampled_from(WORDS)),
-                    needs=draw(st.sampled_from([[], [1, 1 << 63]])),
-                    arguments=piece(draw),
-                    functions=draw(st.sampled_from([[], ["f()"], [""] * 5000])),
-                    joins=draw(st.booleans()),
-                ),
-            ),
-            "Take": lambda: pb.TakeRequest(
-                session=session,
-                functions=draw(st.sampled_from([[], ["f()"]])),
-                result=draw(st.sampled_from([None, pb.ClosureResult(number=1, result=piece(draw))])),
-                offset=draw(st.sampled_from(NUMBERS)),
-            ),
-            "Fetch": lambda: pb.FetchRequest(
-                session=session, number=draw(st.sampled_from(NUMBERS)), offset=draw(st.sampled_from(NUMBERS))
-            ),
-            "Enlist": lambda: pb.EnlistRequest(
-                key=draw(st.sampled_from(NUMBERS)),
-                task=draw(st.sampled_from([None, pb.Task(job="worker", index=(1 << 32) - 1), pb.Task(job="ps")])),
-                protocol=draw(st.sampled_from([0, PROTOCOL])),
-            ),
-            "HandOut": lambda: pb.HandOutRequest(
-                session=session,
-                ask=pb.ChunkAsk(
-                    dataset=draw(st.sampled_from([0, 1, 1 << 31])),
-                    number=draw(st.sampled_from(NUMBERS)),
-                    epoch=draw(st.sampled_from(NUMBERS)),
-                    count=draw(st.sampled_from(NUMBERS)),
-                    restores=draw(st.sampled_from(NUMBERS)),
-                    begins=draw(st.sampled_from([[], [pb.Position(dataset=0, epoch=1 << 63, index=1 << 63)] * 1000])),
-                    want=draw(st.sampled_from([0, 1, 16, (1 << 32) - 1])),
-                    needs=draw(st.booleans()),
-                    done=draw(st.sampled_from([[], [1, 1 << 63]])),
-                    back=draw(st.sampled_from([[], [1, 1 << 63]])),
-                    looks=draw(st.booleans()),
-                ),
-            ),
-            "Offer": lambda: pb.OfferRequest(
-                spare=pb.Spare(
-                    address=draw(st.sampled_from(["", "127.0.0.1:1", "127.0.0.1", "a" * 1000, *WORDS])),
-                    domain=draw(st.sampled_from(WORDS)),
-                    place=draw(st.sampled_from([-1, 0, 1, -(1 << 31), (1 << 31) - 1])),
-                ),
-                protocol=draw(st.sampled_from([0, PROTOCOL, 99])),
-            ),
-            "Move": lambda: pb.MoveRequest(
-                server=draw(st.sampled_from([0, 1, (1 << 32) - 1])),
-                address=draw(st.sampled_from(["", "127.0.0.1:1", *WORDS])),
-                token=draw(st.sampled_from([0, 1, 1 << 63])),
-            ),
-            "Status": pb.Empty,
-            "Recent": pb.Empty,
         }
-        return known[verb]()
+        said = {"session": session, "protocol": one(0, PROTOCOL, 99)}
+        return known[verb]() if verb in known else anything(draw, VERBS[verb].request, said)
 
     def _entries(self, draw: Any, variable: Any) -> list[pb.Entry]:
-        site = self.site
-        return draw(
-            st.lists(
-                st.sampled_from(
-                    [
-                        pb.Entry(job_started=pb.JobStarted(job=1, incarnations=[1])),
-                        pb.Entry(created=variable),
-                        pb.Entry(approved=messages.PLAN.to_pb(site.plan)),
-                        pb.Entry(epoch_closed=messages.EPOCH.to_pb(site.job.epoch)),
-                        pb.Entry(done=pb.Empty()),
-                        pb.Entry(),
-                    ]
-                ),
-                max_size=3,
-            )
-        )
+        known = [
+            pb.Entry(job_started=pb.JobStarted(job=1, incarnations=[1])),
+            pb.Entry(created=variable),
+            pb.Entry(approved=messages.PLAN.to_pb(self.site.plan)),
+            pb.Entry(epoch_closed=messages.EPOCH.to_pb(self.site.job.epoch)),
+            pb.Entry(done=pb.Empty()),
+            pb.Entry(),
+        ]
+        return draw(st.lists(st.sampled_from(known), max_size=3))
 
     # ---- What is sent ----
 
