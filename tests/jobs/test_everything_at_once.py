@@ -7,7 +7,6 @@ the sum over these records, and nobody ends but the worker that hung, when it wa
 
 from __future__ import annotations
 
-import signal
 import time
 from contextlib import ExitStack
 
@@ -20,8 +19,7 @@ from pstesting.processes import CHIEF, PS0, PS1, W0, W1, W2, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
 from tests.kit.internals import Task
 
-W3 = Task("worker", 3)
-WORKERS = (W0, W1, W2, W3)
+WORKERS = (W0, W1, W2, Task("worker", 3))
 
 SHORT = ps.Timeouts(lease=2.0, beat=0.25, round=7.0, word=0.5)
 LONG = ps.Timeouts(lease=3.0, beat=0.6, round=10.0)
@@ -97,125 +95,62 @@ def expected(records):
     return sums
 
 
-class Scenario:
-    """The job, and what happens to it.
+FAULTS = {
+    "one after the other": (
+        (SHORT, 40, 0.01, [(0, 8), (2, 16), (0, 24), (0, 32)]),
+        "arrive 8 0, drop, go 8, arrive 16 2, arrive 24 0, pause 1 24, arrive 32 0, wake 16, go 32",
+    ),
+    "in one round, and then the other server": (
+        (LONG, 800, 0.03, [(0, 100), (2, 100), (0, 500), (0, 700)]),
+        "arrive 100 0 2, drop, pause 1 100, arrive 500 0, pause 0 500, arrive 700 0, wake 100, go 700",
+    ),
+}
+"""Timeouts, rounds, seconds of a step, and pairs of a worker and a round in which it waits at a gate before it pushes;
+and what happens: a connection is dropped in silence, worker 2 hangs in a round, a server stands still for two leases
+while worker 0 goes on."""
 
-    Args:
-        stack: ends it.
-        directory: where it is.
-        timeouts: its.
-        rounds: how many it makes; less than a thousand.
-        stops: pairs of a worker's index and a round, in which the worker waits at a gate before it pushes.
-        step: seconds that a step takes.
-    """
 
-    def __init__(self, stack, directory, timeouts, rounds, stops, step=0.01):
-        self.lease = timeouts.lease
-        self.relay = Relay(stack)
-        gates = [f"{worker} at {round}" for worker, round in stops]
+@pytest.mark.parametrize(
+    "faults", [pytest.param(n, marks=pytest.mark.soak if FAULTS[n][0][0] is LONG else pytest.mark.ci) for n in FAULTS]
+)
+def test_a_connection_a_worker_and_a_server_fail(tmp_path, faults):
+    """The sums are those of the records, and no process ends but the worker that hung, when it wakes."""
+    (timeouts, rounds, seconds, stops), happens = FAULTS[faults]
+    with ExitStack() as stack:
+        relay = Relay(stack)
         keys = {"ps": 2, "workers": 4, "chief": "driver", "lane": "tcp", "timeouts": timeouts}
-        args = (rounds, [list(stop) for stop in stops], self.relay.port, step)
-        self.job = stack.enter_context(ProcessCluster(sum_up, directory, args, helpers=[recorded], gates=gates, **keys))
-        self.second = stack.enter_context(self.job.server(PS1))
+        keys |= {"helpers": [recorded], "gates": [f"{worker} at {round}" for worker, round in stops]}
+        args = (rounds, [list(stop) for stop in stops], relay.port, seconds)
+        job = stack.enter_context(ProcessCluster(sum_up, tmp_path, args, **keys))
+        second = stack.enter_context(job.server(PS1))
 
-    def arrive(self, round, *workers):
-        """Waits until these workers stand before their pushes of a round, and those of all others have arrived."""
-        for worker in workers:
-            self.job.hear(worker, "at", round)
-        self.job.until(
-            lambda: any(one.round == round and {*one.missing} <= {*workers} for one in self.second.status().waiting)
-        )
+        def arrived(round, workers):
+            """Whether all others' pushes of a round have arrived."""
+            return any(one.round == round and {*one.missing} <= {*workers} for one in second.status().waiting)
 
-    def go_on(self, round, worker):
-        """Opens the gate at which a worker stands."""
-        self.job.open(f"{worker.index} at {round}")
-
-    def drop(self, ways=WAYS):
-        """Nothing arrives any more on the connection of worker 1 to the second server."""
-        assert self.relay.count == 1
-        self.relay.swallow(ways)
-
-    def pause(self, server, round, worker):
-        """A server stands still for two leases, while a worker goes on."""
-        self.job.kill(server, signal.SIGSTOP)
-        self.go_on(round, worker)
-        time.sleep(2 * self.lease)
-        self.job.kill(server, signal.SIGCONT)
-
-    def wake(self, round, worker):
-        """The worker that hung in a round goes on: only now it ends, because it is told that it was given up."""
-        assert self.job.cluster.processes[worker].poll() is None
-        self.go_on(round, worker)
-        assert "this session was ended" in self.job.hear(worker, "fenced")
-        assert self.job.exited(worker) == 1
-
-    def end(self, *hung):
-        """All ended well but those that hung, and the variables are the sum over the records."""
-        going = [task for task in WORKERS if task not in hung]
-        sums = [self.job.hear(task, "sums") for task in going]
-        records = {task: self.job.hear(task, "records") for task in WORKERS}
-        assert sums == [[[value] for value in expected(records)]] * len(going)
+        for what, *numbers in map(str.split, happens.split(", ")):
+            match what, list(map(int, numbers)):
+                case "arrive", [round, *indices]:
+                    workers = [WORKERS[index] for index in indices]
+                    for worker in workers:
+                        job.hear(worker, "at", round)
+                    job.until(lambda round=round, workers=workers: arrived(round, workers))
+                case "drop", _:
+                    assert relay.count == 1
+                    relay.swallow(WAYS)  # nothing arrives any more on the connection of worker 1 to the second server
+                case "go", [round]:
+                    job.open(f"0 at {round}")
+                case "pause", [server, round]:
+                    job.pause((PS0, PS1)[server])
+                    job.open(f"0 at {round}")
+                    time.sleep(2 * timeouts.lease)
+                    job.resume((PS0, PS1)[server])
+                case "wake", [round]:  # only now the worker that hung ends, because it is told that it was given up
+                    assert job.cluster.processes[W2].poll() is None
+                    job.open(f"2 at {round}")
+                    assert "this session was ended" in job.hear(W2, "fenced")
+        going = [task for task in WORKERS if task != W2]
+        sums = [job.hear(task, "sums") for task in going]
+        assert sums == [[[value] for value in expected({task: job.hear(task, "records") for task in WORKERS})]] * 3
         everyone = (PS0, PS1, CHIEF, *WORKERS)
-        assert {task: self.job.exited(task) for task in everyone} == {task: int(task in hung) for task in everyone}
-
-
-@pytest.mark.soak
-def test_without_a_fault(tmp_path):
-    """The relay hands on all that comes, and the sums are those of the records; else these tests would show nothing."""
-    with ExitStack() as stack:
-        job = Scenario(stack, tmp_path, SHORT, 30, [(0, 8)])
-        job.arrive(8, W0)
-        job.go_on(8, W0)
-        job.end()
-        assert job.relay.count == 1
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("ways", [WAYS, ["up"], ["down"]], ids=["both ways", "pushes", "answers"])
-def test_a_connection_is_dropped_in_silence(tmp_path, ways):
-    """Whose connection it was goes on by another one, and what it had pushed counts once."""
-    with ExitStack() as stack:
-        job = Scenario(stack, tmp_path, SHORT, 30, [(0, 8)])
-        job.arrive(8, W0)
-        job.drop(ways)
-        job.go_on(8, W0)
-        job.end()
-
-
-@pytest.mark.ci
-def test_one_after_the_other(tmp_path):
-    """A connection is dropped, a worker hangs, a server pauses for two leases: the sums are those of the records.
-
-    No process ends but the worker that hung, when it wakes.
-    """
-    with ExitStack() as stack:
-        job = Scenario(stack, tmp_path, SHORT, 40, [(0, 8), (2, 16), (0, 24), (0, 32)])
-        job.arrive(8, W0)
-        job.drop()
-        job.go_on(8, W0)
-        job.arrive(16, W2)
-        job.arrive(24, W0)
-        job.pause(PS1, 24, W0)
-        job.arrive(32, W0)
-        job.wake(16, W2)
-        job.go_on(32, W0)
-        job.end(W2)
-
-
-@pytest.mark.soak
-def test_a_minute_of_everything_at_once(tmp_path):
-    """In one round a connection is dropped, a worker hangs and a server pauses; later the other server does.
-
-    The sums are those of the records, and no process ends but the worker that hung, when it wakes.
-    """
-    with ExitStack() as stack:
-        job = Scenario(stack, tmp_path, LONG, 800, [(0, 100), (2, 100), (0, 500), (0, 700)], step=0.03)
-        job.arrive(100, W0, W2)
-        job.drop()
-        job.pause(PS1, 100, W0)
-        job.arrive(500, W0)
-        job.pause(PS0, 500, W0)
-        job.arrive(700, W0)
-        job.wake(100, W2)
-        job.go_on(700, W0)
-        job.end(W2)
+        assert {task: job.exited(task) for task in everyone} == {task: int(task == W2) for task in everyone}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import contextmanager
 from itertools import pairwise
 
 import numpy as np
@@ -50,18 +51,15 @@ def train(bound, epochs, paces, stops):
         for rows in batches:
             say("took", [epoch, rows, time.monotonic()])
             time.sleep(paces[ME])
-            for at, name, before in stops.get(ME, ()):
-                if at == count and before:
-                    visits.numpy()  # the rounds before it are answered
-                    say("at", count)
-                    gate(name)
-            strategy.run(step, args=(rows,))
+            for now in (True, False):
+                for at, name, before in stops.get(ME, ()):
+                    if (at, before) == (count, now):
+                        visits.numpy()  # the rounds before are answered
+                        say("at", count)
+                        gate(name)
+                if now:
+                    strategy.run(step, args=(rows,))
             count += 1
-            for at, name, before in stops.get(ME, ()):
-                if at == count - 1 and not before:
-                    visits.numpy()  # the round is answered
-                    say("at", count - 1)
-                    gate(name)
         say("ended", [epoch, time.monotonic()])
     say("done", count)
     gate("end")
@@ -77,29 +75,43 @@ def rows_of(job, *tasks):
     return found
 
 
+@contextmanager
+def training(directory, bound, epochs, paces, stops, *gates, servers=1, timeouts=QUICK):
+    """A job of a chief and a worker for each pace, all of which have begun; and their tasks."""
+    keys = {"ps": servers, "workers": len(paces), "chief": "driver", "timeouts": timeouts}
+    with ProcessCluster(train, directory, (bound, epochs, paces, stops), gates=["go", "end", *gates], **keys) as job:
+        tasks = (W0, W1, W2)[: len(paces)]
+        for task in tasks:
+            job.hear(task, "ready")
+        job.open("go")
+        yield job, tasks
+
+
+def ends(job, epochs, *tasks):
+    """All are done, and each example was visited once in each pass; how many batches each has taken."""
+    counts = [job.hear(task, "done") for task in tasks]
+    job.open("end")
+    for task in tasks:
+        assert job.hear(task, "visits") == [epochs] * EXAMPLES
+    return counts
+
+
 @pytest.mark.parametrize(("servers", "bound"), [(2, -1), pytest.param(1, 60, marks=pytest.mark.soak)])
 def test_who_is_fast_does_more_and_the_end_waits_for_one_batch(tmp_path, servers, bound):
     """One worker is four times slower: each example once in each pass, whose end waits for one of its batches at most.
 
     With two servers the counts are on the second, whose rounds server 0 does not see.
     """
-    keys = {"ps": servers, "workers": 3, "chief": "driver", "gates": ["go", "end"], "timeouts": CALM}
-    with ProcessCluster(train, tmp_path, (bound, 2, [0.1, 0.1, 0.4], {}), **keys) as job:
-        for task in (W0, W1, W2):
-            job.hear(task, "ready")
-        job.open("go")
-        counts = [job.hear(task, "done") for task in (W0, W1, W2)]
-        job.open("end")
-        for task in (W0, W1, W2):
-            assert job.hear(task, "visits") == [2] * EXAMPLES
+    with training(tmp_path, bound, 2, [0.1, 0.1, 0.4], {}, servers=servers, timeouts=CALM) as (job, tasks):
+        counts = ends(job, 2, *tasks)
         job.finish()
-        assert rows_of(job, W0, W1, W2) == {0: list(range(EXAMPLES)), 1: list(range(EXAMPLES))}
+        assert rows_of(job, *tasks) == {0: list(range(EXAMPLES)), 1: list(range(EXAMPLES))}
         assert sum(counts) == 2 * EXAMPLES // BATCH
         assert counts[2] < min(counts[:2])
         began = [at for _, _, at in job.said(W2, "took")]
         slowest = max(after - before for before, after in pairwise(began))
         for epoch in range(2):
-            ended = [at for task in (W0, W1, W2) for of, at in job.said(task, "ended") if of == epoch]
+            ended = [at for task in tasks for of, at in job.said(task, "ended") if of == epoch]
             assert max(ended) < min(ended) + slowest + 0.3  # it would be 0.4, were one more in its hands
 
 
@@ -115,90 +127,28 @@ def test_who_is_fast_does_more_and_the_end_waits_for_one_batch(tmp_path, servers
 def test_what_a_killed_worker_had_is_handed_out_again(tmp_path, before, at):
     """Each example counts once in each pass; of what it had pushed nothing is done again."""
     stops = {0: [(at, "on", True)], 1: [(at, "on", True)], 2: [(3, "never", before)]}
-    keys = {"ps": 1, "workers": 3, "chief": "driver", "gates": ["go", "on", "never", "end"], "timeouts": QUICK}
-    with ProcessCluster(train, tmp_path, (-1, 3, [0, 0, 0], stops), **keys) as job:
-        for task in (W0, W1, W2):
-            job.hear(task, "ready")
-        job.open("go")
-        for task in (W0, W1, W2):
+    with training(tmp_path, -1, 3, [0, 0, 0], stops, "on", "never") as (job, tasks):
+        for task in tasks:
             job.hear(task, "at")
         job.kill(W2)
         with job.server(PS0) as server:
             job.until(lambda: W2 not in [one.task for one in server.status().epoch.members])
         job.open("on")
-        for task in (W0, W1):
-            job.hear(task, "done")
-        job.open("end")
-        assert job.hear(W0, "visits") == [3] * EXAMPLES
+        ends(job, 3, W0, W1)
         taken = [row for rows in rows_of(job, W0, W1).values() for row in rows]
-        lost = [rows for _, rows, _ in job.said(W2, "took")]
-        pushed = lost[: 3 if before else 4]
+        pushed = [rows for _, rows, _ in job.said(W2, "took")][: 3 if before else 4]
         assert sorted([*taken, *(row for rows in pushed for row in rows)]) == sorted(3 * list(range(EXAMPLES)))
-
-
-def test_who_comes_late_gets_work_at_once(tmp_path):
-    """A worker that was killed and started again begins where the others are, and not with what was done."""
-    stops = {0: [(30, "on", True)], 1: [(30, "on", True)], 2: [(3, "never", True)]}
-    keys = {"ps": 1, "workers": 3, "chief": "driver", "gates": ["go", "on", "never", "end"], "timeouts": QUICK}
-    with ProcessCluster(train, tmp_path, (-1, 4, [0, 0, 0.01], stops), **keys) as job:
-        for task in (W0, W1, W2):
-            job.hear(task, "ready")
-        job.open("go")
-        for task in (W0, W1, W2):
-            job.hear(task, "at")
-        job.kill(W2)
-        job.start(W2)
-        job.hear(W2, "ready")
-        job.hear(W2, "took")
-        job.hear(W2, "took")
-        job.open("never")  # it comes to the same stop again
-        job.open("on")
-        for task in (W0, W1, W2):
-            job.hear(task, "done")
-        job.open("end")
-        assert job.hear(W2, "visits") == [4] * EXAMPLES
-        job.finish()
-
-
-def test_who_dies_after_the_end_of_the_others_does_its_batch_when_it_comes_back(tmp_path):
-    """They have nothing left, and wait for nobody; what it had done counts once."""
-    stops = {2: [(3, "never", True)]}
-    keys = {"ps": 1, "workers": 3, "chief": "driver", "gates": ["go", "never", "end"], "timeouts": QUICK}
-    with ProcessCluster(train, tmp_path, (-1, 2, [0, 0, 0], stops), **keys) as job:
-        for task in (W0, W1, W2):
-            job.hear(task, "ready")
-        job.open("go")
-        job.hear(W2, "at")
-        for task in (W0, W1):
-            job.hear(task, "done")
-        before = job.said(W2, "took")
-        job.kill(W2)
-        job.open("never")  # of its batches it may have had several, and come to the same place again
-        job.start(W2)
-        job.hear(W2, "done")
-        after = job.said(W2, "took")[len(before) :]
-        assert before[3][1] in [rows for _, rows, _ in after]
-        assert not {tuple(rows) for _, rows, _ in before[:3]} & {tuple(rows) for _, rows, _ in after}
-        job.open("end")
-        assert job.hear(W2, "visits") == [2] * EXAMPLES
-        job.finish()
 
 
 def test_a_worker_that_dies_again_and_again_does_nothing_twice(tmp_path):
     """Whatever it was doing: a batch is done in the instant in which its update is."""
-    keys = {"ps": 1, "workers": 2, "chief": "driver", "gates": ["go", "end"], "timeouts": QUICK}
-    with ProcessCluster(train, tmp_path, (-1, 4, [0.1, 0.02], {}), **keys) as job:
-        job.open("go")
+    with training(tmp_path, -1, 3, [0.05, 0.02], {}) as (job, tasks):
         for _ in range(2):
             for _ in range(5):
                 job.hear(W1, "took")
             job.kill(W1)
             job.start(W1)
-        for task in (W0, W1):
-            job.hear(task, "done")
-        job.open("end")
-        for task in (W0, W1):
-            assert job.hear(task, "visits") == [4] * EXAMPLES
+        ends(job, 3, *tasks)
         job.finish()
 
 
@@ -249,8 +199,7 @@ def test_a_checkpoint_of_one_worker_goes_on_with_the_next_batch(tmp_path):
     assert in_threads(go_on, **keys) == [(whole[17:], visits)]
 
 
-@pytest.mark.parametrize("at", [8, 28], ids=["in one pass", "in two passes"])
-def test_a_checkpoint_has_what_was_not_done(tmp_path, at):
+def test_a_checkpoint_has_what_was_not_done(tmp_path):
     """Others hold batches while worker 0 saves, maybe of the pass before: a new job does these, and no others again."""
     holding, saved, ended = threading.Barrier(3), threading.Event(), threading.Barrier(2)
 
@@ -258,14 +207,14 @@ def test_a_checkpoint_has_what_was_not_done(tmp_path, at):
         passes = Passes(strategy)
 
         def hold(count):
-            if count == (at, 3, 4)[worker]:
+            if count == (28, 3, 4)[worker]:
                 passes.visits.numpy()  # the rounds before it are answered
                 holding.wait(SOON)
                 if worker:
                     meet(saved)
 
         def keep(count):
-            if (worker, count) == (0, at + 1):
+            if (worker, count) == (0, 29):
                 passes.checkpoint.save("run/ckpt")
                 passes.checkpoint.sync()
                 saved.set()
