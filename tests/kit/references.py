@@ -128,109 +128,90 @@ def _moved(s: dict[str, Any], slot: str, rate: float, x: Any, first: Any = 0.0) 
     return s[slot]
 
 
+def _rule(fn: Callable[..., Any]) -> Callable[..., Rule]:
+    """Has a function be given its numbers first, and the rest by each step."""
+    return lambda *numbers, **more: lambda w, g, s, t: fn(w, g, s, t, *numbers, **more)
+
+
 def descent(rate: float) -> Rule:
     return lambda w, g, s, t: w - rate * g
 
 
-def momentum(rate: float, decay: float, nesterov: bool = False) -> Rule:
-    def rule(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
-        s["momentum"] = decay * s.get("momentum", 0 * g) + g
-        return w - rate * (g + decay * s["momentum"] if nesterov else s["momentum"])
-
-    return rule
+@_rule
+def momentum(w, g, s, t, rate, decay, nesterov=False):
+    s["momentum"] = decay * s.get("momentum", 0 * g) + g
+    return w - rate * (g + decay * s["momentum"] if nesterov else s["momentum"])
 
 
-def adam(rate: float, b1: float, b2: float, epsilon: float, amsgrad: bool = False, decay: float = 0.0) -> Rule:
-    def rule(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
-        m, v = _moved(s, "m", b1, g), _moved(s, "v", b2, g * g)
-        if amsgrad:
-            v = s["vhat"] = np.maximum(s.get("vhat", v), v)
-        step = rate * np.sqrt(1 - b2**t) / (1 - b1**t) * m / (np.sqrt(v) + epsilon)
-        return w - w * decay * rate - step
-
-    return rule
+@_rule
+def adam(w, g, s, t, rate, b1, b2, epsilon, amsgrad=False, decay=0.0):
+    m, v = _moved(s, "m", b1, g), _moved(s, "v", b2, g * g)
+    if amsgrad:
+        v = s["vhat"] = np.maximum(s.get("vhat", v), v)
+    step = rate * np.sqrt(1 - b2**t) / (1 - b1**t) * m / (np.sqrt(v) + epsilon)
+    return w - w * decay * rate - step
 
 
-def adamax(rate: float, b1: float, b2: float, epsilon: float) -> Rule:
-    def rule(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
-        m = _moved(s, "m", b1, g)
-        s["u"] = np.maximum(b2 * s.get("u", 0 * g), np.abs(g))
-        return w - rate * m / ((1 - b1**t) * (s["u"] + epsilon))
-
-    return rule
+@_rule
+def adamax(w, g, s, t, rate, b1, b2, epsilon):
+    m = _moved(s, "m", b1, g)
+    s["u"] = np.maximum(b2 * s.get("u", 0 * g), np.abs(g))
+    return w - rate * m / ((1 - b1**t) * (s["u"] + epsilon))
 
 
-def nadam(rate: float, b1: float, b2: float, epsilon: float) -> Rule:
-    def rule(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
-        now, after = (b1 * (1 - 0.5 * 0.96**n) for n in (t, t + 1))
-        s["product"] = s.get("product", 1.0) * now
-        m, v = _moved(s, "m", b1, g), _moved(s, "v", b2, g * g)
-        ahead = after * m / (1 - s["product"] * after) + (1 - now) * g / (1 - s["product"])
-        return w - ahead * rate / (np.sqrt(v / (1 - b2**t)) + epsilon)
-
-    return rule
+@_rule
+def nadam(w, g, s, t, rate, b1, b2, epsilon):
+    now, after = (b1 * (1 - 0.5 * 0.96**n) for n in (t, t + 1))
+    s["product"] = s.get("product", 1.0) * now
+    m, v = _moved(s, "m", b1, g), _moved(s, "v", b2, g * g)
+    ahead = after * m / (1 - s["product"] * after) + (1 - now) * g / (1 - s["product"])
+    return w - ahead * rate / (np.sqrt(v / (1 - b2**t)) + epsilon)
 
 
-def lamb(rate: float, b1: float, b2: float, epsilon: float) -> Rule:
-    def rule(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
-        m, v = _moved(s, "m", b1, g), _moved(s, "v", b2, g * g)
-        step = m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + epsilon)
-        return w - np.sqrt((w * w).sum()) / np.sqrt((step * step).sum()) * rate * step
-
-    return rule
+@_rule
+def lamb(w, g, s, t, rate, b1, b2, epsilon):
+    m, v = _moved(s, "m", b1, g), _moved(s, "v", b2, g * g)
+    step = m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + epsilon)
+    return w - np.sqrt((w * w).sum()) / np.sqrt((step * step).sum()) * rate * step
 
 
-def lion(rate: float, b1: float, b2: float) -> Rule:
-    def rule(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
-        m = s.get("m", 0 * g)
-        _moved(s, "m", b2, g)
-        return w - rate * np.sign(b1 * m + (1 - b1) * g)
-
-    return rule
+@_rule
+def lion(w, g, s, t, rate, b1, b2):
+    m = s.get("m", 0 * g)
+    _moved(s, "m", b2, g)
+    return w - rate * np.sign(b1 * m + (1 - b1) * g)
 
 
-def adagrad(rate: float, first: float, epsilon: float = 0.0) -> Rule:
-    def rule(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
-        s["accumulator"] = s.get("accumulator", first + 0 * g) + g * g
-        return w - rate * g / np.sqrt(s["accumulator"] + epsilon)
-
-    return rule
+@_rule
+def adagrad(w, g, s, t, rate, first, epsilon=0.0):
+    s["accumulator"] = s.get("accumulator", first + 0 * g) + g * g
+    return w - rate * g / np.sqrt(s["accumulator"] + epsilon)
 
 
-def adadelta(rho: float, epsilon: float) -> Rule:
-    def rule(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
-        size = np.sqrt(s.get("accum_update", 0 * g) + epsilon)
-        step = size / np.sqrt(_moved(s, "accum", rho, g * g) + epsilon) * g
-        _moved(s, "accum_update", rho, step * step)
-        return w - step
-
-    return rule
+@_rule
+def adadelta(w, g, s, t, rho, epsilon):
+    size = np.sqrt(s.get("accum_update", 0 * g) + epsilon)
+    step = size / np.sqrt(_moved(s, "accum", rho, g * g) + epsilon) * g
+    _moved(s, "accum_update", rho, step * step)
+    return w - step
 
 
-def rmsprop(
-    rate: float, decay: float, heavy: float, epsilon: float, centered: bool = False, first: float = 0.0
-) -> Rule:
-    def rule(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
-        size = _moved(s, "rms", decay, g * g, first)
-        if centered:
-            size = size - _moved(s, "mg", decay, g) ** 2
-        s["momentum"] = heavy * s.get("momentum", 0 * g) + rate * g / np.sqrt(size + epsilon)
-        return w - s["momentum"]
-
-    return rule
+@_rule
+def rmsprop(w, g, s, t, rate, decay, heavy, epsilon, centered=False, first=0.0):
+    size = _moved(s, "rms", decay, g * g, first)
+    if centered:
+        size = size - _moved(s, "mg", decay, g) ** 2
+    s["momentum"] = heavy * s.get("momentum", 0 * g) + rate * g / np.sqrt(size + epsilon)
+    return w - s["momentum"]
 
 
-def ftrl(
-    rate: float, power: float, first: float, l1: float, l2: float, shrinkage: float = 0.0, beta: float = 0.0
-) -> Rule:
-    def rule(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
-        old, linear = s.get("accum", first + 0 * g), s.get("linear", 0 * g)
-        new = s["accum"] = old + g * g
-        s["linear"] = linear + g + 2 * shrinkage * w - (new**-power - old**-power) / rate * w
-        quadratic = new**-power / rate + 2 * (l2 + beta / (2 * rate))
-        return (np.clip(s["linear"], -l1, l1) - s["linear"]) / quadratic
-
-    return rule
+@_rule
+def ftrl(w, g, s, t, rate, power, first, l1, l2, shrinkage=0.0, beta=0.0):
+    old, linear = s.get("accum", first + 0 * g), s.get("linear", 0 * g)
+    new = s["accum"] = old + g * g
+    s["linear"] = linear + g + 2 * shrinkage * w - (new**-power - old**-power) / rate * w
+    quadratic = new**-power / rate + 2 * (l2 + beta / (2 * rate))
+    return (np.clip(s["linear"], -l1, l1) - s["linear"]) / quadratic
 
 
 def _shrunk(w: Any, rate: Any, l1: float, l2: float) -> Any:
@@ -241,13 +222,11 @@ def proximal_descent(rate: float, l1: float, l2: float) -> Rule:
     return lambda w, g, s, t: _shrunk(w - rate * g, rate, l1, l2)
 
 
-def proximal_adagrad(rate: float, first: float, l1: float, l2: float) -> Rule:
-    def rule(w: Any, g: Any, s: dict[str, Any], t: int) -> Any:
-        s["accumulator"] = s.get("accumulator", first + 0 * g) + g * g
-        own = rate / np.sqrt(s["accumulator"])
-        return _shrunk(w - own * g, own, l1, l2)
-
-    return rule
+@_rule
+def proximal_adagrad(w, g, s, t, rate, first, l1, l2):
+    s["accumulator"] = s.get("accumulator", first + 0 * g) + g * g
+    own = rate / np.sqrt(s["accumulator"])
+    return _shrunk(w - own * g, own, l1, l2)
 
 
 def gradient(t: int) -> Any:
