@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.kit.strategies import opened
 
 NAMES = {"torch": "PyTorch", "jax": "JAX"}
 
@@ -26,3 +29,10 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     if folder in NAMES and find_spec(folder) is None:
         return Missing.from_parent(parent, path=module_path)
     return None
+
+
+@pytest.fixture(scope="module")
+def strategy() -> Iterator[Any]:
+    """One worker, and two servers."""
+    with opened("servers-2x1") as found:
+        yield found

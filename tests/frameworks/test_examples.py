@@ -86,7 +86,6 @@ def test_an_example_of_torch(tmp_path, name, args, alone, epochs, least):
 @pytest.mark.soak  # the other way round
 @pytest.mark.parametrize(("name", "args"), [("digits_torch", ()), ("recommender_torch", SMALL)])
 def test_a_cluster_is_followed_by_one_process(tmp_path, name, args):
-    """As above."""
     one = STEPS.get(name, 23)
     assert steps_of(run(tmp_path, name, 1, *args, cluster=True)) == one
     assert steps_of(run(tmp_path, name, 2, *args, resume=True)) == 2 * one

@@ -20,13 +20,6 @@ X = rng.normal(size=(32, 4)).astype("f4")
 Y = np.sin(X[:, :1])
 
 
-@pytest.fixture
-def strategy():
-    """One worker, and a server of its own."""
-    with opened("embedded-1") as found:
-        yield found
-
-
 def make_net(nnx, seed=0):
     class Net(nnx.Module):
         def __init__(self, rngs):
@@ -62,22 +55,22 @@ def test_a_module_of_nnx_is_trained_in_place(strategy):
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(bound, nnx.Param)), ours.state.params)
 
 
-def test_a_module_of_nnx_resumes(strategy, in_tmp_path):
+def test_a_module_of_nnx_resumes(in_tmp_path):
     """What a checkpoint restores comes into the module when it is pulled; another seed changes nothing."""
-    nnx = pytest.importorskip("flax.nnx")
-    with opened("embedded-1") as strategy:
-        module = make_net(nnx)
-        ours = psj.bind(module, ps.optimizers.SGD(0.1), strategy=strategy)
-        ours.update(nnx.state(module, nnx.Param))
-        saved = module.layers[0].kernel[...]
-        ps.train.Checkpoint(ours).save("run/ckpt")
-    with opened("embedded-1") as strategy:
-        module = make_net(nnx, seed=1)
-        ours = psj.bind(module, ps.optimizers.SGD(0.1), strategy=strategy)
-        ps.train.Checkpoint(ours).restore("run").assert_consumed()
-        ours.pull()
-        np.testing.assert_array_equal(module.layers[0].kernel[...], saved)
-        assert ours.step == 1
+    nnx, saved = pytest.importorskip("flax.nnx"), []
+    for seed in (0, 1):
+        with opened("embedded-1") as strategy:
+            module = make_net(nnx, seed)
+            ours = psj.bind(module, ps.optimizers.SGD(0.1), strategy=strategy)
+            if seed:
+                ps.train.Checkpoint(ours).restore("run").assert_consumed()
+                ours.pull()
+            else:
+                ours.update(nnx.state(module, nnx.Param))
+                ps.train.Checkpoint(ours).save("run/ckpt")
+            saved.append(module.layers[0].kernel[...])
+            assert ours.step == 1
+    np.testing.assert_array_equal(*saved)
 
 
 def test_a_module_of_linen_is_its_function(strategy):

@@ -11,7 +11,6 @@ import pytest
 
 import psclient as ps
 import psclient.jax as psj
-from tests.kit.strategies import opened
 
 optax = pytest.importorskip("optax", reason="optax is not installed; no extra brings it")
 
@@ -36,15 +35,7 @@ def loss(params, x, y):
 gradients = jax.jit(jax.grad(loss))
 
 
-@pytest.fixture(scope="module")
-def strategy():
-    """One worker, and a server of its own."""
-    with opened("embedded-1") as found:
-        yield found
-
-
 def alone(tx, steps=STEPS):
-    """What optax makes of the parameters without servers."""
     params = jax.tree.map(jnp.asarray, PARAMS)
     state = tx.init(params)
     for _ in range(steps):
@@ -89,7 +80,6 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_steps_are_those_of_optax(strategy, case):
-    """By its formulas and defaults, as rounding allows."""
     name, arguments = CASES[case]
     assert_near(on_servers(strategy, getattr(psj.optax, name)(**arguments)), alone(getattr(optax, name)(**arguments)))
 
@@ -104,15 +94,12 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_are_functions_of_the_step(strategy, name):
-    """Optax's, or the user's: each worker computes the rate for the round."""
+    """Optax's, or the user's: workers compute the rate for the round; and Keras's cosine, which servers compute."""
     schedule = SCHEDULES[name]
-    assert_near(on_servers(strategy, psj.optax.sgd(schedule, momentum=0.5)), alone(optax.sgd(schedule, momentum=0.5)))
-
-
-def test_schedules_of_servers_are_those_of_optax(strategy):
-    """Keras's cosine is optax's, where servers compute it."""
-    own = ps.optimizers.schedules.CosineDecay(0.1, 24, alpha=0.1)
-    assert_near(on_servers(strategy, psj.optax.sgd(own)), alone(optax.sgd(SCHEDULES["cosine"])))
+    ours = ps.optimizers.schedules.CosineDecay(0.1, 24, alpha=0.1) if name == "cosine" else schedule
+    expected = alone(optax.sgd(schedule, momentum=0.5))
+    for rate in {schedule, ours}:
+        assert_near(on_servers(strategy, psj.optax.sgd(rate, momentum=0.5)), expected)
 
 
 def test_clipping_is_an_option(strategy):
@@ -130,26 +117,30 @@ def test_masks_may_be_trees(strategy):
         on_servers(strategy, psj.optax.adamw(1e-3, mask={"dense": mask["dense"]}))
 
 
-def test_other_dtypes_of_slots_are_refused():
-    """They are the parameter's, of half precision float32."""
-    for make in (
-        lambda dtype: psj.optax.adam(1e-3, mu_dtype=dtype),
-        lambda dtype: psj.optax.sgd(1e-3, 0.9, False, dtype),
-    ):
-        with pytest.raises(ValueError, match="dtype is 'bfloat16'; slots are of the parameter's dtype"):
-            make("bfloat16")
+@pytest.mark.parametrize(
+    ("make", "error", "word"),
+    [
+        (lambda: psj.optax.adam(1e-3, mu_dtype="bfloat16"), ValueError, "dtype is 'bfloat16'; slots are of the parame"),
+        (
+            lambda: psj.optax.sgd(1e-3, 0.9, False, "bfloat16"),
+            ValueError,
+            "dtype is 'bfloat16'; slots are of the param",
+        ),
+        (lambda: psj.optax.lamb, AttributeError, r"psj\.optax has no 'lamb'; servers run adagrad, adam, adamw, sgd by"),
+        (lambda: psj.optax.adam(1e-3, b1=1), ValueError, "b1 is 1, and must be at least 0 and less than 1"),
+    ],
+)
+def test_what_servers_cannot_run_is_refused_by_name(make, error, word):
+    """Slots of other dtypes than the parameter's, optimizers that are not here, numbers out of range."""
+    with pytest.raises(error, match=word):
+        make()
 
 
-def test_what_servers_cannot_run_is_refused_by_name(strategy):
-    """A transformation of optax is a function; optimizers that are not here have others beside them."""
+def test_a_transformation_of_optax_is_refused(strategy):
     with pytest.raises(
-        TypeError, match=r"tx is a transformation of optax.*write psj\.optax\.adagrad.*psj\.optax\.sgd with"
+        TypeError, match=r"is a transformation of optax.*write psj\.optax\.adagrad.*psj\.optax\.sgd with"
     ):
         on_servers(strategy, optax.adam(1e-3))
-    with pytest.raises(AttributeError, match=r"psj\.optax has no 'lamb'; servers run adagrad, adam, adamw, sgd by"):
-        _ = psj.optax.lamb
-    with pytest.raises(ValueError, match="b1 is 1, and must be at least 0 and less than 1"):
-        psj.optax.adam(1e-3, b1=1)
 
 
 def test_names_and_defaults_are_those_of_optax():

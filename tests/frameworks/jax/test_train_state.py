@@ -1,7 +1,8 @@
-"""`psj.TrainState`: its values are those on the servers, whatever is done with it."""
+"""psj.TrainState and its arrays: values are those on the servers, and memory does not change under an array."""
 
 from __future__ import annotations
 
+import weakref
 from collections import namedtuple
 
 import jax
@@ -12,15 +13,9 @@ import pytest
 
 import psclient as ps
 import psclient.jax as psj
+from psclient.jax import arrays
 from pstesting.in_process import InProcessCluster
 from tests.kit.strategies import opened
-
-
-@pytest.fixture(scope="module")
-def strategy():
-    """One worker, and two servers."""
-    with InProcessCluster(2) as cluster, ps.ParameterServerStrategy(cluster_resolver=cluster.resolver()) as found:
-        yield found
 
 
 def params():
@@ -29,10 +24,8 @@ def params():
 
 
 def create(strategy, tree=None, tx=None, **more):
-    tx = ps.optimizers.SGD(1.0) if tx is None else tx
-    return psj.TrainState.create(
-        apply_fn=None, params=params() if tree is None else tree, tx=tx, strategy=strategy, **more
-    )
+    given = {"params": params() if tree is None else tree, "tx": ps.optimizers.SGD(1.0) if tx is None else tx}
+    return psj.TrainState.create(apply_fn=None, strategy=strategy, **given | more)
 
 
 Pair = namedtuple("Pair", ["kernel", "bias"])
@@ -47,13 +40,14 @@ def equal(one, other):
 
 
 def test_variables_have_the_names_of_their_paths(strategy):
-    """Keys of dicts and places in lists, under one name for all; a tree that is one leaf has that name alone."""
+    """Under one name for all; a leaf alone has that name. The state says what it is and fetches nothing."""
     state = create(strategy, {"dense": {"kernel": np.zeros(2, "f4")}, "scales": [np.zeros(1, "f4")]}, name="net")
     assert jax.tree.map(lambda v: v.name, state.variables) == {
         "dense": {"kernel": "net/dense/kernel"},
         "scales": {"0": "net/scales/0"},
     }
     assert create(strategy, np.zeros(2, "f4"), name="one").variables.name == "one"
+    assert repr(create(strategy)) == "TrainState(3 parameters of 8 numbers, SGD)"
 
 
 def test_each_state_has_an_optimizer_of_its_own(strategy):
@@ -85,27 +79,24 @@ def test_large_parameters_may_be_in_shards():
     equal(found, expected)
 
 
-def test_a_step_gives_a_new_state(strategy):
-    """Its parameters are one step further; those of the old one, which somebody has seen, are what they were."""
+def test_only_the_newest_state_makes_steps(strategy):
+    """Also in a function given to `run`; an older one keeps values that were seen, and says what to write."""
     state = create(strategy)
-    before = state.params
-    equal(before, params())
+    equal(state.params, params())
     after = state.apply_gradients(grads=ones(state))
     equal(after.params, jax.tree.map(lambda x: x - 1, params()))
     equal(state.params, params())
     assert (state.step, after.step) == (0, 1)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(after.params))
-
-
-def test_only_the_newest_state_makes_steps(strategy):
-    """An older one says what to write; so it does of values that nobody has looked at in time."""
-    state = create(strategy)
-    grads = jax.tree.map(jnp.asarray, params())
-    after = state.apply_gradients(grads=grads)
     with pytest.raises(RuntimeError, match=r"a newer one.*state = state\.apply_gradients"):
-        state.apply_gradients(grads=grads)
+        state.apply_gradients(grads=ones(after))
+    newest = strategy.run(lambda: after.apply_gradients(grads=ones(after)))
+    equal(newest.params, jax.tree.map(lambda x: x - 2, params()))
+    assert strategy.run(lambda: newest.step) == 2
+    unseen = create(strategy)
+    after = unseen.apply_gradients(grads=jax.tree.map(jnp.asarray, params()))
     with pytest.raises(RuntimeError, match="not the newest, and its parameters are gone"):
-        _ = state.params
+        _ = unseen.params
     equal(after.params, jax.tree.map(np.zeros_like, params()))
 
 
@@ -164,36 +155,35 @@ def test_parameters_keep_their_dtype(strategy, dtype):
         (np.zeros(2), ValueError, "params/x is of float64, and JAX would compute in float32; give float32, or call"),
         (np.zeros(2, ml_dtypes.float8_e4m3fn), ValueError, "params/x is of float8_e4m3fn, and parameters are of"),
         ("a word", TypeError, "params/x is a str; parameters are arrays"),
+        (lambda: jax.random.key(0), ValueError, "params/x is of key<fry>, and parameters are of float16"),
     ],
 )
 def test_what_is_no_parameter_is_refused(strategy, leaf, error, why):
-    """By its name, before anything is created."""
     with pytest.raises(error, match=why):
-        create(strategy, {"x": leaf})
-
-
-def test_random_keys_are_no_parameters(strategy):
-    """Their dtype is JAX's own."""
-    with pytest.raises(ValueError, match=r"params/x is of key<fry>, and parameters are of float16"):
-        create(strategy, {"x": jax.random.key(0)})
+        create(strategy, {"x": leaf() if callable(leaf) else leaf})
 
 
 def test_gradients_are_like_the_parameters(strategy):
     """What is missing, what is too much, and what has another shape is named; nothing of the step is done."""
     state = create(strategy)
-    with pytest.raises(ValueError, match=r"the gradients lack params/scales.*give a tree of the structure"):
-        state.apply_gradients(grads={"dense": ones(state)["dense"]})
-    with pytest.raises(ValueError, match=r"the gradients have params/more"):
-        state.apply_gradients(grads={**ones(state), "more": jnp.ones(1)})
-    with pytest.raises(ValueError, match="in other containers than the parameters"):
-        state.apply_gradients(grads={**ones(state), "dense": Pair(**ones(state)["dense"])})
-    with pytest.raises(ValueError, match=r"variable 'params/dense/bias.*' has shape \(3,\), and the variable \(2,"):
-        state.apply_gradients(grads={**ones(state), "dense": {**ones(state)["dense"], "bias": jnp.ones(3)}})
-    equal(state.apply_gradients(grads=ones(state)).params, jax.tree.map(lambda x: x - 1, params()))
+    whole = ones(state)
+    dense = whole["dense"]
+    for grads, word in (
+        ({"dense": dense}, r"the gradients lack params/scales.*give a tree of the structure"),
+        ({**whole, "more": jnp.ones(1)}, "the gradients have params/more"),
+        ({**whole, "dense": Pair(**dense)}, "in other containers than the parameters"),
+        (
+            {**whole, "dense": {**dense, "bias": jnp.ones(3)}},
+            r"variable 'params/dense/bias.*' has shape \(3,\), and the variable \(2,",
+        ),
+    ):
+        with pytest.raises(ValueError, match=word):
+            state.apply_gradients(grads=grads)
+    equal(state.apply_gradients(grads=whole).params, jax.tree.map(lambda x: x - 1, params()))
 
 
 def test_replaced_parameters_are_assigned(strategy):
-    """To the variables, with which the next step goes on; a step or an optimizer cannot be replaced."""
+    """With them, and what is assigned later, the next step goes on; a step or an optimizer cannot be replaced."""
     state = create(strategy)
     state = state.replace(params=jax.tree.map(lambda x: x + 10, state.params), apply_fn=ones)
     assert state.apply_fn is ones
@@ -201,23 +191,9 @@ def test_replaced_parameters_are_assigned(strategy):
     equal(state.params, jax.tree.map(lambda x: x + 9, params()))
     with pytest.raises(TypeError, match=r"replace\(step, tx=\.\.\.\): params and apply_fn can be replaced"):
         state.replace(step=0, tx=None)
-
-
-def test_the_newest_state_has_what_was_assigned_since(strategy):
-    """Also where somebody has looked at it before."""
-    state = create(strategy)
-    assert state.params["scales"].tolist() == [[1.0], [2.0]]
     with strategy.scope():
         state.variables["scales"].assign([[7.0], [8.0]])
     assert state.params["scales"].tolist() == [[7.0], [8.0]]
-
-
-def test_steps_may_be_made_in_a_replica_function(strategy):
-    """As with optimizers: a function given to `run` makes them, too."""
-    state = create(strategy)
-    after = strategy.run(lambda: state.apply_gradients(grads=ones(state)))
-    equal(after.params, jax.tree.map(lambda x: x - 1, params()))
-    assert strategy.run(lambda: after.step) == 1
 
 
 @pytest.mark.parametrize("kind", ["mirrored-1", "embedded-1"])
@@ -230,16 +206,12 @@ def test_other_strategies_with_one_replica_do_the_same(kind):
         assert state.step == 1
 
 
-def test_a_process_is_one_replica(strategy):
-    """JAX has all its devices; without a strategy there is a sentence."""
+def test_what_cannot_be_a_strategy_or_an_optimizer_is_refused(strategy):
+    """A process is one replica, for JAX has all its devices; servers run their own optimizers, and two reductions."""
     with opened("mirrored-2") as two, pytest.raises(ValueError, match="has 2 replicas in this process, and JAX uses"):
         create(two)
     with pytest.raises(RuntimeError, match=r"there is no strategy; give strategy=ps\.ParameterServerStrategy"):
         create(None)
-
-
-def test_an_optimizer_is_one_that_servers_run(strategy):
-    """All else is refused; so is another way of adding gradients up."""
     with pytest.raises(TypeError, match=r"tx is a function; give one of psj\.optax or ps\.optimizers"):
         create(strategy, tx=lambda g: g)
     with pytest.raises(ValueError, match="reduction is 'max'; known are 'mean', 'sum'"):
@@ -280,6 +252,73 @@ def test_a_job_resumes_and_its_weights_are_read_by_others(tmp_path):
         equal(create(strategy, plain).params, saved)
 
 
-def test_it_says_what_it_is(strategy):
-    """Without fetching anything."""
-    assert repr(create(strategy)) == "TrainState(3 parameters of 8 numbers, SGD)"
+on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="JAX has another default device")
+
+
+def at(offset, size, dtype="f4"):
+    """An array that begins at so many bytes behind a multiple of 64."""
+    whole = arrays.empty((size + 16,), np.dtype(dtype))
+    return whole[offset // whole.itemsize :][:size]
+
+
+def is_same_memory(array, moved):
+    return moved.unsafe_buffer_pointer() == array.ctypes.data
+
+
+@on_cpu
+@pytest.mark.parametrize("size", [1, 100, 1 << 16])
+def test_what_is_aligned_is_not_copied(size):
+    """To JAX; what XLA does not take is copied once, and of many the small ones by one call, in their order."""
+    array, other = at(0, size), at(16, size)
+    array[:], other[:] = 3, 4
+    array.flags.writeable = False
+    assert is_same_memory(array, arrays.to_jax(array).block_until_ready())
+    moved = arrays.to_jax(other).block_until_ready()
+    assert not is_same_memory(other, moved)
+    assert float(moved[0]) == 4
+    given = [at(0, 1 << 15), at(0, 8), at(16, 1 << 15), at(16, 8)]
+    for number, each in enumerate(given):
+        each[:] = number
+    moved = jax.block_until_ready(arrays.all_to_jax(given))
+    assert [float(each[0]) for each in moved] == [0, 1, 2, 3]
+    assert [is_same_memory(*pair) for pair in zip(given, moved, strict=True)] == [True, False, False, False]
+
+
+@on_cpu
+def test_gradients_are_not_copied_and_donation_changes_nobodys_memory():
+    """A compiled function that is given a parameter, or a gradient on its way, takes memory of its own."""
+    host = at(0, 1 << 16)
+    host[:] = 1
+    moved = arrays.to_jax(host)
+    gradient = jnp.ones(1 << 16) + 0
+    (view,) = arrays.to_host([gradient])
+    assert view.ctypes.data == gradient.unsafe_buffer_pointer()
+    assert (view.flags.writeable, view.flags.c_contiguous) == (False, True)
+    double = jax.jit(lambda x: x * 2, donate_argnums=0)
+    for array in (moved, gradient):
+        assert float(jax.block_until_ready(double(array))[-1]) == 2
+    assert (host == 1).all()
+    assert (view == 1).all()
+
+
+def test_old_parameters_are_free_before_the_new_ones_come(strategy):
+    """Nobody holds what a state had whose successor has taken its name: memory has each parameter once."""
+    state = create(strategy, np.zeros(1 << 16, "f4"))
+    grads = jnp.ones(1 << 16)
+    state = state.apply_gradients(grads=grads)
+    old = weakref.ref(state.params)
+    assert float(old()[0]) == -1
+    state = state.apply_gradients(grads=grads)
+    assert old() is None
+    assert float(state.params[0]) == -2
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_gradients_are_scaled_in_their_dtype(dtype):
+    """By a third, with the rounding errors of that dtype."""
+    with jax.enable_x64(dtype == "float64"):
+        gradient = jnp.array([1.0, 3.0, 5.0], dtype)
+        (found,) = arrays.scaled([gradient], 1 / 3)
+        assert found.dtype == dtype
+        expected = np.asarray(gradient, np.float64) / 3
+        np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=float(jnp.finfo(dtype).eps))

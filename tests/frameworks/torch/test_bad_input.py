@@ -11,7 +11,8 @@ import torch
 import psclient as ps
 import psclient.torch as pst
 from pstesting.in_process import InProcessCluster
-from tests.kit.modules import apart, batches, job, mlp, share, steps, values
+from tests.kit.modules import apart, batches, mlp, sgd_of_torch, share, steps, values
+from tests.kit.strategies import opened
 
 HASTY = replace(ps.Timeouts(), beat=0.2, lease=1.0, round=4.0, alone=4.0, start=4.0, chief=4.0)
 
@@ -35,12 +36,8 @@ def sgd(module, strategy, *args, **options):
     return pst.Optimizer(module, torch.optim.SGD, *args, lr=0.1, strategy=strategy, **options)
 
 
-class Odd(torch.nn.Module):
-    """A module with one parameter that is given."""
-
-    def __init__(self, parameter):
-        super().__init__()
-        self.odd = parameter
+def odd(dtype):
+    return torch.nn.ParameterDict({"odd": torch.nn.Parameter(torch.ones(3, dtype=dtype), dtype.is_floating_point)})
 
 
 @pytest.mark.parametrize(
@@ -48,10 +45,7 @@ class Odd(torch.nn.Module):
     [
         (lambda: torch.nn.Linear(5, 8), ["'weight' float32[7,5]", "'weight' float32[8,5]"]),
         (lambda: torch.nn.Linear(5, 7).double(), ["'weight' float32[7,5]", "'weight' float64[7,5]"]),
-        (
-            lambda: torch.nn.ParameterDict({"kernel": torch.ones(7, 5)}),
-            ["'weight' float32[7,5]", "'kernel' float32[7,5]"],
-        ),
+        (lambda: torch.nn.ParameterDict({"kernel": torch.ones(7, 5)}), ["'weight' float", "'kernel' float32[7,5]"]),
     ],
 )
 def test_modules_differ(other, words):
@@ -70,192 +64,134 @@ def test_modules_differ(other, words):
 @pytest.mark.parametrize(
     ("make", "word"),
     [
-        (
-            lambda: Odd(torch.nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)),
-            "'odd' is torch.int64",
-        ),
-        (
-            lambda: Odd(torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))),
-            "'odd' is torch.complex64.*view_as_complex",
-        ),
+        (lambda: odd(torch.int64), "'odd' is torch.int64"),
+        (lambda: odd(torch.complex64), "'odd' is torch.complex64.*view_as_complex"),
         (lambda: torch.nn.LazyLinear(3), "'weight' has no shape yet"),
         (lambda: torch.nn.Linear(2, 3, device="meta"), r"'weight' is on the meta device.*to_empty"),
     ],
 )
-def test_parameters_that_cannot_be_trained(make, word):
+def test_parameters_that_cannot_be_trained(strategy, make, word):
     """Integers, complex numbers, what has no shape yet: with what to do."""
-
-    def work(strategy, worker):
-        with pytest.raises(ValueError, match=word):
-            sgd(make(), strategy)
-
-    job(work)
+    with pytest.raises(ValueError, match=word):
+        sgd(make(), strategy)
 
 
-def test_a_second_optimizer_over_a_parameter():
+def test_a_second_optimizer_over_a_parameter(strategy):
     """Is refused while there is the first; afterwards it begins anew, with the values of then."""
-
-    def work(strategy, worker):
-        module = mlp()
-        first = sgd(module, strategy)
-        with pytest.raises(ValueError, match=r"parameter '0\.weight' is trained by another optimizer"):
-            sgd(module, strategy)
-        steps(module, first, batches(2))
-        with strategy.scope():
-            rows = pst.Embedding(ps.Variable([[1.0], [2.0]], name="rows"))
-        kept = sgd(rows, strategy)
-        with pytest.raises(ValueError, match="what is looked up in 'rows' is trained by another optimizer"):
-            sgd(rows, strategy)
-        assert kept.param_groups[0]["params"] == []
-        del first
-        again = sgd(module, strategy)
-        steps(module, again, batches(2))
-        return values(module)
-
     module = mlp()
-    steps(module, torch.optim.SGD(module.parameters(), lr=0.1), [*batches(2), *batches(2)])
-    assert apart(job(work)[0], module) < 1e-12
+    first = sgd(module, strategy)
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' is trained by another optimizer"):
+        sgd(module, strategy)
+    steps(module, first, batches(2))
+    with strategy.scope():
+        rows = pst.Embedding(ps.Variable([[1.0], [2.0]], name="rows"))
+    kept = sgd(rows, strategy)
+    with pytest.raises(ValueError, match=r"what is looked up in 'rows.*' is trained by another optimizer"):
+        sgd(rows, strategy)
+    assert kept.param_groups[0]["params"] == []
+    del first
+    again = sgd(module, strategy)
+    steps(module, again, batches(2))
+    assert apart(module, sgd_of_torch([*batches(2), *batches(2)])) < 1e-12
 
 
-def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was():
-    """It makes steps as before, and takes another group."""
-
-    def work(strategy, worker):
-        module, others = mlp(), mlp()
-        optimizer = sgd(module, strategy, module[0].parameters())
-        rest = [*module[2].parameters()]
-        for wrong in ([rest[0], *others.parameters()], [*rest[:1], torch.nn.Parameter(torch.ones(2))], [rest, 3]):
-            with pytest.raises((ValueError, TypeError)):
-                optimizer.add_param_group({"params": wrong})
-        steps(module, optimizer, batches(1))
-        optimizer.add_param_group({"params": rest, "lr": 0.2})
-        steps(module, optimizer, batches(2)[1:])
-        return values(module)
-
-    module = mlp()
-    theirs = torch.optim.SGD(module[0].parameters(), lr=0.1)
-    steps(module, theirs, batches(1))
-    theirs.add_param_group({"params": [*module[2].parameters()], "lr": 0.2})
-    module.zero_grad()
-    steps(module, theirs, batches(2)[1:])
-    assert apart(job(work)[0], module) < 1e-12
+def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was(strategy):
+    module, others = mlp(), mlp()
+    optimizer = sgd(module, strategy, module[0].parameters())
+    rest = [*module[2].parameters()]
+    for wrong in ([rest[0], *others.parameters()], [*rest[:1], torch.nn.Parameter(torch.ones(2))], [rest, 3]):
+        with pytest.raises((ValueError, TypeError)):
+            optimizer.add_param_group({"params": wrong})
+    steps(module, optimizer, batches(1))
+    optimizer.add_param_group({"params": rest, "lr": 0.2})
+    steps(module, optimizer, batches(2)[1:])
+    alone = mlp()
+    theirs = torch.optim.SGD(alone[0].parameters(), lr=0.1)
+    steps(alone, theirs, batches(1))
+    theirs.add_param_group({"params": [*alone[2].parameters()], "lr": 0.2})
+    alone.zero_grad()
+    steps(alone, theirs, batches(2)[1:])
+    assert apart(module, alone) < 1e-12
 
 
-def test_an_optimizer_that_could_not_be_created_trains_nothing():
+def test_an_optimizer_that_could_not_be_created_trains_nothing(strategy):
     """Its parameters, and rows, are free for the next one, even while its error is looked at."""
-
-    def work(strategy, worker):
-        with strategy.scope():
-            module = torch.nn.ModuleList([mlp(), pst.Embedding(ps.Variable([[1.0], [2.0]], name="rows"))])
-        groups = [{"params": [*module[0][0].parameters(), module[1]]}, {"params": mlp().parameters()}]
-        errors = []
-        for given in ([*module[0].parameters(), module[1], torch.nn.Parameter(torch.ones(2))], groups):
-            with pytest.raises(ValueError, match="is none of the module's") as raised:
-                sgd(module, strategy, given)
-            errors.append(raised)
-        steps(module[0], sgd(module, strategy), batches(2))
-        return values(module[0]), len(errors)
-
-    module = mlp()
-    steps(module, torch.optim.SGD(module.parameters(), lr=0.1), batches(2))
-    ((found, _),) = job(work)
-    assert apart(found, module) < 1e-12
+    with strategy.scope():
+        module = torch.nn.ModuleList([mlp(), pst.Embedding(ps.Variable([[1.0], [2.0]], name="rows"))])
+    groups = [{"params": [*module[0][0].parameters(), module[1]]}, {"params": mlp().parameters()}]
+    errors = []
+    for given in ([*module[0].parameters(), module[1], torch.nn.Parameter(torch.ones(2))], groups):
+        with pytest.raises(ValueError, match="is none of the module's") as raised:
+            sgd(module, strategy, given)
+        errors.append(raised)
+    steps(module[0], sgd(module, strategy), batches(2))
+    assert len(errors) == 2
+    assert apart(module[0], sgd_of_torch(batches(2))) < 1e-12
 
 
-def test_a_state_of_another_optimizer_changes_nothing():
+def test_a_state_of_another_optimizer_changes_nothing(strategy):
     """Whether its groups lack a number or its parameters have other slots; a group of an older one may lack a word."""
-
-    def work(strategy, worker):
-        module, other = mlp(), mlp()
-        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.1, momentum=0.5, strategy=strategy)
-        steps(module, optimizer, batches(1))
-        adam = torch.optim.Adam(other.parameters(), lr=0.5)
-        steps(other, adam, batches(1))
-        state = adam.state_dict()
-        with pytest.raises(ValueError, match="a group of parameters without dampening, momentum;"):
-            optimizer.load_state_dict(state)
-        mixed = {**state, "param_groups": [{**optimizer.param_groups[0], **state["param_groups"][0]}]}
-        with pytest.raises(ValueError, match=r"'0\.weight' has exp_avg, exp_avg_sq, and servers keep momentum_buffer"):
-            optimizer.load_state_dict(mixed)
-        assert optimizer.param_groups[0]["lr"] == 0.1
-        steps(module, optimizer, batches(2)[1:])
-        saved = optimizer.state_dict()
-        del saved["param_groups"][0]["maximize"]
-        optimizer.load_state_dict(saved)
-        steps(module, optimizer, batches(3)[2:])
-        return values(module)
-
-    module = mlp()
-    steps(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5), batches(3))
-    assert apart(job(work)[0], module) < 1e-12
+    module, other = mlp(), mlp()
+    optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.1, momentum=0.5, strategy=strategy)
+    steps(module, optimizer, batches(1))
+    adam = torch.optim.Adam(other.parameters(), lr=0.5)
+    steps(other, adam, batches(1))
+    state = adam.state_dict()
+    with pytest.raises(ValueError, match="a group of parameters without dampening, momentum;"):
+        optimizer.load_state_dict(state)
+    mixed = {**state, "param_groups": [{**optimizer.param_groups[0], **state["param_groups"][0]}]}
+    with pytest.raises(ValueError, match=r"'0\.weight' has exp_avg, exp_avg_sq, and servers keep momentum_buffer"):
+        optimizer.load_state_dict(mixed)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    steps(module, optimizer, batches(2)[1:])
+    saved = optimizer.state_dict()
+    del saved["param_groups"][0]["maximize"]
+    optimizer.load_state_dict(saved)
+    steps(module, optimizer, batches(3)[2:])
+    alone = mlp()
+    steps(alone, torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.5), batches(3))
+    assert apart(module, alone) < 1e-12
 
 
-def test_parameters_of_another_module():
-    """They have no names here."""
-
-    def work(strategy, worker):
-        with pytest.raises(ValueError, match=r"a parameter of shape \(7, 5\) is none of the module's"):
-            sgd(torch.nn.Linear(1, 1), strategy, mlp().parameters())
-
-    job(work)
-
-
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        (lambda module: module.float(), "'0.weight' has dtype torch.float32, and had torch.float64"),
-        (
-            lambda module: setattr(module[2].bias, "data", torch.zeros(4).double()),
-            r"'2.bias' has shape \(4,\), and had \(3,\)",
-        ),
-    ],
-)
-def test_a_parameter_that_becomes_another(change, word):
-    """Its shape, dtype or device: the step says which, and what it was."""
-
-    def work(strategy, worker):
-        module = mlp()
-        optimizer = sgd(module, strategy)
-        steps(module, optimizer, batches(1))
-        optimizer.zero_grad()
-        change(module)
-        with pytest.raises(RuntimeError, match=word):
-            optimizer.step()
-
-    job(work)
+REPLACED = {
+    "a layer": (
+        lambda module: module.__setitem__(2, torch.nn.Linear(7, 3).double()),
+        r"'2\.weight' of the module is another one than its optimizer trains; a layer was replaced",
+    ),
+    "a layer's dtype": (
+        lambda module: module.__setitem__(2, torch.nn.Linear(7, 3)),
+        r"'2\.weight' has dtype torch\.flo",
+    ),
+    "the device": (
+        lambda module: module.to("meta"),
+        r"'0\.weight' has device meta, and had cpu when its optimizer was",
+    ),
+    "memory": (lambda module: module.to_empty(device="meta"), r"'0\.weight' has device meta, and had cpu"),
+    "the dtype": (lambda module: module.float(), r"'0\.weight' has dtype torch\.float32, and had torch\.float64"),
+    "a shape": (
+        lambda module: setattr(module[2].bias, "data", torch.zeros(4).double()),
+        r"'2\.bias' has shape \(4,\), and had \(3,\)",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        (
-            lambda module: module.__setitem__(2, torch.nn.Linear(7, 3).double()),
-            r"'2\.weight' of the module is another one than its optimizer trains; a layer was replaced",
-        ),
-        (lambda module: module.__setitem__(2, torch.nn.Linear(7, 3)), r"'2\.weight' has dtype torch\.float32, and had"),
-        (lambda module: module.to("meta"), r"'0\.weight' has device meta, and had cpu when its optimizer was created"),
-        (lambda module: module.to_empty(device="meta"), r"'0\.weight' has device meta, and had cpu"),
-    ],
-)
+@pytest.mark.parametrize("case", REPLACED)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_parameter_that_is_replaced(change, word, compiled):
-    """By another object, which nobody would train: the step names it; one that is only not used is no error."""
-
-    def work(strategy, worker):
-        module = mlp()
-        optimizer = sgd(torch.compile(module, backend="eager") if compiled else module, strategy)
-        optimizer.zero_grad()
-        module[0](batches(1)[0][0]).sum().backward()
+def test_a_parameter_that_is_replaced(strategy, case, compiled):
+    """By another object, shape, dtype or device: the step says which; one that is only not used is no error."""
+    change, word = REPLACED[case]
+    module = mlp()
+    optimizer = sgd(torch.compile(module, backend="eager") if compiled else module, strategy)
+    optimizer.zero_grad()
+    x = batches(1)[0][0]
+    module[0](x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    change(module)
+    if case in ("a layer", "the device", "memory"):
+        module(x.to(module[0].weight.device)).sum().backward()
+    with pytest.raises(RuntimeError, match=word):
         optimizer.step()
-        optimizer.zero_grad()
-        change(module)
-        x = batches(1)[0][0]
-        if module[2].weight.dtype == x.dtype:
-            module(x.to(module[0].weight.device)).sum().backward()
-        with pytest.raises(RuntimeError, match=word):
-            optimizer.step()
-
-    job(work)
 
 
 def test_a_closure_that_fails():
@@ -277,9 +213,7 @@ def test_a_closure_that_fails():
         steps(module, optimizer, data[1:])
         return values(module)
 
-    module = mlp()
-    steps(module, torch.optim.SGD(module.parameters(), lr=0.1), batches(3))
-    assert all(apart(found, module) < 1e-12 for found in outcomes(work))
+    assert all(apart(found, sgd_of_torch(batches(3))) < 1e-12 for found in outcomes(work))
 
 
 def test_a_step_in_one_worker_only():
@@ -301,7 +235,6 @@ def test_a_step_in_one_worker_only():
 
 
 def test_a_worker_that_ends_is_not_waited_for():
-    """One that leaves before a step has done its part, as in any job."""
 
     def work(strategy, worker):
         module = mlp()
@@ -313,31 +246,20 @@ def test_a_worker_that_ends_is_not_waited_for():
     assert outcomes(work)[0] == 3
 
 
-def test_where_there_is_no_strategy():
-    """Or another than one with servers, or with several replicas in a process, the sentence says which it takes."""
+def test_where_there_is_no_strategy(strategy):
+    """Or no servers, several replicas, a function of `run`, another module's parameters: it says so."""
     with pytest.raises(ValueError, match=r"there is no strategy; create the optimizer in strategy\.scope\(\)"):
         pst.Optimizer(mlp(), torch.optim.SGD, lr=0.1)
-    with (
-        ps.MirroredStrategy(devices=["cpu:0"]) as mirrored,
-        pytest.raises(TypeError, match="trained by parameter servers, and a MirroredStrategy has none"),
+    for kind, word in (
+        ("mirrored-1", "trained by parameter servers, and a MirroredStrategy has none"),
+        ("servers-2x2", "the strategy has 2 replicas in this process"),
     ):
-        sgd(mlp(), mirrored)
-    with (
-        ps.ParameterServerStrategy(devices=["cpu:0", "cpu:1"]) as several,
-        pytest.raises(TypeError, match="the strategy has 2 replicas in this process"),
-    ):
-        sgd(mlp(), several)
-    with ps.ParameterServerStrategy() as one, pytest.raises(TypeError, match="a list is no module"):
-        sgd([], one)
-
-
-def test_where_a_replica_runs_there_is_no_step():
-    """In a function of `strategy.run` the sentence says where a step is made."""
-
-    def work(strategy, worker):
-        module = mlp()
-        optimizer = sgd(module, strategy)
-        with pytest.raises(RuntimeError, match="step needs cross-replica context, and is called in replica context"):
-            strategy.run(optimizer.step)
-
-    job(work)
+        with opened(kind) as other, pytest.raises(TypeError, match=word):
+            sgd(mlp(), other)
+    with pytest.raises(TypeError, match="a list is no module"):
+        sgd([], strategy)
+    optimizer = sgd(mlp(), strategy)
+    with pytest.raises(RuntimeError, match="step needs cross-replica context, and is called in replica context"):
+        strategy.run(optimizer.step)
+    with pytest.raises(ValueError, match=r"a parameter of shape \(7, 5\) is none of the module's"):
+        sgd(torch.nn.Linear(1, 1), strategy, mlp().parameters())

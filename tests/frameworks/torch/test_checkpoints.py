@@ -1,6 +1,9 @@
-"""Checkpoints of modules: what the servers save is what torch loads, and a job goes on from it."""
+"""Checkpoints and buffers of modules: what servers save is what torch loads, and a job goes on from it."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import psclient as ps
 import psclient.torch as pst
-from tests.kit.modules import batches, job, mlp, seeded, share, steps, values
+from tests.kit.modules import Tied, batches, job, mlp, seeded, share, steps, values
 
 
 def net(seed=0):
@@ -31,63 +34,42 @@ def train(module, optimizer, data):
 
 
 def shards(root, path):
-    """All tensors of a checkpoint's files, as anybody reads them."""
     found = {}
     for file in sorted((root / path).glob("*.safetensors")):
         found |= load_file(file)
     return found
 
 
-def saved_by_servers(root, make, train, kind, **options):
-    """The tensors that two servers have saved of a module which two workers train, and its state in one of these."""
+@pytest.mark.parametrize(
+    ("make", "train", "kind", "prefix", "missing"),
+    [(net, train, torch.optim.AdamW, "", []), (Tied, steps, torch.optim.Adam, "net/", ["b.weight"])],
+    ids=["parameters and buffers", "a shared weight, once, by its first name"],
+)
+def test_torch_loads_what_the_servers_saved(tmp_path, make, train, kind, prefix, missing):
+    """By the names of the module's own state: into the plain module, and all its layers."""
 
     def work(strategy, worker):
         module = make(worker)
-        optimizer = pst.Optimizer(module, kind, lr=0.01, strategy=strategy, **options)
+        optimizer = pst.Optimizer(module, kind, lr=0.01, strategy=strategy, prefix=prefix)
         train(module, optimizer, share(batches(3, dtype=torch.float32), worker, 2))
         checkpoint = ps.train.Checkpoint(optimizer=optimizer)
         path = checkpoint.save("run/ckpt")
         checkpoint.sync()
         return path, module.state_dict()
 
-    path, state = job(work, 2, 2, root)[0]
-    return shards(root, path), state
-
-
-def test_torch_loads_what_the_servers_saved(tmp_path):
-    """By the names of the module's own state, parameters and buffers: into the plain module, and nothing is missing."""
-    saved, expected = saved_by_servers(tmp_path, net, train, torch.optim.AdamW)
-    plain = net(5)
-    plain.load_state_dict({name: saved[name] for name in plain.state_dict()})
-    for name, own in plain.state_dict().items():
-        assert own.dtype is expected[name].dtype
-        assert torch.equal(own, expected[name]), name
-    assert saved["adamw/0.weight/exp_avg"].shape == (2, 1, 3)
-    assert int(saved["adamw/iterations"]) == 3
-
-
-class Tied(torch.nn.Module):
-    """Two layers that have one weight."""
-
-    def __init__(self, seed=0):
-        super().__init__()
-        self.a, self.b = seeded(seed, lambda: [torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)])
-        self.b.weight = self.a.weight
-
-    def forward(self, x):
-        return self.b(torch.tanh(self.a(x)))[:, :3]
-
-
-def test_torch_loads_a_tied_module(tmp_path):
-    """A shared weight is saved once, by its first name; the plain module takes what is there, and all its layers."""
-    saved, expected = saved_by_servers(tmp_path, Tied, steps, torch.optim.Adam, prefix="net/")
-    plain = Tied(5)
-    own = {name: saved[f"net/{name}"] for name in plain.state_dict() if f"net/{name}" in saved}
+    path, expected = job(work, 2, 2, tmp_path)[0]
+    saved, plain = shards(tmp_path, path), make(5)
+    own = {name: saved[prefix + name] for name in plain.state_dict() if prefix + name in saved}
     found = plain.load_state_dict(own, strict=False)
-    assert (found.missing_keys, found.unexpected_keys) == (["b.weight"], [])
-    assert plain.b.weight is plain.a.weight
+    assert (found.missing_keys, found.unexpected_keys) == (missing, [])
     for name, tensor in plain.state_dict().items():
+        assert tensor.dtype is expected[name].dtype
         assert torch.equal(tensor, expected[name]), name
+    if make is net:
+        assert saved["adamw/0.weight/exp_avg"].shape == (2, 1, 3)
+        assert int(saved["adamw/iterations"]) == 3
+    else:
+        assert plain.b.weight is plain.a.weight
 
 
 def test_weights_of_torch_start_a_job(tmp_path):
@@ -147,9 +129,8 @@ def test_a_restore_is_in_the_parameters_at_once(tmp_path):
 @pytest.mark.parametrize(("workers", "servers"), [(2, 3), (1, 1)])
 def test_a_job_goes_on_where_it_stood(tmp_path, workers, servers):
     """In the middle of an epoch, on other servers to the last bit; with another number of workers to 1e-6."""
-    data = torch.utils.data.TensorDataset(
-        *[part.reshape(-1, part.shape[-1]) for part in map(torch.stack, zip(*batches(5), strict=True))]
-    )
+    parts = map(torch.stack, zip(*batches(5), strict=True))
+    data = torch.utils.data.TensorDataset(*(part.reshape(-1, part.shape[-1]) for part in parts))
 
     def trained(strategy, resume, until, stop=None):
         module = mlp()
@@ -175,34 +156,117 @@ def test_a_job_goes_on_where_it_stood(tmp_path, workers, servers):
     expected = job(lambda strategy, worker: trained(strategy, False, 3), 2, 2, tmp_path)[0]
     job(lambda strategy, worker: trained(strategy, False, 3, 8), 2, 2, tmp_path)
     for found in job(lambda strategy, worker: trained(strategy, True, 3), workers, servers, tmp_path):
-        if workers == 2:
-            assert all(map(torch.equal, found, expected))
-        else:
-            assert all(
-                torch.allclose(one, other, rtol=1e-6, atol=1e-9) for one, other in zip(found, expected, strict=True)
-            )
+        alike = torch.equal if workers == 2 else partial(torch.allclose, rtol=1e-6, atol=1e-9)
+        assert all(map(alike, found, expected))
 
 
-def test_a_table_is_saved_with_its_module(tmp_path):
+def test_a_table_is_saved_with_its_module(strategy):
     """Its rows are restored by keys, with what the optimizer keeps of each."""
+    with strategy.scope():
+        module = pst.Embedding(ps.dynamic_embedding.get_variable("users", 2, initializer=0.0))
+    optimizer = pst.Optimizer(module, torch.optim.Adagrad, lr=0.5, strategy=strategy)
+    checkpoint = ps.train.Checkpoint(optimizer=optimizer)
+
+    def go():
+        optimizer.zero_grad()
+        module(torch.tensor([2**50, 7])).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            return module(torch.tensor([2**50, 7, 8])).tolist()
+
+    go()
+    path = checkpoint.save("run/ckpt")
+    expected = go()
+    checkpoint.restore(path)
+    assert go() == expected
+
+
+# ---- Buffers ----
+
+
+def normed(seed=0, dtype=torch.float64):
+    """A network with BatchNorm, and a buffer that is no part of its state."""
+    layers = lambda: [torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)]  # noqa: E731
+    module = torch.nn.Sequential(*seeded(seed, layers)).to(dtype)
+    module.register_buffer("scratch", torch.zeros(2), persistent=False)
+    return module
+
+
+def buffers(module):
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def trained(mode, workers=2, count=4):
+    def work(strategy, worker):
+        module = normed()
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.0, buffers=mode, strategy=strategy)
+        steps(module, optimizer, share(batches(count), worker, workers))
+        return buffers(module)
+
+    return job(work, workers, 2)
+
+
+def test_buffers_are_each_workers_own_or_means():
+    """By default they differ; means have the same bits after each step, those of the whole batch."""
+    one, other = trained("own")
+    assert not torch.equal(one["1.running_mean"], other["1.running_mean"])
+    assert int(one["1.num_batches_tracked"]) == int(other["1.num_batches_tracked"]) == 4
+    one, other = trained("mean")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    (alone,) = trained("mean", 1)
+    assert (one["1.running_mean"] - alone["1.running_mean"]).abs().max() < 1e-6
+    assert int(one["1.num_batches_tracked"]) == 4
+
+
+def test_workers_begin_with_those_of_the_first():
+    """As with parameters; what is no part of the module's state is nobody else's concern."""
 
     def work(strategy, worker):
-        with strategy.scope():
-            module = pst.Embedding(ps.dynamic_embedding.get_variable("users", 2, initializer=0.0))
-        optimizer = pst.Optimizer(module, torch.optim.Adagrad, lr=0.5, strategy=strategy)
-        checkpoint = ps.train.Checkpoint(optimizer=optimizer)
+        module = normed()
+        with torch.no_grad():
+            for buffer in module.buffers():
+                buffer.fill_(worker + 3)
+        pst.Optimizer(module, torch.optim.SGD, lr=0.01, strategy=strategy)
+        return {name: buffer.flatten()[0].item() for name, buffer in module.named_buffers()}
 
-        def go():
-            optimizer.zero_grad()
-            module(torch.tensor([2**50, 7])).sum().backward()
-            optimizer.step()
-            with torch.no_grad():
-                return module(torch.tensor([2**50, 7, 8])).tolist()
+    one, other = job(work, 2)
+    assert set(one.values()) == {3}
+    assert other.pop("scratch") == 4
+    assert set(other.values()) == {3}
 
-        go()
-        path = checkpoint.save("run/ckpt")
-        expected = go()
-        checkpoint.restore(path)
-        return go() == expected
 
-    assert job(work, 1, 2, tmp_path) == [True]
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_checkpoints_have_those_of_the_first_worker(tmp_path, dtype):
+    """And give them to all: to the module's own memory, where they are restored."""
+
+    def saving(strategy, worker):
+        module = normed(dtype=dtype)
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.01, strategy=strategy)
+        steps(module, optimizer, share(batches(3, dtype=dtype), worker, 2))
+        ps.train.Checkpoint(optimizer=optimizer).write("saved")
+        return buffers(module)
+
+    def restoring(strategy, worker):
+        module = normed(dtype=dtype)
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.01, strategy=strategy)
+        places = [buffer.data_ptr() for buffer in module.buffers()]
+        steps(module, optimizer, share(batches(1, dtype=dtype), worker, 3))
+        ps.train.Checkpoint(optimizer=optimizer).restore("saved").assert_existing_objects_matched()
+        assert [buffer.data_ptr() for buffer in module.buffers()] == places
+        return buffers(module)
+
+    saved, _ = job(saving, 2, 2, tmp_path)
+    for found in job(restoring, 3, 1, tmp_path):
+        assert all(torch.equal(saved[name], found[name]) for name in saved)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_buffer_that_servers_do_not_have(strategy, persistent):
+    """Is named, with its dtype; one that is not persistent stays this worker's own. A mode is 'own' or 'mean'."""
+    with pytest.raises(ValueError, match="buffers is 'sum'; it is one of 'own' and 'mean'"):
+        pst.Optimizer(normed(), torch.optim.SGD, lr=0.01, buffers="sum", strategy=strategy)
+    module = torch.nn.Linear(2, 2)
+    module.register_buffer("scales", torch.ones(2).to(torch.float8_e4m3fn), persistent)
+    word = r"buffer 'scales' is torch\.float8_e4m3fn, which servers do not"
+    with pytest.raises(ValueError, match=word) if persistent else nullcontext():
+        pst.Optimizer(module, torch.optim.SGD, lr=0.01, strategy=strategy)

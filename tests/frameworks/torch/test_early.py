@@ -43,6 +43,16 @@ def trained(module, optimizer, count, worker=0):
         optimizer.step()
 
 
+def sgd(strategy, module, lr=1e-4, **options):
+    return pst.Optimizer(module, torch.optim.SGD, lr=lr, strategy=strategy, **options)
+
+
+def assert_ends(work, match):
+    """The job cannot end as if the step had been done, where gradients have left."""
+    with pytest.raises(ps.errors.PSError, match=match):
+        job(work)
+
+
 @pytest.mark.parametrize("lane", ["shm", "tcp", "grpc"])
 def test_a_server_updates_a_layer_before_backward_ends(lane):
     """From the second step on: the last layer's variable has another value when the first one's gradient is made."""
@@ -51,7 +61,7 @@ def test_a_server_updates_a_layer_before_backward_ends(lane):
         ps.ParameterServerStrategy(cluster_resolver=cluster.resolver(), lane=lane) as strategy,
     ):
         module = Wide()
-        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-4, strategy=strategy)
+        optimizer = sgd(strategy, module)
         handle = optimizer.variables["layers.3.weight"].handle
         stored = cluster.cores[0].machine.store
         trained(module, optimizer, 1)
@@ -110,69 +120,77 @@ def test_compressed_gradients_that_leave_early_have_the_same_bits():
     assert all(each.any() and each.tobytes() == more.tobytes() for each, more in zip(kept, same, strict=True))
 
 
-def test_a_layer_that_is_not_used_is_seen_before():
+def trained_beside(strategy, kind, lr, step, count, hook=None):
+    """A module and its optimizer, and how far it is from a twin with torch's own after some steps of both."""
+    module = Wide(3)
+    alone = twin(module)
+    ours, theirs = pst.Optimizer(module, kind, lr=lr, strategy=strategy), kind(alone.parameters(), lr=lr)
+    for of, optimizer in ((module, ours), (alone, theirs)):
+        if hook:
+            of.layers[1].weight.register_hook(hook)
+        for number in range(count):
+            optimizer.zero_grad()
+            step(of, optimizer, number, torch.Generator().manual_seed(number))
+            optimizer.step()
+    return ours, apart(module, alone)
+
+
+def test_a_layer_that_is_not_used_is_seen_before(strategy):
     """Nothing leaves early in such a step: what is not used has no gradient, and stays as it is."""
 
-    def work(strategy, worker):
-        module = Wide(3)
-        alone = twin(module)
-        ours = pst.Optimizer(module, torch.optim.AdamW, lr=1e-4, strategy=strategy)
-        theirs = torch.optim.AdamW(alone.parameters(), lr=1e-4)
-        for number in range(6):
-            for of, optimizer in ((module, ours), (alone, theirs)):
-                used = of.layers[: 2 if number in (2, 3) else 3]
-                optimizer.zero_grad()
-                x = torch.randn(2, SIDE, generator=torch.Generator().manual_seed(number))
-                for layer in used:
-                    x = torch.tanh(layer(x))
-                x.square().sum().backward()
-                optimizer.step()
-        return apart(module, alone), [int(own["step"]) for own in ours.state_dict()["state"].values()]
+    def step(of, optimizer, number, source):
+        x = torch.randn(2, SIDE, generator=source)
+        for layer in of.layers[: 2 if number in (2, 3) else 3]:
+            x = torch.tanh(layer(x))
+        x.square().sum().backward()
 
-    ((difference, counts),) = job(work)
+    ours, difference = trained_beside(strategy, torch.optim.AdamW, 1e-4, step, 6)
     assert difference < 1e-5
-    assert counts == [6, 6, 4]
+    assert [int(own["step"]) for own in ours.state_dict()["state"].values()] == [6, 6, 4]
 
 
-def test_a_rate_that_changes_too_late_is_told():
-    """It is an operand of a round that has left; a scheduler, which changes it after the step, is not told."""
+def test_a_hook_may_change_a_gradient(strategy):
+    """Before it is added to `grad`: what the hook returns is what leaves."""
 
-    def work(strategy, worker):
-        module = Wide(3)
-        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-4, strategy=strategy)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        for _ in range(3):
-            trained(module, optimizer, 1)
-            scheduler.step()
+    def step(of, optimizer, number, source):
+        of(torch.randn(2, SIDE, generator=source)).square().sum().backward()
+
+    clamp = lambda gradient: gradient.clamp(-0.01, 0.01)  # noqa: E731
+    assert trained_beside(strategy, torch.optim.SGD, 1e-3, step, 3, clamp)[1] < 1e-5
+
+
+def test_accumulated_gradients_leave_early_with_the_last(strategy):
+    """Those within `accumulate` stay here, and are in what the last backward sends."""
+
+    def step(of, optimizer, number, source):
+        x = torch.randn(3, 2, SIDE, generator=source)
+        if isinstance(optimizer, torch.optim.SGD):
+            of(x.view(6, SIDE)).square().sum().backward()
+            return
+        sent = strategy.traffic[0]
+        with optimizer.accumulate():
+            for own in x[:2]:
+                of(own).square().sum().backward()
+        assert strategy.traffic[0] == sent
+        of(x[2]).square().sum().backward()
+
+    assert trained_beside(strategy, torch.optim.SGD, 1e-3, step, 3)[1] < 1e-5
+
+
+def test_small_gradients_leave_at_the_step(strategy):
+    """What fits one part is sent at once, in the step."""
+    module = torch.nn.Linear(SIDE, 4)
+    assert module.weight.nbytes < PART_BYTES
+    optimizer = sgd(strategy, module)
+    for _ in range(3):
         optimizer.zero_grad()
         module(torch.ones(1, SIDE)).sum().backward()
-        optimizer.param_groups[0]["lr"] = 0.1
-        with pytest.raises(RuntimeError, match=r"a learning rate was changed between backward\(\) and step\(\)"):
-            optimizer.step()
-
-    with pytest.raises(ps.errors.PSError, match="a learning rate was changed"):
-        job(work)  # which cannot end as if it had been done
+        before = strategy.round
+        optimizer.step()
+        assert strategy.round == before + 1
 
 
-def test_a_backward_that_fails_is_told():
-    """Where gradients have left nobody can take them back: the step ends the worker's part in the job, with a word."""
-
-    def work(strategy, worker):
-        module = Wide(3)
-        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-4, strategy=strategy)
-        trained(module, optimizer, 1)
-
-        def fail():
-            raise ValueError("the test fails here")
-
-        module.last = fail
-        with pytest.raises(ValueError, match="the test fails here"):
-            trained(module, optimizer, 1)
-        with pytest.raises(RuntimeError, match=r"backward has failed, or has given no gradient to 'layers\.0\.weight'"):
-            optimizer.step()
-
-    with pytest.raises(ps.errors.PSError, match="backward has failed"):
-        job(work)
+# ---- What is told ----
 
 
 @pytest.mark.parametrize(
@@ -191,18 +209,14 @@ def test_a_step_that_is_left_out_is_told(left, word):
         raise KeyError(left)
 
     def leave(module, optimizer, early):
-        def backward():
-            optimizer.zero_grad()
-            module(torch.ones(1, SIDE)).sum().backward()
-
         def closure():
-            backward()
+            backward(module, optimizer)
             fail()
 
         trained(module, optimizer, 1)
         module.last = fail if "backward" in left else lambda: None
         if "skipped" in left:
-            backward()
+            backward(module, optimizer)
         else:
             with pytest.raises(KeyError, match=left):
                 optimizer.step(closure)
@@ -213,34 +227,21 @@ def test_a_step_that_is_left_out_is_told(left, word):
 
     def work(strategy, worker):
         module, early = Wide(3), Wide(3)
-        leave(module, pst.Optimizer(module, torch.optim.SGD, lr=1e-4, early=False, strategy=strategy), early=False)
+        leave(module, sgd(strategy, module, early=False), early=False)
         alone = Wide(3)
         theirs = torch.optim.SGD(alone.parameters(), lr=1e-4)
-        trained(alone, theirs, 1)
-        trained(alone, theirs, 1)
+        for _ in range(2):
+            trained(alone, theirs, 1)
         assert apart(module, alone) < 1e-5
-        optimizer = pst.Optimizer(early, torch.optim.SGD, lr=1e-4, strategy=strategy)
+        optimizer = sgd(strategy, early)
         with pytest.raises(RuntimeError, match=rf"left for the servers while .*{word}.*create .* with early=False"):
             leave(early, optimizer, early=True)
 
-    with pytest.raises(ps.errors.PSError, match=word):
-        job(work)
+    assert_ends(work, word)
 
 
 def test_a_second_backward_is_told():
     """Whether gradients have left or not; if not, they may be forgotten, and computed again."""
-
-    def work(strategy, worker):
-        module = torch.nn.Linear(SIDE, 1)
-        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-4, strategy=strategy)
-        twice(module, optimizer)
-        with pytest.raises(RuntimeError, match=r"was changed between backward\(\) and step\(\)"):
-            optimizer.step()
-        trained(module, optimizer, 1)
-
-        module = Wide(3)
-        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-4, strategy=strategy)
-        twice(module, optimizer)
 
     def twice(module, optimizer):
         trained(module, optimizer, 2)
@@ -250,89 +251,72 @@ def test_a_second_backward_is_told():
         with pytest.raises(RuntimeError, match=r"by a second backward\(\) before step\(\).*accumulate"):
             loss.backward()
 
-    with pytest.raises(
-        ps.errors.PSError, match=r"the gradient of 'layers\.2\.weight' was computed by a second backward"
-    ):
-        job(work)
+    def work(strategy, worker):
+        module = torch.nn.Linear(SIDE, 1)
+        optimizer = sgd(strategy, module)
+        twice(module, optimizer)
+        with pytest.raises(RuntimeError, match=r"was changed between backward\(\) and step\(\)"):
+            optimizer.step()
+        trained(module, optimizer, 1)
+        module = Wide(3)
+        twice(module, sgd(strategy, module))
+
+    assert_ends(work, r"the gradient of 'layers\.2\.weight' was computed by a second backward")
 
 
-@pytest.mark.parametrize(("wide", "early"), [(False, True), (True, True), (True, False)])
-def test_clipping_here_is_refused(wide, early):
-    """The sentence names `global_clipnorm`, and what a change of one's own takes; also where nothing leaves early."""
+def change_the_rate(module, optimizer):
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # which changes it after the step: that is right
+    for _ in range(2):
+        trained(module, optimizer, 1)
+        scheduler.step()
+    backward(module, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.1
+
+
+def fail_in_backward(module, optimizer):
+    def fail():
+        raise ValueError("the test fails here")
+
+    module.last = fail
+    with pytest.raises(ValueError, match="the test fails here"):
+        backward(module, optimizer)
+
+
+def clip(module, optimizer):
+    backward(module, optimizer)
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+
+
+def backward(module, optimizer):
+    optimizer.zero_grad()
+    module(torch.ones(1, SIDE)).sum().backward()
+
+
+CLIPPED = "clip_grad_norm_ does; it is this worker's alone.*give the optimizer global_clipnorm.*register_hook"
+
+
+@pytest.mark.parametrize(
+    ("do", "wide", "early", "word"),
+    [
+        (change_the_rate, True, True, r"a learning rate was changed between backward\(\) and step\(\)"),
+        (fail_in_backward, True, True, r"backward has failed, or has given no gradient to 'layers\.0\.weight'"),
+        (clip, True, True, CLIPPED),
+        (clip, True, False, CLIPPED),
+        (clip, False, True, CLIPPED),
+    ],
+)
+def test_what_comes_too_late_is_told(do, wide, early, word):
+    """Where gradients have left, nobody can take them back: the step ends the worker's part in the job, with a word."""
 
     def work(strategy, worker):
         module = Wide(3) if wide else torch.nn.Linear(SIDE, 1)
-        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-4, early=early, strategy=strategy)
+        optimizer = sgd(strategy, module, early=early)
         trained(module, optimizer, 2)
-        optimizer.zero_grad()
-        module(torch.ones(1, SIDE)).sum().backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        with pytest.raises(
-            RuntimeError,
-            match=r"clip_grad_norm_ does; it is this worker's alone.*give the optimizer global_clipnorm.*register_hook",
-        ):
+        do(module, optimizer)
+        with pytest.raises(RuntimeError, match=word):
             optimizer.step()
 
-    if not (wide and early):
+    if wide and early:
+        assert_ends(work, word)
+    else:
         job(work)
-        return
-    with pytest.raises(ps.errors.PSError, match="clip_grad_norm_"):
-        job(work)  # what has left is not what was clipped
-
-
-def test_a_hook_may_change_a_gradient():
-    """Before it is added to `grad`: what the hook returns is what leaves."""
-
-    def work(strategy, worker):
-        module = Wide(3)
-        alone = twin(module)
-        for of in (module, alone):
-            of.layers[1].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-        trained(module, pst.Optimizer(module, torch.optim.SGD, lr=1e-3, strategy=strategy), 3)
-        trained(alone, torch.optim.SGD(alone.parameters(), lr=1e-3), 3)
-        return apart(module, alone)
-
-    assert job(work)[0] < 1e-5
-
-
-def test_accumulated_gradients_leave_early_with_the_last():
-    """Those within `accumulate` stay here, and are in what the last backward sends."""
-
-    def work(strategy, worker):
-        module = Wide(3)
-        alone = twin(module)
-        ours = pst.Optimizer(module, torch.optim.SGD, lr=1e-3, strategy=strategy)
-        theirs = torch.optim.SGD(alone.parameters(), lr=1e-3)
-        for number in range(3):
-            x = torch.randn(3, 2, SIDE, generator=torch.Generator().manual_seed(number))
-            sent = strategy.traffic[0]
-            ours.zero_grad()
-            with ours.accumulate():
-                for own in x[:2]:
-                    module(own).square().sum().backward()
-            assert strategy.traffic[0] == sent
-            module(x[2]).square().sum().backward()
-            ours.step()
-            theirs.zero_grad()
-            alone(x.view(6, SIDE)).square().sum().backward()
-            theirs.step()
-        return apart(module, alone)
-
-    assert job(work)[0] < 1e-5
-
-
-def test_small_gradients_leave_at_the_step():
-    """What fits one part is sent at once, in the step."""
-
-    def work(strategy, worker):
-        module = torch.nn.Linear(SIDE, 4)
-        assert module.weight.nbytes < PART_BYTES
-        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-3, strategy=strategy)
-        for _ in range(3):
-            optimizer.zero_grad()
-            module(torch.ones(1, SIDE)).sum().backward()
-            before = strategy.round
-            optimizer.step()
-            assert strategy.round == before + 1
-
-    job(work)

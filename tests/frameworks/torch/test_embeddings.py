@@ -19,13 +19,11 @@ FIRST = torch.randn(SIZE, DIM, generator=torch.Generator().manual_seed(1), dtype
 
 
 def ids(count, shape=(6, 3), size=SIZE):
-    """Ids of some batches; some come several times."""
     source = torch.Generator().manual_seed(2)
     return [torch.randint(0, size, shape, generator=source) for _ in range(count)]
 
 
 def static(strategy, name="table"):
-    """A table of a size."""
     with strategy.scope():
         return ps.Variable(FIRST.numpy(), name=name)
 
@@ -36,7 +34,16 @@ def dynamic(strategy, name="table"):
         return ps.dynamic_embedding.get_variable(name, DIM, value_dtype="float64", initializer=0.0)
 
 
-def train(module, optimizer, data, forward):
+def rows_of(strategy, lr=0.05, **options):
+    module = pst.Embedding(static(strategy), **options)
+    return module, pst.Optimizer(module, torch.optim.SGD, lr=lr, strategy=strategy)
+
+
+def call(module, batch):
+    return module(batch)
+
+
+def train(module, optimizer, data, forward=call):
     """A step for each batch, of a loss that squares what comes of it."""
     for batch in data:
         optimizer.zero_grad()
@@ -44,11 +51,16 @@ def train(module, optimizer, data, forward):
         optimizer.step()
 
 
-def alone(module, rule, data, forward):
+def alone(rule, data, forward=call, kind=torch.nn.Embedding, **options):
     """The rows of torch's own module after the same steps with torch's own optimizer."""
-    kind, options = rule
-    train(module, kind(module.parameters(), **options), data, forward)
+    module = kind.from_pretrained(FIRST.clone(), freeze=False, **options)
+    optimizer, numbers = RULES[rule]
+    train(module, optimizer(module.parameters(), **numbers), data, forward)
     return module.weight.detach()
+
+
+def changed_rows(table):
+    return np.flatnonzero((table.numpy() != FIRST.numpy()).any(axis=1)).tolist()
 
 
 RULES = {
@@ -69,13 +81,10 @@ def test_an_embedding_is_torchs_own(rule, servers):
 
     def work(strategy, worker):
         module = pst.Embedding(static(strategy))
-        optimizer = pst.Optimizer(module, kind, strategy=strategy, **options)
-        train(module, optimizer, ids(10), lambda module, batch: module(batch))
+        train(module, pst.Optimizer(module, kind, strategy=strategy, **options), ids(10))
         return torch.tensor(module.table.numpy())
 
-    theirs = torch.nn.Embedding.from_pretrained(FIRST.clone(), freeze=False)
-    expected = alone(theirs, RULES[rule], ids(10), lambda module, batch: module(batch))
-    assert apart(job(work, 1, servers, variable_partitioner=partitioner), [expected]) < 1e-10
+    assert apart(job(work, 1, servers, variable_partitioner=partitioner), [alone(rule, ids(10))]) < 1e-10
 
 
 def test_rows_of_a_dynamic_table_are_named_by_any_number():
@@ -104,79 +113,55 @@ def test_rows_of_a_dynamic_table_are_named_by_any_number():
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_a_bag_is_torchs_own(mode):
+def test_a_bag_is_torchs_own(strategy, mode):
     """With offsets, and for "sum" with weights; a bag may be empty."""
     offsets, weights = torch.tensor([0, 2, 2, 5]), torch.linspace(0.5, 2.0, 6, dtype=torch.float64)
     given = {"per_sample_weights": weights} if mode == "sum" else {}
     forward = lambda module, batch: module(batch, offsets, **given)  # noqa: E731
-
-    def work(strategy, worker):
-        module = pst.EmbeddingBag(static(strategy), mode=mode)
-        train(module, pst.Optimizer(module, torch.optim.SGD, lr=0.05, strategy=strategy), ids(10, (6,)), forward)
-        return torch.tensor(module.table.numpy())
-
-    theirs = torch.nn.EmbeddingBag.from_pretrained(FIRST.clone(), freeze=False, mode=mode)
-    expected = alone(theirs, RULES["sgd"], ids(10, (6,)), forward)
-    assert apart(job(work), [expected]) < 1e-10
+    module = pst.EmbeddingBag(static(strategy), mode=mode)
+    train(module, pst.Optimizer(module, torch.optim.SGD, lr=0.05, strategy=strategy), ids(10, (6,)), forward)
+    expected = alone("sgd", ids(10, (6,)), forward, torch.nn.EmbeddingBag, mode=mode)
+    assert apart([torch.tensor(module.table.numpy())], [expected]) < 1e-10
 
 
-def test_a_module_may_be_used_twice_in_a_step():
+@pytest.mark.parametrize("make", [static, dynamic])
+def test_a_module_may_be_used_twice_in_a_step(strategy, make):
     """And two modules may have one table: the gradients of all lookups are one, of each row the sum."""
     forward = lambda module, batch: torch.tanh(module(batch[:4]).sum(0) * module(batch[2:]).sum(0))  # noqa: E731
-
-    def work(strategy, worker):
-        found = []
-        for make in (static, dynamic):
-            table = make(strategy, name=make.__name__)
-            both = torch.nn.ModuleList([pst.Embedding(table), pst.Embedding(table)])
-            optimizer = pst.Optimizer(both, torch.optim.SGD, lr=0.05, strategy=strategy)
-            if make is dynamic:
-                table.scatter_update(ps.IndexedSlices(FIRST.numpy(), np.arange(SIZE)))
-            twice = lambda both, batch: torch.tanh(both[0](batch[:4]).sum(0) * both[1](batch[2:]).sum(0))  # noqa: E731
-            train(both, optimizer, ids(5), twice)
-            train(both[0], optimizer, ids(5), forward)
-            with torch.no_grad():
-                found.append(both[1](torch.arange(SIZE)))
-        return found
-
-    theirs = torch.nn.Embedding.from_pretrained(FIRST.clone(), freeze=False)
-    expected = alone(theirs, RULES["sgd"], [*ids(5), *ids(5)], forward)
-    for found in job(work, 1, 2)[0]:
-        assert apart([found], [expected]) < 1e-10
+    twice = lambda both, batch: torch.tanh(both[0](batch[:4]).sum(0) * both[1](batch[2:]).sum(0))  # noqa: E731
+    table = make(strategy, name=f"{make.__name__} twice")
+    both = torch.nn.ModuleList([pst.Embedding(table), pst.Embedding(table)])
+    optimizer = pst.Optimizer(both, torch.optim.SGD, lr=0.05, strategy=strategy)
+    if make is dynamic:
+        table.scatter_update(ps.IndexedSlices(FIRST.numpy(), np.arange(SIZE)))
+    train(both, optimizer, ids(5), twice)
+    train(both[0], optimizer, ids(5), forward)
+    expected = alone("sgd", [*ids(5), *ids(5)], forward)
+    with torch.no_grad():
+        assert apart([both[1](torch.arange(SIZE))], [expected]) < 1e-10
 
 
-def test_how_often_a_key_came_is_counted():
+def test_how_often_a_key_came_is_counted(strategy):
     """Over all lookups of a step: a filter that admits a key of three lets one in that came twice, and once more."""
-
-    def work(strategy, worker):
-        with strategy.scope():
-            admission = ps.dynamic_embedding.CounterFilter(3)
-            table = ps.dynamic_embedding.get_variable("table", DIM, admission=admission)
-        module = pst.Embedding(table)
-        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.05, strategy=strategy)
-        forward = lambda module, batch: module(batch[:3]).sum() + module(batch[3:]).sum()  # noqa: E731
-        train(module, optimizer, [torch.tensor([7, 7, 8, 7, 8])], forward)
-        return table.keys().tolist()
-
-    assert job(work) == [[7]]
+    with strategy.scope():
+        admission = ps.dynamic_embedding.CounterFilter(3)
+        module = pst.Embedding(ps.dynamic_embedding.get_variable("filtered", DIM, admission=admission))
+    optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.05, strategy=strategy)
+    forward = lambda module, batch: module(batch[:3]).sum() + module(batch[3:]).sum()  # noqa: E731
+    train(module, optimizer, [torch.tensor([7, 7, 8, 7, 8])], forward)
+    assert module.table.keys().tolist() == [7]
 
 
-def test_a_row_for_padding_has_no_gradient():
+def test_a_row_for_padding_has_no_gradient(strategy):
     """As of torch's modules, whose `padding_idx` is a place; here it is an id."""
-
-    def work(strategy, worker):
-        module = pst.Embedding(static(strategy), padding_idx=3)
-        forward = lambda module, batch: module(batch)  # noqa: E731
-        train(module, pst.Optimizer(module, torch.optim.SGD, lr=0.05, strategy=strategy), ids(5), forward)
-        bag = pst.EmbeddingBag(static(strategy, "bags"), mode="sum", padding_idx=3)
-        with torch.no_grad():
-            return torch.tensor(module.table.numpy()), bag(torch.tensor([[3, 4], [3, 3]]))
-
-    theirs = torch.nn.Embedding.from_pretrained(FIRST.clone(), freeze=False, padding_idx=3)
-    expected = alone(theirs, RULES["sgd"], ids(5), lambda module, batch: module(batch))
-    ((found, bags),) = job(work)
+    module, optimizer = rows_of(strategy, padding_idx=3)
+    train(module, optimizer, ids(5))
+    found = torch.tensor(module.table.numpy())
     assert torch.equal(found[3], FIRST[3])
-    assert apart([found], [expected]) < 1e-10
+    assert apart([found], [alone("sgd", ids(5), padding_idx=3)]) < 1e-10
+    bag = pst.EmbeddingBag(static(strategy), mode="sum", padding_idx=3)
+    with torch.no_grad():
+        bags = bag(torch.tensor([[3, 4], [3, 3]]))
     assert torch.equal(bags, torch.stack([FIRST[4], torch.zeros(DIM, dtype=torch.float64)]))
 
 
@@ -205,148 +190,109 @@ def test_a_worker_without_ids_contributes_nothing():
         assert torch.equal(seen[2], seen[1])
 
 
-def test_nothing_is_trained_without_gradients():
+def test_nothing_is_trained_without_gradients(strategy):
     """What is looked up in an evaluation is no part of the next step, whether it differentiates or not."""
-
-    def work(strategy, worker):
-        module = pst.Embedding(static(strategy))
-        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.05, strategy=strategy)
-        with torch.no_grad():
-            assert not module(torch.arange(SIZE)).requires_grad
-        module(torch.arange(SIZE)).sum()
-        train(module, optimizer, [torch.tensor([1])], lambda module, batch: module(batch))
-        changed = (module.table.numpy() != FIRST.numpy()).any(axis=1)
-        return np.flatnonzero(changed).tolist()
-
-    assert job(work) == [[1]]
+    module, optimizer = rows_of(strategy)
+    with torch.no_grad():
+        assert not module(torch.arange(SIZE)).requires_grad
+    module(torch.arange(SIZE)).sum()
+    train(module, optimizer, [torch.tensor([1])])
+    assert changed_rows(module.table) == [1]
 
 
-def changed_rows(table):
-    """The rows that are not what they were first."""
-    return np.flatnonzero((table.numpy() != FIRST.numpy()).any(axis=1)).tolist()
-
-
-def test_zero_grad_forgets_rows():
+def test_zero_grad_forgets_rows(strategy):
     """Of a backward that came before: alone the rows of the one after it move. What was looked ahead stays here."""
-
-    def work(strategy, worker):
-        module = pst.Embedding(static(strategy))
-        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.05, strategy=strategy)
-        train(module, optimizer, [torch.tensor([0])], lambda module, batch: 0 * module(batch))
-        module.look_ahead(torch.tensor([2, 3]))
-        train(module, optimizer, [torch.tensor([0])], lambda module, batch: 0 * module(batch))
-        kept = module(torch.tensor([0]))
-        (module(torch.tensor([1])).sum() + kept.sum()).backward(retain_graph=True)
-        optimizer.zero_grad()
-        before = strategy.waits
-        (module(torch.tensor([2, 3])).sum() + kept.sum()).backward()
-        assert strategy.waits == before
-        optimizer.step()
-        return changed_rows(module.table)
-
-    assert job(work) == [[0, 2, 3]]
+    module, optimizer = rows_of(strategy)
+    train(module, optimizer, [torch.tensor([0])], lambda module, batch: 0 * module(batch))
+    module.look_ahead(torch.tensor([2, 3]))
+    train(module, optimizer, [torch.tensor([0])], lambda module, batch: 0 * module(batch))
+    kept = module(torch.tensor([0]))
+    (module(torch.tensor([1])).sum() + kept.sum()).backward(retain_graph=True)
+    optimizer.zero_grad()
+    before = strategy.waits
+    (module(torch.tensor([2, 3])).sum() + kept.sum()).backward()
+    assert strategy.waits == before
+    optimizer.step()
+    assert changed_rows(module.table) == [0, 2, 3]
 
 
-def test_a_table_in_memory_takes_no_hints():
-    """A module says what its table says, and hands on what it is told."""
+def test_a_table_in_memory_takes_no_hints(strategy):
+    """A module says what its table says, and hands on what it is told; a copy of it has the same table."""
+    module = torch.nn.Sequential(pst.Embedding(static(strategy)), torch.nn.Linear(DIM, 1).double())
+    module[0].hint_ahead(torch.tensor([2, 3]), torch.tensor([4]))
+    assert not module[0].takes_hints
+    made = copy.deepcopy(module)  # as a moving average of a model makes one
+    assert made[0].table is module[0].table
+    assert made[1].weight is not module[1].weight
+    assert torch.equal(made(torch.tensor([1])), module(torch.tensor([1])))
 
-    def work(strategy, worker):
-        module = pst.Embedding(static(strategy))
-        module.hint_ahead(torch.tensor([2, 3]), torch.tensor([4]))
-        return module.takes_hints
 
-    assert job(work) == [False]
-
-
-def test_a_second_backward_to_rows_is_told():
+def test_a_second_backward_to_rows_is_told(strategy):
     """As of parameters: in `accumulate` it is right, and adds up; lookups of one backward are no second one."""
-
-    def work(strategy, worker):
-        module = pst.Embedding(static(strategy))
-        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1.0, strategy=strategy)
-        for ids in ([1], [0]):
-            (module(torch.tensor([0])).sum() + module(torch.tensor(ids)).sum()).backward()
-            with pytest.raises(RuntimeError, match=r"rows of 'table' was computed by a second backward.*accumulate"):
-                module(torch.tensor(ids)).sum().backward()
-            optimizer.zero_grad()
-        with optimizer.accumulate():
-            loss = module(torch.tensor([0])).sum()
-            loss.backward(retain_graph=True)
-            loss.backward()
-        module(torch.tensor([1])).sum().backward()
-        optimizer.step()
-        return (FIRST - torch.tensor(module.table.numpy()))[:3, 0].round(decimals=9).tolist()
-
-    assert job(work) == [[2.0, 1.0, 0.0]]
-
-
-def test_rows_that_nobody_trains_are_let_go():
-    """Neither those of an evaluation with gradients are kept, nor those of a module that no optimizer has."""
-
-    def work(strategy, worker):
-        module = torch.nn.ModuleDict({"users": pst.Embedding(static(strategy)), "dense": torch.nn.Linear(DIM, 1)})
-        module.double()
-        optimizer = pst.Optimizer(module, torch.optim.SGD, module["dense"].parameters(), lr=0.05, strategy=strategy)
-        other = pst.Embedding(static(strategy, "other"))
-        kept = pst.Optimizer(other, torch.optim.SGD, lr=0.05, strategy=strategy)
-        seen = []
-        for _ in range(3):
-            rows = module["users"](torch.tensor([1]))
-            module["dense"](rows).sum().backward(retain_graph=True)
-            optimizer.step()
-            of_both = rows, other(torch.tensor([1]))
-            seen += [weakref.ref(each.grad_fn.next_functions[0][0].variable) for each in of_both]
-        assert all(each() is not None for each in seen[-2:])
-        del rows, of_both
-        assert kept.gradient_holders == []
-        assert optimizer.gradient_holders == [*module["dense"].parameters()]
-        return sum(each() is not None for each in seen), changed_rows(module["users"].table)
-
-    assert job(work) == [(0, [])]
-
-
-def test_sparse_gradients_of_torch_are_rows():
-    """`nn.Embedding(sparse=True)` sends the rows of a batch alone, and computes what `torch.optim` computes."""
-
-    def make():
-        return torch.nn.Embedding.from_pretrained(FIRST.clone(), freeze=False, sparse=True)
-
-    def work(strategy, worker):
-        module, sent = make(), []
-        optimizer = pst.Optimizer(module, torch.optim.Adagrad, lr=0.1, strategy=strategy)
-        for batch in ids(10, (2,)):
-            before = strategy.traffic[0]
-            train(module, optimizer, [batch], lambda module, batch: module(batch))
-            sent.append(strategy.traffic[0] - before)
-        return module.weight.detach().clone(), max(sent[1:])
-
-    expected = alone(make(), RULES["adagrad"], ids(10, (2,)), lambda module, batch: module(batch))
-    ((found, most),) = job(work)
-    assert apart([found], [expected]) < 1e-10
-    assert most < FIRST.nbytes / 2
-
-
-def test_tables_of_a_group_are_one():
-    """Their gradients are joined, and each module trains its own rows."""
-
-    def work(strategy, worker):
-        with strategy.scope():
-            tables = ps.dynamic_embedding.group(["user", "item"], DIM, value_dtype="float64", initializer=1.0)
-        module = torch.nn.ModuleDict({name: pst.Embedding(table) for name, table in tables.items()})
-        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.5, strategy=strategy)
-        for _ in range(2):
-            optimizer.zero_grad()
-            (module["user"](torch.tensor([1, 2])).sum() + 3 * module["item"](torch.tensor([2])).sum()).backward()
-            optimizer.step()
+    module, optimizer = rows_of(strategy, lr=1.0)
+    for ids in ([1], [0]):
+        (module(torch.tensor([0])).sum() + module(torch.tensor(ids)).sum()).backward()
+        with pytest.raises(RuntimeError, match=r"rows of 'table.*' was computed by a second backward.*accumulate"):
+            module(torch.tensor(ids)).sum().backward()
         optimizer.zero_grad()
-        module["item"](torch.tensor([7])).sum().backward()
-        optimizer.step()
-        with torch.no_grad():
-            return [
-                float(module[name](torch.tensor([key]))[0, 0]) for name, key in (("user", 2), ("item", 2), ("item", 7))
-            ]
+    with optimizer.accumulate():
+        loss = module(torch.tensor([0])).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    module(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    moved = FIRST - torch.tensor(module.table.numpy())
+    assert moved[:3, 0].round(decimals=9).tolist() == [2.0, 1.0, 0.0]
 
-    assert job(work, 1, 2) == [[0.0, -2.0, 0.5]]
+
+def test_rows_that_nobody_trains_are_let_go(strategy):
+    """Neither those of an evaluation with gradients are kept, nor those of a module that no optimizer has."""
+    module = torch.nn.ModuleDict({"users": pst.Embedding(static(strategy)), "dense": torch.nn.Linear(DIM, 1)}).double()
+    optimizer = pst.Optimizer(module, torch.optim.SGD, module["dense"].parameters(), lr=0.05, strategy=strategy)
+    other, kept = rows_of(strategy)
+    seen = []
+    for _ in range(3):
+        rows = module["users"](torch.tensor([1]))
+        module["dense"](rows).sum().backward(retain_graph=True)
+        optimizer.step()
+        of_both = rows, other(torch.tensor([1]))
+        seen += [weakref.ref(each.grad_fn.next_functions[0][0].variable) for each in of_both]
+    assert all(each() is not None for each in seen[-2:])
+    del rows, of_both
+    assert kept.gradient_holders == []
+    assert optimizer.gradient_holders == [*module["dense"].parameters()]
+    assert [each() for each in seen] == [None] * 6
+    assert changed_rows(module["users"].table) == []
+
+
+def test_sparse_gradients_of_torch_are_rows(strategy):
+    """`nn.Embedding(sparse=True)` sends the rows of a batch alone, and computes what `torch.optim` computes."""
+    module, sent = torch.nn.Embedding.from_pretrained(FIRST.clone(), freeze=False, sparse=True), []
+    optimizer = pst.Optimizer(module, torch.optim.Adagrad, lr=0.1, strategy=strategy)
+    for batch in ids(10, (2,)):
+        before = strategy.traffic[0]
+        train(module, optimizer, [batch])
+        sent.append(strategy.traffic[0] - before)
+    assert apart(module, [alone("adagrad", ids(10, (2,)), sparse=True)]) < 1e-10
+    assert max(sent[1:]) < FIRST.nbytes / 2
+
+
+def test_tables_of_a_group_are_one(strategy):
+    """Their gradients are joined, and each module trains its own rows."""
+    with strategy.scope():
+        tables = ps.dynamic_embedding.group(["user", "item"], DIM, value_dtype="float64", initializer=1.0)
+    module = torch.nn.ModuleDict({name: pst.Embedding(table) for name, table in tables.items()})
+    optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.5, strategy=strategy)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (module["user"](torch.tensor([1, 2])).sum() + 3 * module["item"](torch.tensor([2])).sum()).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    module["item"](torch.tensor([7])).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        for name, key, value in (("user", 2, 0.0), ("item", 2, -2.0), ("item", 7, 0.5)):
+            assert float(module[name](torch.tensor([key]))[0, 0]) == value
 
 
 CONFIGS = [
@@ -355,135 +301,108 @@ CONFIGS = [
 ]
 
 
-def test_a_collection_has_torchrecs_face():
+def test_a_collection_has_torchrecs_face(strategy):
     """Bags of features of several tables, side by side; a table may have several features, static or dynamic."""
     features = pst.KeyedJaggedTensor(
         ["liked", "user", "seen"], torch.tensor([5, 2**60, 3, 4, 9, 5]), torch.tensor([[2, 0], [1, 2], [0, 1]])
     )
-
-    def work(strategy, worker):
-        with strategy.scope():
-            module = pst.EmbeddingBagCollection(CONFIGS)
-        bags = module(features)
-        assert (bags.keys(), bags.length_per_key()) == (["user", "seen", "liked"], [DIM, DIM + 1, DIM + 1])
-        assert bags.values().shape == (2, DIM + 2 * (DIM + 1))
-        tables = {config.name: rows.table for config, rows in zip(CONFIGS, module.rows, strict=True)}
-        users, items = (lambda keys, name=name: tables[name].lookup(keys).numpy() for name in ("users", "items"))
-        expected = {
-            "user": [users([3])[0], users([4, 9]).mean(0)],
-            "seen": [np.zeros(DIM + 1), items([5])[0]],
-            "liked": [items([5, 2**60]).sum(0), np.zeros(DIM + 1)],
-        }
-        for name, own in expected.items():
-            assert np.allclose(bags[name].detach().numpy(), own, atol=1e-6)
-        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1.0, strategy=strategy)
-        before = items([5, 2**60, 8])
-        bags.values().sum().backward()
-        optimizer.step()
-        return (before - items([5, 2**60, 8]))[:, 0].round(5).tolist(), sorted(tables["items"].keys().tolist())
-
-    assert job(work, 1, 2) == [([2.0, 1.0, 0.0], [5, 2**60])]
+    with strategy.scope():
+        module = pst.EmbeddingBagCollection(CONFIGS)
+    bags = module(features)
+    assert (bags.keys(), bags.length_per_key()) == (["user", "seen", "liked"], [DIM, DIM + 1, DIM + 1])
+    assert bags.values().shape == (2, DIM + 2 * (DIM + 1))
+    tables = {config.name: rows.table for config, rows in zip(CONFIGS, module.rows, strict=True)}
+    users, items = (lambda keys, name=name: tables[name].lookup(keys).numpy() for name in ("users", "items"))
+    expected = {
+        "user": [users([3])[0], users([4, 9]).mean(0)],
+        "seen": [np.zeros(DIM + 1), items([5])[0]],
+        "liked": [items([5, 2**60]).sum(0), np.zeros(DIM + 1)],
+    }
+    for name, own in expected.items():
+        assert np.allclose(bags[name].detach().numpy(), own, atol=1e-6)
+    optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1.0, strategy=strategy)
+    before = items([5, 2**60, 8])
+    bags.values().sum().backward()
+    optimizer.step()
+    assert (before - items([5, 2**60, 8]))[:, 0].round(5).tolist() == [2.0, 1.0, 0.0]
+    assert sorted(tables["items"].keys().tolist()) == [5, 2**60]
 
 
-def test_a_collection_takes_what_looks_like_torchrecs():
+def test_a_collection_takes_what_looks_like_torchrecs(strategy):
     """Configurations with an enumeration as pooling, and features by their methods' names, with weights."""
-    pooling = SimpleNamespace(value="SUM")
     config = SimpleNamespace(
-        name="t", embedding_dim=2, num_embeddings=4, feature_names=["f"], pooling=pooling,
+        name="t", embedding_dim=2, num_embeddings=4, feature_names=["f"], pooling=SimpleNamespace(value="SUM"),
         weight_init_min=1.0, weight_init_max=1.0 + 1e-12,
     )  # fmt: skip
-
-    class Features:
-        def keys(self):
-            return ["f"]
-
-        def values(self):
-            return torch.tensor([1, 2, 3])
-
-        def lengths(self):
-            return torch.tensor([2, 1])
-
-        def weights_or_none(self):
-            return torch.tensor([1.0, 2.0, 5.0])
-
-    def work(strategy, worker):
-        with strategy.scope():
-            module = pst.EmbeddingBagCollection([config], is_weighted=True)
-        return module(Features()).to_dict()["f"].tolist()
-
-    assert job(work) == [[[3.0, 3.0], [5.0, 5.0]]]
+    features = SimpleNamespace(
+        keys=lambda: ["f"],
+        values=lambda: torch.tensor([1, 2, 3]),
+        lengths=lambda: torch.tensor([2, 1]),
+        weights_or_none=lambda: torch.tensor([1.0, 2.0, 5.0]),
+    )
+    with strategy.scope():
+        module = pst.EmbeddingBagCollection([config], is_weighted=True)
+    assert module(features).to_dict()["f"].tolist() == [[3.0, 3.0], [5.0, 5.0]]
 
 
-def test_a_collection_makes_tables_as_their_configurations_say():
+def test_a_collection_makes_tables_as_their_configurations_say(strategy):
     """In their dtype, with first values of a function that fills a tensor, or returns one."""
-
-    def work(strategy, worker):
-        half = SimpleNamespace(value="FP16")
-        configs = [
-            pst.EmbeddingBagConfig("filled", 2, ["a"], 4, init_fn=torch.nn.init.ones_),
-            pst.EmbeddingBagConfig("made", 2, ["b"], 4, data_type=half, init_fn=lambda t: t * 0 + 3),
-            pst.EmbeddingBagConfig("dynamic", 2, ["c"], data_type="BF16"),
-        ]
-        with strategy.scope():
-            module = pst.EmbeddingBagCollection(configs)
-        features = pst.KeyedJaggedTensor(["a", "b", "c"], torch.tensor([1, 2, 3]), torch.tensor([1, 1, 1]))
-        bags = module(features).to_dict()
-        return [(str(bag.dtype), bag[0, 0].item()) for bag in bags.values()][:2], str(bags["c"].dtype)
-
-    assert job(work) == [([("torch.float32", 1.0), ("torch.float16", 3.0)], "torch.bfloat16")]
+    half = SimpleNamespace(value="FP16")
+    configs = [
+        pst.EmbeddingBagConfig("filled", 2, ["a"], 4, init_fn=torch.nn.init.ones_),
+        pst.EmbeddingBagConfig("made", 2, ["b"], 4, data_type=half, init_fn=lambda t: t * 0 + 3),
+        pst.EmbeddingBagConfig("dynamic", 2, ["c"], data_type="BF16"),
+    ]
+    with strategy.scope():
+        module = pst.EmbeddingBagCollection(configs)
+    features = pst.KeyedJaggedTensor(["a", "b", "c"], torch.tensor([1, 2, 3]), torch.tensor([1, 1, 1]))
+    a, b, c = module(features).to_dict().values()
+    assert [(bag.dtype, bag[0, 0].item()) for bag in (a, b)] == [(torch.float32, 1.0), (torch.float16, 3.0)]
+    assert c.dtype is torch.bfloat16
 
 
-def test_what_is_wrong_is_told(tmp_path):
-    """In a sentence: what is no table, a mode that is none, features that are not there, an id that is no row."""
-
-    def work(strategy, worker):
-        with strategy.scope():
-            table, numbers = static(strategy), ps.Variable(np.arange(3), name="numbers")
-            module = pst.EmbeddingBagCollection([CONFIGS[0]])
-        for make, error, word in (
-            (lambda: pst.Embedding(torch.zeros(3, 2)), TypeError, "the rows of a Tensor cannot be looked up"),
-            (
-                lambda: pst.Embedding(numbers),
-                TypeError,
-                "table 'numbers' is of int64; rows that are trained are floating",
-            ),
-            (lambda: pst.EmbeddingBag(table, mode="least"), ValueError, "mode is 'least'"),
-            (lambda: pst.Embedding(table)([1, 2]), TypeError, r"ids of 'table' are a list; give a tensor"),
-            (lambda: pst.EmbeddingBag(table)([[1, 2]]), TypeError, r"ids of 'table' are a list; give a tensor"),
-            (
-                lambda: pst.EmbeddingBagCollection([pst.EmbeddingBagConfig("t", 2, ["f"], data_type="INT8")]),
-                ValueError,
-                "table 't' has data_type INT8; it is one of FP16, BF16, FP32, FP64",
-            ),
-            (
-                lambda: pst.EmbeddingBagCollection(
-                    [pst.EmbeddingBagConfig("t", 2, ["f"], init_fn=torch.nn.init.ones_)]
-                ),
-                ValueError,
-                "table 't' has an init_fn and no size",
-            ),
-            (
-                lambda: module(pst.KeyedJaggedTensor(["f"], torch.tensor([1]), torch.tensor([1]))),
-                KeyError,
-                "feature 'user'",
-            ),
-            (lambda: pst.Embedding(table)(torch.tensor([SIZE])), ValueError, "id 20.*variable 'table'|'table'.*20"),
-            (lambda: pst.EmbeddingBagCollection([CONFIGS[0], CONFIGS[0]]), ValueError, "two tables.*have one name"),
-        ):
-            with pytest.raises(error, match=word):
-                make()
-
-    job(work)
+def config(**options):
+    return pst.EmbeddingBagConfig("t", 2, ["f"], **options)
 
 
-def test_a_copy_of_a_module_has_the_same_table():
-    """As a moving average of a model makes one; there is one table on the servers."""
+WRONG = {
+    "a tensor": (lambda table: pst.Embedding(torch.zeros(3, 2)), TypeError, "rows of a Tensor cannot be looked up"),
+    "a mode": (lambda table: pst.EmbeddingBag(table, mode="least"), ValueError, "mode is 'least'"),
+    "a list": (lambda table: pst.Embedding(table)([1, 2]), TypeError, r"ids of 'table.*' are a list; give a tensor"),
+    "lists": (lambda table: pst.EmbeddingBag(table)([[1]]), TypeError, r"ids of 'table.*' are a list; give a tensor"),
+    "an id": (lambda table: pst.Embedding(table)(torch.tensor([SIZE])), ValueError, "id 20.*'table|'table.*20"),
+    "integers": (
+        lambda table: pst.Embedding(ps.Variable(np.arange(3), name="numbers")),
+        TypeError,
+        "table 'numbers' is of int64; rows that are trained are floating",
+    ),
+    "a dtype": (
+        lambda table: pst.EmbeddingBagCollection([config(data_type="INT8")]),
+        ValueError,
+        "table 't' has data_type INT8; it is one of FP16, BF16, FP32, FP64",
+    ),
+    "no size": (
+        lambda table: pst.EmbeddingBagCollection([config(init_fn=torch.nn.init.ones_)]),
+        ValueError,
+        "table 't' has an init_fn and no size",
+    ),
+    "a feature": (
+        lambda table: pst.EmbeddingBagCollection([CONFIGS[0]])(
+            pst.KeyedJaggedTensor(["f"], torch.tensor([1]), torch.tensor([1]))
+        ),
+        KeyError,
+        "feature 'user'",
+    ),
+    "two of a name": (
+        lambda table: pst.EmbeddingBagCollection([CONFIGS[0], CONFIGS[0]]),
+        ValueError,
+        "two tables.*have one name",
+    ),
+}
 
-    def work(strategy, worker):
-        module = torch.nn.Sequential(pst.Embedding(static(strategy)), torch.nn.Linear(DIM, 1).double())
-        made = copy.deepcopy(module)
-        assert made[0].table is module[0].table
-        assert made[1].weight is not module[1].weight
-        return torch.equal(made(torch.tensor([1])), module(torch.tensor([1])))
 
-    assert job(work) == [True]
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_told(strategy, case):
+    make, error, word = WRONG[case]
+    with strategy.scope(), pytest.raises(error, match=word):
+        make(static(strategy))

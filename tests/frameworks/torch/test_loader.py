@@ -1,4 +1,4 @@
-"""Batches that workers share, and whose ids ride in the round before."""
+"""Batches that workers share, and loss scales that stay the same everywhere."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import torch
 
 import psclient as ps
 import psclient.torch as pst
-from tests.kit.modules import apart, job, mlp, values
+from tests.kit.modules import apart, batches, job, mlp, share, steps, values
 
 EXAMPLES = 45
 
 
 def data():
-    """Examples of 5 numbers, each with a target of 3."""
     source = torch.Generator().manual_seed(3)
     x = torch.randn(EXAMPLES, 5, generator=source, dtype=torch.float64)
     return torch.utils.data.TensorDataset(x, x[:, :3] * x[:, 1:4])
@@ -40,13 +39,10 @@ def epochs(module, optimizer, batches, count=3):
 
 
 def asks(strategy):
-    """How often this process has asked servers for values."""
     return strategy.backend.exchange.measures.reading.buckets()[-1][1]
 
 
 def trained(workers, servers=2, size=16, **options):
-    """What each worker has seen, and its parameters."""
-
     def work(strategy, worker):
         module = mlp()
         optimizer = pst.Optimizer(module, torch.optim.Adam, lr=0.01, strategy=strategy)
@@ -56,17 +52,13 @@ def trained(workers, servers=2, size=16, **options):
 
 
 def test_parts_of_batches_count_by_their_examples():
-    """One worker, two and three compute the same, though their parts of a batch are of different sizes."""
+    """One worker, two and three compute the same; who has no example computes a batch again, which counts nothing."""
     ((sizes, expected),) = trained(1)
     assert sizes == [16, 16, 13] * 3
     for workers in (2, 3):
         found = trained(workers)
         assert sum(sum(sizes) for sizes, _ in found) == 3 * EXAMPLES
         assert all(apart(own, expected) < 1e-6 for _, own in found)
-
-
-def test_a_worker_without_examples_computes_one_batch_again():
-    """Of a last batch of one example: what the others compute then counts nothing, and they make the same steps."""
     ((sizes, expected),) = trained(1, size=22)
     assert sizes == [22, 22, 1] * 3
     found = trained(3, size=22)
@@ -74,20 +66,26 @@ def test_a_worker_without_examples_computes_one_batch_again():
     assert all(apart(own, expected) < 1e-6 for _, own in found)
 
 
-def test_sums_are_not_weighed():
-    """Where losses are sums, and gradients are summed, a part counts as it is."""
+@pytest.mark.parametrize("several", [False, True])
+def test_several_optimizers_have_one_loader(several):
+    """Each weighs its gradients by the part of the batch; where losses are sums, a part counts as it is."""
 
     def work(strategy, worker):
         module = mlp()
-        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-3, reduction="sum", strategy=strategy)
-        for x, y in pst.Loader(loader(), optimizer):
-            optimizer.zero_grad()
-            (module(x) - y).square().sum().backward()
-            optimizer.step()
+        parts = [module[n].parameters() for n in (0, 2)] if several else [None]
+        options = {"lr": 0.1} if several else {"lr": 1e-3, "reduction": "sum"}
+        every = [pst.Optimizer(module, torch.optim.SGD, part, strategy=strategy, **options) for part in parts]
+        for x, y in pst.Loader(loader(), every if several else every[0]):
+            for each in every:
+                each.zero_grad()
+            loss = (module(x) - y).square()
+            (loss.mean() if several else loss.sum()).backward()
+            for each in every:
+                each.step()
         return values(module)
 
     (expected,) = job(work)
-    assert all(apart(own, expected) < 1e-12 for own in job(work, 3))
+    assert all(apart(own, expected) < (1e-6 if several else 1e-12) for own in job(work, 3))
 
 
 def test_asynchronous_workers_share_the_data():
@@ -117,63 +115,142 @@ def test_the_rows_of_the_next_batch_come_with_the_round(named):
         assert found[1:] == [int(not named)] * 4
 
 
-def test_features_of_a_collection_ride_as_well():
+def test_features_of_a_collection_ride_as_well(strategy):
     """A function gives what the collection will be given."""
 
     def features(batch):
         return pst.KeyedJaggedTensor(["user"], batch, torch.ones(1, len(batch), dtype=torch.int64))
 
-    def work(strategy, worker):
-        with strategy.scope():
-            bags = pst.EmbeddingBagCollection([pst.EmbeddingBagConfig("users", 4, ["user"])])
-        optimizer = pst.Optimizer(bags, torch.optim.SGD, lr=0.1, strategy=strategy)
-        asked = []
-        for batch in pst.Loader([torch.arange(8), torch.arange(4, 12), torch.arange(8)], optimizer, {bags: features}):
-            asked.append(asks(strategy))
-            optimizer.zero_grad()
-            bags(features(batch)).values().sum().backward()
-            optimizer.step()
-        return asks(strategy) - asked[1]
-
-    assert job(work) == [0]
+    with strategy.scope():
+        bags = pst.EmbeddingBagCollection([pst.EmbeddingBagConfig("users", 4, ["user"])])
+    optimizer = pst.Optimizer(bags, torch.optim.SGD, lr=0.1, strategy=strategy)
+    asked = []
+    for batch in pst.Loader([torch.arange(8), torch.arange(4, 12), torch.arange(8)], optimizer, {bags: features}):
+        asked.append(asks(strategy))
+        optimizer.zero_grad()
+        bags(features(batch)).values().sum().backward()
+        optimizer.step()
+    assert asks(strategy) == asked[1]
 
 
-def test_several_optimizers_have_one_loader():
-    """Each weighs its gradients by the part of the batch."""
-
-    def work(strategy, worker):
-        module = mlp()
-        parts = [module[n].parameters() for n in (0, 2)]
-        both = [pst.Optimizer(module, torch.optim.SGD, part, lr=0.1, strategy=strategy) for part in parts]
-        for x, y in pst.Loader(loader(), both):
-            for each in both:
-                each.zero_grad()
-            (module(x) - y).square().mean().backward()
-            for each in both:
-                each.step()
-        return values(module)
-
-    (expected,) = job(work)
-    assert all(apart(own, expected) < 1e-6 for own in job(work, 3))
-
-
-def test_what_is_wrong_is_told():
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda optimizer, rows: pst.Loader(iter(loader()), optimizer), "can be gone through only once"),
+        (lambda optimizer, rows: pst.Loader(loader(), torch.optim.SGD([torch.ones(1)])), "a SGD makes no rounds"),
+        (lambda optimizer, rows: pst.Loader(loader(), optimizer, {mlp(): lambda b: b}), "lookups has a Sequential"),
+        (lambda optimizer, rows: pst.Loader(loader(), optimizer, {rows: 3}), "lookups has 3 for a Embedding"),
+    ],
+)
+def test_what_is_wrong_is_told(strategy, make, word):
     """In a sentence: an iterator, an optimizer of torch's own, a key that looks nothing up, or what gives no ids."""
+    optimizer = pst.Optimizer(mlp(), torch.optim.SGD, lr=0.1, strategy=strategy)
+    with strategy.scope():
+        rows = pst.Embedding(ps.Variable([[1.0]], name="rows"))
+    with pytest.raises(TypeError, match=word):
+        make(optimizer, rows)
+    assert len(pst.Loader(loader(), optimizer)) == 3
+
+
+# ---- Loss scales ----
+
+
+SCALES = {"init_scale": 1024.0, "growth_interval": 3}
+
+
+def scaled(optimizer, scaler, losses, overflows=(), unscales=False):
+    """A step for each loss, a function's; those of the numbers given overflow. Returns the scales after them."""
+    scales = []
+    for number, loss in enumerate(losses):
+        optimizer.zero_grad()
+        scaler.scale(loss() * (float("inf") if number in overflows else 1.0)).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def losses_of(module, data):
+    return [lambda x=x, y=y: (module(x) - y).square().mean() for x, y in data]
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize(("servers", "options"), [(1, {}), (2, {"global_clipnorm": 1e6})])
+def test_an_overflow_of_one_is_one_of_all(unscales, servers, options):
+    """The step changes nothing anywhere, each worker halves its scale, and all go on as one process would."""
 
     def work(strategy, worker):
-        module = mlp()
-        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.1, strategy=strategy)
-        theirs = torch.optim.SGD(mlp().parameters(), lr=0.1)
-        with strategy.scope():
-            rows = pst.Embedding(ps.Variable([[1.0]], name="rows"))
-        for make, error, word in (
-            (lambda: pst.Loader(iter(loader()), optimizer), TypeError, "can be gone through only once"),
-            (lambda: pst.Loader(loader(), theirs), TypeError, "a SGD makes no rounds"),
-            (lambda: pst.Loader(loader(), optimizer, {module: lambda b: b}), TypeError, "lookups has a Sequential"),
-            (lambda: pst.Loader(loader(), optimizer, {rows: 3}), TypeError, "lookups has 3 for a Embedding"),
-        ):
-            with pytest.raises(error, match=word):
-                make()
-        assert len(pst.Loader(loader(), optimizer)) == 3
+        module, scaler = mlp(), pst.GradScaler("cpu", **SCALES)
+        optimizer = pst.Optimizer(module, torch.optim.Adam, lr=0.01, strategy=strategy, **options)
+        overflows = (2,) if worker else (5,)
+        scales = scaled(optimizer, scaler, losses_of(module, share(batches(12), worker, 2)), overflows, unscales)
+        return scales, values(module), [int(own["step"]) for own in optimizer.state_dict()["state"].values()]
 
-    job(work)
+    alone, theirs = mlp(), torch.amp.GradScaler("cpu", **SCALES)
+    adam = torch.optim.Adam(alone.parameters(), lr=0.01)
+    expected = scaled(adam, theirs, losses_of(alone, batches(12)), (2, 5))
+    for scales, found, counts in job(work, 2, servers):
+        assert scales == expected
+        assert apart(found, alone) < 1e-6
+        assert set(counts) == {10}
+
+
+def test_what_would_decide_for_each_worker_alone_is_refused(strategy):
+    """torch's own scaler, and clipping of what was unscaled."""
+    module = mlp()
+    optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.1, strategy=strategy)
+    with pytest.raises(RuntimeError, match=r"take psclient\.torch\.GradScaler, which decides for all of them"):
+        scaled(optimizer, torch.amp.GradScaler("cpu"), losses_of(module, batches(1)))
+    optimizer.zero_grad()
+    scaler = pst.GradScaler("cpu")
+    scaler.scale(module(batches(1)[0][0]).sum()).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match="give the optimizer global_clipnorm"):
+        scaler.step(optimizer)
+
+
+def test_a_scaler_that_is_off_does_nothing(strategy):
+    module, alone = mlp(), mlp()
+    optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.1, strategy=strategy)
+    scaled(optimizer, pst.GradScaler("cpu", enabled=False), losses_of(module, batches(3)))
+    steps(alone, torch.optim.SGD(alone.parameters(), lr=0.1), batches(3))
+    assert apart(module, alone) < 1e-12
+
+
+def test_a_scaler_in_half_precision():
+    """float16 gradients that overflow at 65,504 halve the scale until they do not."""
+
+    def work(strategy, worker):
+        module = torch.nn.Linear(4, 1, bias=False).half()
+        with torch.no_grad():
+            module.weight.fill_(1.0)
+        scaler = pst.GradScaler("cpu", init_scale=2.0**18, growth_interval=100)
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.5, strategy=strategy)
+        scales = scaled(optimizer, scaler, [lambda: module(torch.ones(1, 4).half()).float().sum()] * 4)
+        return scales[-1], module.weight.tolist()
+
+    assert job(work, 2) == [(2.0**15, [[0.5] * 4])] * 2
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_rows_are_unscaled_as_parameters_are(unscales):
+    """A row moves by its gradient, whatever the scale; an overflow of rows on one worker halves the scale of all."""
+
+    def work(strategy, worker):
+        found = []
+        for count, overflows in ((3, ()), (4, (0, 2) if worker else ())):
+            with strategy.scope():
+                module = pst.Embedding(ps.Variable(np.zeros((2, 3), "f4"), name="rows"))
+            optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1.0, strategy=strategy)
+            losses = [lambda module=module: module(torch.tensor([0, 1])).sum()] * count
+            scales = scaled(optimizer, pst.GradScaler("cpu", **SCALES), losses, overflows, unscales)
+            found.append((module.table.numpy().tolist(), scales))
+        return found
+
+    one, other = job(work, 2)
+    assert one == other
+    assert one[0][0] == [[-3.0] * 3] * 2
+    assert one[1] == ([[-2.0] * 3] * 2, [512.0, 512.0, 256.0, 256.0])
