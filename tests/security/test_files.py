@@ -1,8 +1,9 @@
-"""What a process shows is read and checked when it starts: each fault names its file, and what to do."""
+"""What a process shows comes from flags, a file or the environment; each fault names its file, and what to do."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import stat
@@ -17,57 +18,48 @@ from click.testing import CliRunner
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from psclient.psctl.cli import command
+from tests.kit import internals as inside
 from tests.kit.certificates import NAMES, Certificates, options
-from tests.kit.internals import ConfigError, Security, SecurityOptions, Task, certificate_name, named, task_name
 
 Break = Callable[[Certificates, Path], object]
+MINE = ["worker-0.paramserver"]
 
 
-def put(name: str, data: bytes) -> Break:
-    return lambda certificates, folder: (folder / name).write_bytes(data)
+def put(name: str, data: bytes | Callable[[Certificates], bytes]) -> Break:
+    return lambda certificates, folder: (folder / name).write_bytes(data(certificates) if callable(data) else data)
 
 
-def shown(name: str, part: str, given: Callable[[Certificates], Security]) -> Break:
-    return lambda certificates, folder: (folder / name).write_bytes(getattr(given(certificates), part))
+def gone(name: str) -> Break:
+    return lambda certificates, folder: (folder / name).unlink()
 
 
-def write(made: Security, folder: Path) -> SecurityOptions:
+def write(made: inside.Security, folder: Path) -> inside.SecurityOptions:
     for name, data in (("tls.crt", made.certificate), ("tls.key", made.key)):
         (folder / name).write_bytes(data)
-    return SecurityOptions(tls_cert=str(folder / "tls.crt"), tls_key=str(folder / "tls.key"))
+    return inside.SecurityOptions(tls_cert=str(folder / "tls.crt"), tls_key=str(folder / "tls.key"))
 
 
 def signed(names: list[str], first_day: int, last_day: int) -> Break:
     return lambda certificates, folder: write(certificates.signed(names, first_day, last_day), folder)
 
 
-MINE = ["worker-0.paramserver"]
+def a_directory(certificates: Certificates, folder: Path) -> None:
+    (folder / "ca.crt").unlink()
+    (folder / "ca.crt").mkdir()
 
 
 WRONG: dict[str, tuple[Break, str]] = {
-    "no certificate": (
-        lambda c, folder: (folder / "tls.crt").unlink(),
-        r"--tls-cert .*tls.crt cannot be read: No such",
-    ),
-    "no key": (lambda c, folder: (folder / "tls.key").unlink(), r"--tls-key .*tls.key cannot be read.*psctl certs"),
-    "a directory": (
-        lambda c, folder: ((folder / "ca.crt").unlink(), (folder / "ca.crt").mkdir()),
-        r"--tls-ca .*ca.crt cannot be read: Is a directory",
-    ),
+    "no certificate": (gone("tls.crt"), r"--tls-cert .*tls.crt cannot be read: No such"),
+    "no key": (gone("tls.key"), r"--tls-key .*tls.key cannot be read.*psctl certs"),
+    "a directory": (a_directory, r"--tls-ca .*ca.crt cannot be read: Is a directory"),
     "no PEM": (put("tls.crt", b"\x30\x82\x01"), r"tls.crt has no certificate in PEM"),
     "half of it": (put("tls.crt", b"-----BEGIN CERTIFICATE-----\nMIIB\n"), r"tls.crt has no certificate in PEM"),
-    "the key as certificate": (shown("tls.crt", "key", lambda c: c.of("worker-0")), r"tls.crt has no certificate"),
-    "the certificate as key": (
-        shown("tls.key", "certificate", lambda c: c.of("worker-0")),
-        r"tls.key has no private key",
-    ),
+    "the key as certificate": (put("tls.crt", lambda c: c.of("worker-0").key), r"tls.crt has no certificate"),
+    "the certificate as key": (put("tls.key", lambda c: c.of("worker-0").certificate), r"tls.key has no private key"),
     "no key in PEM": (put("tls.key", b"secret"), r"tls.key has no private key in PEM without a password"),
     "an empty CA": (put("ca.crt", b""), r"ca.crt has no certificate in PEM"),
-    "another's key": (shown("tls.key", "key", lambda c: c.of("worker-1")), r"tls.key is not the key of .*tls.crt"),
-    "another CA": (
-        shown("ca.crt", "ca", lambda c: c.of_other("worker-0")),
-        r"tls.crt is not signed by .*ca.crt.*one CA",
-    ),
+    "another's key": (put("tls.key", lambda c: c.of("worker-1").key), r"tls.key is not the key of .*tls.crt"),
+    "another CA": (put("ca.crt", lambda c: c.of_other("worker-0").ca), r"tls.crt is not signed by .*ca.crt.*one CA"),
     "expired": (signed(MINE, -2, -1), r"tls.crt has expired: it was good until 20\d\d-.*--renew"),
     "not yet valid": (signed(MINE, 1, 2), r"tls.crt is not yet valid: it is good from 20.*clock"),
     "no name": (signed([], -1, 2), r"tls.crt names no task.*certificate with the name worker-0.paramserver"),
@@ -80,31 +72,11 @@ WRONG: dict[str, tuple[Break, str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_file(certificates: Certificates, tmp_path: Path, case: str) -> None:
-    """Is found when it is read, and named."""
     broken, text = WRONG[case]
     shutil.copytree(certificates.out / "worker-0", tmp_path / "worker-0")
     broken(certificates, tmp_path / "worker-0")
-    with pytest.raises(ConfigError, match=text):
+    with pytest.raises(inside.ConfigError, match=text):
         options(tmp_path).read("worker-0")
-
-
-def test_anothers_certificate(certificates: Certificates) -> None:
-    """Names whose it is, and the name that it has to have."""
-    with pytest.raises(ConfigError, match=r"worker-1's, and not of this process, worker-0.*worker-0.paramserver"):
-        SecurityOptions(
-            *(part.replace("{task}", "worker-1") for part in vars(options(certificates.out)).values())
-        ).read("worker-0")
-
-
-@pytest.mark.parametrize(("days", "warned"), [(15, False), (13, True)])
-def test_an_end_that_is_near_is_warned_of(
-    certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture, days: int, warned: bool
-) -> None:
-    """With the file, the day, and what to do: a job may run longer than its certificates."""
-    own = write(certificates.signed(MINE, -1, days), tmp_path)
-    mine = replace(options(certificates.out), tls_cert=own.tls_cert, tls_key=own.tls_key).read("worker-0")
-    assert mine.expiry == pytest.approx(time.time() + days * 86400, abs=100)
-    assert bool(re.search(r"tls.crt is good until 20\d\d-.*, and no longer; .*--renew", caplog.text)) == warned
 
 
 SERVER, CLIENT, ANY = (
@@ -112,84 +84,88 @@ SERVER, CLIENT, ANY = (
     ExtendedKeyUsageOID.CLIENT_AUTH,
     ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE,
 )
+NEAR = r"tls.crt is good until 20\d\d-.*, and no longer; .*--renew"
+ALONE = r"tls.crt has no extended key usage clientAuth: .*several servers; .*both usages.*psctl certs"
 
 
 @pytest.mark.parametrize(
-    ("name", "usages", "warned"),
+    ("name", "days", "usages", "warned"),
     [
-        ("ps-0", [SERVER], True),
-        ("ps-0", [SERVER, CLIENT], False),
-        ("ps-0", [SERVER, ANY], False),
-        ("ps-0", [], False),
-        ("worker-0", [SERVER], False),
+        ("worker-0", 15, [], ""),
+        ("worker-0", 13, [], NEAR),
+        ("ps-0", 100, [SERVER], ALONE),
+        ("ps-0", 100, [SERVER, CLIENT], ""),
+        ("ps-0", 100, [SERVER, ANY], ""),
+        ("ps-0", 100, [], ""),
+        ("worker-0", 100, [SERVER], ""),
     ],
-    ids=["a server", "both", "any", "none", "a worker"],
+    ids=["days", "an end that is near", "a server for servers alone", "both", "any", "none", "a worker"],
 )
-def test_a_server_that_cannot_vote_is_warned(
+def test_what_is_good_for_a_while_is_warned_of(
     certificates: Certificates,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     name: str,
+    days: int,
     usages: list[Any],
-    warned: bool,
+    warned: str,
 ) -> None:
-    """Its certificate is for servers alone, and to the others it is a client. The file is named, and what to do."""
-    made = certificates.signed([f"{name}.paramserver"], -1, 100, usages=usages)
-    own = write(made, tmp_path)
-    replace(options(certificates.out), tls_cert=own.tls_cert, tls_key=own.tls_key).read(name)
-    said = f"{tmp_path}/tls.crt has no extended key usage clientAuth: .*several servers; .*both usages.*psctl certs"
-    assert bool(re.search(said, caplog.text)) == warned
+    """With the file, and what to do: a job may run longer than its certificates, and servers are clients of others."""
+    own = write(certificates.signed([f"{name}.paramserver"], -1, days, usages=usages), tmp_path)
+    mine = replace(options(certificates.out), tls_cert=own.tls_cert, tls_key=own.tls_key).read(name)
+    assert mine.expiry == pytest.approx(time.time() + days * 86400, abs=100)
+    for said in (NEAR, ALONE):
+        assert bool(re.search(rf"{tmp_path}/{said}", caplog.text)) == (said == warned)
 
 
 @pytest.mark.parametrize("missing", ["tls_cert", "tls_key", "tls_ca"])
 def test_one_of_three(certificates: Certificates, missing: str) -> None:
-    """All three are needed, and the flag that lacks is named."""
-    flag = "--" + missing.replace("_", "-")
-    with pytest.raises(ConfigError, match=f"belong together; missing: {flag};"):
-        replace(options(certificates.out), **{missing: ""}).read("worker-0")
-
-
-def test_secrets_are_not_shown(certificates: Certificates) -> None:
-    """Neither key nor token is in what is printed of them."""
-    mine = replace(certificates.of("worker-0"), token="0123456789abcdef")
-    for text in (repr(mine), repr(replace(options(certificates.out), token="0123456789abcdef"))):
-        assert "0123456789abcdef" not in text
-        assert "PRIVATE KEY" not in text
+    """All three are needed, and the flag that lacks is named; another's certificate says whose it is."""
+    flag, all_of = "--" + missing.replace("_", "-"), options(certificates.out)
+    with pytest.raises(inside.ConfigError, match=f"belong together; missing: {flag};"):
+        replace(all_of, **{missing: ""}).read("worker-0")
+    others = inside.SecurityOptions(*(part.replace("{task}", "worker-1") for part in vars(all_of).values()))
+    with pytest.raises(
+        inside.ConfigError, match=r"worker-1's, and not of this process, worker-0.*worker-0.paramserver"
+    ):
+        others.read("worker-0")
 
 
 def test_the_environment_and_flags(certificates: Certificates) -> None:
-    """What the environment says is read back, and flags win."""
-    given = replace(options(certificates.out), token="0123456789abcdef")
-    assert SecurityOptions.from_environ(given.variables()) == given
-    assert SecurityOptions.from_environ({}).read("worker-0") == Security()
+    """What the environment says is read back, and flags win. Neither key nor token is in what is printed of them."""
+    token = "0123456789abcdef"
+    given = replace(options(certificates.out), token=token)
+    for text in (repr(given), repr(replace(certificates.of("worker-0"), token=token))):
+        assert token not in text
+        assert "PRIVATE KEY" not in text
+    assert inside.SecurityOptions.from_environ(given.variables()) == given
+    assert inside.SecurityOptions.from_environ({}).read("worker-0") == inside.Security()
     flagged = given.under({"tls_cert": "mine.crt", "tls_key": None, "other": "x"})
     assert flagged == replace(given, tls_cert="mine.crt")
-    alone = SecurityOptions(token="0123456789abcdef").read("worker-0")
-    assert alone.token == "0123456789abcdef"
-    assert not alone.tls
-
-
-def test_names() -> None:
-    """A task, its name and its certificate's are one to one; other names on a certificate stand for nobody."""
-    assert certificate_name(task_name(Task("ps", 3))) == "ps-3.paramserver"
-    assert named(["ps-3.paramserver", "example.org", "worker-1.paramserver"]) == {"ps-3", "worker-1"}
+    alone = inside.SecurityOptions(token=token).read("worker-0")
+    assert (alone.token, alone.tls) == (token, False)
 
 
 # ---- psctl certs ----
 
 
 def certs(*args: object, code: int = 0, **environ: str) -> str:
-    """What psctl prints."""
     result = CliRunner(env=environ).invoke(command, ["certs", *map(str, args)], standalone_mode=False)
     if code:
-        assert isinstance(result.exception, ConfigError), result.output
+        assert isinstance(result.exception, inside.ConfigError), result.output
         return str(result.exception)
     assert result.exception is None, result.output
     return result.output
 
 
+def names_in(folder: Path) -> frozenset[str]:
+    return inside.SecurityOptions(tls_cert=str(folder / "tls.crt")).names()
+
+
 def test_certificates_of_a_cluster(tmp_path: Path) -> None:
-    """Each task gets what it needs, for its owner alone; the key of the CA is with none of them."""
+    """Each task gets what it needs, for its owner alone, with its one name; the key of the CA is with none of them."""
+    assert inside.certificate_name(inside.task_name(inside.Task("ps", 3))) == "ps-3.paramserver"
+    assert inside.named(["ps-3.paramserver", "example.org", "worker-1.paramserver"]) == {"ps-3", "worker-1"}
     out = tmp_path / "certs"
     certs(out, "--ps", 2, "--workers", 2)
     assert {path.name for path in out.iterdir()} == {*NAMES, "ca"}
@@ -202,54 +178,60 @@ def test_certificates_of_a_cluster(tmp_path: Path) -> None:
     assert len({options(out).read(name).key for name in NAMES}) == len(NAMES)
 
 
-def test_what_is_there_stays(tmp_path: Path) -> None:
-    """A second call adds what is new, of the same CA, and overwrites nothing; half of a pair is refused."""
+def test_what_is_there_stays(certificates: Certificates, tmp_path: Path) -> None:
+    """A second call adds what is new, of the same CA, and overwrites nothing; half of a pair is refused.
+
+    What is renewed has new keys and certificates; CA and token stay, so that one process after the other may take them.
+    Certificates of two CAs never get mixed in one directory.
+    """
     certs(tmp_path, "--ps", 1, "--workers", 1)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     printed = certs(tmp_path, "--ps", 2, "--workers", 1)
     assert f"kept {tmp_path}/ps-0" in printed
     assert f"made {tmp_path}/ps-1" in printed
     assert {path: path.read_bytes() for path in before} == before
-    assert options(tmp_path).read("ps-1").ca == options(tmp_path).read("ps-0").ca
+    old = options(tmp_path).read("ps-0")
+    assert options(tmp_path).read("ps-1").ca == old.ca
+    certs(tmp_path, "--ps", 2, "--workers", 1, "--renew", "--days", 700)
+    new = options(tmp_path).read("ps-0")
+    assert (new.ca, new.token) == (old.ca, old.token)
+    assert new.key != old.key
+    assert new.certificate != old.certificate
     (tmp_path / "ps-1" / "tls.key").unlink()
     assert "has tls.crt and not tls.key; --renew" in certs(tmp_path, "--ps", 2, "--workers", 1, code=2)
-
-
-def test_renewed(tmp_path: Path) -> None:
-    """Keys and certificates are new; CA and token stay, so that one process after the other may take them."""
-    certs(tmp_path, "--ps", 1, "--workers", 1)
-    before = options(tmp_path).read("ps-0")
-    certs(tmp_path, "--ps", 1, "--workers", 1, "--renew", "--days", 700)
-    after = options(tmp_path).read("ps-0")
-    assert (after.ca, after.token) == (before.ca, before.token)
-    assert after.key != before.key
-    assert after.certificate != before.certificate
+    shutil.copytree(certificates.other / "ps-0", tmp_path / "ps-0", dirs_exist_ok=True)
+    assert "is of another CA" in certs(tmp_path, "--ps", 1, "--workers", 1, code=2)
 
 
 TF_CONFIG = json.dumps({"cluster": {"ps": ["a:1", "b:1"], "worker": ["c:1"], "chief": ["d:1"]}})
 
 
-def test_the_tasks_of_a_cluster_file(tmp_path: Path) -> None:
-    """TF_CONFIG says who there is, from the environment or a file; without any of them it says what to write."""
-    file = tmp_path / "cluster.json"
-    file.write_text(TF_CONFIG)
-    certs(tmp_path / "one", TF_CONFIG=TF_CONFIG)
-    certs(tmp_path / "two", "--cluster", file, "--evaluator", TF_CONFIG="")
-    expected = {"ps-0", "ps-1", "worker-0", "chief-0", "admin", "ca"}
-    assert {path.name for path in (tmp_path / "one").iterdir()} == expected
-    assert {path.name for path in (tmp_path / "two").iterdir()} == expected | {"evaluator-0"}
-    assert "--ps 2 --workers 2" in certs(tmp_path / "three", code=2, TF_CONFIG="")
-
-
-def test_without_a_chief(tmp_path: Path) -> None:
-    """Worker 0 is; there is no certificate that nobody needs."""
-    certs(tmp_path, "--ps", 1, "--workers", 2, "--no-chief")
-    assert not (tmp_path / "chief-0").exists()
-
-
-def names_in(folder: Path) -> frozenset[str]:
-    """The tasks that the certificate in a directory names."""
-    return SecurityOptions(tls_cert=str(folder / "tls.crt")).names()
+@pytest.mark.parametrize(
+    ("args", "config", "more"),
+    [
+        (["--ps", 2, "--workers", 2], "", ["ps-1", "worker-1", "chief-0"]),
+        (["--ps", 1, "--workers", 2, "--no-chief"], "", ["worker-1"]),
+        ([], TF_CONFIG, ["ps-1", "chief-0"]),
+        (["--cluster", "cluster.json", "--evaluator"], "", ["ps-1", "chief-0", "evaluator-0"]),
+        (
+            ["--extra-workers", 1, "--extra-ps", 2],
+            TF_CONFIG,
+            ["ps-1", "chief-0", "worker-1", "ps-spare-0", "ps-spare-1"],
+        ),
+        (["--ps", 1, "--workers", 0, "--extra-workers", 1], "", ["chief-0"]),
+    ],
+    ids=["numbers", "worker 0 is chief", "the environment", "a file", "more that join", "all that join"],
+)
+def test_each_task_has_a_directory(in_tmp_path: Path, args: list[object], config: str, more: list[str]) -> None:
+    """By numbers, TF_CONFIG or a file; who join have the next indices; JSON says so; else what to write."""
+    (in_tmp_path / "cluster.json").write_text(TF_CONFIG)
+    rows = json.loads(certs("certs", *args, "--json", TF_CONFIG=config))["certificates"]
+    expected = {"ps-0", "worker-0", "admin", *more}
+    assert {path.name for path in Path("certs").iterdir()} == expected | {"ca"}
+    assert {Path(row["path"]).name for row in rows} == expected
+    assert all(row["made"] for row in rows)
+    assert names_in(Path("certs/worker-0")) == {"worker-0"}
+    assert "--ps 2 --workers 2" in certs("none", code=2, TF_CONFIG="")
 
 
 def test_certificates_of_workers_that_join_and_of_spare_servers(tmp_path: Path) -> None:
@@ -261,16 +243,7 @@ def test_certificates_of_workers_that_join_and_of_spare_servers(tmp_path: Path) 
     assert names_in(tmp_path / "ps-spare-0") == {"ps-spare-0", "ps-0", "ps-1"}
     for name in ("ps-0", "ps-1", "ps-spare-0"):
         files = (str(tmp_path / "ps-spare-0" / file) for file in ("tls.crt", "tls.key", "ca.crt", "token"))
-        assert SecurityOptions(*files).read(name).tls
-
-
-def test_more_that_join_than_a_file_has(tmp_path: Path) -> None:
-    """The cluster of a file says which indices are the next, also where there are no workers yet."""
-    certs(tmp_path / "one", "--extra-workers", 1, "--extra-ps", 2, TF_CONFIG=TF_CONFIG)
-    expected = {"ps-0", "ps-1", "worker-0", "chief-0", "admin", "ca", "worker-1", "ps-spare-0", "ps-spare-1"}
-    assert {path.name for path in (tmp_path / "one").iterdir()} == expected
-    certs(tmp_path / "two", "--ps", 1, "--workers", 0, "--extra-workers", 1)
-    assert names_in(tmp_path / "two" / "worker-0") == {"worker-0"}
+        assert inside.SecurityOptions(*files).read(name).tls
 
 
 def test_a_spare_server_of_a_smaller_cluster(tmp_path: Path) -> None:
@@ -284,16 +257,64 @@ def test_a_spare_server_of_a_smaller_cluster(tmp_path: Path) -> None:
     assert names_in(tmp_path / "ps-spare-0") == {"ps-spare-0", "ps-0", "ps-1"}
 
 
-def test_in_json(tmp_path: Path) -> None:
-    """Machines read which directories there are."""
-    rows = json.loads(certs(tmp_path, "--ps", 1, "--workers", 0, "--json"))["certificates"]
-    assert [Path(row["path"]).name for row in rows] == ["chief-0", "ps-0", "admin"]
-    assert all(row["made"] for row in rows)
+FILE = """
+workers: 2
+server:
+  max_sessions: 7
+security:
+  tls_cert: file/{task}/tls.crt
+  tls_key: file/{task}/tls.key
+"""
 
 
-def test_another_authority(certificates: Certificates, tmp_path: Path) -> None:
-    """Certificates of two CAs never get mixed in one directory."""
-    certs(tmp_path, "--ps", 1, "--workers", 1)
-    shutil.rmtree(tmp_path / "ps-0")
-    shutil.copytree(certificates.other / "ps-0", tmp_path / "ps-0")
-    assert "is of another CA" in certs(tmp_path, "--ps", 1, "--workers", 1, code=2)
+def launched(monkeypatch: pytest.MonkeyPatch, *args: str, **environ: str) -> inside.Cluster:
+    """A cluster as psworker would start it."""
+    monkeypatch.setattr(os, "environ", dict(environ))
+    invocation = inside.psworker_command.main(list(args), standalone_mode=False)
+    return inside.Cluster(invocation.launch)
+
+
+def test_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flag wins over the file, the file over the environment."""
+    (tmp_path / "x.yaml").write_text(FILE)
+    (tmp_path / "x.py").touch()
+    files = str(tmp_path / "x.yaml"), str(tmp_path / "x.py")
+    cluster = launched(monkeypatch, "--config", files[0], "--tls-cert", "flag.crt", files[1])
+    assert cluster.config.security == inside.SecurityOptions("flag.crt", "file/{task}/tls.key")
+    assert cluster.config.server.max_sessions == 7
+
+
+def test_a_server_reads_its_own(certificates: Certificates) -> None:
+    """In a path {task} is the server's own; flags win over the environment."""
+    environ = options(certificates.out).variables()
+    config = inside.server_config(environ, task=1)
+    assert config.security == certificates.of("ps-1")
+    assert not config.insecure
+    other = str(certificates.out / "ps-0" / "tls.crt")
+    with pytest.raises(inside.ConfigError, match="ps-0's, and not of this process, ps-1"):
+        inside.server_config(environ, task=1, tls_cert=other)
+    assert inside.server_config({}).security == inside.Security()
+    assert inside.server_config({"PS_INSECURE": "1"}).insecure
+    assert not inside.server_config({"PS_INSECURE": "0"}).insecure
+    with pytest.raises(inside.ConfigError, match="PS_INSECURE must be 1 or 0, not 'false'"):
+        inside.server_config({"PS_INSECURE": "false"})
+
+
+def test_a_client_reads_its_own(certificates: Certificates) -> None:
+    """The same for the tasks that connect; the file beats the token of the environment, which a launcher may draw."""
+    environ = options(certificates.out).variables()
+    for name in ("worker-1", "chief-0", "admin"):
+        for more in ({}, {"PS_TOKEN": "0123456789abcdef"}):
+            assert inside.security_from(name, environ | more) == certificates.of(name)
+
+
+def test_a_cluster_keeps_its_token() -> None:
+    """One that is given, or one that is drawn for each cluster; it is no flag, as other users see command lines."""
+    given = inside.Cluster(security=inside.SecurityOptions(token="0123456789abcdef"), timeouts=inside.Timeouts())
+    assert given.security(inside.Task("worker", 0)).token == "0123456789abcdef"
+    drawn = {
+        inside.Cluster(security=inside.SecurityOptions()).security(inside.Task("worker", 0)).token for _ in range(3)
+    }
+    assert [len(token) for token in drawn] == [64] * 3
+    for taken in (inside.psworker_command, inside.psserver_command):
+        assert "--token" not in {name for parameter in taken.params for name in parameter.opts}

@@ -1,110 +1,90 @@
-"""R19: who may not come in is refused at once, in words, and the server goes on serving."""
+"""R19: who may not come in is refused at once, in words, and leaves a trace; the server goes on serving."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import ssl
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from urllib.request import urlopen
 
+import grpc
 import pytest
 
 from psserver.transport import lane_connection, server, tls_handshake
+from psserver.transport.refused_callers import MOST_KEPT, MOST_LINES, QUIET_SECONDS, RefusedCallers
+from tests.kit import internals as inside
 from tests.kit.certificates import PS0, Certificates, client, guarded
-from tests.kit.internals import (
-    HEAD,
-    PROTOCOL,
-    ConfigError,
-    Contribution,
-    Fenced,
-    Forbidden,
-    Kind,
-    Message,
-    Payload,
-    PSError,
-    RemoteServer,
-    RestoreOrder,
-    Security,
-    ServerThread,
-    Task,
-    TensorSpec,
-    Turn,
-    Unauthenticated,
-    VariableSpec,
-    pb,
-)
+from tests.kit.internals import pb
 from tests.kit.rig import CHIEF, SOON, WORKERS, core, eventually
+from tests.kit.shell import free_port
 
 W0, W1 = WORKERS[:2]
 AT_ONCE = 30.0
 """Seconds: less than what a process waits for its servers at the start."""
 
-Shown = Callable[[Certificates], Security]
+Shown = Callable[[Certificates], inside.Security]
+Members = dict[str, tuple[inside.RemoteServer, int]]
 
 
 def ours(name: str, **changed: Any) -> Shown:
     return lambda certificates: replace(certificates.of(name), **changed)
 
 
-def plain(c: Certificates) -> Security:
-    return Security()
+def signed(*given: Any, **more: Any) -> Shown:
+    return lambda certificates: certificates.signed(*given, **more)
 
 
-def token_only(c: Certificates) -> Security:
-    return Security(token=c.of("ps-0").token)
+def plain(c: Certificates) -> inside.Security:
+    return inside.Security()
 
 
-REFUSED: dict[str, tuple[Shown, Shown, type[PSError], str]] = {
-    "plain client, TLS server": (ours("ps-0"), plain, ConfigError, "expects TLS.*--tls-cert"),
-    "TLS client, plain server": (plain, ours("worker-0"), ConfigError, "speaks without TLS.*--tls-cert"),
-    "TLS client, server with a token alone": (token_only, ours("worker-0"), ConfigError, "speaks without TLS"),
+def token_only(c: Certificates) -> inside.Security:
+    return inside.Security(token=c.of("ps-0").token)
+
+
+def of_another_ca(c: Certificates) -> inside.Security:
+    return replace(c.of_other("worker-0"), ca=c.of("ps-0").ca)
+
+
+SERVER, WORKER = ours("ps-0"), ours("worker-0")
+NOBODY = signed(["example.org"], -1, 1)
+MAIL = {"mail": ["worker-0.paramserver"]}
+
+REFUSED: dict[str, tuple[Shown, Shown, type[inside.PSError], str]] = {
+    "plain client, TLS server": (SERVER, plain, inside.ConfigError, "expects TLS.*--tls-cert"),
+    "TLS client, plain server": (plain, WORKER, inside.ConfigError, "speaks without TLS.*--tls-cert"),
+    "TLS client, server with a token alone": (token_only, WORKER, inside.ConfigError, "speaks without TLS"),
     "a client of another CA": (
-        ours("ps-0"),
-        lambda c: replace(c.of_other("worker-0"), ca=c.of("ps-0").ca),
-        ConfigError,
+        *(SERVER, of_another_ca, inside.ConfigError),
         "does not take our certificate.*not signed by the server's CA.*psctl certs",
     ),
     "a server of another CA": (
-        lambda c: c.of_other("ps-0"),
-        ours("worker-0"),
-        ConfigError,
+        *(lambda c: c.of_other("ps-0"), WORKER, inside.ConfigError),
         "server's certificate is not signed by our CA",
     ),
-    "an expired client": (ours("ps-0"), lambda c: c.expired("worker-0"), ConfigError, "expired.*--renew"),
-    "an expired server": (lambda c: c.expired("ps-0"), ours("worker-0"), ConfigError, "expired.*--renew"),
-    "another server": (ours("ps-1"), ours("worker-0"), ConfigError, "not ps-0.paramserver's.*TF_CONFIG"),
-    "a certificate of another task": (
-        ours("ps-0"),
-        ours("worker-1"),
-        Forbidden,
-        "is of worker-1.*worker-0.paramserver",
+    "an expired client": (SERVER, lambda c: c.expired("worker-0"), inside.ConfigError, "expired.*--renew"),
+    "an expired server": (lambda c: c.expired("ps-0"), WORKER, inside.ConfigError, "expired.*--renew"),
+    "another server": (ours("ps-1"), WORKER, inside.ConfigError, "not ps-0.paramserver's.*TF_CONFIG"),
+    "another task's certificate": (SERVER, ours("worker-1"), inside.Forbidden, "is of worker-1.*worker-0.paramserver"),
+    "psctl's certificate": (SERVER, ours("admin"), inside.Forbidden, "is of admin"),
+    "nobody's certificate": (SERVER, NOBODY, inside.Forbidden, "of no task.*--tls-cert"),
+    "a name in its subject alone": (SERVER, signed([], -1, 1, "worker-0.paramserver"), inside.Forbidden, "of no task"),
+    "mail that reads like a task": (SERVER, signed(["example.org"], -1, 1, **MAIL), inside.Forbidden, "of no task"),
+    "no token": (SERVER, ours("worker-0", token=""), inside.Unauthenticated, "has none.*PS_TOKEN_FILE"),
+    "a wrong token": (SERVER, ours("worker-0", token="0" * 64), inside.Unauthenticated, "another job.*PS_TOKEN_FILE"),
+    "no token without TLS": (token_only, plain, inside.Unauthenticated, "has none.*PS_TOKEN_FILE"),
+    "a wrong token without TLS": (
+        token_only,
+        lambda c: inside.Security(token="0" * 64),
+        inside.Unauthenticated,
+        "another job",
     ),
-    "psctl's certificate": (ours("ps-0"), ours("admin"), Forbidden, "is of admin"),
-    "a certificate of nobody": (
-        ours("ps-0"),
-        lambda c: c.signed(["example.org"], -1, 1),
-        Forbidden,
-        "of no task.*--tls-cert",
-    ),
-    "a certificate with a name in its subject alone": (
-        ours("ps-0"),
-        lambda c: c.signed([], -1, 1, "worker-0.paramserver"),
-        Forbidden,
-        "of no task",
-    ),
-    "a certificate whose address of mail reads like a task": (
-        ours("ps-0"),
-        lambda c: c.signed(["example.org"], -1, 1, mail=["worker-0.paramserver"]),
-        Forbidden,
-        "of no task",
-    ),
-    "no token": (ours("ps-0"), ours("worker-0", token=""), Unauthenticated, "has none.*PS_TOKEN_FILE"),
-    "a wrong token": (ours("ps-0"), ours("worker-0", token="0" * 64), Unauthenticated, "another job.*PS_TOKEN_FILE"),
-    "no token without TLS": (token_only, plain, Unauthenticated, "has none.*PS_TOKEN_FILE"),
-    "a wrong token without TLS": (token_only, lambda c: Security(token="0" * 64), Unauthenticated, "another job"),
 }
 
 
@@ -126,15 +106,10 @@ def test_who_may_not_come_in(certificates: Certificates, case: str) -> None:
             with pytest.raises(kind, match=text) as caught:
                 stranger.open(W0, 1, 7, False)
             assert str(caught.value.task) == str(PS0)
-        serves(thread, certificates, secured)
-
-
-def serves(thread: ServerThread, certificates: Certificates, secured: Security) -> None:
-    """Nobody has come in, and who may is let in; where it is the server that is wrong, nobody may."""
-    assert thread._server._service._core.status().sessions == ()
-    if secured == certificates.of("ps-0"):
-        with client(thread, certificates.of("worker-0")) as member:
-            assert member.open(W0, 1, 7, False).session
+        assert thread._server._service._core.status().sessions == ()
+        if secured == certificates.of("ps-0"):  # where it is the server that is wrong, nobody may
+            with client(thread, certificates.of("worker-0")) as member:
+                assert member.open(W0, 1, 7, False).session
 
 
 @pytest.mark.parametrize("name", ["worker-0", "admin"])
@@ -142,15 +117,13 @@ def test_who_looks(certificates: Certificates, name: str) -> None:
     """Any task of the job, and psctl, may ask for the status and what was told last; with the token."""
     with guarded(certificates.of("ps-0")) as thread:
         with client(thread, certificates.of(name)) as looker:
-            assert looker.status().server == 0
-            assert looker.recent() == ()
-        nobody = certificates.signed(["example.org"], -1, 1)
+            assert (looker.status().server, looker.recent()) == (0, ())
         for shown, kind, text in (
-            (replace(certificates.of(name), token=""), Unauthenticated, "has none"),
-            (replace(certificates.of(name), token="0" * 64), Unauthenticated, "another job"),
-            (nobody, Forbidden, "admin's"),
+            (ours(name, token=""), inside.Unauthenticated, "has none"),
+            (ours(name, token="0" * 64), inside.Unauthenticated, "another job"),
+            (NOBODY, inside.Forbidden, "admin's"),
         ):
-            with client(thread, shown) as looker:
+            with client(thread, shown(certificates)) as looker:
                 for look in (looker.status, looker.recent):
                     with pytest.raises(kind, match=text):
                         look()
@@ -160,7 +133,7 @@ def test_who_looks(certificates: Certificates, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def members(certificates: Certificates) -> Iterator[dict[str, tuple[RemoteServer, int]]]:
+def members(certificates: Certificates) -> Iterator[Members]:
     """A server, and for each task its connection and its session."""
     with contextlib.ExitStack() as stack:
         thread = stack.enter_context(guarded(certificates.of("ps-0")))
@@ -172,68 +145,62 @@ def members(certificates: Certificates) -> Iterator[dict[str, tuple[RemoteServer
         yield found
 
 
-SPEC = VariableSpec("v", TensorSpec("float32", (4,)))
-SESSION_VERBS: dict[str, Callable[[RemoteServer, int], Any]] = {
+SPEC = inside.VariableSpec("v", inside.TensorSpec("float32", (4,)))
+SESSION_VERBS: dict[str, Callable[[inside.RemoteServer, int], Any]] = {
     "Beat": lambda s, n: s.beat(n, -1, b""),
     "Leave": lambda s, n: s.leave(n, ""),
     "Create": lambda s, n: s.create(n, 0, -1, SPEC, (0,), None),
     "Propose": lambda s, n: s.propose(n, None, "entry", None),
     "Watch": lambda s, n: s.watch(n, 0, 0).result(SOON),
-    "Push": lambda s, n: s.push(pushed(n), Payload()).result(SOON),
+    "Push": lambda s, n: s.push(inside.Contribution(n, 1, 0, b"p" * 32, ()), inside.Payload()).result(SOON),
     "Pull": lambda s, n: s.pull(n, (), -1).result(SOON),
-    "Restore": lambda s, n: s.restore(n, "x", Turn(0, 0, 0), RestoreOrder("look")).result(SOON),
+    "Restore": lambda s, n: s.restore(n, "x", inside.Turn(0, 0, 0), inside.RestoreOrder("look")).result(SOON),
 }
 
 
-def pushed(session: int) -> Contribution:
-    return Contribution(session, 1, 0, b"p" * 32, ())
-
-
 @pytest.mark.parametrize("verb", SESSION_VERBS)
-@pytest.mark.parametrize("thief", ["worker-1", "chief-0", "admin"])
-def test_a_session_is_its_tasks_alone(members: dict[str, tuple[RemoteServer, int]], thief: str, verb: str) -> None:
-    """Who knows its number may do nothing with it; its owner goes on."""
+def test_a_session_is_its_tasks_alone(members: Members, verb: str) -> None:
+    """Who knows its number may do nothing with it, and its owner goes on; one that was not opened is not made up."""
     owner, session = members["worker-0"]
-    with at_once(), pytest.raises(Forbidden, match=r"is /job:worker/task:0's.*certificate is of " + thief):
-        SESSION_VERBS[verb](members[thief][0], session)
-    owner.beat(session, -1, b"")
+    for thief in ("worker-1", "chief-0", "admin"):
+        with at_once(), pytest.raises(inside.Forbidden, match=r"is /job:worker/task:0's.*certificate is of " + thief):
+            SESSION_VERBS[verb](members[thief][0], session)
+        owner.beat(session, -1, b"")
+    with pytest.raises(inside.Forbidden, match="was not opened here"):
+        SESSION_VERBS[verb](owner, 1 << 62)
 
 
-@pytest.mark.parametrize("verb", SESSION_VERBS)
-def test_a_session_that_nobody_has_opened(members: dict[str, tuple[RemoteServer, int]], verb: str) -> None:
-    """Cannot be made up."""
-    with pytest.raises(Forbidden, match="was not opened here"):
-        SESSION_VERBS[verb](members["worker-0"][0], 1 << 62)
-
-
-def test_a_worker_is_no_chief(members: dict[str, tuple[RemoteServer, int]]) -> None:
+def test_a_worker_is_no_chief(members: Members) -> None:
     """It neither drives, nor approves, nor has checkpoints written, whatever token it says."""
     worker, _ = members["worker-1"]
-    with pytest.raises(Forbidden, match="only a chief task, or worker 0"):
+    with pytest.raises(inside.Forbidden, match="only a chief task, or worker 0"):
         worker.open(W1, 1, 0, True)
     for token in (1, 1 << 63):
-        with pytest.raises(Forbidden, match="approves plans and commits checkpoints"):
+        with pytest.raises(inside.Forbidden, match="approves plans and commits checkpoints"):
             worker.approve(token, 0, [])
-        with pytest.raises(Forbidden, match="approves plans and commits checkpoints"):
+        with pytest.raises(inside.Forbidden, match="approves plans and commits checkpoints"):
             worker.snapshot(token, b"p" * 32, "").result(SOON)
 
 
-@pytest.mark.parametrize("token", [1, (1 << 64) - 1])
-def test_a_token_is_not_made_up(members: dict[str, tuple[RemoteServer, int]], token: int) -> None:
-    """Who may be chief, and is not, knows no token; a larger one than any that was given is no better."""
-    for name in ("worker-0", "chief-0"):
-        with pytest.raises(Fenced) as caught:
-            members[name][0].approve(token, 0, [])
-        assert not any(word.isdigit() for word in str(caught.value).split())
+def test_a_token_is_not_made_up(members: Members) -> None:
+    """Who may be chief, and is not, knows no token, and a larger one is no better; who holds it may."""
+    for token in (1, (1 << 64) - 1):
+        for name in ("worker-0", "chief-0"):
+            with pytest.raises(inside.Fenced) as caught:
+                members[name][0].approve(token, 0, [])
+            assert not any(word.isdigit() for word in str(caught.value).split())
+    chief, session = members["chief-0"]
+    chief.leave(session, "the next one comes")
+    assert chief.approve(chief.open(CHIEF, 0, 5, True).token, 0, []) == 0
 
 
 def test_a_session_of_another_is_not_opened(certificates: Certificates) -> None:
     """On a server that does not give the numbers, whose session it is says who opened it first, and nobody else."""
     with guarded(certificates.of("ps-1"), core(1)) as thread, contextlib.ExitStack() as stack:
-        ps1, names = Task("ps", 1), ("worker-0", "worker-1")
+        ps1, names = inside.Task("ps", 1), ("worker-0", "worker-1")
         first, second = (stack.enter_context(client(thread, certificates.of(name), ps1)) for name in names)
         first.open(W0, 1, 77, False)
-        with pytest.raises(Forbidden, match=r"session 77 is /job:worker/task:0's.*restart /job:worker/task:1"):
+        with pytest.raises(inside.Forbidden, match=r"session 77 is /job:worker/task:0's.*restart /job:worker/task:1"):
             second.open(W1, 1, 77, False)
         first.beat(77, -1, b"")
 
@@ -241,7 +208,7 @@ def test_a_session_of_another_is_not_opened(certificates: Certificates) -> None:
 # ---- The tcp lane ----
 
 
-def stranger(thread: ServerThread, security: Security | None, name: str = "ps-0.paramserver") -> Any:
+def stranger(thread: inside.ServerThread, security: inside.Security | None, name: str = "ps-0.paramserver") -> Any:
     """A connection to the data port, whose handshake is over on this side; None for no TLS."""
     sock = socket.create_connection(("127.0.0.1", thread._server._lanes.port), SOON)
     if security is None:
@@ -250,9 +217,8 @@ def stranger(thread: ServerThread, security: Security | None, name: str = "ps-0.
 
 
 def hello(session: int, token: bytes) -> bytes:
-    return Message(
-        Kind.HELLO, header=pb.LaneHello(session=session, token=token, protocol=PROTOCOL).SerializeToString()
-    ).head()
+    said = pb.LaneHello(session=session, token=token, protocol=inside.PROTOCOL)
+    return inside.Message(inside.Kind.HELLO, header=said.SerializeToString()).head()
 
 
 def is_closed(sock: Any) -> bool:
@@ -264,11 +230,11 @@ def is_closed(sock: Any) -> bool:
 
 
 LANE_REFUSED: dict[str, Shown] = {
-    "another CA": lambda c: replace(c.of_other("worker-0"), ca=c.of("ps-0").ca),
+    "another CA": of_another_ca,
     "expired": lambda c: c.expired("worker-0"),
-    "another task": lambda c: c.of("worker-1"),
-    "psctl": lambda c: c.of("admin"),
-    "nobody": lambda c: c.signed([], -1, 1),
+    "another task": ours("worker-1"),
+    "psctl": ours("admin"),
+    "nobody": signed([], -1, 1),
 }
 
 
@@ -280,7 +246,7 @@ def test_a_lane_is_for_its_task(certificates: Certificates, case: str) -> None:
         member = stack.enter_context(client(thread, certificates.of("worker-0"), lane="tcp"))
         session = member.open(W0, 1, 0, False).session
         token = {"wrong token": b"x" * 16, "no token": b""}.get(case, lanes.access.registry.lane_token(session))
-        shown = None if case == "no TLS" else LANE_REFUSED.get(case, ours("worker-0"))(certificates)
+        shown = None if case == "no TLS" else LANE_REFUSED.get(case, WORKER)(certificates)
         sock = stack.enter_context(stranger(thread, shown))
         with contextlib.suppress(OSError):
             sock.sendall(hello(session, token))
@@ -288,7 +254,7 @@ def test_a_lane_is_for_its_task(certificates: Certificates, case: str) -> None:
         eventually(lambda: [c.session for c in lanes.connections] == [session])
         good = stack.enter_context(stranger(thread, certificates.of("worker-0")))
         good.sendall(hello(session, lanes.access.registry.lane_token(session)))
-        assert good.recv(HEAD.size)[0] == Kind.WELCOME
+        assert good.recv(inside.HEAD.size)[0] == inside.Kind.WELCOME
 
 
 def test_each_call_on_a_lane_is_checked(certificates: Certificates) -> None:
@@ -300,7 +266,7 @@ def test_each_call_on_a_lane_is_checked(certificates: Certificates) -> None:
             assert member.pull(session, (), -1).result(SOON).round == -1
             assert [connection.session for connection in lanes.connections] == [session]
             lanes.access.registry._sessions.clear()
-            with pytest.raises(Forbidden, match="was not opened here"):
+            with pytest.raises(inside.Forbidden, match="was not opened here"):
                 member.pull(session, (), -1).result(SOON)
 
 
@@ -317,7 +283,8 @@ def test_a_lane_to_another_server(certificates: Certificates) -> None:
 
 
 def test_a_handshake_that_does_not_go_on(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is waited for as long as is said, and no longer; meanwhile others get in."""
+    """Is waited for as long as is said, and no longer, also where gRPC listens; meanwhile others get in."""
+    monkeypatch.setattr(server, "HANDSHAKE_MS", 300)
     monkeypatch.setattr(tls_handshake, "SECONDS", 0.3)
     monkeypatch.setattr(lane_connection, "HELLO_SECONDS", 0.3)
     with guarded(certificates.of("ps-0")) as thread, contextlib.ExitStack() as stack:
@@ -330,22 +297,79 @@ def test_a_handshake_that_does_not_go_on(certificates: Certificates, monkeypatch
         with at_once():
             assert all(map(is_closed, [*silent, halfway, shaken]))
         eventually(lambda: not thread._server._lanes._handshakes)
-
-
-def test_a_call_that_does_not_begin(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same where gRPC listens."""
-    monkeypatch.setattr(server, "HANDSHAKE_MS", 300)
-    for secured in (certificates.of("ps-0"), Security()):
+    for secured in (certificates.of("ps-0"), inside.Security()):
         with guarded(secured) as thread:
             host, _, port = thread.address.rpartition(":")
-            with socket.create_connection((host, int(port)), AT_ONCE) as silent, at_once():
-                while silent.recv(4096):
+            with socket.create_connection((host, int(port)), AT_ONCE) as sock, at_once():
+                while sock.recv(4096):
                     pass
 
 
-def test_the_approved_are_the_chiefs(members: dict[str, tuple[RemoteServer, int]]) -> None:
-    """The same verbs work for who holds the token: the refusals above are not for everyone."""
-    chief, session = members["chief-0"]
-    chief.leave(session, "the next one comes")
-    token = chief.open(CHIEF, 0, 5, True).token
-    assert chief.approve(token, 0, []) == 0
+class Server:
+    """A psserver process with a token, and what it says."""
+
+    def __init__(self, stack: contextlib.ExitStack, *flags: str) -> None:
+        given = {
+            "security": inside.SecurityOptions(token="0123456789abcdef0123456789abcdef"),
+            "stderr": subprocess.PIPE,
+        }
+        flags = ("--metrics-port", "0", *flags)
+        self._process, self.address = inside.start_server(until_done=False, flags=flags, **given)
+        stack.callback(self.end)
+        assert self._process.stdout is not None
+        lines = iter(self._process.stdout.readline, b"")
+        self.metrics = next(found[1] for line in lines if (found := re.search(r"metrics at (\S+)", line.decode())))
+
+    def counts(self) -> dict[str, int]:
+        with urlopen(self.metrics, timeout=SOON) as answer:
+            text = answer.read().decode()
+        found = re.findall(r'^paramserver_server_refused_total\{reason="(\w+)"\} (\S+)$', text, re.MULTILINE)
+        return {reason: int(float(count)) for reason, count in found}
+
+    def end(self) -> str:
+        """Ends it; returns what it has said on stderr."""
+        if self._process.poll() is None:
+            self._process.terminate()
+        return self._process.communicate(timeout=SOON)[1].decode()
+
+
+def test_strangers_are_counted_and_fill_no_log(stack: contextlib.ExitStack) -> None:
+    """Thousands of them write a few lines, with their address and what they lacked; what is no hello ends a lane."""
+    data_port = free_port()
+    server = Server(stack, "--data-port", str(data_port))
+    host = server.address.rpartition(":")[0]
+    wrong = ((inside.TOKEN_KEY, "Bearer fedcba9876543210"),)
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.unary_unary(inside.VERBS["Status"].path)
+        for metadata in [()] * 200 + [wrong]:
+            with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
+                call(pb.Empty().SerializeToString(), timeout=SOON, metadata=metadata)
+    for _ in range(100):
+        with socket.create_connection(("127.0.0.1", data_port), SOON) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(64))
+            while stranger.recv(1 << 16):
+                pass
+    assert server.counts() == {"token": 201, "certificate": 0, "handshake": 0, "lane": 100}
+    said = server.end()
+    lines = [line for line in said.splitlines() if "refuses a caller" in line]
+    assert len(lines) == 2
+    assert f"refuses a caller at ipv4:{host} (status, token): Unauthenticated: this server asks for the" in lines[0]
+    assert "refuses a caller at 127.0.0.1 (connect, lane)" in lines[1]
+    assert len(said) < 2000
+
+
+def test_lines_are_limited_by_host_and_in_all(caplog: pytest.LogCaptureFixture) -> None:
+    """After a minute the next one says how many there were meanwhile; what is kept has a limit as well."""
+    now = 0.0
+    refused = RefusedCallers("/job:ps/task:0", lambda: now)
+    for host in range(3 * MOST_KEPT):
+        for port in (1, 2):
+            refused.note("connect", f"10.0.0.{host}:{port}", "lane", "no hello")
+    assert len(caplog.messages) == MOST_LINES
+    assert refused.counts["lane"] == 6 * MOST_KEPT
+    assert len(refused.recent()) == MOST_KEPT
+    assert refused.recent()[-1].said == f"a caller at 10.0.0.{3 * MOST_KEPT - 1}, 2 times"
+    now = QUIET_SECONDS
+    refused.note("connect", "10.0.0.1:3", "lane", "no hello")
+    untold = 6 * MOST_KEPT - MOST_LINES - (MOST_LINES - 1)  # those between two lines are told with the second
+    assert caplog.messages[-1].endswith(f"no hello; {untold} more were refused since the last such line")

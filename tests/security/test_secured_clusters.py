@@ -1,10 +1,15 @@
-"""Clusters of real processes with certificates: they train as those without, on every lane, and say what is wrong."""
+"""Clusters of real processes with certificates: they train as those without, vote, and keep sessions from thieves."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
+import sys
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +19,15 @@ import pytest
 
 import psclient as ps
 from psclient._src.processes import process
-from pstesting.processes import CALM, PS0, W0, ProcessCluster
-from pstesting.script import say  # in the programs below, which are sources
-from tests.kit.certificates import Certificates, options
-from tests.kit.internals import Cluster, LaneName, RemoteServer, SecurityOptions, Task, start_server
+from psclient.psctl.certificate_authority import Authority
+from pstesting import forks
+from pstesting.network import Relay
+from pstesting.processes import CALM, PS0, PS1, SECONDS, W0, W1, ProcessCluster
+from pstesting.script import say  # in the program below, which is a source  # in the programs below, which are sources
+from pswire.transport.grpc_channel import open_channel, stub
+from tests.kit import internals as inside
+from tests.kit.certificates import Certificates, listening, options
+from tests.kit.internals import pb
 
 AT_ONCE = 90.0
 """Seconds: processes start in a few of them, on a machine that others use in many; a start's deadline is 120."""
@@ -43,30 +53,43 @@ def train(rounds: int) -> None:
     strategy.close()
 
 
-def digests(directory: Path, **keys: Any) -> set[str]:
-    """What the workers of a job end with, and which lanes they used."""
+def digests(directory: Path, lane: str = "shm", relays: Sequence[Relay] = (), **keys: Any) -> set[str]:
+    """What the workers of a job end with; they use the lane that is named, and servers vote as they can."""
     directory.mkdir(exist_ok=True)
-    with ProcessCluster(train, directory, (3,), ps=2, workers=2, **keys) as job:
+    keys |= {"ps": 2, "workers": 2, "lane": lane, "log_level": "info", "between": [relay.address for relay in relays]}
+    with ProcessCluster(train, directory, (3,), **keys) as job:
+        for relay, server in zip(relays, (PS0, PS1), strict=False):
+            relay.lead_to(job.cluster.addresses[server])
         job.finish()
-        (first,), (second,) = (job.said(task, "digest") for task in (W0, Task("worker", 1)))
-        logged = job.errors(W0)
-    lane = keys.get("lane", "shm")
-    assert f"{lane} lane to {PS0}" in logged, logged
+        (first,), (second,) = (job.said(task, "digest") for task in (W0, W1))
+        used = "grpc" if relays else lane
+        assert f"{used} lane to {PS0}" in job.errors(W0)
+        for one, other in ((PS0, PS1), (PS1, PS0)):
+            assert lane != "tcp" or f"{one} votes at {other}, lane {used}" in job.errors(one)
     return {first, second}
 
 
 @pytest.fixture(scope="module")
 def without(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """What a cluster without certificates ends with."""
-    return digests(tmp_path_factory.mktemp("plain"), lane="grpc", log_level="info")
+    return digests(tmp_path_factory.mktemp("plain"), lane="grpc")
 
 
-@pytest.mark.parametrize("lane", ["tcp", *(pytest.param(lane, marks=pytest.mark.soak) for lane in ("grpc", "shm"))])
+SOAK = [pytest.param(lane, False, marks=pytest.mark.soak) for lane in ("grpc", "shm")]
+SOAK += [pytest.param("tcp", True, marks=pytest.mark.soak)]
+
+
+@pytest.mark.parametrize(("lane", "relayed"), [("tcp", False), *SOAK])
 def test_a_secured_cluster_trains(
-    certificates: Certificates, tmp_path: Path, without: set[str], lane: LaneName
+    certificates: Certificates, tmp_path: Path, stack: ExitStack, without: set[str], lane: str, relayed: bool
 ) -> None:
-    """With certificates and a token, on every lane, it ends with the same bits, and by itself; a chief task drives."""
-    found = digests(tmp_path, lane=lane, security=options(certificates.out), chief="driver", log_level="info")
+    """With certificates and a token, on every lane, it ends with the same bits, and by itself; a chief task drives.
+
+    Servers vote, and each shows its own certificate as a client: encrypted on the tcp lane, and over gRPC where that
+    cannot be reached. What lies between passes bytes on, and reads none.
+    """
+    # At another address of this host there is no lane.
+    relays = [Relay(stack, "127.0.0.2") for _ in range(2)] if relayed else []
+    found = digests(tmp_path, lane, relays, security=options(certificates.out), chief="driver")
     assert found == without
     assert len(found) == 1
 
@@ -74,14 +97,13 @@ def test_a_secured_cluster_trains(
 def test_a_cluster_draws_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else on the machine gets in, though nobody has said anything about security."""
     monkeypatch.setattr(process, "popen", subprocess.Popen)  # the system tells of what began with its environment
-    with Cluster(script="", workers=0, chief="none") as cluster:
+    with inside.Cluster(script="", workers=0, chief="none") as cluster:
         environment = psutil.Process(cluster.processes[PS0].pid).environ()
         assert len(environment["PS_TOKEN"]) == 64
         assert environment["PS_TOKEN"] not in " ".join(psutil.Process(cluster.processes[PS0].pid).cmdline())
 
 
-def fails(directory: Path, security: SecurityOptions) -> str:
-    """How a job ends that cannot begin."""
+def fails(directory: Path, security: inside.SecurityOptions) -> str:
     began = time.monotonic()
     with ProcessCluster(train, directory, (1,), security=security) as job:
         outcome = job.cluster.wait(AT_ONCE)
@@ -90,58 +112,132 @@ def fails(directory: Path, security: SecurityOptions) -> str:
     return outcome.report
 
 
-def test_a_worker_with_anothers_certificate_is_told(certificates: Certificates, tmp_path: Path) -> None:
-    """At its start, in one line, with the file and what to do; nobody waits for it."""
+def test_a_worker_with_a_wrong_certificate_is_told(certificates: Certificates, tmp_path: Path) -> None:
+    """At its start, in one line, with the file and what to do; nobody waits. A server says it of another CA's."""
     out = tmp_path / "certs"
     shutil.copytree(certificates.out, out)
-    shutil.copy(out / "worker-1" / "tls.crt", out / "worker-0" / "tls.crt")
-    shutil.copy(out / "worker-1" / "tls.key", out / "worker-0" / "tls.key")
+    shutil.copytree(out / "worker-1", out / "worker-0", dirs_exist_ok=True)
     report = fails(tmp_path, options(out))
     assert "/worker-0/tls.crt is worker-1's, and not of this process, worker-0" in report
     assert "Traceback" not in report
-
-
-def test_a_worker_of_another_cluster_is_told(certificates: Certificates, tmp_path: Path) -> None:
-    """The same where the server has to say it."""
-    out = tmp_path / "certs"
-    shutil.copytree(certificates.out, out)
-    shutil.rmtree(out / "worker-0")
-    shutil.copytree(certificates.other / "worker-0", out / "worker-0")
+    shutil.copytree(certificates.other / "worker-0", out / "worker-0", dirs_exist_ok=True)
     assert "the server's certificate is not signed by our CA" in fails(tmp_path, options(out))
 
 
-def test_a_server_comes_back_with_new_certificates(certificates: Certificates, tmp_path: Path) -> None:
+def test_a_server_comes_back_with_new_certificates(
+    certificates: Certificates, tmp_path: Path, stack: ExitStack
+) -> None:
     """Its clients take them, if they are of the same CA: what they hear is that it was replaced, as always."""
-    from psclient.psctl.certificate_authority import Authority
-
-    first, address = start_server(until_done=False, timeouts=CALM, security=options(certificates.out))
-    client = RemoteServer(address, PS0, CALM, security=options(certificates.out).read("worker-0"))
-    second = None
-    try:
-        session = client.open(W0, 1, 0, False).session
-        first.kill()
-        first.wait()
-        out = tmp_path / "certs"
-        shutil.copytree(certificates.out, out)
-        Authority(out, 20).issue("ps-0", True)
-        port = int(address.rpartition(":")[2])
-        second, _ = start_server(0, port, until_done=False, timeouts=CALM, security=options(out))
-        with pytest.raises(ps.errors.ServerLost, match="replaced"):
-            client.beat(session, -1, b"")
-        assert client.open(W0, 1, 1, False).session != session
-    finally:
-        client.close()
-        for process in (first, second):
-            if process is not None:
-                process.kill()
-                process.wait()
-                for pipe in (process.stdin, process.stdout):
-                    if pipe:
-                        pipe.close()
+    first, address = listening(stack, security=options(certificates.out))
+    client = inside.RemoteServer(address, PS0, CALM, security=options(certificates.out).read("worker-0"))
+    stack.callback(client.close)
+    session = client.open(W0, 1, 0, False).session
+    first.kill()
+    first.wait()
+    out = tmp_path / "certs"
+    shutil.copytree(certificates.out, out)
+    Authority(out, 20).issue("ps-0", True)
+    listening(stack, port=int(address.rpartition(":")[2]), security=options(out))
+    with pytest.raises(ps.errors.ServerLost, match="replaced"):
+        client.beat(session, -1, b"")
+    assert client.open(W0, 1, 1, False).session != session
 
 
 def test_a_server_that_cannot_be_secure_does_not_start(certificates: Certificates, tmp_path: Path) -> None:
     """It says which file is wrong, before anybody connects."""
     wrong = options(certificates.out)
     with pytest.raises(ps.errors.ConfigError, match=r"ps-7/token cannot be read.*psctl certs"):
-        start_server(7, security=wrong, stderr=-1)
+        inside.start_server(7, security=wrong, stderr=-1)
+
+
+SPEC = inside.VariableSpec("mine", inside.TensorSpec("float32", (4,)))
+AHEAD = 8
+"""How many of the numbers that come next a thief takes."""
+
+PROGRAM = """
+import numpy as np
+import psclient as ps
+
+strategy = ps.ParameterServerStrategy()
+with strategy.scope():
+    v, u = (ps.Variable(np.zeros(4), name=name) for name in "vu")
+for _ in range(3):
+    strategy.run(lambda: (v.assign_add(np.ones(4)), u.assign_add(np.ones(4))))
+print("ended with", float(v[0]), float(u[0]), flush=True)
+"""
+
+
+class Job:
+    """Two servers that ask for certificates, and who connects to them."""
+
+    def __init__(self, stack: ExitStack, certificates: Certificates) -> None:
+        self._stack, self._certificates = stack, certificates
+        self.addresses = [listening(stack, task, security=options(certificates.out))[1] for task in (0, 1)]
+
+    def connect(self, name: str, server: inside.Task, lane: inside.LaneName = "grpc") -> inside.RemoteServer:
+        shown = self._certificates.of(name)
+        client = inside.RemoteServer(self.addresses[server.index], server, CALM, lane=lane, security=shown)
+        self._stack.callback(client.close)
+        return client
+
+
+@pytest.fixture
+def job(stack: ExitStack, certificates: Certificates) -> Job:
+    return Job(stack, certificates)
+
+
+@pytest.mark.parametrize("lane", ["grpc", "tcp", "shm"])
+def test_a_task_takes_back_a_session_that_another_has_opened(job: Job, lane: inside.LaneName) -> None:
+    """On a server that did not give the number, its own task gets in; the thief is out, on the lane it has opened."""
+    number = job.connect("worker-0", PS0).open(W0, 1, 1, False).session
+    thief, owner = job.connect("worker-1", PS1, lane), job.connect("worker-0", PS1)
+    assert thief.open(W1, 1, number, False).session == number
+    value = inside.Payload.pack([np.ones(4, "float32")])
+    assert thief.create(number, 1, 1, SPEC, (1,), value).initialized
+    assert thief.pull(number, [1], -1).result(SECONDS).payload.size == 16  # its lane is open
+    assert thief.traffic[lane].received
+    assert owner.open(W0, 1, number, False).session == number
+    with pytest.raises((inside.Forbidden, inside.Fenced)):
+        thief.pull(number, [1], -1).result(SECONDS)
+    if (held := thief.lane(number)) is not None:
+        with pytest.raises((inside.Forbidden, inside.Fenced)):
+            held.beat().result(SECONDS)
+    with pytest.raises(inside.Forbidden, match=f"session {number} is {W0}'s, and not {W1}'s"):
+        thief.open(W1, 1, number, False)
+    owner.beat(number, -1, b"")
+    assert owner.pull(number, [1], -1).result(SECONDS).payload.size == 16
+
+
+def test_an_incarnation_is_a_servers(job: Job, certificates: Certificates) -> None:
+    """A worker that opens a session with the number by which a server votes keeps no server from voting."""
+    thief = job.connect("worker-1", PS1)
+    incarnation = job.connect("ps-0", PS0).status().incarnation
+    thief.open(W1, 1, incarnation, False)
+    shown = certificates.of("ps-0")
+    with open_channel(job.addresses[1], shown, "ps-1.paramserver") as channel:
+        request = pb.IntroduceRequest(server=0, incarnation=incarnation, protocol=inside.PROTOCOL)
+        call = stub(channel, inside.VERBS["Introduce"].path, (False, False))
+        call(request.SerializeToString(), timeout=SECONDS, metadata=((inside.TOKEN_KEY, inside.bearer(shown.token)),))
+    with pytest.raises(inside.Forbidden):
+        thief.beat(incarnation, -1, b"")
+
+
+def test_a_job_trains_though_a_member_has_taken_its_numbers(
+    job: Job, certificates: Certificates, tmp_path: Path
+) -> None:
+    """A worker computes the numbers that come next, and opens them on the other server before anybody does."""
+    first = job.connect("worker-1", PS0)
+    own = first.open(W1, 1, 1, False).session
+    first.leave(own, "")
+    thief = job.connect("worker-1", PS1)
+    for task in (W0, inside.Task("chief", 0)):
+        for ahead in range(1, AHEAD + 1):
+            thief.open(W1, 1, inside.number_for(task, own, inside.count_of(own) + ahead), False)
+    cluster = {"ps": job.addresses, "worker": ["127.0.0.1:0"]}
+    environ = os.environ | options(certificates.out).variables()
+    environ |= {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})}
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    command = [sys.executable, "-m", "psclient", str(script)]
+    ended = forks.run(command, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert "ended with 3.0 3.0" in ended.stdout, ended.stderr

@@ -1,18 +1,30 @@
-"""The status page is for whoever has a code of the job's token, for an hour, and changes nothing."""
+"""The status page is for whoever has a code of the job's token, and changes nothing; certificates put it behind TLS."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import re
+import socket
+import ssl
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from html import unescape
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 
+from pstesting import forks
+from pstesting.processes import SECONDS
 from pswire.telemetry import web_server
 from pswire.telemetry.page import sampler, status_page
+from pswire.telemetry.web_server import HASTE_SECONDS, MAX_CONNECTIONS, SILENT_SECONDS
+from tests.kit.certificates import Certificates, listening, options
 from tests.kit.internals import GOOD_SECONDS, check_code, make_code
 from tests.kit.rig import WORKERS, Job, serving
 from tests.kit.telemetry import OTHER_TOKEN, TOKEN, page_of
@@ -33,7 +45,6 @@ def job(tmp_path):
 
 @pytest.fixture
 def served(job):
-    """The page of its server."""
     with page_of(job) as found:
         yield found
 
@@ -42,28 +53,19 @@ def served(job):
 
 
 def test_a_code_is_good_for_an_hour():
-    """To the second, and for the job of its token."""
+    """To the second, and for the job of its token. Each digit counts: the end, the tag, and the proof."""
     code = make_code(TOKEN, NOW)
     assert check_code(TOKEN, code, NOW) is None
     assert check_code(TOKEN, code, NOW + GOOD_SECONDS - 1) is None
     assert check_code(TOKEN, code, NOW + GOOD_SECONDS) == "over"
     assert check_code(OTHER_TOKEN, code, NOW) == "other job"
     assert TOKEN not in code
-
-
-def test_a_code_that_was_changed_is_not_taken():
-    """Each digit counts: the end, the tag, and the proof."""
-    code = make_code(TOKEN, NOW)
     for place, digit in enumerate(code):
         if digit != "-":
             changed = code[:place] + ("0" if digit != "0" else "1") + code[place + 1 :]
             assert check_code(TOKEN, changed, NOW) in ("wrong", "other job"), place
-
-
-@pytest.mark.parametrize("code", ["x", "1-2-3", "é" * 80, "-" * 200, "1" * 100_000, make_code(TOKEN, NOW)[:-1]])
-def test_what_is_no_code_is_not_taken(code):
-    """Whatever came from the network."""
-    assert check_code(TOKEN, code, NOW) == "malformed"
+    for wrong in ("x", "1-2-3", "é" * 80, "-" * 200, "1" * 100_000, code[:-1]):
+        assert check_code(TOKEN, wrong, NOW) == "malformed"
 
 
 # ---- Who may look ----
@@ -83,6 +85,12 @@ def test_the_link_opens_the_page_and_the_cookie_keeps_it_open(served):
     assert served.get("/", Cookie="paramserver-00000000=1").status == 403
 
 
+def later(code, seconds):
+    """A code whose end somebody has moved, which its proof shows."""
+    end, rest = code.split("-", 1)
+    return f"{int(end, 16) + seconds:x}-{rest}"
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [
@@ -90,8 +98,9 @@ def test_the_link_opens_the_page_and_the_cookie_keeps_it_open(served):
         ("nothing", "not whole"),
         (make_code(OTHER_TOKEN, time.time()), "of another job"),
         (make_code(TOKEN, time.time() - GOOD_SECONDS - 1), "is over"),
+        (later(make_code(TOKEN, time.time()), 3600), "was changed"),
     ],
-    ids=["none", "malformed", "other job", "over"],
+    ids=["none", "malformed", "other job", "over", "changed"],
 )
 @pytest.mark.parametrize("path", ["/", "/events"])
 def test_who_has_no_code_is_told_how_to_get_one(served, path, code, said):
@@ -104,23 +113,23 @@ def test_who_has_no_code_is_told_how_to_get_one(served, path, code, said):
     assert "Set-Cookie" not in got.headers
 
 
-def test_a_changed_code_is_refused(served):
-    """The proof is of its end."""
-    end, rest = served.code.split("-", 1)
-    got = served.get(f"/?code={int(end, 16) + 3600:x}-{rest}")
-    assert (got.status, "was changed" in got.text) == (403, True)
-
-
-def test_events_end_with_the_code(job):
-    """A page that stays open shows nothing after the hour, and says why."""
-    with page_of(job) as served:
-        code = make_code(TOKEN, time.time() - GOOD_SECONDS + 2)
-        assert served.get(f"/?code={code}").status == 200
-        got = served.get(f"/events?code={code}")  # the answer ends
-        assert got.headers["Content-Type"] == "text/event-stream"
-        assert "event: parts" in got.text
-        assert "event: over" in got.text
-        assert "The code is over" in got.text
+def test_events_end_with_the_code(job, served):
+    """A page that stays open shows nothing after the hour. Looking changes nothing; names are text."""
+    core, code = job.servers.cores[0], make_code(TOKEN, time.time() - GOOD_SECONDS + 2)
+    before, recent = core.status(), [each.what for each in core.recent()]
+    for _ in range(5):
+        got = served.get(f"/?code={code}")
+        assert got.status == 200
+    assert SCRIPT not in got.text
+    assert SCRIPT in unescape(got.text)
+    got = served.get(f"/events?code={code}")  # the answer ends
+    assert got.headers["Content-Type"] == "text/event-stream"
+    assert "event: parts" in got.text
+    assert SCRIPT not in got.text
+    assert "event: over" in got.text
+    assert "The code is over" in got.text
+    assert core.status() == before
+    assert [each.what for each in core.recent()] == recent
 
 
 @pytest.mark.parametrize(
@@ -128,22 +137,16 @@ def test_events_end_with_the_code(job):
     [("localhost", 200), ("127.0.0.1:9100", 200), ("[::1]:9100", 200), ("evil.example", 403), ("evil.example:80", 403)],
 )
 def test_without_a_token_the_page_is_for_this_machine(job, host, status):
-    """No page from elsewhere reaches it by a name of its own that it lets lead here."""
+    """No page from elsewhere reaches it by a name of its own that it lets lead here; a caller's address counts."""
     with page_of(job, token="") as served:
         got = served.get("/", Host=host)
     assert got.status == status
     assert ("job runs" in got.text) == (status == 200)
-
-
-def test_without_a_token_others_are_told(job):
-    """Their address counts, whatever they say."""
-    page = status_page.StatusPage(sampler.Source(WORKERS[0], "", lambda: ((), ()), lambda index: (None, ())), "")
-    try:
+    source = sampler.Source(WORKERS[0], "", lambda: ((), ()), lambda index: (None, ()))
+    with closing(status_page.StatusPage(source, "")) as page:
         for client, status in [("10.0.0.7", 403), ("127.0.0.1", 200), ("::1", 200), ("::ffff:127.0.0.1", 200)]:
             request = web_server.Request("/", "", {"host": "localhost"}, client)
             assert page.page(request).status == status, client
-    finally:
-        page.close()
 
 
 def test_metrics_need_no_code(served):
@@ -155,16 +158,6 @@ def test_metrics_need_no_code(served):
 
 
 # ---- What is shown ----
-
-
-def test_names_are_text(served):
-    """A variable may have any name; it is shown as it is, and is no part of the page."""
-    got = served.look()
-    assert SCRIPT not in got.text
-    assert SCRIPT in unescape(got.text)
-    stream = served.get(f"/events?code={make_code(TOKEN, time.time() - GOOD_SECONDS + 2)}").text
-    assert "event: parts" in stream
-    assert SCRIPT not in stream
 
 
 def test_nothing_is_loaded_from_elsewhere_and_nothing_leaks(served):
@@ -188,29 +181,91 @@ def test_nothing_is_loaded_from_elsewhere_and_nothing_leaks(served):
     assert served.code not in got.text
 
 
-# ---- Nothing is changed ----
+@pytest.mark.parametrize("code", [True, False])
+def test_nothing_else_is_served(served, code):
+    """There are three paths, which are no files, and two methods; also with a good code."""
+    given = f"?code={served.code}" if code else ""
+    for path in ("/../../etc/passwd", "/%2e%2e/etc/passwd", "/page.css", "/events/", "/metrics/x"):
+        assert served.get(path + given).status == 404
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT"):
+        got = served.get(f"/{given}", method)
+        assert (got.status, got.headers["Allow"]) == (405, "GET, HEAD")
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT"])
-def test_other_methods_are_refused(served, method):
-    """Also with a good code."""
-    got = served.get(f"/?code={served.code}", method)
-    assert (got.status, got.headers["Allow"]) == (405, "GET, HEAD")
+NAMES = ("metrics.paramserver", "ps-0.paramserver")
 
 
-@pytest.mark.parametrize("path", ["/../../etc/passwd", "/%2e%2e/etc/passwd", "/page.css", "/events/", "/metrics/x"])
-def test_a_path_is_no_file(served, path):
-    """There are three, and nothing else."""
-    assert served.get(path).status == 404
-    assert served.get(f"{path}?code={served.code}").status == 404
+class Secured:
+    """A real server with certificates and a metrics port, and the link that `psctl page` prints for it."""
+
+    def __init__(self, certificates: Certificates, address: str) -> None:
+        self._ca = certificates.out / "ps-0" / "ca.crt"
+        environ = os.environ | options(certificates.out).variables()
+        command = [sys.executable, "-m", "psclient.psctl", "page", "--server", "ps:0", "--address", address]
+        self.said = forks.run(command, env=environ, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+        self.link = self.said.split()[1]
+        self.port = urlsplit(self.link).port or 0
+
+    def plain(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), SECONDS)
+
+    def get(self, path: str, name: str = NAMES[0], ca: Path | None = None) -> str:
+        """The whole answer to a request over TLS, as Prometheus asks: the server's certificate must have the name."""
+        context = ssl.create_default_context(cafile=ca or self._ca)
+        with context.wrap_socket(self.plain(), server_hostname=name) as sock:
+            sock.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+            return read(sock)
 
 
-def test_looking_changes_nothing(job, served):
-    """Neither the log, nor sessions, nor what the server was told last; no round waits."""
-    core = job.servers.cores[0]
-    before, recent = core.status(), [each.what for each in core.recent()]
-    for _ in range(5):
-        assert served.look().status == 200
-    served.get(f"/events?code={make_code(TOKEN, time.time() - GOOD_SECONDS + 2)}")
-    assert core.status() == before
-    assert [each.what for each in core.recent()] == recent
+def read(sock: socket.socket) -> str:
+    found = b""
+    while data := sock.recv(1 << 16):
+        found += data
+    return found.decode()
+
+
+@pytest.fixture(scope="module")
+def secured(certificates: Certificates) -> Iterator[Secured]:
+    with ExitStack() as stack:
+        flags = ["--metrics-port", "0"]
+        yield Secured(certificates, listening(stack, security=options(certificates.out), flags=flags)[1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_metrics_and_health_are_behind_tls(secured: Secured, certificates: Certificates, name: str) -> None:
+    """By the name of all tasks or its own, to whoever knows the CA; no certificate is asked for."""
+    assert "paramserver_certificate_expiry_timestamp_seconds" in secured.get("/metrics", name)
+    assert secured.get("/healthz", name).startswith("HTTP/1.0 200")
+    for wrong in ({"name": "ps-1.paramserver"}, {"ca": certificates.other / "ps-0" / "ca.crt"}):
+        with pytest.raises(ssl.SSLCertVerificationError):
+            secured.get("/metrics", **wrong)
+
+
+def test_the_link_is_of_https(secured: Secured) -> None:
+    """Its cookie is sent over TLS alone; without a code there is no page, and without TLS one line in HTTP."""
+    assert secured.link.startswith("https://127.0.0.1:")
+    assert "a browser knows neither the job's CA" in secured.said
+    answer = secured.get(secured.link.removeprefix(f"https://127.0.0.1:{secured.port}"))
+    assert answer.startswith("HTTP/1.0 200")
+    assert "SameSite=Strict; Secure\r\n" in answer
+    assert secured.get("/").startswith("HTTP/1.0 403")
+    with secured.plain() as sock:
+        sock.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer = read(sock)
+    assert answer.startswith("HTTP/1.0 400")
+    assert "this port speaks TLS: ask for https" in answer
+    assert "paramserver_" not in answer
+
+
+def test_a_handshake_that_does_not_go_on_is_in_nobodys_way(secured: Secured) -> None:
+    """Neither one that never begins, nor one that stops amid; they end after their time, and make room before."""
+    with ExitStack() as stack:
+        slow = [stack.enter_context(secured.plain()) for _ in range(MAX_CONNECTIONS)]
+        for sock in slow[::2]:
+            sock.sendall(b"\x16\x03\x01\x02\x00\x01")
+        time.sleep(HASTE_SECONDS)  # else they may still be about to say something, and the newcomer is turned away
+        began = time.monotonic()
+        assert "200 OK" in secured.get("/healthz")
+        assert time.monotonic() - began < SILENT_SECONDS
+        for sock in slow:
+            assert sock.recv(1) in (b"", b"\x15")

@@ -1,9 +1,8 @@
-"""R19: whatever comes on the sockets of a server's lanes, in whatever pieces: the job's rounds go on and are exact."""
+"""R19: whatever strangers send, in calls or on lanes, in whatever pieces, the job's rounds go on and are exact."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import socket
 import ssl
 import struct
@@ -11,19 +10,131 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-from hypothesis import given
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from psserver.transport import lane_connection
-from tests.kit.attacks import BOMB, BYTES, NUMBERS, STRANGER, mutated, question
+from tests.kit import internals as inside
+from tests.kit.attacks import BOMB, BYTES, NUMBERS, STRANGER, Attacker, Process, foreseen, mutated, question
 from tests.kit.certificates import Certificates
-from tests.kit.internals import CLIENT_BYTES, HEAD, INLINE, PROTOCOL, Kind, Message, Security, pb
-from tests.kit.lanes import Hand, Site, eventually
+from tests.kit.internals import messages, pb
+from tests.kit.lanes import Hand, Site
+from tests.kit.rig import eventually
+
+MIB = 1 << 20
+
+LIFE = 0x5EED << 44
+"""Of a server: the numbers of its sessions are none that an attack guesses."""
+
+FEW = 8
+"""Descriptors or threads that a server may have more after a storm: of its pools, and of gRPC's."""
+
+
+@dataclass
+class Siege:
+    """A server with a job on it, who attacks it, and what the server did not foresee."""
+
+    site: Site
+    attacker: Attacker
+    surprises: list[str]
+
+
+@pytest.fixture(scope="module", params=["open", "secured"])
+def siege(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
+) -> Iterator[Siege]:
+    """One server for all attacks; where it asks for certificates, the sessions of others are said, too."""
+    shown, own = (inside.Security(), inside.Security()), inside.Security()
+    if request.param == "secured":
+        members = certificates.signed([f"{name}.paramserver" for name in ("worker-0", "worker-1", "chief-0")], -1, 1)
+        shown, own = (certificates.of("ps-0"), members), certificates.signed(["worker-7.paramserver"], -1, 1)
+    above = tmp_path_factory.mktemp("above")
+    with foreseen() as surprises, ExitStack() as stack:
+        more: dict[str, Any] = {"root": above / "root", "memory_limit": 256 * MIB, "incarnation": LIFE}
+        site = Site(stack, "grpc", elements=64, shown=shown, **more)
+        others = [one.session for one in site.workers] if shown[0].tls else []
+        site.thread._loop.set_exception_handler(lambda loop, context: surprises.append(str(context)))
+        yield Siege(site, Attacker(site, own, others), surprises)
+    assert [path.name for path in above.iterdir() if path.name != "root"] == []
+
+
+@given(data=st.data())
+def test_whatever_is_called_the_job_goes_on(siege: Siege, data: st.DataObject) -> None:
+    """Each call is answered or waits, with no internal error, in whatever order; every round has its exact sums."""
+    for _ in range(data.draw(st.integers(1, 4))):
+        verb, messages = siege.attacker.attack(data.draw)
+        said = siege.attacker.send(verb, messages, leaves=data.draw(st.integers(0, 9)) == 0)
+        event(f"{verb}: {said}")
+        if said == "Fenced":
+            siege.attacker.open()
+    siege.site.round()
+    assert siege.surprises == []
+
+
+def test_nothing_is_left_of_them(siege: Siege) -> None:
+    """No more calls wait than one session may have, no bell is kept, and no memory is reserved."""
+    site, attacker = siege.site, siege.attacker
+    attacker.open()  # ends the session that it had
+    attacker.server.leave(attacker.session, "")
+    core = site.core
+    eventually(lambda: not site.thread._server._service._bells)
+    assert all(len(core.machine.waiters.rows[kind]) <= inside.MAX_CALLS for kind in (inside.Hold, inside.Watch))
+    assert len(core.machine.waiters.rows[inside.Read]) <= inside.MAX_CALLS
+    assert core.machine.rounds.sessions() == set()
+    site.round()
+
+
+# ---- A process ----
+
+
+def test_a_process_has_nothing_left_of_thousands(tmp_path: Path) -> None:
+    """Of thousands of calls that are refused, wait, or are given up: no descriptor, no thread, little memory."""
+    with ExitStack() as stack:
+        site = Process(stack, tmp_path, "grpc", ["--memory-limit", "256MiB"])
+        attacker, process = Attacker(site), site.process
+        storm(attacker, 50)
+        site.round()
+        files, threads, memory = process.num_fds(), process.num_threads(), process.memory_info().rss
+        storm(attacker, 250)
+        site.round()
+        eventually(lambda: process.num_fds() <= files + FEW and process.num_threads() <= threads + FEW)
+        assert process.memory_info().rss - memory < 64 * MIB
+        assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def storm(attacker: Attacker, count: int) -> None:
+    """Many calls of each kind at once, of clients who go away; and connections that say nothing of use."""
+    site = attacker.site
+    attacker.open()
+    log = site.server.status().log
+    watch = pb.WatchRequest(session=attacker.session, after=log, version=-1)
+    pull = pb.PullRequest(session=attacker.session, variables=[site.variables[0].id], after=1 << 40)
+    push = pb.PushHeader(session=attacker.session, epoch=99, size=1 << 20, plan_id=b"p" * 32)
+    spec = messages.SPEC.to_pb(site.variables[0].spec)
+    create = pb.CreateHeader(session=attacker.session, ordinal=0, id=-1, spec=spec)
+    calls: dict[str, list[bytes]] = {
+        "Watch": [watch.SerializeToString()],
+        "Pull": [pull.SerializeToString()],
+        "Push": [inside.Frame(push.SerializeToString(), 0, (memoryview(bytes(5000)),)).encode()],
+        "Create": [inside.Frame(create.SerializeToString()).encode()],
+        "Propose": [pb.ProposeRequest(session=attacker.session, entry="x" * 10_000).SerializeToString()],
+    }
+    for _ in range(count // 50):
+        begun = [attacker.begin(verb, said, 60.0) for verb, said in calls.items() for _ in range(50)]
+        site.server.status()
+        for call in begun:
+            call.cancel()
+    host, _, port = attacker.server.address.rpartition(":")
+    for _ in range(count // 5):
+        with socket.create_connection((host, int(port)), 5) as sock, contextlib.suppress(OSError):
+            sock.sendall(BOMB)
+
 
 SMALL = 64
 RESET = struct.pack("ii", 1, 0)
@@ -34,24 +145,18 @@ TASKS = ("worker-0", "worker-1", "worker-7", "chief-0")
 
 @dataclass
 class Front:
-    """A server whose lanes are attacked, and members of a job that use them.
+    """A server whose lanes are attacked in a session that is no member's, and members of a job that use them.
 
-    Attributes:
-        lane: which; "tls" is tcp with certificates.
-        site: the server and the job.
-        session: whose lane is attacked: no member's.
-        security: with which it is.
-        surprises: what the server did not foresee.
+    The lane "tls" is tcp with certificates.
     """
 
     lane: str
     site: Site
     session: int
-    security: Security
+    security: inside.Security
     surprises: list[str]
 
     def hand(self) -> Hand:
-        """A connection that has said nothing."""
         found = Hand(self.site.lanes, "shm" if self.lane == "shm" else "tcp")
         if self.lane == "tls":
             context = self.security.client_context()
@@ -60,10 +165,9 @@ class Front:
 
     def hello(self) -> bytes:
         """What lets its session in."""
-        said = pb.LaneHello(
-            session=self.session, token=self.site.core.registry.lane_token(self.session), protocol=PROTOCOL
-        )
-        return Message(Kind.HELLO, header=said.SerializeToString()).head()
+        token = self.site.core.registry.lane_token(self.session)
+        said = pb.LaneHello(session=self.session, token=token, protocol=inside.PROTOCOL)
+        return inside.Message(inside.Kind.HELLO, header=said.SerializeToString()).head()
 
     def open(self) -> list[Any]:
         """The server's ends of connections that are not the job's."""
@@ -73,41 +177,35 @@ class Front:
 @pytest.fixture(scope="module", params=["tcp", "tls", "shm"])
 def front(request: pytest.FixtureRequest, certificates: Certificates) -> Iterator[Front]:
     """One server for all attacks on a lane; nothing that it does not foresee may reach its event loop."""
-    surprises: list[str] = []
-    handler = logging.Handler(logging.ERROR)
-    handler.emit = lambda record: surprises.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("psserver").addHandler(handler)
-    shown = (Security(), Security())
+    shown = (inside.Security(), inside.Security())
     if request.param == "tls":
         everyone = certificates.signed([f"{name}.paramserver" for name in TASKS], -1, 1)
         shown = certificates.of("ps-0"), everyone
-    with ExitStack() as stack:
+    with foreseen() as surprises, ExitStack() as stack:
         lane: Any = "shm" if request.param == "shm" else "tcp"
         site = Site(stack, lane, elements=SMALL, shown=shown)
         site.thread._loop.set_exception_handler(lambda loop, context: surprises.append(str(context)))
         session = site.connect("grpc").open(STRANGER, 1, 0, False).session
         yield Front(request.param, site, session, shown[1], surprises)
         eventually(lambda: not site.lanes._handshakes)
-    logging.getLogger("psserver").removeHandler(handler)
-    assert surprises == []
 
 
 # ---- What is said ----
 
 
-PLACES = (INLINE, 0, 64, 4096, CLIENT_BYTES - 64, CLIENT_BYTES, 1, 1 << 63)
-KINDS = (*Kind, 0, max(Kind) + 1, 255)
-EMPTY = Kind.PART, Kind.FREED, Kind.BEAT
+PLACES = (inside.INLINE, 0, 64, 4096, inside.CLIENT_BYTES - 64, inside.CLIENT_BYTES, 1, 1 << 63)
+KINDS = (*inside.Kind, 0, max(inside.Kind) + 1, 255)
+EMPTY = inside.Kind.PART, inside.Kind.FREED, inside.Kind.BEAT
 
 
 @st.composite
-def messages(draw: Any, front: Front) -> bytes:
+def lane_messages(draw: Any, front: Front) -> bytes:
     """A message of a lane: a push or a pull that makes sense, or what comes after one, or neither."""
     site = front.site
     session = draw(st.sampled_from([front.session] * 4 + [0, site.workers[0].session]))
     ids = [one.id for one in site.variables]
     data = draw(st.sampled_from([*BYTES, bytes(768)]))
-    place = draw(st.sampled_from([INLINE, INLINE, *PLACES]))
+    place = draw(st.sampled_from([inside.INLINE, inside.INLINE, *PLACES]))
     push = pb.PushHeader(
         session=session,
         epoch=draw(st.sampled_from([1, 2, 1 << 63])),
@@ -126,13 +224,13 @@ def messages(draw: Any, front: Front) -> bytes:
         tables=draw(st.sampled_from([[], [question(draw, ids[0])]])),
     )
     kind, header = draw(
-        st.sampled_from([(Kind.PUSH, push), (Kind.PULL, pull), *((kind, pb.Empty()) for kind in EMPTY)])
+        st.sampled_from([(inside.Kind.PUSH, push), (inside.Kind.PULL, pull), *((kind, pb.Empty()) for kind in EMPTY)])
     )
     kind = draw(st.sampled_from([kind] * 6 + [*KINDS]))
-    size = len(data) if place == INLINE else draw(st.sampled_from([0, 64, 768, 4 << 20]))
+    size = len(data) if place == inside.INLINE else draw(st.sampled_from([0, 64, 768, 4 << 20]))
     size = draw(st.sampled_from([size] * 8 + [*NUMBERS]))
     encoded = header.SerializeToString()
-    head = HEAD.pack(
+    head = inside.HEAD.pack(
         kind,
         draw(st.sampled_from([len(encoded)] * 12 + [0, 1, (1 << 32) - 1])),
         draw(st.integers(0, 2)),
@@ -140,7 +238,7 @@ def messages(draw: Any, front: Front) -> bytes:
         size,
         place,
     )
-    whole = head + encoded + (data if place == INLINE else b"")
+    whole = head + encoded + (data if place == inside.INLINE else b"")
     return mutated(draw, whole) if draw(st.integers(0, 9)) == 0 else whole
 
 
@@ -148,7 +246,7 @@ def messages(draw: Any, front: Front) -> bytes:
 def test_whatever_is_said_the_job_goes_on(front: Front, data: st.DataObject) -> None:
     """Before and after a hello that is right, in any pieces; the connection is read from, left open, or torn."""
     draw = data.draw
-    said = b"".join(draw(st.lists(messages(front), max_size=6))) + draw(st.sampled_from([b"", BOMB, b"\xff" * 40]))
+    said = b"".join(draw(st.lists(lane_messages(front), max_size=6))) + draw(st.sampled_from([b"", BOMB, b"\xff" * 40]))
     if draw(st.integers(0, 4)):
         said = front.hello() + said
     guest = front.hand()
@@ -166,16 +264,16 @@ def test_whatever_is_said_the_job_goes_on(front: Front, data: st.DataObject) -> 
     assert front.surprises == []
 
 
-def test_nothing_is_left_of_them(front: Front) -> None:
-    """No connection, no call that waits, and no place in the memory of answers."""
-    eventually(lambda: not front.open())
-    eventually(lambda: not front.site.lanes.leaving)
-    if front.site.lanes._outbox is not None:
-        eventually(lambda: not front.site.lanes._outbox[0]._entries)
-    front.site.round()
-
-
 # ---- What is torn, or slow ----
+
+
+def test_nothing_is_left_on_lanes(front: Front) -> None:
+    """No connection, no call that waits, and no place in the memory of answers."""
+    site = front.site
+    eventually(lambda: not front.open() and not site.lanes.leaving)
+    if site.lanes._outbox is not None:
+        eventually(lambda: not site.lanes._outbox[0]._entries)
+    site.round()
 
 
 def test_connections_by_the_hundred(front: Front) -> None:
@@ -184,20 +282,16 @@ def test_connections_by_the_hundred(front: Front) -> None:
     front.site.round()
     files, threads = process.num_fds(), process.num_threads()
     for number in range(300 if front.lane != "tls" else 60):
-        touch(front, number)
+        with contextlib.suppress(OSError), front.hand() as guest:
+            if number % 3:
+                guest.sock.sendall(front.hello() if number % 3 == 1 else b"\x03" * number)
+            if front.lane == "tcp":
+                guest.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+    del guest  # and the memory that it had
     eventually(lambda: not front.open())
     eventually(lambda: process.num_fds() <= files)
     assert process.num_threads() <= threads
     front.site.round()
-
-
-def touch(front: Front, number: int) -> None:
-    """A connection that is made, and torn."""
-    with contextlib.suppress(OSError), front.hand() as guest:
-        if number % 3:
-            guest.sock.sendall(front.hello() if number % 3 == 1 else b"\x03" * number)
-        if front.lane == "tcp":
-            guest.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
 
 
 def test_a_byte_now_and_then(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +312,6 @@ def test_a_byte_now_and_then(front: Front, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_handshake_that_is_nonsense(front: Front) -> None:
-    """Ends at once."""
     if front.lane != "tls":
         pytest.skip("only TLS has one")
     for said in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff" + bytes(300), BOMB, front.hello()):
@@ -257,7 +350,7 @@ def test_memory_that_is_scribbled_over(tmp_path: Any) -> None:
                 answer = site.push(here, 1)
                 place = 0 if call % 2 else 1 << 20  # what the round before told may not be free yet
                 for number, (offset, data) in enumerate(parts):
-                    kind, said = (Kind.PART, b"") if number else (Kind.PUSH, header)
+                    kind, said = (inside.Kind.PART, b"") if number else (inside.Kind.PUSH, header)
                     guest.say(kind, call, said, offset, len(data), place)
                     place += -(-len(data) // 4096) * 4096
                 values = answer.result(10).payload.tensors([one.spec.tensor for one in site.variables])

@@ -1,15 +1,22 @@
-"""Certificates that change while a job trains: new connections use the new ones, and those that are there go on."""
+"""Encrypted connections deliver what was sent, and take new certificates while a job trains."""
 
 from __future__ import annotations
 
 import logging
+import selectors
 import shutil
+import socket
 import ssl
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import psclient as ps
 from psserver.transport import server as transport
@@ -19,9 +26,107 @@ from pstesting.processes import CALM, PS0, W0, W1, ProcessCluster
 from pstesting.script import ME, add_all, gate, say  # in the program below, which is a source
 from pswire.security import rotation
 from pswire.security.rotation import CertificateFiles
+from tests.kit.cases import search
 from tests.kit.certificates import Certificates, guarded, options
-from tests.kit.internals import RemoteServer, SecurityOptions
+from tests.kit.internals import (
+    MAX_PART_BYTES,
+    PIECE,
+    RECORD,
+    Kind,
+    Message,
+    MessageSocket,
+    RemoteServer,
+    Sealed,
+    SecurityOptions,
+)
 from tests.kit.rig import eventually
+
+SECONDS = 20.0
+
+
+@contextmanager
+def connected(certificates: Certificates) -> Iterator[tuple[Sealed, Sealed]]:
+    here, there = socket.socketpair()
+    for sock in (here, there):
+        sock.settimeout(SECONDS)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+    server = Sealed(there, certificates.of("ps-0").server_context())
+    client = Sealed(here, certificates.of("worker-0").client_context(), "ps-0.paramserver")
+    shaking = threading.Thread(target=server.shake)
+    shaking.start()
+    client.shake()
+    shaking.join()
+    pair = client, server
+    yield pair
+    for end in pair:
+        end.close()
+
+
+def send(link: MessageSocket, messages: Sequence[tuple[Message, bytes]]) -> None:
+    """Sends all, as the thread of a lane does."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(link.sock, selectors.EVENT_WRITE)
+        for message, data in messages:
+            left = link.send([message.head(), memoryview(data)])
+            while left:
+                assert selector.select(SECONDS)
+                left = link.flush()
+
+
+def receive(link: MessageSocket, count: int) -> list[tuple[Message, bytes]]:
+    found: list[tuple[Message, bytes]] = []
+    with selectors.DefaultSelector() as selector:
+        selector.register(link.sock, selectors.EVENT_READ)
+        while len(found) < count:
+            found += [(message, bytes(message.data or b"")) for message in link.receive()]
+            if len(found) < count:
+                assert selector.select(SECONDS), f"{len(found)} of {count}"
+    return found
+
+
+SIZES = st.one_of(
+    st.integers(0, 100), st.sampled_from([RECORD - 40, RECORD, RECORD + 1, PIECE, PIECE + 1, MAX_PART_BYTES])
+)
+
+
+@search(0.25)
+@given(sizes=st.lists(SIZES, max_size=8), seed=st.integers(0, 9))
+def test_what_is_sent_arrives(certificates: Certificates, sizes: list[int], seed: int) -> None:
+    """Messages of all sizes, both ways at once, by four threads; each end reads while it writes."""
+    random = np.random.default_rng(seed)
+    sent = [
+        [(Message(Kind.PART, number, b"h" * number, 0, size), random.bytes(size)) for number, size in enumerate(sizes)]
+        for _ in range(2)
+    ]
+    with connected(certificates) as pair, ThreadPoolExecutor(4) as threads:
+        links = [MessageSocket(end) for end in pair]
+        for link in links:
+            link.trust()
+        sending = [threads.submit(send, link, messages) for link, messages in zip(links, sent, strict=True)]
+        receiving = [threads.submit(receive, link, len(sizes)) for link in links]
+        for done in sending:
+            done.result(SECONDS)
+        got = [done.result(SECONDS) for done in receiving]
+    assert [said(messages) for messages in got] == [said(messages) for messages in reversed(sent)]
+
+
+def said(messages: Sequence[tuple[Message, bytes]]) -> list[tuple[int, bytes, bytes]]:
+    return [(message.call, message.header, data) for message, data in messages]
+
+
+def test_a_stranger_in_between(certificates: Certificates) -> None:
+    """A byte that is changed breaks the connection, and so does an end that goes; each end reads the other's names."""
+    with connected(certificates) as (here, there):
+        assert sorted(here.peer_names()) == ["metrics.paramserver", "ps-0.paramserver"]
+        assert sorted(there.peer_names()) == ["metrics.paramserver", "worker-0.paramserver"]
+        here._sock.sendall(b"\x17\x03\x03\x00\x20" + bytes(32))
+        with pytest.raises(OSError, match=r"(?i)mac|decrypt|bad record"):
+            receive(MessageSocket(there), 1)
+    with connected(certificates) as (here, there):
+        there.close()
+        with pytest.raises(ConnectionError):
+            receive(MessageSocket(here), 1)
+
 
 FILES = ("tls.crt", "tls.key", "ca.crt")
 
@@ -41,12 +146,7 @@ def train(rounds: int) -> None:
 
 
 class Files:
-    """The files of one task, as they are replaced.
-
-    Attributes:
-        path: the directory.
-        options: where they are.
-    """
+    """The files of one task, as they are replaced, each at once."""
 
     def __init__(self, path: Path, source: Path) -> None:
         self.path = path
@@ -54,14 +154,12 @@ class Files:
         self.options = SecurityOptions(*(str(path / file) for file in (*FILES, "token")))
 
     def take(self, source: Path, *files: str) -> None:
-        """Replaces files, each at once."""
         for file in files or FILES:
             new = self.path / f".{file}"
             new.write_bytes((source / file).read_bytes())
             new.replace(self.path / file)
 
     def trust(self, *sources: Path) -> None:
-        """Replaces the CA by several."""
         new = self.path / ".ca"
         new.write_bytes(b"".join((source / "ca.crt").read_bytes() for source in sources))
         new.replace(self.path / "ca.crt")
@@ -69,21 +167,14 @@ class Files:
 
 @pytest.fixture
 def files(certificates: Certificates, tmp_path: Path) -> Files:
-    """Those of server 0."""
     return Files(tmp_path / "ps-0", certificates.out / "ps-0")
 
 
 class Watched:
-    """Files that a process follows.
-
-    Attributes:
-        first: what it has read first.
-    """
+    """Files that a process follows, and what it has read first."""
 
     def __init__(self, files: Files) -> None:
-        self._clock = Clock()
-        self._options = files.options
-        self.first = files.options.read("ps-0")
+        self._clock, self.first = Clock(), files.options.read("ps-0")
         paths = [str(files.path / file) for file in FILES]
         self._files = CertificateFiles(paths, lambda: files.options.read("ps-0"), lambda: self._clock.now)
 
@@ -94,12 +185,16 @@ class Watched:
 
 
 def test_new_files_are_taken(files: Files, certificates: Certificates) -> None:
-    """All three at once, by the next look; a look is not made for each connection."""
-    watched = Watched(files)
-    files.take(certificates.other / "ps-0")
-    new = (certificates.other / "ps-0" / "tls.crt").read_bytes()
+    """All three at once, by the next look, which not each connection makes; a CA file may have an old one besides."""
+    watched, old, new = Watched(files), certificates.out / "ps-0", certificates.other / "ps-0"
+    files.trust(new, old)
+    assert watched.later() == watched.first.certificate
+    files.take(new, "tls.crt", "tls.key")
     assert watched.later(0.0) == watched.first.certificate
-    assert watched.later() == new
+    assert watched.later() == (new / "tls.crt").read_bytes()
+    files.take(old)
+    files.take(new)
+    assert watched.later() == (new / "tls.crt").read_bytes()
 
 
 def test_a_broken_pair_is_not_taken(files: Files, certificates: Certificates, caplog: pytest.LogCaptureFixture) -> None:
@@ -125,14 +220,6 @@ def test_a_broken_pair_is_not_taken(files: Files, certificates: Certificates, ca
         assert "those before stay in use" in line
     files.take(new)
     assert watched.later() == (new / "tls.crt").read_bytes()
-
-
-def test_a_ca_file_may_have_an_old_one_besides(files: Files, certificates: Certificates) -> None:
-    """While a CA is replaced, both are taken; also where the certificate is of the second."""
-    files.trust(certificates.other / "ps-0", certificates.out / "ps-0")
-    files.options.read("ps-0")
-    files.take(certificates.other / "ps-0", "tls.crt", "tls.key")
-    files.options.read("ps-0")
 
 
 def test_a_server_shows_new_certificates_on_every_port(
@@ -169,7 +256,6 @@ def test_a_server_shows_new_certificates_on_every_port(
 
 
 def shown_at(port: int) -> bytes:
-    """The certificate that a port shows."""
     return ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate(("127.0.0.1", port), timeout=10.0))
 
 

@@ -1,0 +1,276 @@
+"""R19: received bytes are data. Nothing is executed, allocated for what it announces, kept, or written elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pstesting.processes import CALM, PS0, SECONDS, W0
+from tests.kit import internals as inside
+from tests.kit.attacks import Stranger, foreseen, streams
+from tests.kit.certificates import Certificates, client, guarded, listening
+from tests.kit.internals import pb
+from tests.kit.rig import CHIEF, WORKERS, core, eventually
+
+SOME_MIB = 64 << 10
+"""In KiB, as the system counts resident memory: a thousandth of what is announced."""
+
+
+class Bomb:
+    """What tells of itself if anybody unpickles it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+class Attacked:
+    """A secured server with a root of checkpoints, and a member that says what the test wants."""
+
+    def __init__(self, certificates: Certificates, root: Path, stack: ExitStack) -> None:
+        self.root = root
+        self.core = core(root=root, memory_limit=1 << 30)
+        self.thread = stack.enter_context(guarded(certificates.of("ps-0"), self.core, memory_limit=1 << 30))
+        self.server = stack.enter_context(client(self.thread, certificates.of("worker-0")))
+        self.chief = stack.enter_context(client(self.thread, certificates.of("chief-0")))
+        self.session = self.server.open(WORKERS[0], 1, 0, False).session
+        self.token = self.chief.open(CHIEF, 0, 0, True).token
+
+    def say(self, verb: str, message: bytes) -> str:
+        """Sends bytes as the request of a verb; returns the name of the error, "" for an answer."""
+        stub: Any = self.server._calls._stubs[verb]
+        asks = inside.VERBS[verb].streams[0]
+        call = stub if streams(verb) else stub.future
+        try:
+            reply = call(iter([message]) if asks else message, metadata=self.server._calls._metadata, timeout=SECONDS)
+            list(reply) if streams(verb) else reply.result()
+        except grpc.RpcError as error:
+            trailing: Any = dict(error.trailing_metadata() or ())  # type: ignore[attr-defined]
+            return str(trailing.get(inside.ERROR_KEY, error))
+        return ""
+
+    def serves(self) -> None:
+        self.server.beat(self.session, -1, b"")
+
+
+@pytest.fixture(scope="module")
+def attacked(certificates: Certificates, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked]:
+    """One server for all attacks; none may surprise it."""
+    with foreseen(), ExitStack() as stack:
+        yield Attacked(certificates, tmp_path_factory.mktemp("below") / "root", stack)
+
+
+KNOWN = {"", *inside.BY_NAME} - {"PSError"}
+"""What may be said of a message: nothing, or an error that is no internal one."""
+
+PROMPT = [name for name, verb in inside.VERBS.items() if not verb.waits and name != "Leave"]
+"""Verbs whose malformed requests are answered at once; well-formed ones may end the member's session."""
+
+
+@pytest.mark.parametrize("verb", inside.VERBS)
+def test_a_pickle(attacked: Attacked, tmp_path: Path, verb: str) -> None:
+    """Is bytes like any others, as a message, as a header, and as data."""
+    bomb = pickle.dumps(Bomb(tmp_path / "exploded"))
+    for message in (bomb, inside.Frame(bomb, 0, (memoryview(bomb),)).encode()):
+        assert attacked.say(verb, message) in KNOWN
+    assert not (tmp_path / "exploded").exists()
+    attacked.serves()
+
+
+MESSAGES = st.one_of(
+    st.binary(max_size=200), st.builds(lambda header: inside.Frame(header).encode(), st.binary(max_size=60))
+)
+
+
+@given(verb=st.sampled_from(sorted(PROMPT)), message=MESSAGES)
+def test_whatever_is_said(attacked: Attacked, verb: str, message: bytes) -> None:
+    """Any bytes get an answer or a typed error, which is no internal one, and the server goes on."""
+    assert attacked.say(verb, message) in KNOWN
+    attacked.serves()
+
+
+SHAPES = [(1 << 40,), (1 << 33, 1 << 33), (1 << 20, 1 << 10, 1 << 10), (0, 1 << 63)]
+
+
+@pytest.mark.parametrize("announced", [2 << 30, 1 << 60, (1 << 64) - 1, *SHAPES])
+def test_what_is_announced_takes_no_memory(attacked: Attacked, announced: int | tuple[int, ...]) -> None:
+    """A push of more than the server may hold is refused, and so is a variable; the value of its size never comes."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    few = (memoryview(b"x" * 64),)
+    if isinstance(announced, int):
+        push = pb.PushHeader(session=attacked.session, epoch=1, round=0, plan_id=b"p" * 32, size=announced)
+        assert attacked.say("Push", inside.Frame(push.SerializeToString(), 0, few).encode()) == "MemoryLimit"
+    else:
+        spec = pb.VariableSpec(name="huge", tensor=pb.TensorSpec(dtype="float32", shape=announced))
+        create = pb.CreateHeader(session=attacked.session, ordinal=0, id=-1, spec=spec, servers=[0])
+        for has_value in (False, True):
+            create.has_value = has_value
+            with contextlib.suppress(ValueError):
+                said = attacked.say("Create", inside.Frame(create.SerializeToString(), 0, few).encode())
+                refused = said in ("MemoryLimit", "InvalidRequest", "VariableMismatch")
+                assert refused or not (has_value or said)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < SOME_MIB
+    attacked.serves()
+
+
+OUTSIDE = ["../secret", "a/../../secret", "/etc", "//etc", "..", "\0", "~", "file:///etc", "s3://bucket/x", "a\nb"]
+OUTSIDE += ["x" * 5000]
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
+def test_a_path_stays_below_the_root(attacked: Attacked, path: str) -> None:
+    """Whatever it says: nothing elsewhere is read or written, or told of."""
+    secret = attacked.root.parent / "secret"
+    secret.mkdir(exist_ok=True)
+    (secret / "manifest.json").write_text("{}")
+    for stage in ("look", "open", "prepare"):
+        with pytest.raises(inside.PSError) as caught:
+            attacked.server.restore(attacked.session, path, inside.Turn(0, 0, 1), inside.RestoreOrder(stage)).result(
+                SECONDS
+            )
+        assert type(caught.value) is not inside.PSError, caught.value
+    assert [path.name for path in secret.iterdir()] == ["manifest.json"]
+    attacked.serves()
+
+
+def test_a_message_that_is_too_long(attacked: Attacked) -> None:
+    """One message has a limit, which gRPC holds before anybody looks into it."""
+    with pytest.raises(inside.InvalidRequest, match="larger than max"):
+        attacked.server.propose(attacked.session, None, "x" * (8 << 20), None)
+    attacked.serves()
+
+
+# ---- The sockets ----
+
+
+@given(said=st.lists(st.binary(max_size=300), max_size=4), data_port=st.booleans())
+def test_whatever_comes_before_a_handshake(attacked: Attacked, said: list[bytes], data_port: bool) -> None:
+    """Bytes of any kind, in any pieces, cost their connection and nothing else."""
+    port = attacked.thread._server._lanes.port if data_port else attacked.thread.port
+    with socket.create_connection(("127.0.0.1", port), SECONDS) as sock, contextlib.suppress(OSError):
+        for part in said:
+            sock.sendall(part)
+        sock.shutdown(socket.SHUT_WR)
+        if data_port:
+            while sock.recv(4096):
+                pass
+    attacked.serves()
+
+
+def test_nothing_is_left_of_them(attacked: Attacked) -> None:
+    """Of all that came before, no connection is kept."""
+    lanes = attacked.thread._server._lanes
+    eventually(lambda: not lanes._handshakes and not [c for c in lanes.connections if c.session is None])
+
+
+# ---- Who may reach it ----
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+@pytest.mark.parametrize("has", ["nothing", "a token", "TLS"])
+def test_other_machines_are_kept_out(certificates: Certificates, host: str, has: str) -> None:
+    """A server that they can reach has TLS and a token, or does not start; it says which flags are missing."""
+    if host == "::" and not socket.has_ipv6:
+        pytest.skip("this machine has no IPv6")
+    full = certificates.of("ps-0")
+    tls = inside.Security(full.certificate, full.key, full.ca)
+    security = {"nothing": inside.Security(), "a token": inside.Security(token=full.token), "TLS": tls}[has]
+    thread = inside.ServerThread(core(), inside.ServerConfig(PS0, host=host, security=security))
+    with pytest.raises(inside.ConfigError, match=r"other machines.*without.*--tls-cert.*--token-file.*--insecure"):
+        thread.__enter__()
+
+
+def test_other_machines_with_all_of_it(certificates: Certificates, caplog: pytest.LogCaptureFixture) -> None:
+    """TLS and a token open the door; so does --insecure, which says loudly that it does."""
+    with guarded(certificates.of("ps-0"), host="0.0.0.0") as thread:
+        assert thread.port
+    assert "INSECURE" not in caplog.text
+    with guarded(inside.Security(), host="0.0.0.0", insecure=True) as thread:
+        assert thread.port
+    assert "INSECURE: /job:ps/task:0 listens to other machines on 0.0.0.0 without TLS and a token" in caplog.text
+
+
+TOKEN = "t" * 32
+MIB = 1 << 20
+CONNECTIONS, STREAMS = 4, 64
+ATTACK_SECONDS = 3.0
+"""Seconds in which strangers send as fast as the server takes it."""
+
+MOST_GROWTH = 96 * MIB
+"""Bytes by which a server may grow: 64 KiB of each stream, 4 whole messages, and what gRPC needs. All have 1 GiB."""
+
+MOST_LOG = 16 << 10
+"""Bytes of log."""
+
+METHODS = {
+    "a call": inside.VERBS["Status"].path,
+    "a stream": inside.VERBS["Push"].path,
+    "health": "/grpc.health.v1.Health/Check",
+    "reflection": "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+}
+
+
+class Flooded:
+    """A real server with a token, its process as the system sees it, and its log."""
+
+    def __init__(self, stack: ExitStack, log: Path) -> None:
+        self.log, security = log, inside.SecurityOptions(token=TOKEN)
+        with log.open("wb") as file:
+            keys = {"security": security, "stderr": file.fileno(), "flags": ["--metrics-port", "0"]}
+            process, self.address = listening(stack, **keys)
+        self.process = psutil.Process(process.pid)
+        self.works()
+        self._before = self.process.memory_info().rss
+
+    @property
+    def grown(self) -> int:
+        """Bytes by which it has grown."""
+        return int(self.process.memory_info().rss - self._before)
+
+    def works(self) -> None:
+        """A worker opens a session, and beats, in time."""
+        with closing(inside.RemoteServer(self.address, PS0, CALM, security=inside.Security(token=TOKEN))) as client:
+            session = client.open(W0, 1, time.monotonic_ns(), False).session
+            client.beat(session, -1, b"")
+            client.leave(session, "")
+
+
+@pytest.mark.parametrize("case", METHODS)
+def test_messages_that_never_end_are_not_kept(stack: ExitStack, tmp_path: Path, case: str) -> None:
+    """Of calls, and of the services that ask for no token: a stranger has a few buffers, and is told of once."""
+    flooded = Flooded(stack, tmp_path / "log")
+    strangers = [Stranger(flooded.address, METHODS[case], 4 * MIB) for _ in range(CONNECTIONS)]
+    for stranger in strangers:
+        stranger.begin(STREAMS)
+    threads = [threading.Thread(target=stranger.pump, args=(ATTACK_SECONDS,)) for stranger in strangers]
+    for thread in threads:
+        thread.start()
+    most = 0
+    while any(thread.is_alive() for thread in threads):
+        most = max(most, flooded.grown)
+        time.sleep(0.05)
+    began = time.monotonic()
+    flooded.works()
+    assert time.monotonic() - began < SECONDS / 3
+    sent = sum(stranger.sent for stranger in strangers)
+    assert most < MOST_GROWTH, f"grown by {most / MIB:.1f} MiB, of {sent / MIB:.1f} that were sent"
+    assert flooded.log.stat().st_size < MOST_LOG
+    for stranger in strangers:
+        stranger.sock.close()
