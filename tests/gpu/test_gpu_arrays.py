@@ -1,18 +1,26 @@
-"""Arrays on a GPU, of the client and of the server."""
+"""Arrays on a GPU, of the client and of the server, and copies that nobody waits for too early."""
 
 from __future__ import annotations
+
+import gc
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from psclient._src import context
-from psclient._src import devices as arrays
+import psclient as ps
+from psclient._src import context, devices
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.distribute.replicas import ReplicaRunner
-from tests.kit.internals import ConfigError, ServerDevice
+from pstesting.clock import Clock
+from tests.kit import internals as inside
+from tests.kit.rig import SOON, WORKERS, Job, Servers, given, remote, sum_into, together
 from tests.kit.workers import Worker, distributed
 
-GPU = arrays.Device("gpu", 0)
+GPU = devices.Device("gpu", 0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "bool", "complex64", "float16"])
@@ -20,11 +28,11 @@ GPU = arrays.Device("gpu", 0)
 def test_arrays_go_to_the_device_and_back(dtype: str, shape: tuple[int, ...]) -> None:
     """Bit-equal, by the client's road and by the server's."""
     host = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
-    there = arrays.to_device(host, GPU)
-    assert arrays.device_of(there) == GPU
-    assert arrays.to_device(there, GPU) is there
-    server = ServerDevice.parse("gpu:0")
-    for back in (arrays.to_numpy(there), arrays.to_device(there, arrays.CPU), server.get(server.put(host))):
+    there = devices.to_device(host, GPU)
+    assert devices.device_of(there) == GPU
+    assert devices.to_device(there, GPU) is there
+    server = inside.ServerDevice.parse("gpu:0")
+    for back in (devices.to_numpy(there), devices.to_device(there, devices.CPU), server.get(server.put(host))):
         assert isinstance(back, np.ndarray)
         assert back.dtype == host.dtype
         assert back.shape == host.shape
@@ -32,16 +40,19 @@ def test_arrays_go_to_the_device_and_back(dtype: str, shape: tuple[int, ...]) ->
 
 
 def test_sums_are_made_where_the_first_lives() -> None:
-    """Replicas on a GPU and on the CPU can be summed."""
-    host, there = np.ones(3, "float32"), arrays.to_device(np.full(3, 2, "float32"), GPU)
-    assert arrays.device_of(arrays.add(there, host)) == GPU
-    assert arrays.device_of(arrays.add(host, there)) == arrays.CPU
-    assert arrays.to_numpy(arrays.add(there, there)).tolist() == [4, 4, 4]
+    host, there = np.ones(3, "float32"), devices.to_device(np.full(3, 2, "float32"), GPU)
+    assert devices.device_of(devices.add(there, host)) == GPU
+    assert devices.device_of(devices.add(host, there)) == devices.CPU
+    assert devices.to_numpy(devices.add(there, there)).tolist() == [4, 4, 4]
+    device = inside.ServerDevice.parse("gpu:0")  # through the array API namespace, in its scope
+    with device.scope():
+        value = device.xp.sqrt(device.put(np.array([4.0, 9.0])))
+    assert device.get(value).tolist() == [2, 3]
 
 
 def test_other_libraries_arrays_are_read_over_dlpack() -> None:
     """Anything on CUDA that speaks DLPack, as PyTorch does."""
-    inner = arrays.to_device(np.arange(3), GPU)
+    inner = devices.to_device(np.arange(3), GPU)
 
     class Foreign:
         def __dlpack_device__(self) -> tuple[int, int]:
@@ -50,39 +61,36 @@ def test_other_libraries_arrays_are_read_over_dlpack() -> None:
         def __dlpack__(self, **options: object) -> object:
             return inner.__dlpack__(**options)
 
-    assert arrays.to_numpy(Foreign()).tolist() == [0, 1, 2]
+    assert devices.to_numpy(Foreign()).tolist() == [0, 1, 2]
 
 
-def test_a_server_computes_on_its_device() -> None:
-    """Through the array API namespace, in its scope."""
-    device = ServerDevice.parse("gpu:0")
-    with device.scope():
-        value = device.xp.sqrt(device.put(np.array([4.0, 9.0])))
-    assert device.get(value).tolist() == [2, 3]
-
-
-def test_a_gpu_beyond_the_last_is_refused() -> None:
-    """And the message says which there are."""
-    count = arrays.available_gpus()
-    with pytest.raises(ConfigError, match="this machine has gpu:0"):
-        ServerDevice.parse(f"gpu:{count}")
-    with pytest.raises(ConfigError, match=f"sees {count} GPUs"):
-        arrays.local_devices([f"gpu:{count}"])
+def test_gpus_are_named() -> None:
+    """Each that this process can use, with the versions of CuPy, of CUDA and of the driver; one beyond is refused."""
+    report, count = inside.gpu_report(), devices.available_gpus()
+    assert len(report.names) == inside.available_gpus() == count
+    assert all(report.names)
+    assert re.fullmatch(r"\d+\.\d+", report.runtime)
+    assert re.fullmatch(r"\d+\.\d+", report.driver)
+    assert (report.error, bool(report.cupy)) == ("", True)
+    with pytest.raises(inside.ConfigError, match="this machine has gpu:0"):
+        inside.ServerDevice.parse(f"gpu:{count}")
+    with pytest.raises(inside.ConfigError, match=f"sees {count} GPUs"):
+        devices.local_devices([f"gpu:{count}"])
 
 
 def test_a_replica_runs_on_its_device() -> None:
     """A GPU and a CPU replica in one process: each gets arrays of its own kind, by the same code."""
-    devices = (GPU, arrays.CPU)
+    both = (GPU, devices.CPU)
     strategy = object()
-    runner = ReplicaRunner(strategy, devices, lambda: (0, 2), lambda call: call())
+    runner = ReplicaRunner(strategy, both, lambda: (0, 2), lambda call: call())
 
     worker = Worker(local=2, replicas=2)
-    worker.devices = devices
+    worker.devices = both
 
-    def fn(x: arrays.AnyArray) -> arrays.AnyArray:
+    def fn(x: devices.AnyArray) -> devices.AnyArray:
         replica = context.get_replica_context()
         assert replica is not None
-        assert arrays.device_of(x) == replica.device
+        assert devices.device_of(x) == replica.device
         return (x * x).sum()
 
     dataset = ArrayDataset(np.arange(4.0)).batch(4)
@@ -91,4 +99,176 @@ def test_a_replica_runs_on_its_device() -> None:
         result = runner.run(fn, (batch,))
     runner.close()
     assert [float(value) for value in result.values] == [1, 13]
-    assert arrays.device_of(result.values[0]) == GPU
+    assert devices.device_of(result.values[0]) == GPU
+
+
+several = pytest.mark.skipif(devices.available_gpus() < 2, reason="this machine has one CUDA device")
+SIZES = (1, 7, 1000, 1 << 18, 3_000_001)
+
+
+def cupy() -> Any:
+    return devices.namespace(GPU)
+
+
+def dawdle() -> Any:
+    """Keeps the current stream busy for half a second or so; gives the event at its end."""
+    source = 'extern "C" __global__ void spin(long long n) { long long s = clock64(); while (clock64() - s < n); }'
+    cupy().RawKernel(source, "spin")((1,), (1,), (np.int64(1_000_000_000),))
+    return cupy().cuda.get_current_stream().record()
+
+
+def download(array: devices.AnyArray) -> inside.Download:
+    begun = devices.begin_download(array, array.dtype, array.shape)
+    assert isinstance(begun, inside.Download)
+    return begun
+
+
+@pytest.mark.parametrize("stream", ["null", "blocking", "non_blocking"])
+def test_copies_come_after_what_makes_their_array(stream: str) -> None:
+    """In whatever stream that is, and however long it takes; many are on their way at once."""
+    rng = np.random.default_rng(0)
+    hosts = [rng.standard_normal(size).astype("float32") for size in SIZES]
+    with cupy().cuda.Stream(null=stream == "null", non_blocking=stream == "non_blocking"):
+        dawdle()
+        there = [devices.to_device(host, GPU) for host in hosts]
+        begun = [download(array * np.float32(2)) for array in there]
+        for array in there:
+            array.fill(-1)
+    for copy, host in zip(begun, hosts, strict=True):
+        assert copy.wait().tobytes() == (host * np.float32(2)).tobytes()
+
+
+def test_the_host_goes_on_meanwhile() -> None:
+    """Uploads and begun downloads do not wait for the device; a download is there while the device computes on."""
+    for copy in [download(devices.to_device(np.ones(1000), GPU)) for _ in range(4)]:
+        copy.wait()  # New memory would have to be waited for.
+    del copy
+    end = dawdle()
+    there = devices.to_device(np.ones(1000), GPU)
+    begun = download(there)
+    assert not end.done
+    assert begun.here is None
+    assert begun.wait().tolist() == [1.0] * 1000
+    begun = download(devices.to_device(np.arange(1000.0), GPU))
+    end = dawdle()
+    assert begun.wait().tolist() == list(range(1000))
+    assert not end.done
+    end.synchronize()
+
+
+def test_memory_is_used_again() -> None:
+    """The device's after a copy has ended, and pinned memory with the last array made of it."""
+    pinned, memory = cupy().get_default_pinned_memory_pool(), cupy().get_default_memory_pool()
+
+    def round(number: int) -> None:
+        begun = [download(devices.to_device(np.full(size, number), GPU)) for size in SIZES]
+        for copy in begun:
+            assert (copy.wait() == number).all()
+
+    gc.collect()
+    before, used = pinned.n_free_blocks(), memory.used_bytes()
+    for number in range(30):
+        round(number)
+    gc.collect()
+    assert pinned.n_free_blocks() <= before + 2 * len(SIZES)
+    assert memory.used_bytes() == used
+
+
+def test_threads_share_a_devices_copies() -> None:
+
+    def there_and_back(number: int) -> bool:
+        found = [download(devices.to_device(np.full(size, number), GPU) + 1).wait() for size in SIZES * 5]
+        return all((array == number + 1).all() for array in found)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(there_and_back, range(32)))
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int32"])
+def test_replicas_are_summed_as_on_the_host(op: str, dtype: str) -> None:
+    """With the same bits, on the first one's device; values of other devices come there."""
+    rng = np.random.default_rng(0)
+    hosts = [(rng.standard_normal(1000) * 10.0**place).astype(dtype) for place in range(4)]
+    count = devices.available_gpus()
+    there = [devices.to_device(host, devices.Device("gpu", place % count)) for place, host in enumerate(hosts)]
+    found, expected = (inside.combine(op, values, frozenset([1]), None) for values in (there, hosts))  # type: ignore[arg-type]
+    assert devices.device_of(found.total) == GPU
+    assert (found.weight, found.spec) == (expected.weight, expected.spec)
+    assert isinstance(found.array, inside.Download)
+    assert isinstance(expected.array, np.ndarray)
+    assert found.array.wait().tobytes() == expected.array.tobytes()
+
+
+@several
+def test_an_array_may_change_once_another_device_has_asked_for_it() -> None:
+    other = devices.Device("gpu", 1)
+    mine = devices.to_device(np.arange(1000.0), other)
+    with devices.device_scope(GPU):
+        dawdle()
+        taken = devices.to_device(mine, GPU)
+    with devices.device_scope(other):
+        mine.fill(-1)
+    assert devices.device_of(taken) == GPU
+    assert devices.to_numpy(taken).tolist() == list(range(1000))
+
+
+def test_a_servers_values_come_after_what_makes_them() -> None:
+    device = inside.ServerDevice.parse("gpu:0")
+    with device.scope():
+        for size in SIZES:
+            host = np.arange(size, dtype="float32")
+            dawdle()
+            there = device.put(host)
+            host[:] = -1
+            assert device.get(there + 1).tolist() == list(range(1, size + 1))
+
+
+@pytest.mark.parametrize("lane", inside.LANES)
+def test_gradients_and_values_travel_as_on_the_host(lane: inside.LaneName) -> None:
+    """Training gives the same bits, whatever the sizes and the lane."""
+    rng = np.random.default_rng(0)
+    gradients = [[rng.standard_normal(size).astype("float32") for size in SIZES] for _ in range(3)]
+
+    def train(device: str) -> list[bytes]:
+        with ps.ParameterServerStrategy(devices=[device], lane=lane) as strategy:
+            place = devices.Device.parse(device)
+            with strategy.scope():
+                weights = [ps.Variable(np.ones(size, "float32")) for size in SIZES]
+                optimizer = ps.optimizers.SGD(0.5)
+
+            def step(pushed: list[np.ndarray]) -> None:
+                there = [devices.to_device(one, place) * w.read_value() for one, w in zip(pushed, weights, strict=True)]
+                optimizer.apply_gradients(list(zip(there, weights, strict=True)))
+
+            for pushed in gradients:
+                strategy.run(step, args=(pushed,))
+            return [w.numpy().tobytes() for w in weights]
+
+    assert train("gpu:0") == train("cpu:0")
+
+
+@pytest.mark.parametrize("elements", [100, 3_000_001])
+def test_variables_of_a_server_may_live_on_a_gpu(elements: int) -> None:
+    """Rounds, resends and reads, of rounds that stream as well."""
+    with ThreadPoolExecutor(1) as pool:
+        core = inside.Core(inside.ServerConfig(inside.Task("ps", 0), device="gpu:0"), 100, Clock(), pool.submit)
+        with remote(core) as server:
+            job = Job(Servers([server], [core], Clock(), Path("nowhere"), True))
+            two = job.join(*WORKERS[:2])
+            variable = job.variable(two[0], np.zeros(elements, "float32"))
+            plan = job.approve(sum_into(variable), two[0])
+            want = (variable.id,)
+            for count in range(1, 4):
+                push = [worker.push(plan, [np.full(elements, n)], want=want) for n, worker in enumerate(two, 1)]
+                again = two[0].push(plan, [np.full(elements, 1)], want=want)
+                for reply in together(*push, again):
+                    reduced, value = given(reply, plan, 0, (variable,))
+                    assert (reduced == 3).all()
+                    assert (value == 3 * count).all()
+                late = two[1].push(plan, [np.full(elements, 2)], want=want).result(SOON)
+                assert (given(late, plan, 0, (variable,))[1] == 3 * count).all()
+                for worker in two:
+                    worker.round += 1
+            assert (job.value(two[0], variable) == 9).all()
+        core.close()

@@ -1,4 +1,4 @@
-"""Strategies whose replicas compute on GPUs."""
+"""Strategies whose replicas compute on a GPU: variables, reductions, rounds without a wait, and buffers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import pytest
 
 import psclient as ps
 from psclient._src import devices
+from tests.kit.internals import WINDOW
 
 GPU = devices.Device("gpu", 0)
-ON_READ = {
-    "synchronization": ps.VariableSynchronization.ON_READ,
-    "aggregation": ps.VariableAggregation.SUM,
-}
+ON_READ = {"synchronization": ps.VariableSynchronization.ON_READ, "aggregation": ps.VariableAggregation.SUM}
 
 
 @pytest.fixture(scope="module", params=["mirrored", "servers"])
@@ -116,10 +114,128 @@ def test_losses_and_their_metrics_stay_on_the_device(strategy):
 
 
 def test_reductions_give_host_arrays(strategy):
-    """Whatever the replicas' values lie on."""
     cupy = devices.namespace(GPU)
     rows = strategy.run(lambda: cupy.arange(6.0).reshape(3, 2))
     total = strategy.reduce("sum", rows, axis=0)
     assert isinstance(total.numpy(), np.ndarray)
     assert total.tolist() == [6.0, 9.0]
     assert devices.device_of(strategy.extended.reduce_to("sum", rows, "gpu:0")) == GPU
+
+
+@pytest.fixture(scope="module")
+def on_servers():
+    with ps.ParameterServerStrategy(devices=["gpu:0"]) as on_servers:
+        yield on_servers
+
+
+def test_a_variable_is_copied_to_the_device_once_for_each_value(on_servers):
+    """Reads between two rounds share the copy; a round makes a new one."""
+    with on_servers.scope():
+        w = ps.Variable(np.ones(3, "float32"))
+    first, second = on_servers.run(lambda: (w.read_value(), w.read_value()))
+    assert devices.device_of(first) == GPU
+    assert first is second
+    assert on_servers.run(w.read_value) is first
+    w.assign_add(1.0)
+    assert devices.to_numpy(on_servers.run(w.read_value)).tolist() == [2.0] * 3
+
+
+def test_cupy_functions_and_operators_take_variables_and_reduced_values(on_servers):
+    """On either side, and the result is on the device. Reductions and updates take CuPy arrays."""
+    cupy = devices.namespace(GPU)
+    with on_servers.scope():
+        w = ps.Variable(np.ones(3, "float32"))
+    reduced = on_servers.extended.reduce_to("sum", np.ones(3, "float32"), w)
+
+    def step():
+        x = cupy.ones(3, "float32")
+        return [x + w, w + x, cupy.add(x, w), cupy.exp(w), x + reduced, reduced * x, cupy.add(reduced, x)]
+
+    for found in on_servers.run(step):
+        assert devices.device_of(found) == GPU
+    rows = on_servers.run(lambda: cupy.ones((4, 3), "float16"))
+    assert on_servers.reduce("mean", rows, axis=0).tolist() == [1.0] * 3
+    on_servers.extended.update(w, lambda v, x: v.assign(x), (cupy.full(3, 2.0, "float32"),))
+    assert w.numpy().tolist() == [2.0] * 3
+
+
+def test_an_array_on_the_device_may_change_once_the_call_has_returned(on_servers):
+    """What was reduced is what it was, of a whole window of rounds."""
+    x = devices.namespace(GPU).zeros(1 << 16, "float32")
+    float(on_servers.reduce("sum", x, axis=None)[0])
+    values = []
+    for number in range(WINDOW):
+        x.fill(number)
+        values.append(on_servers.reduce("sum", x, axis=None))
+    x.fill(-1.0)
+    assert [float(value[-1]) for value in values] == [float(number) for number in range(WINDOW)]
+
+
+def test_a_step_waits_once(on_servers):
+    """For the variables that the next one reads, on the device; the loss comes with them."""
+    cupy = devices.namespace(GPU)
+    with on_servers.scope():
+        w = ps.Variable(np.zeros(1000, "float32"))
+        optimizer = ps.optimizers.SGD(0.5)
+
+    def step(x):
+        loss = ((w - x) ** 2).sum()
+        optimizer.apply_gradients([(w - x, w)])
+        return loss
+
+    waits, losses = [], []
+    for _ in range(6):
+        waits.append(on_servers.waits)
+        losses.append(on_servers.reduce("mean", on_servers.run(step, args=(cupy.ones(1000, "float32"),)), axis=None))
+    assert np.diff(waits)[2:].tolist() == [1] * 3
+    assert [float(loss) for loss in losses] == [1000.0 * 0.25**number for number in range(6)]
+
+
+@pytest.fixture(params=[1 << 10, 3 << 20], ids=["small", "large"])
+def trained(request):
+    """A strategy, a variable of one part or of several, and its optimizer."""
+    with ps.ParameterServerStrategy(devices=["gpu:0"]) as strategy:
+        with strategy.scope():
+            v = ps.Variable(np.zeros(request.param, np.float32), name="v")
+        yield strategy, v, ps.optimizers.SGD(1.0)
+
+
+def test_gradients_leave_from_pinned_memory(trained):
+    """What is copied there from the device is what the servers add; two arrays alternate."""
+    strategy, v, optimizer = trained
+    cupy = devices.namespace(GPU)
+    places = set()
+
+    def step(n):
+        buffer = strategy.buffer(v)
+        assert isinstance(buffer, np.ndarray)
+        found = cupy.cuda.runtime.pointerGetAttributes(buffer.ctypes.data)
+        assert found.type == cupy.cuda.runtime.memoryTypeHost
+        places.add(buffer.ctypes.data)
+        cupy.full(v.shape, -float(n), np.float32).get(out=buffer)
+        optimizer.apply_gradients([(buffer, v)])
+        with pytest.raises(ValueError, match="read-only"):
+            buffer[0] = 0.0
+
+    for n in range(8):
+        strategy.run(step, (n,))
+    assert len(places) == 2
+    assert v.numpy().min() == v.numpy().max() == sum(range(8))
+
+
+def test_arrays_of_the_device_go_on_beside_buffers(trained):
+    """In one step, and one round: some of its gradients are on the device."""
+    strategy, v, optimizer = trained
+    cupy = devices.namespace(GPU)
+    with strategy.scope():
+        w = ps.Variable(np.zeros(5, np.float32), name="w")
+
+    def step():
+        buffer = strategy.buffer(v)
+        buffer.fill(-1.0)
+        optimizer.apply_gradients([(cupy.full(5, -2.0, np.float32), w), (buffer, v)])
+
+    for _ in range(4):
+        strategy.run(step)
+    assert w.numpy().tolist() == [8.0] * 5
+    assert v.numpy().min() == v.numpy().max() == 4.0

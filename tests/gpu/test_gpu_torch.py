@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed; it comes 
 
 import psclient as ps
 import psclient.torch as pst
-from tests.kit.modules import apart, batches, job, mlp, share, steps, values
+from tests.kit.modules import apart, batches, job, mlp, sgd_of_torch, share, steps, values
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device")
 
@@ -20,12 +20,10 @@ CUDA = "cuda:0"
 
 
 def there(data):
-    """Batches on the device."""
     return [tuple(part.to(CUDA) for part in batch) for batch in data]
 
 
 def host(tensors):
-    """Copies of tensors on the host."""
     return [each.cpu() for each in tensors]
 
 
@@ -77,8 +75,7 @@ def test_two_workers_have_the_same_bits():
         steps(module, pst.Optimizer(module, torch.optim.SGD, lr=0.1, strategy=strategy), data)
         return host(values(module))
 
-    alone = mlp()
-    steps(alone, torch.optim.SGD(alone.parameters(), lr=0.1), batches(10))
+    alone = sgd_of_torch(batches(10))
     one, other = job(work, 2, 2)
     assert all(map(torch.equal, one, other))
     assert apart(one, alone) < 1e-9
@@ -94,8 +91,7 @@ def test_what_the_script_changes_is_assigned():
         steps(module, optimizer, there(batches(3)))
         return host(values(module))
 
-    alone = mlp(seed=5)
-    steps(alone, torch.optim.SGD(alone.parameters(), lr=0.1), batches(3))
+    alone = sgd_of_torch(batches(3), seed=5)
     assert apart(job(work)[0], alone) < 1e-9
 
 
@@ -110,8 +106,7 @@ def test_a_loader_gives_batches_on_the_device():
             steps(module, optimizer, [batch])
         return host(values(module))
 
-    alone = mlp()
-    steps(alone, torch.optim.SGD(alone.parameters(), lr=0.1), batches(6))
+    alone = sgd_of_torch(batches(6))
     for found in job(work, 2):
         assert apart(found, alone) < 1e-6
 
@@ -131,8 +126,8 @@ def test_an_overflow_of_one_is_one_of_all():
             scaler.update()
         return scaler.get_scale(), host(values(module))
 
-    alone, data = mlp(), batches(4)
-    steps(alone, torch.optim.SGD(alone.parameters(), lr=0.1), [*data[:2], data[3]])
+    data = batches(4)
+    alone = sgd_of_torch([*data[:2], data[3]])
     for scale, found in job(work, 2):
         assert scale == 512.0
         assert apart(found, alone) < 1e-6

@@ -20,19 +20,7 @@ from psclient._src.launch.ray_actor import Prepared, RayTask  # noqa: E402
 from psclient._src.launch.ray_cluster import RayCluster, Resources, parse_resources  # noqa: E402
 from tests.kit import shell as kit  # noqa: E402
 from tests.kit.internals import LOST, MODULE, ConfigError, LaunchConfig, PSError, Task, Timeouts  # noqa: E402
-from tests.kit.shell import (  # noqa: E402
-    ENDS,
-    ME,
-    PROGRAMS,
-    SECOND,
-    WAITING,
-    Done,
-    Nodes,
-    occupied,
-    pids,
-    ray_nodes,
-    shell,
-)
+from tests.kit.shell import ENDS, ME, PROGRAMS, SECOND, WAITING, Done, Nodes, occupied, pids, ray_nodes, shell  # noqa: E402
 
 SOON = 240.0
 
@@ -77,7 +65,6 @@ def left() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(nodes: Nodes) -> Iterator[None]:
-    """After each test no agent, no actor and no placement group is there."""
     yield
     eventually(lambda: not left(), lambda: str(left()))
 
@@ -239,7 +226,6 @@ def test_no_room(tmp_path: Path) -> None:
 
 
 def test_a_script_that_nodes_lack(tmp_path: Path, cluster: Callable[..., RayCluster]) -> None:
-    """The node is named, and what to do."""
     made = cluster("")
     (tmp_path / "script.py").unlink()
     with pytest.raises(
@@ -280,23 +266,13 @@ def test_the_working_directory_of_ray(nodes: Nodes, tmp_path: Path) -> None:
     ],
 )
 def test_flags_that_cannot_be(tmp_path: Path, flags: list[str], said: str) -> None:
-    """Are refused, in one line."""
     (tmp_path / "script.py").write_text("print('ran')")
     done = shell(["psworker", *flags, "script.py"], tmp_path)
     assert (done.code, len(done.errors), done.out) == (2, 1, ""), (done.out, done.err)
     assert said in done.err
 
 
-def test_who_has_not_called_init(tmp_path: Path) -> None:
-    """Is told to."""
-    (tmp_path / "script.py").write_text("")
-    driver = "import psclient.launch.ray\npsclient.launch.ray.run('script.py')"
-    done = shell(["python", "-c", driver], tmp_path)
-    assert "this process is no driver of a Ray cluster; call ray.init() first" in done.err
-
-
 def test_resources() -> None:
-    """As Ray names them."""
     assert parse_resources("CPU=4, GPU=0.5,memory=8e9,tpu=1", "x") == {"CPU": 4, "GPU": 0.5, "memory": 8e9, "tpu": 1}
     for wrong in ("", "CPU", "CPU=", "CPU=-1", "CPU=1,CPU=2", "CPU=four"):
         with pytest.raises(ConfigError, match=r"x .*such as CPU=4,GPU=1"):
@@ -304,10 +280,12 @@ def test_resources() -> None:
 
 
 def test_without_ray(tmp_path: Path) -> None:
-    """It says what to install."""
-    (tmp_path / "ray.py").write_text("raise ImportError('none')")
+    """It says what to install; and who has not called init is told to."""
     (tmp_path / "script.py").write_text("")
-    done = shell(
-        ["psworker", "--ray", "auto", "script.py"], tmp_path, PYTHONPATH=f"{tmp_path}:{os.environ['PYTHONPATH']}"
-    )
+    driver = "import psclient.launch.ray\npsclient.launch.ray.run('script.py')"
+    done = shell(["python", "-c", driver], tmp_path)
+    assert "this process is no driver of a Ray cluster; call ray.init() first" in done.err
+    (tmp_path / "ray.py").write_text("raise ImportError('none')")
+    path = f"{tmp_path}:{os.environ['PYTHONPATH']}"
+    done = shell(["psworker", "--ray", "auto", "script.py"], tmp_path, PYTHONPATH=path)
     assert (done.code, done.errors) == (2, ["psworker: error: Ray is not installed; pip install 'paramserver[ray]'"])
