@@ -157,3 +157,10 @@ def of_each(strategy: Any, values: Sequence[Any]) -> Any:
 def merged(strategy: Any, merge_fn: Callable[..., Any], *args: Any) -> Any:
     """What `merge_fn(strategy, *args)` returns where the replicas meet for it."""
     return strategy.run(lambda *own: ps.get_replica_context().merge_call(merge_fn, own), args)
+
+
+def refused(error: Any, says: str, *calls: Callable[[], Any]) -> None:
+    """Expects of each call that it raises an error, with these words if there are any."""
+    for call in calls:
+        with pytest.raises(error, match=says or None):
+            call()
