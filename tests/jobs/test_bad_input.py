@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 import socket
-from dataclasses import dataclass, field
 
 import pytest
 
+import psclient as ps
 from tests.kit.internals import start_server
 from tests.kit.shell import Done, shell
 
@@ -39,95 +39,91 @@ def check(done: Done, code: int, says: str, deadline: float = 0.0) -> None:
     assert not done.left
 
 
-@dataclass(frozen=True)
-class Case:
-    """A command that cannot be done.
-
-    Attributes:
-        words: what is typed; `fine.py` is a script that only makes a strategy.
-        says: a pattern: what is wrong, where, and what to do.
-        tf_config: the value of TF_CONFIG.
-        environ: other environment variables.
-    """
-
-    words: str
-    says: str
-    tf_config: str = ""
-    environ: dict[str, str] = field(default_factory=dict)
-
-
 CASES = {
-    "malformed TF_CONFIG, worker": Case("psworker fine.py", r"TF_CONFIG is not JSON .*; write \{", '{"cluster"'),
-    "malformed TF_CONFIG, server": Case("psserver", r"TF_CONFIG is not JSON .*; write \{", '{"cluster"'),
-    "an address without a port": Case(
+    "malformed TF_CONFIG, worker": ("psworker fine.py", r"TF_CONFIG is not JSON .*; write \{", '{"cluster"'),
+    "malformed TF_CONFIG, server": ("psserver", r"TF_CONFIG is not JSON .*; write \{", '{"cluster"'),
+    "an address without a port": (
         "psworker fine.py",
         r"cluster\['ps'\]: 'host' is no address; write host:port",
         tf_config("worker", 0, {"ps": ["host"], "worker": ["h:1"]}),
     ),
-    "unknown worker": Case(
-        "psworker fine.py", r"no /job:worker/task:5: it has 1 ps, 2 worker; correct the", tf_config("worker", 5)
+    "unknown worker": (
+        "psworker fine.py",
+        r"no /job:worker/task:5: it has 1 ps, 2 worker; correct the",
+        tf_config("worker", 5),
     ),
-    "unknown server": Case("psserver", r"no /job:ps/task:7: it has 1 ps, 2 worker; correct the", tf_config("ps", 7)),
-    "unknown job": Case("psworker fine.py", r"unknown task type 'boss'; known are chief, worker", tf_config("boss", 0)),
-    "a server as a worker": Case("psworker fine.py", r"is /job:ps/task:0; start it with psserver", tf_config("ps", 0)),
-    "missing script": Case("psworker none.py", r"there is no script 'none.py' in /"),
-    "missing script of a cluster": Case("psworker --standalone none.py", r"there is no script 'none.py' in /"),
-    "missing file of a cluster": Case("psworker --config none.yaml", r"cannot read none.yaml: No such file"),
-    "unknown option, worker": Case("psworker --standlone fine.py", r"'--standlone'.*'--standalone'"),
-    "unknown option, server": Case("psserver --prot 1", r"'--prot'.*'--port'"),
-    "unknown timeout": Case(
+    "unknown server": ("psserver", r"no /job:ps/task:7: it has 1 ps, 2 worker; correct the", tf_config("ps", 7)),
+    "unknown job": ("psworker fine.py", r"unknown task type 'boss'; known are chief, worker", tf_config("boss", 0)),
+    "a server as a worker": ("psworker fine.py", r"is /job:ps/task:0; start it with psserver", tf_config("ps", 0)),
+    "missing script": ("psworker none.py", r"there is no script 'none.py' in /"),
+    "missing script of a cluster": ("psworker --standalone none.py", r"there is no script 'none.py' in /"),
+    "missing file of a cluster": ("psworker --config none.yaml", r"cannot read none.yaml: No such file"),
+    "unknown option, worker": ("psworker --standlone fine.py", r"'--standlone'.*'--standalone'"),
+    "unknown option, server": ("psserver --prot 1", r"'--prot'.*'--port'"),
+    "unknown timeout": (
         "psworker fine.py",
         r"PS_TIMEOUT_STRAT is unknown; did you mean PS_TIMEOUT_START",
-        "",
-        {"PS_TIMEOUT_STRAT": "1"},
     ),
-    "no GPU, server": Case("psserver --device gpu:99", r"(no gpu:99|CuPy cannot be imported).* --device cpu"),
-    "no GPU, cluster": Case("psworker --standalone --device gpu:99 fine.py", r"ps/task:0: .* --device cpu"),
-    "no GPU, script": Case("psworker gpu.py", r"no gpu:99: .*; use cpu:0, or .* \(gpu.py:2\)$"),
-    "no size": Case("psserver --memory-limit lots", r"--memory-limit 'lots' is no size; write bytes with a unit"),
-    "a tier without a bound": Case("psserver --tier-path .", r"--tier-path needs --tier-memory: the bytes of tables"),
-    "a bound without a tier": Case("psserver --tier-memory 1GiB", r"--tier-memory bounds .* --tier-path; give that"),
-    "a small bound": Case(
-        "psserver --tier-path . --tier-memory 1MiB", r"--tier-memory 1MiB is too little; give .* 16 MiB"
-    ),
-    "a tier that is all memory": Case(
+    "no GPU, server": ("psserver --device gpu:99", r"(no gpu:99|CuPy cannot be imported).* --device cpu"),
+    "no GPU, cluster": ("psworker --standalone --device gpu:99 fine.py", r"ps/task:0: .* --device cpu"),
+    "no GPU, script": ("psworker gpu.py", r"no gpu:99: .*; use cpu:0, or .* \(gpu.py:2\)$"),
+    "no size": ("psserver --memory-limit lots", r"--memory-limit 'lots' is no size; write bytes with a unit"),
+    "a tier without a bound": ("psserver --tier-path .", r"--tier-path needs --tier-memory: the bytes of tables"),
+    "a bound without a tier": ("psserver --tier-memory 1GiB", r"--tier-memory bounds .* --tier-path; give that"),
+    "a small bound": ("psserver --tier-path . --tier-memory 1MiB", r"--tier-memory 1MiB is too little; give .* 16 MiB"),
+    "a tier that is all memory": (
         "psserver --tier-path . --tier-memory 1GiB --memory-limit 1GiB",
         r"--tier-memory 1GiB counts against .* give less",
     ),
-    "no directory of a tier": Case(
+    "no directory of a tier": (
         "psserver --tier-path none --tier-memory 1GiB",
         r"--tier-path /.*/none is no directory; make it, on a fast local",
     ),
-    "a tier in memory": Case(
+    "a tier in memory": (
         "psserver --tier-path /dev/shm --tier-memory 1GiB",
         r"--tier-path /dev/shm lies in memory itself \(tmpfs\); name",
     ),
-    "not this machine": Case("psserver --host 192.0.2.1", r"cannot listen on 192.0.2.1:0 .*; choose another"),
-    "join, a task by TF_CONFIG as well": Case(
+    "not this machine": ("psserver --host 192.0.2.1", r"cannot listen on 192.0.2.1:0 .*; choose another"),
+    "join, a task by TF_CONFIG as well": (
         "psworker --join 127.0.0.1:1 fine.py",
         r"TF_CONFIG says which task this process is, .*; unset TF_CONFIG to join the job, or leave out --join",
         tf_config("worker", 0),
     ),
-    "join, no script": Case("psworker --join 127.0.0.1:1", r"a worker needs a script; write psworker --join HOST:PORT"),
-    "join, a missing script": Case("psworker --join 127.0.0.1:1 none.py", r"there is no script 'none.py' in /"),
-    "join, no address": Case("psworker --join nowhere fine.py", r"--join: 'nowhere' is no address; write host:port"),
-    "join, half an address": Case("psworker --join a:1, fine.py", r"--join: '' is no address; write host:port"),
-    "join, a local cluster": Case(
-        "psworker --join a:1 --standalone fine.py", r"--join is for one more worker .* leave out"
+    "join, no script": ("psworker --join 127.0.0.1:1", r"a worker needs a script; write psworker --join HOST:PORT"),
+    "join, a missing script": ("psworker --join 127.0.0.1:1 none.py", r"there is no script 'none.py' in /"),
+    "join, no address": ("psworker --join nowhere fine.py", r"--join: 'nowhere' is no address; write host:port"),
+    "join, half an address": ("psworker --join a:1, fine.py", r"--join: '' is no address; write host:port"),
+    "join, a local cluster": (
+        "psworker --join a:1 --standalone fine.py",
+        r"--join is for one more worker .* leave out",
     ),
-    "join, a chief that stands by": Case(
-        "psworker --join a:1 --standby", r"--join is for one more worker .* leave out"
-    ),
-    "join, flags of a local cluster": Case("psworker --join a:1 --ps 2 fine.py", r"--ps describes a local cluster"),
-    "join, no number of restarts": Case("psworker --join a:1 --restarts -1 fine.py", r"--restarts"),
-    "join, a certificate of a task that is not known": Case(
+    "join, a chief that stands by": ("psworker --join a:1 --standby", r"--join is for one more worker .* leave out"),
+    "join, flags of a local cluster": ("psworker --join a:1 --ps 2 fine.py", r"--ps describes a local cluster"),
+    "join, no number of restarts": ("psworker --join a:1 --restarts -1 fine.py", r"--restarts"),
+    "join, a certificate of a task that is not known": (
         "psworker --join a:1 --tls-cert certs/{task}/tls.crt --tls-key k --tls-ca c fine.py",
         r"PS_TLS_CERT=certs/\{task\}/tls.crt: a worker that joins is told its task later .* certs/worker-2/tls.crt",
     ),
-    "join, no certificate": Case(
-        "psworker --join a:1 --tls-cert none.crt --tls-key k --tls-ca c fine.py", r"--tls-cert none.crt cannot be read"
+    "a module without a cluster": (
+        "psworker --module m",
+        r"m is for workers of a cluster; set TF_CONFIG, or add --sta",
+    ),
+    "a module that nobody schedules": (
+        "psworker --standalone --no-chief --module m fine.py",
+        r"workers import m, and nobody would run the script",
+    ),
+    "a module that is not there": (
+        "psworker --module package.others fine.py",
+        r"there is no module 'package.others' in",
+        tf_config("worker", 0),
+    ),
+    "join, no certificate": (
+        "psworker --join a:1 --tls-cert none.crt --tls-key k --tls-ca c fine.py",
+        r"--tls-cert none.crt cannot be read",
     ),
 }
+"""What is typed, where `fine.py` is a script that only makes a strategy; a pattern for what is wrong, where, and what
+to do; and TF_CONFIG."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -135,8 +131,9 @@ def test_a_command_that_cannot_be_done(tmp_path, name):
     """Malformed input never starts anything: one line, exit code 2, also where a script had begun."""
     (tmp_path / "fine.py").write_text(FINE)
     (tmp_path / "gpu.py").write_text(FINE.replace("()", "(['gpu:99'])"))
-    case = CASES[name]
-    check(shell(case.words.split(), tmp_path, TF_CONFIG=case.tf_config, **case.environ), 2, case.says)
+    words, says, *config = CASES[name]
+    environ = {"TF_CONFIG": "".join(config)} | ({"PS_TIMEOUT_STRAT": "1"} if name == "unknown timeout" else {})
+    check(shell(words.split(), tmp_path, **environ), 2, says)
 
 
 def test_a_port_in_use(tmp_path):
@@ -259,3 +256,61 @@ def test_debug_shows_tracebacks(tmp_path, words, config):
     assert done.code == 1
     assert "Traceback" in done.err
     assert "ConfigError" in done.err
+
+
+# ---- Scripts with a coordinator ----
+
+CLOSURES = """
+import sys
+import numpy as np
+import psclient as ps
+
+strategy = ps.ParameterServerStrategy(consistency=ps.Async())
+with strategy.scope():
+    v = ps.Variable(np.zeros(2), name="v")
+    optimizer = ps.optimizers.SGD(1.0)
+
+
+@ps.coordinator.function
+def add(amount):
+    strategy.run(lambda: optimizer.apply_gradients([(np.full(2, -amount), v)]))
+    return sys.argv[1:]
+"""
+MAIN = """
+import psclient as ps
+from package.closures import add, strategy, v
+
+coordinator = ps.coordinator.ClusterCoordinator(strategy)
+results = [coordinator.schedule(add, args=(float(n),)) for n in range(10)]
+coordinator.join()
+print(v.numpy(), results[3].fetch())
+"""
+
+
+def test_workers_import_a_module(tmp_path):
+    """The chief alone runs the script; both have the script's arguments."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "closures.py").write_text(CLOSURES, encoding="utf-8")
+    (tmp_path / "main.py").write_text(MAIN, encoding="utf-8")
+    done = shell(
+        ["psworker", "--standalone", "--workers", "2", "--module", "package.closures", "main.py", "--x"], tmp_path
+    )
+    assert (done.code, done.left) == (0, ()), done.err
+    assert "[45. 45.] ['--x']" in done.out
+
+
+def test_who_coordinates():
+    """The chief; and a process without a cluster, which is told how to start one."""
+    cluster = {"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}
+    for task, coordinates in (("chief", True), ("worker", False)):
+        resolver = ps.SimpleClusterResolver(ps.ClusterSpec(cluster), task_type=task, task_id=0)
+        assert ps.coordinator.is_coordinator(resolver) is coordinates
+    assert ps.coordinator.is_coordinator()
+    alone = ps.ParameterServerStrategy(consistency=ps.Async())
+    with (
+        alone,
+        pytest.raises(ps.errors.ConfigError, match=r"there is no cluster, whose workers .* --chief-runs-script"),
+    ):
+        ps.coordinator.ClusterCoordinator(alone)
+    with pytest.raises(TypeError, match="takes a ParameterServerStrategy, not MirroredStrategy"):
+        ps.coordinator.ClusterCoordinator(ps.MirroredStrategy(["cpu:0"]))

@@ -104,9 +104,12 @@ def cluster(hosts: Path, server: Sshd) -> Iterator[Callable[..., SshCluster]]:
 
 
 def test_nobody_can_see_the_token(cluster: Callable[..., SshCluster], hosts: Path) -> None:
-    """Neither a command line nor an environment of any process on either host has it; servers want it all the same."""
+    """Neither a command line nor an environment of any process on either host has it; servers want it all the same.
+
+    A connection that ends ends its task, and, without restarts, the cluster; the report names the host.
+    """
     with cluster(WAITING) as running:
-        pids(hosts.parent, SOON)
+        tasks = pids(hosts.parent, SOON)
         token = running._options.token
         assert len(token) == 64
         seen = 0
@@ -117,41 +120,27 @@ def test_nobody_can_see_the_token(cluster: Callable[..., SshCluster], hosts: Pat
                 seen += len(text) > 0
         assert seen >= 2 * (4 + 4)  # agents and tasks, of four each
         assert running._ask(Task("ps", 1)) is not None
-        running._options = running._options.__class__(token="0" * 64)
+        kept, running._options = running._options, running._options.__class__(token="0" * 64)
         assert running._ask(Task("ps", 1)) is None
+        running._options = kept
+        os.kill(running.processes[Task("worker", 1)].pid, signal.SIGKILL)
+        outcome = running.wait(SOON)
+    assert (outcome.task, outcome.code) == (Task("worker", 1), 137)
+    eventually(lambda: not any(map(psutil.pid_exists, tasks)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_everything(hosts: Path, server: Sshd, number: int) -> None:
-    """Also on the other hosts; the exit code is that of the signal."""
+    """Also on the other hosts; the exit code is that of the signal. Agents see the ends of their connections."""
     (hosts.parent / "script.py").write_text(ME + WAITING)
     words = [*PROGRAMS["psworker"], "--hosts", str(hosts), "--ssh", server.ssh, "script.py"]
     with subprocess.Popen(words, cwd=hosts.parent, start_new_session=True, stdin=subprocess.DEVNULL) as process:
         tasks = pids(hosts.parent, SOON)
         process.send_signal(number)
-        assert process.wait(SOON) == 128 + number
+        assert process.wait(SOON) == (-number if number == signal.SIGKILL else 128 + number)
+    if number == signal.SIGKILL:
+        eventually(lambda: not any(map(psutil.pid_exists, tasks)))
     assert not any(map(psutil.pid_exists, tasks))
-
-
-def test_a_launcher_that_is_killed_leaves_nothing(hosts: Path, server: Sshd) -> None:
-    """Agents see the ends of their connections."""
-    (hosts.parent / "script.py").write_text(ME + WAITING)
-    words = [*PROGRAMS["psworker"], "--hosts", str(hosts), "--ssh", server.ssh, "script.py"]
-    with subprocess.Popen(words, cwd=hosts.parent, start_new_session=True, stdin=subprocess.DEVNULL) as process:
-        tasks = pids(hosts.parent, SOON)
-        process.kill()
-    eventually(lambda: not any(map(psutil.pid_exists, tasks)))
-    eventually(lambda: not server.connections())
-
-
-def test_a_connection_that_ends_ends_its_task(cluster: Callable[..., SshCluster], hosts: Path) -> None:
-    """And, without restarts, the cluster; the report names the host."""
-    with cluster(WAITING) as running:
-        tasks = pids(hosts.parent, SOON)
-        os.kill(running.processes[Task("worker", 1)].pid, signal.SIGKILL)
-        outcome = running.wait(SOON)
-    assert (outcome.task, outcome.code) == (Task("worker", 1), 137)
-    eventually(lambda: not any(map(psutil.pid_exists, tasks)))
 
 
 def test_a_host_that_drops_a_connection_is_named(cluster: Callable[..., SshCluster], hosts: Path, server: Sshd) -> None:
@@ -243,13 +232,8 @@ def test_hosts_that_are_not_there_are_refused_at_once(hosts: Path, server: Sshd,
     assert "cannot reach 127.0.0.3 by ssh: " in done.err
     assert "Connection refused; no password is asked for here" in done.err
     hosts.write_text(f"{HOSTS[0]}:{server.port} ps=1 worker=1\n")
-    done = run(
-        hosts,
-        server,
-        "print('ran')",
-        "--ssh",
-        "ssh -F none -o StrictHostKeyChecking=yes -o UserKnownHostsFile=/dev/null",
-    )
+    strict = "ssh -F none -o StrictHostKeyChecking=yes -o UserKnownHostsFile=/dev/null"
+    done = run(hosts, server, "print('ran')", "--ssh", strict)
     assert done.code == 2
     assert f"cannot reach {HOSTS[0]} by ssh: Host key verification failed" in done.err
 
@@ -264,22 +248,18 @@ def test_servers_that_refuse_say_where(hosts: Path, server: Sshd) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--ps", "2"], "the file of --hosts says which tasks there are; leave --ps out"),
-        (["--standalone"], "--standalone and --hosts are different places for a cluster; leave one out"),
-        (["--hosts", "none"], "cannot read none"),
+        ("--hosts {hosts} --ps 2", "the file of --hosts says which tasks there are; leave --ps out"),
+        ("--hosts {hosts} --standalone", "--standalone and --hosts are different places for a cluster; leave one out"),
+        ("--hosts none", "cannot read none"),
+        ("--ssh ssh", "--ssh is for tasks on other hosts; add --hosts FILE"),
     ],
 )
-def test_flags_that_do_not_go_together(hosts: Path, server: Sshd, flags: list[str], said: str) -> None:
-    """Are refused."""
-    done = run(hosts, server, "", *flags)
-    assert (done.code, said in done.err) == (2, True), done.err
-
-
-def test_flags_of_hosts_alone(tmp_path: Path) -> None:
-    """Without the file they say nothing."""
-    (tmp_path / "script.py").write_text("")
-    done = shell(["psworker", "--ssh", "ssh", "script.py"], tmp_path)
-    assert (done.code, done.errors) == (2, ["psworker: error: --ssh is for tasks on other hosts; add --hosts FILE"])
+def test_flags_that_do_not_go_together(hosts: Path, flags: str, said: str) -> None:
+    """Are refused; without the file those of hosts say nothing."""
+    (hosts.parent / "script.py").write_text("")
+    done = shell(["psworker", *flags.format(hosts=hosts).split(), "script.py"], hosts.parent)
+    (line,) = done.errors
+    assert (done.code, said in line) == (2, True), done.err
 
 
 def test_timeouts_are_handed_on(cluster: Callable[..., SshCluster]) -> None:

@@ -1,15 +1,22 @@
-"""Synchronous training on many processes gives the weights of one process without servers."""
+"""Synchronous training on many workers gives the weights of one process without servers, whatever the servers.
+
+Workers that do not run the same program are told so, all of them, with both positions; none hangs.
+"""
 
 from __future__ import annotations
 
 import functools
+import threading
+import time
 
 import numpy as np
 import pytest
 
 import psclient as ps
-from pstesting.processes import CHIEF, ProcessCluster
-from pstesting.script import say
+from pstesting.processes import W0, W1, W2
+from pstesting.script import add
+from tests.kit.rig import SOON
+from tests.kit.workers import in_threads
 
 EXAMPLES, BATCH = 50, 12
 
@@ -24,14 +31,6 @@ CASES = {
 """Optimizer, dtype, rounds, and whether gradients are integers."""
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
-
-FLEETS = {
-    "one worker": {"workers": 1},
-    "two workers, a chief that drives": {"workers": 2, "chief": "driver"},
-    "three workers": {"workers": 3},
-    "a worker and a chief that runs the script": {"workers": 1, "chief": "script"},
-    "two workers of two replicas": {"workers": 2, "replicas": 2},
-}
 
 
 def data(dtype, integers):
@@ -63,21 +62,21 @@ def gradients(weights, x, y, integers, total):
     return [x.T @ back, back.sum(axis=0), h.T @ p, p.sum(axis=0)]
 
 
-def train(cases, replicas):
-    strategy = ps.ParameterServerStrategy(devices=[f"cpu:{index}" for index in range(replicas)])
-    for case, (kind, dtype, rounds, integers) in cases.items():
+def train(strategy, worker):
+    """The weights of each case."""
+    found = {}
+    for case, (kind, dtype, rounds, integers) in CASES.items():
         with strategy.scope():
             weights = [ps.Variable(value, name=f"{case}/{name}") for name, value in first_weights(dtype).items()]
-            chosen = {"sgd": (ps.optimizers.SGD, 0.25, 0.5), "adam": (ps.optimizers.Adam, 0.01)}
-            make, *arguments = chosen[kind]
-            optimizer = make(*arguments, name=case)
+            sgd = kind == "sgd"
+            optimizer = ps.optimizers.SGD(0.25, 0.5, name=case) if sgd else ps.optimizers.Adam(0.01, name=case)
 
         def step(batch, weights=weights, optimizer=optimizer, integers=integers):
             x, y = batch
-            found = gradients([w.read_value() for w in weights], x, y, integers, 12)
-            optimizer.apply_gradients(zip(found, weights, strict=True))
+            grads = gradients([w.read_value() for w in weights], x, y, integers, BATCH)
+            optimizer.apply_gradients(zip(grads, weights, strict=True))
 
-        arrays = ps.ArrayDataset(data(dtype, integers)).shuffle(seed=5).batch(12)
+        arrays = ps.ArrayDataset(data(dtype, integers)).shuffle(seed=5).batch(BATCH)
         batches = strategy.experimental_distribute_dataset(arrays)
         taken = 0
         while taken < rounds:
@@ -86,8 +85,8 @@ def train(cases, replicas):
                 taken += 1
                 if taken == rounds:
                     break
-        say(case, [w.numpy() for w in weights])
-    say("R", strategy.num_replicas_in_sync)
+        found[case] = [w.numpy() for w in weights]
+    return found, strategy.num_replicas_in_sync
 
 
 @functools.cache
@@ -114,40 +113,157 @@ def alone(case):
     return weights
 
 
-OTHERS = ("one worker", "three workers", "two workers of two replicas", "a worker and a chief that runs the script")
-"""Fleets that differ from the others in their number only, or in what others have together."""
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(keys, id=name, marks=pytest.mark.soak if name in OTHERS else ()) for name, keys in FLEETS.items()
-    ]
+@pytest.mark.parametrize(
+    ("workers", "replicas"),
+    [(2, 1), *(pytest.param(*each, marks=pytest.mark.soak) for each in [(1, 1), (3, 1), (2, 2)])],
 )
-def trained(request, tmp_path):
-    """A fleet's weights for each case, as each of its processes sees them."""
-    keys = dict(request.param)
-    replicas = keys.pop("replicas", 1)
-    helpers = (data, first_weights, gradients)
-    with ProcessCluster(train, tmp_path, (CASES, replicas), helpers, ps=2, **keys) as job:
-        job.finish()
-    runners = job.runners
-    assert {job.said(task, "R")[0] for task in runners} == {len(runners) * replicas}
-    assert (CHIEF in runners) == (keys.get("chief") == "script")
-    return {case: [job.said(task, case)[0] for task in runners] for case in CASES}
-
-
-def test_many_processes_give_the_weights_of_one(trained):
+def test_many_workers_give_the_weights_of_one(workers, replicas):
     """Integer gradients bit by bit, float64 within 1e-10 over 20 rounds, float32 within 1e-5 over 5."""
-    for case, (_, dtype, _, integers) in CASES.items():
-        for weights in trained[case]:
-            assert weights == trained[case][0], case
-            for found, expected in zip(weights, alone(case), strict=True):
-                atol = 0 if integers else TOLERANCE[dtype]
-                np.testing.assert_allclose(np.asarray(found, dtype), expected, rtol=0, atol=atol, err_msg=case)
+    devices = [f"cpu:{index}" for index in range(replicas)]
+    for found, all_replicas in in_threads(train, workers, devices=devices):
+        assert all_replicas == workers * replicas
+        for case, (_, dtype, _, integers) in CASES.items():
+            atol = 0 if integers else TOLERANCE[dtype]
+            moved = zip(found[case], alone(case), first_weights(dtype).values(), strict=True)
+            for value, expected, first in moved:
+                np.testing.assert_allclose(value, expected, rtol=0, atol=atol, err_msg=case)
+                assert np.abs(value - first).max() > 1e-3
 
 
-def test_the_weights_move():
-    """What the tests above compare is far from where it began."""
-    for case in CASES:
-        before = first_weights(CASES[case][1]).values()
-        assert all(np.abs(a - b).max() > 1e-3 for a, b in zip(alone(case), before, strict=True))
+# ---- Steps that have to know all gradients, of variables on several servers: two rounds ----
+
+
+def learn(strategy, worker, everything):
+    with strategy.scope():
+        variables = [ps.Variable(np.ones(n, "float32"), name=f"w{n}") for n in (2, 3, 4)]
+        options = {"global_clipnorm": 1.0, "use_ema": True}
+        if everything:
+            options["loss_scale_factor"] = ps.optimizers.DynamicLossScale(4.0, 2)
+            options["gradient_accumulation_steps"] = 2
+        rate = ps.optimizers.schedules.CosineDecay(0.1, 20)
+        optimizer = ps.optimizers.Adam(rate, **options)
+    first = strategy.extended.should_checkpoint  # One worker alone may see what is not finite.
+    for step in range(6):
+        grads = [np.sin(np.arange(v.size) + step + 7 * worker).astype("float32") * 4 for v in variables]
+        if everything and step == 2 and first:
+            grads[2][1] = np.inf
+        strategy.run(lambda g: optimizer.apply_gradients(zip(g, variables, strict=True)), (grads,))
+    values = [v.numpy().tolist() for v in [*variables, *(optimizer.average(v) for v in variables)]]
+    return values, [int(optimizer.iterations)] + ([int(optimizer.skipped_steps)] if everything else [])
+
+
+@pytest.mark.parametrize("everything", [pytest.param(False, marks=pytest.mark.soak), True], ids=["clip", "all"])
+def test_two_servers_make_the_steps_of_one(everything):
+    """Norm and finiteness are those of all gradients: weights, averages and counts are equal to the bit."""
+    found = [in_threads(lambda *one: learn(*one, everything), servers=servers) for servers in (1, 2)]
+    assert found == [[found[0][0]] * 2] * 2
+    assert found[0][0][1] == ([2, 1] if everything else [6])
+
+
+def test_asynchronous_workers_do_not_mix_their_norms():
+    """On several servers what a norm is taken of could be another worker's by the second round: refused with a word."""
+
+    def learn(strategy, worker):
+        with strategy.scope():
+            variables = [ps.Variable(np.ones(n, "float32"), name=f"w{n}") for n in (2, 3)]
+        pairs = [(np.full(v.size, 3.0, "float32"), v) for v in variables]
+        with pytest.raises(ValueError, match="asynchronous workers on several servers"):
+            strategy.run(lambda: ps.optimizers.SGD(1.0, global_clipnorm=1.0).apply_gradients(pairs))
+        one = ps.optimizers.SGD(1.0, global_clipnorm=1.5, name="one")
+        strategy.run(lambda: one.apply_gradients(pairs[:1]))
+        np.testing.assert_allclose(variables[0].numpy(), 1 - 1.5 / np.sqrt(2), rtol=1e-6)
+
+    in_threads(learn, workers=1, consistency=ps.Async())
+
+
+# ---- Other programs ----
+
+QUICKLY = 30.0
+"""Seconds within which everyone knows: a few beats; less than a lease, on a machine that others use."""
+
+FIRST = ("'first'", "'second'")
+
+
+@pytest.mark.parametrize(
+    ("kind", "servers", "words"),
+    [
+        pytest.param("sections", 1, FIRST, id="on one server", marks=pytest.mark.soak),
+        pytest.param("sections", 2, FIRST, id="on different servers, so that only beats can tell"),
+        pytest.param("operands", 1, ("update variable 'first'", "[0 0 0]", "[1 1 1]"), id="operands that differ"),
+        pytest.param("variable", 2, ("'extra'", "'second'"), id="a variable that others lack"),
+        pytest.param("reductions", 1, ("float64[2]", "float64[3]"), id="other shapes"),
+        pytest.param("functions", 1, ("'first'", "= add(#", "= subtract(#"), id="other functions"),
+    ],
+)
+def test_everyone_is_told_where_the_others_are(kind, servers, words):
+    """Each process gets `Diverged` within a few beats; it names two processes, and what each of them does.
+
+    A script that catches it, and ends, ends its process: nobody waits for a job that cannot go on.
+    """
+
+    def diverge(strategy, worker):
+        with strategy.scope():
+            v, u = (ps.Variable(np.zeros(3), name=name) for name in ("first", "second"))
+            extra = ps.Variable(np.zeros(2), name="extra") if kind == "variable" and not worker else u
+        for _ in range(2):
+            strategy.run(lambda: add(v, np.ones(3)))
+        sections = {
+            "sections": lambda: strategy.run(lambda: add(u if worker == 1 else v, np.ones(3))),
+            "variable": lambda: strategy.run(lambda: add(extra, np.ones(extra.shape))),
+            "reductions": lambda: strategy.reduce("sum", np.ones(2 if worker == 1 else 3), None),
+            "functions": lambda: v.assign_add(1.0) if worker == 1 else v.assign_sub(1.0),
+            "operands": lambda: v.assign_add(np.full(3, worker)),
+        }
+
+        def make():
+            sections[kind]()
+            v.numpy(), u.numpy()  # a round is told of where its values are looked at
+
+        began = time.monotonic()
+        with pytest.raises(ps.errors.Diverged) as told:
+            make()
+        text, odd = str(told.value), W0 if kind == "variable" else W1
+        assert str(odd) in text
+        assert any(str(other) in text for other in (W0, W1, W2) if other != odd)
+        assert all(word in text for word in words), text
+        assert time.monotonic() - began < QUICKLY
+
+    in_threads(diverge, 3, servers)
+
+
+@pytest.mark.parametrize("failing", [(1,), (0, 1)], ids=["in one", "in all"])
+def test_who_leaves_a_section_out_cannot_go_on_with_the_next(failing):
+    """Though all sections are alike: the one after that which failed is not taken for it.
+
+    What fails everywhere is left out by all: they go on together, and nothing of it has counted.
+    """
+    both = threading.Barrier(2)
+
+    def fail_in_the_third(strategy, worker):
+        """Adds 1 in each of six sections, all alike; in the third what these workers run in merge_call fails."""
+        with strategy.scope():
+            v = ps.Variable(np.zeros(()), name="v")
+
+        def merge(strategy, fails):
+            total = strategy.extended.reduce_to("sum", 1.0, v)
+            strategy.extended.update(v, lambda v, total: v.assign_add(total), (total,))
+            if fails:
+                raise ValueError("an accident")
+
+        for n in range(6):
+            fails = n == 2 and worker in failing
+            try:
+                strategy.run(lambda fails=fails: ps.get_replica_context().merge_call(merge, (fails,)))
+                v.numpy()
+            except ValueError:
+                assert (fails, strategy.round) == (True, 3)
+            except ps.errors.Diverged as error:
+                both.wait(SOON)
+                return str(error)
+        return float(v.numpy()), strategy.round
+
+    found = in_threads(fail_in_the_third)
+    if len(failing) == 2:
+        assert found == [(5 * 2.0, 6)] * 2
+    else:
+        assert all(str(task) in text for text in found for task in (W0, W1))

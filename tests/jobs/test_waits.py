@@ -162,11 +162,27 @@ def add_to(strategy: Any, v: Any) -> None:
 
 # ---- The waits ----
 
+Wait = Callable[[Site], Iterator[Said]]
+WAITS: dict[str, Wait] = {}
+LATE: list[str] = []
+
+
+def waits(wait: Wait) -> Wait:
+    WAITS[wait.__name__] = wait
+    return wait
+
+
+def ends(wait: Wait) -> Wait:
+    """It ends at its deadline with an error that names it."""
+    LATE.append(wait.__name__)
+    return waits(wait)
+
 
 def nothing(strategy: Any) -> None:
     """A script that ends at once."""
 
 
+@ends
 def for_a_chief(site: Site) -> Iterator[Said]:
     site.work(W0, nothing, "x:3")
     yield Said(f"{W0} waits for a chief to begin the job", "no chief began the job within .* start the chief task")
@@ -174,6 +190,7 @@ def for_a_chief(site: Site) -> Iterator[Said]:
     site.work(W1, nothing, "x:3")
 
 
+@ends
 def for_workers(site: Site) -> Iterator[Said]:
     """A chief without a script."""
     site.drive()
@@ -183,12 +200,14 @@ def for_workers(site: Site) -> Iterator[Said]:
         site.work(task, nothing, "x:3")
 
 
+@ends
 def for_a_worker_that_starts(site: Site) -> Iterator[Said]:
     site.work(W0, step)
     yield Said(f"{W0} waits for {W1} to start", f"are all of {W0}, {W1} and the chief running")
     site.work(W1, step)
 
 
+@ends
 def for_a_first_value(site: Site) -> Iterator[Said]:
     gate = site.gate()
     site.work(W0, lambda strategy: (gate.wait(), step(strategy)))
@@ -199,6 +218,7 @@ def for_a_first_value(site: Site) -> Iterator[Said]:
     gate.set()
 
 
+@waits
 def for_a_worker_in_a_round(site: Site) -> Iterator[Said]:
     gate = site.gate()
     site.work(W0, step)
@@ -207,52 +227,47 @@ def for_a_worker_in_a_round(site: Site) -> Iterator[Said]:
     gate.set()
 
 
-def for_approval(site: Site) -> Iterator[Said]:
-    """Of a section that is new, while no chief is there."""
-    gate, chief = site.gate(), site.drive()
+def without_a_chief(site: Site, new: Callable[[Any], Callable[[], object]], word: str) -> Iterator[Said]:
+    """Both workers have made a section, and make a new one while no chief is there."""
+    gate, chief, met = site.gate(), site.drive(), threading.Barrier(3)
 
     def script(strategy: Any) -> None:
+        make = new(strategy)
         step(strategy)
         met.wait()
         gate.wait()
-        strategy.reduce("sum", 1.0, axis=None)
+        make()
 
-    met = threading.Barrier(3)
     for task in (W0, W1):
         site.work(task, script, "x:3")
     met.wait(SOON)
     chief.stop(abandon=True)
     eventually(site.results[0].done)
     gate.set()
-    yield Said(f"{W0} waits in round 1 for the chief")
+    yield Said(f"{W0} {word}")
     site.drive()
 
 
-def for_approval_of_its_own(site: Site) -> Iterator[Said]:
-    """Of a section that is new, of a variable that each worker updates alone, while no chief is there."""
-    gate, chief = site.gate(), site.drive()
+@waits
+def for_approval(site: Site) -> Iterator[Said]:
+    return without_a_chief(site, lambda s: lambda: s.reduce("sum", 1.0, axis=None), "waits in round 1 for the chief")
 
-    def script(strategy: Any) -> None:
+
+@waits
+def for_approval_of_its_own(site: Site) -> Iterator[Said]:
+    """Of a section of a variable that each worker updates alone."""
+
+    def new(strategy: Any) -> Callable[[], object]:
         with strategy.scope():
             v = ps.Variable(np.zeros(2), consistency=ps.Async())
         v.numpy()
-        step(strategy)
-        met.wait()
-        gate.wait()
-        v.assign([1.0, 2.0])
+        return lambda: v.assign([1.0, 2.0])
 
-    met = threading.Barrier(3)
-    for task in (W0, W1):
-        site.work(task, script, "x:3")
-    met.wait(SOON)
-    chief.stop(abandon=True)
-    eventually(site.results[0].done)
-    gate.set()
     said = "update 0 of its own variables, with ps.Async()"
-    yield Said(f"{W0} waits for {PS0}, or the chief, who has to approve it once, to make {said}")
-    site.drive()
+    return without_a_chief(site, new, f"waits for {PS0}, or the chief, who has to approve it once, to make {said}")
 
 
+@waits
 def for_the_others_in_a_change(site: Site) -> Iterator[Said]:
     gate = site.gate()
     site.work(W0, lambda strategy: strategy.set_consistency(ps.Async()))
@@ -261,6 +276,7 @@ def for_the_others_in_a_change(site: Site) -> Iterator[Said]:
     gate.set()
 
 
+@waits
 def for_the_others_to_take_it_in(site: Site) -> Iterator[Said]:
     """Who comes to a running job."""
     gate, went = site.gate(), site.gate()
@@ -287,27 +303,34 @@ def for_the_others_to_take_it_in(site: Site) -> Iterator[Said]:
     gate.set()
 
 
-def for_a_server_to_take_first_values(site: Site) -> Iterator[Said]:
+def of_a_busy_server(site: Site, new: Callable[[Any], Callable[[], object]], word: str) -> Iterator[Said]:
+    """Both workers ask a server for something that its thread for arrays does."""
     gate, opened = site.gate(), threading.Barrier(3)
+
+    def script(strategy: Any) -> None:
+        ask = new(strategy)
+        opened.wait()
+        gate.wait()
+        ask()
+
     for task in (W0, W1):
-        site.work(task, lambda strategy: (opened.wait(), gate.wait(), variable(strategy, "u")))
+        site.work(task, script)
     opened.wait()
     free = site.busy("arrays")
     gate.set()
-    yield Said(f"{W0} waits for {PS0} to take the first value of variable 'u'")
+    yield Said(f"{W0} waits for {word}")
     free.set()
 
 
+@waits
+def for_a_server_to_take_first_values(site: Site) -> Iterator[Said]:
+    return of_a_busy_server(site, lambda s: lambda: variable(s, "u"), f"{PS0} to take the first value of variable 'u'")
+
+
+@waits
 def for_a_value(site: Site) -> Iterator[Said]:
     """That a variable has."""
-    gate, created = site.gate(), threading.Barrier(3)
-    for task in (W0, W1):
-        site.work(task, lambda strategy: (u := variable(strategy, "u"), created.wait(), gate.wait(), u.numpy()))
-    created.wait()
-    free = site.busy("arrays")
-    gate.set()
-    yield Said(f"{W0} waits for variable 'u' of {PS0}")
-    free.set()
+    return of_a_busy_server(site, lambda s: variable(s, "u").numpy, f"variable 'u' of {PS0}")
 
 
 def save(strategy: Any) -> None:
@@ -315,23 +338,26 @@ def save(strategy: Any) -> None:
     checkpoint.save("run/ckpt", ps.train.CheckpointOptions(enable_async=False))
 
 
-def for_a_checkpoint_to_be_written(site: Site) -> Iterator[Said]:
+def to_save(site: Site, *said: str) -> Iterator[Said]:
     free = site.busy("files")
     for task in (W0, W1):
         site.work(task, save)
-    yield Said(f"{W0} waits for {PS0} to complete a checkpoint", "the checkpoint was not complete in time")
+    yield Said(*said)
     free.set()
 
 
+@ends
+def for_a_checkpoint_to_be_written(site: Site) -> Iterator[Said]:
+    return to_save(site, f"{W0} waits for {PS0} to complete a checkpoint", "the checkpoint was not complete in time")
+
+
+@waits
 def for_a_shard(site: Site) -> Iterator[Said]:
     """As the chief does, behind everybody's back."""
-    free = site.busy("files")
-    for task in (W0, W1):
-        site.work(task, save)
-    yield Said(f"{PS0} still writes its part of a checkpoint")
-    free.set()
+    return to_save(site, f"{PS0} still writes its part of a checkpoint")
 
 
+@ends
 def for_a_checkpoint_to_be_read(site: Site) -> Iterator[Said]:
     write_checkpoint(site.directory / "run" / "ckpt-1", {"v": np.zeros(4)})
     gate, free = site.gate(), site.busy("files")
@@ -342,6 +368,7 @@ def for_a_checkpoint_to_be_read(site: Site) -> Iterator[Said]:
     free.set()
 
 
+@waits
 def for_who_saves(site: Site) -> Iterator[Said]:
     """One process says what a checkpoint has; the others wait in the same round."""
     gate = site.gate()
@@ -351,6 +378,7 @@ def for_who_saves(site: Site) -> Iterator[Said]:
     gate.set()
 
 
+@ends
 def for_others_that_never_came(site: Site) -> Iterator[Said]:
     """At its end, who drives beside its own script, which made no round."""
     site.work(W0, nothing)
@@ -358,6 +386,7 @@ def for_others_that_never_came(site: Site) -> Iterator[Said]:
     site.work(W1, nothing)
 
 
+@waits
 def for_others_to_leave(site: Site) -> Iterator[Said]:
     gate = site.gate()
     site.work(W1, lambda strategy: gate.wait())
@@ -366,6 +395,7 @@ def for_others_to_leave(site: Site) -> Iterator[Said]:
     gate.set()
 
 
+@waits
 def for_closures(site: Site) -> Iterator[Said]:
     """Which a worker runs, or nobody."""
     gate = site.gate()
@@ -393,6 +423,7 @@ def for_closures(site: Site) -> Iterator[Said]:
     gate.set()
 
 
+@ends
 def for_a_server_that_answers(site: Site) -> Iterator[Said]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -406,6 +437,7 @@ def for_a_server_that_answers(site: Site) -> Iterator[Said]:
     behind.close()
 
 
+@ends
 def for_a_server_that_listens(site: Site) -> Iterator[Said]:
     """Which whoever started it waits for."""
     program = "import sys\nsys.stdin.readline()\nprint('psserver listening on x:1')"
@@ -415,6 +447,7 @@ def for_a_server_that_listens(site: Site) -> Iterator[Said]:
     process.stdin.write(b"\n")
 
 
+@ends
 def for_a_job_to_join(site: Site) -> Iterator[Said]:
     """A worker beyond the cluster, before a chief has begun the job."""
 
@@ -433,6 +466,7 @@ def for_a_job_to_join(site: Site) -> Iterator[Said]:
         site.work(task, nothing, "x:3")
 
 
+@waits
 def for_a_script_of_a_cluster(site: Site) -> Iterator[Said]:
     """The launcher, once another has ended."""
     (site.directory / "script.py").write_text(
@@ -452,6 +486,7 @@ def for_a_script_of_a_cluster(site: Site) -> Iterator[Said]:
     (site.directory / "over").touch()
 
 
+@waits
 def for_a_newer_checkpoint(site: Site) -> Iterator[Said]:
     """An evaluator; only its directory is known."""
     directory = site.directory / "run"
@@ -477,6 +512,7 @@ asyncio.run(serve())
 """
 
 
+@waits
 def for_a_disk(site: Site) -> Iterator[Said]:
     """A server that ends while it writes."""
     process = site.spawn(DRAIN, stderr=subprocess.PIPE)
@@ -484,36 +520,6 @@ def for_a_disk(site: Site) -> Iterator[Said]:
     yield Said(f"{PS0} ends when it is done: it still writes a file; another signal kills it")
     process.stdin.write(b"\n")
     assert process.wait(SOON) == 0
-
-
-WAITS = [
-    for_a_chief,
-    for_a_first_value,
-    for_workers,
-    for_a_worker_that_starts,
-    for_a_worker_in_a_round,
-    for_approval,
-    for_approval_of_its_own,
-    for_the_others_in_a_change,
-    for_the_others_to_take_it_in,
-    for_a_server_to_take_first_values,
-    for_a_value,
-    for_a_checkpoint_to_be_written,
-    for_a_shard,
-    for_a_checkpoint_to_be_read,
-    for_closures,
-    for_who_saves,
-    for_others_that_never_came,
-    for_others_to_leave,
-    for_a_server_that_answers,
-    for_a_server_that_listens,
-    for_a_job_to_join,
-    for_a_script_of_a_cluster,
-    for_a_newer_checkpoint,
-    for_a_disk,
-]
-
-every_wait = pytest.mark.parametrize("wait", WAITS, ids=lambda wait: wait.__name__)
 
 
 @pytest.fixture(autouse=True)
@@ -527,11 +533,11 @@ def named(site: Site, caplog: pytest.LogCaptureFixture, text: str) -> bool:
     return text in caplog.text or any(text in line for line in site.lines)
 
 
-@every_wait
+@pytest.mark.parametrize("wait", WAITS)
 def test_it_names_whom_it_waits_for_and_ends_when_that_one_comes(tmp_path, caplog, wait):
     """Again and again, as often as `Timeouts.word` says."""
     with Site(tmp_path, PATIENT) as site:
-        steps = wait(site)
+        steps = WAITS[wait](site)
         said = next(steps)
         eventually(lambda: named(site, caplog, said.word))
         assert next(steps, None) is None
@@ -539,17 +545,12 @@ def test_it_names_whom_it_waits_for_and_ends_when_that_one_comes(tmp_path, caplo
             result.result(SOON)
 
 
-LATE = [for_a_chief, for_a_first_value, for_workers, for_a_worker_that_starts, for_a_checkpoint_to_be_written]
-LATE += [for_a_checkpoint_to_be_read, for_others_that_never_came, for_a_server_that_answers, for_a_server_that_listens]
-LATE += [for_a_job_to_join]
-
-
-@pytest.mark.parametrize("wait", LATE, ids=lambda wait: wait.__name__)
+@pytest.mark.parametrize("wait", LATE)
 def test_at_its_deadline_it_ends_with_an_error_that_names_it(tmp_path, caplog, monkeypatch, wait):
     """Raised, or where no caller is left said in the log."""
     monkeypatch.setattr("pswire.limits.ROUND_LEASES", 0)  # a round may be over sooner than a lease, here
     with Site(tmp_path, HASTY) as site:
-        said = next(wait(site))
+        said = next(WAITS[wait](site))
         assert said.late
 
         def found() -> bool:
@@ -571,4 +572,4 @@ def test_another_signal_ends_a_server_whose_disk_hangs(tmp_path):
 
 def test_the_table_has_every_wait():
     """And no other: a row that stands for no call any more goes."""
-    assert {wait.__name__ for wait in WAITS} == {name for names in TRIED.values() for name in names}
+    assert {*WAITS} == {name for names in TRIED.values() for name in names}

@@ -1,9 +1,14 @@
-"""Hints: a push says what the batch after the next one looks up, where rows lie in files, and nothing depends on it."""
+"""Tables that are larger than the memory they may take: how they train, and hints.
+
+With a hint a push says what the batch after the next one looks up, where rows lie in files, and nothing depends on it.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent import futures
+from contextlib import contextmanager
 from itertools import islice
 
 import numpy as np
@@ -15,6 +20,7 @@ from pstesting.in_process import InProcessCluster
 from tests.kit.internals import Contribution
 from tests.kit.rig import eventually
 from tests.kit.storage import disk
+from tests.kit.workers import PATIENT, in_threads
 
 de = ps.dynamic_embedding
 MEMORY = 8 << 20
@@ -50,8 +56,24 @@ def numbers(read) -> list[int]:
     return [int(number) for number in read.numbers()]
 
 
-def opened(cluster, **more):
-    return ps.ParameterServerStrategy(devices=["cpu:0"], cluster_resolver=cluster.resolver(), **more)
+@contextmanager
+def opened(directory, servers=1, memory=MEMORY, **options):
+    """A cluster whose tables may lie in a directory, and a strategy."""
+    tier = {"tier_path": str(directory), "tier_memory": memory} if directory else {}
+    with (
+        InProcessCluster(servers, **tier) as cluster,
+        ps.ParameterServerStrategy(devices=["cpu:0"], cluster_resolver=cluster.resolver(), **options) as strategy,
+    ):
+        yield cluster, strategy
+
+
+@pytest.fixture
+def world(directory):
+    """A cluster, a strategy, an optimizer, its table, and the pushes from now on."""
+    with opened(directory) as (cluster, strategy):
+        optimizer = ps.optimizers.SGD(1.0)
+        table = made(strategy, optimizer)
+        yield cluster, strategy, optimizer, table, Pushes(cluster)
 
 
 def made(strategy, optimizer, name="users"):
@@ -84,10 +106,7 @@ WAYS = {
 def test_a_push_names_the_rows_of_two_batches_ahead(directory, way, servers):
     """Those of the next one to get them, those of the one behind it as a hint; each server is told of its own."""
     of_strategy, of_data = WAYS[way]
-    with (
-        InProcessCluster(servers, tier_path=str(directory), tier_memory=MEMORY) as cluster,
-        opened(cluster, **of_strategy) as strategy,
-    ):
+    with opened(directory, servers, **of_strategy) as (cluster, strategy):
         optimizer = ps.optimizers.SGD(1.0)
         table = made(strategy, optimizer)
         assert table.takes_hints
@@ -103,10 +122,7 @@ def test_a_push_names_the_rows_of_two_batches_ahead(directory, way, servers):
 def test_batches_that_are_handed_out_are_hinted_at_as_far_as_they_are_known(directory):
     """A worker has that many ahead that it is told of two in most steps, where steps take as long as an answer."""
     batches = np.arange(400).reshape(40, 10)
-    with (
-        InProcessCluster(tier_path=str(directory), tier_memory=MEMORY) as cluster,
-        opened(cluster, consistency=ps.Async()) as strategy,
-    ):
+    with opened(directory, consistency=ps.Async()) as (cluster, strategy):
         optimizer = ps.optimizers.SGD(1.0)
         table = made(strategy, optimizer)
         pushes, asked, calls = Pushes(cluster), [], strategy.backend.group.chunk_calls
@@ -121,23 +137,19 @@ def test_batches_that_are_handed_out_are_hinted_at_as_far_as_they_are_known(dire
         assert all(found in ([], more) for found, more in zip(hints, expected, strict=True))
 
 
-def test_a_function_of_a_worker_gives_hints_as_well(directory):
+def test_a_function_of_a_worker_gives_hints_as_well(world):
     """A dataset of its own is read two batches ahead."""
-    with InProcessCluster(tier_path=str(directory), tier_memory=MEMORY) as cluster, opened(cluster) as strategy:
-        optimizer = ps.optimizers.SGD(1.0)
-        table = made(strategy, optimizer)
-        pushes = Pushes(cluster)
-        options = ps.InputOptions(lookups={table: lambda keys: keys})
-        data = strategy.distribute_datasets_from_function(lambda context: list(KEYS), options)
-        train(strategy, table, optimizer, data)
-        assert pushes.keys("hints") == [*map(sorted, KEYS[2:].tolist()), [], []]
+    _, strategy, optimizer, table, pushes = world
+    options = ps.InputOptions(lookups={table: lambda keys: keys})
+    data = strategy.distribute_datasets_from_function(lambda context: list(KEYS), options)
+    train(strategy, table, optimizer, data)
+    assert pushes.keys("hints") == [*map(sorted, KEYS[2:].tolist()), [], []]
 
 
 @pytest.mark.parametrize("tiered", [True, False])
 def test_data_is_read_further_ahead_only_for_files(directory, tiered):
     """Of a table in memory a push has no hints, and one batch is read ahead of the one in use."""
-    tier = {"tier_path": str(directory), "tier_memory": MEMORY} if tiered else {}
-    with InProcessCluster(**tier) as cluster, opened(cluster) as strategy:
+    with opened(directory if tiered else None) as (cluster, strategy):
         optimizer = ps.optimizers.SGD(1.0)
         table, read = made(strategy, optimizer), list[int]()
 
@@ -163,7 +175,7 @@ def test_data_is_read_further_ahead_only_for_files(directory, tiered):
 
 def test_a_hint_is_said_once(directory):
     """With the next round that assigns the table; a later one says what is named until then, or nothing."""
-    with InProcessCluster(tier_path=str(directory), tier_memory=MEMORY) as cluster, opened(cluster) as strategy:
+    with opened(directory) as (cluster, strategy):
         optimizer = ps.optimizers.SGD(1.0)
         table, other = made(strategy, optimizer), made(strategy, optimizer, "others")
         pushes = Pushes(cluster)
@@ -179,7 +191,7 @@ def test_a_hint_is_said_once(directory):
 
 def test_hints_of_a_group_go_together(directory):
     """Each table names its own keys, and keeps what the others have named."""
-    with InProcessCluster(tier_path=str(directory), tier_memory=MEMORY) as cluster, opened(cluster) as strategy:
+    with opened(directory) as (cluster, strategy):
         with strategy.scope():
             group = de.group(["user", "item"], dim=2)
         pushes = Pushes(cluster)
@@ -192,38 +204,33 @@ def test_hints_of_a_group_go_together(directory):
         assert group["item"].takes_hints
 
 
-def test_what_lookups_leave_of_a_header_is_for_hints(directory, monkeypatch):
+def test_what_lookups_leave_of_a_header_is_for_hints(world, monkeypatch):
     """Hints that have no room there are left out, and the round goes on."""
     monkeypatch.setattr(read_cache, "ROWS_AT_A_TIME", 7)
-    with InProcessCluster(tier_path=str(directory), tier_memory=MEMORY) as cluster, opened(cluster) as strategy:
-        optimizer = ps.optimizers.SGD(1.0)
-        table = made(strategy, optimizer)
-        pushes = Pushes(cluster)
-        for lookups, hints in ((4, 3), (4, 4), (9, 7)):
-            table.look_ahead(range(lookups))
-            table.hint_ahead(range(10, 10 + hints))
-            train(strategy, table, optimizer, [[1]])
-        assert [len(keys) for keys in pushes.keys("lookups")] == [4, 4, 0]
-        assert [len(keys) for keys in pushes.keys("hints")] == [3, 0, 7]
+    _, strategy, optimizer, table, pushes = world
+    for lookups, hints in ((4, 3), (4, 4), (9, 7)):
+        table.look_ahead(range(lookups))
+        table.hint_ahead(range(10, 10 + hints))
+        train(strategy, table, optimizer, [[1]])
+    assert [len(keys) for keys in pushes.keys("lookups")] == [4, 4, 0]
+    assert [len(keys) for keys in pushes.keys("hints")] == [3, 0, 7]
 
 
-def test_bad_hints_are_refused_where_they_are_named(directory):
+def test_bad_hints_are_refused_where_they_are_named(world):
     """As bad ids of lookups; a plain variable takes none, and looks at none."""
-    with InProcessCluster(tier_path=str(directory), tier_memory=MEMORY) as cluster, opened(cluster) as strategy:
-        optimizer = ps.optimizers.SGD(1.0)
-        table = made(strategy, optimizer)
-        with pytest.raises(TypeError, match="of rows of table 'users' are"):
-            table.hint_ahead([0.5])
-        with strategy.scope():
-            plain = ps.Variable(np.zeros((3, 2), "float32"), name="plain")
-        assert not plain.takes_hints
-        plain.hint_ahead([7])
+    _, strategy, _, table, _ = world
+    with pytest.raises(TypeError, match="of rows of table 'users' are"):
+        table.hint_ahead([0.5])
+    with strategy.scope():
+        plain = ps.Variable(np.zeros((3, 2), "float32"), name="plain")
+    assert not plain.takes_hints
+    plain.hint_ahead([7])
 
 
 def test_a_server_reads_what_it_is_told(directory):
     """Pages of a hint come while the worker computes: the round that needs them finds them, and they are counted."""
     many = 40_000  # rows of 256 bytes: ten times the memory
-    with InProcessCluster(tier_path=str(directory), tier_memory=1 << 20) as cluster, opened(cluster) as strategy:
+    with opened(directory, memory=1 << 20) as (cluster, strategy):
         optimizer = ps.optimizers.SGD(1.0)
         with strategy.scope():
             table = de.get_variable("users", dim=64)
@@ -244,3 +251,51 @@ def test_a_server_reads_what_it_is_told(directory):
         found = {name: count - before[name] for name, count in tier.outcomes.items()}
         assert found["hit"] > 500
         assert found["waited"] < found["hit"] // 5
+
+
+# ---- Training ----
+
+
+def learn(strategy, worker):
+    """Steps of a table, its rows looked up ahead, with a checkpoint, a delta, a restore; returns what it comes to."""
+    with strategy.scope():
+        options = {"admission": de.CounterFilter(2), "eviction": de.GlobalStepEvict(9)}
+        users = de.get_variable("users", dim=128, **options)
+        optimizer = ps.optimizers.Adam(0.01)
+        optimizer.build([users])
+    manager = ps.train.CheckpointManager(ps.train.Checkpoint(users=users, optimizer=optimizer), "tier", 3, full_every=5)
+    rng = np.random.default_rng(worker)
+
+    def step(keys, after):
+        rows = users.lookup(keys)
+        users.look_ahead(after)
+        optimizer.apply_gradients([(rows.gradient(np.sin(rows.values)), users)])
+
+    after = rng.integers(0, 2500, 300)
+    for number in range(8):
+        keys, after = after, rng.integers(0, 2500, 300)
+        strategy.run(step, args=(keys, after))
+        if number in (3, 5):
+            saved = manager.save()
+            manager.sync()
+    ps.train.Checkpoint(users=users, optimizer=optimizer).restore(saved)
+    for _ in range(2):
+        strategy.run(step, args=(after, after))
+    keys, values = users.export()
+    return len(keys), keys.tobytes(), values.tobytes()
+
+
+def test_a_table_beyond_its_memory_is_trained_bit_for_bit(tmp_path, directory):
+    """Two servers with a tier compute what they compute without; each keeps its bound, and its files have no names."""
+    first, second = expected = in_threads(learn, root=tmp_path / "memory")
+    assert first == second
+    assert first[0] > 800
+    bound = 1 << 20
+    options = {"tier_path": str(directory), "tier_memory": bound}
+    with InProcessCluster(2, 2, tmp_path / "tier", PATIENT, **options) as cluster:
+        assert in_threads(learn, cluster=cluster) == expected
+        status = cluster.cores[0].status()
+        assert status.tier_memory == bound
+        assert status.tier_bytes > bound
+        eventually(lambda: cluster.cores[0].status().tier_resident <= bound)
+        assert os.listdir(directory) == []
