@@ -1,12 +1,15 @@
-"""The clean end: every process ends by itself, and nothing of ours is left in a process that goes on."""
+"""Jobs whose processes come late, that nobody will finish, or that end: nothing of ours is left, and all say why."""
 
 from __future__ import annotations
 
 import gc
 import os
+import socket
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +17,118 @@ import psutil
 import pytest
 
 import psclient as ps
-from pstesting.processes import CALM, PS0, PS1, SECONDS, ProcessCluster, until
-from pstesting.script import add, gate, say
-from tests.kit.internals import start_server
+from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster, until
+from pstesting.script import ME, add, gate, say
+from tests.kit.internals import ABANDONED, SERVER_LOST, RemoteServer, Task, start_server
 from tests.kit.shell import children, listens, open_files, shell
+
+
+def free_address():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_a_server_that_starts_a_lease_after_the_others():
+    """A worker that waits for it keeps its session with the other servers, and then the job begins."""
+    first, address = start_server(0, until_done=False, timeouts=QUICK)
+    late = free_address()
+    spec = ps.ClusterSpec({"ps": (address, late), "worker": ("127.0.0.1:0",)})
+    resolver = ps.SimpleClusterResolver(spec, task_type="worker", task_id=0)
+    servers = [first]
+    waited = threading.Event()
+
+    def work():
+        strategy = ps.ParameterServerStrategy(cluster_resolver=resolver, timeouts=QUICK)
+        assert waited.is_set()
+        with strategy, strategy.scope():
+            v, u = (ps.Variable(np.zeros(3), name=name) for name in "vu")
+            strategy.run(lambda: [add(v, np.ones(3)), add(u, np.ones(3))])
+            return float(v[0]), float(u[0])
+
+    status = RemoteServer(address, Task("ps", 0))
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            result = pool.submit(work)
+            until(lambda: status.status().chief < SECONDS, SECONDS, lambda: str(status.status()))
+            began = time.monotonic()
+            until(lambda: time.monotonic() > began + QUICK.lease + 1, SECONDS, lambda: "")
+            waited.set()
+            servers.append(start_server(1, int(late.rpartition(":")[2]), until_done=False, timeouts=QUICK)[0])
+            assert result.result(SECONDS) == (1.0, 1.0)
+    finally:
+        status.close()
+        for process in servers:
+            process.stdin.close()
+            process.wait(SECONDS)
+            process.stdout.close()
+
+
+ALONE = replace(QUICK, alone=4.0)
+"""Longer than a lease: whoever is lost is known to be lost by then."""
+
+KEYS = {"workers": 2, "chief": "driver", "gates": ["on"], "timeouts": ALONE}
+
+
+def train(servers, leaves=-1, fails=-1):
+    """Rounds on all servers, and a gate after the second; there one may leave, its part done, and one may fail."""
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        variables = [ps.Variable(np.zeros(4), name=name) for name in "uvw"[:servers]]  # one on each server
+    while strategy.round < 4 * servers:
+        for variable in variables:
+            strategy.run(lambda variable=variable: add(variable, np.ones(4)))
+        if strategy.round == 2 * servers:
+            say("at")
+            if leaves == ME:
+                return
+            gate("on")
+            if fails == ME:
+                raise ValueError("a slip")
+
+
+def test_a_chief_whose_workers_are_all_gone_gives_the_job_up(tmp_path):
+    """It names them and what became of them, lost or failed; the servers end by what it tells them.
+
+    A worker whose script fails says so before it goes: nobody waits for ever for others in its place.
+    """
+    with ProcessCluster(train, tmp_path, (2, -1, 1), ps=2, **KEYS) as job:
+        for task in (W0, W1):
+            job.hear(task, "at")
+        job.kill(W0)
+        job.open("on")
+        assert [job.exited(task) for task in (W1, CHIEF)] == [1, ABANDONED]
+        told = job.hear_error(CHIEF, "no worker has been here for")
+        assert f"{W0} lost, {W1} failed. The job is given up" in told
+        assert [job.exited(task) for task in (PS0, PS1)] == [0, 0]
+
+
+def test_servers_that_nobody_calls_end(tmp_path):
+    """When a server dies all processes are told `ServerLost`, the chief as well, and nobody is left to tell the others.
+
+    They end by themselves: the one that has the leases, and the one that has not.
+    """
+    left = PS0, Task("ps", 2)
+    with ProcessCluster(train, tmp_path, (3,), ps=3, **{**KEYS, "workers": 1}) as job:
+        job.hear(W0, "at")
+        job.kill(PS1)
+        job.open("on")
+        assert [job.exited(task) for task in (W0, CHIEF)] == [SERVER_LOST] * 2
+        for task in left:
+            job.hear_error(task, "nobody has been here for 4 s (PS_TIMEOUT_ALONE), so that this server ends")
+            assert job.exited(task) == 0
+
+
+def test_worker_0_as_chief_does_not_wait_for_ever(tmp_path):
+    """Its own part is done, and the other died afterwards: nobody is there for whom it would still drive."""
+    with ProcessCluster(train, tmp_path, (1, 0), **{**KEYS, "chief": "none"}) as job:
+        for task in (W0, W1):
+            job.hear(task, "at")
+        with job.server(PS0) as server:
+            job.until(lambda: any(s.member.task == W0 and s.state == "left" for s in server.status().sessions))
+        job.kill(W1)
+        job.hear_error(W0, f"{W0} left, {W1} lost. The job is given up")
+        assert job.exited(PS0) == 0
+
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,29 +199,24 @@ def test_nothing_of_grpc_waits_for_the_end_of_the_interpreter(tmp_path):
         job.finish()
 
 
-class Held:
-    """What this process holds that somebody has to give back: as much after each strategy as after the first."""
+def holding():
+    """Returns what checks what this process has to give back: as much after each strategy as after the first."""
 
-    def __init__(self):
-        self.before = self.now()
-        self.descriptors = None
-
-    @staticmethod
     def now():
         return {*threading.enumerate(), *children()}
 
-    def check(self):
-        until(lambda: self.now() <= self.before, 10, lambda: f"there are {self.now() - self.before} more")
-        if self.descriptors is None:
-            self.descriptors = descriptors()
+    def descriptors():
+        """Open files, sockets and pipes; gRPC has a pool of pollers besides, which grows with the load."""
+        return sum(not target.startswith("anon_inode:") for target in open_files())
+
+    def check():
+        until(lambda: now() <= before, 10, lambda: f"there are {now() - before} more")
+        most.append(descriptors())
         # On a busy machine gRPC closes the socket of a channel that was closed with the work of the next one.
-        most = self.descriptors + 1
-        until(lambda: descriptors() <= most, 10, lambda: f"{self.descriptors} descriptors became {descriptors()}")
+        until(lambda: descriptors() <= most[0] + 1, 10, lambda: f"{most[0]} descriptors became {descriptors()}")
 
-
-def descriptors():
-    """Number of open files, sockets and pipes; gRPC has a pool of pollers besides, which grows with the load."""
-    return sum(not target.startswith("anon_inode:") for target in open_files())
+    before, most = now(), []
+    return check
 
 
 def train_once(resolver=None):
@@ -131,11 +237,11 @@ def strategies_one_after_the_other(aggregation, count):
     os.environ["PS_AGGREGATION"] = aggregation
     servers = [start_server(task, until_done=False, timeouts=CALM) for task in range(2)]
     spec = ps.ClusterSpec({"ps": tuple(address for _, address in servers), "worker": ("127.0.0.1:0",)})
-    held, strategies = Held(), []
+    check, strategies = holding(), []
     try:
         for _ in range(count):
             strategies.append(train_once(ps.SimpleClusterResolver(spec, task_type="worker", task_id=0)))
-            held.check()
+            check()
     finally:
         for process, _ in servers:
             process.stdin.close()
@@ -146,18 +252,14 @@ def strategies_one_after_the_other(aggregation, count):
     assert [ref() for ref, _ in strategies] == [None] * count
 
 
-def strategies_with_servers_of_their_own():
-    held = Held()
-    for _ in range(3):
-        assert train_once()[1] == -6.0
-        held.check()
-
-
 def leave_nothing():
     """In a process of its own: in that of the tests, what other tests have left may begin and end."""
     strategies_one_after_the_other("none", 4)
     strategies_one_after_the_other("host", 3)  # a leak of one descriptor for each job is seen by the third
-    strategies_with_servers_of_their_own()
+    check = holding()
+    for _ in range(3):  # with servers of their own
+        assert train_once()[1] == -6.0
+        check()
 
 
 def test_strategies_leave_nothing_in_their_process(tmp_path):

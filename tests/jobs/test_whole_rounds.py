@@ -1,4 +1,4 @@
-"""Rounds of two servers: each counts on both or on neither, whoever is lost while it is made."""
+"""Rounds of two servers: each counts on both or on neither, whoever is lost while it is made, and in sums of a host."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import psclient as ps
 from pstesting import faults
 from pstesting.faults import Stall
 from pstesting.network import Relay
-from pstesting.processes import PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
-from pstesting.script import DIRECTORY, ME, add_all, say
+from pstesting.processes import PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster
+from pstesting.script import DIRECTORY, ME, add_all, gate, say
 
 SMALL, LARGE = 50, 700_000
 """Elements of a variable: a push that is one message, and one that streams."""
@@ -195,3 +195,106 @@ def test_no_round_is_torn(tmp_path, elements, lags, deaths, first):
         assert set(losses.out) <= {round for round, _ in job.said(W0, "left out")}
         for task in (W0, PS0, PS1):
             assert job.exited(task) == 0
+
+
+WORKERS = (W0, W1, W2)
+
+SIZES = (50, 560_000)
+"""Elements of float64: the second travels in more than one part."""
+
+
+def endure_in_sums(elements, sends, server):
+    """Adds the same to a variable of each server, until a file says that it is the end.
+
+    Each contribution is a power of 1000, so that the sums' digits count contributions by worker. A worker says how many
+    sums it has sent to each server. Once they make sums one worker holds: where it has gathered what goes to `server`,
+    or, if that is None, at a gate before a round; `sends` says whether that one sends their sums.
+    """
+    strategy = ps.ParameterServerStrategy()
+    near, sums = strategy._exchange.pushes.near, [0, 0]
+
+    def hold():
+        try:
+            (DIRECTORY / "held").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        say("holds", strategy.round)
+        gate("never")
+
+    def push(to, said, payload):
+        if said.parts and sums[to] > 3 and to == server:
+            hold()
+        sums[to] += bool(said.parts)
+        return strategy._exchange.pushes.once(to, said, payload)
+
+    near._push = push
+    with strategy.scope():
+        v = ps.Variable(np.zeros(elements), name="v")
+        u = ps.Variable(np.zeros(elements), name="u")
+        end = ps.Variable(0.0, name="end")
+    mine = np.full(elements, 1000.0**ME)
+    while not float(end.numpy()):
+        if server is None and strategy.round > 3 and sends == near.leads:
+            hold()
+        ends = np.float64((DIRECTORY / "end").exists())
+        strategy.run(lambda ends=ends: add_all([(v, mine), (u, mine), (end, ends)]))
+        found = v.numpy(), u.numpy()
+        assert all((value == found[0][0]).all() for value in found)
+        say("did", strategy.round - 1)
+        say("sums", sums)
+        time.sleep(0.05)
+    say("all", [float(v.numpy()[0]), float(u.numpy()[0])])
+
+
+BETWEEN = [(how, size, sends, None) for how in (signal.SIGKILL, signal.SIGSTOP) for size in SIZES for sends in (1, 0)]
+"""Who is lost between two rounds. With sends=0 in one run of many each of the three led a part, so that none held."""
+
+WHILE = [(signal.SIGKILL, size, 1, server) for size in SIZES for server in (1, 0)]
+"""Who sends, while it does."""
+
+
+@pytest.mark.parametrize(
+    ("how", "elements", "sends", "server"),
+    [
+        pytest.param(*case, marks=[] if case in (BETWEEN[0], WHILE[-2]) else pytest.mark.soak)
+        for case in [*BETWEEN, *WHILE]
+    ],
+)
+def test_a_worker_of_the_host_is_lost(tmp_path, how, elements, sends, server):
+    """The others go on within its lease, in sums again, and both servers count the same.
+
+    All that was answered to the lost worker counts, and at most one contribution more. The others push by themselves
+    what it has gathered and not sent. A worker that stood still is told that it is out.
+    """
+    keys = {"ps": 2, "workers": 3, "chief": "driver", "timeouts": QUICK, "aggregation": "host", "gates": ["never"]}
+    with ProcessCluster(endure_in_sums, tmp_path, (elements, sends, server), **keys) as job:
+        job.until(lambda: any(job.said(task, "holds") for task in WORKERS))
+        gone = next(task for task in WORKERS if job.said(task, "holds"))
+        others = [task for task in WORKERS if task != gone]
+        job.kill(gone, how)
+        goes_on(job, others, 3 * QUICK.lease)
+        if how == signal.SIGSTOP:
+            job.kill(gone, signal.SIGCONT)
+            job.kill(gone)
+        (tmp_path / "end").touch()
+        sums = {tuple(job.hear(task, "all")) for task in others}
+        assert len(sums) == 1
+        v, u = sums.pop()
+        assert v == u
+        for task in WORKERS:
+            count, did = int(v) // 1000**task.index % 1000, len(job.said(task, "did"))
+            assert did <= count <= did + (task == gone), (task, count, did)
+        for task in others:
+            assert job.exited(task) == 0
+
+
+def goes_on(job, others, seconds: float) -> None:
+    """Waits until the others have done more rounds, and send sums to both servers again."""
+
+    def sums():
+        return np.sum([job.said(task, "sums")[-1] for task in others], axis=0)
+
+    began, before, sent = time.monotonic(), {task: len(job.said(task, "did")) for task in others}, sums()
+    job.until(lambda: all(len(job.said(task, "did")) > before[task] + 2 for task in others))
+    assert time.monotonic() - began < seconds
+    job.until(lambda: bool((sums() > sent).all()))
