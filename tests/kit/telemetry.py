@@ -314,22 +314,10 @@ class Collector:
             for span in (span for scope in resource.scope_spans for span in scope.spans):
                 links = tuple((link.trace_id.hex(), link.span_id.hex()) for link in span.links)
                 said = {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
-                found.append(
-                    Told(
-                        who["service.name"],
-                        who.get("service.instance.id", ""),
-                        span.name,
-                        span.trace_id.hex(),
-                        span.span_id.hex(),
-                        span.parent_span_id.hex(),
-                        links,
-                        said,
-                        span.start_time_unix_nano,
-                        span.end_time_unix_nano,
-                        span.status.message,
-                        span.kind,
-                    )
-                )
+                process = who["service.name"], who.get("service.instance.id", "")
+                ids = (each.hex() for each in (span.trace_id, span.span_id, span.parent_span_id))
+                times = span.start_time_unix_nano, span.end_time_unix_nano
+                found.append(Told(*process, span.name, *ids, links, said, *times, span.status.message, span.kind))
         with self._lock:
             self._spans += found
 
