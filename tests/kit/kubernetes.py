@@ -330,20 +330,13 @@ def program() -> str:
     return found
 
 
+@cache
 def rendered(variant: str) -> list[Manifest]:
     """All objects of a variant, to be changed by nobody. Skips the test where helm is needed and not at hand."""
     values = VARIANTS[variant].values
-    return _by_kustomize(variant) if values is None else _by_helm(program(), variant)
-
-
-@cache
-def _by_kustomize(variant: str) -> list[Manifest]:
-    return render(KUBERNETES / variant)
-
-
-@cache
-def _by_helm(path: str, variant: str) -> list[Manifest]:
-    return helm(path, CHART, RELEASE, VARIANTS[variant].values or {}, NAMESPACE)
+    if values is None:
+        return render(KUBERNETES / variant)
+    return helm(program(), CHART, RELEASE, values, NAMESPACE)
 
 
 def all_pods(variant: str) -> list[Pod]:

@@ -7,6 +7,7 @@ whoever forgets to wait reads that. Only what our array modules use is there. Th
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import sys
 import threading
@@ -64,28 +65,18 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         """What is added from now on comes after an event, as it is now."""
-        self.work.append(Event.synchronize.__get__(_copy(event)))
+        self.work.append(copy.copy(event).synchronize)
 
     def run(self, end: int) -> None:
         """Does its work up to a place."""
         while self.done < end:
-            work, self.work[self.done] = self.work[self.done], _nothing
+            work, self.work[self.done] = self.work[self.done], int  # what was done holds no memory
             work()
             self.done += 1
 
     def finish(self) -> None:
         """Does all of its work."""
         self.run(len(self.work))
-
-
-def _nothing() -> None:
-    """What was done holds no memory."""
-
-
-def _copy(event: Event) -> Event:
-    found = Event()
-    found.__dict__.update(event.__dict__)
-    return found
 
 
 class Memory:
