@@ -1,4 +1,5 @@
-"""Metrics on every kind of strategy: filled by replicas, combined when they are read."""
+"""Metrics on every kind of strategy: filled by replicas, combined when they are read, some as Keras computes them; and
+averages of losses: what all replicas get adds up to the mean over the global batch."""
 
 from __future__ import annotations
 
@@ -9,57 +10,19 @@ from hypothesis import strategies as st
 
 import psclient as ps
 from tests.kit.cases import once, search
-from tests.kit.strategies import USUAL, in_replicas, kind_of, replicas
+from tests.kit.strategies import USUAL, by_replica, in_replicas, kind_of, merged, refused, replicas, variable
 
 LABELS = np.array([0, 0, 1, 1])
 SCORES = np.array([0.0, 0.5, 0.3, 0.9], "float32")
 """The example in Keras's document of AUC."""
 
 
-def made(strategy, kind, *args, **keys):
-    """A metric of the strategy."""
-    with strategy.scope():
-        return kind(*args, **keys)
-
-
-def dealt(strategy, fn, *arrays):
-    """Calls a function with each replica's part of the arrays, which may be empty."""
-    n = replicas(strategy)
-    in_replicas(strategy, lambda replica: fn(*(array[replica::n] for array in arrays)))
-
-
-def test_a_metric_is_reset_by_either_name(strategy):
-    """Also one that resets itself in its own way."""
-
-    class Own(ps.metrics.Sum):
-        def reset_state(self):
-            super().reset_state()
-            self.count = 0
-
-    for kind in (ps.metrics.Mean, Own):
-        for reset in ("reset_state", "reset_states"):
-            metric = made(strategy, kind)
-            metric.count = 1
-            strategy.run(lambda metric=metric: metric.update_state(2.0))
-            getattr(metric, reset)()
-            assert (metric.result(), metric.count) == (0.0, kind is not Own)
-
-
 # ---- Sum and Mean ----
 
 
-def test_a_sum_is_over_all_replicas(strategy):
-    """0 before the first value; of numbers, lists and arrays of any shape."""
-    total, n = made(strategy, ps.metrics.Sum), replicas(strategy)
-    assert total.result() == 0.0
-    in_replicas(strategy, lambda replica: total.update_state(np.full((2, 2), replica, "float32")))
-    strategy.run(lambda: total.update_state([1, 2]))
-    strategy.run(lambda: total.update_state(0.5))
-    assert total.result() == 4 * n * (n - 1) / 2 + 3.5 * n
-
-
 def test_a_mean_counts_values_and_not_batches(strategy):
-    """Batches of different sizes, and empty ones, weigh by what is in them."""
+    """Batches of different sizes, and empty ones, weigh by what is in them. 0 before the first value, and again after a
+    reset by either name, in cross-replica and in replica context."""
     mean, values = made(strategy, ps.metrics.Mean), np.arange(7.0)
     assert mean.result() == 0.0
     dealt(strategy, mean.update_state, values)
@@ -67,6 +30,34 @@ def test_a_mean_counts_values_and_not_batches(strategy):
     assert mean.result() == pytest.approx((values.sum() + 100.0) / 8)
     strategy.run(lambda: mean.update_state(np.empty((0, 3))))
     assert mean.result() == pytest.approx((values.sum() + 100.0) / 8)
+    for reset in (mean.reset_state, mean.reset_states, lambda: strategy.run(mean.reset_state)):
+        reset()
+        assert mean.result() == 0.0
+        strategy.run(lambda: mean.update_state([4.0]))
+        assert mean.result() == 4.0
+
+
+def test_a_sum_is_over_all_replicas(strategy):
+    """0 before the first value; of numbers, lists, variables, values of an all-reduce, and arrays of any shape. Counts
+    are exact over long epochs: single precision would stop at 16777216."""
+    total, n, expected = made(strategy, ps.metrics.Sum), replicas(strategy), 0.0
+    v = variable(strategy, [1.0, 2.0])
+    assert total.result() == 0.0
+    in_replicas(strategy, lambda replica: total.update_state(np.full((2, 2), replica, "float32")))
+    expected += 4 * n * (n - 1) / 2
+    reduced = lambda: ps.get_replica_context().all_reduce("sum", np.ones(2))  # noqa: E731
+    for value, added in (
+        ([1, 2], 3),
+        (0.5, 0.5),
+        (v, 3),
+        (reduced, 2 * n),
+        (np.int64(0), 0),
+        (np.float32(2**24), 2**24),
+        (np.ones(3, "float16"), 3),
+    ):
+        strategy.run(lambda x=value: total.update_state(x() if callable(x) else x))
+        expected += added * n
+        assert total.result() == expected
 
 
 def test_weights_count_values_and_rows(strategy):
@@ -81,44 +72,12 @@ def test_weights_count_values_and_rows(strategy):
     whole = made(strategy, ps.metrics.Sum)
     strategy.run(lambda: whole.update_state([1.0, 2.0], 2))
     assert whole.result() == 6.0 * replicas(strategy)
-    with pytest.raises(ValueError, match="weights of shape"):
-        strategy.run(lambda: rows.update_state(np.ones(3), np.ones(2)))
-
-
-def test_counts_are_exact_over_long_epochs(strategy):
-    """Single precision would stop at 16777216."""
-    total = made(strategy, ps.metrics.Sum)
-    strategy.run(lambda: total.update_state(np.float32(2**24)))
-    strategy.run(lambda: total.update_state(np.ones(3, "float16")))
-    assert total.result() == (2**24 + 3) * replicas(strategy)
-
-
-def test_a_reset_begins_anew(strategy):
-    """In cross-replica and in replica context."""
-    mean = made(strategy, ps.metrics.Mean)
-    for reset in (mean.reset_state, lambda: strategy.run(mean.reset_state)):
-        strategy.run(lambda: mean.update_state([4.0]))
-        assert mean.result() == 4.0
-        reset()
-        assert mean.result() == 0.0
-
-
-def test_a_replica_s_result_is_its_own(strategy):
-    """Only across replicas it is over all."""
-    mean, n = made(strategy, ps.metrics.Mean), replicas(strategy)
-
-    def step(replica):
-        mean.update_state([float(replica)])
-        return mean.result()
-
-    assert in_replicas(strategy, step) == tuple(map(float, range(n)))
-    assert mean.result() == (n - 1) / 2
-    with strategy.scope():
-        assert mean.result() == (n - 1) / 2
+    refused(ValueError, "weights of shape", lambda: strategy.run(lambda: rows.update_state(np.ones(3), np.ones(2))))
 
 
 def test_a_result_is_one_round(strategy):
-    """Of however many variables; what replicas add makes none. Without servers there are no rounds at all."""
+    """Of however many variables; what replicas add makes none. Without servers there are no rounds at all. Two of a
+    class, or of one name, have variables of their own; they are not trained."""
     metrics = [made(strategy, ps.metrics.Mean), made(strategy, ps.metrics.AUC)]
     before = getattr(strategy, "round", 0)
     strategy.run(lambda: metrics[0].update_state([1.0]))
@@ -128,11 +87,7 @@ def test_a_result_is_one_round(strategy):
         metric.result()
         before += kind_of(strategy) == "embedded"
         assert getattr(strategy, "round", 0) == before
-
-
-def test_metrics_are_named_apart(strategy):
-    """Two of a class, or of one name, have variables of their own; they are not trained."""
-    first, second = made(strategy, ps.metrics.Mean, "loss"), made(strategy, ps.metrics.Mean, "loss")
+    first, second = made(strategy, lambda: ps.metrics.Mean("loss")), made(strategy, lambda: ps.metrics.Mean("loss"))
     strategy.run(lambda: first.update_state([1.0]))
     assert (first.result(), second.result()) == (1.0, 0.0)
     assert not any(v.trainable for v in first.variables)
@@ -141,12 +96,16 @@ def test_metrics_are_named_apart(strategy):
 
 
 def test_a_metric_of_one_s_own(strategy):
-    """It adds to sums in replicas, and computes from their totals."""
+    """It adds to sums in replicas, and computes from their totals; `reset_states` resets it in its own way."""
 
     class Variance(ps.metrics.Metric):
         def __init__(self):
             super().__init__()
             self.sums = self.add_variable("sums", (3,))
+
+        def reset_state(self):
+            super().reset_state()
+            self.count = 0
 
         def update_state(self, values):
             x = np.asarray(values)
@@ -160,38 +119,21 @@ def test_a_metric_of_one_s_own(strategy):
     dealt(strategy, variance.update_state, values)
     assert variance.result() == pytest.approx(values.var())
     assert variance.name == "variance"
-
-
-def test_a_metric_takes_what_replicas_have(strategy):
-    """Variables, values of an all-reduce, and integers."""
-    mean, n = made(strategy, ps.metrics.Mean), replicas(strategy)
-    with strategy.scope():
-        v = ps.Variable([1.0, 2.0])
-
-    def step():
-        mean.update_state(v)
-        mean.update_state(ps.get_replica_context().all_reduce("sum", np.ones(2)))
-        mean.update_state(np.int64(0))
-
-    strategy.run(step)
-    assert mean.result() == pytest.approx((3.0 + 2 * n) / 5)
-
-
-# ---- Accuracy ----
+    variance.count = 1
+    variance.reset_states()
+    assert variance.count == 0
+    assert not any(variance.sums.numpy())
 
 
 def test_accuracy_is_how_often_labels_are_met(strategy):
     """With weights, over batches of different sizes."""
-    accuracy, weighted = made(strategy, ps.metrics.Accuracy), made(strategy, ps.metrics.Accuracy, "weighted")
+    accuracy, weighted = made(strategy, ps.metrics.Accuracy), made(strategy, lambda: ps.metrics.Accuracy("weighted"))
     labels, predictions = np.array([1, 2, 3, 4, 0]), np.array([0, 2, 3, 4, 1])
     dealt(strategy, accuracy.update_state, labels, predictions)
     dealt(strategy, weighted.update_state, labels, predictions, np.array([1.0, 1.0, 0.0, 0.0, 2.0]))
     assert (accuracy.result(), weighted.result()) == (pytest.approx(0.6), pytest.approx(0.25))
     with pytest.raises(ValueError, match=r"labels of shape \(2,\) and predictions of shape \(2, 1\)"):
         strategy.run(lambda: accuracy.update_state(np.ones(2), np.ones((2, 1))))
-
-
-# ---- AUC ----
 
 
 @pytest.mark.parametrize(
@@ -208,7 +150,7 @@ def test_accuracy_is_how_often_labels_are_met(strategy):
 )
 def test_areas_by_hand(strategy, curve, method, weights, expected):
     """Over three thresholds: that of 0.5, and those outside of all predictions."""
-    auc = made(strategy, ps.metrics.AUC, 3, curve, method)
+    auc = made(strategy, lambda: ps.metrics.AUC(3, curve, method))
     assert auc.result() == 0.0
     arrays = (LABELS, SCORES) if weights is None else (LABELS, SCORES, np.array(weights, float))
     dealt(strategy, auc.update_state, *arrays)
@@ -232,7 +174,7 @@ def test_areas_are_scikit_learn_s(strategy, curve):
     scores = np.clip(rng.normal(0.35 + 0.3 * labels, 0.2), 0, 1).round(3)
     weights = rng.uniform(0.5, 2.0, 4000)
     for more, expected in zip(([], [weights]), SCIKIT_LEARN[curve], strict=True):
-        auc = made(strategy, ps.metrics.AUC, 1001, curve)
+        auc = made(strategy, lambda: ps.metrics.AUC(1001, curve))
         for batch in np.array_split(np.arange(4000), 3):
             dealt(strategy, auc.update_state, *(array[batch] for array in (labels, scores, *more)))
         assert auc.result() == pytest.approx(expected, abs=2e-3)
@@ -255,19 +197,6 @@ def test_between_all_scores_an_area_is_exact(pairs):
     assert auc.result() == pytest.approx(area, abs=1e-9)
 
 
-def test_predictions_are_probabilities(strategy):
-    """Anything else is refused, and nothing of its batch is counted."""
-    auc = made(strategy, ps.metrics.AUC)
-    for wrong in (1.5, -0.1, np.nan):
-        with pytest.raises(ValueError, match="between 0 and 1; give probabilities"):
-            strategy.run(lambda wrong=wrong: auc.update_state(np.array([1, 0]), np.array([0.5, wrong])))
-    with pytest.raises(ValueError, match="labels of shape"):
-        strategy.run(lambda: auc.update_state(np.ones(2), np.ones(3)))
-    assert auc.result() == 0.0
-    strategy.run(lambda: auc.update_state(np.ones(0), np.ones(0)))
-    assert auc.result() == 0.0
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -279,5 +208,252 @@ def test_predictions_are_probabilities(strategy):
 )
 def test_a_curve_is_described(arguments, says):
     """What is none is refused before a variable is made."""
-    with pytest.raises(ValueError, match=says):
-        ps.metrics.AUC(**arguments)
+    refused(ValueError, says, lambda: ps.metrics.AUC(**arguments))
+
+
+# ---- Predictions and labels, as Keras computes them ----
+
+M = ps.metrics
+_RNG = np.random.default_rng(3)
+N = 11
+KERAS_SCORES, CLASSES = _RNG.normal(size=(N, 4)).round(2), _RNG.integers(0, 4, N)
+SHARES, TRUE = _RNG.uniform(size=(N, 2)).round(2), _RNG.integers(0, 2, (N, 2))
+TARGETS, WEIGHTS = _RNG.normal(size=(N, 2)).round(2), _RNG.integers(0, 4, N) / 2
+WEIGHTS_OF_EACH = _RNG.integers(0, 4, (N, 2)) / 2
+
+THREE = [0.2, 0.5, 1.0]
+CASES = {
+    "sparse": (M.SparseCategoricalAccuracy, CLASSES, KERAS_SCORES),
+    "sparse column": (M.SparseCategoricalAccuracy, CLASSES[:, None], KERAS_SCORES),
+    "binary": (M.BinaryAccuracy, TRUE, SHARES),
+    "binary 0.3": (lambda: M.BinaryAccuracy(threshold=0.3), TRUE, SHARES),
+    "binary column": (M.BinaryAccuracy, TRUE[:, 0], SHARES[:, :1]),
+    "precision": (M.Precision, TRUE, SHARES),
+    "recall": (M.Recall, TRUE, SHARES),
+    "precision 3": (lambda: M.Precision(THREE), TRUE, SHARES),
+    "recall 3": (lambda: M.Recall(THREE), TRUE, SHARES),
+    "mse": (M.MeanSquaredError, TARGETS, SHARES),
+    "mse column": (M.MeanSquaredError, TARGETS[:, 0], SHARES[:, :1]),
+    "rmse": (M.RootMeanSquaredError, TARGETS, SHARES),
+}
+KERAS = {
+    "sparse": (0.2727272727272727, 0.125),
+    "sparse column": (0.2727272727272727, 0.125),
+    "binary": (0.45454545454545453, 0.34375),
+    "binary 0.3": (0.4090909090909091, 0.34375),
+    "binary column": (0.45454545454545453, 0.375),
+    "precision": (0.2857142857142857, 0.14285714285714285),
+    "recall": (0.6666666666666666, 0.5),
+    "precision 3": ([0.3333333333333333, 0.2857142857142857, 0.0], [0.25, 0.14285714285714285, 0.0]),
+    "recall 3": ([1.0, 0.6666666666666666, 0.0], [1.0, 0.5, 0.0]),
+    "mse": (1.0783500000000001, 1.1109624999999999),
+    "rmse": (1.0384363244802255, 1.0540220585927031),
+    "mse column": (1.157918181818182, None),
+}
+"""What the classes of `keras.metrics` of these names give, without weights and with `WEIGHTS`: Keras 3.15.1 on
+TensorFlow 2.21.0, floatx float64."""
+
+"""The same with `WEIGHTS_OF_EACH`."""
+
+
+def made(strategy, make):
+    """A metric of the strategy."""
+    with strategy.scope():
+        return make()
+
+
+def dealt(strategy, fn, *arrays):
+    """Calls a function with each replica's part of the arrays, in three batches; parts may be empty."""
+    n = replicas(strategy)
+    for batch in (slice(0, 4), slice(4, 7), slice(7, None)):
+        in_replicas(strategy, lambda replica, b=batch: fn(*(array[b][replica::n] for array in arrays)))
+
+
+@once(strategy=USUAL, dtype=[np.float64, np.float32], name=CASES)
+def test_a_metric_is_keras(strategy, name, dtype):
+    """Over batches of different sizes and all replicas, some of which have nothing; with weights of rows, too."""
+    make, labels, predictions = CASES[name]
+    plain, weighted = made(strategy, make), made(strategy, make)
+    zero = np.zeros_like(KERAS[name][0])
+    np.testing.assert_array_equal(plain.result(), zero)
+    given = predictions.astype(dtype)
+    dealt(strategy, plain.update_state, labels, given)
+    dealt(strategy, weighted.update_state, labels, given, WEIGHTS)
+    room = 1e-12 if dtype == np.float64 else 1e-6
+    for metric, expected in zip((plain, weighted), KERAS[name], strict=True):
+        if expected is not None:
+            np.testing.assert_allclose(metric.result(), expected, rtol=room)
+    for reset in (plain.reset_state, lambda: strategy.run(weighted.reset_state)):
+        reset()
+    np.testing.assert_array_equal(plain.result(), zero)
+    np.testing.assert_array_equal(weighted.result(), zero)
+
+
+def test_a_replica_s_result_is_its_own(strategy):
+    """Only across replicas it is over all; one prediction in each, right in the first."""
+    n = replicas(strategy)
+    for make in (M.BinaryAccuracy, M.Precision):
+        metric = made(strategy, make)
+        found = in_replicas(strategy, lambda replica, m=metric: m([float(replica == 0)], [0.75]))
+        assert found == (1.0, *(0.0,) * (n - 1))
+        assert metric.result() == pytest.approx(1 / n)
+    mean = made(strategy, M.Mean)
+    assert in_replicas(strategy, lambda replica: mean([float(replica)])) == tuple(map(float, range(n)))
+    with strategy.scope():
+        assert mean.result() == (n - 1) / 2
+
+
+PLACES = {
+    "precision": (M.Precision, TRUE, SHARES, WEIGHTS_OF_EACH, 0.35),
+    "recall": (M.Recall, TRUE, SHARES, WEIGHTS_OF_EACH, 0.7),
+    "rmse": (M.RootMeanSquaredError, TARGETS, SHARES, WEIGHTS_OF_EACH, 1.230892533315329),
+    "mse of one dimension": (M.MeanSquaredError, TARGETS[:, 0], SHARES[:, 0], None, KERAS["mse column"][0]),
+    "rmse of one dimension": (M.RootMeanSquaredError, TARGETS[:, 0], SHARES[:, 0], None, 1.0760660675898028),
+    "binary of one dimension": (M.BinaryAccuracy, TRUE[:, 0], SHARES[:, 0], None, KERAS["binary column"][0]),
+    "at a threshold": (lambda: M.BinaryAccuracy(threshold=0.3), np.array([0, 1]), np.float32([0.3, 0.3]), None, 0.5),
+    "recall at it": (lambda: M.Recall(0.3), np.array([0, 1]), np.float32([0.3, 0.3]), None, 0.0),
+    "whole numbers": (M.Precision, np.array([0, 1, 1]), np.array([0, 1, 1]), None, 1.0),
+    "logits": (lambda: M.BinaryAccuracy("l", threshold=0), np.array([0, 1, 1]), np.array([-3.0, 4, -1]), None, 2 / 3),
+    "several greatest": (M.SparseCategoricalAccuracy, np.array([0, 5]), np.array([[0.5, 0.5], [0.1, 0.2]]), None, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_each_prediction_counts_in_its_place(strategy, name):
+    """With its weight, where weights have the predictions' shape; Keras counts a batch of one dimension as one value.
+    What is at a threshold is not above it, in the dtype of the predictions: a float32 of 0.3 is not above 0.3. Of
+    several greatest the first counts, and a label that is no class is met by nothing, as in Keras."""
+    make, labels, predictions, weights, expected = PLACES[name]
+    metric = made(strategy, make)
+    dealt(strategy, metric.update_state, labels, predictions, *([] if weights is None else [weights]))
+    assert metric.result() == pytest.approx(expected)
+    if weights is not None:
+        with pytest.raises(ValueError, match=r"weights of shape \(3,\) do not fit values of shape \(11, 2\)"):
+            strategy.run(lambda: metric.update_state(labels, predictions, np.ones(3)))
+        assert metric.result() == pytest.approx(expected)
+
+
+def test_shapes_that_do_not_fit_are_refused(strategy):
+    """Nothing of such a batch is counted."""
+    for make in (M.BinaryAccuracy, M.Precision, M.Recall, M.MeanSquaredError, M.RootMeanSquaredError):
+        metric = made(strategy, make)
+        with pytest.raises(ValueError, match=r"labels of shape \(2,\) and predictions of shape \(2, 2\) differ"):
+            strategy.run(lambda m=metric: m.update_state(np.ones(2), np.ones((2, 2))))
+        assert metric.result() == 0.0
+    sparse = made(strategy, M.SparseCategoricalAccuracy)
+    with pytest.raises(ValueError, match=r"labels of shape \(2,\) do not fit predictions of shape \(3, 2\)"):
+        strategy.run(lambda: sparse.update_state(np.ones(2), np.ones((3, 2))))
+    assert sparse.result() == 0.0
+
+
+def test_predictions_are_probabilities(strategy):
+    """Of precision, recall and AUC; anything else is refused, and nothing of its batch is counted."""
+    for make in (M.Precision, M.Recall, M.AUC):
+        metric = made(strategy, make)
+        for wrong in (1.5, -0.1, np.nan):
+            with pytest.raises(ValueError, match="between 0 and 1; give probabilities"):
+                strategy.run(lambda m=metric, wrong=wrong: m.update_state([1, 0], [0.9, wrong]))
+        assert metric.result() == 0.0
+    auc = made(strategy, M.AUC)
+    refused(ValueError, "labels of shape", lambda: strategy.run(lambda: auc.update_state(np.ones(2), np.ones(3))))
+    strategy.run(lambda: auc.update_state(np.ones(0), np.ones(0)))
+    assert auc.result() == 0.0
+
+
+@pytest.mark.parametrize("thresholds", [1.5, [0.5, -0.1], [], [[0.5]], np.nan])
+def test_thresholds_are_between_0_and_1(thresholds):
+    """Refused before a variable is made; the binary accuracy's is a number, also beyond 0 and 1, as for logits."""
+    for kind in (M.Precision, M.Recall):
+        with pytest.raises(ValueError, match="thresholds must be one or several numbers between 0 and 1"):
+            kind(thresholds)
+    refused(ValueError, "threshold is nan, and must be a finite number", lambda: M.BinaryAccuracy(threshold=np.nan))
+    assert M.BinaryAccuracy("logits", threshold=0).name == "logits"
+
+
+def test_a_metric_has_a_checkpoint(tmp_path):
+    """By the names that Keras gives its counts."""
+    precision = M.Precision()
+    precision.update_state([1, 0], [0.9, 0.8])
+    path = ps.train.Checkpoint(metric=precision).write(str(tmp_path / "ckpt"))
+    again = M.Precision()
+    ps.train.Checkpoint(metric=again).restore(path).assert_consumed()
+    assert again.result() == 0.5
+    assert set(again.trackable_children()) == {"true_positives", "false_positives"}
+    assert set(M.Recall().trackable_children()) == {"true_positives", "false_negatives"}
+
+
+# ---- Averages of losses ----
+
+AVERAGE = ps.losses.compute_average_loss
+
+
+def test_the_sum_over_replicas_is_the_mean_over_the_global_batch(strategy):
+    """The batch of a replica, times all replicas, is the global one. Where replicas have different numbers of examples,
+    or none, its size is given."""
+
+    def total(strategy, values):
+        return float(strategy.reduce("sum", values, axis=None))
+
+    n = replicas(strategy)
+    losses = np.arange(3.0 * n)
+    found = by_replica(strategy, lambda replica: AVERAGE(losses[replica::n]))
+    assert total(strategy, found) == pytest.approx(losses.mean())
+    rows = np.arange(4.0 * n).reshape(2 * n, 2)
+    found = by_replica(strategy, lambda replica: AVERAGE(rows[replica::n]))
+    assert total(strategy, found) == pytest.approx(rows.sum() / len(rows))
+    losses = np.arange(1.0, 2 * n)  # one replica has one less
+    found = by_replica(strategy, lambda replica: AVERAGE(losses[replica::n], global_batch_size=len(losses)))
+    assert total(strategy, found) == pytest.approx(losses.mean())
+    first = np.array([3.0])
+    found = by_replica(strategy, lambda replica: AVERAGE(first[replica:], global_batch_size=np.int64(1)))
+    assert total(strategy, found) == 3.0
+    assert in_replicas(strategy, lambda _: float(AVERAGE(np.zeros(0, "float32")))) == (0.0,) * n
+    assert in_replicas(strategy, lambda _: float(AVERAGE(np.ones(2), global_batch_size=0))) == (0.0,) * n
+
+
+def test_weights_multiply_losses_and_not_the_size_of_the_batch(strategy):
+    """For each loss, for each row, or for all; TensorFlow 2.21.0 has 7 / 3 and 17 / 2 for the first two."""
+    n = replicas(strategy)
+    for losses, weights, expected in (
+        ([1.0, 2.0, 3.0], [1.0, 0.0, 2.0], 7 / 3),
+        ([[1.0, 2.0], [3.0, 4.0]], [1.0, 2.0], 17 / 2),
+        ([[1.0, 2.0], [3.0, 4.0]], [[1.0, 0.0], [0.0, 2.0]], 9 / 2),
+        ([1.0, 2.0], 0.5, 1.5 / 2),
+        (np.array([1, 2]), 0.5, 1.5 / 2),
+    ):
+        found = in_replicas(strategy, lambda _, a=losses, b=weights: float(AVERAGE(a, sample_weight=b)))
+        assert found == pytest.approx((expected / n,) * n)
+    with pytest.raises(ValueError, match=r"weights of shape \(2,\) do not fit values of shape \(3,\)"):
+        strategy.run(lambda: AVERAGE(np.ones(3), [1.0, 2.0]))
+
+
+def test_penalties_count_once(strategy):
+    """Each replica computes the same; an array of them is summed."""
+    n = replicas(strategy)
+    scale = ps.losses.scale_regularization_loss
+    for penalties in (3.0, np.array([1.0, 2.0]), variable(strategy, [1.0, 2.0, 0.0])):
+        found = by_replica(strategy, lambda _, x=penalties: np.float64(scale(x)))
+        assert float(strategy.reduce("sum", found, axis=None)) == pytest.approx(3.0)
+    assert in_replicas(strategy, lambda _: scale(np.float32(2)).dtype) == (np.dtype("float32"),) * n
+
+
+def test_averages_are_of_replicas(strategy):
+    """In cross-replica context there is no replica's batch; a size that is given needs none. What is no batch is
+    refused by its value."""
+    if kind_of(strategy) == "default":
+        assert (AVERAGE([2.0, 4.0]), ps.losses.scale_regularization_loss(2.0)) == (3.0, 2.0)
+    else:
+        for fn in (AVERAGE, ps.losses.scale_regularization_loss):
+            with strategy.scope(), pytest.raises(RuntimeError, match=f"{fn.__name__} needs replica context"):
+                fn(np.ones(2))
+    with pytest.raises(RuntimeError, match="compute_average_loss needs replica context"):
+        merged(strategy, lambda _: AVERAGE(np.ones(2)))
+    assert float(merged(strategy, lambda _: AVERAGE(np.ones(2), global_batch_size=4))) == 0.5
+    for losses, size, says in (
+        (np.float32(1), None, "per_example_loss has no dimensions; give one loss for each example"),
+        (np.ones(2), 2.0, "global_batch_size is 2.0, and must be a whole number"),
+        (np.ones(2), True, "global_batch_size is True, and must be a whole number"),
+        (np.ones(2), -1, "global_batch_size is -1, and must be at least 0"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            strategy.run(AVERAGE, (losses,), {"global_batch_size": size})

@@ -15,7 +15,7 @@ import pytest
 import psclient as ps
 from pstesting.in_process import InProcessCluster
 from tests.kit.references import MORE, OPTIMIZERS, v1
-from tests.kit.strategies import SHARDS, cut, in_replicas, replicas
+from tests.kit.strategies import SHARDS, by_replica, cut, in_replicas, kinds, refused, replicas
 
 O = ps.optimizers  # noqa: E741
 de = ps.dynamic_embedding
@@ -29,7 +29,7 @@ ALL = OPTIMIZERS | MORE
 LAZY = ("Adam, lazy", "LazyAdam")
 ROWS = [name for name in ALL if not name.startswith("v1") and name not in LAZY]
 SHARDED = [name for name in ALL if name != "Lamb"]
-TABLES = sorted({*OPTIMIZERS} - {"SGD, accumulated", "SGD, averaged", "Lamb"})
+TABLES = sorted({*OPTIMIZERS, *LAZY} - {"SGD, accumulated", "SGD, averaged", "Lamb"})
 
 CHOSEN = {
     ("mirrored-2", "plain", "rows"): ROWS,
@@ -47,7 +47,7 @@ CHOSEN = {
     ],
     ("servers-2x2", "table", "rows"): [
         *("SGD, momentum", "SGD, clipped by norm", "SGD, clipped by all", "Adagrad by rows"),
-        *("RMSprop", "Ftrl", "Nadam", "Adam, dynamically scaled"),
+        *("RMSprop", "Ftrl", "Nadam", "Adam, dynamically scaled", "Adam, lazy"),
     ],
 }
 """Each optimizer on some servers, by the forms of its slots and its scratch; those of `test_exact_rows` are there."""
@@ -152,14 +152,19 @@ def test_a_layout_makes_the_steps_of_whole_variables(strategy, layout, form, nam
     assert (found[0] != found[1]).any()
 
 
-# ---- Several processes ----
+@kinds("servers-2x2")
+def test_closed_forms_are_of_tables_too(strategy):
+    """A row of a table has what a row of a variable has; the last bit depends on when it was made up."""
+    make = functools.partial(O.Adam, 0.01, settle="closed")
+    found = [trained(strategy, make, FORMS[form], layout, 0) for form, layout in (("keys", "table"), ("rows", "plain"))]
+    for one, other in zip(found[0], found[1][: len(found[0])], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("workers", [3, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 2))])
 def test_however_many_workers_make_the_steps_of_one_process(workers):
     """On two servers, with six replicas in all; a filter counts what all of them asked for. Bit for bit where the order
-    of a sum does not matter, as of integers; else within a millionth.
-    """
+    of a sum does not matter, as of integers; else within a millionth."""
 
     def train(cluster, index):
         devices = [f"cpu:{n}" for n in range(REPLICAS // workers)]
@@ -212,3 +217,84 @@ def steps(strategy, form, tables=False):
         return found
     keys = np.sort(table.keys())
     return [*found, *(each.lookup(keys).numpy() for each in (table, *other._state.of(table).slots)), keys]
+
+
+SHARDED_ON = kinds("sharded-2x2", soak=["sharded-1x1", "sharded-3x1"])
+
+
+@SHARDED_ON
+def test_slots_and_averages_lie_beside_their_shards(strategy):
+    """And have the names and shapes of a plain variable's; averages are of the whole. Decay is left out by the name of
+    the whole. Lamb's steps have lengths of whole variables: it is refused, and nothing is done."""
+    with strategy.scope():
+        tables = [ps.Variable(np.ones(SHAPE, "float32"), name=f"excluded {n}") for n in range(3)]
+        optimizer = O.Nadam(0.5, use_ema=True)
+        decayed = O.SGD(0.5, weight_decay=0.1)
+    table = tables[0]
+    in_replicas(strategy, lambda replica: optimizer.apply_gradients([(whole(0, replica), table)]))
+    places = [x.place for x in table.variables]
+    m, v, product, *_ = optimizer._state.of(table).slots
+    for slot in (m, v, optimizer.average(table)):
+        assert isinstance(slot, ps.ShardedVariable)
+        assert [x.place for x in slot.variables] == places
+    assert [x.name.rpartition("/")[0] for x in (m, v, product)] == [f"nadam/{table.name}"] * 3
+    assert (product.shape, [x.place for x in product.variables]) == ((), places)
+    assert len({float(x.numpy()) for x in product.variables}) == 1
+    in_replicas(strategy, lambda replica: optimizer.apply_gradients([(whole(2, replica), table)]))
+    expected = optimizer.average(table).numpy()
+    optimizer.finalize_variable_values([table])
+    np.testing.assert_array_equal(table, expected)
+    assert not np.array_equal(expected, np.ones(SHAPE))
+    decayed.exclude_from_weight_decay([table], [f"{tables[1].name}$"])
+    decayed.apply_gradients([(by_replica(strategy, lambda _: np.zeros(SHAPE, "float32")), v) for v in tables])
+    np.testing.assert_array_equal(table, expected)
+    assert [float(v[0, 0]) == 1 for v in tables[1:]] == [True, False]
+    refused(ValueError, "Lamb needs all of a variable", lambda: O.Lamb(0.5).apply_gradients([(np.ones(SHAPE), table)]))
+    np.testing.assert_array_equal(table, expected)
+
+
+@SHARDED_ON
+def test_a_shard_may_be_trained_alone(strategy):
+    """Gradients by the shards, as TensorFlow's optimizers take them; bit for bit the same."""
+    with strategy.scope():
+        one, other = (ps.Variable(np.ones(SHAPE, "float32")) for _ in range(2))
+        optimizer = O.Adam(0.5)
+
+    def step(replica):
+        gradient = whole(0, replica)
+        parts = [gradient[rows] for rows in other.sharding.bounds]
+        optimizer.apply_gradients([(gradient, one), *zip(parts, other.variables, strict=True)])
+
+    in_replicas(strategy, step)
+    np.testing.assert_array_equal(one, other)
+
+
+@SHARDED_ON
+def test_a_repeated_step_repeats(strategy, calls_of):
+    """Its section is not recorded anew for each step."""
+    with strategy.scope():
+        table, optimizer = ps.Variable(np.ones(SHAPE, "float32")), O.Adam(0.5)
+    recorded = calls_of("record", optimizer._driver)
+    for step in range(6):
+        in_replicas(strategy, lambda replica, step=step: optimizer.apply_gradients([(whole(step, replica), table)]))
+    assert len(recorded) <= 2
+    for step in range(6):
+        in_replicas(strategy, lambda replica, step=step: optimizer.apply_gradients([(rows(step, replica), table)]))
+    assert len(recorded) <= 4
+
+
+def test_asynchronous_workers_are_told_what_they_cannot_have():
+    """A norm of shards on several servers; all else they have."""
+    with (
+        InProcessCluster(2) as cluster,
+        ps.ParameterServerStrategy(
+            cluster_resolver=cluster.resolver(), consistency=ps.Async(), variable_partitioner=cut
+        ) as strategy,
+    ):
+        with strategy.scope():
+            table = ps.Variable(np.ones(SHAPE, "float32"))
+            plain, clipping = O.SGD(0.5), O.SGD(0.5, clipnorm=1.0)
+        with pytest.raises(ValueError, match="clipnorm needs all of the gradient"):
+            clipping.apply_gradients([(np.ones(SHAPE), table)])
+        strategy.run(lambda: plain.apply_gradients([(rows(0, 0), table)]))
+        assert not np.array_equal(table.numpy(), np.ones(SHAPE))

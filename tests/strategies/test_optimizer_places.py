@@ -1,13 +1,21 @@
-"""Optimizers whose variables live on several servers: the same steps as in one place, whichever variables take part."""
+"""Optimizers on every kind of strategy agree with plain NumPy; with variables on several servers they make the
+steps of one place, whichever variables take part, also from a checkpoint of another number of servers."""
 
 from __future__ import annotations
 
+from functools import partial
+
+import ml_dtypes
 import numpy as np
 import pytest
 
 import psclient as ps
 from psclient.optimizers import schedules
-from tests.kit.strategies import kinds, opened, variable
+from tests.kit import references
+from tests.kit.references import MORE
+from tests.kit.strategies import USUAL, by_replica, in_replicas, kinds, merged, opened, refused, replicas, variable
+
+ALL = references.OPTIMIZERS | MORE
 
 pytestmark = kinds("servers-3x1", soak=("servers-1", "servers-2", "servers-3"))
 """Three, of four variables: two lie in one place, as all do on one server, and the others in places of their own."""
@@ -34,12 +42,9 @@ OPTIONS = {
     "scale and accumulation": lambda: {"loss_scale_factor": dynamic(), "gradient_accumulation_steps": 2},
     "norm and accumulation": lambda: {"global_clipnorm": 0.5, "gradient_accumulation_steps": 2},
     "all": lambda: {
-        "learning_rate": schedules.ExponentialDecay(0.1, 2, 0.5),
-        "global_clipnorm": 0.5,
-        "use_ema": True,
-        "weight_decay": 0.1,
-        "gradient_accumulation_steps": 2,
-        "loss_scale_factor": dynamic(),
+        name: value
+        for some in ("average", "schedule", "decay", "scale and accumulation", "global_clipnorm")
+        for name, value in OPTIONS[some]().items()
     },
 }
 
@@ -79,6 +84,14 @@ class Trained:
         else:
             self.optimizer.apply_gradients(pairs)
 
+    def build(self, *names):
+        for some in names:
+            self.optimizer.build([self.variables[name] for name in some])
+        return self
+
+    def checkpoint(self):
+        return ps.train.Checkpoint(variables=self.variables, optimizer=self.optimizer)
+
     def state(self):
         """All that there is, by what it is: values of variables, slots and averages, counts."""
         found = {name: v.numpy() for name, v in self.variables.items()}
@@ -106,7 +119,7 @@ def assert_equal(found, expected):
 
 CHOSEN = {
     "all first": ("all",),
-    "one first": ("clipnorm", "norm and accumulation"),
+    "one first": ("norm and accumulation",),
     "replica": ("nothing",),
     "cross-replica": ("all",),
 }
@@ -130,13 +143,9 @@ def test_places_make_no_difference(strategy, local, options, order):
     there, here = Trained(strategy, make), Trained(local, make)
     for at, names in enumerate(ORDERS[order]):
         for one in (there, here):
-            one.step(names, at, bad=at in NOT_FINITE and has_scale(options))
+            one.step(names, at, bad=at in NOT_FINITE and "loss_scale_factor" in OPTIONS[options]())
         if at % 4 == 3:
             assert_equal(there.state(), here.state())
-
-
-def has_scale(options):
-    return "loss_scale_factor" in OPTIONS[options]()
 
 
 class Failing(ps.optimizers.SGD):
@@ -152,7 +161,8 @@ class Failing(ps.optimizers.SGD):
 
 @pytest.mark.parametrize(("options", "where"), list(some(["replica", "cross-replica"])))
 def test_a_call_that_fails_leaves_nothing(strategy, options, where):
-    """Neither in one round nor in two, in any context: the next calls make the steps that they would have made."""
+    """Neither in one round nor in two, in any context: the next calls make the steps that they would have made. What
+    was begun before it in the same scope is done: it is no part of the call."""
 
     def make():
         return Failing(**({"learning_rate": 0.1, "momentum": 0.5} | OPTIONS[options]()))
@@ -169,24 +179,15 @@ def test_a_call_that_fails_leaves_nothing(strategy, options, where):
         failing.optimizer.fails = False
         assert_equal(failing.state(), before)
     assert_equal(failing.state(), calm.state())
-
-
-def test_what_was_begun_before_a_call_that_fails_is_done(strategy):
-    """In the same scope: it is no part of the call."""
-    trained, other = Trained(strategy, lambda: Failing(0.1)), variable(strategy)
-    trained.optimizer.fails = True
+    other, failing.optimizer.fails = variable(strategy), True
 
     def both():
         with strategy.scope():
             strategy.extended.update(other, lambda v: v.assign_add(1.0))
-            trained.step("abc", 0, inside=False)
+            failing.step("abc", 0, inside=False)
 
-    with pytest.raises(ArithmeticError, match="as it was told"):
-        both()
-    assert other.numpy().tolist() == [1.0] * 3
-    trained.optimizer.fails = False
-    trained.step("abc", 0)
-    assert int(trained.optimizer.iterations) == 1
+    refused(ArithmeticError, "as it was told", both)
+    assert (other.numpy().tolist(), int(failing.optimizer.iterations)) == ([1.0] * 3, int(calm.optimizer.iterations))
 
 
 def test_an_update_that_is_refused_leaves_nothing():
@@ -206,3 +207,185 @@ def test_an_update_that_is_refused_leaves_nothing():
                 strategy.extended.update(here, step)
         found = [x.numpy().tolist() for x in (here, there, optimizer.iterations)]
         assert found == [[0.0] * 3, [2.0] * 3, 0]
+
+
+MOVES = pytest.mark.parametrize(
+    ("before", "after"),
+    [("servers-1x1", "servers-2x1"), pytest.param("servers-2x1", "servers-1x1", marks=pytest.mark.soak)],
+)
+
+
+def heavy(options="nothing"):
+    return ps.optimizers.SGD(**({"learning_rate": 0.1, "momentum": 0.9} | OPTIONS[options]()))
+
+
+@MOVES
+@pytest.mark.parametrize("options", ["all", *(pytest.param(name, marks=pytest.mark.soak) for name in OPTIONS)])
+def test_a_restored_optimizer_goes_on_where_it_was(options, before, after, in_tmp_path):
+    """Whatever a step keeps on several servers: slots, averages, kept gradients, counts, the schedule's place. Also
+    variables that came late. Without servers, and without a checkpoint, the steps are the same."""
+
+    def train(strategy, steps, path=""):
+        trained = Trained(strategy, partial(heavy, options)).build("abc", "d")
+        if path:
+            trained.checkpoint().restore(path).assert_consumed()
+            assert_equal(trained.state(), saved)
+        for at in steps:
+            trained.step("abcd", at, bad=at == 1 and "loss_scale_factor" in OPTIONS[options]())
+        return trained.checkpoint(), trained.state()
+
+    with opened(before) as strategy:
+        checkpoint, saved = train(strategy, range(3))
+        path = checkpoint.save("run/ckpt")
+    with opened("mirrored-1") as strategy:
+        expected = train(strategy, range(8))[1]
+    with opened(after) as strategy:
+        assert_equal(train(strategy, range(3, 8), path)[1], expected)
+
+
+@MOVES
+def test_what_comes_late_counts_the_steps_since_the_restore(before, after, in_tmp_path):
+    """On a server that had no count before, it is the count of now, and not that of the checkpoint."""
+
+    def late(trained):
+        trained.step("a", 3)
+        trained.build("b").step("ab", 4)
+        assert int(trained.optimizer.iterations) == 5
+        return trained.state()
+
+    with opened(before) as strategy:
+        trained = Trained(strategy, heavy)
+        for at in range(3):
+            trained.step("a", at)
+        path = trained.checkpoint().save("run/ckpt")
+        expected = late(trained)
+    with opened(after) as strategy:
+        trained = Trained(strategy, heavy).build("a")
+        trained.checkpoint().restore(path).assert_consumed()
+        assert_equal(late(trained), expected)
+
+
+def test_copies_do_not_number_what_else_is_saved(in_tmp_path):
+    """Two optimizers of one name keep their numbers apart, however many copies of their counts there are."""
+
+    def train(kind, steps, resume=""):
+        with opened(kind) as strategy:
+            first = Trained(strategy, heavy).build("a", "b")
+            other = ps.optimizers.SGD(0.1)
+            other.build([first.variables["a"]])
+            checkpoint = ps.train.Checkpoint(first=first.checkpoint(), other=other)
+            if resume:
+                checkpoint.restore(resume).assert_consumed()
+            for at in range(steps):
+                first.step("ab", at)
+            path = "" if resume else checkpoint.save("run/ckpt")
+            return path, int(first.optimizer.iterations), int(other.iterations), other.iterations.name
+
+    path, *saved = train("servers-2x1", 3)
+    assert saved == [3, 0, "sgd/iterations_1"]
+    assert train("servers-1x1", 0, path)[1:] == (3, 0, "sgd/iterations_1")
+
+
+def test_copies_follow_an_optimizer_that_has_another_name(in_tmp_path):
+    """Paths say what is whose: all copies of a count get what was saved of it, by whatever name."""
+    with opened("servers-2x1") as strategy:
+        trained = Trained(strategy, heavy).build("a", "b")
+        for at in range(3):
+            trained.step("ab", at)
+        path = trained.checkpoint().save("run/ckpt")
+        trained.step("ab", 3)
+        expected = trained.state()
+    with opened("servers-2x1") as strategy:
+        trained = Trained(strategy, lambda: ps.optimizers.SGD(0.1, momentum=0.9, name="renamed")).build("a", "b")
+        trained.checkpoint().restore(path).assert_consumed()
+        trained.step("ab", 3)
+        assert_equal(trained.state(), expected)
+
+
+START, STEPS = np.array([1.0, -2.0, 3.0]), 5
+RULES = {
+    "sgd": (lambda: ps.optimizers.SGD(0.1), references.descent(0.1)),
+    "momentum": (lambda: ps.optimizers.SGD(0.1, momentum=0.9), references.momentum(0.1, 0.9)),
+    "adam": (lambda: ps.optimizers.Adam(0.1), references.adam(0.1, 0.9, 0.999, 1e-7)),
+}
+
+
+def gradient(t, replica):
+    """The gradient of one replica in one step."""
+    return np.sin(np.arange(3.0) + t + 10 * replica)
+
+
+@kinds(*USUAL)
+@pytest.mark.parametrize("name", RULES)
+def test_all_strategies_agree_with_numpy(strategy, name):
+    """In replicas, in merge_call, in the scope and outside of it, with per-replica gradients: the same steps. Gradients
+    are summed over the replicas, each step counts once, and all copies are equal."""
+    make, rule = RULES[name]
+    w, optimizer = variable(strategy, START), make()
+
+    def gradients(t):
+        return by_replica(strategy, lambda replica: gradient(t, replica))
+
+    optimizer.apply_gradients([(gradients(1), w)])
+    with strategy.scope():
+        optimizer.apply_gradients([(gradients(2), w)])
+    merged(strategy, lambda s, g: optimizer.apply_gradients([(g, w)]), gradients(3))
+    in_replicas(strategy, lambda _, own, g: optimizer.apply_gradients([(g, own)]), w, gradients(4))
+    in_replicas(strategy, lambda replica: optimizer.apply_gradients([(gradient(5, replica), w)]))
+    expected, state = START, {}
+    for t in range(1, STEPS + 1):
+        expected = rule(expected, sum(gradient(t, replica) for replica in range(replicas(strategy))), state, t)
+    np.testing.assert_allclose(w.numpy(), expected, rtol=1e-12)
+    assert int(optimizer.iterations) == STEPS
+    assert len({tuple(np.asarray(copy)) for copy in strategy.experimental_local_results(w)}) == 1
+
+
+HALF = ("SGD, Nesterov", "Adam, AMSGrad", "AdamW", "Nadam", "Lamb", "Ftrl", "RMSprop", "SGD, averaged", "SGD, decayed")
+HALF += (
+    "SGD, by a schedule",
+    "SGD, clipped by norm and accumulated",
+    "Adam, dynamically scaled",
+    "SGD, clipped by all",
+)
+
+
+def test_half_precision_has_the_same_bits_without_servers(shared):
+    """Every optimizer rounds a step once, where it is assigned."""
+    for number, name in enumerate(HALF):
+        dtype, found = (np.float16, ml_dtypes.bfloat16)[number % 2], []
+        for strategy in (shared("servers-1x1"), shared("mirrored-1")):
+            w, optimizer = variable(strategy, np.linspace(-1, 1, 50).astype(dtype)), ALL[name]()
+            for t in range(STEPS):
+                g = np.random.default_rng(t).normal(size=50).astype(dtype)
+                strategy.run(optimizer.apply_gradients, ([(g, w)],))
+            found.append(w.numpy().tobytes())
+        assert found[0] == found[1], name
+
+
+@kinds(*USUAL)
+def test_what_is_built_is_used(strategy):
+    """By `build`, before the first step; in a replica function with the variable as an argument too. Slots are where
+    their variable is, and the count of the steps, whenever a variable came, is on the non-slot devices. Integers are
+    not trained: the error names the variable and its dtype before anything is made for it."""
+    w, u, late = (variable(strategy, np.zeros(3)) for _ in range(3))
+    n, optimizer = replicas(strategy), ps.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build([w])
+    assert int(optimizer.iterations) == 0
+    strategy.run(lambda own: optimizer.build([own]), (u,))
+    count = optimizer.iterations
+    strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), w), (np.ones(3), u)]))
+    assert (optimizer.iterations is count, int(count)) == (True, 1)
+    strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), w), (np.ones(3), late)]))
+    np.testing.assert_allclose(w.numpy(), -0.1 * n - (0.9 * 0.1 * n + 0.1 * n))
+    np.testing.assert_allclose([u.numpy(), late.numpy()], np.full((2, 3), -0.1 * n))
+    assert int(optimizer.iterations) == 2
+    both, none = ps.optimizers.Adam(), ps.optimizers.Adam()
+    both.build([w, u])
+    assert [x.devices for x in both.variables if x is not both.iterations] == [w.devices] * 2 + [u.devices] * 2
+    assert both.iterations.devices == strategy.extended.non_slot_devices([w, u])
+    assert not any(x.trainable for x in both.variables)
+    whole = variable(strategy, np.zeros(3, "int64"))
+    with pytest.raises(ValueError, match=f"'{whole.name}' is of int64.*floating dtype"):
+        strategy.run(lambda: none.apply_gradients([(np.ones(3, "int64"), whole)]))
+    with pytest.raises(RuntimeError, match="no state yet"):
+        _ = none.iterations

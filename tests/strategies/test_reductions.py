@@ -1,6 +1,10 @@
-"""Reductions over replicas, with NumPy as the oracle, and where their values come to be."""
+"""Reductions over replicas and gathers, with NumPy as the oracle, and where their values come to be."""
 
 from __future__ import annotations
+
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -10,8 +14,22 @@ from hypothesis import strategies as st
 
 import psclient as ps
 from psclient._src.arraylike import LazyArray
+from psclient._src.distribute.gathering import Place
 from tests.kit.cases import search
-from tests.kit.strategies import KINDS, copies, in_replicas, kind_of, kinds, merged, of_each, replicas, variable
+from tests.kit.internals import MAX_NDIM
+from tests.kit.programs import same_bits
+from tests.kit.strategies import (
+    KINDS,
+    copies,
+    in_replicas,
+    kind_of,
+    kinds,
+    merged,
+    of_each,
+    refused,
+    replicas,
+    variable,
+)
 
 here = ps.get_replica_context
 pytestmark = kinds("default", "mirrored-1", "mirrored-2", "servers-2x2", soak=KINDS)
@@ -47,10 +65,9 @@ def close(found, expected, dtype):
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_dtype_is_reduced(strategy, op):
-    """Over replicas element by element, and over a batch, of which replicas have 3, 1, 0 and 2 examples.
-
-    The result's dtype does not depend on the strategy, and MEAN divides by the true number.
-    """
+    """Over replicas element by element, and over a batch, of which replicas have 3, 1, 0 and 2 examples. The result's
+    dtype does not depend on the strategy, and MEAN divides by the true number. Dtypes that differ are promoted as NumPy
+    does; Python numbers are integers, whose mean is a float."""
     n = replicas(strategy)
     for dtype in (*FLOATS, *INTEGERS):
         rows = (np.arange(24).reshape(4, 2, 3) % 7).astype(dtype)[:n]
@@ -61,6 +78,11 @@ def test_every_dtype_is_reduced(strategy, op):
         found = strategy.reduce(op, of_each(strategy, rows), axis=0)
         assert (found.dtype, found.shape) == (dtype_of(op, dtype), (2,))
         close(found, oracle(op, np.concatenate(rows[:n]), dtype), dtype)
+    values = [np.ones(2, dtype) for dtype in ("int32", "float32", "float64", "float32")]
+    found = strategy.reduce("sum", of_each(strategy, values), axis=None)
+    assert (found.dtype, found.tolist()) == (np.result_type(*values[:n]), [float(n)] * 2)
+    found = strategy.reduce("mean", of_each(strategy, list(range(2, 6))), axis=None)
+    assert (found, found.dtype) == (np.arange(2, 2 + n).mean(), np.float64)
 
 
 @given(sizes=st.lists(st.integers(0, 5), min_size=4, max_size=4), op=st.sampled_from(OPS), seed=st.integers(0, 9))
@@ -76,38 +98,26 @@ def test_any_split_of_a_batch_gives_the_same(strategy, sizes, op, seed):
 
 @pytest.mark.parametrize("op", OPS)
 def test_any_axis(strategy, op):
-    """It is reduced within each replica's array, and then over the replicas."""
-    n = replicas(strategy)
-    arrays = [np.arange(24.0).reshape(2, 3, 4) + 100 * i for i in range(4)]
-    for axis in (0, 1, 2, -1, -2):
-        found = strategy.reduce(op, of_each(strategy, arrays), axis=axis)
-        whole = np.concatenate(arrays[:n], axis=axis)
-        np.testing.assert_allclose(found, whole.sum(axis=axis) if op == "sum" else whole.mean(axis=axis))
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_several_axes(strategy, op):
-    """MEAN divides by the true number of elements; no axis at all is none."""
-    n = replicas(strategy)
-    reduced = {"sum": np.sum, "mean": np.mean}[op]
-    for axis in ((0, 1), [0, 2], (2, 0, 1)):
-        arrays = [np.arange(12.0 * (i + 1)).reshape(i + 1, 3, 4) for i in range(4)]
-        found = strategy.reduce(op, of_each(strategy, arrays), axis=axis)
-        np.testing.assert_allclose(found, reduced(np.concatenate(arrays[:n]), axis=tuple(axis)))
+    """It is reduced within each replica's array, and then over the replicas; several at once, or none. MEAN divides by
+    the true number of elements. The mean of no examples is NaN, their sum 0, of the examples' shape."""
+    n, reduced = replicas(strategy), {"sum": np.sum, "mean": np.mean}[op]
+    same = [np.arange(24.0).reshape(2, 3, 4) + 100 * i for i in range(4)]
+    longer = [np.arange(12.0 * (i + 1)).reshape(i + 1, 3, 4) for i in range(4)]
+    for arrays, axes in ((same, (0, 1, 2, -1, -2)), (longer, ((0, 1), [0, 2], (2, 0, 1)))):
+        for axis in axes:
+            joined = axis if isinstance(axis, int) else 0
+            axis_ = axis if isinstance(axis, int) else tuple(axis)
+            found = strategy.reduce(op, of_each(strategy, arrays), axis=axis)
+            np.testing.assert_allclose(found, reduced(np.concatenate(arrays[:n], axis=joined), axis=axis_))
     for axis in ((-1,), ()):
-        found = strategy.reduce(op, of_each(strategy, [np.arange(24.0).reshape(2, 3, 4)] * 4), axis=axis)
-        expected = reduced(np.arange(24.0).reshape(2, 3, 4), axis=axis) * (n if op == "sum" else 1)
-        np.testing.assert_allclose(found, expected)
-
-
-def test_axes_that_are_not_there(strategy):
-    """What is no number, and a number that the array has no axis of or that comes twice."""
-    for axis, error in (
-        *((wrong, TypeError) for wrong in ("a", 1.5, (0, None))),
-        *((wrong, ValueError) for wrong in (2, -3, (0, 5), (0, 0), (1, -1))),
-    ):
-        with pytest.raises(error, match="axis"):
-            strategy.reduce("sum", of_each(strategy, [np.ones((2, 3))] * 4), axis=axis)
+        found = strategy.reduce(op, of_each(strategy, same[:1] * 4), axis=axis)
+        np.testing.assert_allclose(found, reduced(same[0], axis=axis) * (n if op == "sum" else 1))
+    none = of_each(strategy, [np.zeros((0, 2), "float32")] * 4)
+    with np.errstate(all="raise"):
+        found = strategy.reduce(op, none, axis=0)
+    np.testing.assert_array_equal(found, np.float32([np.nan if op == "mean" else 0] * 2), strict=True)
+    if op == "mean":
+        assert np.isnan(strategy.reduce(op, of_each(strategy, [np.zeros(0, "int64")] * 4), axis=0))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -130,109 +140,71 @@ def test_a_nest_is_reduced_leaf_by_leaf(strategy, op):
         assert strategy.round == before + 1
 
 
-MISUSED = {
-    "None": (None, TypeError),
-    "text": ("text", TypeError),
-    "an object": (object(), TypeError),
-    "a nest with text": ({"a": 1.0, "b": "text"}, TypeError),
-    "words": (np.array(["a"]), TypeError),
-    "too many": (ps.PerReplica([1.0] * 5), ValueError),
-}
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_what_cannot_be_reduced(strategy, op):
-    """The same class of error on every strategy, however many replicas there are."""
-    for name, (value, error) in MISUSED.items():
-        value = {"a": ps.PerReplica([1.0] * replicas(strategy)), "b": "text"} if isinstance(value, dict) else value
-        with pytest.raises((TypeError, ValueError), match=r".") as raised:
-            strategy.reduce(op, value, axis=None)
-        assert raised.type is error, name
-
-
-def test_shapes_that_differ_need_an_axis(strategy):
-    """The error has both shapes and what to write; nothing is broken by it."""
+def test_what_cannot_be_reduced(strategy):
+    """The same class of error on every strategy, however many replicas there are; nothing is broken by it. Shapes that
+    differ need an axis: the error has both and what to write."""
+    n, one = replicas(strategy), np.ones((2, 3))
+    part = {"a": ps.PerReplica([1.0] * n), "b": "text"}
+    bad = [(value, None, TypeError, ".") for value in (None, "text", object(), part, np.array(["a"]))]
+    bad += [(ps.PerReplica([1.0] * 5), None, ValueError, ".")]
+    bad += [(of_each(strategy, [one] * 4), axis, TypeError, "axis") for axis in ("a", 1.5, (0, None))]
+    bad += [(of_each(strategy, [one] * 4), axis, ValueError, "axis") for axis in (2, -3, (0, 5), (0, 0), (1, -1))]
     x = of_each(strategy, [np.ones((4, 3)), np.ones((2, 3)), np.ones((4, 3)), np.ones((4, 3))])
-    if replicas(strategy) > 1:
-        with pytest.raises(ValueError, match=r"shapes \(4, 3\) and \(2, 3\); give the axis .* axis=0"):
-            strategy.reduce("sum", x, axis=None)
-        with pytest.raises(ValueError, match=r"shapes \(4,\) and \(2,\)"):
-            strategy.reduce("sum", x, axis=1)
+    if n > 1:
+        bad.append((x, None, ValueError, r"shapes \(4, 3\) and \(2, 3\); give the axis .* axis=0"))
+        bad.append((x, 1, ValueError, r"shapes \(4,\) and \(2,\)"))
+        bad.append((ps.PerReplica([of_each(strategy, [1.0] * 4)] * n), None, TypeError, "stands inside another one"))
+    for value, axis, error, says in bad:
+        for op in OPS:
+            with pytest.raises((TypeError, ValueError), match=says) as raised:
+                strategy.reduce(op, value, axis=axis)
+            assert raised.type is error, value
     assert strategy.reduce("mean", x, axis=0).tolist() == [1.0] * 3
 
 
-def test_nothing_at_all(strategy):
-    """The mean of no examples is NaN, their sum 0, of the examples' shape."""
-    none = of_each(strategy, [np.zeros((0, 2), "float32")] * 4)
-    with np.errstate(all="raise"):
-        mean = strategy.reduce("mean", none, axis=0)
-    assert (mean.dtype, mean.shape) == (np.float32, (2,))
-    assert np.isnan(mean).all()
-    assert strategy.reduce("sum", none, axis=0).tolist() == [0.0, 0.0]
-    assert np.isnan(strategy.reduce("mean", of_each(strategy, [np.zeros(0, "int64")] * 4), axis=0))
-
-
-def test_a_mean_of_integers_is_a_float(strategy):
-    """2 and 3 make 2.5, as arrays and as Python numbers."""
-    n = replicas(strategy)
-    expected = np.arange(2, 2 + n).mean()
-    for values in (list(range(2, 6)), [np.int32(i) for i in range(2, 6)]):
-        found = strategy.reduce("mean", of_each(strategy, values), axis=None)
-        assert (found, found.dtype) == (expected, np.float64)
-    assert strategy.reduce("mean", of_each(strategy, [np.array([2, 3])] * 4), axis=0) == 2.5
-
-
-def test_dtypes_that_differ_are_promoted(strategy):
-    """As NumPy does."""
-    values = [np.ones(2, dtype) for dtype in ("int32", "float32", "float64", "float32")]
-    found = strategy.reduce("sum", of_each(strategy, values), axis=None)
-    assert found.dtype == np.result_type(*values[: replicas(strategy)])
-    assert found.tolist() == [float(replicas(strategy))] * 2
-
-
-def test_a_plain_value(strategy):
-    """With one replica it is that one's; with several their mean, while a sum of it would count it once or often."""
-    n, value = replicas(strategy), np.array([1.0, 3.0])
-    assert strategy.reduce("mean", value, axis=None).tolist() == [1.0, 3.0]
-    assert strategy.reduce("mean", value, axis=0) == 2.0
-    assert strategy.reduce("mean", 5, axis=None) == 5.0
+def test_one_value_is_reduced_already(strategy):
+    """A plain one, a mirrored one and a variable, however many copies it has: their mean is itself, while a sum would
+    count it once or often. With one replica it is that one's; with several a sum is refused on every strategy."""
+    n, extended, v = replicas(strategy), strategy.extended, variable(strategy, [1.0, 3.0])
+    x = of_each(strategy, [np.float32(1.0)] * 4)
+    once = extended.reduce_to("sum", x, x)
+    assert (strategy.reduce("mean", once, None), strategy.reduce("mean", 5, None)) == (n, 5.0)
+    plain, mirrored = np.array([1.0, 3.0]), ps.Mirrored([np.array([1.0, 3.0])] * n)
+    for value in (plain, mirrored, v):
+        assert np.asarray(strategy.reduce("mean", value, axis=None)).tolist() == [1.0, 3.0]
+        assert np.asarray(extended.reduce_to("mean", value, v)).tolist() == [1.0, 3.0]
+        assert strategy.reduce("mean", value, axis=0) == 2.0
     if n == 1:
-        assert strategy.reduce("sum", value, axis=None).tolist() == [1.0, 3.0]
-        assert strategy.reduce("sum", value, axis=0) == 4.0
-        return
-    for reduce in (
-        lambda: strategy.reduce("sum", value, axis=None),
-        lambda: strategy.extended.reduce_to("sum", value, strategy.extended.worker_devices[0]),
-        lambda: strategy.extended.batch_reduce_to("sum", [(value, value)]),
-        lambda: merged(strategy, lambda s, x: s.extended.reduce_to("sum", x, x), value),
-    ):
-        with pytest.raises(ValueError, match=f"SUM of ndarray, which is not a per-replica value, with {n} local"):
-            reduce()
-
-
-NAMES = ["sum", "SUM", "Sum", ps.ReduceOp.SUM, ps.VariableAggregation.SUM]
+        for value in (plain, v):
+            assert np.asarray(strategy.reduce("sum", value, axis=None)).tolist() == [1.0, 3.0]
+            assert strategy.reduce("sum", value, axis=0) == 4.0
+    says = {id(plain): "ndarray, which", id(v): ".*"}
+    for value in (plain, v, mirrored, once, extended.reduce_to("sum", x, v)) if n > 1 else (mirrored,):
+        words = (
+            f"SUM of {says[id(value)]} is not a per-replica value, with {n} local" if id(value) in says else "SUM of"
+        )
+        for attempt in (
+            lambda value: strategy.reduce("SUM", value, axis=None),
+            lambda value: extended.reduce_to("sum", value, extended.worker_devices[0]),
+            lambda value: extended.batch_reduce_to("sum", [(value, v)]),
+            lambda value: merged(strategy, lambda s: s.extended.reduce_to("sum", value, v)),
+        ):
+            with pytest.raises(ValueError, match=words):
+                attempt(value)
 
 
 def test_the_names_of_reductions(strategy):
-    """In any case, and as the enums of the documents."""
+    """In any case, and as the enums of the documents; replicas may make up the name for themselves. Of others the
+    message says which there are."""
     n, x, device = replicas(strategy), of_each(strategy, [1.0] * 4), strategy.extended.worker_devices[0]
-    for op in NAMES:
+    for op in ("sum", "SUM", "Sum", ps.ReduceOp.SUM, ps.VariableAggregation.SUM):
         assert strategy.reduce(op, x, axis=None) == n
         assert strategy.extended.reduce_to(op, x, device) == n
         assert strategy.extended.batch_reduce_to(op, [(x, device)]) == [n]
         found = in_replicas(strategy, lambda i, op=op: float(here().all_reduce(op, np.float32(1.0))))
         assert found == (n,) * n
-
-
-def test_a_name_need_not_be_one_object(strategy):
-    """Replicas that make up the name for themselves mean the same reduction."""
     found = in_replicas(strategy, lambda i: float(here().all_reduce("".join(["s", "um"]), np.float32(1.0))))
-    assert found == (float(replicas(strategy)),) * replicas(strategy)
-
-
-def test_other_reductions_are_refused(strategy):
-    """The message says which there are."""
-    x, device = of_each(strategy, [1.0] * 4), strategy.extended.worker_devices[0]
+    assert found == (float(n),) * n
     for op in ("max", None, 3, ps.VariableAggregation.NONE, ps.VariableAggregation.ONLY_FIRST_REPLICA):
         for reduce in (
             lambda op: strategy.reduce(op, x, axis=None),
@@ -242,22 +214,6 @@ def test_other_reductions_are_refused(strategy):
         ):
             with pytest.raises(ValueError, match=r"unknown reduction .*; use ps\.ReduceOp\.SUM or MEAN"):
                 reduce(op)
-
-
-def test_values_of_copies_are_reduced(strategy):
-    """A variable with a copy for each replica is a per-replica value of what they hold."""
-    v = variable(strategy, 0.0, synchronization=ps.VariableSynchronization.ON_READ)
-    in_replicas(strategy, lambda i, w: w.assign(np.float32(i + 1)), v)
-    assert strategy.reduce("sum", v, axis=None) == sum(range(1, replicas(strategy) + 1))
-
-
-def test_a_per_replica_value_in_another_is_refused(strategy):
-    """A reduction takes one array from each replica."""
-    if replicas(strategy) == 1:
-        pytest.skip("one replica has no per-replica values")
-    nested = ps.PerReplica([of_each(strategy, [1.0] * 4)] * replicas(strategy))
-    with pytest.raises(TypeError, match="stands inside another one"):
-        strategy.reduce("sum", nested, axis=None)
 
 
 def test_what_is_reduced_is_nobodys_to_change(strategy):
@@ -288,96 +244,33 @@ def test_an_aggregation_is_a_reduction():
             ps.ReduceOp.from_variable_aggregation(other)
 
 
-# ---- reduce_to ----
-
-
 def arrays(value):
     """The arrays of a value, by replica; one array for what is not distributed."""
     return [np.asarray(x).tolist() for x in ps.get_strategy().experimental_local_results(value)]
 
 
-def test_to_the_value_itself_is_an_all_reduce(strategy):
-    """Also to another per-replica value, or to all devices: each replica gets the result, on its device."""
-    n = replicas(strategy)
+def test_a_value_is_reduced_to_a_place(strategy):
+    """To itself, another per-replica value or all devices: each replica gets the result, on its device. To one device
+    by its long and its short name, or a list of that one, an array; to several a copy on each. What is no place, or not
+    here, is refused with those that are."""
+    n, devices, extended = replicas(strategy), list(strategy.extended.worker_devices), strategy.extended
     x = of_each(strategy, [np.full(2, i + 1.0) for i in range(4)])
     total = float(sum(range(1, n + 1)))
-    for to in (x, of_each(strategy, [np.zeros(5)] * n), list(strategy.extended.worker_devices)):
-        found = strategy.extended.reduce_to("sum", x, to)
+    for to in (x, of_each(strategy, [np.zeros(5)] * n), devices, devices[:2]):
+        found = extended.reduce_to("sum", x, to)
         assert isinstance(found, ps.Mirrored) == (n > 1)
-        assert arrays(found) == [[total] * 2] * n
-
-
-def test_to_one_device_gives_an_array(strategy):
-    """To each by its long and by its short name, and to a list of that one."""
-    x = of_each(strategy, [np.full(2, i + 1.0) for i in range(4)])
-    expected = np.mean(np.arange(1.0, replicas(strategy) + 1))
-    for index, device in enumerate(strategy.extended.worker_devices):
+        assert arrays(found) == [[total] * 2] * (len(to) if isinstance(to, list) else n)
+    for index, device in enumerate(devices):
         for to in (device, [device], (device,), f"cpu:{index}", f"/device:CPU:{index}"):
-            found = strategy.extended.reduce_to("mean", x, to)
+            found = extended.reduce_to("mean", x, to)
             assert isinstance(found, np.ndarray | LazyArray)
-            assert found.tolist() == [expected] * 2
-
-
-def test_to_several_devices_gives_a_copy_on_each(strategy):
-    """In the order in which they are named."""
-    devices = strategy.extended.worker_devices[:2]
-    found = strategy.extended.reduce_to("mean", of_each(strategy, [1.0] * 4), devices)
-    assert arrays(found) == [1.0] * len(devices)
-
-
-def test_to_a_variable_has_its_locality(strategy):
-    """One value for each copy of it, for `update`, which adds the sum to every copy once."""
-    n = replicas(strategy)
-    v = variable(strategy)
-
-    def merge(strategy, x):
-        total = strategy.extended.reduce_to("sum", x, v)
-        strategy.extended.update(v, lambda v, t: v.assign_add(t), (total,))
-        return total
-
-    total = merged(strategy, merge, of_each(strategy, [np.full(3, i + 1.0, "float32") for i in range(4)]))
-    expected = [float(sum(range(1, n + 1)))] * 3
-    assert v.numpy().tolist() == expected
-    assert np.asarray(strategy.experimental_local_results(total)[0]).tolist() == expected
-    if kind_of(strategy) == "mirrored":
-        with strategy.scope():
-            kept = strategy.extended.reduce_to("mean", np.ones(3, "float32"), v)
-        assert len(strategy.experimental_local_results(kept)) == copies(strategy, v)
-    assert all(np.asarray(w).tolist() == expected for w in strategy.experimental_local_results(v))
-
-
-def test_to_what_is_no_place(strategy):
-    """Neither a variable, a device, nor a value; the message names one."""
-    x = of_each(strategy, [1.0] * 4)
+            assert found.tolist() == [total / n] * 2
     for to in (None, 5, [], [3], {"a": "cpu:0"}):
         with pytest.raises(TypeError, match="is no destination; give a variable, a worker device such as"):
-            strategy.extended.reduce_to("mean", x, to)
-
-
-def test_to_a_device_that_is_not_here(strategy):
-    """The message has those that are."""
+            extended.reduce_to("mean", x, to)
     for to in ("cpu:9", "/job:worker/task:7/device:CPU:0"):
-        with pytest.raises(
-            ValueError, match=f"no device of this process; it has {strategy.extended.worker_devices[0]}"
-        ):
-            strategy.extended.reduce_to("mean", of_each(strategy, [1.0] * 4), to)
-
-
-def test_a_mirrored_value_is_reduced_already(strategy):
-    """Its mean is itself; a sum of it is refused on every strategy, by `reduce` and by `reduce_to`."""
-    n = replicas(strategy)
-    x = of_each(strategy, [np.float32(1.0)] * 4)
-    once = strategy.extended.reduce_to("sum", x, x)
-    assert strategy.reduce("mean", once, axis=None) == n
-    mirrored = ps.Mirrored([np.float32(3.0)] * n)
-    assert strategy.reduce("mean", mirrored, axis=None) == 3.0
-    for value in (mirrored, *([once, strategy.extended.reduce_to("sum", x, variable(strategy))] if n > 1 else [])):
-        for attempt in (
-            lambda value=value: strategy.reduce("SUM", value, axis=None),
-            lambda value=value: strategy.extended.reduce_to("sum", value, "cpu:0"),
-        ):
-            with pytest.raises(ValueError, match="SUM of"):
-                attempt()
+        with pytest.raises(ValueError, match=f"no device of this process; it has {devices[0]}"):
+            extended.reduce_to("mean", x, to)
 
 
 def test_what_each_replica_all_reduced_is_a_value_of_each(strategy):
@@ -428,7 +321,8 @@ USES = {
 
 
 def test_a_reduced_value_is_used_as_an_array(strategy):
-    """Whichever way it was reduced, and wherever it is: only its class may differ, and what comes of it is NumPy's."""
+    """Whichever way it was reduced, and wherever it is: only its class may differ, and what comes of it is NumPy's.
+    Arrays are indexed, iterated over, and have a length."""
     n = replicas(strategy)
     x, v = of_each(strategy, [np.float32(i + 1.0) for i in range(4)]), variable(strategy, 0.0)
     expected = np.asarray(np.float32(sum(range(1, n + 1))))
@@ -443,44 +337,28 @@ def test_a_reduced_value_is_used_as_an_array(strategy):
             else:
                 wanted = apply(expected)
                 assert (found, type(found)) == (wanted, type(wanted)), (way, use)
-
-
-def test_reduced_arrays_have_their_elements(strategy):
-    """They are indexed, iterated over, and have a length, of any way to reduce them."""
-    n, v = replicas(strategy), variable(strategy)
-    x = of_each(strategy, [np.full(3, i + 1.0, "float32") for i in range(4)])
-    total = float(sum(range(1, n + 1)))
-    for way in WAYS.values():
+    x, total = of_each(strategy, [np.full(3, i + 1.0, "float32") for i in range(4)]), float(expected)
+    for reduced in WAYS.values():
         with strategy.scope():
-            found = way(strategy, x, v)
+            found = reduced(strategy, x, variable(strategy))
             assert (len(found), found.shape, float(found[1])) == (3, (3,), total)
             assert [float(item) for item in found] == [total] * 3
             assert (found * found).sum() == 3 * total**2
 
 
-# ---- batch_reduce_to, broadcast_to ----
-
-
 def test_a_batch_of_reductions_is_each_of_them(strategy):
-    """Of different shapes, dtypes and destinations, in the order of the pairs."""
+    """Of different shapes, dtypes and destinations, in the order of the pairs, which may be there once."""
     n, v = replicas(strategy), variable(strategy)
     x = of_each(strategy, [np.full(3, i + 1.0, "float32") for i in range(4)])
     y = of_each(strategy, [i + 1 for i in range(4)])
     pairs = [(x, x), (y, strategy.extended.worker_devices[0]), (x, v)]
-    found = strategy.extended.batch_reduce_to("mean", pairs, experimental_hints={"bytes_per_pack": 1})
+    found = strategy.extended.batch_reduce_to("mean", iter(pairs), experimental_hints={"bytes_per_pack": 1})
     mean = np.mean(np.arange(1.0, n + 1))
     assert isinstance(found, list)
     assert arrays(found[0]) == [[mean] * 3] * n
     assert (found[1].tolist(), found[1].dtype) == (mean, np.float64)
     assert np.asarray(strategy.experimental_local_results(found[2])[0]).tolist() == [mean] * 3
     assert strategy.extended.batch_reduce_to("sum", []) == []
-
-
-def test_a_batch_comes_as_a_zip(strategy):
-    """Pairs that are there once are enough."""
-    x, v = of_each(strategy, [1.0] * 4), variable(strategy)
-    found = strategy.extended.batch_reduce_to("sum", zip([x, x], [x, v], strict=True))
-    assert [float(value[0] if value.ndim else value) for value in found] == [replicas(strategy)] * 2
 
 
 def test_a_batch_with_a_wrong_pair_reduces_nothing(strategy):
@@ -498,9 +376,10 @@ def test_a_batch_with_a_wrong_pair_reduces_nothing(strategy):
 
 
 def test_a_value_is_broadcast(strategy):
-    """To one device an array, to several, to all replicas, or to a variable, as many as there are copies."""
+    """To one device an array, to several, to all replicas, or to a variable, as many as there are copies. A mirrored
+    value and a variable's are one value; a per-replica one is refused, with what to do."""
     n, extended, array = replicas(strategy), strategy.extended, np.arange(3.0)
-    x = of_each(strategy, [np.zeros(2)] * 4)
+    x = of_each(strategy, [np.float32(i) for i in range(4)])
     for to, count in ((extended.worker_devices[0], 1), ("cpu:0", 1), (list(extended.worker_devices), n), (x, n)):
         found = extended.broadcast_to(array, to)
         assert isinstance(found, ps.Mirrored) == (count > 1)
@@ -509,28 +388,18 @@ def test_a_value_is_broadcast(strategy):
     found = extended.broadcast_to(array, v)
     assert arrays(found) == [[0.0, 1.0, 2.0]] * copies(strategy, v)
     assert arrays(extended.broadcast_to(2.5, x)) == [2.5] * n
-
-
-def test_only_one_value_is_broadcast(strategy):
-    """A mirrored one and a variable's are; a per-replica one is refused, with what to do."""
-    n, extended = replicas(strategy), strategy.extended
-    x = of_each(strategy, [np.float32(i) for i in range(4)])
-    v = variable(strategy, [1.0, 2.0, 3.0])
     assert arrays(extended.broadcast_to(extended.broadcast_to(7.0, x), x)) == [7.0] * n
-    assert arrays(extended.broadcast_to(v, x)) == [[1.0, 2.0, 3.0]] * n
+    assert arrays(extended.broadcast_to(variable(strategy, [1.0, 2.0, 3.0]), x)) == [[1.0, 2.0, 3.0]] * n
     if n > 1:
         with pytest.raises(ValueError, match="one value, and not a per-replica one; reduce it with reduce_to"):
             extended.broadcast_to(x, x)
-    with pytest.raises(TypeError, match="is no destination"):
-        extended.broadcast_to(1.0, None)
-
-
-# ---- all_reduce ----
+    refused(TypeError, "is no destination", lambda: extended.broadcast_to(1.0, None))
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_nests_are_all_reduced(strategy, op):
-    """Leaf by leaf, of any shapes and dtypes; every replica gets a nest like its own."""
+    """Leaf by leaf, of any shapes and dtypes; every replica gets a nest like its own. What all replicas share counts
+    for each: an array, a Python number, a variable. Nests that differ are refused."""
     n = replicas(strategy)
 
     def fn(i):
@@ -541,47 +410,207 @@ def test_nests_are_all_reduced(strategy, op):
     for found in in_replicas(strategy, fn):
         assert found["a"][0].tolist() == [each + (n if op == "sum" else 1)] * 2
         assert (float(found["a"][1][0]), float(found["b"])) == (each, 2 * each)
-
-
-def test_what_all_replicas_share_counts_for_each(strategy):
-    """One array for all, a Python number, a variable: each replica's is one."""
-    n, shared = replicas(strategy), np.ones(2, "float32")
-    v = variable(strategy, 2.0)
+    shared, v = np.ones(2, "float32"), variable(strategy, 2.0)
     for given_, one in ((shared, [1.0, 1.0]), (3, 3.0), (v, 2.0)):
-        found = in_replicas(strategy, lambda i, x: np.asarray(here().all_reduce("sum", x)).tolist(), given_)
-        assert found == ((np.asarray(one) * n).tolist(),) * n
-
-
-def test_nothing_is_a_nest_too(strategy):
-    """An empty nest comes back empty."""
+        found = in_replicas(strategy, lambda i, x: np.asarray(here().all_reduce(op, x)).tolist(), given_)
+        assert found == ((np.asarray(one) * (n if op == "sum" else 1)).tolist(),) * n
     for empty in ((), [], {}):
-        assert in_replicas(strategy, lambda i, empty=empty: here().all_reduce("sum", empty)) == (empty,) * replicas(
-            strategy
-        )
-
-
-def test_nests_that_differ_are_refused(strategy):
-    """In their number of leaves, or in a leaf's shape."""
-    if replicas(strategy) == 1:
-        pytest.skip("one replica reduces one nest")
+        assert in_replicas(strategy, lambda i, empty=empty: here().all_reduce(op, empty)) == (empty,) * n
     for wrong, says in (
         (lambda i: [1.0] * (i + 1), "different numbers of values"),
         (lambda i: np.ones(i + 1), "reduce arrays of shapes"),
     ):
-        with pytest.raises(ValueError, match=says):
-            strategy.run(lambda wrong=wrong: here().all_reduce("sum", wrong(here().replica_id_in_sync_group)))
-    assert strategy.reduce("sum", of_each(strategy, [1.0] * 4), axis=None) == replicas(strategy)
+        if n > 1:
+            with pytest.raises(ValueError, match=says):
+                in_replicas(strategy, lambda i, wrong=wrong: here().all_reduce(op, wrong(i)))
+    assert strategy.reduce("sum", of_each(strategy, [1.0] * 4), axis=None) == n
 
 
-def test_a_gradient_that_was_all_reduced_is_the_same_everywhere(strategy):
-    """The mean of the replicas' means is that of a batch that is split equally, to the last bit on all of them."""
+# ---- gather, all_gather ----
+
+DTYPES = ("bool", "int8", "uint64", "float16", ml_dtypes.bfloat16, "float32", "float64", "complex64", "complex128")
+
+
+def odd(dtype, count):
+    """Bits of every kind: zeros with a sign, infinities, NaNs with payloads."""
+    dtype = np.dtype(dtype)
+    if dtype.kind == "b":
+        return np.arange(count) % 3 == 0
+    bits = np.random.default_rng(count).integers(0, 256, count * dtype.itemsize, "uint8")
+    bits[-dtype.itemsize :] = 0
+    bits[-1] = 128  # -0.0
+    return bits.view(dtype)
+
+
+def test_every_bit_comes_as_it_was_given(strategy):
+    """Also of -0.0, of NaNs, and of truth values; the dtype stays."""
+    for dtype in DTYPES:
+        arrays = [odd(dtype, 4 + i).reshape(-1, 1) for i in range(4)]
+        found = strategy.gather(of_each(strategy, arrays), axis=0)
+        assert same_bits(np.asarray(found), np.concatenate(arrays[: replicas(strategy)]))
+        assert type(found.numpy()) is np.ndarray
+
+
+def test_sizes_may_differ_along_the_axis(strategy):
+    """In the order of the replicas; an array may be empty, and need not be contiguous."""
+    for axis in (0, 1, 2, np.int64(1)):
+        arrays = []
+        for size in (2, 0, 3, 1):
+            shape = [3, 4, 5]
+            shape[axis] = size
+            arrays.append(np.arange(np.prod(shape), dtype="int32").reshape(shape[::-1]).transpose())
+        found = strategy.gather(of_each(strategy, arrays), axis)
+        np.testing.assert_array_equal(found, np.concatenate(arrays[: replicas(strategy)], axis), strict=True)
+
+
+def test_a_nest_is_gathered_leaf_by_leaf(strategy):
+    """In cross-replica context, in a merge call, and in replica context."""
     n = replicas(strategy)
-    batch = np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
+    given = [{"a": np.full((1, 2), i), "b": (np.full(i, 1.5),)} for i in range(4)]
+    value = of_each(strategy, given)
+    ways = [strategy.gather(value, 0), merged(strategy, lambda s, x: s.gather(x, 0), value)]
+    if kind_of(strategy) != "default":  # whose one replica gets back what it gave
+        ways += in_replicas(strategy, lambda i, x: here().all_gather(x, 0), value)
+    for found in ways:
+        assert found["a"].tolist() == [[i, i] for i in range(n)]
+        assert found["b"][0].tolist() == [1.5] * sum(range(n))
+    assert strategy.gather({}, 0) == {}
 
-    def fn(i):
-        part = np.array_split(batch, n)[i]
-        return here().all_reduce("mean", part.mean(axis=0))
 
-    found = in_replicas(strategy, fn)
-    assert len({np.asarray(x).tobytes() for x in found}) == 1
-    np.testing.assert_allclose(found[0], batch.mean(axis=0), rtol=1e-5)
+def test_every_replica_gets_all(strategy):
+    """What all of them share counts for each; a result is nobody's to change, and merges to a value of each. A variable
+    is what each replica has of it: an ON_READ variable's copies, and a mirrored one R times."""
+    n = replicas(strategy)
+    shared, v = np.arange(2.0), variable(strategy, [1.0, 2.0])
+    found = in_replicas(strategy, lambda i: here().all_gather((shared, v), axis=0))
+    assert len(found) == n
+    for arrays in found:
+        assert [np.asarray(array).tolist() for array in arrays] == [[0.0, 1.0] * n, [1.0, 2.0] * n]
+    own = variable(strategy, [0.0], synchronization=ps.VariableSynchronization.ON_READ)
+    in_replicas(strategy, lambda i, w: w.assign(np.full(1, i + 1.0, "float32")), own)
+    assert strategy.gather(own, 0).tolist() == [i + 1.0 for i in range(n)]
+    assert strategy.gather(v, 0).tolist() == [1.0, 2.0] * n
+    if kind_of(strategy) == "default":
+        return  # whose one replica gets back what it gave
+    for array in (*(arrays[0] for arrays in found), strategy.gather(of_each(strategy, [shared] * 4), 0)):
+        with pytest.raises(ValueError, match="read-only"):
+            array += 1.0
+
+
+def test_predictions_of_a_pass_are_those_of_all_examples(strategy):
+    """In order, batch by batch, also of a batch of which some replicas have none; what they hold back is kept."""
+    n = replicas(strategy)
+    held = strategy.experimental_distribute_values_from_function(lambda context: np.zeros(1))
+    predictions = []
+    for x in strategy.experimental_distribute_dataset([np.arange(2.0 * n), np.array([99.0])]):
+        held = strategy.run(lambda held, x: held + len(x), args=(held, x))
+        predictions += strategy.gather(strategy.run(np.negative, (x,)), axis=0).tolist()
+    assert predictions == [-i for i in range(2 * n)] + [-99.0]
+    assert strategy.reduce("sum", held, axis=None) == 2 * n + 1
+
+
+def test_what_cannot_be_gathered_is_refused(strategy):
+    """With the reason; the next gather is as if it had not been. Each is called in its context."""
+    n = replicas(strategy)
+    rows = of_each(strategy, [np.ones((2, 3))] * 4)
+    for value, axis, error, says in (
+        (rows, None, TypeError, "axis is None; a gather joins arrays along one dimension"),
+        (rows, 0.5, TypeError, "axis is 0.5"),
+        (rows, -1, ValueError, "axis is -1, and must be at least 0"),
+        (rows, 2, ValueError, "axis 2 is none of an array of 2 dimensions"),
+        (of_each(strategy, [1.0] * 4), 0, ValueError, "a scalar has no dimension"),
+        (of_each(strategy, ["text"] * 4), 0, TypeError, "cannot be reduced; give an array or a number"),
+    ):
+        with pytest.raises(error, match=says):
+            strategy.gather(value, axis)
+        with pytest.raises(error, match=says):
+            in_replicas(strategy, lambda i, x, axis=axis: here().all_gather(x, axis), value)
+    if n > 1:
+        for arrays, says in (
+            ([np.ones((2, 3 + i)) for i in range(4)], "differ in dimension 0 only"),
+            ([np.ones((2,) * (i + 1)) for i in range(4)], "differ in dimension 0 only"),
+            ([np.ones(2, f"int{8 << i % 2}") for i in range(4)], "arrays of int16 and int8; give arrays of one dtype"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                strategy.gather(of_each(strategy, arrays), 0)
+        refused(ValueError, "which is not a per-replica value", lambda: strategy.gather(np.ones(2), 0))
+        with pytest.raises(ValueError, match=r"along different dimensions: \[0, 1"):
+            in_replicas(strategy, lambda i, x: here().all_gather(x, i), rows)
+    assert strategy.gather(rows, 0).shape == (2 * n, 3)
+    if kind_of(strategy) != "default":  # which is both contexts
+        with pytest.raises(RuntimeError, match="gather needs cross-replica context, and is called in replica context"):
+            strategy.run(lambda: strategy.gather(np.ones(1), 0))
+        stale = strategy.run(lambda: ps.get_replica_context())
+        with pytest.raises(RuntimeError, match="all_gather on a replica context that is not"):
+            strategy.experimental_local_results(stale)[0].all_gather(np.ones(1), 0)
+
+
+def gathered(split, arrays, axis, lost=()):
+    """What processes of so many replicas get, all arrays given in order; a lost one gives nothing from then on."""
+    meet, rows = threading.Barrier(len(split)), {}
+    lost = dict(lost)
+
+    def gather(process):
+        sums, first = itertools.count(), sum(split[:process])
+
+        def total(array):
+            rows[process] = array * 0 if lost.get(process, 3) <= next(sums) else array
+            meet.wait(60)
+            found = sum(rows.values())
+            meet.wait(60)
+            return found
+
+        return Place(first, sum(split), total).gather([arrays[first : first + split[process]]], axis)
+
+    with ThreadPoolExecutor(len(split)) as pool:
+        return [found for each in pool.map(gather, range(len(split))) for found in each]
+
+
+@pytest.mark.parametrize("split", [(1, 1), (2, 1), (1, 3)], ids=str)
+def test_processes_sum_what_one_would_concatenate(split):
+    """To the last bit, with one or several replicas each, of any sizes, none included."""
+    for dtype in DTYPES:
+        arrays = [odd(dtype, 2 * i).reshape(2, -1) if i else np.zeros((2, 0), dtype) for i in range(sum(split))]
+        for found in gathered(split, arrays, 1):
+            assert same_bits(found, np.concatenate(arrays, axis=1))
+
+
+def test_who_is_lost_is_left_out_as_a_whole():
+    """Before its shapes are known, or after; the others get all of the others."""
+    arrays = [np.full(i + 1, i) for i in range(4)]
+    for lost in ({1: 0}, {1: 1}):
+        for found in gathered((1, 2, 1), arrays, 0, lost)[::2]:
+            assert found.tolist() == [0, 3, 3, 3, 3]
+
+
+def test_all_processes_refuse_alike():
+    """Shapes that do not fit are known to all before anything is sent."""
+    asked = []
+
+    def total(array):
+        asked.append(array)
+        other = np.zeros_like(array)
+        other[0, 1, :5] = 1, array[0, 0, 1], 2, 7, 7
+        return array + other
+
+    with pytest.raises(ValueError, match=r"shapes \(2, 3\), \(7, 7\); these may differ in dimension 0 only"):
+        Place(0, 2, total).gather([[np.ones((2, 3))]], 0)
+    assert [array.shape for array in asked] == [(1, 2, 3 + MAX_NDIM)]
+
+
+def test_who_has_no_place_yet_sends_nothing():
+    """A process that comes late sees what the others gather."""
+    one = np.arange(2.0)
+
+    def total(array):
+        assert not array.any()
+        if array.ndim == 1:
+            array = array.copy()
+            array[0], array[1:] = 1, one.view("uint8")
+        else:
+            array = array.copy()
+            array[0, 0, :4] = 9, 11, 1, 2
+        return array
+
+    (found,) = Place(1, 1, total).gather([[np.ones(3), np.ones(3)]], 0)
+    assert found.tolist() == one.tolist()

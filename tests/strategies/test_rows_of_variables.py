@@ -9,45 +9,28 @@ import pytest
 
 import psclient as ps
 from tests.kit.cases import once, pairwise
-from tests.kit.strategies import USUAL, copies, in_replicas, kind_of, replicas, variable
+from tests.kit.strategies import USUAL, copies, in_replicas, kind_of, refused, replicas, variable
 
 TABLE = np.arange(10, dtype="float32").reshape(5, 2)
 
 
 def test_rows_are_read_in_each_context(strategy):
-    """In replica context each replica looks up its own, across replicas everybody the same; outside as well."""
+    """In replica context each replica looks up its own, across replicas everybody the same; outside as well. What `run`
+    gives for a variable among its arguments is looked up as the variable; bags are looked up alike. A lookup after an
+    update sees it."""
     v = variable(strategy, TABLE)
     found = in_replicas(strategy, lambda replica: v.lookup([replica % 5, 0]).numpy())
     assert [rows.tolist() for rows in found] == [TABLE[[n % 5, 0]].tolist() for n in range(replicas(strategy))]
     with strategy.scope():
         assert v.sparse_read([[4, 1]]).tolist() == [TABLE[[4, 1]].tolist()]
     assert v.gather(3).tolist() == TABLE[3].tolist()
-
-
-def test_a_replica_s_copy_has_rows(strategy):
-    """What `run` gives for a variable among its arguments is looked up as the variable."""
-    v = variable(strategy, TABLE)
     found = in_replicas(strategy, lambda replica, own: own.lookup([4, 4]).numpy(), v)
     assert [rows.tolist() for rows in found] == [TABLE[[4, 4]].tolist()] * replicas(strategy)
-
-
-def test_rows_of_an_on_read_variable_are_each_replica_s(strategy):
-    """And those of the aggregate across replicas."""
-    options = {"synchronization": ps.VariableSynchronization.ON_READ, "aggregation": ps.VariableAggregation.SUM}
-    v = variable(strategy, TABLE, **options)
-
-    def step(replica):
-        v.assign(np.full((5, 2), replica, "float32"))
-        return v.sparse_read([1]).tolist()
-
-    count = replicas(strategy)
-    assert in_replicas(strategy, step) == tuple([[float(n)] * 2] for n in range(count))
-    assert v.sparse_read([1]).tolist() == [[sum(range(count))] * 2]
-
-
-def test_rows_are_as_of_the_last_round(strategy):
-    """A lookup after an update sees it."""
-    v = variable(strategy, TABLE)
+    look = lambda first: np.asarray(ps.nn.embedding_lookup_sparse(v, [[first, 1], []], None, "sum")).tolist()  # noqa: E731
+    expected = [[(TABLE[n % 5] + TABLE[1]).tolist(), [0, 0]] for n in range(replicas(strategy))]
+    assert in_replicas(strategy, lambda replica: look(replica % 5)) == tuple(expected)
+    with strategy.scope():
+        assert look(0) == expected[0]
     v.assign_add(np.ones((5, 2)))
     assert v.sparse_read(2).tolist() == (TABLE[2] + 1).tolist()
 
@@ -67,52 +50,32 @@ def test_an_id_that_is_no_row_names_who_asked(strategy):
     assert (strategy.extended.worker_devices[last] in str(caught.value)) == (kind_of(strategy) != "default")
 
 
-def test_an_update_on_a_server_looks_nothing_up(strategy):
-    """It has whole arrays; where the copies are here, it may read their rows."""
-    v = variable(strategy, TABLE)
+ROW_USES = {
+    "lookup": lambda v: v.lookup([1]),
+    "embedding_lookup": lambda v: ps.nn.embedding_lookup(v, [1]),
+    "embedding_lookup_sparse": lambda v: ps.nn.embedding_lookup_sparse(v, [[1]], None),
+    "scatter_add": lambda v: v.scatter_add(TWICE),
+}
 
-    found = []
 
-    def update(own):
-        own.assign(TABLE * 2)
-        found.append(np.asarray(v.lookup([1])).tolist())
+@pytest.mark.parametrize("use", ROW_USES)
+def test_an_update_on_a_server_has_no_rows(strategy, use):
+    """Neither of the variable itself, nor of what stands for it there; copies that are here may be read and changed."""
+    for of_all in (True, False):
+        v, found = variable(strategy, TABLE), []
 
-    if kind_of(strategy) == "embedded":
-        with pytest.raises(RuntimeError, match=f"rows of variable {v.name!r} are looked up in an update function"):
+        def update(own, v=v, found=found, of_all=of_all):
+            own.assign(TABLE * 2)
+            found.append(np.array(ROW_USES[use](v if of_all else own)).tolist())
+
+        if kind_of(strategy) == "embedded":
+            with pytest.raises((RuntimeError, ps.errors.ProgramError), match=r"in an update function|scatter_add"):
+                strategy.extended.update(v, update)
+            assert (found, v.numpy().tolist()) == ([], TABLE.tolist())
+        else:
             strategy.extended.update(v, update)
-        assert (found, v.numpy().tolist()) == ([], TABLE.tolist())
-    else:
-        strategy.extended.update(v, update)
-        assert found == [(TABLE[[1]] * 2).tolist()] * replicas(strategy)
-
-
-def test_bags_are_looked_up_in_replicas(strategy):
-    """By each replica its own; across replicas as well."""
-    v = variable(strategy, TABLE)
-    look = lambda first: np.asarray(ps.nn.embedding_lookup_sparse(v, [[first, 1], []], None, "sum")).tolist()  # noqa: E731
-    expected = [[(TABLE[n % 5] + TABLE[1]).tolist(), [0, 0]] for n in range(replicas(strategy))]
-    assert in_replicas(strategy, lambda replica: look(replica % 5)) == tuple(expected)
-    with strategy.scope():
-        assert look(0) == expected[0]
-
-
-@pytest.mark.parametrize(
-    "lookup", [ps.nn.embedding_lookup, lambda v, ids: ps.nn.embedding_lookup_sparse(v, [ids], None)]
-)
-def test_an_update_on_a_server_looks_no_embedding_up(strategy, lookup):
-    """Neither of the variable itself, nor of what stands for it there; copies that are here have rows."""
-    v = variable(strategy, TABLE)
-    found = []
-
-    def update(own):
-        found.append(np.asarray(lookup(own, [1])).tolist())
-
-    if kind_of(strategy) == "embedded":
-        with pytest.raises(RuntimeError, match="in an update function"):
-            strategy.extended.update(v, update)
-    else:
-        strategy.extended.update(v, update)
-        assert found == [TABLE[[1]].tolist()] * replicas(strategy)
+            scattered = (TABLE * 2 + np.array([[0, 0]] * 4 + [[3, 3]])).tolist()
+            assert found == [scattered if use == "scatter_add" else (TABLE[[1]] * 2).tolist()] * copies(strategy, v)
 
 
 SCATTERED = {
@@ -127,26 +90,29 @@ SCATTERED = {
 """What becomes of `TABLE` by the rows 1 and 2, in turn, for row 4."""
 
 
-def twice():
-    """Two rows for one place."""
-    return ps.IndexedSlices(np.array([[1, 1], [2, 2]], "float32"), [4, 4])
+TWICE = ps.IndexedSlices(np.array([[1, 1], [2, 2]], "float32"), [4, 4])
+"""Two rows for one place."""
 
 
 def each_copy(strategy, v):
-    """The values of a variable's copies."""
     return [np.asarray(copy).tolist() for copy in strategy.experimental_local_results(v)]
 
 
 @pytest.mark.parametrize("how", SCATTERED)
 def test_rows_are_scattered_across_replicas(strategy, how):
-    """In the scope, or outside, which is the same; each copy gets the same; what was read stays, and is read-only."""
+    """In the scope, or outside, which is the same; each copy gets the same; what was read stays, and is read-only.
+    Within another strategy's scope it is not scattered, and nothing is changed."""
     v = variable(strategy, TABLE)
     before = v.numpy()
     with strategy.scope() if len(how) % 2 else contextlib.nullcontext():
-        assert getattr(v, how)(twice()) is v
+        assert getattr(v, how)(TWICE) is v
     assert each_copy(strategy, v) == [SCATTERED[how]] * copies(strategy, v)
     assert before.tolist() == TABLE.tolist()
     assert not v.numpy().flags.writeable
+    with ps.MirroredStrategy(devices=["cpu:0"]) as other, other.scope():
+        if kind_of(strategy) != "default":  # whose variables may be assigned everywhere
+            refused(RuntimeError, "two strategies are mixed", lambda: getattr(v, how)(TWICE))
+    assert v.numpy().tolist() == SCATTERED[how]
 
 
 @once(strategy=("mirrored-1", "mirrored-2", "servers-2x2"), how=SCATTERED)
@@ -154,15 +120,15 @@ def test_one_replica_scatters_its_rows(strategy, how):
     """Several may differ: where the sum of rows has no meaning, and without an aggregation, they are refused."""
     v = variable(strategy, TABLE)
     if replicas(strategy) == 1:
-        in_replicas(strategy, lambda replica: getattr(v, how)(twice()))
+        in_replicas(strategy, lambda replica: getattr(v, how)(TWICE))
         assert v.numpy().tolist() == SCATTERED[how]
         return
     with pytest.raises(ValueError, match=f"{how} of variable {v.name!r} in replica context"):
-        in_replicas(strategy, lambda replica: getattr(v, how)(twice()))
+        in_replicas(strategy, lambda replica: getattr(v, how)(TWICE))
     summed = variable(strategy, TABLE, aggregation=ps.VariableAggregation.SUM)
     if how not in ("scatter_add", "scatter_sub"):
         with pytest.raises(ValueError, match="call it in cross-replica context, with rows that every process has"):
-            in_replicas(strategy, lambda replica: getattr(summed, how)(twice()))
+            in_replicas(strategy, lambda replica: getattr(summed, how)(TWICE))
         assert summed.numpy().tolist() == TABLE.tolist()
 
 
@@ -188,42 +154,23 @@ def test_replicas_rows_are_aggregated(strategy, how, aggregation):
 
 
 def test_an_on_read_variable_s_replica_scatters_its_copy(strategy):
-    """Across replicas each copy is changed where that changes the aggregate alike, and else refused."""
+    """And looks up its rows, or those of the aggregate across replicas. Across replicas each copy is changed where that
+    changes the aggregate alike, and else refused."""
     options = {"synchronization": ps.VariableSynchronization.ON_READ}
     v = variable(strategy, np.zeros((2, 1), "float32"), aggregation="SUM", **options)
     in_replicas(strategy, lambda r: v.scatter_add(ps.IndexedSlices(np.full((1, 1), r + 1, "float32"), [1])))
     count = replicas(strategy)
+    found = in_replicas(strategy, lambda replica: v.sparse_read([1]).tolist())
+    assert (found, v.sparse_read([1]).tolist()) == (tuple([[n + 1]] for n in range(count)), [[sum(range(count + 1))]])
     assert v.numpy().tolist() == [[0], [sum(range(count + 1))]]
     one = ps.IndexedSlices(np.ones((1, 1), "float32"), [0])
     mean = variable(strategy, np.zeros((2, 1), "float32"), aggregation="MEAN", **options)
     mean.scatter_add(one)
     assert mean.numpy().tolist() == [[1], [0]]
     if kind_of(strategy) != "default":
-        for refused in (lambda: v.scatter_add(one), lambda: mean.scatter_max(one)):
-            with pytest.raises(ValueError, match="in cross-replica context: an ON_READ variable has a value for each"):
-                refused()
-
-
-def test_an_update_on_a_server_scatters_nothing(strategy):
-    """Neither of the variable nor of what stands for it; a copy that is here may be changed so."""
-    for use in (lambda own, v: own, lambda own, v: v):
-        v = variable(strategy, TABLE)
-        if kind_of(strategy) == "embedded":
-            with pytest.raises((RuntimeError, ps.errors.ProgramError), match="scatter_add"):
-                strategy.extended.update(v, lambda own, v=v, use=use: use(own, v).scatter_add(twice()) and None)
-            assert v.numpy().tolist() == TABLE.tolist()
-        else:
-            strategy.extended.update(v, lambda own, v=v, use=use: use(own, v).scatter_add(twice()))
-            assert each_copy(strategy, v) == [SCATTERED["scatter_add"]] * copies(strategy, v)
-
-
-def test_a_variable_of_another_strategy_is_not_scattered(strategy):
-    """Its scope is another; nothing is changed."""
-    v = variable(strategy, TABLE)
-    with ps.MirroredStrategy(devices=["cpu:0"]) as other, other.scope():
-        if kind_of(strategy) == "default":
-            v.scatter_add(twice())  # as it may be assigned everywhere
-            assert v.numpy().tolist() == SCATTERED["scatter_add"]
-        else:
-            with pytest.raises(RuntimeError, match="two strategies are mixed"):
-                v.scatter_add(twice())
+        refused(
+            ValueError,
+            "in cross-replica context: an ON_READ variable has a value for each",
+            lambda: v.scatter_add(one),
+            lambda: mean.scatter_max(one),
+        )

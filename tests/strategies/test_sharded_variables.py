@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from functools import partial
 
@@ -10,7 +11,7 @@ import pytest
 
 import psclient as ps
 from pstesting.in_process import InProcessCluster
-from tests.kit.strategies import SHARDS, by_replica, in_replicas, kinds
+from tests.kit.strategies import SHARDS, by_replica, in_replicas, kinds, merged, refused
 
 P = ps.experimental.partitioners
 ROWS = 10
@@ -29,11 +30,9 @@ def same(found, expected):
     np.testing.assert_array_equal(np.asarray(found), expected)
 
 
-# ---- What it is ----
-
-
 def test_it_is_in_shards(strategy, table):
-    """Named after it, of "div"'s sizes, on the servers in turn."""
+    """Named after it, of "div"'s sizes, on the servers in turn. A copy is cut alike. What the partitioner leaves whole,
+    what has no rows, copies of replicas, and all without servers, is plain."""
     assert isinstance(table, ps.ShardedVariable)
     assert isinstance(table, ps.Variable)
     assert [v.name for v in table.variables] == [f"{table.name}/part_{n}" for n in range(SHARDS)]
@@ -48,15 +47,21 @@ def test_it_is_in_shards(strategy, table):
     assert (table.trainable, table.aggregation) == (True, ps.VariableAggregation.SUM)
     assert strategy.extended.variable_created_in_scope(table)
     assert set(table.devices) == set(taken)
-
-
-def test_others_are_plain(strategy):
-    """What the partitioner leaves whole, what has no rows, and copies of replicas."""
+    made = copy.deepcopy(table)
+    assert made.sharding == table.sharding
+    same(made, FIRST)
+    two, mirrored = P.FixedShardsPartitioner(2), ps.MirroredStrategy(["cpu:0"])
+    with strategy.scope(), strategy.extended.colocate_vars_with(strategy.extended.parameter_devices[0]):
+        beside = ps.Variable(FIRST)  # else the turn would advance, and slots would lie elsewhere
     with strategy.scope():
-        plain = ps.Variable(np.zeros((4, 2)))
-        scalar = ps.Variable(1.0)
-        on_read = ps.Variable(np.zeros(ROWS), synchronization="on_read", aggregation="sum")
-    assert not any(isinstance(v, ps.ShardedVariable) for v in (plain, scalar, on_read))
+        plain = [ps.Variable(np.zeros((4, 2))), ps.Variable(1.0)]
+        plain.append(ps.Variable(np.zeros(ROWS), synchronization="on_read", aggregation="sum"))
+    with mirrored.scope():
+        whole = ps.Variable(FIRST, partitioner=two)
+    local = ps.Variable(FIRST, partitioner=two)
+    assert not any(isinstance(v, ps.ShardedVariable) for v in (*plain, beside, whole, local))
+    for each in (whole, local):
+        same(each, FIRST)
 
 
 def test_a_variable_has_a_partitioner_of_its_own(strategy):
@@ -90,17 +95,10 @@ def test_partitioners_that_make_no_sense_are_refused(strategy, table):
             ps.Variable(FIRST, partitioner=two)
         with pytest.raises(ValueError, match=r"returned \[1, 2\] for variable 'odd'"):
             ps.Variable(FIRST, name="odd", partitioner=lambda shape, dtype: [1, 2])
-
-
-def test_nothing_is_cut_where_there_are_no_servers():
-    """A script with partitioners runs in one process, too."""
-    strategy = ps.MirroredStrategy(["cpu:0"])
-    with strategy.scope():
-        whole = ps.Variable(FIRST, partitioner=P.FixedShardsPartitioner(2))
-    local = ps.Variable(FIRST, partitioner=P.FixedShardsPartitioner(2))
-    for each in (whole, local):
-        assert not isinstance(each, ps.ShardedVariable)
-        same(each, FIRST)
+        with pytest.raises(ValueError, match=r"'wrong' of shape \(4, 2\).*from 1 to 4"):
+            ps.Variable(np.zeros((4, 2)), name="wrong", partitioner=lambda shape, dtype: [1, 2])
+    with pytest.raises(TypeError, match="variable_partitioner"):
+        ps.ParameterServerStrategy(variable_partitioner=P.FixedShardsPartitioner)
 
 
 def test_names_are_unique(strategy):
@@ -112,17 +110,6 @@ def test_names_are_unique(strategy):
     names = [v.name for v in (taken, first, second, later, *first.variables, *second.variables)]
     assert len(set(names)) == len(names)
     assert (first.name, second.name) == ("names", "names_1")
-
-
-def test_a_copy_is_cut_alike(strategy, table):
-    import copy
-
-    made = copy.deepcopy(table)
-    assert made.sharding == table.sharding
-    same(made, FIRST)
-
-
-# ---- Reading ----
 
 
 def test_it_reads_as_an_array(table):
@@ -150,11 +137,7 @@ def test_it_is_indexed_as_an_array(strategy, table):
         same(table[key], FIRST[key])
         for found in in_replicas(strategy, lambda replica, key=key: np.asarray(table[key])):
             same(found, FIRST[key])
-
-
-def test_a_row_beyond_is_an_error(table):
-    with pytest.raises(IndexError):
-        table[ROWS]
+    refused(IndexError, "", lambda: table[ROWS])
 
 
 def names_of(asked):
@@ -185,11 +168,9 @@ def test_servers_are_asked_together(strategy, table, monkeypatch, calls_of):
     assert most[-1] == SHARDS + len(servers)
 
 
-# ---- Writing ----
-
-
 def test_it_is_assigned(strategy, table):
-    """By arrays, numbers, what is broadcast, variables, and values of servers."""
+    """By arrays, numbers, what is broadcast, variables, values of servers, and a replica's buffer. What does not fit is
+    refused. Replicas' values are combined as its aggregation says."""
     table.assign(FIRST * 2)
     same(table, FIRST * 2)
     table.assign_add(1.0)
@@ -209,51 +190,45 @@ def test_it_is_assigned(strategy, table):
     plain.assign(table[0])
     table.assign(strategy.reduce("sum", by_replica(strategy, lambda replica: FIRST.copy()), axis=None))
     same(table, FIRST * len(strategy.extended.worker_devices))
-
-
-def test_what_does_not_fit_is_refused(table):
+    count = len(strategy.extended.worker_devices)
     for value, error in ((np.zeros((3, 2), "float32"), ValueError), (FIRST + 1j, TypeError), ("word", TypeError)):
         with pytest.raises(error):
             table.assign(value)
-    same(table, FIRST)
-
-
-def test_replicas_assign_it_together(strategy, table):
-    """Their values are combined as its aggregation says."""
-    count = len(strategy.extended.worker_devices)
+    same(table, FIRST * count)
     in_replicas(strategy, lambda replica: table.assign_add(FIRST + replica))
-    same(table, FIRST + sum(FIRST + replica for replica in range(count)))
+    same(table, FIRST * count + sum(FIRST + replica for replica in range(count)))
     in_replicas(strategy, lambda replica: table.assign(np.float32(replica + 1)))
-    same(table, np.full_like(FIRST, sum(range(1, count + 1))))
+    total = sum(range(1, count + 1))
+    same(table, np.full_like(FIRST, total))
+
+    def step(replica):
+        buffer = strategy.buffer(table)
+        assert buffer.shape == table.shape
+        buffer[:] = replica + 1
+        table.assign_add(buffer)
+
+    in_replicas(strategy, step)
+    same(table, np.full_like(FIRST, 2 * total))
 
 
-SCATTERS = ["scatter_add", "scatter_sub", "scatter_update", "scatter_min", "scatter_max", "scatter_mul", "scatter_div"]
-
-
-@pytest.mark.parametrize("how", SCATTERS)
-def test_rows_are_changed_by_their_places(table, how):
+def test_rows_are_changed_by_their_places(strategy, table):
     """As those of a variable of this process; a shard of which no row is given stays."""
-    local = ps.Variable(FIRST)
-    for ids in ([0], [9, 3, 3, 4], [5, 5], []):
-        values = np.arange(2, 2 + 2 * len(ids), dtype="float32").reshape(-1, 2)
-        for v in (local, table):
-            getattr(v, how)(ps.IndexedSlices(values, np.asarray(ids, "int64")))
-        same(table, local.numpy())
-
-
-def test_a_truth_is_changed_by_its_place(strategy):
     with strategy.scope():
-        v = ps.Variable(np.zeros((ROWS, 1), bool))
-    assert isinstance(v, ps.ShardedVariable)
-    v.scatter_update(ps.IndexedSlices(np.ones((2, 1), bool), [0, 9]))
-    same(np.flatnonzero(v), [0, 9])
-
-
-# ---- Rows ----
+        truth = ps.Variable(np.zeros((ROWS, 1), bool))
+    assert isinstance(truth, ps.ShardedVariable)
+    truth.scatter_update(ps.IndexedSlices(np.ones((2, 1), bool), [0, 9]))
+    same(np.flatnonzero(truth), [0, 9])
+    local = ps.Variable(FIRST)
+    for how in ("add", "sub", "update", "min", "max", "mul", "div"):
+        for ids in ([0], [9, 3, 3, 4], [5, 5], []):
+            values = np.arange(2, 2 + 2 * len(ids), dtype="float32").reshape(-1, 2)
+            for v in (local, table):
+                getattr(v, f"scatter_{how}")(ps.IndexedSlices(values, np.asarray(ids, "int64")))
+            same(table, local.numpy())
 
 
 def test_rows_are_looked_up(strategy, table):
-    """Each once, with the gradient, everywhere."""
+    """Each once, with the gradient, everywhere; bags too. TensorFlow's `params` is a list of shards, in order."""
 
     def check(replica, ids):
         rows = table.lookup(ids)
@@ -270,23 +245,12 @@ def test_rows_are_looked_up(strategy, table):
         ids = np.asarray(given, np.int64)
         check(0, ids)
         in_replicas(strategy, partial(check, ids=ids))
-
-
-def test_the_shards_may_be_given(table):
-    """TensorFlow's `params` is a list of them; in another order they are other rows."""
     same(ps.nn.embedding_lookup(table.variables, [9, 1]).numpy(), FIRST[[9, 1]])
-    with pytest.raises(ValueError, match="shards"):
-        ps.nn.embedding_lookup(table.variables[::-1], [9, 1])
-    with pytest.raises(ValueError, match="mod"):
-        ps.nn.embedding_lookup(table, [9, 1], partition_strategy="mod")
-
-
-def test_bags_are_looked_up(table):
-    same(ps.nn.embedding_lookup_sparse(table, [[0, 9], [], [5]], None, "sum"), [FIRST[0] + FIRST[9], [0, 0], FIRST[5]])
+    refused(ValueError, "shards", lambda: ps.nn.embedding_lookup(table.variables[::-1], [9, 1]))
+    refused(ValueError, "mod", lambda: ps.nn.embedding_lookup(table, [9, 1], partition_strategy="mod"))
+    bags = ps.nn.embedding_lookup_sparse(table, [[0, 9], [], [5]], None, "sum")
+    same(bags, [FIRST[0] + FIRST[9], [0, 0], FIRST[5]])
     same(ps.nn.safe_embedding_lookup_sparse(table, [[-1], [9]], default_id=5), [FIRST[5], FIRST[9]])
-
-
-def test_an_id_beyond_is_an_error_of_the_whole(table):
     for bad in (-1, ROWS):
         with pytest.raises(ValueError, match=rf"{table.name}'.*{bad}|{bad}.*{table.name}'"):
             table.lookup([0, bad])
@@ -307,11 +271,8 @@ def test_rows_come_with_the_round(strategy, table, calls_of):
     same(table.lookup([1, 9]).numpy(), FIRST[[1, 9]] + 2)
 
 
-# ---- Library code ----
-
-
 def test_a_reduction_to_it_has_its_locality(strategy, table):
-    """Of arrays and of rows: an update takes it, and a look gives the whole."""
+    """Of arrays and of rows: an update takes it, and a look, or a merge call, gives the whole."""
     count = len(strategy.extended.worker_devices)
     dense = by_replica(strategy, lambda replica: FIRST + replica)
     rows = by_replica(strategy, lambda replica: ps.IndexedSlices(np.ones((2, 2), "float32"), [replica, 9]))
@@ -321,6 +282,9 @@ def test_a_reduction_to_it_has_its_locality(strategy, table):
     extended = strategy.extended
     same(extended.reduce_to("mean", dense, table), sum(FIRST + n for n in range(count)) / np.float32(count))
     same(extended.reduce_to("sum", rows, table), expected)
+    found = merged(strategy, lambda s, g: s.extended.reduce_to("sum", g, table), dense)
+    for one in strategy.experimental_local_results(found):
+        same(one, sum(FIRST + n for n in range(count)))
     with strategy.scope():
         plain = ps.Variable(np.zeros(3, "float32"))
         more = by_replica(strategy, lambda replica: np.ones(3, "float32"))
@@ -332,7 +296,8 @@ def test_a_reduction_to_it_has_its_locality(strategy, table):
 
 
 def test_an_update_runs_beside_each_shard(strategy, table):
-    """What is cut alike gives its shard, arrays of its rows their rows; all else is as it is."""
+    """What is cut alike gives its shard, arrays of its rows their rows; all else is as it is. A lazy update is of the
+    given rows; a shard is an ordinary variable, which is updated alone."""
     extended = strategy.extended
     with strategy.scope(), extended.colocate_vars_with(table):
         slot = ps.Variable(FIRST + 1, trainable=False)
@@ -359,27 +324,20 @@ def test_an_update_runs_beside_each_shard(strategy, table):
     same([float(part) for part in found["sum"]], [part.sum() for part in np.split(expected, [4, 7])])
     parts = extended.update(table, lambda v: np.sum(v), group=False)
     assert len(parts) == SHARDS
-
-
-def test_a_lazy_update_is_of_the_given_rows(strategy, table):
-    with strategy.scope(), strategy.extended.colocate_vars_with(table):
-        momentum = ps.Variable(np.ones_like(FIRST), trainable=False)
+    momentum = slot.assign(np.ones_like(FIRST))
+    table.assign(FIRST)
 
     def heavy_ball(v, gradient, m):
         m.assign(0.5 * m + gradient)
         v.assign_sub(m)
 
     gradient = ps.IndexedSlices(np.ones((2, 2), "float32"), [3, 4])
-    strategy.extended.update(table, ps.lazily(heavy_ball), (gradient, momentum))
+    extended.update(table, ps.lazily(heavy_ball), (gradient, momentum))
     moved = np.isin(np.arange(ROWS), [3, 4])[:, None]
     same(momentum, np.where(moved, np.float32(1.5), np.float32(1)) * np.ones_like(FIRST))
-    same(table, FIRST - np.where(moved, np.float32(1.5), np.float32(0)))
-
-
-def test_a_shard_is_updated_alone(strategy, table):
-    """It is an ordinary variable."""
-    strategy.extended.update(table.variables[1], lambda v: v.assign(v * 0))
-    expected = FIRST.copy()
+    expected = FIRST - np.where(moved, np.float32(1.5), np.float32(0))
+    same(table, expected)
+    extended.update(table.variables[1], lambda v: v.assign(v * 0))
     expected[4:7] = 0
     same(table, expected)
 
@@ -392,42 +350,10 @@ def test_what_cannot_be_is_told(strategy, table):
         twice = ps.Variable(np.zeros((ROWS, 2), "float32"))
     with pytest.raises(ValueError, match=f"'{table.name}' is in 3 shards"):
         extended.update(plain, lambda v, t: v.assign(t[0]), (table,))
-    with pytest.raises(ValueError, match=f"'{table.name}' is in 3 shards"):
-        extended.update(table, lambda v: v.assign(v + table))
-    with pytest.raises((ValueError, ps.errors.LocalityError, ps.errors.PSError)):
-        table.variables[0].assign(twice)
+    refused(ValueError, f"'{table.name}' is in 3 shards", lambda: extended.update(table, lambda v: v.assign(v + table)))
+    refused((ValueError, ps.errors.LocalityError, ps.errors.PSError), "", lambda: table.variables[0].assign(twice))
     with ps.MirroredStrategy() as elsewhere, pytest.raises(ValueError, match="another strategy"):
         elsewhere.extended.update(table, lambda v: v)
-
-
-def test_a_partitioner_is_asked_for_what_is_not_beside_another(strategy, table):
-    """Else the turn would advance, and slots would lie elsewhere."""
-    with strategy.scope(), strategy.extended.colocate_vars_with(strategy.extended.parameter_devices[0]):
-        assert not isinstance(ps.Variable(FIRST), ps.ShardedVariable)
-
-
-def test_a_buffer_takes_its_gradient(strategy, table):
-    def step(replica):
-        buffer = strategy.buffer(table)
-        assert buffer.shape == table.shape
-        buffer[:] = replica + 1
-        table.assign_add(buffer)
-
-    in_replicas(strategy, step)
-    same(table, FIRST + sum(range(1, len(strategy.extended.worker_devices) + 1)))
-
-
-def test_a_value_returned_from_a_merge_call_comes(strategy, table):
-    value = by_replica(strategy, lambda replica: FIRST.copy())
-    found = strategy.run(
-        lambda own: ps.get_replica_context().merge_call(lambda s, g: s.extended.reduce_to("sum", g, table), (own,)),
-        (value,),
-    )
-    for one in strategy.experimental_local_results(found):
-        same(one, FIRST * len(strategy.extended.worker_devices))
-
-
-# ---- Places ----
 
 
 @pytest.mark.parametrize("how", ["greedy", "round_robin"])
@@ -449,18 +375,3 @@ def test_shards_go_round(how):
         assert [v.place for v in one.variables] == [(1,), (2,), (0,), (1,)]
         assert [v.place for v in slot.variables] == [v.place for v in one.variables]
         assert [v.place for v in two.variables] == [(2,), (0,), (1,), (2,)]
-
-
-def test_a_bad_partitioner_is_told_where_the_variable_is_made(strategy):
-    with (
-        InProcessCluster(1) as cluster,
-        ps.ParameterServerStrategy(
-            cluster_resolver=cluster.resolver(), variable_partitioner=lambda shape, dtype: [1, 2]
-        ) as other,
-        other.scope(),
-    ):
-        with pytest.raises(ValueError, match=r"'wrong' of shape \(4, 2\).*from 1 to 4"):
-            ps.Variable(np.zeros((4, 2)), name="wrong")
-        ps.Variable(np.zeros(()), name="fine")
-    with pytest.raises(TypeError, match="variable_partitioner"):
-        ps.ParameterServerStrategy(variable_partitioner=P.FixedShardsPartitioner)

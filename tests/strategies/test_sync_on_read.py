@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.kit.strategies import KINDS, in_replicas, kinds, merged, replicas, variable
+from psclient.compat.contrib import DistributionStrategy
+from tests.kit.strategies import KINDS, in_replicas, kinds, merged, opened, refused, replicas, variable
 
 AGGREGATION = ps.VariableAggregation
 ON_READ = ps.VariableSynchronization.ON_READ
@@ -40,7 +41,10 @@ def read_across(aggregation, copies):
 
 @pytest.mark.parametrize("aggregation", COMBINING)
 def test_a_replica_reads_its_own_copy_and_all_else_the_aggregate(strategy, aggregation):
-    """In a replica function, in merge_call, in the scope, outside of it, and in any form of reading."""
+    """In a replica function, in merge_call, in the scope, outside of it, and in any form of reading. Every copy begins
+    with the initial value: a sum that begins with 1 reads R, and a mean 1. Another strategy cannot combine the
+    copies."""
+    assert float(on_read(strategy, aggregation, 1.0)) == read_across(aggregation, [1.0] * replicas(strategy))
     n, v = replicas(strategy), on_read(strategy, aggregation)
     fill(strategy, v)
     own = [float(replica + 1) for replica in range(n)]
@@ -55,38 +59,27 @@ def test_a_replica_reads_its_own_copy_and_all_else_the_aggregate(strategy, aggre
     assert [float(v), float(v.numpy()), float(v + 0), float(np.asarray(v)), float(strategy.extended.read_var(v))] == (
         [expected] * 5
     )
+    with ps.MirroredStrategy(["cpu:0"]) as other, other.scope(), pytest.raises(RuntimeError, match="are mixed"):
+        float(v)
 
 
 def test_without_an_aggregation_it_is_only_read_by_replicas(strategy):
     """The error says how to create it, and how to have its copies."""
     v = on_read(strategy, AGGREGATION.NONE)
     fill(strategy, v)
-    for attempt in (lambda: float(v), v.read_value, lambda: v.assign(1.0), lambda: strategy.extended.read_var(v)):
-        with pytest.raises(ValueError, match=rf"'{v.name}' is (read|assigned) in cross-replica context.*local_results"):
-            attempt()
+    refused(
+        ValueError,
+        rf"'{v.name}' is (read|assigned) in cross-replica context.*local_results",
+        lambda: float(v),
+        v.read_value,
+        lambda: v.assign(1.0),
+        lambda: strategy.extended.read_var(v),
+    )
     assert of_replicas(strategy, v) == [replica + 1.0 for replica in range(replicas(strategy))]
 
 
-def test_every_copy_begins_with_the_initial_value(strategy):
-    """So a sum that begins with 1 reads R, and a mean 1."""
-    n = replicas(strategy)
-    assert float(on_read(strategy, AGGREGATION.SUM, 1.0)) == n
-    assert float(on_read(strategy, AGGREGATION.MEAN, 1.0)) == 1.0
-    assert float(on_read(strategy, AGGREGATION.ONLY_FIRST_REPLICA, 1.0)) == 1.0
-
-
-def test_replicas_assign_their_own_copies(strategy):
-    """The documents' `v = 0.9*v + 0.1*update`: nothing is combined, and literals are each replica's own."""
-    n, v = replicas(strategy), on_read(strategy, AGGREGATION.MEAN, 10.0)
-    in_replicas(strategy, lambda replica: v.assign(0.9 * v + 0.1 * replica))
-    assert of_replicas(strategy, v) == pytest.approx([9.0 + 0.1 * replica for replica in range(n)])
-    in_replicas(strategy, lambda _: v.assign(1.0))
-    in_replicas(strategy, lambda replica: v.assign_add(replica).assign_sub(0.5))
-    assert of_replicas(strategy, v) == [0.5 + replica for replica in range(n)]
-
-
 def test_replicas_assign_what_they_are_given(strategy):
-    """As an argument a replica gets its own copy; a merge of all the copies is the variable."""
+    """As an argument a replica gets its own copy; a merge of all the copies is the variable, whose traits it has."""
     n, v = replicas(strategy), on_read(strategy)
     merged_back = strategy.run(lambda own: own.assign_add(2.0), (v,))
     assert merged_back is v
@@ -96,17 +89,15 @@ def test_replicas_assign_what_they_are_given(strategy):
     found = []
     in_replicas(strategy, lambda _, own: ps.get_replica_context().merge_call(lambda s, w: found.append(w), (own,)), v)
     assert found == [v]
-
-
-def test_a_copy_knows_its_variable(strategy):
-    """`value_container` gives it, and its copy is among the variable's local results."""
-    extended, v = strategy.extended, on_read(strategy)
     for copy in strategy.experimental_local_results(v):
-        assert extended.value_container(copy) is v
-        assert copy in strategy.experimental_local_results(extended.value_container(copy))
-        assert (copy.name, copy.trainable, copy.synchronization, copy.aggregation) == (
-            (v.name, False, ON_READ, AGGREGATION.SUM)
-        )
+        traits = (copy.name, copy.trainable, copy.synchronization, copy.aggregation)
+        assert traits == (v.name, False, ON_READ, AGGREGATION.SUM)
+    own = on_read(strategy, AGGREGATION.MEAN, 10.0)  # the documents' `v = 0.9*v + 0.1*update`: nothing is combined
+    in_replicas(strategy, lambda replica: own.assign(0.9 * own + 0.1 * replica))
+    assert of_replicas(strategy, own) == pytest.approx([9.0 + 0.1 * replica for replica in range(n)])
+    in_replicas(strategy, lambda _: own.assign(1.0))
+    in_replicas(strategy, lambda replica: own.assign_add(replica).assign_sub(0.5))
+    assert of_replicas(strategy, own) == [0.5 + replica for replica in range(n)]
 
 
 @pytest.mark.parametrize("aggregation", COMBINING)
@@ -124,51 +115,36 @@ def test_across_replicas_one_value_is_shared_out(strategy, aggregation):
 
 
 def test_what_is_shared_out_fits(strategy):
-    """An integer into a sum of floats has its fraction; a float is no integer, and another shape none of its own."""
+    """An integer into a sum of floats has its fraction; a float is no integer, and another shape none of its own. As in
+    TensorFlow integers are cut off: 7 over two replicas is 3 for each, -7 is -3; a count beyond what a double can hold
+    is not rounded."""
     n, v, count = replicas(strategy), on_read(strategy), on_read(strategy, AGGREGATION.SUM, np.int64(0))
     v.assign(1)
     assert of_replicas(strategy, v) == [1 / n] * n
-    with pytest.raises(TypeError, match=f"'{count.name}': float64 cannot be assigned to int64"):
-        count.assign(1.5)
-    with pytest.raises(ValueError, match=rf"'{v.name}' has shape \(\); a value of shape \(2,\)"):
-        v.assign(np.ones(2))
+    refused(TypeError, f"'{count.name}': float64 cannot be assigned to int64", lambda: count.assign(1.5))
+    refused(ValueError, rf"'{v.name}' has shape \(\); a value of shape \(2,\)", lambda: v.assign(np.ones(2)))
     assert (float(v), int(count)) == (1.0, 0)
+    for value in (7, -7, (2**53 + 1) * 4):
+        count.assign(np.int64(value))
+        part = abs(value) // n * (1 if value > 0 else -1)
+        assert (count.numpy().dtype, int(count)) == (np.int64, part * n)
+        assert in_replicas(strategy, lambda _: int(count)) == (part,) * n
 
 
-def test_integers_are_cut_off_when_they_are_shared_out(strategy):
-    """As in TensorFlow: 7 over two replicas is 3 for each, -7 is -3."""
-    n = replicas(strategy)
-    v = on_read(strategy, AGGREGATION.SUM, np.int64(0))
-    for value in (7, -7):
-        v.assign(value)
-        assert v.numpy().dtype == np.int64
-        assert of_replicas(strategy, v) == [int(value / n)] * n
-        assert int(v) == int(value / n) * n
-
-
-def test_large_integers_are_shared_out_exactly(strategy):
-    """A count beyond what a double can hold is not rounded."""
-    n, whole = replicas(strategy), (2**53 + 1) * 4
-    v = on_read(strategy, AGGREGATION.SUM, np.int64(0))
-    v.assign(np.int64(whole))
-    assert v.numpy() == whole
-    assert in_replicas(strategy, lambda _: int(v)) == (whole // n,) * n
-
-
-@pytest.mark.parametrize("aggregation", [AGGREGATION.SUM, AGGREGATION.NONE])
-def test_across_replicas_nothing_is_added_to_a_sum(strategy, aggregation):
-    """Nor where there is no aggregation; the error says where to do it."""
-    v = on_read(strategy, aggregation)
-    for how in ("assign_add", "assign_sub"):
-        with pytest.raises(ValueError, match=f"{how} of '{v.name}' in cross-replica context.*strategy.run"):
-            getattr(v, how)(1.0)
-    assert of_replicas(strategy, v) == [0.0] * replicas(strategy)
-
-
-@pytest.mark.parametrize("aggregation", [AGGREGATION.MEAN, AGGREGATION.ONLY_FIRST_REPLICA])
+@pytest.mark.parametrize("aggregation", AGGREGATION)
 def test_across_replicas_each_copy_is_added_to(strategy, aggregation):
-    """As in TensorFlow, of the other aggregations: what is read changes by as much."""
+    """As in TensorFlow, of the other aggregations: what is read changes by as much. To a sum nothing is added, nor
+    where there is no aggregation; the error says where to do it. A per-replica value is not assigned."""
     n, v = replicas(strategy), on_read(strategy, aggregation)
+    with pytest.raises(ValueError, match=f"'{v.name}' is assigned a per-replica value"):
+        v.assign(ps.PerReplica([np.float32(1.0)] * max(2, n)))
+    assert of_replicas(strategy, v) == [0.0] * n
+    if aggregation in (AGGREGATION.SUM, AGGREGATION.NONE):
+        for how in ("assign_add", "assign_sub"):
+            with pytest.raises(ValueError, match=f"{how} of '{v.name}' in cross-replica context.*strategy.run"):
+                getattr(v, how)(1.0)
+        assert of_replicas(strategy, v) == [0.0] * n
+        return
     in_replicas(strategy, lambda replica: v.assign(np.float32(replica)))
     before = float(v)
     assert v.assign_add(3.0) is v
@@ -177,34 +153,22 @@ def test_across_replicas_each_copy_is_added_to(strategy, aggregation):
     assert of_replicas(strategy, v) == [i + 2.0 for i in range(n)]
 
 
-def test_across_replicas_it_is_assigned_no_per_replica_value(strategy):
-    """It says so before anything has changed."""
-    v = on_read(strategy)
-    values = ps.PerReplica([np.float32(1.0)] * max(2, replicas(strategy)))
-    with pytest.raises(ValueError, match=f"'{v.name}' is assigned a per-replica value"):
-        v.assign(values)
-    assert float(v) == 0.0
-
-
 @pytest.mark.parametrize("aggregation", COMBINING)
 def test_a_read_has_the_variable_s_dtype(strategy, aggregation):
-    """Also where a mean is worked out in another one."""
+    """Also where a mean is worked out in another one; truth values are the first replica's."""
     for dtype in (np.float16, ml_dtypes.bfloat16, np.float64, np.complex64):
         v = on_read(strategy, aggregation, np.ones(2, dtype))
         v.assign(np.full(2, 4, dtype))
         assert (v.numpy().dtype, v.numpy().tolist()) == (np.dtype(dtype), [4, 4])
         assert {value.dtype for value in in_replicas(strategy, lambda _, v=v: v.read_value())} == {np.dtype(dtype)}
-
-
-def test_truth_values_are_those_of_the_first_replica(strategy):
-    """Or differ by replica without an aggregation."""
-    v = on_read(strategy, AGGREGATION.ONLY_FIRST_REPLICA, np.zeros(2, bool))
-    in_replicas(strategy, lambda replica: v.assign(np.array([replica == 0, replica == 1])))
-    assert (v.numpy().dtype, v.numpy().tolist()) == (np.bool_, [True, False])
+    truth = on_read(strategy, AGGREGATION.ONLY_FIRST_REPLICA, np.zeros(2, bool))
+    in_replicas(strategy, lambda replica: truth.assign(np.array([replica == 0, replica == 1])))
+    assert (truth.numpy().dtype, truth.numpy().tolist()) == (np.bool_, [True, False])
 
 
 def test_it_is_reduced_as_a_per_replica_value(strategy):
-    """By `reduce` and `reduce_to`, with any operation: its copies count, whatever its aggregation is."""
+    """By `reduce` and `reduce_to`, with any operation: its copies count, whatever its aggregation is. A value with its
+    locality has one for each copy."""
     n, v = replicas(strategy), on_read(strategy, AGGREGATION.ONLY_FIRST_REPLICA)
     w = variable(strategy, 0.0)
     fill(strategy, v)
@@ -216,44 +180,148 @@ def test_it_is_reduced_as_a_per_replica_value(strategy):
         reduced = strategy.extended.reduce_to("sum", v, w)
         strategy.extended.update(w, lambda w, x: w.assign(x), (reduced,))
     assert (float(here), float(w)) == (total, total)
-
-
-def test_it_is_a_destination_on_the_replicas_devices(strategy):
-    """A value with its locality has one for each copy."""
-    n, v = replicas(strategy), on_read(strategy)
     found = strategy.extended.reduce_to("mean", 3.0, v)
     assert [float(x) for x in strategy.experimental_local_results(found)] == [3.0] * n
 
 
-def test_an_update_changes_every_copy(strategy):
-    """It runs once for each, with its own value, and gives the variable back."""
-    n, v = replicas(strategy), on_read(strategy)
-    fill(strategy, v)
-    assert strategy.extended.update(v, lambda v, x: v.assign(v * 2 + x), (1.0,)) is v
-    assert of_replicas(strategy, v) == [2.0 * (replica + 1) + 1.0 for replica in range(n)]
+# ---- Checkpoints: the aggregate is saved, and shared out among the replicas of then ----
+
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "complex64": np.complex64, "bool": np.bool_}
+DTYPES |= {"float16": np.float16, "float64": np.float64}
 
 
-def test_it_is_created_in_a_replica_function(strategy):
-    """All replicas get the one variable, each its own copy of it."""
-    box = {}
-
-    def step():
-        if not box:
-            made = ps.Variable(0.0, name="in step", synchronization=ON_READ, aggregation=AGGREGATION.SUM)
-            ps.get_replica_context().merge_call(lambda s, v: box.update(v=s.extended.value_container(v)), (made,))
-        box["v"].assign_add(1.0)
-
-    strategy.run(step)
-    strategy.run(step)
-    assert float(box["v"]) == 2.0 * replicas(strategy)
+AGGREGATIONS = {aggregation.name.lower(): aggregation for aggregation in AGGREGATION}
 
 
-def test_another_strategy_cannot_combine_it(strategy):
-    """Its replicas are another's: the error says that two strategies are mixed."""
-    v = on_read(strategy)
-    with (
-        ps.MirroredStrategy(["cpu:0"]) as other,
-        other.scope(),
-        pytest.raises(RuntimeError, match="strategies are mixed"),
-    ):
-        float(v)
+@pytest.fixture(autouse=True, scope="module")
+def _root(tmp_path_factory):
+    """Servers of this process keep checkpoints below the directory in which they were started."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("checkpoints"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def saved(_root):
+    """The path of a checkpoint of variables of every aggregation and dtype, a plain one and a metric: of four replicas.
+    Replica 0 has added 1 to each sum, replica 1 has added 2, and so on."""
+    with opened("servers-1x4") as strategy:
+        made = {name: create(strategy, name, aggregation) for name, aggregation in AGGREGATIONS.items()}
+        made["integers"] = create(strategy, "integers", AGGREGATION.SUM, np.int64(0))
+        for v in made.values():
+            count_up(strategy, v)
+        for name, dtype in DTYPES.items():
+            made[name] = v = create(strategy, name, *of_dtype(dtype))
+            in_replicas(strategy, lambda _, v=v, dtype=dtype: v.assign(np.array([0, 1, 1], dtype)))
+        with strategy.scope():
+            made["plain"] = ps.Variable(8.0, name="plain")
+            made["metric"] = metric = ps.metrics.Mean("loss")
+        in_replicas(strategy, lambda replica: metric.update_state([[6.0], [1.0, 2.0], [], []][replica]))
+        return tracking(strategy, made).save("run/ckpt")
+
+
+def create(strategy, name, aggregation, value=0.0):
+    with strategy.scope():
+        return ps.Variable(value, name=name, synchronization=ON_READ, aggregation=aggregation)
+
+
+def of_dtype(dtype):
+    """How a variable of a dtype is aggregated, and what it begins with."""
+    return AGGREGATION.ONLY_FIRST_REPLICA if dtype is np.bool_ else AGGREGATION.MEAN, np.zeros(3, dtype)
+
+
+def copies_of(strategy, v):
+    return [np.asarray(x).tolist() for x in in_replicas(strategy, lambda _: v.read_value())]
+
+
+def tracking(strategy, made=()):
+    """A checkpoint of a variable or a dict of them."""
+    with strategy.scope():
+        return ps.train.Checkpoint(made=made)
+
+
+def count_up(strategy, v):
+    """Replica 0 adds 1, replica 1 adds 2, and so on; returns the variable."""
+    in_replicas(strategy, lambda replica: v.assign_add(np.asarray(replica + 1, v.dtype)))
+    return v
+
+
+@pytest.mark.parametrize("created", ["before the restore", "after the restore"])
+def test_the_aggregate_is_shared_out_among_the_replicas_of_now(saved, created):
+    """A sum in equal parts, a mean and a first replica's value whole; a variable without aggregation begins anew. A
+    plain value is shared out as an aggregate."""
+    with opened("servers-2x2") as strategy:
+        if created == "after the restore":
+            tracking(strategy).restore(saved)
+        made = {name: create(strategy, name, aggregation, 50.0) for name, aggregation in AGGREGATIONS.items()}
+        made["plain"] = create(strategy, "plain", AGGREGATION.SUM)
+        if created == "before the restore":
+            tracking(strategy, made).restore(saved).assert_existing_objects_matched()
+        expected = {"sum": [5.0] * 2, "mean": [2.5] * 2, "only_first_replica": [1.0] * 2, "none": [50.0] * 2}
+        assert {name: copies_of(strategy, v) for name, v in made.items()} == expected | {"plain": [4.0] * 2}
+        assert [float(made[name]) for name in ("sum", "mean", "only_first_replica")] == [10.0, 2.5, 1.0]
+
+
+@pytest.fixture(scope="module")
+def four(_root):
+    """A strategy of four replicas."""
+    with opened("servers-1x4") as strategy:
+        yield strategy
+
+
+def test_each_has_its_part_of_what_was_saved(four, saved):
+    """What an ordinary variable has saved is each replica's value, whole, of a mean; every dtype is saved. A count of
+    10 over four replicas is 2 for each, and the first has what is left over; TensorFlow loses it."""
+    made = {name: create(four, name, *of_dtype(dtype)) for name, dtype in DTYPES.items()}
+    expected = dict.fromkeys(DTYPES, [[0, 1, 1]] * 4) | {"plain": [8.0] * 4, "integers": [4, 2, 2, 2]}
+    made["plain"] = create(four, "plain mean", AGGREGATION.MEAN)
+    made["integers"] = create(four, "integers", AGGREGATION.SUM, np.int64(0))
+    tracking(four, made).restore(saved).assert_existing_objects_matched()
+    assert {name: copies_of(four, v) for name, v in made.items()} == expected
+    assert all(made[name].numpy().dtype == dtype for name, dtype in DTYPES.items())
+
+
+def test_one_replica_goes_on_where_four_were(saved):
+    """A plain variable gets the aggregate of copies; a mean over 3 values goes on with a fourth."""
+    with opened("servers-1x1") as one:
+        with one.scope():
+            made = {"sum": ps.Variable(0.0, name="v"), "metric": ps.metrics.Mean("loss")}
+        tracking(one, made).restore(saved).assert_existing_objects_matched()
+        assert (float(made["sum"]), made["metric"].result()) == (10.0, 3.0)
+        one.run(lambda: made["metric"].update_state([7.0]))
+        assert made["metric"].result() == 4.0
+
+
+def test_saving_changes_no_copy(four):
+    """What was counted goes on to be counted where it was; the next checkpoint has it, saved in the scope or not."""
+    v = create(four, "count", AGGREGATION.SUM)
+    checkpoint = tracking(four, v)
+    count_up(four, v)
+    first = checkpoint.save("changes/ckpt")
+    assert copies_of(four, v) == [1.0, 2.0, 3.0, 4.0]
+    count_up(four, v)
+    with four.scope():
+        second = checkpoint.save("changes/ckpt")
+    for path, total in ((first, 10.0), (second, 20.0)):
+        checkpoint.restore(path).assert_consumed()
+        assert copies_of(four, v) == [total / 4] * 4
+
+
+@pytest.mark.parametrize("kind", ["servers-2x2", pytest.param("embedded-2", marks=pytest.mark.soak)])
+def test_tower_local_variables_are_saved_as_they_are_reduced(kind):
+    """By the first names: a sum is divided among the towers of now, a mean is each one's; on one server and on two."""
+    with opened(kind) as strategy:
+        distribution, made = DistributionStrategy(strategy), {}
+        with distribution.scope():
+            for method in ("sum", "mean"):
+                with distribution.tower_local_var_scope(method):
+                    made[method] = ps.Variable(0.0, name=method)
+        for v in made.values():
+            count_up(strategy, v)
+        checkpoint = tracking(strategy, made)
+        path = checkpoint.save("towers/ckpt")
+        for v in made.values():
+            v.assign(50.0)
+        checkpoint.restore(path).assert_consumed()
+        assert [float(distribution.fetch(v)) for v in made.values()] == [3.0, 1.5]
+        assert [copies_of(strategy, v) for v in made.values()] == [[1.5, 1.5], [1.5, 1.5]]

@@ -1,4 +1,4 @@
-"""Dynamic tables: rows by keys, which are used as the rows of other variables are."""
+"""Dynamic tables: rows by keys, which are used as the rows of other variables are; and groups of small ones."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import pytest
 
 import psclient as ps
 from psclient._src.rounds import table_reads
+from psclient._src.variables.table_views import KEY_BITS, TableView
 from psclient._src.variables.tables import TableVariable
 from psclient.train.object_graph import explore
 from pstesting.in_process import InProcessCluster
 from tests.kit.internals import BUCKETS, MIN_CAPACITY, ROWS, hashes_of
-from tests.kit.strategies import by_replica, in_replicas, kinds, merged
+from tests.kit.strategies import by_replica, in_replicas, kinds, merged, refused, replicas
 
 de = ps.dynamic_embedding
 OLD, NEW, BIG = -7, 3, (1 << 63) - 1
@@ -45,11 +46,9 @@ def numbers_of(rows):
     return np.asarray(rows)[..., 0].tolist()
 
 
-# ---- What it is ----
-
-
 def test_it_is_in_parts(strategy):
-    """One for each server, of contiguous buckets, named after it; it is a variable without a size."""
+    """One for each server, of contiguous buckets, named after it; it is a variable without a size. Fewer parts, by a
+    number or by a partitioner, are on as many servers; more than there are servers are all of them."""
     table, servers = made(strategy, dim=(3, 2)), len(strategy.extended.parameter_devices)
     assert isinstance(table, ps.Variable)
     assert type(table) is de.Variable
@@ -62,45 +61,31 @@ def test_it_is_in_parts(strategy):
     assert (made(strategy).dim, made(strategy, dim=()).dim) == (2, ())
     assert table.key_dtype == np.int64
     assert repr(table).startswith(f"<ps.dynamic_embedding.Variable {table.name!r} float32[?, 3, 2] on /job:ps/task:0")
-
-
-def test_fewer_parts_are_on_as_many_servers(strategy):
-    """By a number, or by a partitioner; more than there are servers are all of them."""
-    servers = len(strategy.extended.parameter_devices)
-    assert len(made(strategy, shards=1).variables) == 1
-    assert len(made(strategy, partitioner=de.HashPartitioner(1)).variables) == 1
-    assert len(made(strategy, shards=BUCKETS).variables) == servers
+    fewer = ({"shards": 1}, {"partitioner": de.HashPartitioner(1)}, {"shards": BUCKETS})
+    assert [len(made(strategy, **options).variables) for options in fewer] == [1, 1, servers]
 
 
 def test_a_name_is_one_table(strategy):
-    """Whoever asks for it again gets it, in a replica too; who asks for another one is told in what it differs."""
+    """Whoever asks for it again gets it, in a replica too; who asks for another one is told in what it differs.
+    Replicas create one together, as they create a variable; an update creates none."""
     name, options = f"named{next(numbers)}", {"dim": 4, "eviction": de.TTL("7d"), "memory_limit": "1GiB"}
     with strategy.scope():
         table = de.get_variable(name, **options)
         assert de.get_variable(name, **options) is table
         with pytest.raises(ValueError, match="memory_limit 1073741824, not 0"):
             de.get_variable(name, **options | {"memory_limit": None})
-        with pytest.raises(ValueError, match="trainable True, not False"):
-            de.get_variable(name, **options, trainable=False)
+        refused(ValueError, "trainable True, not False", lambda: de.get_variable(name, **options, trainable=False))
         v = ps.Variable(0.0, name=f"other{next(numbers)}")
-        with pytest.raises(ValueError, match="which is no table"):
-            de.get_variable(v.name, dim=4)
+        refused(ValueError, "which is no table", lambda: de.get_variable(v.name, dim=4))
         assert ps.Variable(0.0, name=name).name == f"{name}_1"
     found = in_replicas(strategy, lambda replica: de.get_variable(name, **options))
     assert all(each is table for each in found)
-
-
-def test_replicas_create_one_together(strategy):
-    """As they create a variable."""
-    name, keys = f"together{next(numbers)}", [5, 6]
-
-    def create(replica):
-        table = de.get_variable(name, dim=2, initializer=3.0)
-        return table, numbers_of(table.lookup(keys))
-
-    found = in_replicas(strategy, create)
-    assert {id(table) for table, _ in found} == {id(found[0][0])}
-    assert all(rows == [3.0, 3.0] for _, rows in found)
+    name = f"together{next(numbers)}"
+    found = in_replicas(strategy, lambda _: de.get_variable(name, dim=2, initializer=3.0))
+    assert all(each is found[0] for each in found)
+    assert in_replicas(strategy, lambda _: numbers_of(found[0].lookup([5, 6]))) == ([3.0, 3.0],) * len(found)
+    with pytest.raises(RuntimeError, match="cannot create tables"):
+        strategy.extended.update(v, lambda v: de.get_variable("late", dim=2) and None)
 
 
 def test_checkpoints_have_it_by_one_path(strategy, table):
@@ -118,16 +103,6 @@ def test_checkpoints_have_it_by_one_path(strategy, table):
     }
     assert {part.handle.spec.saved_name for part in m.variables} == {f"adam/{table.name}/m"}
 
-
-def test_an_update_creates_none(strategy, table):
-    """It runs on servers."""
-    with strategy.scope():
-        v = ps.Variable(0.0)
-    with pytest.raises(RuntimeError, match="cannot create tables"):
-        strategy.extended.update(v, lambda v: de.get_variable("late", dim=2) and None)
-
-
-# ---- There is no array of it ----
 
 WHOLE = {
     "numpy": lambda t: t.numpy(),
@@ -150,7 +125,8 @@ WHOLE = {
 
 
 def test_it_is_no_array(strategy, table):
-    """Whatever needs one is a TypeError that says what to do; the same of its parts, and in a replica."""
+    """Whatever needs one is a TypeError that says what to do; the same of its parts, and in a replica. Rows of a part
+    are looked up in the table: a part has some of the keys alone."""
     for how, use in WHOLE.items():
         with pytest.raises(TypeError, match=r"has no size.*look rows up|buffer"):
             use(table)
@@ -160,10 +136,6 @@ def test_it_is_no_array(strategy, table):
     for use in (lambda part: part.numpy(), lambda part: part.assign(0.0)):
         with pytest.raises(TypeError, match="has no size"):
             use(table.variables[0])
-
-
-def test_rows_of_a_part_are_looked_up_in_the_table(table):
-    """A part has some of the keys alone."""
     rows = ps.IndexedSlices(np.ones((1, 2), "float32"), [1])
     for use in (lambda v: v.lookup([1]), lambda v: v.look_ahead([1]), lambda v: v.scatter_add(rows)):
         with pytest.raises(TypeError, match=f"is a part of table {table.name!r}"):
@@ -171,11 +143,9 @@ def test_rows_of_a_part_are_looked_up_in_the_table(table):
     assert numbers_of(ps.nn.embedding_lookup(table.variables, KEYS)) == [0.0, 1.0, 2.0, 3.0]
 
 
-# ---- Lookups ----
-
-
 def test_rows_are_looked_up_by_keys(strategy, table):
-    """In any shape, each once; what has no row gives what it would begin with, and creates nothing."""
+    """In any shape, each once; what has no row gives what it would begin with, and creates nothing. Bags are looked up
+    as of any variable; ids below 0 are no ids where that is asked for. What is no key is refused."""
     asked = np.array([[BIG, NEW, 99], [OLD, BIG, NEW]])
     for rows in (table.lookup(asked), *in_replicas(strategy, lambda replica: table.lookup(asked))):
         assert numbers_of(rows) == [[2.0, 0.0, 0.5], [1.0, 2.0, 0.0]]
@@ -188,16 +158,15 @@ def test_rows_are_looked_up_by_keys(strategy, table):
     assert table.lookup([]).values.shape == (0, 2)
     assert numbers_of(ps.nn.embedding_lookup(table, [OLD], max_norm=1.0)) == pytest.approx([0.5**0.5])
     assert table.size() == 4
-
-
-def test_bags_of_keys(table):
-    """Of a table as of any variable; ids below 0 are no ids where that is asked for."""
     bags = ps.nn.embedding_lookup_sparse(table, [[OLD, BIG], [], [12]], None, "sum")
     assert numbers_of(bags) == [3.0, 0.0, 3.0]
     gradient = bags.gradient(np.ones((3, 2), "float32"))
     assert dict(zip(gradient.indices.tolist(), gradient.counts.tolist(), strict=True)) == {OLD: 1, BIG: 1, 12: 1}
     safe = ps.nn.safe_embedding_lookup_sparse(table, [[OLD, BIG], [-1]], default_id=12)
     assert numbers_of(safe) == [2.0, 3.0]
+    for ids in ([1.5], ["a"], [[1], [2, 3]], [True]):
+        with pytest.raises(TypeError, match=f"of rows of table {table.name!r} are"):
+            table.lookup(ids)
 
 
 def test_keys_of_64_bits_without_a_sign(strategy):
@@ -208,32 +177,8 @@ def test_keys_of_64_bits_without_a_sign(strategy):
     assert table.keys().dtype == table.lookup(high).ids.dtype == np.uint64
     assert sorted(table.keys().tolist()) == sorted(high.tolist())
     assert numbers_of(table.lookup([[5]])) == [[1.5]]
-    with pytest.raises(ValueError, match=rf"table {table.name!r}.*: key -1 at place 1 is no uint64"):
-        table.lookup([5, -1])
-    with pytest.raises(ValueError, match="is no int64"):
-        made(strategy).lookup(high)
-
-
-def test_what_is_no_key_is_refused(table):
-    """As where ids are places."""
-    for ids in ([1.5], ["a"], [[1], [2, 3]], [True]):
-        with pytest.raises(TypeError, match=f"of rows of table {table.name!r} are"):
-            table.lookup(ids)
-
-
-def test_rows_come_with_the_round_before(strategy, table, calls_of):
-    """Those that were named, as they are after it; then a lookup asks nobody."""
-    pulls = calls_of("pull", *servers_of(strategy))
-    asked = np.array([BIG, NEW, 44, OLD])
-    table.look_ahead(asked, [12])
-    table.scatter_add(ps.IndexedSlices(np.ones((1, 2), "float32"), [BIG]))
-    strategy.backend.settle()
-    pulls.clear()
-    assert numbers_of(table.lookup(asked)) == [3.0, 0.0, 0.5, 1.0]
-    assert numbers_of(table.lookup([12, NEW])) == [3.0, 0.0]
-    assert pulls == []
-    assert numbers_of(table.lookup([45])) == [0.5]
-    assert len(pulls) == 1
+    refused(ValueError, rf"table {table.name!r}.*: key -1 at place 1 is no uint64", lambda: table.lookup([5, -1]))
+    refused(ValueError, "is no int64", lambda: made(strategy).lookup(high))
 
 
 def test_replicas_name_rows_at_the_same_time(monkeypatch):
@@ -272,26 +217,9 @@ def servers_of(strategy):
     return strategy.backend.reader._reads._session.servers
 
 
-def test_a_dataset_names_the_rows_of_its_next_batch(strategy, table):
-    """`InputOptions(lookups=...)` takes tables; all rows but the first batch's are here already."""
-    data = ps.ArrayDataset({"user": np.array([NEW, OLD, BIG, 12] * 4)}).batch(4)
-    options = ps.InputOptions(lookups={table: lambda batch: batch["user"]})
-    optimizer = ps.optimizers.SGD(1.0)
-
-    def step(batch):
-        rows = table.lookup(batch["user"])
-        optimizer.apply_gradients([(rows.gradient(np.ones_like(rows.values)), table)])
-
-    for batch in strategy.experimental_distribute_dataset(data, options):
-        strategy.run(step, (batch,))
-    assert numbers_of(table.lookup(KEYS)) == [-4.0, -3.0, -2.0, -1.0]
-
-
-# ---- Reading all of it ----
-
-
 def test_keys_and_rows_are_exported(strategy, table):
-    """All of them, in the order of the keys' hashes; in a replica, and in a merge call, behind what it has begun."""
+    """All of them, in the order of the keys' hashes; in a replica, and in a merge call, behind what it has begun. Of a
+    table without rows they are arrays of none."""
     keys, rows = table.export()
     expected = dict(zip(KEYS.tolist(), (0.0, 1.0, 2.0, 3.0), strict=True))
     assert dict(zip(keys.tolist(), numbers_of(rows), strict=True)) == expected
@@ -304,10 +232,6 @@ def test_keys_and_rows_are_exported(strategy, table):
         return table.size(), dict(zip(table.export()[0].tolist(), numbers_of(table.export()[1]), strict=True))
 
     assert merged(strategy, change) == (5, expected | {99: 9.0, BIG: 9.0})
-
-
-def test_a_table_without_rows_is_exported(strategy):
-    """As arrays of none."""
     keys, rows = made(strategy).export()
     assert (keys.shape, rows.shape, keys.dtype, rows.dtype) == ((0,), (0, 2), np.int64, np.float32)
 
@@ -335,16 +259,13 @@ def test_it_is_cut_to_a_number_of_rows(strategy, table):
     assert table.size() == MIN_CAPACITY + 4
     table.restrict(MIN_CAPACITY)
     assert 0.85 * MIN_CAPACITY < table.size() <= MIN_CAPACITY
-    with pytest.raises(RuntimeError, match="restrict"):
-        strategy.run(lambda: table.restrict(0))
+    refused(RuntimeError, "restrict", lambda: strategy.run(lambda: table.restrict(0)))
     table.restrict(0)
     assert table.size() == 0
     for rows, error in ((1, ValueError), (-1, ValueError), (1 << 40, ValueError), (0.5, TypeError)):
         with pytest.raises(error):
             table.restrict(rows)
 
-
-# ---- Changing rows ----
 
 SCATTERS = {
     "scatter_add": (lambda old, given: old + given.sum(), 2),
@@ -369,40 +290,28 @@ def test_rows_are_changed_by_their_keys(strategy, table, how):
     assert table.size() == 5
 
 
-def test_rows_are_changed_in_a_replica_where_there_is_one(strategy, table):
-    """Of several each may have others, and there is no aggregation."""
-    rows = ps.IndexedSlices(np.ones((1, 2), "float32"), [BIG])
-    if len(strategy.extended.worker_devices) > 1:
-        with pytest.raises(ValueError, match=f"scatter_add of table {table.name!r} in replica context"):
-            strategy.run(lambda: table.scatter_add(rows))
-    else:
-        strategy.run(lambda: table.scatter_add(rows))
-        assert numbers_of(table.lookup(BIG)) == 3.0
-
-
 def test_rows_that_do_not_fit_are_refused(strategy, table):
-    """Of another width, of another table, of no numbers; nothing changes."""
+    """Of another width, of another table, of no numbers; nothing changes. Nor are rows changed in one of several
+    replicas: each may have others, and there is no aggregation."""
     other = made(strategy)
     rows = table.lookup(KEYS)
     with pytest.raises(ValueError, match=f"rows of table {table.name!r} are given to table {other.name!r}"):
         other.scatter_add(rows.gradient(rows.values))
     with pytest.raises(ValueError, match=rf"{table.name!r}.*: each row has shape \(3,\), and must have \(2,\)"):
         table.scatter_add(ps.IndexedSlices(np.ones((1, 3), "float32"), [1]))
-    with pytest.raises(TypeError):
-        table.scatter_add(ps.IndexedSlices(np.ones((1, 2), "complex64"), [1]))
+    refused(TypeError, "", lambda: table.scatter_add(ps.IndexedSlices(np.ones((1, 2), "complex64"), [1])))
     assert (table.size(), other.size()) == (4, 0)
-
-
-# ---- Reductions and updates ----
-
-
-def summed(strategy, table, gradient, op="sum"):
-    """What all replicas give, reduced for a table."""
-    return strategy.extended.reduce_to(op, by_replica(strategy, gradient), table)
+    one = ps.IndexedSlices(np.ones((1, 2), "float32"), [BIG])
+    if len(strategy.extended.worker_devices) > 1:
+        with pytest.raises(ValueError, match=f"scatter_add of table {table.name!r} in replica context"):
+            strategy.run(lambda: table.scatter_add(one))
+    else:
+        strategy.run(lambda: table.scatter_add(one))
+    assert numbers_of(table.lookup(BIG)) == 3.0 - (len(strategy.extended.worker_devices) > 1)
 
 
 def test_an_update_runs_on_the_rows_of_a_gradient(strategy, table):
-    """Those of all replicas, with a slot beside each row; rows that no gradient has stay."""
+    """Those of all replicas, with a slot beside each row; rows that no gradient has stay. A mean is over replicas."""
     count = len(strategy.extended.worker_devices)
     with strategy.scope(), strategy.extended.colocate_vars_with(table):
         slot = ps.Variable(np.full((1, 2), 0.25, "float32"), trainable=False, name=f"{table.name}/slot")
@@ -420,19 +329,16 @@ def test_an_update_runs_on_the_rows_of_a_gradient(strategy, table):
         return ps.IndexedSlices(np.full((3, 2), replica + 1, "float32"), [BIG, 70 + replica, BIG])
 
     with strategy.scope():
-        reduced = summed(strategy, table, gradient)
+        reduced = strategy.extended.reduce_to("sum", by_replica(strategy, gradient), table)
         assert strategy.extended.update(table, ps.lazily(heavy_ball), (reduced, slot, rate)) is table
     total = 2 * sum(range(1, count + 1))
     assert numbers_of(table.lookup([BIG, NEW])) == [2.0 - (0.125 + total), 0.0]
     assert numbers_of(slot.lookup([BIG, NEW, 1000])) == [0.125 + total, 0.25, 0.25]
     assert numbers_of(table.lookup([70])) == [0.5 - (0.125 + 1)]
     assert table.size() == slot.size() == 4 + count
-
-
-def test_a_mean_is_over_replicas(strategy, table):
-    """As of any reduction."""
+    ones = by_replica(strategy, lambda replica: ps.IndexedSlices(np.ones((1, 2), "float32"), [NEW]))
     with strategy.scope():
-        reduced = summed(strategy, table, lambda replica: ps.IndexedSlices(np.ones((1, 2), "float32"), [NEW]), "mean")
+        reduced = strategy.extended.reduce_to("mean", ones, table)
         strategy.extended.update(table, lambda v, g: v.assign_add(g), (reduced,))
     assert numbers_of(table.lookup(NEW)) == 1.0
 
@@ -446,25 +352,34 @@ REFUSED = {
 
 
 def test_an_update_that_needs_the_whole_is_an_error(strategy, table):
-    """Of other variables it makes an array, with a warning; a table has none, and says what to do."""
+    """Of other variables it makes an array, with a warning; a table has none, and says what to do. It is updated with
+    what lies beside it: another table is cut into other rows. `exactly` makes up what a row has missed when it is
+    looked up."""
+    extended, other = strategy.extended, made(strategy)
+
+    def given(key, value=1.0):
+        rows = by_replica(strategy, lambda _: ps.IndexedSlices(np.full((1, 2), value, "float32"), [key]))
+        return extended.reduce_to("sum", rows, table)
+
     for how, (fn, words) in REFUSED.items():
         call = (lambda v, fn=fn: fn(v, None)) if how == "no rows" else fn
         words = f"table {table.name!r} has to run on the rows of one gradient.*{words}"
         with strategy.scope():
-            reduced = summed(strategy, table, lambda replica: ps.IndexedSlices(np.ones((1, 2), "float32"), [NEW]))
+            reduced = given(NEW)
             with pytest.raises(ps.errors.ProgramError, match=words):
-                strategy.extended.update(table, call, () if how == "no rows" else (reduced,))
+                extended.update(table, call, () if how == "no rows" else (reduced,))
             strategy.backend.drop()
         assert numbers_of(table.lookup(NEW)) == 0.0
-
-
-def test_exactly_makes_up_what_a_row_has_missed(strategy, table):
-    """When it is looked up."""
+    with strategy.scope():
+        with pytest.raises((ValueError, ps.errors.LocalityError), match="is cut into other shards"):
+            extended.update(table, ps.lazily(lambda v, g, o: v.assign_add(g * o)), (given(NEW), other))
+        strategy.backend.drop()
+        with extended.colocate_vars_with(table), pytest.raises(ValueError, match="row of different values"):
+            ps.Variable(np.array([[1.0, 2.0]], "float32"), name="uneven")
     decay = ps.exactly(lambda v, g: v.assign(0.5 * v + g))
     for key in (BIG, NEW, NEW):
         with strategy.scope():
-            given = summed(strategy, table, lambda replica, key=key: ps.IndexedSlices(np.zeros((1, 2), "f4"), [key]))
-            strategy.extended.update(table, decay, (given,))
+            extended.update(table, decay, (given(key, 0.0),))
     assert numbers_of(table.lookup(BIG)) == 0.25
 
 
@@ -473,16 +388,15 @@ def test_rows_by_keys_stay_on_the_servers(strategy, table):
     rows = table.lookup(KEYS)
     gradient = rows.gradient(np.ones_like(rows.values))
     with strategy.scope():
-        for reduce in (
+        refused(
+            TypeError,
+            f"keys of table {table.name!r} are reduced for the table alone",
             lambda: strategy.reduce("mean", gradient, axis=None),
             lambda: strategy.extended.reduce_to("mean", gradient, strategy.extended.worker_devices[0]),
             lambda: strategy.extended.reduce_to("mean", gradient, strategy.extended.parameter_devices[0]),
-        ):
-            with pytest.raises(TypeError, match=f"keys of table {table.name!r} are reduced for the table alone"):
-                reduce()
+        )
         reduced = strategy.extended.reduce_to("mean", gradient, table)
-        with pytest.raises(TypeError, match="stay on its servers"):
-            np.asarray(reduced)
+        refused(TypeError, "stay on its servers", lambda: np.asarray(reduced))
         strategy.backend.drop()
     with pytest.raises(TypeError, match="for the table alone"):
         strategy.run(lambda: ps.get_replica_context().all_reduce("sum", gradient))
@@ -490,21 +404,6 @@ def test_rows_by_keys_stay_on_the_servers(strategy, table):
         plain = ps.Variable(np.zeros((5, 2), "float32"))
         with pytest.raises(ValueError, match=rf"{plain.name!r}.*stand where shape"):
             strategy.extended.reduce_to("mean", gradient, plain)
-
-
-def test_a_table_is_updated_with_what_lies_beside_it(strategy, table):
-    """Another table is cut into other rows, and a plain variable lies elsewhere."""
-    other = made(strategy)
-    with strategy.scope():
-        given = summed(strategy, table, lambda replica: ps.IndexedSlices(np.ones((1, 2), "float32"), [NEW]))
-        with pytest.raises((ValueError, ps.errors.LocalityError), match="is cut into other shards"):
-            strategy.extended.update(table, ps.lazily(lambda v, g, o: v.assign_add(g * o)), (given, other))
-        strategy.backend.drop()
-        with strategy.extended.colocate_vars_with(table), pytest.raises(ValueError, match="row of different values"):
-            ps.Variable(np.array([[1.0, 2.0]], "float32"), name="uneven")
-
-
-# ---- Options ----
 
 
 def test_filters_count_how_often_a_key_was_asked_for(strategy):
@@ -548,7 +447,7 @@ def test_a_limit_is_an_error_that_changes_nothing(strategy):
 
 
 def test_the_time_goes_with_updates_of_rows_that_live_for_a_time(strategy, calls_of):
-    """And with nothing else."""
+    """And with nothing else. Each part makes each round, also if no key of it was given: their clocks go together."""
     mortal, immortal = made(strategy, eviction=de.TTL("7d")), made(strategy)
     told = calls_of("push", *servers_of(strategy))
     rows = ps.IndexedSlices(np.ones((1, 2), "float32"), [1])
@@ -558,14 +457,180 @@ def test_the_time_goes_with_updates_of_rows_that_live_for_a_time(strategy, calls
     mortal.scatter_add(rows)
     assert min(said.seconds for said, *_ in told) > 1_700_000_000
     assert len(told) == len(mortal.variables)
+    assert {said.round for said, *_ in told} == {told[0][0].round}
+    assert all(said.weights == (1.0,) * len(told) for said, *_ in told)
+    assert all(sorted(said.rows) == [0] * (len(told) - 1) + [1] for said, *_ in told)
 
 
-def test_every_part_makes_each_round(strategy, table, calls_of):
-    """Also those of which no key was given: their clocks go together."""
-    pushes = calls_of("push", *servers_of(strategy))
-    table.scatter_add(ps.IndexedSlices(np.ones((1, 2), "float32"), [BIG]))
-    told = [said for said, *_ in pushes]
-    assert len(told) == len(table.variables)
-    assert {said.round for said in told} == {told[0].round}
-    assert all(said.weights == (1.0,) * len(told) for said in told)
-    assert all(sorted(said.rows) == [0] * (len(told) - 1) + [1] for said in told)
+# ---- Groups: many small tables in one, each used as a table of its own ----
+
+NAMES = ("user", "item", "genre")
+LAST = (1 << KEY_BITS) - 1
+
+
+@pytest.fixture
+def group(strategy):
+    """Three tables of rows of two zeros, under a name that no other has."""
+    with strategy.scope():
+        return de.group(NAMES, dim=2, name=f"group{next(numbers)}", initializer=0)
+
+
+def ones(n):
+    return np.ones((n, 2), "float32")
+
+
+def test_a_group_is_a_mapping(strategy, group):
+    """From names to tables, in their order; who asks for it again gets it. A checkpoint tracks the one table, by the
+    shortest path to the group, or to one of its tables."""
+    assert list(group) == list(NAMES)
+    assert len(group) == 3
+    assert all(type(view) is TableView for view in group.values())
+    assert [view.name for view in group.values()] == list(NAMES)
+    with strategy.scope():
+        assert de.group(dict.fromkeys(NAMES), dim=2, name=group.table.name, initializer=0) is group
+        for other in (("item", "user", "genre"), ("user", "item")):
+            with pytest.raises(ValueError, match="with the names"):
+                de.group(other, dim=2, name=group.table.name, initializer=0)
+        refused(ValueError, "shape", lambda: de.group(NAMES, dim=3, name=group.table.name, initializer=0))
+    assert "'user' of <ps.dynamic_embedding.Variable" in repr(group["user"])
+    assert (group["user"].dim, group["user"].shape[1:], group["user"].dtype) == (2, (2,), np.float32)
+    assert explore({"tables": group}).variables == {"tables": group.table}
+    found = explore({"model": {"user": group["user"], "item": group["item"]}}).variables
+    assert found == {"model/user": group.table}
+
+
+def test_a_key_is_another_row_in_each(group):
+    """The least and the greatest too; what is not from 0 to 2**48 - 1 is refused by name. All tables have so many rows
+    at most together."""
+    for number, view in enumerate(group.values()):
+        view.scatter_add(ps.IndexedSlices(ones(3) * (number + 1), [0, 7, LAST]))
+    for number, view in enumerate(group.values()):
+        rows = view.lookup([[7, 0], [LAST, 8]])
+        assert np.asarray(rows)[..., 0].tolist() == [[number + 1.0] * 2, [number + 1.0, 0.0]]
+        assert sorted(rows.ids.tolist()) == [0, 7, 8, LAST]
+        assert sorted(view.keys().tolist()) == [0, 7, LAST]
+        assert view.size() == 3
+    assert group.size() == 9
+    for bad in ([-1], [LAST + 1], np.array([1 << 63], np.uint64)):
+        with pytest.raises(ValueError, match=rf"table 'item'.*key {bad[0]} at place 0 is not from 0 to 2\*\*48 - 1"):
+            group["item"].lookup(bad)
+    keys, rows = group.export()["item"]
+    assert sorted(keys.tolist()) == [0, 7, LAST]
+    assert np.unique(rows).tolist() == [2.0]
+    assert group["item"].export()[0].tolist() == keys.tolist()
+    group.restrict(0)
+    assert group.size() == 0
+
+
+def test_one_call_looks_up_rows_of_all(strategy, group, calls_of):
+    """For each server that has some; of each table it gives what its own lookup gives."""
+    for number, view in enumerate(group.values()):
+        view.scatter_add(ps.IndexedSlices(np.arange(60.0, dtype="f4").reshape(30, 2) + 100 * number, np.arange(30)))
+    strategy.backend.settle()
+    pulls = calls_of("pull", *servers_of(strategy))
+    asked = {"genre": [[3, 29], [3, 50]], "user": np.arange(0, 30, 3), "item": []}
+    found = group.lookup(asked)
+    assert len(pulls) == len(group.table.variables)
+    assert list(found) == list(asked)
+    for name, rows in found.items():
+        own = group[name].lookup(asked[name])
+        assert rows.ids.tolist() == own.ids.tolist()
+        np.testing.assert_array_equal(np.asarray(rows), np.asarray(own))
+    assert group.lookup({}) == {}
+    refused(KeyError, "", lambda: group.lookup({"artist": [1]}))
+
+
+def test_a_step_of_all_is_one_reduction(strategy, group, calls_of):
+    """Of each part; each table's rows get their gradient, summed over the replicas, and counts of their keys. Gradients
+    are plain rows, or per-replica values in cross-replica context, as of tables of their own."""
+    with strategy.scope():
+        optimizer = ps.optimizers.SGD(1.0)
+        dense = ps.Variable(np.zeros(2, "float32"))
+        optimizer.build([group["user"], dense, group["item"]])
+    sent = calls_of("send", strategy.backend._exchange)
+
+    def step(replica):
+        rows = group.lookup({"item": [4, 4, replica], "user": [4, LAST]})
+        pairs = [
+            (rows[name].gradient(ones(len(rows[name].ids)) * w), group[name]) for name, w in (("item", 2), ("user", 1))
+        ]
+        optimizer.apply_gradients([pairs[0], (ones(1)[0], dense), pairs[1]])
+
+    in_replicas(strategy, step)
+    (plan,) = {out.plan.id: out.plan for out, *_ in sent}.values()
+    assert [reduction.form for reduction in plan.reductions] == ["keys"] * len(group.table.variables) + ["dense"]
+    count = replicas(strategy)
+    assert np.asarray(group["item"].lookup([4, 0, 9]))[:, 0].tolist() == [-2.0 * count, -2.0, 0.0]
+    assert np.asarray(group["user"].lookup([4, LAST, 0]))[:, 0].tolist() == [-count, -count, 0.0]
+    assert group["genre"].size() == 0
+    assert dense.numpy().tolist() == [-count] * 2
+    rows = by_replica(strategy, lambda replica: ps.IndexedSlices(ones(3), [5, replica + 20, 5]))
+    with strategy.scope():
+        optimizer.apply_gradients([(rows, group[name]) for name in NAMES])
+    for view in group.values():
+        assert np.asarray(view.lookup([5, 20]))[:, 0].tolist() == [-2.0 * count, -1.0]
+
+
+BAD = {
+    "twice": (lambda g: [(ps.IndexedSlices(ones(1), [1]), g["user"])] * 2, "stands in several pairs"),
+    "None": (lambda g: [(None, g["user"])], "table 'user' is None"),
+    "an array": (lambda g: [(ones(1), g["user"])], "table 'user' is ndarray"),
+    "of another": (lambda g: [(g["item"].lookup([3]).gradient(ones(1)), g["user"])], "rows of other tables"),
+    "no key": (lambda g: [(ps.IndexedSlices(ones(1), [-1]), g["user"])], "key -1"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_gradients_of_a_group_that_are_none(strategy, group, what):
+    """Each is an error that names the table, and changes nothing."""
+    make, words = BAD[what]
+    with pytest.raises(ValueError, match=words):
+        in_replicas(strategy, lambda replica: ps.optimizers.SGD(1.0).apply_gradients(make(group)))
+    assert group.size() == 0
+
+
+def test_rows_of_all_come_with_the_round_before(strategy, group, calls_of):
+    """Each names its own, and keeps what the others have named."""
+    group.look_ahead({"item": [4, 9], "user": [4]})
+    group["genre"].look_ahead([1], [2, 1])
+    group["user"].look_ahead([5, 4, LAST])
+    group["user"].scatter_add(ps.IndexedSlices(ones(1), [4]))
+    strategy.backend.settle()
+    pulls = calls_of("pull", *servers_of(strategy))
+    assert np.asarray(group["user"].lookup([4, LAST]))[:, 0].tolist() == [1.0, 0.0]
+    found = group.lookup({"item": [9, 4], "genre": [1, 2], "user": [5]})
+    assert [np.asarray(rows)[:, 0].tolist() for rows in found.values()] == [[0.0, 0.0], [0.0, 0.0], [0.0]]
+    assert pulls == []
+
+
+def test_a_dataset_names_the_rows_of_its_next_batch(strategy, group):
+    """`InputOptions(lookups=...)` takes tables, and those of a group; all rows but the first batch's are here."""
+    table, keys = made(strategy, initializer=0), KEYS[np.arange(12) % 4]
+    data = ps.ArrayDataset({"u": np.arange(12), "i": np.arange(12) % 2, "t": keys}).batch(4)
+    lookups = {group["user"]: lambda batch: batch["u"], group["item"]: lambda batch: batch["i"]}
+    lookups[table] = lambda batch: batch["t"]
+    optimizer = ps.optimizers.SGD(1.0)
+
+    def step(batch):
+        rows = group.lookup({"user": batch["u"], "item": batch["i"]})
+        pairs = [(found.gradient(ones(len(found.ids))), group[name]) for name, found in rows.items()]
+        own = table.lookup(batch["t"])
+        optimizer.apply_gradients([*pairs, (own.gradient(np.ones_like(own.values)), table)])
+
+    for batch in strategy.experimental_distribute_dataset(data, ps.InputOptions(lookups=lookups)):
+        strategy.run(step, (batch,))
+    assert np.asarray(group["user"].lookup(np.arange(13)))[:, 0].tolist() == [-1.0] * 12 + [0.0]
+    assert sorted(group["item"].keys().tolist()) == [0, 1]
+    assert numbers_of(table.lookup(KEYS)) == [-3.0] * 4
+
+
+def test_a_view_is_no_array(group):
+    """As a table is none; bags, and lookups by TensorFlow's names, take it."""
+    for use in (np.asarray, len, lambda v: v * 2, lambda v: v.numpy()):
+        with pytest.raises(TypeError, match="table 'item' has no size"):
+            use(group["item"])
+    group["item"].scatter_update(ps.IndexedSlices(ones(1) * 3, [4]))
+    assert np.asarray(ps.nn.embedding_lookup(group["item"], [4]))[:, 0].tolist() == [3.0]
+    bags = ps.nn.embedding_lookup_sparse(group["item"], [[4, 4], []], None, "sum")
+    assert np.asarray(bags)[:, 0].tolist() == [6.0, 0.0]
+    assert bags.gradient(ones(2)).counts.tolist() == [2]

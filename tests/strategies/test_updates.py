@@ -1,8 +1,10 @@
-"""`update` and `update_non_slot` on every kind of strategy: one function's text means the same everywhere."""
+"""`update` and `update_non_slot` on every kind of strategy: one function's text means the same everywhere; and where
+variables live: colocation, non-slot devices, and the devices' names."""
 
 from __future__ import annotations
 
 import operator
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +16,23 @@ from hypothesis import strategies as st
 import psclient as ps
 from psclient._src.rounds.section import Section
 from tests.kit.cases import pairwise, search
-from tests.kit.strategies import USUAL, by_replica, copies, in_replicas, kind_of, merged, opened, replicas, variable
+from tests.kit.strategies import (
+    USUAL,
+    by_replica,
+    copies,
+    in_replicas,
+    kind_of,
+    merged,
+    opened,
+    refused,
+    replicas,
+    variable,
+)
 
 
 def plain(value):
     """A result as numbers; a variable stays what it is."""
     return value if isinstance(value, ps.Variable) else np.asarray(value).tolist()
-
-
-# ---- What comes back ----
 
 
 def test_values_are_brought_together(calls_of):
@@ -42,40 +52,36 @@ def test_values_are_brought_together(calls_of):
     assert [array[0] for array in arrays] == [*map(float, range(20)), 0.0]
 
 
-def test_the_documents_example(strategy):
-    """`v.assign(1.0)` comes back as the variable, whose components are all 1."""
-    with strategy.scope():
-        v = ps.Variable(5.0, aggregation=ps.VariableAggregation.SUM)
-
-    def update_fn(v):
-        return v.assign(1.0)
-
-    result = strategy.extended.update(v, update_fn)
-    assert result is v
-    assert [float(x) for x in strategy.experimental_local_results(result)] == [1.0] * copies(strategy, v)
-
-
 def test_what_the_function_returns_comes_back(strategy):
-    """Nests of arrays, of the variable, of None and of what is no array at all; merged over the copies."""
-    v = variable(strategy, [1.0, 2.0, 3.0])
+    """Nests of arrays, of the variable, of None and of what is no array at all; merged over the copies. It runs once
+    for each copy, with its own one of a mirrored value, also from inside a nest; words, functions and None are handed
+    on. An error comes out as it is, and nothing is left of it."""
+    v, calls = variable(strategy, [1.0, 2.0, 3.0]), []
     u = variable(strategy, [4.0, 5.0, 6.0], beside=v)
+    everywhere = ps.Mirrored([np.full(3, 2.0, "float32") for _ in range(replicas(strategy))])
 
-    def fn(v, u, x):
+    def fn(v, u, how, twice, given, *, named):
+        calls.append(given["nothing"])
         old = v.value()
-        v.assign_add(x)
+        getattr(v, how)(twice(given["x"]) - named[0] - 1.0)
         return {"sum": np.sum(v), "both": [old, v + u], "v": v, "u": u, "none": None, "word": "done"}
 
-    found = strategy.extended.update(v, fn, (u, 1.0))
+    given = {"x": everywhere, "nothing": None}
+    found = strategy.extended.update(v, fn, (u, "assign_add", lambda x: x * 2, given), {"named": [everywhere]})
+    assert calls == [None] * copies(strategy, v)
     assert plain(found["sum"]) == 9.0
     assert [plain(x) for x in found["both"]] == [[1.0, 2.0, 3.0], [6.0, 8.0, 10.0]]
     assert found["v"] is v
     assert found["u"] is u
     assert (found["none"], found["word"]) == (None, "done")
     assert strategy.extended.update(v, lambda v: None) is None
+    refused(ZeroDivisionError, "", lambda: strategy.extended.update(v, lambda v: 1 / 0))
+    strategy.extended.update(v, lambda v: v.assign_add(1.0))
+    assert v.numpy().tolist() == [3.0, 4.0, 5.0]
 
 
 def test_ungrouped_results_are_lists_of_the_copies_results(strategy):
-    """A nest of lists, each with one item for each copy; the copies of the variable are a list as well."""
+    """A nest of lists, each with one item for each copy, or for each device of `update_non_slot`."""
     v = variable(strategy, [1.0, 2.0, 3.0])
     found = strategy.extended.update(
         v, lambda v, x: {"new": v.assign_add(x), "twice": [v * 2, None]}, (np.ones(3, "float32"),), group=False
@@ -85,14 +91,9 @@ def test_ungrouped_results_are_lists_of_the_copies_results(strategy):
     assert found["twice"][1] == [None] * count
     assert all(own is copy for own, copy in zip(found["new"], strategy.experimental_local_results(v), strict=True))
     assert [np.asarray(own).tolist() for own in found["new"]] == [[2.0, 3.0, 4.0]] * count
-
-
-def test_ungrouped_results_of_devices_are_lists_of_each_device_s(strategy):
-    """Of `update_non_slot` with `group=False`, and of `update` of what lives on several: an entry for each device."""
-    devices = strategy.extended.parameter_devices
-    made = [variable(strategy, beside=(device,)) for device in devices]
+    made = [variable(strategy, beside=(device,)) for device in strategy.extended.parameter_devices]
     where = strategy.extended.non_slot_devices(made)
-    assert where == devices
+    assert where == strategy.extended.parameter_devices
     count = variable(strategy, 4.0, beside=where)
     found = strategy.extended.update_non_slot(
         where, lambda c: {"new": c.assign_add(1.0), "twice": [c * 2, "word"]}, (count,), group=False
@@ -129,62 +130,7 @@ def test_the_standard_pattern(strategy):
     assert [v.numpy().tolist() for v in variables] == [[total] * 3 for total in totals]
 
 
-def test_the_function_runs_once_for_each_copy(strategy):
-    """On servers a variable has one."""
-    v, calls = variable(strategy), []
-    strategy.extended.update(v, lambda v: calls.append(ps.in_cross_replica_context()))
-    assert calls == [False] * copies(strategy, v)
-
-
-def test_an_update_function_is_in_update_context(strategy):
-    """Neither in replica nor in cross-replica context; its strategy is the current one, and nothing may be begun."""
-    v, seen = variable(strategy), []
-
-    def fn(v):
-        seen.append((ps.get_strategy() is strategy, ps.get_replica_context(), ps.in_cross_replica_context()))
-        for attempt in (
-            lambda: strategy.run(lambda: None),
-            lambda: strategy.reduce("sum", 1.0, None),
-            lambda: strategy.extended.reduce_to("sum", 1.0, v),
-            lambda: strategy.extended.update(v, lambda v: None),
-            lambda: strategy.extended.update_non_slot(v, lambda: None),
-        ):
-            with pytest.raises((RuntimeError, TypeError), match="update"):
-                attempt()
-        with pytest.raises(RuntimeError, match="cannot create variables"):
-            ps.Variable(1.0)
-
-    strategy.extended.update(v, fn)
-    assert seen == [(True, None, False)] * copies(strategy, v)
-
-
 # ---- What goes in ----
-
-
-def test_mirrored_arguments_are_unwrapped(strategy):
-    """The function gets the copy that is there, also from inside a nest and by a closure."""
-    v, n = variable(strategy), replicas(strategy)
-    everywhere = ps.Mirrored([np.full(3, 2.0, "float32") for _ in range(n)])
-
-    def fn(v, given, named):
-        return v.assign(given["x"] + named[0])
-
-    strategy.extended.update(v, fn, ({"x": everywhere},), {"named": [everywhere]})
-    assert v.numpy().tolist() == [4.0] * 3
-
-
-def test_per_replica_arguments_are_refused(strategy):
-    """By position, by name, inside of a nest; the error says how to make one value of them."""
-    v = variable(strategy)
-    where = strategy.extended.non_slot_devices([v])
-    differing = ps.PerReplica([np.zeros(3)] * max(2, replicas(strategy)))
-    for attempt in (
-        lambda: strategy.extended.update(v, lambda v, x: v.assign(x), (differing,)),
-        lambda: strategy.extended.update(v, lambda v, x: None, kwargs={"x": {"deep": [differing]}}),
-        lambda: strategy.extended.update_non_slot(where, lambda x: None, (differing,)),
-    ):
-        with pytest.raises(ValueError, match=r"no per-replica values; reduce them first with reduce_to"):
-            attempt()
 
 
 def test_reduced_values_are_arguments(strategy):
@@ -203,50 +149,34 @@ def test_reduced_values_are_arguments(strategy):
     assert v.numpy().tolist() == [total * 101 + total / n * 10] * 3
 
 
-def test_results_of_updates_are_arguments(strategy):
-    """What one update returned goes into the next, in the same stretch of cross-replica code."""
-    v, w = variable(strategy, [1.0, 2.0, 3.0]), None
-    with strategy.scope(), strategy.extended.colocate_vars_with(v):
-        w = ps.Variable(np.zeros(3, "float32"))
-    with strategy.scope():
-        returned = strategy.extended.update(v, lambda v: v.assign_add(1.0) * 10.0)
-        strategy.extended.update(w, lambda w, x: w.assign(x + 1.0), (returned,))
-    assert w.numpy().tolist() == [21.0, 31.0, 41.0]
-
-
-def test_sync_on_read_variables_are_no_arguments(strategy):
-    """The copies of what is updated would differ; their value is one, and so is an update of their own."""
-    if kind_of(strategy) == "default":
-        pytest.skip("outside of every scope they have one value")
+def test_arguments_are_one_value(strategy):
+    """Per-replica values are refused, by position, by name, inside of a nest, with how to make one value of them. So
+    are sync-on-read variables, except outside of every scope: the copies of what is updated would differ. Their value
+    is one, and so is an update of their own."""
     v = variable(strategy, 0.0)
     local = variable(
         strategy, 1.0, synchronization=ps.VariableSynchronization.ON_READ, aggregation=ps.VariableAggregation.SUM
     )
     where = strategy.extended.non_slot_devices([v])
-    for attempt in (
-        lambda: strategy.extended.update(v, lambda v, x: v.assign(x), (local,)),
-        lambda: strategy.extended.update(v, lambda v, x: v.assign(x), kwargs={"x": local}),
-        lambda: strategy.extended.update_non_slot(where, lambda x: v.assign(x), (local,)),
-    ):
-        with pytest.raises(ValueError, match=f"'{local.name}' is an ON_READ variable.*read it before"):
-            attempt()
+    differing = ps.PerReplica([np.zeros(3)] * max(2, replicas(strategy)))
+    bad = [(differing, r"no per-replica values; reduce them first with reduce_to")]
+    if kind_of(strategy) != "default":
+        bad.append((local, f"'{local.name}' is an ON_READ variable.*read it before"))
+    for value, says in bad:
+        for attempt in (
+            lambda x: strategy.extended.update(v, lambda v, x: v.assign(x), (x,)),
+            lambda x: strategy.extended.update(v, lambda v, x: None, kwargs={"x": {"deep": [x]}}),
+            lambda x: strategy.extended.update_non_slot(where, lambda x: None, (x,)),
+        ):
+            with pytest.raises(ValueError, match=says):
+                attempt(value)
+    if kind_of(strategy) == "default":
+        return
     strategy.extended.update(v, lambda v, x: v.assign(x), (local.read_value(),))
     strategy.extended.update(local, lambda own, x, other: own.assign_add(x + other), (v, local))
     n = replicas(strategy)
     assert float(v) == n
     assert [float(x) for x in strategy.experimental_local_results(local)] == [2.0 + n] * n
-
-
-def test_arguments_that_are_no_arrays_are_handed_on(strategy):
-    """Words, functions, None: the function may decide by them."""
-    v = variable(strategy)
-
-    def fn(v, how, twice, nothing):
-        assert nothing is None
-        getattr(v, how)(twice(2.0))
-
-    strategy.extended.update(v, fn, ("assign_add", lambda x: x * 2, None))
-    assert v.numpy().tolist() == [4.0] * 3
 
 
 def test_several_variables_are_assigned(strategy):
@@ -279,35 +209,6 @@ def test_what_is_added_is_rounded_once(strategy, how, dtype):
         strategy.extended.update(v, lambda v: getattr(v, how)(np.ones(2, dtype)))
 
 
-def test_updates_are_made_in_their_order(strategy):
-    """In one merge call, with a read in between."""
-    v = variable(strategy)
-
-    def merge(s):
-        s.extended.update(v, lambda v: v.assign_add(1.0))
-        s.extended.update(v, lambda v: v.assign(v * 3.0))
-        seen.append(v.numpy().tolist())
-        s.extended.update(v, lambda v, x: v.assign_sub(x), (1.0,))
-
-    seen: list[Any] = []
-    merged(strategy, merge)
-    assert (seen, v.numpy().tolist()) == ([[3.0] * 3], [2.0] * 3)
-    assert in_replicas(strategy, lambda _: v.numpy().tolist()) == ([2.0] * 3,) * replicas(strategy)
-
-
-def test_an_error_in_the_function_leaves_the_variable(strategy):
-    """It comes out as it is, and the strategy is usable afterwards."""
-    v = variable(strategy)
-
-    def fn(v):
-        raise ZeroDivisionError("in the update")
-
-    with pytest.raises(ZeroDivisionError, match="in the update"):
-        strategy.extended.update(v, fn)
-    strategy.extended.update(v, lambda v: v.assign_add(1.0))
-    assert v.numpy().tolist() == [1.0] * 3
-
-
 def test_methods_of_variables_are_update_functions(strategy):
     """As the documents say: `fn` can be `assign_add`."""
     v = variable(strategy)
@@ -316,70 +217,35 @@ def test_methods_of_variables_are_update_functions(strategy):
     strategy.extended.update(v, ps.Variable.assign, (w,))
     for fn in (ps.Variable.assign_sub, ps.update_function(ps.Variable.assign_add)):
         strategy.extended.update(v, fn, kwargs={"delta": np.ones(3, "float32")})
-    strategy.extended.update_non_slot(strategy.extended.non_slot_devices([v]), v.assign_sub, (0.5,))
+    where = strategy.extended.non_slot_devices([v])
+    strategy.extended.update_non_slot(where, v.assign_sub, (0.5,))
     assert v.numpy().tolist() == [0.5, 1.5, 2.5]
-
-
-# ---- The same everywhere ----
+    with pytest.raises(TypeError, match=r"update takes a variable.*update_non_slot"):
+        strategy.extended.update(where, lambda v: None)
 
 
 @dataclass(frozen=True)
 class Expression:
-    """A random elementwise expression; a leaf for `nest`, and a word for hypothesis to show."""
+    """A random elementwise expression, as Python writes it; a leaf for `nest`."""
 
     nest_leaf = True
     text: str
-    compute: Any
+
+    def compute(self, **names: Any) -> Any:
+        return eval(self.text, {"np": np, **names})
 
 
-def _leaf(name: str) -> Expression:
-    return Expression(name, lambda env: env[name])
+_UNARY = ["-{}", "np.abs({})", "np.tanh({})", "np.square({})", "np.sqrt(np.abs({}))", "np.exp(np.minimum({}, 3.0))"]
+_UNARY += ["np.sign({})", "0.7 * {}"]
+_BINARY = ["{} + {}", "{} - {}", "{} * {}", "np.maximum({}, {})", "np.minimum({}, {})", "{0} / (1.0 + {1} * {1})"]
+_FORMS = st.sampled_from([*_UNARY, *_BINARY, "np.where({} > 0, {}, {})"])
 
 
-def _unary(name: str, fn: Any) -> Any:
-    return lambda a: Expression(f"{name}({a.text})", lambda env: fn(a.compute(env)))
-
-
-def _binary(name: str, fn: Any) -> Any:
-    return lambda a, b: Expression(f"{name}({a.text}, {b.text})", lambda env: fn(a.compute(env), b.compute(env)))
-
-
-def _choose(c: Expression, a: Expression, b: Expression) -> Expression:
-    return Expression(
-        f"where({c.text} > 0, {a.text}, {b.text})",
-        lambda env: np.where(c.compute(env) > 0, a.compute(env), b.compute(env)),
-    )
-
-
-_UNARY = {
-    "negative": operator.neg,
-    "abs": np.abs,
-    "tanh": np.tanh,
-    "square": np.square,
-    "sqrt(abs)": lambda a: np.sqrt(np.abs(a)),
-    "exp(minimum 3)": lambda a: np.exp(np.minimum(a, 3.0)),
-    "sign": np.sign,
-    "times": lambda a: 0.7 * a,
-}
-_BINARY = {
-    "add": operator.add,
-    "subtract": operator.sub,
-    "multiply": operator.mul,
-    "maximum": np.maximum,
-    "minimum": np.minimum,
-    "divide": lambda a, b: a / (1.0 + b * b),
-}
-
-
-def _grown(children: Any) -> Any:
-    return st.one_of(
-        *(st.builds(_unary(name, fn), children) for name, fn in _UNARY.items()),
-        *(st.builds(_binary(name, fn), children, children) for name, fn in _BINARY.items()),
-        st.builds(_choose, children, children, children),
-    )
-
-
-EXPRESSIONS = st.recursive(st.sampled_from(["v", "u", "x", "k"]).map(_leaf), _grown, max_leaves=8)
+EXPRESSIONS = st.recursive(
+    st.sampled_from(["v", "u", "x", "k"]),
+    lambda inner: st.builds(lambda form, *parts: f"({form.format(*parts)})", _FORMS, inner, inner, inner),
+    max_leaves=8,
+).map(Expression)
 
 
 @pytest.fixture(scope="module")
@@ -394,26 +260,21 @@ def three_kinds(shared):
 
 @search(0.6, suppress=(HealthCheck.function_scoped_fixture,))
 @given(
-    new_v=EXPRESSIONS,
-    new_u=EXPRESSIONS,
-    result=EXPRESSIONS,
-    seed=st.integers(0, 1000),
-    k=st.floats(-2, 2, width=32),
+    new_v=EXPRESSIONS, new_u=EXPRESSIONS, result=EXPRESSIONS, seed=st.integers(0, 1000), k=st.floats(-2, 2, width=32)
 )
 def test_a_function_means_the_same_everywhere(three_kinds, new_v, new_u, result, seed, k):
     """Random elementwise functions of two variables, a reduced array and a number: as on plain NumPy arrays."""
     rng = np.random.default_rng(seed)
     v0, u0, x0 = (rng.normal(size=5).astype("float32") for _ in range(3))
     with np.errstate(all="ignore"):
-        plain_v = np.asarray(new_v.compute({"v": v0, "u": u0, "x": x0, "k": k}), "float32") * np.ones(5, "float32")
-        after = {"v": plain_v, "u": u0, "x": x0, "k": k}
-        plain_u = u0 + np.asarray(new_u.compute(after), "float32")
-        plain_result = np.asarray(result.compute({**after, "u": plain_u}))
+        plain_v = np.asarray(new_v.compute(v=v0, u=u0, x=x0, k=k), "float32") * np.ones(5, "float32")
+        plain_u = u0 + np.asarray(new_u.compute(v=plain_v, u=u0, x=x0, k=k), "float32")
+        plain_result = np.asarray(result.compute(v=plain_v, u=plain_u, x=x0, k=k))
 
     def fn(v, u, x, k):
-        v.assign(new_v.compute({"v": v, "u": u, "x": x, "k": k}))
-        u.assign_add(new_u.compute({"v": v, "u": u, "x": x, "k": k}))
-        return result.compute({"v": v, "u": u, "x": x, "k": k}) + v * 0.0
+        v.assign(new_v.compute(v=v, u=u, x=x, k=k))
+        u.assign_add(new_u.compute(v=v, u=u, x=x, k=k))
+        return result.compute(v=v, u=u, x=x, k=k) + v * 0.0
 
     for strategy, v, u in three_kinds:
         v.assign(v0)
@@ -423,3 +284,110 @@ def test_a_function_means_the_same_everywhere(three_kinds, new_v, new_u, result,
             returned = strategy.extended.update(v, fn, (u, x, k))
         for found, expected in ((v, plain_v), (u, plain_u), (returned, plain_result + plain_v * 0.0)):
             np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-5, atol=1e-5, err_msg=str(strategy))
+
+
+# ---- Where variables live ----
+
+
+def test_devices_have_full_names(strategy):
+    """One for each replica; variables live on the replicas' devices, or on those of parameter servers."""
+    extended, kind = strategy.extended, kind_of(strategy)
+    job = "worker" if kind == "embedded" else "localhost"
+    assert extended.worker_devices == tuple(
+        f"/job:{job}/task:0/device:CPU:{index}" for index in range(replicas(strategy))
+    )
+    servers = tuple(f"/job:ps/task:{server}/device:CPU:0" for server in range(len(extended.parameter_devices)))
+    servers = servers if kind == "embedded" else extended.worker_devices
+    assert extended.parameter_devices == servers
+    for device in extended.parameter_devices:
+        assert variable(strategy, beside=(device,)).devices == ((device,) if kind == "embedded" else servers)
+
+
+def test_colocation_holds_in_replica_functions(strategy):
+    """All replicas ask for it; with the variable as an argument, or by a closure. It ends with its block, also by an
+    error, and is of one thread."""
+    extended, first = strategy.extended, variable(strategy)
+
+    def create(_, own):
+        with extended.colocate_vars_with(own):
+            by_argument = ps.Variable(1.0, name="by argument")
+        with extended.colocate_vars_with(first):
+            by_closure = ps.Variable(1.0, name="by closure")
+        with extended.colocate_vars_with(extended.non_slot_devices([own])):
+            non_slot = ps.Variable(1.0, name="non-slot")
+        return by_argument, by_closure, non_slot
+
+    for made in in_replicas(strategy, create, first):
+        wholes = [extended.value_container(v) for v in made]
+        assert [v.devices for v in wholes] == [first.devices] * 3
+    seen = []
+
+    def fail():
+        with strategy.scope(), extended.colocate_vars_with(first):
+            seen.append(extended.colocation)
+            thread = threading.Thread(target=lambda: seen.append(extended.colocation))
+            thread.start()
+            thread.join()
+            raise ZeroDivisionError
+
+    refused(ZeroDivisionError, "", fail)
+    assert [*seen, extended.colocation] == [first.place, (), ()]
+
+
+def test_only_variables_and_parameter_devices_are_places(strategy):
+    """To be beside, or to be updated; the error says what to give. Non-slot devices are for a list of variables."""
+    extended = strategy.extended
+    for wrong in ("nowhere", "", (), None, ["nowhere"], 5, 1.5, np.ones(3)):
+        words = (
+            "variable" if isinstance(wrong, int | float | np.ndarray) else "give a variable or what non_slot_devices"
+        )
+        with pytest.raises((TypeError, ValueError), match=words):
+            extended.colocate_vars_with(wrong).__enter__()
+        with pytest.raises((TypeError, ValueError), match=words):
+            extended.update_non_slot(wrong, lambda: None)
+        with pytest.raises((TypeError, ValueError), match="variable"):
+            extended.update(wrong, lambda v: None)
+    refused(TypeError, "takes a list of variables, and not a ndarray", lambda: extended.non_slot_devices([np.ones(3)]))
+
+
+def test_non_slot_variables_are_beside_all_that_is_trained(strategy):
+    """On each parameter device that holds one of the list, and on no other: an update of any of them finds its copy.
+    They are updated there, by a closure or as arguments."""
+    extended = strategy.extended
+    trained = [variable(strategy, beside=(device,)) for device in extended.parameter_devices]
+    assert set(extended.non_slot_devices(trained)) <= set(extended.parameter_devices)
+    for some in (trained, trained[:1], trained[-1:]):
+        where = extended.non_slot_devices(some)
+        assert where == tuple(d for d in extended.parameter_devices if any(d in v.devices for v in some))
+        with strategy.scope(), extended.colocate_vars_with(where):
+            count = ps.Variable(0.0, trainable=False)
+        assert count.devices == where
+        merged_result = extended.update_non_slot(where, lambda by, c=count: c.assign_add(by) * 10.0, (2.0,))
+        assert np.asarray(merged_result) == 20.0
+        for v in some:
+            extended.update(v, lambda v, c=count: v.assign(v * 0.0 + c))
+            assert v.numpy().tolist() == [2.0] * 3
+        extended.update_non_slot(where, lambda c, step: c.assign_add(step), (count,), {"step": 10.0})
+        merged(strategy, lambda s, c=count, d=where: s.extended.update_non_slot(d, lambda: c.assign_add(100.0)))
+        assert float(count) == 112.0
+
+
+def test_what_is_elsewhere_is_refused_where_it_is_used(shared):
+    """A variable, a reduced value or a result of another server, as an argument or by a closure; what was recorded
+    before is done."""
+    strategy = shared("servers-2x2")
+    extended = strategy.extended
+    here, there = (variable(strategy, beside=(device,)) for device in extended.parameter_devices)
+    with strategy.scope():
+        extended.update(there, lambda v: v.assign_add(1.0))
+        reduced = extended.reduce_to("mean", np.ones(3, "float32"), there)
+        result = extended.update(there, lambda v: v * 2.0)
+        for value, remedy in ((there, "create it there"), (reduced, "reduce it to"), (result, "reduce it to")):
+            refused(
+                ps.errors.LocalityError,
+                f"never crosses servers.*{remedy}.*read it first",
+                lambda value=value: extended.update(here, lambda v, x: v.assign(x), (value,)),
+                lambda value=value: extended.update(here, lambda v: v.assign(value)),
+            )
+        extended.update(there, lambda v, x, y: v.assign_add(x + y), (reduced, result))
+    assert (here.numpy().tolist(), there.numpy().tolist()) == ([0.0] * 3, [4.0] * 3)
