@@ -1,0 +1,440 @@
+"""Values of replicas: how arguments are taken apart, results merged, and variables found again from their copies; and
+data: what is distributed, run over and reduced gives what the whole data give."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import psclient as ps
+from psclient._src import nest, values
+from tests.kit.strategies import by_replica, in_replicas, kind_of, merged, refused, replicas, variable
+
+here, ON_READ = ps.get_replica_context, ps.VariableSynchronization.ON_READ
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass(frozen=True)
+class Batch:
+    features: Any
+    label: Any = None
+
+
+def numbered(strategy):
+    """A per-replica value: of each replica an array with its number."""
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: np.array(context.replica_id_in_sync_group)
+    )
+
+
+def test_arguments_are_unwrapped_wherever_they_stand(strategy):
+    """In tuples, lists, dicts, named tuples and dataclasses, by position and by name; all else stays itself. Of a
+    mirrored value each replica gets the copy on its device; an array is handed on as it is."""
+    x, plain = numbered(strategy), object()
+    given = ((x, [x, plain]), {"a": x, "b": None}, Pair(x, Batch(x)), Batch([x], plain))
+
+    def fn(*args, key):
+        me = here().replica_id_in_sync_group
+        (a, (b, same)), (c, nothing), (d, batch), other = args[0], args[1].values(), args[2], args[3]
+        assert [int(v) for v in (a, b, c, d, batch.features, other.features[0], key[0])] == [me] * 7
+        assert same is other.label is plain
+        assert nothing is batch.label is None
+        assert [type(arg) for arg in args] == [tuple, dict, Pair, Batch]
+        return True
+
+    assert set(strategy.experimental_local_results(strategy.run(fn, given, {"key": [x]}))) == {True}
+    n, array = replicas(strategy), np.ones(3)
+    total = strategy.extended.reduce_to("sum", by_replica(strategy, np.float32), x)
+    assert isinstance(total, ps.Mirrored) == (n > 1)
+    found = in_replicas(strategy, lambda i, x, own: (np.ndim(x), float(x), own is array), total, array)
+    assert found == ((0, float(sum(range(n))), True),) * n
+
+
+def test_arguments_are_a_tuple(strategy):
+    """One that stands alone would be taken apart: the message says what to write. Values of other strategies are
+    refused by their number, which is not that of the replicas."""
+    for alone in (np.ones(3), numbered(strategy), 3, "text"):
+        with pytest.raises(TypeError, match=r"run takes a tuple of arguments, and args is a .*; write args=\(x,\)"):
+            strategy.run(lambda *x: None, args=alone)
+        with pytest.raises(TypeError, match=r"merge_call takes a tuple of arguments.*; write args=\(x,\)"):
+            strategy.run(lambda alone=alone: here().merge_call(lambda s, *x: None, args=alone))
+    n = replicas(strategy)
+    for count in (n - 1, n + 1) if kind_of(strategy) != "default" else ():
+        with pytest.raises(ValueError, match=f"Mirrored of {count} values is given to {n} local replicas"):
+            strategy.run(lambda x: None, ({"x": ps.Mirrored([1.0] * count)},))
+    assert in_replicas(strategy, lambda i: i) == tuple(range(replicas(strategy)))
+
+
+def test_identity_decides_what_is_merged(strategy):
+    """The same object comes back itself; equal arrays that are not one stay apart. With one replica all are bare. What
+    is merged may be given again, and each replica finds its own; a merge function may return it."""
+    array, n, x = np.ones(2), replicas(strategy), numbered(strategy)
+    result = strategy.run(lambda: {"a": array, "b": (None, "text"), "c": Pair(Pair, strategy), "d": [np.ones(2)]})
+    assert result["a"] is array
+    assert (result["b"], result["c"]) == ((None, "text"), Pair(Pair, strategy))
+    assert isinstance(result["d"], list)
+    assert isinstance(result["d"][0], ps.PerReplica) == (n > 1)
+    found = strategy.experimental_local_results(result["d"][0])
+    assert [array.tolist() for array in found] == [[1.0, 1.0]] * n
+    assert len({id(array) for array in found}) == n
+    first = by_replica(strategy, lambda i: {"x": np.array(i), "y": [Pair(np.array(i + 10), None)]})
+    again = in_replicas(strategy, lambda i, own: (int(own["x"]), int(own["y"][0].x), own["y"][0].y), first)
+    assert again == tuple((i, i + 10, None) for i in range(n))
+    mine = in_replicas(strategy, lambda i: here().merge_call(lambda s: (x, "plain")))
+    assert [(int(own), plain) for own, plain in mine] == [(i, "plain") for i in range(n)]
+    assert strategy.experimental_local_results(merged(strategy, lambda s: x)) == tuple(range(n))
+
+
+@pytest.mark.parametrize("number", [7, True, 0.5, 1j])
+def test_python_numbers_that_are_equal_are_one(strategy, number):
+    """Whether Python shares a number says nothing: each replica makes its own. Those that differ stay apart."""
+    result = strategy.run(lambda: type(number)(str(number)))
+    assert (type(result), result) == (type(number), number)
+    apart = by_replica(strategy, lambda replica: number if replica else -1)
+    assert strategy.experimental_local_results(apart) == (-1, *[number] * (replicas(strategy) - 1))
+    assert strategy.reduce("mean", result, axis=None) == number
+    if replicas(strategy) > 1:
+        with pytest.raises(ValueError, match=r"SUM of .*run makes one where all are equal, so return arrays"):
+            strategy.reduce("sum", result, axis=None)
+
+
+def test_what_replicas_see_of_a_variable_merges_to_it(strategy):
+    """The variable itself, or its copies, given back as they were given: the result is the variable. Copies of
+    different variables, or in another order, do not merge."""
+    for v in (variable(strategy), variable(strategy, synchronization=ON_READ)):
+        assert strategy.run(lambda v=v: v) is v
+        assert strategy.run(lambda w: w, (v,)) is v
+        assert strategy.run(lambda w: {"a": [w]}, (v,))["a"][0] is v
+        assert merged(strategy, lambda s, w: w, v) is v
+        assert merged(strategy, lambda s, v=v: [v])[0] is v
+    if replicas(strategy) > 1:
+        w, mine = variable(strategy, synchronization=ON_READ), strategy.experimental_local_results(v)
+        mixed = strategy.run(lambda a, b: a if here().replica_id_in_sync_group else b, (v, w))
+        turned = strategy.run(lambda: mine[-1 - here().replica_id_in_sync_group])
+        assert all(isinstance(x, ps.PerReplica) for x in (mixed, turned))
+
+
+def test_local_results_are_a_tuple(strategy):
+    """One for each local replica; of what is not distributed the value alone; of a nest one nest for each."""
+    n = replicas(strategy)
+    x = numbered(strategy)
+    assert strategy.experimental_local_results(x) == tuple(range(n))
+    assert strategy.experimental_local_results("text") == ("text",)
+    assert strategy.experimental_local_results(None) == (None,)
+    found = strategy.experimental_local_results({"a": x, "b": "same"})
+    assert found == tuple({"a": i, "b": "same"} for i in range(n))
+
+
+def test_in_finds_a_value_in_its_container(strategy):
+    """The documents' expression, of what `run` returned, of its parts, of variables and of their copies. A copy's
+    container is its variable, in every context in which one gets hold of it."""
+    extended, local = strategy.extended, strategy.experimental_local_results
+    arrays = strategy.run(lambda x: x * 2.0, (numbered(strategy),))
+    made = [variable(strategy), variable(strategy, synchronization=ON_READ)]
+    wholes = [arrays, strategy.run(lambda: np.ones(3)), strategy.run(lambda: 5), {"a": arrays}, *made, "text", None]
+    for whole in wholes:
+        for value in (whole, *local(whole)):
+            assert value in local(extended.value_container(value))
+            assert (extended.value_container(value) is value) == (
+                not any(value is c for v in made for c in local(v) if c is not v)
+            )
+    assert 3 not in local(np.arange(4))
+    assert np.ones(3) not in local(np.ones(3))
+    assert 5 in local(5)
+    for v in made:
+        values = [*local(v), *in_replicas(strategy, lambda i, w: w, v)]
+        if kind_of(strategy) != "embedded" or v.synchronization is ON_READ:
+            extended.update(v, values.append)
+        assert all(extended.value_container(value) is v and any(value is x for x in local(v)) for value in values)
+
+
+def test_a_function_gives_each_replica_its_value(strategy):
+    """A constant, by the replica's number, by their count: the examples of the documents. It may return a nest of
+    arrays or numbers, in which None stays None. An object that all replicas share is a value of each. By default a
+    context is of one replica of one."""
+    n, numbers = replicas(strategy), np.array([3.0, 2.0, 1.0, 0.0])
+    for value_fn, expected in (
+        (lambda context: np.float32(1.0), [1.0] * n),
+        (lambda context: numbers[context.replica_id_in_sync_group], [3.0, 2.0, 1.0, 0.0][:n]),
+        (lambda context: context.num_replicas_in_sync, [n] * n),
+    ):
+        value = strategy.experimental_distribute_values_from_function(value_fn)
+        assert strategy.experimental_local_results(value) == tuple(expected)
+        assert in_replicas(strategy, lambda i, x: float(x), value) == tuple(expected)
+        assert strategy.reduce("sum", value, axis=None) == sum(expected)
+    made = strategy.experimental_distribute_values_from_function(
+        lambda context: {"x": np.full(2, context.replica_id_in_sync_group), "y": (None,)}
+    )
+    found = strategy.experimental_local_results(made)
+    assert [(int(value["x"][0]), value["y"]) for value in found] == [(i, (None,)) for i in range(n)]
+    made = strategy.experimental_distribute_values_from_function(lambda context: numbers)
+    assert strategy.reduce("sum", made, axis=None).tolist() == [3.0 * n, 2.0 * n, 1.0 * n, 0.0]
+    assert str(ps.ValueContext(1, 4)) == "ps.ValueContext(replica id 1, total replicas in sync: 4)"
+    assert (ps.ValueContext().replica_id_in_sync_group, ps.ValueContext().num_replicas_in_sync) == (0, 1)
+
+
+def test_a_function_returns_values_of_one_replica(strategy):
+    """Distributed values, and structures that differ, are refused."""
+    for wrong in (ps.PerReplica([1, 2]), {"a": ps.Mirrored([1, 2])}):
+        with pytest.raises(ValueError, match="the value of one replica"):
+            strategy.experimental_distribute_values_from_function(lambda context, wrong=wrong: wrong)
+    if replicas(strategy) > 1:
+        with pytest.raises(ValueError, match="structures differ"):
+            strategy.experimental_distribute_values_from_function(
+                lambda context: [0] * context.replica_id_in_sync_group
+            )
+
+
+def test_what_is_shown_of_values(strategy):
+    """One line for each replica, after the name of their kind. A per-replica value says how to make an array of it; a
+    mirrored one is as good as an array."""
+    for made in (by_replica(strategy, lambda i: i), strategy.extended.broadcast_to(5, numbered(strategy))):
+        lines = repr(made).splitlines()
+        if replicas(strategy) == 1:
+            assert len(lines) == 1
+        else:
+            assert lines[0] in ("PerReplica:{", "Mirrored:{")
+            assert [line.split(":")[0].strip() for line in lines[1:-1]] == [str(i) for i in range(replicas(strategy))]
+            assert lines[-1] == "}"
+    if replicas(strategy) > 1:
+        refused(TypeError, r"strategy\.reduce", lambda: np.add(numbered(strategy), 1))
+    assert np.add(strategy.extended.broadcast_to(np.float32(2.0), numbered(strategy)), 1.0) == 3.0
+
+
+LEAVES = st.one_of(st.none(), st.text(max_size=2), st.binary(max_size=2), st.integers(), st.floats(allow_nan=False))
+
+
+def containers(children):
+    return st.one_of(
+        st.lists(children, max_size=3),
+        st.lists(children, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=2), children, max_size=3),
+        st.dictionaries(st.integers(), children, max_size=2).map(OrderedDict),
+        st.builds(Pair, children, children),
+        st.builds(Batch, children, children),
+    )
+
+
+NESTS = st.recursive(LEAVES, containers, max_leaves=10)
+
+
+@given(structure=NESTS)
+def test_replicas_get_and_give_any_nest(strategy, structure):
+    """Through `run` and through `merge_call`: what goes in comes out, each replica's own."""
+    n = replicas(strategy)
+    count = len(nest.flatten(structure))
+    own = [nest.pack_sequence_as(structure, [np.array([replica, i]) for i in range(count)]) for replica in range(n)]
+    given = values.regroup(own)
+
+    def through(x):
+        return here().merge_call(lambda s, y: y, (x,))
+
+    found = strategy.experimental_local_results(strategy.run(through, (given,)))
+    for mine, expected in zip(found * (n // len(found)), own, strict=True):
+        assert all(a is b for a, b in zip(nest.flatten(mine), nest.flatten(expected), strict=True))
+
+
+# ---- Data ----
+
+Rows = namedtuple("Rows", "x y")
+
+
+def shares(count, batch, n):
+    """The examples that each replica gets, by batch: ceil(its size / n) of each, filled in order."""
+    for start in range(0, count, batch):
+        rows = list(range(start, min(start + batch, count)))
+        size = -(-len(rows) // n)
+        yield [rows[i * size : (i + 1) * size] for i in range(n)]
+
+
+@pytest.mark.parametrize(("count", "batch"), [(7, 6), (9, 6), (16, 8), (5, 8), (13, 4), (3, 1)])
+def test_a_batch_is_shared_in_order(strategy, count, batch):
+    """Every replica a slice of the same size, of a short batch too, while there are examples; the rest get none."""
+    data = strategy.experimental_make_numpy_dataset(np.arange(count)).batch(batch)
+    found = [
+        [x.tolist() for x in strategy.experimental_local_results(x)]
+        for x in strategy.experimental_distribute_dataset(data)
+    ]
+    assert found == list(shares(count, batch, replicas(strategy)))
+
+
+def test_what_a_replica_holds_back_counts_with_the_next_reduction(strategy):
+    """Accumulated over steps without a reduction it is in the next one, even if the last batch has nothing for it. In a
+    mean of what replicas compute from their parts one without examples has no weight; outside of the loop it has."""
+    n, means = replicas(strategy), []
+    for x in strategy.experimental_distribute_dataset([np.arange(8.0), np.array([6.0])]):
+        part = strategy.run(lambda x: np.float64(x.sum()), args=(x,))
+        means.append(float(strategy.reduce("mean", part, axis=None)))
+        reduced = in_replicas(strategy, lambda i, p: float(here().all_reduce("mean", p)), part)
+        assert reduced == (means[-1],) * n
+    assert means == [np.arange(8.0).sum() / n, 6.0]
+    ones = strategy.experimental_distribute_values_from_function(lambda context: 1.0)
+    assert strategy.reduce("sum", ones, axis=None) == n
+    held = strategy.experimental_distribute_values_from_function(lambda context: np.zeros(1))
+    for x in strategy.experimental_distribute_dataset([np.ones(2 * n), np.ones(1)]):
+        held = strategy.run(lambda held, x: held + x.sum(), args=(held, x))
+    assert strategy.reduce("sum", held, axis=None) == 2 * n + 1
+    data = iter(strategy.experimental_distribute_dataset([np.ones(2 * n), np.ones(1)]))
+    next(data), next(data)
+    assert strategy.reduce("sum", held, axis=None) == 2 * n + 1
+    assert strategy.reduce("sum", held, axis=None) == np.asarray(strategy.experimental_local_results(held)[0])
+
+
+def test_a_pass_that_is_broken_off_leaves_nothing(strategy):
+    """By `break` or by an error, in a batch of which some replicas have no examples: afterwards all count again. An
+    iterator that is dropped late ends no other pass over the same data."""
+    ones = strategy.experimental_distribute_values_from_function(lambda context: 1.0)
+    even = [np.arange(8.0), np.array([6.0])]
+    uneven = [np.ones(1)] * (replicas(strategy) + 1)
+    for data in (
+        strategy.experimental_distribute_dataset(even),
+        strategy.experimental_distribute_datasets_from_function(lambda context: uneven),
+    ):
+        for number, _ in enumerate(data):
+            total = strategy.reduce("sum", ones, axis=None)
+            if number == 1:
+                assert total == 1.0
+                break
+        assert strategy.reduce("sum", ones, axis=None) == replicas(strategy)
+        outer = iter(strategy.experimental_distribute_dataset([np.array([1.0])]))
+        next(outer)
+        with pytest.raises(ZeroDivisionError):
+            [1 / (1 - number) for number, _ in enumerate(data)]
+        assert strategy.reduce("sum", ones, axis=None) == 1.0
+        assert list(outer) == []
+        assert strategy.reduce("sum", ones, axis=None) == replicas(strategy)
+    data = strategy.experimental_distribute_dataset([np.array([6.0]), np.array([7.0])])
+    first, second = iter(data), iter(data)
+    next(first)
+    next(second)
+    del first
+    assert strategy.reduce("sum", ones, axis=None) == 1.0
+    assert strategy.reduce("sum", next(second), axis=0) == 7.0
+
+
+def test_numpy_datasets_are_made_of_arrays(strategy):
+    """An example for each row; a list is stacked; arrays of different lengths are refused, and data without batches."""
+    stacked = strategy.experimental_make_numpy_dataset([np.zeros(3), np.ones(3)])
+    assert stacked.size == 2
+    through_extended = strategy.extended.experimental_make_numpy_dataset(np.ones(10, "float32"), session=None)
+    assert through_extended.size == 10
+    with pytest.raises(ValueError, match="same first dimension"):
+        strategy.experimental_make_numpy_dataset((np.zeros(3), np.zeros(4)))
+    refused(ValueError, r"batch", lambda: strategy.experimental_distribute_dataset(stacked))
+    refused(TypeError, "", lambda: strategy.experimental_distribute_dataset(5))
+
+
+def test_a_function_makes_this_workers_dataset(strategy):
+    """It is called once, is told who asks, and gives batches of one replica each; missing ones are empty. So it is by
+    its name of r2.4, with options."""
+    n, told, newer = replicas(strategy), [], strategy.distribute_datasets_from_function
+
+    def dataset_fn(context):
+        told.append(context)
+        data = ps.ArrayDataset(np.arange(4 * (n + 1)))
+        own = data.shard(context.num_input_pipelines, context.input_pipeline_id)
+        return own.batch(context.get_per_replica_batch_size(4 * n))
+
+    distributed = strategy.experimental_distribute_datasets_from_function(dataset_fn)
+    for data in (distributed, distributed, newer(dataset_fn, options=ps.InputOptions())):
+        found = [[x.tolist() for x in strategy.experimental_local_results(step)] for step in data]
+        batches = [list(range(4 * k, 4 * k + 4)) for k in range(n + 1)]
+        padded = batches + [[]] * (-len(batches) % n)
+        assert found == [padded[k : k + n] for k in range(0, len(padded), n)]
+    assert told == [ps.InputContext(1, 0, n)] * 2
+    assert str(told[0]) == "ps.InputContext(input pipeline id 0, total: 1)"
+    refused(ValueError, "cannot be shared equally", lambda: ps.InputContext(1, 0, 2).get_per_replica_batch_size(5))
+
+
+def test_the_training_loop_of_the_documents(strategy):
+    """Distribute, run, reduce: the variable ends where one process with all of the data ends."""
+    x = np.random.default_rng(0).normal(size=(22, 3))
+    y = x @ np.array([1.0, -2.0, 0.5])
+    v = variable(strategy, np.zeros(3))
+    optimizer = ps.optimizers.SGD(0.1)
+
+    def replica_fn(batch):
+        error = batch.x @ v.read_value() - batch.y
+        optimizer.apply_gradients([(2.0 * batch.x.T @ error / 8, v)])
+        return error**2
+
+    expected, losses, wanted = np.zeros(3), [], []
+    with strategy.scope():
+        data = strategy.experimental_make_numpy_dataset(Rows(x, y)).batch(8)
+        distributed = strategy.experimental_distribute_dataset(data)
+        for _ in range(5):
+            for batch in distributed:
+                loss = strategy.run(replica_fn, args=(batch,), options=ps.RunOptions())
+                losses.append(float(strategy.reduce(ps.ReduceOp.MEAN, loss, axis=0)))
+    for _ in range(5):
+        for start in range(0, 22, 8):
+            rows = slice(start, start + 8)
+            error = x[rows] @ expected - y[rows]
+            wanted.append((error**2).mean())
+            expected = expected - 0.1 * 2.0 * x[rows].T @ error / 8
+    np.testing.assert_allclose(losses, wanted, rtol=1e-9)
+    np.testing.assert_allclose(v.numpy(), expected, rtol=1e-9)
+    assert int(optimizer.iterations) == 15
+
+
+def test_the_next_batch_may_be_missing(strategy):
+    """An optional says so, as often as it is asked for; batches come as by `next`, also by its older name. What is
+    distributed has none of a dataset's methods."""
+    n = replicas(strategy)
+    for data in (
+        strategy.experimental_distribute_dataset([np.arange(float(n))] * 2),
+        strategy.experimental_distribute_datasets_from_function(lambda context: [np.ones(1)] * 2 * n),
+    ):
+        iterator, count = iter(data), 0
+        assert isinstance(iterator, ps.DistributedIterator)
+        while (optional := iterator.get_next_as_optional()).has_value():
+            ones = strategy.run(np.ones_like, (optional.get_value(),))
+            assert strategy.reduce("sum", ones, axis=0) == n
+            assert optional.element_spec == data.element_spec
+            count += 1
+        assert count == 2
+        for missing in (optional, iterator.get_next_as_optional()):
+            assert not missing.has_value()
+            assert missing.element_spec == data.element_spec
+            with pytest.raises(ValueError, match="the pass over the dataset has ended, and there is no batch"):
+                missing.get_value()
+    assert not any(hasattr(data, name) for name in ("batch", "map", "repeat", "shard", "shuffle"))
+    iterator = iter(strategy.experimental_distribute_dataset([np.arange(4), np.arange(4, 8)]))
+    assert [int(strategy.reduce("sum", x, axis=0)) for x in (next(iterator), iterator.get_next())] == [6, 22]
+    refused(StopIteration, "", lambda: next(iterator))
+
+
+def test_datasets_of_all_stages_are_distributed(strategy):
+    """Mapped, repeated, sharded, unbatched: a pass has what the dataset gives without a strategy, batch by batch."""
+    n = replicas(strategy)
+    rows = strategy.experimental_make_numpy_dataset((np.arange(10), np.arange(20.0).reshape(10, 2)))
+    for data in (
+        rows.shuffle(4).map(lambda x, y: {"x": x * 2, "y": y + x}).repeat(2).batch(6),
+        rows.batch(4).map(lambda x, y: {"x": -x, "y": y * y}).repeat(2).shard(2, 1),
+        rows.batch(3).unbatch().shard(2, 0).map(lambda x, y: {"x": x, "y": y}).batch(4),
+    ):
+        distributed = strategy.experimental_distribute_dataset(data)
+        for epoch in range(2):
+            found = [
+                [np.concatenate([own[name] for own in strategy.experimental_local_results(batch)]) for name in "xy"]
+                for batch in distributed
+            ]
+            assert listed(found) == listed([[batch["x"], batch["y"]] for batch in data.epoch(epoch)])
+        assert len(nest.flatten(distributed.element_spec)) == 2
+        own = strategy.distribute_datasets_from_function(lambda context, data=data: data)
+        assert sum(len(x["x"]) for b in own for x in strategy.experimental_local_results(b)) == data.size
+    endless = iter(strategy.experimental_distribute_dataset(rows.repeat().batch(2 * n)))
+    total = sum(float(strategy.reduce("sum", next(endless)[0], axis=0)) for _ in range(5))
+    assert total == 45.0 * n
+
+
+def listed(found):
+    """Arrays as lists."""
+    return [[np.asarray(array).tolist() for array in row] for row in found]
