@@ -23,22 +23,13 @@ from cryptography.x509.oid import NameOID
 
 from psclient.psctl.certificate_authority import Authority
 from pstesting.processes import CALM
-from tests.kit.internals import (
-    Core,
-    RemoteServer,
-    Security,
-    SecurityOptions,
-    ServerConfig,
-    ServerThread,
-    Task,
-    Timeouts,
-    start_server,
-)
+from tests.kit import internals as inside
+from tests.kit.internals import Core, RemoteServer, Security, SecurityOptions, ServerConfig, ServerThread, Task
 from tests.kit.rig import core
 
 NAMES = ("ps-0", "ps-1", "worker-0", "worker-1", "chief-0", "admin")
 PS0 = Task("ps", 0)
-HASTY = Timeouts(start=60.0, call=10.0, lease=10.0, round=30.0)
+HASTY = inside.Timeouts(start=60.0, call=10.0, lease=10.0, round=30.0)
 """A refusal has to come long before these."""
 
 
@@ -142,7 +133,7 @@ def client(
 
 def listening(stack: ExitStack, task: int = 0, **keys: Any) -> tuple[Popen[bytes], str]:
     """A real server that waits for a job, and its address; it is killed with the stack."""
-    process, address = start_server(task, until_done=False, timeouts=CALM, **keys)
+    process, address = inside.start_server(task, until_done=False, timeouts=CALM, **keys)
     stack.callback(process.communicate)
     stack.callback(process.kill)
     return process, address

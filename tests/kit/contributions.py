@@ -9,35 +9,8 @@ from typing import Any
 import numpy as np
 
 from pstesting.clock import Clock
-from tests.kit.internals import (
-    ALIGN,
-    BUCKETS,
-    ROWS,
-    Apply,
-    Array,
-    Contribution,
-    Member,
-    MemberShare,
-    Payload,
-    Peer,
-    PlacedVariable,
-    Plan,
-    PreparedPlan,
-    Program,
-    ReadyRound,
-    Reduction,
-    Ref,
-    RoundReply,
-    Rows,
-    SlotTensor,
-    TablePart,
-    TableSpec,
-    TensorSpec,
-    VariableSpec,
-    Vote,
-    align,
-    parts_of,
-)
+from tests.kit import internals as inside
+from tests.kit.internals import Array, Contribution, MemberShare, Payload, Peer, PlacedVariable, Plan, Ref, Rows, Vote
 from tests.kit.rig import WORKERS, Job, Servers, Worker, adding, at_once, core, payload
 
 Given = Array | Rows | None
@@ -68,34 +41,34 @@ def share(
 ) -> MemberShare:
     """One worker's share of a round on server 0."""
     counts, payload = packed(plan, given, operands)
-    chunks = [(at, memoryview(b"".join(buffers))) for at, buffers in parts_of(payload, part_bytes)]
+    chunks = [(at, memoryview(b"".join(buffers))) for at, buffers in inside.parts_of(payload, part_bytes)]
     own = tuple(weights) if weights else tuple(0.0 if one is None else 1.0 for one in given)
     said = Contribution(place + 1, 1, 4, plan.id, own, rows=counts)
-    PreparedPlan(plan, 0).check(said, payload.size)
-    return MemberShare(Member(WORKERS[place], place + 1, 1), said, Payload(chunks, payload.size))
+    inside.PreparedPlan(plan, 0).check(said, payload.size)
+    return MemberShare(inside.Member(WORKERS[place], place + 1, 1), said, Payload(chunks, payload.size))
 
 
-def round_of(plan: Plan, *shares: MemberShare) -> ReadyRound:
+def round_of(plan: Plan, *shares: MemberShare) -> inside.ReadyRound:
     """A round of these."""
-    return ReadyRound(4, PreparedPlan(plan, 0), shares, (), lambda: "the section")
+    return inside.ReadyRound(4, inside.PreparedPlan(plan, 0), shares, (), lambda: "the section")
 
 
-WHOLE = TensorSpec("float32", (ROWS, 2))
+WHOLE = inside.TensorSpec("float32", (inside.ROWS, 2))
 """A table of two numbers a row, as programs have it."""
 
 
 def part_of(
     number: int,
-    spec: TableSpec,
+    spec: inside.TableSpec,
     server: int = 0,
-    buckets: range = range(BUCKETS),
-    slot: SlotTensor | None = None,
+    buckets: range = range(inside.BUCKETS),
+    slot: inside.SlotTensor | None = None,
     name: str = "users",
     table: str = "users",
 ) -> PlacedVariable:
     """A variable that is a part of a table, or a tensor beside one."""
-    part = TablePart(table, spec, buckets.start, len(buckets), slot)
-    return PlacedVariable(number, VariableSpec(slot.name if slot else name, part.tensor, part=part), (server,))
+    part = inside.TablePart(table, spec, buckets.start, len(buckets), slot)
+    return PlacedVariable(number, inside.VariableSpec(slot.name if slot else name, part.tensor, part=part), (server,))
 
 
 def create_part(job: Job, worker: Worker, variable: PlacedVariable) -> PlacedVariable:
@@ -107,10 +80,12 @@ def create_part(job: Job, worker: Worker, variable: PlacedVariable) -> PlacedVar
     return variable
 
 
-def by_keys(*tables: PlacedVariable, program: Program | None = None, **more: object) -> Plan:
+def by_keys(*tables: PlacedVariable, program: inside.Program | None = None, **more: object) -> Plan:
     """A plan that adds rows by keys to each table."""
-    reductions = tuple(Reduction("sum", WHOLE, v.servers, repr(v.spec.name), "keys") for v in tables)
-    applies = tuple(Apply(0, v.servers, (Ref("variable", v.id), Ref("reduction", n))) for n, v in enumerate(tables))
+    reductions = tuple(inside.Reduction("sum", WHOLE, v.servers, repr(v.spec.name), "keys") for v in tables)
+    applies = tuple(
+        inside.Apply(0, v.servers, (Ref("variable", v.id), Ref("reduction", n))) for n, v in enumerate(tables)
+    )
     return Plan(reductions, programs=(program or adding(WHOLE),), applies=applies, **more)  # type: ignore[arg-type]
 
 
@@ -171,13 +146,13 @@ class Sending:
         self.begun: list[Payload] = []
         self.said = Contribution(worker.session, worker.epoch, worker.round, plan.id, given, False, (), want, observes)
         push = worker.job.verbs[server].push
-        self.reply: Future[RoundReply] = push(self.said, self.payload, self.begun.append)
+        self.reply: Future[inside.RoundReply] = push(self.said, self.payload, self.begun.append)
 
     def come(self, nbytes: int = 1 << 60, step: int = 1 << 60) -> Sending:
         """More bytes come, in parts of `step`; all of them, where it is not said how many."""
-        end = min(align(self._at + nbytes), len(self._bytes))
+        end = min(inside.align(self._at + nbytes), len(self._bytes))
         while self._at < end:
-            upto = min(end, self._at + align(min(step, end)))
+            upto = min(end, self._at + inside.align(min(step, end)))
             self.payload.add(self._at, memoryview(bytes(self._bytes[self._at : upto])))
             self._at = upto
         return self
@@ -209,7 +184,7 @@ def arrays(payload: Payload) -> list[float]:
     """The variables in the beginning of an answer, as far as they are there; each has one number throughout."""
     end = payload.end // (SIZE * 8)
     whole = np.concatenate([np.frombuffer(buffer, np.float64) for _, buffer in payload.chunks] or [np.zeros(0)])
-    assert payload.end % ALIGN == 0
+    assert payload.end % inside.ALIGN == 0
     return [float(whole[at * SIZE]) for at in range(end)]
 
 

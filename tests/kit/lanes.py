@@ -28,34 +28,11 @@ import pytest
 
 from psserver.transport.lane_server import LaneServer
 from pstesting.clock import Clock
-from tests.kit.internals import (
-    CLIENT_BYTES,
-    HEAD,
-    INLINE,
-    PART_BYTES,
-    PROTOCOL,
-    Contribution,
-    Kind,
-    LaneName,
-    Message,
-    Payload,
-    RemoteServer,
-    RoundReply,
-    Sealed,
-    Security,
-    Segment,
-    ServerConfig,
-    ServerThread,
-    Stream,
-    Task,
-    Timeouts,
-    messages,
-    parts_of,
-    pb,
-)
+from tests.kit import internals as inside
+from tests.kit.internals import HEAD, INLINE, Contribution, Kind, LaneName, Message, RemoteServer, Security, Stream, pb
 from tests.kit.rig import SOON, WORKERS, Job, Servers, Worker, core, eventually, payload, sum_into, together
 
-SIZE = PART_BYTES // 4
+SIZE = inside.PART_BYTES // 4
 """Elements of float32 of which a part holds as many."""
 
 ON_ONE_LANE = pytest.mark.parametrize("name", ["shm", pytest.param("tcp", marks=pytest.mark.soak)])
@@ -174,8 +151,8 @@ class Site:
         pool = stack.enter_context(ThreadPoolExecutor(1))
         self.core = core(0, submit=pool.submit, **more)
         stack.callback(self.core.close)
-        config = ServerConfig(self.core.task, security=shown[0], memory_limit=more.get("memory_limit", 0))
-        self.thread = stack.enter_context(ServerThread(self.core, config, grace=grace))
+        config = inside.ServerConfig(self.core.task, security=shown[0], memory_limit=more.get("memory_limit", 0))
+        self.thread = stack.enter_context(inside.ServerThread(self.core, config, grace=grace))
         self.lanes: LaneServer = self.thread._server._lanes
         between(self.lanes)
         self.begin(stack, self.thread.address, lane, shown[1], workers, elements, variables)
@@ -204,8 +181,10 @@ class Site:
 
     def connect(self, lane: LaneName, security: Security | None = None) -> RemoteServer:
         """One more connection."""
-        timeouts = Timeouts(lease=self.lease, call=10.0, round=SOON)
-        server = RemoteServer(self._address, Task("ps", 0), timeouts, lane=lane, security=security or self._security)
+        timeouts = inside.Timeouts(lease=self.lease, call=10.0, round=SOON)
+        server = RemoteServer(
+            self._address, inside.Task("ps", 0), timeouts, lane=lane, security=security or self._security
+        )
         self._stack.callback(server.close)
         return server
 
@@ -214,16 +193,16 @@ class Site:
         ids = tuple(variable.id for variable in self.variables)
         return Contribution(worker.session, worker.epoch, worker.round, self.plan.id, (1.0,) * len(ids), want=ids)
 
-    def payload(self, number: float) -> Payload:
+    def payload(self, number: float) -> inside.Payload:
         """A contribution: a number times 1, 2, 3 and so on."""
         values = [np.full(self._elements, place * number) for place in range(1, len(self.variables) + 1)]
         return payload(self.plan, 0, values, (1.0,) * len(values), ())
 
-    def push(self, worker: Worker, number: float, server: RemoteServer | None = None) -> Future[RoundReply]:
+    def push(self, worker: Worker, number: float, server: RemoteServer | None = None) -> Future[inside.RoundReply]:
         """Contributes to the round."""
         return (server or self.server).push(self.said(worker), self.payload(number))
 
-    def whole(self, numbers: Iterable[float], *answers: Future[RoundReply]) -> None:
+    def whole(self, numbers: Iterable[float], *answers: Future[inside.RoundReply]) -> None:
         """The round of these contributions is over: each counts once, and all answers say so."""
         self.sums += sum(numbers)
         specs = [variable.spec.tensor for variable in self.variables]
@@ -283,7 +262,7 @@ class Hand:
         outbox: the file that it was given; the server writes there. -1 where it was given none.
     """
 
-    def __init__(self, lanes: LaneServer, name: str, introduce: bool = True, nbytes: int = CLIENT_BYTES) -> None:
+    def __init__(self, lanes: LaneServer, name: str, introduce: bool = True, nbytes: int = inside.CLIENT_BYTES) -> None:
         self.outbox = -1
         if name == "tcp":
             self.sock = socket.create_connection(("127.0.0.1", lanes.port), SOON)
@@ -292,7 +271,7 @@ class Hand:
         self.sock.settimeout(SOON)
         eventually(lambda: self.sock.connect_ex(lanes.path) != errno.EAGAIN)  # others may wait to be let in
         if introduce:
-            segment, file = Segment.make(nbytes)
+            segment, file = inside.Segment.make(nbytes)
             self.memory = segment.memory
             self.hand_over(file)
 
@@ -328,7 +307,9 @@ class Hand:
         """Says who it is."""
         self.say(
             Kind.HELLO,
-            header=pb.LaneHello(session=session, token=token, lease=lease, protocol=PROTOCOL).SerializeToString(),
+            header=pb.LaneHello(
+                session=session, token=token, lease=lease, protocol=inside.PROTOCOL
+            ).SerializeToString(),
         )
         return self
 
@@ -340,8 +321,8 @@ class Hand:
     def push(self, site: Site, worker: Worker, number: float, call: int = 1) -> tuple[bytes, list[tuple[int, bytes]]]:
         """The header and the parts of a contribution; they are not sent."""
         sent = site.payload(number)
-        header = messages.contribution_to_pb(site.said(worker), sent.size).SerializeToString()
-        return header, [(offset, b"".join(buffers)) for offset, buffers in parts_of(sent)]
+        header = inside.messages.contribution_to_pb(site.said(worker), sent.size).SerializeToString()
+        return header, [(offset, b"".join(buffers)) for offset, buffers in inside.parts_of(sent)]
 
     def hear(self) -> Message:
         """The next message but those of memory that is free again; raises `ConnectionError` where there is none."""
@@ -652,7 +633,7 @@ def take_again(sock: Stream) -> None:
 
 
 def _plain(sock: Stream) -> socket.socket:
-    return sock._sock if isinstance(sock, Sealed) else sock
+    return sock._sock if isinstance(sock, inside.Sealed) else sock
 
 
 def connections(*ports: int) -> Iterator[socket.socket]:

@@ -18,59 +18,12 @@ import numpy as np
 from psserver.programs.kernels.compiler import PATIENCE, Compiler
 from pstesting.clock import Clock
 from pswire.checkpoint import assembly
-from tests.kit.internals import (
-    ALL,
-    LANES,
-    Apply,
-    Approved,
-    Array,
-    Contribution,
-    Core,
-    Epoch,
-    EpochClosed,
-    Input,
-    JobStarted,
-    LaneName,
-    LogEntry,
-    Member,
-    Mode,
-    Node,
-    Opened,
-    Operand,
-    ParameterServer,
-    Payload,
-    PlacedVariable,
-    Plan,
-    Position,
-    Program,
-    PSError,
-    ReduceOp,
-    Reduction,
-    Ref,
-    RemoteServer,
-    RestoreCommit,
-    RestoreOrder,
-    RestoreReply,
-    RoundReply,
-    ServerConfig,
-    ServerThread,
-    Shard,
-    ShardOf,
-    SnapshotOrder,
-    Snapshotted,
-    Start,
-    Task,
-    TensorSpec,
-    Timeouts,
-    Turn,
-    VariableSpec,
-    portable,
-    spec_of,
-)
+from tests.kit import internals as inside
+from tests.kit.internals import ALL, Core, Input, PlacedVariable, Plan, Program, Ref, RoundReply, Task, TensorSpec, Turn
 
 CHIEF = Task("chief", 0)
 WORKERS = tuple(Task("worker", index) for index in range(4))
-BEAT = Timeouts.beat
+BEAT = inside.Timeouts.beat
 SOON = 60.0
 """Seconds within which whatever can be answered is, on a machine that others use."""
 
@@ -97,11 +50,11 @@ def core(
 
     What a compiler in the background has not finished when a test is over would slow down all tests behind it.
     """
-    config = ServerConfig(
+    config = inside.ServerConfig(
         Task("ps", server),
         memory_limit=memory_limit,
         checkpoint_root=str(root),
-        timeouts=Timeouts(lease=lease),
+        timeouts=inside.Timeouts(lease=lease),
         **{"kernel_cache": os.environ.get("PS_KERNEL_CACHE", ""), **more},
     )
     made = Core(config, incarnation or 100 + server, clock or Clock(), submit, files)
@@ -138,7 +91,7 @@ class Servers:
         remote: whether there is a network in between.
     """
 
-    verbs: list[ParameterServer]
+    verbs: list[inside.ParameterServer]
     cores: list[Core]
     clock: Clock
     root: Any
@@ -172,10 +125,10 @@ def serving(kind: str, count: int, root: Path | str, memory_limit: int = 0) -> I
             if kind != "core":
                 submit = stack.enter_context(ThreadPoolExecutor(1)).submit
             cores.append(core(number, 0, memory_limit, root, clock, submit))
-        verbs: list[ParameterServer] = list(cores)
-        distant = kind in (*LANES, "calls")
+        verbs: list[inside.ParameterServer] = list(cores)
+        distant = kind in (*inside.LANES, "calls")
         if distant:
-            lane: LaneName = "grpc" if kind == "calls" else cast(LaneName, kind)
+            lane: inside.LaneName = "grpc" if kind == "calls" else cast(inside.LaneName, kind)
             verbs = [stack.enter_context(remote(one, lane=lane, streams=kind != "calls")) for one in cores]
         yield Servers(verbs, cores, clock, root, distant)
         for one in cores:
@@ -183,11 +136,13 @@ def serving(kind: str, count: int, root: Path | str, memory_limit: int = 0) -> I
 
 
 @contextmanager
-def remote(behind: Core, port: int = 0, lane: LaneName = "grpc", streams: bool = True) -> Iterator[RemoteServer]:
+def remote(
+    behind: Core, port: int = 0, lane: inside.LaneName = "grpc", streams: bool = True
+) -> Iterator[inside.RemoteServer]:
     """A core behind a real connection."""
-    with ServerThread(behind, ServerConfig(behind.task, port=port), grace=0.0) as thread:
-        timeouts = Timeouts(lease=4.0, call=10.0, round=SOON)
-        server = RemoteServer(thread.address, behind.task, timeouts, lane=lane, streams=streams)
+    with inside.ServerThread(behind, inside.ServerConfig(behind.task, port=port), grace=0.0) as thread:
+        timeouts = inside.Timeouts(lease=4.0, call=10.0, round=SOON)
+        server = inside.RemoteServer(thread.address, behind.task, timeouts, lane=lane, streams=streams)
         try:
             yield server
         finally:
@@ -206,13 +161,13 @@ class Job:
         self.verbs = servers.verbs
         self.begin()
 
-    def begin(self) -> JobStarted:
+    def begin(self) -> inside.JobStarted:
         """Opens a chief's session and begins a job, whatever was there before."""
         self.opened = self.open(CHIEF, 0, True)
         self.token = self.opened.token
-        self.epoch = Epoch(0, ())
+        self.epoch = inside.Epoch(0, ())
         self.variables: list[PlacedVariable] = []
-        entry = JobStarted(self.token, tuple(one.incarnation for one in self.servers.cores))
+        entry = inside.JobStarted(self.token, tuple(one.incarnation for one in self.servers.cores))
         for server in self.verbs:
             assert server.approve(self.token, 0, [entry]) == 1
         return entry
@@ -222,10 +177,10 @@ class Job:
         task: Task,
         replicas: int = 1,
         drives: bool = False,
-        mode: Mode = "sync",
+        mode: inside.Mode = "sync",
         backup_workers: int = 0,
         k: int = 0,
-    ) -> Opened:
+    ) -> inside.Opened:
         """Opens a session on every server; the process that was this task, or chief, before it has ended."""
         self.end(task, drives)
         opened = self.verbs[0].open(task, replicas, 0, drives, mode, "", 0, backup_workers, k)
@@ -248,64 +203,51 @@ class Job:
             else:  # in another process, whose clock nobody turns
                 self.verbs[0].leave(session, "it ended")
 
-    def append(self, *entries: LogEntry) -> None:
+    def append(self, *entries: inside.LogEntry) -> None:
         """Appends to server 0's log and copies all of it to the others."""
         first = self.verbs[0]
         length = first.status().log
         assert first.approve(self.token, length, entries) == length + len(entries)
-        whole: list[LogEntry] = []
+        whole: list[inside.LogEntry] = []
         while len(whole) < length + len(entries):  # a long log comes in several answers
             whole += first.watch(self.opened.session, len(whole), 0).result(SOON).entries
         for server in self.verbs[1:]:
             assert server.approve(self.token, 0, whole) == len(whole)
 
-    def join(
-        self, *tasks: Task, replicas: int = 1, mode: Mode = "sync", backup_workers: int = 0, k: int = 0
-    ) -> list[Worker]:
-        """Opens a session for each task, and closes an epoch of them and of those who are there."""
-        workers = [
-            Worker(
-                self,
-                task,
-                self.open(task, replicas, mode=mode, backup_workers=backup_workers, k=k).session,
-                replicas,
-                mode=mode,
-                backup_workers=backup_workers,
-                k=k,
-            )
-            for task in tasks
-        ]
+    def join(self, *tasks: Task, replicas: int = 1, **said: Any) -> list[Worker]:
+        """Opens a session for each task, and closes an epoch of them and of those who are there; see `open`."""
+        workers = [Worker(self, task, self.open(task, replicas, **said).session, replicas, **said) for task in tasks]
         members = [*self.epoch.members, *(worker.member for worker in workers)]
         self.close(sorted(members, key=lambda member: member.task))
         for worker in workers:
             worker.epoch = self.epoch.number
         return workers
 
-    def close(self, members: Sequence[Member] = ()) -> Epoch:
+    def close(self, members: Sequence[inside.Member] = ()) -> inside.Epoch:
         """Closes an epoch of these members."""
         number = self.epoch.number + 1
-        self.epoch = Epoch(number, tuple(members), start=Start(number, 0))
-        self.append(EpochClosed(self.epoch))
+        self.epoch = inside.Epoch(number, tuple(members), start=inside.Start(number, 0))
+        self.append(inside.EpochClosed(self.epoch))
         return self.epoch
 
     def variable(
         self,
         creator: Worker,
-        value: Array,
+        value: inside.Array,
         servers: tuple[int, ...] = (0,),
         name: str = "",
         saved_as: str | None = None,
-        shard: ShardOf | None = None,
+        shard: inside.ShardOf | None = None,
         alone: bool = False,
     ) -> PlacedVariable:
         """Creates a variable with its first value, as the next of the job."""
-        called, tensor = name or f"v{len(self.variables)}", spec_of(np.asarray(value))
-        spec = VariableSpec(called, tensor, True, saved_as, shard, alone=alone)
+        called, tensor = name or f"v{len(self.variables)}", inside.spec_of(np.asarray(value))
+        spec = inside.VariableSpec(called, tensor, True, saved_as, shard, alone=alone)
         ordinal = len(self.variables)
         named = self.verbs[0].create(creator.session, ordinal, -1, spec, servers, None)
         variable = PlacedVariable(named.id, spec, named.servers)
         for server in variable.servers:
-            payload = Payload.pack([portable(value)])
+            payload = inside.Payload.pack([inside.portable(value)])
             self.verbs[server].create(creator.session, ordinal, variable.id, spec, variable.servers, payload)
         self.variables.append(variable)
         return variable
@@ -327,7 +269,7 @@ class Job:
     def approve(self, plan: Plan, proposer: Worker) -> Plan:
         """Proposes and approves a plan."""
         self.verbs[0].propose(proposer.session, plan, "", None)
-        self.append(Approved(plan))
+        self.append(inside.Approved(plan))
         return plan
 
     def order(self, worker: Worker, path: str, state: str = "", **said: Any) -> Plan:
@@ -338,22 +280,22 @@ class Job:
         worker.round += 1
         return plan
 
-    def save(self, worker: Worker, path: str = "run/ckpt-1", **said: Any) -> list[Shard]:
+    def save(self, worker: Worker, path: str = "run/ckpt-1", **said: Any) -> list[inside.Shard]:
         """Orders a checkpoint, and does what a chief does then: shards, the manifest, the log."""
         plan = self.order(worker, path, **said)
         try:
             pending = [server.snapshot(self.token, plan.id, "") for server in self.verbs]
             shards = [future.result(SOON) for future in pending]
             self.verbs[0].snapshot(self.token, plan.id, manifest_of(shards)).result(SOON)
-        except PSError as error:
-            self.append(Snapshotted(plan.id, 0, path, str(error)))
+        except inside.PSError as error:
+            self.append(inside.Snapshotted(plan.id, 0, path, str(error)))
             raise
-        self.append(Snapshotted(plan.id, shards[0].round, path))
+        self.append(inside.Snapshotted(plan.id, shards[0].round, path))
         return shards
 
     def restore(
-        self, worker: Worker, path: str = "run", order: RestoreOrder = ALL, others: Sequence[Worker] = ()
-    ) -> RestoreReply:
+        self, worker: Worker, path: str = "run", order: inside.RestoreOrder = ALL, others: Sequence[Worker] = ()
+    ) -> inside.RestoreReply:
         """What every process does to restore; the others are the members besides."""
         turn, members = worker.turn(), (worker, *others)
         found = self.prepare(worker, path, turn, order)
@@ -364,18 +306,18 @@ class Job:
             member.round += 1
         return found
 
-    def prepare(self, worker: Worker, path: str, turn: Turn, order: RestoreOrder = ALL) -> RestoreReply:
+    def prepare(self, worker: Worker, path: str, turn: Turn, order: inside.RestoreOrder = ALL) -> inside.RestoreReply:
         """Has all servers prepare a restore; they say the same."""
-        opened = self.verbs[0].restore(worker.session, path, turn, RestoreOrder("open")).result(SOON)
+        opened = self.verbs[0].restore(worker.session, path, turn, inside.RestoreOrder("open")).result(SOON)
         futures = [server.restore(worker.session, opened.path, turn, order) for server in self.verbs]
         assert all(future.result(SOON) == opened for future in futures)
         return opened
 
     def commit(self, worker: Worker, path: str, turn: Turn) -> Plan:
         """The plan of the round that commits a restore."""
-        return self.approve(Plan(restore=RestoreCommit(path, tuple(range(len(self.verbs))), turn)), worker)
+        return self.approve(Plan(restore=inside.RestoreCommit(path, tuple(range(len(self.verbs))), turn)), worker)
 
-    def value(self, reader: Worker, variable: PlacedVariable, after: int = -1) -> Array:
+    def value(self, reader: Worker, variable: PlacedVariable, after: int = -1) -> inside.Array:
         """Reads a variable."""
         server = self.verbs[variable.servers[0]]
         reply = server.pull(reader.session, [variable.id], after).result(SOON)
@@ -404,7 +346,7 @@ class Worker:
     replicas: int = 1
     epoch: int = 0
     round: int = 0
-    mode: Mode = "sync"
+    mode: inside.Mode = "sync"
     restores: int = 0
     backup_workers: int = 0
     k: int = 0
@@ -416,9 +358,9 @@ class Worker:
         return Turn(self.round, self.epoch, self.restores) if self.mode == "sync" else Turn(0, 0, self.restores)
 
     @property
-    def member(self) -> Member:
+    def member(self) -> inside.Member:
         """This process as epochs name it."""
-        return Member(self.task, self.session, self.replicas, self.mode, self.backup_workers, self.k)
+        return inside.Member(self.task, self.session, self.replicas, self.mode, self.backup_workers, self.k)
 
     def push(
         self,
@@ -427,29 +369,17 @@ class Worker:
         *,
         weights: Sequence[float] | None = None,
         operands: Sequence[Any] = (),
-        want: tuple[int, ...] = (),
-        more: bool = False,
-        positions: tuple[Position, ...] = (),
         server: int = 0,
-        previous: int = -1,
-        chunks: tuple[int, ...] = (),
         alone: bool = False,
+        **more: Any,
     ) -> Future[RoundReply]:
-        """Contributes to its next round, on one server, or to one of its own; the test turns the round."""
+        """Contributes to its next round, on one server, or to one of its own; the test turns the round.
+
+        More fields of a `Contribution` may be given.
+        """
         given = tuple(weights) if weights is not None else (float(self.replicas),) * len(plan.reductions)
-        said = Contribution(
-            self.session,
-            self.epoch,
-            self.own if alone else self.round,
-            plan.id,
-            given,
-            more,
-            positions,
-            want,
-            previous=previous,
-            chunks=chunks,
-            alone=alone,
-        )
+        number = self.own if alone else self.round
+        said = inside.Contribution(self.session, self.epoch, number, plan.id, given, alone=alone, **more)
         return self.job.verbs[server].push(said, payload(plan, server, values, given, operands))
 
     def make(self, plan: Plan, values: Sequence[Any] = (), **said: Any) -> RoundReply:
@@ -464,16 +394,16 @@ class Worker:
 
 def payload(
     plan: Plan, server: int, values: Sequence[Any], weights: Sequence[float], operands: Sequence[Any]
-) -> Payload:
+) -> inside.Payload:
     """What goes to one server: the operands, then the contributions that count."""
     used = zip(plan.operands, operands, strict=True)
-    arrays = [portable(np.asarray(value, one.tensor.dtype)) for one, value in used if server in one.servers]
+    arrays = [inside.portable(np.asarray(value, one.tensor.dtype)) for one, value in used if server in one.servers]
     arrays += [
-        portable(np.asarray(value, reduction.tensor.dtype))
+        inside.portable(np.asarray(value, reduction.tensor.dtype))
         for reduction, value, weight in zip(plan.reductions, values, weights, strict=True)
         if weight and server in reduction.servers
     ]
-    return Payload.pack(arrays)
+    return inside.Payload.pack(arrays)
 
 
 def together(*futures: Future[RoundReply]) -> list[RoundReply]:
@@ -487,7 +417,7 @@ def turn(*workers: Worker) -> None:
         worker.round += 1
 
 
-def given(reply: RoundReply, plan: Plan, server: int = 0, want: Sequence[PlacedVariable] = ()) -> list[Array]:
+def given(reply: RoundReply, plan: Plan, server: int = 0, want: Sequence[PlacedVariable] = ()) -> list[inside.Array]:
     """The values in an answer: what the plan returns, then the wanted variables."""
     specs = [variable.spec.tensor for variable in want] + [spec for _, spec in plan.given(server)]
     tensors = reply.payload.tensors(specs)
@@ -499,49 +429,51 @@ def given(reply: RoundReply, plan: Plan, server: int = 0, want: Sequence[PlacedV
 
 def adding(tensor: TensorSpec) -> Program:
     """The program `v.assign_add(x)`."""
-    return Program((Input("variable", tensor), Input("value", tensor)), (Node("add", (0, 1)),), ((0, 2),), ())
+    return Program((Input("variable", tensor), Input("value", tensor)), (inside.Node("add", (0, 1)),), ((0, 2),), ())
 
 
 def scaling(tensor: TensorSpec) -> Program:
     """The program `v.assign_sub(x * rate)`, whose rate is an operand; returns the new value."""
     inputs = (Input("variable", tensor), Input("value", tensor), Input("operand", TensorSpec(tensor.dtype, ())))
-    return Program(inputs, (Node("multiply", (1, 2)), Node("subtract", (0, 3))), ((0, 4),), (4,))
+    return Program(inputs, (inside.Node("multiply", (1, 2)), inside.Node("subtract", (0, 3))), ((0, 4),), (4,))
 
 
-def sum_into(*variables: PlacedVariable, op: ReduceOp = "sum", returned: bool = True) -> Plan:
+def sum_into(*variables: PlacedVariable, op: inside.ReduceOp = "sum", returned: bool = True) -> Plan:
     """A plan that adds to each variable what is reduced for it, and returns what was reduced."""
     return Plan(
-        reductions=tuple(Reduction(op, v.spec.tensor, v.servers, repr(v.spec.name)) for v in variables),
+        reductions=tuple(inside.Reduction(op, v.spec.tensor, v.servers, repr(v.spec.name)) for v in variables),
         programs=tuple(adding(v.spec.tensor) for v in variables),
         applies=tuple(
-            Apply(index, v.servers, (Ref("variable", v.id), Ref("reduction", index)))
+            inside.Apply(index, v.servers, (Ref("variable", v.id), Ref("reduction", index)))
             for index, v in enumerate(variables)
         ),
         returned=tuple(Ref("reduction", index) for index in range(len(variables))) if returned else (),
     )
 
 
-def reduce_only(tensor: TensorSpec, op: ReduceOp = "sum", server: int = 0, target: str = "") -> Plan:
+def reduce_only(tensor: TensorSpec, op: inside.ReduceOp = "sum", server: int = 0, target: str = "") -> Plan:
     """A plan that reduces one value and changes nothing."""
-    return Plan(reductions=(Reduction(op, tensor, (server,), target),), returned=(Ref("reduction", 0),))
+    return Plan(reductions=(inside.Reduction(op, tensor, (server,), target),), returned=(Ref("reduction", 0),))
 
 
 def sgd(variable: PlacedVariable) -> Plan:
     """A plan that subtracts a mean times a rate, the operand; returns the new value."""
     return Plan(
-        reductions=(Reduction("mean", variable.spec.tensor, variable.servers),),
-        operands=(Operand(TensorSpec(variable.spec.tensor.dtype, ()), variable.servers),),
+        reductions=(inside.Reduction("mean", variable.spec.tensor, variable.servers),),
+        operands=(inside.Operand(TensorSpec(variable.spec.tensor.dtype, ()), variable.servers),),
         programs=(scaling(variable.spec.tensor),),
-        applies=(Apply(0, variable.servers, (Ref("variable", variable.id), Ref("reduction", 0), Ref("operand", 0))),),
+        applies=(
+            inside.Apply(0, variable.servers, (Ref("variable", variable.id), Ref("reduction", 0), Ref("operand", 0))),
+        ),
         returned=(Ref("result", 0),),
     )
 
 
-def manifest_of(shards: Sequence[Shard]) -> str:
+def manifest_of(shards: Sequence[inside.Shard]) -> str:
     """The text of the manifest that a chief writes for these shards."""
-    return replace(assembly.manifest_of(shards, SnapshotOrder("", ())), saved_at=0.0).text()
+    return replace(assembly.manifest_of(shards, inside.SnapshotOrder("", ())), saved_at=0.0).text()
 
 
 def checkpoint(path: str, servers: tuple[int, ...], state: str = "", round: int = 0) -> Plan:
     """A plan that only orders a checkpoint."""
-    return Plan(snapshot=SnapshotOrder(path, servers, round, state))
+    return Plan(snapshot=inside.SnapshotOrder(path, servers, round, state))

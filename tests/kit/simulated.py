@@ -35,19 +35,8 @@ from pstesting.simulation.machines import Host
 from pstesting.simulation.scheduler import Scheduler, UnlockedFuture
 from pstesting.simulation.servers import SimulatedServer
 from pstesting.simulation.workloads import Workload
-from tests.kit.internals import (
-    ClusterSpec,
-    Mode,
-    Outgoing,
-    Plan,
-    PSError,
-    ServerStatus,
-    SnapshotOrder,
-    Task,
-    TaskTaken,
-    TensorSpec,
-    Timeouts,
-)
+from tests.kit import internals as inside
+from tests.kit.internals import ClusterSpec, Mode, Outgoing, Plan, PSError, ServerStatus, SnapshotOrder, Task, Timeouts
 
 log = logging.getLogger("psclient.chief")
 
@@ -195,7 +184,7 @@ class DrivingChief(SimulatedChief):
         self.drives = True
         try:
             self.chief.drive(self._takes_over, waits=not self._takes_over)
-        except TaskTaken:
+        except inside.TaskTaken:
             self.drives = False
             if self._task.job == "chief":
                 return False
@@ -240,7 +229,7 @@ class World:
         slow: Mapping[int, float] | None = None,
         seed: int = 0,
     ) -> None:
-        workload = Workload(servers, step=step, copies=copies, tensor=TensorSpec("float64", (4,)))
+        workload = Workload(servers, step=step, copies=copies, tensor=inside.TensorSpec("float64", (4,)))
         self.cluster = Cluster(
             workers, workload, COSTS, mode=mode, backup_workers=backup_workers, staleness=staleness, timeouts=timeouts,
             root=f"memory://simulated-{next(_places)}",

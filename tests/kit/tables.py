@@ -22,41 +22,14 @@ from psserver.tables.native import Native
 from psserver.tables.table import Table
 from pstesting.in_process import InProcessCluster
 from pswire.checkpoint.writer import Frozen, write_manifest, write_shard
-from tests.kit.internals import (
-    BUCKETS,
-    Apply,
-    Array,
-    Contribution,
-    Input,
-    Node,
-    Payload,
-    Plan,
-    Program,
-    Reduction,
-    Ref,
-    RowRead,
-    Rows,
-    SavedCheckpoint,
-    SentRows,
-    SlotTensor,
-    SnapshotOrder,
-    Sparse,
-    TableSpec,
-    TableState,
-    TensorSpec,
-    buckets_of,
-    hashes_of,
-    joined,
-    manifest_of,
-    row_specs,
-    storage_at,
-)
+from tests.kit import internals as inside
+from tests.kit.internals import BUCKETS, Array, Input, Node, Plan, Ref, Rows, SavedCheckpoint, SentRows, TableSpec
 from tests.kit.internals import ServerDevice as Device
 from tests.kit.rig import adding
 from tests.kit.strategies import patient
 
 NAME = "users"
-SLOTS = (SlotTensor("adam/users/m", "float64", (), 0.5), SlotTensor("adam/users/v", "float32", (2,)))
+SLOTS = (inside.SlotTensor("adam/users/m", "float64", (), 0.5), inside.SlotTensor("adam/users/v", "float32", (2,)))
 
 
 def ranges(count: int) -> list[range]:
@@ -87,7 +60,7 @@ class Servers:
     def step(self, keys: np.ndarray, value: float = 1.0) -> None:
         """Makes a round, which adds a number to rows."""
         keys = keys.astype(self.spec.key_dtype)
-        buckets = buckets_of(hashes_of(keys, self.spec.salt))
+        buckets = inside.buckets_of(inside.hashes_of(keys, self.spec.salt))
         for part in self.parts:
             opened = part.begin(part.round + 1, keys[(buckets >= part.buckets.start) & (buckets < part.buckets.stop)])
             for array in part.arrays:
@@ -102,21 +75,21 @@ class Servers:
     def save(self, name: str, base: str = "", objects=None) -> SavedCheckpoint:
         """Writes a checkpoint; with a base what has changed since."""
         since = self.rounds.get(base, [-1] * len(self.parts))
-        order = SnapshotOrder(
+        order = inside.SnapshotOrder(
             name, tuple(range(len(self.parts))), 0, json.dumps({"base": base, "objects": objects or {}})
         )
-        place, shards = storage_at(self.root), []
+        place, shards = inside.storage_at(self.root), []
         self.rounds[name] = [part.round for part in self.parts]
         for number, (part, round) in enumerate(zip(self.parts, since, strict=True)):
             held = FrozenPart(NAME, part, part.hold(round), bool(base))
             frozen = Frozen(order, number, 7, (), {} if number else {**self.values}, tables={NAME: held})
             shards.append(write_shard(place, frozen, lambda value: (value,), lambda name: None))
-        write_manifest(place, frozen, manifest_of(shards, order).text())
+        write_manifest(place, frozen, inside.manifest_of(shards, order).text())
         return self.opened(name)
 
     def opened(self, name: str) -> SavedCheckpoint:
         """Opens a checkpoint."""
-        return SavedCheckpoint.at(storage_at(self.root), name)
+        return SavedCheckpoint.at(inside.storage_at(self.root), name)
 
     def restored(self, name: str, count: int, spec: TableSpec | None = None, **wanted) -> Servers:
         """Restores a checkpoint onto so many servers."""
@@ -126,9 +99,9 @@ class Servers:
         parts = [restored(saved, Wanted(NAME, spec, slots, each, **given), compiled()) for each in ranges(count)]
         return Servers(self.root, spec, parts)
 
-    def state(self) -> TableState:
+    def state(self) -> inside.TableState:
         """The state of the whole."""
-        return joined([part.state() for part in self.parts], range(BUCKETS))
+        return inside.joined([part.state() for part in self.parts], range(BUCKETS))
 
 
 @cache
@@ -192,7 +165,7 @@ class Job:
         self.checkpoint.sync()
         return path
 
-    def state(self) -> TableState:
+    def state(self) -> inside.TableState:
         """The state of all parts, with the tensors beside the rows in the order of their names."""
         self.table.size()  # all rounds are over then, on all servers
         stored = [core.machine.store.tables()[0] for core in self.cluster.cores]
@@ -202,20 +175,20 @@ class Job:
             order = np.argsort([slot.name for slot in each.table.tensors])
             weights, *beside = held.tensors
             states.append(replace(held, tensors=(weights, *(beside[number] for number in order))))
-        return joined(states, range(BUCKETS))
+        return inside.joined(states, range(BUCKETS))
 
     def numbers(self):
         return {v.name: v.numpy().tobytes() for v in (self.bias, *self.optimizer.variables) if not v.shape}
 
 
 SIZE = 5
-NUMBER, TABLE = TensorSpec("int64", ()), TensorSpec("int64", (SIZE, 2))
+NUMBER, TABLE = inside.TensorSpec("int64", ()), inside.TensorSpec("int64", (SIZE, 2))
 PRIME = (1 << 53) - 111
 
 Kind = int
 ADDS, TICKS = KINDS = (0, 1)
 
-TICKING = Program(
+TICKING = inside.Program(
     (Input("variable", TABLE), Input("value", TABLE), Input("operand", NUMBER)),
     (Node("add", (0, 1)), Node("add", (3, 2))),
     ((0, 4),),
@@ -252,7 +225,7 @@ class Tables:
     def _kind(self, variable: int) -> Kind:
         return (variable - self._first) // self._servers
 
-    def updated(self, plan: Plan, ways: Mapping[Kind, Sparse], returned: bool) -> Plan:
+    def updated(self, plan: Plan, ways: Mapping[Kind, inside.Sparse], returned: bool) -> Plan:
         """A plan that updates tables of its servers as well.
 
         Args:
@@ -266,8 +239,8 @@ class Tables:
             for server in plan.servers:
                 rows = Ref("reduction", len(reductions))
                 args = (Ref("variable", self.variable(kind, server)), rows, *[Ref("operand", 0)] * (kind == TICKS))
-                applies.append(Apply(len(programs) - 1, (server,), args, way))
-                reductions.append(Reduction("sum", TABLE, (server,), "a table", "rows"))
+                applies.append(inside.Apply(len(programs) - 1, (server,), args, way))
+                reductions.append(inside.Reduction("sum", TABLE, (server,), "a table", "rows"))
                 given += [rows] * returned
         lists = (tuple(found) for found in (reductions, applies, programs, given))
         return replace(plan, **dict(zip(("reductions", "applies", "programs", "returned"), lists, strict=True)))
@@ -282,7 +255,7 @@ class Tables:
 
     # ---- What servers do ----
 
-    def came(self, name: Name, plan: Plan, said: Contribution, payload: Payload) -> None:
+    def came(self, name: Name, plan: Plan, said: inside.Contribution, payload: inside.Payload) -> None:
         """A contribution begins to arrive."""
         server, _, _ = name
         here = [(place, reduction) for place, reduction in enumerate(plan.reductions) if server in reduction.servers]
@@ -293,7 +266,9 @@ class Tables:
             if n and (place, plan.reductions[place]) in here
         }
         tensors = (
-            payload.tensors([NUMBER] * (1 + len(dense)) + [spec for n in sent.values() for spec in row_specs(TABLE, n)])
+            payload.tensors(
+                [NUMBER] * (1 + len(dense)) + [spec for n in sent.values() for spec in inside.row_specs(TABLE, n)]
+            )
             if sent
             else []
         )
@@ -355,7 +330,7 @@ class Tables:
             assert np.array_equal(values, self._sum(name, kind, counted)[ids])
 
     def check_answer(
-        self, name: Name, answer: object, reads: Sequence[RowRead], rows: Sequence[Array], alone: bool
+        self, name: Name, answer: object, reads: Sequence[inside.RowRead], rows: Sequence[Array], alone: bool
     ) -> None:
         """Rows that come with an answer are those after its round; where it is asked again, perhaps of a later one."""
         if answer in self._seen:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,23 +24,8 @@ from psclient._src.processes.aggregation.sums import Own, part_of, sum_of
 from psclient._src.rounds.membership import Group
 from pstesting.in_process import InProcessCluster
 from pstesting.script import ME, add_all, gate, say
-from tests.kit.internals import (
-    ALIGN,
-    Contribution,
-    Examples,
-    Exchange,
-    Member,
-    Mode,
-    Outgoing,
-    Payload,
-    Position,
-    RoundReply,
-    Session,
-    Task,
-    TensorSpec,
-    Timeouts,
-    VariableSpec,
-)
+from tests.kit import internals as inside
+from tests.kit.internals import ALIGN, Examples, Member, Mode, Payload, Position, RoundReply, Task, TensorSpec, Timeouts
 from tests.kit.internals import ClientDevice as Device
 from tests.kit.rig import SOON, WORKERS, Job
 
@@ -145,21 +130,21 @@ class Process:
 
     def __init__(self, job: Job, task: Any, mode: Mode, replicas: int = 1, timeouts: Timeouts = SLOW) -> None:
         devices = tuple(Device("cpu", index) for index in range(replicas))
-        self.session = Session(task, job.verbs, replicas, timeouts=timeouts, consistency=mode)
+        self.session = inside.Session(task, job.verbs, replicas, timeouts=timeouts, consistency=mode)
         self.session.open()
         self.group = Group(self.session, devices)
-        self.exchange = Exchange(self.session, self.group)
+        self.exchange = inside.Exchange(self.session, self.group)
 
     @property
     def member(self) -> Member:
         return Member(self.session.task, self.session.number, self.session.replicas, self.session.consistency)
 
     def create(self, name: str, server: int = 0) -> Any:
-        return self.exchange.creation.create(VariableSpec(name, NUMBER), (server,), np.asarray(0), now=True)
+        return self.exchange.creation.create(inside.VariableSpec(name, NUMBER), (server,), np.asarray(0), now=True)
 
     def add(self, plan: Any, value: int) -> None:
         self.exchange.enter(plan)
-        self.exchange.send(Outgoing(plan, (1.0,), (np.asarray(value),), ()))
+        self.exchange.send(inside.Outgoing(plan, (1.0,), (np.asarray(value),), ()))
         self.exchange.window.settle()
 
 
@@ -250,18 +235,6 @@ class Strand:
         self._done.release()
 
 
-Singles = Sequence[Own]
-"""Contributions that are summed."""
-
-
-class HostProcess(Protocol):
-    """A worker's process."""
-
-    task: Task
-    state: str
-    exchange: Exchange
-
-
 @dataclass
 class Door:
     """A worker's place at its host, which takes what it would push.
@@ -272,7 +245,7 @@ class Door:
     """
 
     host: ModelHost
-    process: HostProcess
+    process: Any
 
     def push(self, own: Own) -> Future[RoundReply]:
         """Takes a contribution."""
@@ -291,7 +264,7 @@ class ModelHost:
 
     Args:
         number: its number.
-        send: sends a sum from a task to a server.
+        send: sends a sum of contributions from a task to a server.
         specs: returns the tensors of some variables.
         luck: what comes.
     """
@@ -299,7 +272,7 @@ class ModelHost:
     def __init__(
         self,
         number: int,
-        send: Callable[[Task, int, Contribution, Payload, Singles], Future[RoundReply]],
+        send: Callable[[Task, int, inside.Contribution, Payload, Sequence[Own]], Future[RoundReply]],
         specs: Callable[[Sequence[int]], list[TensorSpec]],
         luck: Random,
     ) -> None:
@@ -308,11 +281,11 @@ class ModelHost:
         self._send = send
         self._specs = specs
         self._luck = luck
-        self._open: dict[tuple[int, int], list[tuple[HostProcess, Own]]] = defaultdict(list)
+        self._open: dict[tuple[int, int], list[tuple[Any, Own]]] = defaultdict(list)
         self._decided: set[tuple[int, int]] = set()
-        self._sent: list[tuple[HostProcess, list[tuple[HostProcess, Own]]]] = []
+        self._sent: list[tuple[Any, list[tuple[Any, Own]]]] = []
 
-    def take(self, process: HostProcess, own: Own) -> None:
+    def take(self, process: Any, own: Own) -> None:
         """Takes what a worker contributes to a round."""
         key = own.server, own.said.round
         if key in self._decided:
@@ -329,13 +302,13 @@ class ModelHost:
                 self._decided.add(key)
                 self._sum(self._open.pop(key))
 
-    def end(self, process: HostProcess) -> None:
+    def end(self, process: Any) -> None:
         """A worker has died: what it has sent for others may still arrive, and they find out that it is gone."""
         for leader, singles in [each for each in self._sent if each[0] is process]:
             self._sent.remove((leader, singles))
             self._refuse(singles)
 
-    def _sum(self, singles: list[tuple[HostProcess, Own]]) -> None:
+    def _sum(self, singles: list[tuple[Any, Own]]) -> None:
         living = [(process, own) for process, own in singles if process.state == "runs"]
         if len(singles) < 2 or not living:
             self._refuse(singles)
@@ -356,7 +329,7 @@ class ModelHost:
 
     def _answered(
         self,
-        sent: tuple[HostProcess, list[tuple[HostProcess, Own]]],
+        sent: tuple[Any, list[tuple[Any, Own]]],
         mine: Own,
         want: Sequence[int],
         pushed: Future[RoundReply],
@@ -372,7 +345,7 @@ class ModelHost:
             if process.state == "runs":
                 own.answer(part_of(pushed.result(), want, own.said.want, lambda: specs))
 
-    def _refuse(self, singles: list[tuple[HostProcess, Own]]) -> None:
+    def _refuse(self, singles: list[tuple[Any, Own]]) -> None:
         for process, own in singles:
             if process.state == "runs":
                 own.refuse()
