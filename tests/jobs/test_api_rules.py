@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 
 import psclient as ps
 from psclient._src.values import local_results
+from pstesting.in_process import InProcessCluster
 from tests.kit.strategies import replicas, variable
 
 here = ps.get_replica_context
@@ -27,20 +29,28 @@ def single():
         yield strategy
 
 
+@contextmanager
+def opened(replicas=1, **options):
+    devices = [f"cpu:{index}" for index in range(replicas)]
+    with (
+        InProcessCluster() as cluster,
+        ps.ParameterServerStrategy(devices, cluster_resolver=cluster.resolver(), **options) as strategy,
+    ):
+        yield strategy
+
+
 @pytest.fixture(scope="module")
 def two():
-    with ps.ParameterServerStrategy(devices=["cpu:0", "cpu:1"]) as strategy:
+    with opened(2) as strategy:
         yield strategy
 
 
 @pytest.fixture(params=["single", "two"])
 def strategy(request):
-    """One of one replica, and one of two."""
     return request.getfixturevalue(request.param)
 
 
 def ones(strategy):
-    """A per-replica array of ones; with one replica the bare array."""
     return strategy.run(lambda: np.ones(3, "float32"))
 
 
@@ -134,9 +144,9 @@ def test_what_was_recorded_before_an_error_is_done(single):
         kept[1].numpy()
 
 
-def test_an_interrupt_within_a_round_ends_the_session(tmp_path):
+def test_an_interrupt_within_a_round_ends_the_session():
     """The servers have its contribution: the next section would be taken for a resend, and its own lost."""
-    with ps.ParameterServerStrategy(devices=["cpu:0"]) as strategy:
+    with opened() as strategy:
         w = variable(strategy)
         w.assign_add(1.0)
         original = strategy._exchange._stand_in
@@ -187,7 +197,7 @@ def sum_into(strategy, v):
 
 def test_an_open_section_belongs_to_one_thread():
     """Another may read variables, as of the last round; it is told so if it updates, and disturbs nothing."""
-    with ps.ParameterServerStrategy(devices=["cpu:0"], timeouts=ps.Timeouts(call=1.0)) as single:
+    with opened(timeouts=ps.Timeouts(call=1.0)) as single:
         w = variable(single)
         with single.scope():
             result = sum_into(single, w)
