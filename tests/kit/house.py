@@ -133,10 +133,7 @@ def _whole(name: str) -> str:
 
 ROOMS = {room.name: room for room in _rooms()}
 
-RESERVED = {
-    "psclient._src.rows": 7,
-    "psserver.replication": 11,
-}
+RESERVED = {"psclient._src.rows": 7, "psserver.replication": 11}
 """Rooms that are not built yet, with their floors. No room imports `psclient.torch` or `psclient.jax`."""
 
 

@@ -207,11 +207,7 @@ def _environ(container: Manifest, metadata: Manifest, objects: list[Manifest]) -
 
 
 def _value(
-    variable: Manifest,
-    environ: Mapping[str, str],
-    metadata: Manifest,
-    maps: Mapping[str, Any],
-    container: Manifest,
+    variable: Manifest, environ: Mapping[str, str], metadata: Manifest, maps: Mapping[str, Any], container: Manifest
 ) -> str:
     if "value" in variable:
         return expanded(variable["value"], environ)

@@ -284,30 +284,22 @@ def ray_nodes() -> Iterator[Nodes]:
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    with (ROOT / "pyproject.toml").open() as only:
-        fcntl.flock(only, fcntl.LOCK_EX)
-        yield from _started(ray, Cluster)
-
-
-def _started(ray: Any, cluster_type: Any) -> Iterator[Nodes]:
-    directory = tempfile.mkdtemp(prefix="ray-")  # short: sockets lie there
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TMPDIR", directory)
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    with ExitStack() as stack:
+        fcntl.flock(stack.enter_context((ROOT / "pyproject.toml").open()), fcntl.LOCK_EX)
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-"))  # short: sockets lie there
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for name, value in (("TMPDIR", directory), ("USAGE_STATS_ENABLED", "0")):
+            patch.setenv(f"RAY_{name}", value)
         patch.setenv("PYTHONPATH", str(ROOT))
         head = {"num_cpus": 8, "object_store_memory": STORE, "include_dashboard": False}
-        cluster = cluster_type(initialize_head=True, head_node_args=head)
-        try:
-            nodes = Nodes(cluster)
-            nodes.add()
-            patch.setenv("RAY_ADDRESS", nodes.address)
-            ray.init(address=nodes.address, log_to_driver=False, logging_level="error")
-            yield nodes
-        finally:
-            ray.shutdown()
-            cluster.shutdown()
-            shutil.rmtree(directory, ignore_errors=True)
-            assert not os.path.exists(directory)
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        stack.callback(cluster.shutdown)
+        stack.callback(ray.shutdown)
+        nodes = Nodes(cluster)
+        nodes.add()
+        patch.setenv("RAY_ADDRESS", nodes.address)
+        ray.init(address=nodes.address, log_to_driver=False, logging_level="error")
+        yield nodes
 
 
 ME = "import json, os, pathlib, signal, sys, time\nme = json.loads(os.environ['TF_CONFIG'])['task']['index']\n"

@@ -328,11 +328,7 @@ class ModelHost:
         pushed.add_done_callback(partial(self._answered, self._sent[-1], mine, said.want))
 
     def _answered(
-        self,
-        sent: tuple[Any, list[tuple[Any, Own]]],
-        mine: Own,
-        want: Sequence[int],
-        pushed: Future[RoundReply],
+        self, sent: tuple[Any, list[tuple[Any, Own]]], mine: Own, want: Sequence[int], pushed: Future[RoundReply]
     ) -> None:
         if sent not in self._sent:
             return  # who has sent it is gone
