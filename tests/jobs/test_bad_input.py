@@ -89,7 +89,6 @@ CASES = {
         r"TF_CONFIG says which task this process is, .*; unset TF_CONFIG to join the job, or leave out --join",
         tf_config("worker", 0),
     ),
-    "join, no script": ("psworker --join 127.0.0.1:1", r"a worker needs a script; write psworker --join HOST:PORT"),
     "join, a missing script": ("psworker --join 127.0.0.1:1 none.py", r"there is no script 'none.py' in /"),
     "join, no address": ("psworker --join nowhere fine.py", r"--join: 'nowhere' is no address; write host:port"),
     "join, half an address": ("psworker --join a:1, fine.py", r"--join: '' is no address; write host:port"),
@@ -98,12 +97,7 @@ CASES = {
         r"--join is for one more worker .* leave out",
     ),
     "join, a chief that stands by": ("psworker --join a:1 --standby", r"--join is for one more worker .* leave out"),
-    "join, flags of a local cluster": ("psworker --join a:1 --ps 2 fine.py", r"--ps describes a local cluster"),
     "join, no number of restarts": ("psworker --join a:1 --restarts -1 fine.py", r"--restarts"),
-    "join, a certificate of a task that is not known": (
-        "psworker --join a:1 --tls-cert certs/{task}/tls.crt --tls-key k --tls-ca c fine.py",
-        r"PS_TLS_CERT=certs/\{task\}/tls.crt: a worker that joins is told its task later .* certs/worker-2/tls.crt",
-    ),
     "a module without a cluster": (
         "psworker --module m",
         r"m is for workers of a cluster; set TF_CONFIG, or add --sta",
@@ -230,32 +224,6 @@ def test_a_server_out_of_its_memory_limit(tmp_path):
         r"/job:ps/task:0: variable 'large' float64\[1000\] needs 7\.812 KiB, and this server holds 0 bytes of its "
         r"limit of 4\.883 KiB; raise --memory-limit \(created at script.py:4\)",
     )
-
-
-def test_a_script_that_raises(tmp_path):
-    """The user's errors are the user's: the traceback comes last, and nothing of ours is in it."""
-    done = cluster(tmp_path, f"{FINE}raise KeyError('mine')\n", "--workers", "2")
-    assert done.code == 1
-    last = done.err[done.err.rindex("psworker: /job:worker/task:") :].splitlines()
-    assert last[1:] == [
-        "Traceback (most recent call last):",
-        '  File "script.py", line 3, in <module>',
-        "    raise KeyError('mine')",
-        "KeyError: 'mine'",
-    ]
-    assert not done.left
-
-
-@pytest.mark.parametrize(
-    ("words", "config"),
-    [("psworker --debug fine.py", tf_config("worker", 5)), ("psserver --debug --memory-limit lots", "")],
-)
-def test_debug_shows_tracebacks(tmp_path, words, config):
-    """With --debug, and only then, an error of ours has its traceback."""
-    done = shell(words.split(), tmp_path, TF_CONFIG=config)
-    assert done.code == 1
-    assert "Traceback" in done.err
-    assert "ConfigError" in done.err
 
 
 # ---- Scripts with a coordinator ----
