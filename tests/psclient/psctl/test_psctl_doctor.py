@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from psclient import psctl
 from psclient._src.devices import GpuReport
 from psclient._src.processes.local_clusters import register
 from psclient._src.telemetry.observer import Servers
@@ -50,7 +49,6 @@ def patient(host: Host = WELL, looked: Sequence[Looked] = (), text: str = "", **
 
 
 def found(check: str, who: Patient) -> list[Finding]:
-    """What one check finds."""
     (row,) = [row for row in CHECKS if row.name == check]
     return examine(who, [row])[check]
 
@@ -62,12 +60,18 @@ def worst(check: str, who: Patient) -> tuple[str, str]:
     return level, "\n".join(f"{each.message} {each.advice}" for each in findings if each.level == level)
 
 
+def finds(check: str, who: Patient, level: str, *said: str) -> None:
+    """The worst that a check finds is of this level, and has these words."""
+    found_level, text = worst(check, who)
+    assert found_level == level, text
+    for words in said:
+        assert words in text
+
+
 def tf_config(ps: Sequence[str], task: str = "worker", index: int = 0) -> str:
     cluster = {"ps": list(ps), "worker": ["w:1"]}
     return json.dumps({"cluster": cluster, "task": {"type": task, "index": index}})
 
-
-# ---- This machine ----
 
 CUPY = GpuReport("13.3.0", "12.4", "12.2", ("NVIDIA H100",))
 
@@ -95,16 +99,7 @@ HOSTS = [
 ]
 
 
-@pytest.mark.parametrize(("check", "wrong", "level", "said"), HOSTS)
-def test_a_machine_is_examined(check, wrong, level, said):
-    """What is wrong with it is said with what to do."""
-    worst_level, text = worst(check, patient(dataclasses.replace(WELL, **wrong)))
-    assert worst_level == level
-    assert said in text
-
-
 def test_this_machine_is_read():
-    """What the checks are given is what there is."""
     host = here()
     assert host.open_files > 0
     assert host.memory > 1 << 20
@@ -112,8 +107,6 @@ def test_this_machine_is_read():
     assert host.segments == ""
     assert host.versions["numpy"] == np.__version__
 
-
-# ---- TF_CONFIG ----
 
 TEXTS = [
     ("", "warn", "a script starts a server of its own"),
@@ -130,24 +123,21 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "level", "said"), TEXTS)
-def test_tf_config_is_examined(text, level, said):
-    """Also what is no cluster at all."""
-    worst_level, words = worst("TF_CONFIG", patient(text=text))
-    assert worst_level == level
-    assert said in words
-
-
-# ---- Servers ----
+@pytest.mark.parametrize(
+    ("check", "wrong", "level", "said"), [*HOSTS, *(("TF_CONFIG", *row) for row in TEXTS)], ids=str
+)
+def test_a_machine_and_its_tf_config_are_examined(check, wrong, level, said):
+    """What is wrong with them is said with what to do; also what is no cluster at all."""
+    finds(check, patient(text=wrong) if check == "TF_CONFIG" else patient(replace(WELL, **wrong)), level, said)
 
 
 @pytest.fixture
-def looked(tmp_path: Path) -> Iterator[list[Looked]]:
+def looked(tmp_path):
     """What two servers of a job say."""
     with serving("grpc", 2, tmp_path) as servers:
         job = Job(servers)
         job.join(WORKERS[0])
-        addresses = {Task("ps", index): server.address for index, server in enumerate(servers.verbs)}  # type: ignore[attr-defined]
+        addresses = {Task("ps", index): server.address for index, server in enumerate(servers.verbs)}
         with Servers(addresses, 2.0, Security()) as connections:
             yield connections.look()
 
@@ -156,7 +146,7 @@ def changed(looked: Sequence[Looked], **status: Any) -> list[Looked]:
     """The same, with another status of the first server."""
     first, *others = looked
     assert first.status
-    return [dataclasses.replace(first, status=dataclasses.replace(first.status, **status)), *others]
+    return [replace(first, status=replace(first.status, **status)), *others]
 
 
 def told(looked: Sequence[Looked], **process: Any) -> list[Looked]:
@@ -164,24 +154,15 @@ def told(looked: Sequence[Looked], **process: Any) -> list[Looked]:
     status = looked[0].status
     assert status
     assert status.process
-    return changed(looked, process=dataclasses.replace(status.process, **process))
+    return changed(looked, process=replace(status.process, **process))
 
 
 def test_servers_that_are_well(looked):
-    """Nothing of what concerns them is worse than ok."""
-    who = patient(dataclasses.replace(WELL, versions=dict(looked[0].status.process.versions)), looked)
+    who = patient(replace(WELL, versions=dict(looked[0].status.process.versions)), looked)
     for check in ("TF_CONFIG", "names", "ports", "TLS", "servers", "clock", "versions"):
         assert worst(check, who)[0] == "ok", found(check, who)
     for lane in ("tcp", "shm"):
         assert sum(f"({lane} lane)" in each.message for each in found("ports", who)) == 2
-
-
-def test_names_that_nobody_knows(looked):
-    """Each is named, with the server whose it is."""
-    lost = dataclasses.replace(looked[1], address="no-such-host.invalid:2222")
-    level, said = worst("names", patient(looked=[looked[0], lost]))
-    assert level == "fail"
-    assert "ps-1: the name 'no-such-host.invalid' is not known here" in said
 
 
 def closed_port() -> int:
@@ -190,30 +171,23 @@ def closed_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_ports_that_are_closed(looked):
-    """That of gRPC fails; that of the tcp lane is missed, and not needed."""
+def test_servers_that_cannot_be_reached(looked):
+    """Names that nobody knows, ports that are closed (that of the tcp lane is missed, and not needed), and silence."""
+    lost = replace(looked[1], address="no-such-host.invalid:2222")
+    finds("names", patient(looked=[looked[0], lost]), "fail", "ps-1: the name 'no-such-host.invalid' is not known here")
     address = f"127.0.0.1:{closed_port()}"
-    level, said = worst("ports", patient(looked=[dataclasses.replace(looked[0], address=address)]))
-    assert level == "fail"
-    assert f"ps-0: nothing listens at {address} start it" in said
-    level, said = worst("ports", patient(looked=told(looked, data_port=closed_port())))
-    assert level == "warn"
-    assert "so rounds go over gRPC open that port" in said
-
-
-def test_servers_that_do_not_answer(looked):
-    """As `status` says it."""
-    address = f"127.0.0.1:{closed_port()}"
+    closed = patient(looked=[replace(looked[0], address=address)])
+    finds("ports", closed, "fail", f"ps-0: nothing listens at {address} start it")
+    finds("ports", patient(looked=told(looked, data_port=closed_port())), "warn", "go over gRPC open that port")
     with Servers({Task("ps", 0): address}, 0.2, Security()) as connections:
-        silent = connections.look()
-    level, said = worst("servers", patient(looked=silent))
-    assert level == "fail"
-    assert f"ps-0: no answer at {address}" in said
-    level, said = worst("servers", patient(looked=changed(looked, broken="round 3 failed halfway")))
-    assert (level, "ps-0: round 3 failed halfway" in said) == ("fail", True)
-    gone = [dataclasses.replace(s, state="lost") for s in looked[0].status.sessions]
-    level, said = worst("servers", patient(looked=changed(looked, sessions=tuple(gone))))
-    assert (level, "worker-0: no sign of life" in said) == ("warn", True)
+        finds("servers", patient(looked=connections.look()), "fail", f"ps-0: no answer at {address}")
+
+
+def test_servers_that_say_what_is_wrong(looked):
+    broken = patient(looked=changed(looked, broken="round 3 failed halfway"))
+    finds("servers", broken, "fail", "ps-0: round 3 failed halfway")
+    gone = tuple(replace(session, state="lost") for session in looked[0].status.sessions)
+    finds("servers", patient(looked=changed(looked, sessions=gone)), "warn", "worker-0: no sign of life")
 
 
 @pytest.mark.parametrize(
@@ -221,31 +195,22 @@ def test_servers_that_do_not_answer(looked):
 )
 def test_clocks_that_differ(looked, skew, level, said):
     """By more than a second, less what the network may have taken."""
-    off = [dataclasses.replace(each, skew=skew) for each in looked]
-    worst_level, text = worst("clock", patient(looked=off))
-    assert worst_level == level
-    assert said in text
-    slow = [dataclasses.replace(each, skew=3.0, took=6.0) for each in looked]
-    assert worst("clock", patient(looked=slow))[0] == "ok"
+    finds("clock", patient(looked=[replace(each, skew=skew) for each in looked]), level, said)
+    finds("clock", patient(looked=[replace(each, skew=3.0, took=6.0) for each in looked]), "ok")
 
 
 def test_versions_that_differ(looked):
     """Of this package every difference is told, of others that of the first number; of programs it is fatal."""
     theirs = {"paramserver": "0.2.0", "numpy": "1.26.0", "python": "3.12.1"}
-    level, said = worst("versions", patient(looked=told(looked[:1], versions=theirs)))
-    assert level == "warn"
-    assert "ps-0: it has paramserver 0.2.0, and we have 0.1.0" in said
-    assert "ps-0: it has numpy 1.26.0, and we have 2.1.0" in said
-    assert "python" not in said
-    level, said = worst("versions", patient(looked=changed(looked, program_version=99)))
-    assert (level, "update programs of version 99" in said) == ("fail", True)
-
-
-# ---- TLS ----
+    who = patient(looked=told(looked[:1], versions=theirs))
+    ours = "ps-0: it has paramserver 0.2.0, and we have 0.1.0"
+    finds("versions", who, "warn", ours, "ps-0: it has numpy 1.26.0, and we have 2.1.0")
+    assert "python" not in worst("versions", who)[1]
+    finds("versions", patient(looked=changed(looked, program_version=99)), "fail", "update programs of version 99")
 
 
 @pytest.fixture
-def certificates(tmp_path: Path) -> Path:
+def certificates(tmp_path):
     """Certificates of `admin`, `ps-0` and `worker-0`."""
     authority = Authority(tmp_path / "certs", 365)
     for name in ("admin", "ps-0", "worker-0"):
@@ -254,38 +219,27 @@ def certificates(tmp_path: Path) -> Path:
 
 
 def options(directory: Path) -> SecurityOptions:
-    paths = [str(directory / file) for file in ("tls.crt", "tls.key", "ca.crt")]
-    return SecurityOptions(*paths)
+    return SecurityOptions(*(str(directory / file) for file in ("tls.crt", "tls.key", "ca.crt")))
 
 
-def test_certificates_are_examined(certificates, tmp_path, looked):
+def test_certificates_are_examined(certificates, tmp_path):
     """Whose they are and until when; what is wrong with them as any process would say it at its start."""
-    level, said = worst("TLS", patient(security=options(certificates / "admin")))
-    assert level == "ok"
-    assert "our certificate is admin's, good until" in said
-    soon = Authority(tmp_path / "certs", 7)
-    soon.issue("admin", True)
-    level, said = worst("TLS", patient(security=options(certificates / "admin")))
-    assert (level, "--renew makes new ones" in said) == ("warn", True)
-    level, said = worst("TLS", patient(security=options(certificates / "nowhere")))
-    assert (level, "cannot be read" in said) == ("fail", True)
-    level, said = worst("TLS", patient(security=options(certificates / "worker-0")))
-    assert (level, "is worker-0's" in said) == ("fail", True)
+    admin = patient(security=options(certificates / "admin"))
+    finds("TLS", admin, "ok", "our certificate is admin's, good until")
+    Authority(tmp_path / "certs", 7).issue("admin", True)
+    finds("TLS", admin, "warn", "--renew makes new ones")
+    finds("TLS", patient(security=options(certificates / "nowhere")), "fail", "cannot be read")
+    finds("TLS", patient(security=options(certificates / "worker-0")), "fail", "is worker-0's")
     (certificates / "admin" / "tls.key").write_text("nonsense")
-    assert "has no private key" in worst("TLS", patient(security=options(certificates / "admin")))[1]
+    finds("TLS", admin, "fail", "has no private key")
 
 
 def test_servers_without_tls_are_found_out(certificates, looked):
     """Those who speak TLS to a server that does not are told so; elsewhere than at home nobody should do without."""
-    level, said = worst("TLS", patient(looked=looked, security=options(certificates / "admin")))
-    assert level == "fail"
-    assert "ps-0: it speaks without TLS" in said
-    far = [dataclasses.replace(looked[0], address="192.0.2.1:1")]
-    level, said = worst("TLS", patient(looked=far))
-    assert (level, "make certificates with psctl certs" in said) == ("warn", True)
-
-
-# ---- The command ----
+    spoken = patient(looked=looked, security=options(certificates / "admin"))
+    finds("TLS", spoken, "fail", "ps-0: it speaks without TLS")
+    far = [replace(looked[0], address="192.0.2.1:1")]
+    finds("TLS", patient(looked=far), "warn", "make certificates with psctl certs")
 
 
 def test_every_check_can_find_something():
@@ -294,24 +248,19 @@ def test_every_check_can_find_something():
     assert bad | {"TF_CONFIG", "names", "ports", "TLS", "servers", "clock", "versions"} == {row.name for row in CHECKS}
 
 
-def test_what_fails_is_in_the_exit_code(capsys, monkeypatch):
+def test_what_fails_is_in_the_exit_code(call, monkeypatch):
     """1 where anything fails, in words and in JSON; nothing that is wrong keeps it from looking at the rest."""
     monkeypatch.delenv("PS_TOKEN", raising=False)
     for text, code in (("{", 1), ("", 0)):
         monkeypatch.setenv("TF_CONFIG", text)
-        with pytest.raises(SystemExit) as ended:
-            psctl.main(["doctor", "--json"])
-        said = json.loads(capsys.readouterr().out)
-        assert (ended.value.code, said["ok"]) == (code, not code)
-        assert {each["check"] for each in said["findings"]} >= {"TF_CONFIG", "GPU", "memory", "open files"}
-        with pytest.raises(SystemExit) as ended:
-            psctl.main(["doctor"])
-        assert ended.value.code == code
-        assert f"{code} fail" in capsys.readouterr().out
+        told, shown = call("doctor", "--json"), call("doctor")
+        assert (told.code, told.json["ok"], shown.code) == (code, not code, code)
+        assert {each["check"] for each in told.json["findings"]} >= {"TF_CONFIG", "GPU", "memory", "open files"}
+        assert f"{code} fail" in shown.out
 
 
 @pytest.mark.parametrize("text", ["", "{", tf_config(["h:0"], "worker", 0), tf_config(["elsewhere:1"], "boss")])
-def test_a_cluster_of_this_machine_is_examined(certificates, tmp_path, capsys, monkeypatch, text):
+def test_a_cluster_of_this_machine_is_examined(certificates, tmp_path, call, monkeypatch, text):
     """`--local`: its addresses, and not what TF_CONFIG says; nor is the task that TF_CONFIG names anybody in it."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
     (tmp_path / "runtime").mkdir()
@@ -320,9 +269,8 @@ def test_a_cluster_of_this_machine_is_examined(certificates, tmp_path, capsys, m
     address = f"127.0.0.1:{closed_port()}"
     cluster = {"ps": [address, address], "worker": ["w:0"], "chief": ["c:0"]}
     register("dir/train.py", [address], cluster, options(certificates / "{task}").variables())
-    with pytest.raises(SystemExit):
-        psctl.main(["--local", "doctor", "--timeout", "0.2", "--json"])
-    said = [(each["check"], each["level"], each["message"]) for each in json.loads(capsys.readouterr().out)["findings"]]
+    findings = call("--local", "doctor", "--timeout", "0.2", "--json").json["findings"]
+    said = [(each["check"], each["level"], each["message"]) for each in findings]
     named = f"it is not read; --local names train-{os.getpid()}, a cluster of 1 chief, 2 ps, 1 worker"
     same = f"/job:ps/task:0 and /job:ps/task:1 have one address, {address}"
     assert [each for each in said if each[0] == "TF_CONFIG"] == [

@@ -7,7 +7,6 @@ import inspect
 import io
 import json
 import re
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,23 +18,27 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from rich.console import Console
 
-from psclient import psctl
 from psclient._src.telemetry.observer import Servers as Connections
 from psclient.psctl.doctor import CHECKS
 from psclient.psctl.findings import Finding
 from psclient.psctl.output import plain
+from psclient.psctl.page import _nothing, _number, _of_chief, _of_servers
 from psclient.psctl.status import lines
 from psclient.psctl.variables import stats_of
 from pswire.cluster import Task
+from pswire.errors import ConfigError
 from pswire.model.log import Done, Epoch, JobStarted, Member
+from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.status import Happened, OpenRound, ServerStatus, SessionState, WorkerProgress
-from pswire.model.tensor import DTYPES
+from pswire.model.tables import SlotTensor, TablePart, TableSpec
+from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.security.identity import Security
 from pswire.telemetry.views import job_view as view_module
 from pswire.telemetry.views.job_view import GONE, JobView, Problem, ServerView, TaskView, view_of
 from pswire.telemetry.views.looked import Looked
-from pswire.telemetry.views.numbers import duration, short, size
+from pswire.telemetry.views.numbers import duration, shape, short, size
 from pswire.telemetry.views.rates import rate_words, rates
+from pswire.telemetry.views.variable_list import beside, described, slots, totals
 from pswire.telemetry.views.words import STATES
 from tests.kit.cases import search
 from tests.kit.rig import WORKERS, Job, Servers, core, remote, serving
@@ -45,7 +48,7 @@ CHIEF = Task("chief", 0)
 
 
 @pytest.fixture
-def serve(tmp_path) -> Iterator[Any]:
+def serve(tmp_path):
     """Starts servers of one job each time."""
     with ExitStack() as stack:
         yield lambda count=2: stack.enter_context(serving("grpc", count, tmp_path))
@@ -79,16 +82,12 @@ def test_the_variables_of_a_job_that_ends_meanwhile(serve):
         assert connections.variables() == []
 
 
-def test_servers_without_a_job_say_so(serve):
-    """Nobody has begun one: that is no fault of the servers, and the chief is named as missing."""
-    seen = view(*serve().verbs)
+def test_a_job_begins_runs_and_ends(serve):
+    """From the chief's first entry to its last; that nobody has begun one is no fault of the servers."""
+    servers: Servers = serve()
+    seen = view(*servers.verbs)
     assert (seen.state, seen.epoch, seen.round, seen.tasks) == ("none", 0, -1, ())
     assert kinds(seen) == [("no_chief", "")]
-
-
-def test_a_job_begins_runs_and_ends(serve):
-    """From the chief's first entry to its last."""
-    servers: Servers = serve()
     job = Job(servers)
     assert view(*servers.verbs).state == "starting"
     (worker,) = job.join(W0, replicas=3)
@@ -114,8 +113,8 @@ def test_servers_of_two_jobs_are_told_apart(serve):
     assert "another job" in seen.problems[0].message
 
 
-def test_addresses_that_do_not_fit_are_told(serve):
-    """One server twice, one too few, server 0 left out."""
+def test_who_does_not_fit_is_told(serve):
+    """One server twice, one too few, server 0 left out; who never came is known by TF_CONFIG alone."""
     job = Job(serve())
     job.join(W0)
     one, two = job.verbs
@@ -125,12 +124,6 @@ def test_addresses_that_do_not_fit_are_told(serve):
     swapped = view(two, one)
     assert kinds(swapped) == []
     assert [server.task for server in swapped.servers] == ["/job:ps/task:1", "/job:ps/task:0"]
-
-
-def test_who_was_expected_and_never_came_is_told(serve):
-    """By TF_CONFIG; without it nobody can know."""
-    job = Job(serve())
-    job.join(W0)
     seen = view(*job.verbs, expected=(CHIEF, W0, W1))
     assert kinds(seen) == [("missing", "worker-1")]
     assert [task.state for task in seen.tasks if task.task == str(W1)] == ["missing"]
@@ -210,14 +203,11 @@ def test_every_key_is_documented():
         assert f"| {check.name} |" in text, check.name
 
 
-# ---- How it says it ----
-
-
 def rendered(seen: JobView, width: int) -> list[str]:
     console = Console(width=width, file=io.StringIO())
     for each in lines(seen, width=width):
         console.print(each)
-    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    return console.file.getvalue().splitlines()
 
 
 @pytest.mark.parametrize("width", [80, 100, 140, 200])
@@ -261,7 +251,6 @@ def test_sizes_are_short(number):
     ("seconds", "said"), [(0.4, "0 s"), (59, "59 s"), (90, "1.5 min"), (9000, "2.5 h"), (2e5, "2.3 d")]
 )
 def test_times_are_short(seconds, said):
-    """In the unit that one would say."""
     assert duration(seconds) == said
 
 
@@ -284,9 +273,6 @@ def test_statistics_are_of_finite_elements(value):
     assert (stats["min"], stats["max"]) == ((finite.min(), finite.max()) if finite.size else (None, None))
 
 
-# ---- Wrong use ----
-
-
 @pytest.mark.parametrize(
     ("args", "said"),
     [
@@ -301,20 +287,94 @@ def test_statistics_are_of_finite_elements(value):
         (["--address", "h:1,,", "status"], "'' is no address"),
     ],
 )
-def test_wrong_use_is_one_line(capsys, monkeypatch, tmp_path, args, said):
+def test_wrong_use_is_one_line(call, bare, tmp_path, args, said):
     """What is wrong and what to do, with exit code 2; with --json as JSON."""
-    for name in ("TF_CONFIG", "PS_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
     args, said = [arg.format(tmp=tmp_path) for arg in args], said.format(tmp=tmp_path)
-    for more in ([], ["--json"]):
-        with pytest.raises(SystemExit) as ended:
-            psctl.main([*args, *more])
-        out, err = capsys.readouterr()
-        assert ended.value.code == 2
-        if more:
-            assert said in json.loads(out)["error"]["message"]
-            assert err == ""
-        else:
-            assert err.startswith("psctl: error: ")
-            assert err.count("\n") == 1
-            assert said in err
+    text, told = call(*args), call(*args, "--json")
+    assert text.code == told.code == 2
+    assert (text.err.startswith("psctl: error: "), text.err.count("\n"), told.err) == (True, 1, "")
+    assert said in text.err
+    assert said in told.json["error"]["message"]
+
+
+CODE = "1-2-3"
+
+
+def server(page: str, address: str = "10.0.0.7:2222", number: int = 0, incarnation: int = 1) -> ServerView:
+    return ServerView(f"/job:ps/task:{number}", address, "up", incarnation=incarnation, page=page)
+
+
+def view_with(*servers: ServerView, tasks: tuple[TaskView, ...] = ()) -> JobView:
+    problems = (Problem("unreachable", "/job:ps/task:1", "nothing listens there"),)
+    return JobView("running", "whole", 1, 1, 1, 0, 0, servers, tasks, problems)
+
+
+@pytest.mark.parametrize(
+    ("page", "url", "local"),
+    [
+        ("http://127.0.0.1:9100/", "http://127.0.0.1:9100/?code=1-2-3", True),
+        ("http://0.0.0.0:9100/", "http://10.0.0.7:9100/?code=1-2-3", False),
+        ("http://[::]:9100/", "http://10.0.0.7:9100/?code=1-2-3", False),
+        ("http://[::1]:9100/", "http://[::1]:9100/?code=1-2-3", True),
+        ("http://ps-0.jobs:9100/", "http://ps-0.jobs:9100/?code=1-2-3", False),
+    ],
+)
+def test_a_link_leads_to_where_the_page_is(page, url, local):
+    """A server that listens everywhere is reached where psctl has reached it."""
+    (link,) = _of_servers([server(page)], None, CODE)
+    assert (link.url, link.local) == (url, local)
+
+
+@pytest.mark.parametrize(
+    "page", ["", "x", "javascript:alert(1)", "http://a:1/\x1b[2J", "http://a:1/?b", "http://a b:1/", "ftp://a:1/"]
+)
+def test_what_is_no_page_gets_no_code(page):
+    """A task says where its page is; that goes to a terminal."""
+    assert list(_of_servers([server(page)], None, CODE)) == []
+    task = TaskView("/job:chief/task:0", True, "open", page=page)
+    assert list(_of_chief(view_with(tasks=(task,)), CODE)) == []
+
+
+def test_why_there_is_no_page_is_said():
+    """A chief that is gone has none, as another may have its place; servers have short names."""
+    page = "http://127.0.0.1:9102/"
+    tasks = tuple(TaskView("/job:chief/task:0", True, state, page=page) for state in ("lost", "open"))
+    (link,) = _of_chief(view_with(tasks=tasks), "")
+    assert link.url == page, "without a token there is no code"
+    assert [_number(text) for text in ("ps:1", "ps-1", "1")] == [1, 1, 1]
+    with pytest.raises(ConfigError, match="write ps:0"):
+        _number("worker:0")
+    found = view_with(server(""), server("", number=1, incarnation=0))
+    assert "--metrics-port" in _nothing(found, None, False)
+    assert "the chief tells of no status page" in _nothing(found, None, True)
+    assert "ps-0 has no metrics port" in _nothing(found, 0, False)
+    assert _nothing(found, 1, False) == "ps-1 does not answer: nothing listens there"
+    assert "no ps-2 among the 2 servers" in _nothing(found, 2, False)
+
+
+def part(id, name, server, slot=None):
+    """Half of a table, or what lies beside it."""
+    made = TablePart("users", TableSpec((8,)), 512 * server, 512, slot)
+    return PlacedVariable(id, VariableSpec(name, made.tensor, slot is None, part=made), (server,))
+
+
+M = SlotTensor("adam/users/m", "float32", (8,))
+KNOWN = [
+    part(0, "users/part_0", 0),
+    part(1, "users/part_1", 1),
+    PlacedVariable(2, VariableSpec("w", TensorSpec("float32", (2,))), (1,)),
+    part(3, "adam/users/m/part_0", 0, M),
+    part(4, "adam/users/m/part_1", 1, M),
+    PlacedVariable(5, VariableSpec("adam/w/m", TensorSpec("float32", (2,)), False), (1,)),
+]
+
+
+def test_slots_of_tables_are_listed_beside_their_parts():
+    """Slots come behind their parts, as those of variables; a part tells no rows or bytes, and counts for none."""
+    primaries = slots(KNOWN)
+    assert primaries == {"adam/users/m/part_0": "users/part_0", "adam/users/m/part_1": "users/part_1", "adam/w/m": "w"}
+    assert [v.id for v in beside(KNOWN, primaries)] == [0, 3, 1, 4, 2, 5]
+    said = described(KNOWN[0], {})
+    assert (said["shape"], said["bytes"]) == ([None, 8], None)
+    assert shape(said["shape"]) == "[?,8]"
+    assert [server["bytes"] for server in totals(KNOWN)] == [0, 16]

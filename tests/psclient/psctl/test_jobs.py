@@ -1,4 +1,4 @@
-"""The command psctl beside jobs of real processes: what it shows of them, and that they do not notice."""
+"""psctl beside jobs of real processes: what it shows of them, and that they do not notice; how it moves servers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from struct import pack
 from typing import Any
@@ -21,10 +22,11 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient import psctl
 from pstesting import forks
 from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
-from pstesting.script import ME, gate, say
+from pstesting.script import DIRECTORY, ME, gate, say
+from pswire.cluster import Task
+from tests.kit.shell import waiting
 
 KEYS = {"ps": 2, "workers": 2, "chief": "driver", "gates": ["go1", "end"]}
 
@@ -32,20 +34,16 @@ KEYS = {"ps": 2, "workers": 2, "chief": "driver", "gates": ["go1", "end"]}
 class Psctl:
     """Runs psctl with what a job's tasks are told."""
 
-    def __init__(self, job: ProcessCluster, capsys: Any) -> None:
+    def __init__(self, job: ProcessCluster, call: Callable[..., Any]) -> None:
         self.job = job
-        self._capsys = capsys
+        self._call = call
 
     def __call__(self, *args: str) -> tuple[int, str]:
-        self._capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            psctl.main(args)
-        said = self._capsys.readouterr()
-        assert "Traceback" not in said.out + said.err
-        return int(str(ended.value.code)), said.out + said.err
+        done = self._call(*args)
+        assert "Traceback" not in done.out + done.err
+        return int(str(done.code)), done.out + done.err
 
     def json(self, *args: str) -> tuple[int, Any]:
-        """What it says with `--json`."""
         code, text = self(*args, "--json")
         return code, json.loads(text)
 
@@ -62,34 +60,22 @@ class Psctl:
 
 
 @pytest.fixture
-def psctl_of(monkeypatch, capsys):
+def psctl_of(monkeypatch, call):
     """Runs psctl beside a job that runs."""
 
     def told(job: ProcessCluster) -> Psctl:
         monkeypatch.setenv("TF_CONFIG", job.cluster.tf_config(W0))
         monkeypatch.setenv("PS_TOKEN", job.cluster.security(W0).token)
-        return Psctl(job, capsys)
+        return Psctl(job, call)
 
     return told
 
 
-@pytest.fixture
-def beside(psctl_of):
-    """Runs psctl beside a job of the test's own."""
-
-    @contextmanager
-    def running(job: ProcessCluster) -> Iterator[Psctl]:
-        with job:
-            yield psctl_of(job)
-
-    return running
-
-
 @pytest.fixture(scope="module")
-def waiting(tmp_path_factory):
+def paused(tmp_path_factory):
     """A job whose worker 0 waits for worker 1 in round 5, for tests that look; it ends well, as if nobody had."""
     patient = replace(CALM, round=600.0)
-    with ProcessCluster(train, tmp_path_factory.mktemp("waiting"), (8, 5), timeouts=patient, **KEYS) as job:
+    with ProcessCluster(train, tmp_path_factory.mktemp("paused"), (8, 5), timeouts=patient, **KEYS) as job:
         job.hear(W1, "at", 5)
         yield job
         job.open("go1")
@@ -100,9 +86,8 @@ def waiting(tmp_path_factory):
 
 
 @pytest.fixture
-def run(waiting, psctl_of):
-    """Runs psctl beside the job that waits."""
-    return psctl_of(waiting)
+def run(paused, psctl_of):
+    return psctl_of(paused)
 
 
 def train(rounds, stop, mode="sync", drives=True):
@@ -217,25 +202,28 @@ def test_what_servers_were_told_last(run):
     assert "ps-0" not in text
 
 
-def test_asynchronous_workers_have_their_own_rounds(beside, tmp_path):
+def test_asynchronous_workers_have_their_own_rounds(psctl_of, tmp_path):
     """Each stands where it is, and nobody waits for anybody."""
-    with beside(ProcessCluster(train, tmp_path, (8, 5, "async"), **KEYS)) as run:
-        run.job.hear(W1, "at", 5)
-        run.job.hear(W0, "done")
-        code, said = run.json("status")
+    with ProcessCluster(train, tmp_path, (8, 5, "async"), **KEYS) as job:
+        job.hear(W1, "at", 5)
+        job.hear(W0, "done")
+        code, said = psctl_of(job).json("status")
         assert (code, said["mode"], said["problems"]) == (0, "async", [])
         tasks = by_task(said["tasks"])
         assert [(tasks[str(task)]["round"], tasks[str(task)]["lag"]) for task in (W0, W1)] == [(7, 0), (4, 3)]
         assert [tasks[str(task)]["waits_for"] for task in (W0, W1)] == [[], []]
-        run.job.open("go1")
-        run.job.open("end")
-        run.job.finish()
+        job.open("go1")
+        job.open("end")
+        job.finish()
 
 
-def test_who_is_lost_is_named(beside, tmp_path):
-    """A worker whose lease ended, a chief that is gone, a server that is silent: one line for each, and exit code 1."""
-    with beside(ProcessCluster(train, tmp_path, (8, 5, "sync", False), timeouts=QUICK, **KEYS)) as run:
-        job = run.job
+def test_who_is_lost_is_named(psctl_of, tmp_path):
+    """A worker whose lease ended, a chief that is gone, a server that is silent: one line for each, and exit code 1.
+
+    A server that was started anew is no part of the job: its variables are gone, which it cannot say itself.
+    """
+    with ProcessCluster(train, tmp_path, (8, 5, "sync", False), timeouts=QUICK, **KEYS) as job:
+        run = psctl_of(job)
         job.hear(W1, "at", 5)
         job.kill(W1)
         code, said = run.until(lambda said: said["problems"])
@@ -255,38 +243,15 @@ def test_who_is_lost_is_named(beside, tmp_path):
         code, said = run.json("read", "dense/kernel", "--timeout", "1")
         servers = {each["name"]: each["servers"] for each in run.json("vars", "--timeout", "1")[1]["variables"]}
         assert code == (2 if servers["dense/kernel"] == [str(PS1)] else 0)
+        job.start(PS1)
+        code, said = run.until(lambda said: said["servers"][1]["state"] == "up")
+        assert code == 1
+        assert ("replaced", str(PS1)) in [(each["kind"], each["task"]) for each in said["problems"]]
+        job.kill(PS1)
         job.kill(PS0)
         code, said = run.json("vars", "--timeout", "0.5")
         assert (code, said["error"]["type"], said["error"]["task"]) == (2, "Unreachable", str(PS0))
         assert [server["serving"] for server in run.json("health", "--timeout", "1")[1]["servers"]] == [False, False]
-
-
-def test_a_server_that_was_started_anew_is_no_part_of_the_job(beside, tmp_path):
-    """Its variables are gone, which it cannot say itself."""
-    with beside(ProcessCluster(train, tmp_path, (8, 5), **KEYS)) as run:
-        run.job.hear(W1, "at", 5)
-        run.job.kill(PS1)
-        run.job.start(PS1)
-        code, said = run.until(lambda said: said["servers"][1]["state"] == "up")
-        assert code == 1
-        assert ("replaced", str(PS1)) in [(each["kind"], each["task"]) for each in said["problems"]]
-
-
-def test_health_is_for_probes(beside, tmp_path):
-    """Exit code 0 while a server serves, 1 when it is gone; without a token, and one line for each."""
-
-    def nothing():
-        gate("end")
-
-    with beside(ProcessCluster(nothing, tmp_path, (), ps=1, workers=1, chief="driver", gates=["end"])) as run:
-        address = run.job.cluster.addresses[PS0]
-        assert run("health", address) == (0, f"{address} serves\n")
-        assert run.json("health") == (
-            0,
-            {"serving": True, "servers": [{"address": address, "serving": True, "why": ""}]},
-        )
-        run.job.kill(PS0)
-        assert run("health", address) == (1, f"{address} does not serve: nothing listens there\n")
 
 
 def test_the_wrong_token_is_refused_in_words(run, monkeypatch):
@@ -295,9 +260,6 @@ def test_the_wrong_token_is_refused_in_words(run, monkeypatch):
     code, said = run.json("status")
     assert (code, said["state"], said["servers"][0]["state"]) == (1, "unknown", "refused")
     assert "PS_TOKEN" in said["problems"][0]["message"]
-
-
-# ---- top ----
 
 
 @contextmanager
@@ -339,3 +301,112 @@ def test_top_is_live_and_ends_with_ctrl_c(run):
     assert set(said["rates"]) == {str(PS0), str(PS1)}
     assert said["rates"][str(PS0)]["rounds_per_second"] == 0
     assert "rounds/s" in run("top", "--interval", "0.1")[1]
+
+
+ONE = {"workers": 1, "chief": "driver"}
+
+
+def count():
+    """Counts in four variables, on as many servers as there are, until the test has had enough."""
+    strategy = ps.ParameterServerStrategy(devices=["cpu:0"])
+    with strategy.scope():
+        counts = [ps.Variable(np.zeros(size, "float32"), name=f"count{size}") for size in (1, 2, 3, 4)]
+
+    def step():
+        for each in counts:
+            each.assign_add(np.ones(each.shape, "float32"))
+
+    steps = 0
+    while not (DIRECTORY / "enough").exists():
+        strategy.run(step)
+        steps += 1
+        time.sleep(0.4)  # a job that waits for psctl needs no more rounds
+    say("is", [each.numpy().tolist() == [steps] * len(each.numpy()) for each in counts])
+
+
+def domains(run, psctl_of):
+    """How many servers each failure domain has, as psctl sees it; from now on it is told where they are."""
+    servers = run.json("status")[1]["servers"]
+    run.job.cluster.addresses |= {Task.parse(server["task"]): server["address"] for server in servers}
+    psctl_of(run.job)
+    return Counter(server["domain"] for server in servers)
+
+
+@pytest.mark.parametrize("half", [1, pytest.param(2, marks=pytest.mark.ci)])
+def test_servers_are_spread_drained_and_moved(tmp_path, psctl_of, half):
+    """Half of them go to a machine that came; all that are there leave it again; nothing is lost, nobody restarts."""
+    with ExitStack() as stack:
+        job = stack.enter_context(ProcessCluster(count, tmp_path, (), ps=2 * half, replication=1, **ONE))
+        run = psctl_of(job)
+        run.until(lambda view: view["round"] > 0)
+        (here,) = domains(run, psctl_of)
+        stack.enter_context(waiting(job, tmp_path, half, domain="b"))
+        code, text = run("status")
+        assert (code, text.count("(in b) waits for the place of a server")) == (0, half)
+        code, told = run.json("rebalance")
+        assert (code, len(told["moved"])) == (0, half)
+        assert domains(run, psctl_of) == {here: half, "b": half}
+        assert run("rebalance") == (0, "no server has to move\n")
+
+        others = stack.enter_context(waiting(job, tmp_path, half, domain="c"))
+        code, told = run.json("drain", "b")
+        assert (code, {each["to"] for each in told["moved"]}) == (0, {each.address for each in others})
+        assert domains(run, psctl_of) == {here: half, "c": half}
+
+        (new,) = stack.enter_context(waiting(job, tmp_path, 1, domain="d"))
+        code, text = run("move", "ps:0", "--to", new.address)
+        assert (code, text) == (0, f"/job:ps/task:0 has moved to {new.address}\n")
+        assert domains(run, psctl_of)["d"] == 1
+        (tmp_path / "enough").touch()
+        assert job.hear(W0, "is") == [True] * 4
+        assert {job.exited(task) for task in (W0, CHIEF)} == {0}
+
+
+WRONG = {
+    ("move", "ps:9"): "psctl: error: the job has 2 servers, and no /job:ps/task:9",
+    ("move", "ps:0"): "no process waits for the place of /job:ps/task:0; start one on another machine with",
+    ("move", "worker:0"): "'worker:0' is no server, nor a domain of one; write ps:0",
+    ("move", "/job:worker/task:0"): "/job:worker/task:0 is no server; write ps:0",
+    ("move", "ps:0", "--to", "nowhere"): "no process waits for the place of /job:ps/task:0",
+    ("drain", "ps:1"): "no process of another domain than",
+    ("drain", "rack-9"): "'rack-9' is no server, nor a domain of one; write ps:0",
+    ("move",): "Missing argument 'TASK'",
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A job beside which no process waits."""
+    directory = tmp_path_factory.mktemp("alone")
+    with ProcessCluster(count, directory, (), ps=2, replication=1, **ONE) as job:
+        with job.server(PS0) as server:
+            job.until(lambda: server.status().round >= 0)
+        yield job
+        (directory / "enough").touch()
+        job.finish()
+
+
+@pytest.mark.parametrize("args", WRONG, ids=" ".join)
+def test_what_cannot_be_done_is_said(alone, psctl_of, args):
+    """At once, with what to do; the job does not notice."""
+    code, text = psctl_of(alone)(*args)
+    assert code == 2
+    assert WRONG[args] in text
+
+
+def test_a_job_without_copies_moves_no_server(tmp_path, psctl_of):
+    """psctl says which setting it needs; and once the job has ended, that nothing listens there."""
+    with ProcessCluster(count, tmp_path, (), ps=2, **ONE) as job:
+        with waiting(job, tmp_path) as (new,):
+            run = psctl_of(job)
+            run.until(lambda view: view["round"] > 0)
+            code, text = run("move", "ps:0", "--to", new.address)
+            assert code == 2
+            assert "servers move only in a job whose variables have copies; start it with PS_REPLICATION=1" in text
+            (tmp_path / "enough").touch()
+            job.hear(W0, "is")
+        for task in (W0, CHIEF, PS0, PS1):
+            assert job.exited(task) == 0
+        code, text = run("rebalance", "--timeout", "3")
+        assert code == 2
+        assert "nothing listens there" in text

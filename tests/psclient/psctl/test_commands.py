@@ -1,14 +1,23 @@
-"""Commands that other packages bring to `psctl` by entry points."""
+"""Commands that other packages bring to `psctl`; and their completion in a real bash."""
 
 from __future__ import annotations
 
 import json
 import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from psclient.psctl import command
 from pstesting.planner import jobs, measurements
 from pstesting.planner.commands import calibrate
 from pstesting.planner.jobs import Cell
@@ -28,13 +37,12 @@ except SystemExit as ended:
 
 
 @pytest.mark.parametrize(("args", "loads"), [(["status", "--help"], False), (["calibrate", "--help"], True)])
-def test_a_package_is_loaded_for_its_own_commands_alone(tmp_path: Path, args: list[str], loads: bool) -> None:
-    """`psctl` imports nothing of `pstesting`."""
+def test_a_package_is_loaded_for_its_own_commands_alone(tmp_path, args, loads):
     done = shell(["python", "-c", PROBE.format(args=args)], tmp_path, fork=False)
     assert done.out.splitlines()[-1] == f"{loads} 0", done.err
 
 
-def test_what_cannot_be_loaded_says_so(tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_says_so(tmp_path):
     """When it is called, and in the list of commands, which shows all others as well."""
     there = tmp_path / "broken-1.dist-info"
     there.mkdir()
@@ -59,7 +67,7 @@ def two_cells(lane: LaneName) -> list[list[Cell]]:
 
 
 @pytest.mark.parametrize("cells", ["two", pytest.param("all", marks=pytest.mark.soak)])
-def test_a_host_is_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cells: str) -> None:
+def test_a_host_is_calibrated(tmp_path, monkeypatch, cells):
     """The file is a cost model: a push, a round and a byte cost something."""
     if cells == "two":  # a few rounds on one server, and sums of two and of three workers
         for module, name, value in (
@@ -86,8 +94,79 @@ def test_a_host_is_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]
 
 
-def test_where_no_file_can_be_it_says_so_at_once(tmp_path: Path) -> None:
-    """Before a minute of measurements."""
+def test_where_no_file_can_be_it_says_so_at_once(tmp_path):
     done = shell(["psctl", "calibrate", "--output", "none/costs.json"], tmp_path, 20.0)
     words = "psctl: error: --output none/costs.json: there is no directory none"
     assert (done.code, done.err.splitlines()) == (2, [words])
+
+
+ROOT = Path(__file__).resolve().parents[3]
+SECONDS = 120.0
+PROMPT = "ready> "
+
+
+def setup() -> dict[str, str]:
+    """The line of the document for each program."""
+    text = (ROOT / "docs" / "psctl.md").read_text(encoding="utf-8").split("\n## Shell completion\n")[1]
+    (block,) = re.findall(r"```bash\n(.*?)```", text.split("\n## ")[0], re.DOTALL)
+    return {line.split("=bash_source ")[1].rstrip(')"'): line for line in block.splitlines()}
+
+
+@contextmanager
+def terminal(line: str) -> Iterator[int]:
+    """A terminal on which bash has run a line, and waits for keys."""
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("there is no bash")
+    here, there = pty.openpty()
+    environ = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PS1": PROMPT, "TERM": "dumb", "HOME": "/"}
+    ends = dict.fromkeys(("stdin", "stdout", "stderr"), there)
+    shell = subprocess.Popen([bash, "--norc", "--noprofile", "-i"], env=environ, start_new_session=True, **ends)
+    os.close(there)
+    try:
+        read_until(here, PROMPT)
+        os.write(here, f"{line}; echo set${{none}}up\n".encode())
+        read_until(here, f"setup\r\n{PROMPT}")
+        yield here
+    finally:
+        shell.kill()
+        shell.wait()
+        os.close(here)
+
+
+def read_until(terminal: int, expected: str) -> str:
+    """Reads a terminal until it has shown something; returns all that it has."""
+    shown = ""
+    while expected not in shown:
+        ready, _, _ = select.select([terminal], [], [], SECONDS)
+        assert ready, f"{expected!r} does not come: {shown!r}"
+        shown += os.read(terminal, 4096).decode()
+    return shown
+
+
+TABS = {
+    "psworker": ("psworker --standal\t", "psworker --standalone "),
+    "psserver": ("psserver --until\t", "psserver --until-done "),
+}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("program", TABS)
+def test_a_tab_completes_an_option(program):
+    keys, expected = TABS[program]
+    with terminal(setup()[program]) as screen:
+        os.write(screen, keys.encode())
+        assert expected in read_until(screen, expected)
+
+
+def test_a_tab_completes_commands_of_psctl():
+    """Also those of a group; two tabs list all commands that begin so."""
+    with terminal(setup()["psctl"]) as screen:
+        os.write(screen, b"psctl checkpoint ver\t")
+        read_until(screen, "psctl checkpoint verify ")
+        os.write(screen, b"\x15echo do${none}ne\n")  # the line is cleared
+        read_until(screen, f"done\r\n{PROMPT}")
+        os.write(screen, b"psctl re\t\t")
+        shown = read_until(screen, f"{PROMPT}psctl re")  # which bash writes again below its list
+    _, listed, _ = shown.split("\r\n")
+    assert set(listed.split()) == {name for name in command.commands if name.startswith("re")}

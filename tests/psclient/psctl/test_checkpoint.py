@@ -1,4 +1,4 @@
-"""The command psctl: what it says of checkpoints, and what it says when it cannot."""
+"""`psctl checkpoint`: what it says of checkpoints, of dynamic tables and deltas too, and when it cannot."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from safetensors.numpy import load_file
 
-from psclient import psctl
 from psclient.psctl.checkpoint_diff import CHUNK, compare
 from pstesting import forks
 from pswire.checkpoint.manifest import latest_text
 from pswire.checkpoint.reader import open_saved
+from pswire.model.tables import CounterFilter, TableSpec
 from pswire.model.tensor import DTYPES, Array
 from tests.kit.storage import write_checkpoint
+from tests.kit.tables import Servers
 
 SHARD0, SHARD1 = (f"shard-{place:05d}-of-00002.safetensors" for place in range(2))
 
@@ -40,32 +42,13 @@ VALUES: dict[str, Array] = {
 }
 
 
-class Done:
-    """How a command ended, and what it printed."""
-
-    def __init__(self, code: Any, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-    @property
-    def json(self) -> Any:
-        """What it printed, with `--json`."""
-        return json.loads(self.out)
+@pytest.fixture
+def run(call):
+    return lambda *args: call("checkpoint", *args)
 
 
 @pytest.fixture
-def run(capsys):
-    """Runs `psctl checkpoint`."""
-
-    def ran(*args: Any) -> Done:
-        with pytest.raises(SystemExit) as ended:
-            psctl.main(["checkpoint", *map(str, args)])
-        return Done(ended.value.code, *capsys.readouterr())
-
-    return ran
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved(tmp_path):
     """A checkpoint of all kinds of values."""
     return write_checkpoint(
         tmp_path / "run" / "ckpt-1", VALUES, objects={"model/w": "w"}, state={"sampler": {"seed": 3}}
@@ -95,7 +78,6 @@ def test_every_dtype_is_read_as_it_was_written(tmp_path, dtype):
 
 
 def test_other_places_than_this_file_system(tmp_path, run, saved):
-    """A URL of fsspec is read as a path is."""
     files = fsspec.filesystem("memory")
     files.put(str(saved), "/psctl/run/ckpt-1", recursive=True)
     try:
@@ -109,7 +91,7 @@ def test_other_places_than_this_file_system(tmp_path, run, saved):
 
 
 def test_checkpoints_are_listed_by_their_numbers(run, saved, tmp_path):
-    """Oldest first, 10 after 9; a directory without a manifest is shown as incomplete."""
+    """Oldest first, 10 after 9; a directory without a manifest is incomplete; to have saved none yet is no error."""
     for number in (10, 9):
         write_checkpoint(saved.parent / f"ckpt-{number}", {"w": VALUES["w"]}, round=number)
     (saved.parent / "ckpt-11").mkdir()
@@ -123,6 +105,8 @@ def test_checkpoints_are_listed_by_their_numbers(run, saved, tmp_path):
     assert [each["round"] for each in said["checkpoints"]] == [7, 9, 10]
     assert said["checkpoints"][0]["nbytes"] == sum(value.nbytes for value in VALUES.values())
     assert said["incomplete"] == ["ckpt-11"]
+    (tmp_path / "empty").mkdir()
+    assert run("ls", tmp_path / "empty") == (0, f"there is no checkpoint in {tmp_path / 'empty'}\n", "")
 
 
 def test_the_newest_is_marked(run, saved):
@@ -135,13 +119,6 @@ def test_the_newest_is_marked(run, saved):
         (line,) = [line for line in run("ls", saved.parent).out.splitlines() if "latest" in line]
         assert line.split()[0] == name
         assert run("show", "--json", saved.parent).json["round"] == round
-
-
-def test_an_empty_directory_has_no_checkpoints(run, tmp_path):
-    """That is no error: a job may not have saved yet."""
-    done = run("ls", tmp_path)
-    assert done.code == 0
-    assert done.out == f"there is no checkpoint in {tmp_path}\n"
 
 
 def test_a_checkpoint_is_shown(run, saved):
@@ -159,24 +136,16 @@ def test_a_checkpoint_is_shown(run, saved):
 # ---- verify ----
 
 
-def test_a_whole_checkpoint_is_verified(run, saved):
-    """Exit code 0, and JSON without faults."""
+def test_a_whole_checkpoint_is_verified(run, saved, tmp_path):
+    """Exit code 0, and JSON without faults; what cannot be verified is not passed over in silence."""
     done = run("verify", saved)
     assert (done.code, done.out) == (0, f"{saved} is whole: {len(VALUES)} variables\n")
     said = run("verify", "--json", saved).json
     assert said == {"path": str(saved), "whole": True, "without_checksum": 0, "faults": []}
-
-
-def test_a_checkpoint_without_checksums_is_told(run, tmp_path):
-    """What cannot be verified is not passed over in silence."""
     path = write_checkpoint(tmp_path / "ckpt-1", VALUES, checksums=False)
     done = run("verify", path)
     assert done.code == 0
     assert f"{len(VALUES)} of them have no checksum" in done.out
-
-
-def flipped(path: Path) -> None:
-    overwrite(path / SHARD0, -1, b"\xff")
 
 
 def longer(path: Path) -> None:
@@ -184,64 +153,37 @@ def longer(path: Path) -> None:
         file.write(b"\0")
 
 
-def cut(path: Path) -> None:
-    os.truncate(path / SHARD0, (path / SHARD0).stat().st_size - 1)
+def tensors(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Changes what the manifest says of the tensors."""
+
+    def changed(path: Path) -> None:
+        manifest = json.loads((path / "manifest.json").read_text())
+        change(manifest["tensors"])
+        (path / "manifest.json").write_text(json.dumps(manifest))
+
+    return changed
 
 
-def gone(path: Path) -> None:
-    (path / SHARD0).unlink()
+DAMAGE: list[tuple[str, Callable[[Path], object]]] = [
+    ("are not those that were saved: xxh3:", lambda path: overwrite(path / SHARD0, -1, b"\xff")),
+    ("bytes, and had", longer),
+    ("cut short", lambda path: os.truncate(path / SHARD0, (path / SHARD0).stat().st_size - 1)),
+    ("the file is missing", lambda path: (path / SHARD0).unlink()),
+    ("its header is broken", lambda path: overwrite(path / SHARD0, 8, b"}")),
+    ("its header is broken", lambda path: overwrite(path / SHARD0, 0, b"\xff" * 8)),
+    ("it has 'b', which the manifest does not name", tensors(lambda all: all.pop("b"))),
+    ("it has 'b' as float64[2], not float64[3]", tensors(lambda all: all["b"].update(shape=[3]))),
+    ("it does not have 'b', which the manifest names", tensors(lambda all: all["b"].update(file=SHARD1))),
+]
 
 
-def headless(path: Path) -> None:
-    overwrite(path / SHARD0, 8, b"}")
-
-
-def endless(path: Path) -> None:
-    overwrite(path / SHARD0, 0, b"\xff" * 8)
-
-
-def unknown(path: Path) -> None:
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["tensors"]["b"]
-    (path / "manifest.json").write_text(json.dumps(manifest))
-
-
-def reshaped(path: Path) -> None:
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["tensors"]["b"]["shape"] = [3]
-    (path / "manifest.json").write_text(json.dumps(manifest))
-
-
-def elsewhere(path: Path) -> None:
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["tensors"]["b"]["file"] = SHARD1
-    (path / "manifest.json").write_text(json.dumps(manifest))
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (flipped, "are not those that were saved: xxh3:"),
-        (longer, "bytes, and had"),
-        (cut, "cut short"),
-        (gone, "the file is missing"),
-        (headless, "its header is broken"),
-        (endless, "its header is broken"),
-        (unknown, "it has 'b', which the manifest does not name"),
-        (reshaped, "it has 'b' as float64[2], not float64[3]"),
-        (elsewhere, "it does not have 'b', which the manifest names"),
-    ],
-)
-def test_damage_is_found(run, saved, damage, said):
+@pytest.mark.parametrize(("said", "damage"), DAMAGE)
+def test_damage_is_found(run, saved, said, damage):
     """Whatever is wrong, the file is named, and the exit code is 1."""
     damage(saved)
-    done = run("verify", saved)
-    assert done.code == 1
-    assert "is damaged" in done.out
-    assert said in done.out
-    assert SHARD0 in done.out
-    report = run("verify", "--json", saved)
-    assert report.code == 1
+    done, report = run("verify", saved), run("verify", "--json", saved)
+    assert done.code == report.code == 1
+    assert all(words in done.out for words in ("is damaged", said, SHARD0))
     assert not report.json["whole"]
     assert any(said in fault["fault"] for fault in report.json["faults"])
 
@@ -271,7 +213,7 @@ def test_equal_checkpoints_do_not_differ(run, saved, tmp_path):
 
 
 def test_differences_are_told(run, saved, tmp_path):
-    """Names, dtypes, shapes and values, positions and state; exit code 1."""
+    """Names, dtypes, shapes, values, positions, state; exit code 1; an infinite one is a text in JSON."""
     other = VALUES | {
         "w": VALUES["w"] + np.eye(2, 3, dtype="float32") * 2,
         "b": VALUES["b"].astype("float32"),
@@ -293,10 +235,6 @@ def test_differences_are_told(run, saved, tmp_path):
     assert (said["b"]["a"]["dtype"], said["b"]["b"]["dtype"]) == ("float64", "float32")
     assert said["new"]["a"] is None
     assert said["z"]["b"] is None
-
-
-def test_infinite_differences_are_json(run, tmp_path):
-    """JSON knows no infinity: it is a text there."""
     a = write_checkpoint(tmp_path / "a", {"v": np.array([1.0])})
     b = write_checkpoint(tmp_path / "b", {"v": np.array([np.inf])})
     assert run("diff", "--json", a, b).json["tensors"][0]["largest"] == "inf"
@@ -307,7 +245,6 @@ SHAPES = array_shapes(min_dims=1, max_dims=1, max_side=4)
 
 @given(st.data(), st.sampled_from(["float32", "int64", "complex64", "bool", "uint8"]))
 def test_what_is_counted_is_what_differs(data, dtype):
-    """As element by element in Python."""
     shape = data.draw(SHAPES)
     a, b = (data.draw(arrays(dtype, shape)) for _ in range(2))
     pairs = [(x, y) for x, y in zip(a.tolist(), b.tolist(), strict=True) if x != y and (x == x or y == y)]
@@ -319,7 +256,6 @@ def test_what_is_counted_is_what_differs(data, dtype):
 
 
 def test_large_variables_are_compared_in_pieces():
-    """What differs in the last one is found as well."""
     a, b = np.zeros(CHUNK + 3, "float32"), np.zeros(CHUNK + 3, "float32")
     b[[0, -1]] = 1, -4
     assert compare(a, b) == (2, 4.0)
@@ -328,18 +264,14 @@ def test_large_variables_are_compared_in_pieces():
 # ---- export ----
 
 
-def test_one_safetensors_file_has_all(run, saved, tmp_path):
-    """As safetensors reads it; the parts of complex128 lie in one dimension more."""
+def test_one_file_has_all(run, saved, tmp_path):
+    """As safetensors and NumPy read it: complex128 in one dimension more; without pickles, bfloat16 as float32."""
     out = tmp_path / "all.safetensors"
     assert run("export", saved, out).code == 0
     found = load_file(out)
     assert set(found) == set(VALUES)
     assert same(found.pop("z").view("complex128")[..., 0], VALUES["z"])
     assert all(same(np.asarray(value), VALUES[name]) for name, value in found.items())
-
-
-def test_one_npz_file_has_all(run, saved, tmp_path):
-    """As NumPy reads it, without pickles; bfloat16 is float32 there, and that is told."""
     out = tmp_path / "all.npz"
     done = run("export", saved, out)
     assert done.code == 0
@@ -354,7 +286,7 @@ def test_one_npz_file_has_all(run, saved, tmp_path):
 
 def test_a_failed_export_leaves_nothing(run, saved, tmp_path):
     """Neither half a file nor one beside it; what was there stays."""
-    gone(saved)
+    (saved / SHARD0).unlink()
     out = tmp_path / "out" / "all.npz"
     out.parent.mkdir()
     out.write_text("old")
@@ -397,8 +329,13 @@ def test_wrong_use_is_one_line(run, saved, tmp_path, args, said):
     assert said.format(**places) in done.err
 
 
-def test_what_an_object_store_says_is_told(run, monkeypatch):
-    """Their libraries have errors of their own; the place is named."""
+def test_what_cannot_be_read_is_named(run, saved, monkeypatch):
+    """A broken manifest, also where the newest is looked for; an object store, whose library has errors of its own."""
+    (saved / "manifest.json").write_text("{")
+    for path in (saved, saved.parent):
+        done = run("show", path)
+        assert done.code == 2
+        assert f"{saved}/manifest.json is no manifest" in done.err
 
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("no credentials")
@@ -409,17 +346,94 @@ def test_what_an_object_store_says_is_told(run, monkeypatch):
     assert done.err == "psctl: error: memory://bucket/run cannot be read: RuntimeError('no credentials')\n"
 
 
-def test_a_broken_manifest_is_named(run, saved):
-    """Also where the newest of a directory is looked for."""
-    (saved / "manifest.json").write_text("{")
-    for path in (saved, saved.parent):
-        done = run("show", path)
-        assert done.code == 2
-        assert f"{saved}/manifest.json is no manifest" in done.err
-
-
 def test_it_is_a_command(saved):
-    """As a process, with nothing on stderr."""
     command = [sys.executable, "-m", "psclient.psctl", "checkpoint", "verify", str(saved)]
     done = forks.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---- Dynamic tables, and deltas of them ----
+
+
+@pytest.fixture
+def job(tmp_path):
+    """One whole checkpoint and two deltas, in three files each, with a variable beside."""
+    job = Servers.made(tmp_path, TableSpec((2,), admission=CounterFilter(2)), 3, w=np.arange(3.0))
+    rng = np.random.default_rng(0)
+    for name, base in (("c-1", ""), ("c-2", "c-1"), ("c-3", "c-2")):
+        job.train(rng)
+        job.save(name, base)
+    return job
+
+
+def test_deltas_are_listed_and_shown(run, job):
+    """With their bases, rows and bytes, and what has changed. What is known of each row is no variable."""
+    found = [
+        (each["name"], each["base"], each["tensors"]) for each in run("ls", "--json", job.root).json["checkpoints"]
+    ]
+    assert found == [("c-1", None, 4), ("c-2", "c-1", 4), ("c-3", "c-2", 4)]
+    assert "changes to" in run("ls", job.root).out
+    code, out, _ = run("show", job.root / "c-1")
+    rows = job.opened("c-1").manifest.tensors["users"].spec.shape[0]
+    assert code == 0
+    assert f"table users: {rows:,} rows, " in out
+    assert "as of its round 5" in out
+    assert "users/keys" not in out
+    delta = job.opened("c-3").manifest.tensors["users"].spec.shape[0]
+    assert f"table users: {delta:,} rows changed and 0 dropped since c-2, " in run("show", job.root).out
+    assert run("show", "--json", job.root).json["tables"]["users"]["round"] == 15
+
+
+def test_a_delta_is_verified_with_its_bases(run, job):
+    """A fault of a base is a fault; the file says where."""
+    code, out, _ = run("verify", job.root)
+    assert (code, "c-3 is whole: 4 variables, with what it has the changes to: c-2, c-1" in out) == (0, True)
+    shard = next((job.root / "c-1").glob("shard-00001*"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    code, out, _ = run("verify", "--json", job.root)
+    assert (code, [each["file"] for each in json.loads(out)["faults"]]) == (1, [f"../c-1/{shard.name}"])
+
+
+def test_tables_are_compared_by_their_keys(run, job):
+    """Rows of both, and keys that one of both does not have; a delta is compared as the whole that it is."""
+    job.save("whole")
+    assert run("diff", job.root / "c-3", job.root / "whole").code == 0
+    job.step(np.array([10**6, 10**6]))
+    job.parts[0].arrays[0][0] += 0.5
+    job.save("other")
+    code, out, _ = run("diff", "--json", job.root / "c-3", job.root / "other")
+    found = {each["name"]: (each["count"], each["largest"]) for each in json.loads(out)["tensors"]}
+    assert code == 1
+    assert found["users"] == (2 + 2, 0.5)
+    assert found["users/keys"] == (1, None)
+    assert found["users/count"] == (1, 0.0)
+    assert "w" not in found
+    job.save("same")
+    assert run("diff", job.root / "other", job.root / "same").code == 0
+
+
+def test_a_delta_is_exported_whole(run, job, tmp_path):
+    job.save("whole")
+    for ending in ("safetensors", "npz"):
+        for name in ("c-3", "whole"):
+            assert run("export", job.root / name, tmp_path / f"{name}.{ending}").code == 0
+    a, b = (load_file(tmp_path / f"{name}.safetensors") for name in ("c-3", "whole"))
+    assert a.keys() == b.keys() >= {"users", "users/keys", "adam/users/m", "w"}
+    assert all(a[name].tobytes() == b[name].tobytes() for name in a)
+    with np.load(tmp_path / "c-3.npz") as found:
+        assert found["users"].tobytes() == a["users"].tobytes()
+
+
+def test_a_delta_is_compacted(run, job):
+    """A path, or the newest of a directory; what is whole stays."""
+    expected = job.state()
+    code, out, _ = run("compact", job.root)
+    assert (code, "c-3 is whole, " in out, "it does not need c-2, c-1 any more" in out) == (0, True, True)
+    assert run("compact", job.root / "c-3") == (0, f"{job.root}/c-3 is whole already\n", "")
+    assert run("verify", job.root).code == 0
+    for path in (*(job.root / "c-1").iterdir(), *(job.root / "c-2").iterdir()):
+        path.unlink()
+    assert job.restored("c-3", 2).state().equals(expected)
+    assert run("ls", "--json", job.root).json["checkpoints"][0]["base"] is None

@@ -1,0 +1,261 @@
+"""psctl beside servers in this process: what they were told last, and what they ask of it: certificates, a token."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from psclient.psctl.health import why_not
+from psserver.config import ServerConfig
+from psserver.transport.server import ServerThread
+from pstesting.clock import Clock
+from pswire.encoding.verbs import VERBS
+from pswire.errors import VariableMismatch
+from pswire.model.plan import VariableSpec
+from pswire.model.tensor import TensorSpec
+from pswire.security.identity import Security
+from pswire.security.session_numbers import count_of
+from tests.kit.certificates import guarded
+from tests.kit.rig import WORKERS, Job, Servers, core, sum_into, together
+
+
+class Beside:
+    """A job on two servers that listen, and psctl."""
+
+    def __init__(self, stack: ExitStack, call: Callable[..., Any]) -> None:
+        clock = Clock()
+        cores = [core(number, clock=clock) for number in (0, 1)]
+        self.job = Job(Servers(list(cores), cores, clock, "nowhere", False))
+        self.threads = [stack.enter_context(ServerThread(one, ServerConfig(one.task), grace=0.0)) for one in cores]
+        self._call = call
+
+        self.addresses = ",".join(thread.address for thread in self.threads)
+
+    def __call__(self, *args: str, address: str = "") -> tuple[Any, str]:
+        done = self._call("recent", *args, "--address", address or self.addresses)
+        return done.code, done.out + done.err
+
+    def json(self, *args: str) -> tuple[Any, Any]:
+        code, text = self(*args, "--json")
+        return code, json.loads(text)
+
+
+@pytest.fixture
+def run(call, bare):
+    """Runs `psctl recent` in an environment that says nothing."""
+    with ExitStack() as stack:
+        yield Beside(stack, call)
+
+
+@pytest.fixture
+def worker(run):
+    """A worker that has made a round on server 1, and was refused a variable by server 0."""
+    (worker,) = run.job.join(WORKERS[0])
+    v = run.job.variable(worker, np.zeros(3), (1,), "dense/kernel")
+    plan = run.job.approve(sum_into(v), worker)
+    run.job.servers.clock.now += 100.0
+    together(worker.push(plan, [np.ones(3)], server=1))
+    run.job.servers.clock.now += 2.25
+    spec = VariableSpec("dense/kernel", TensorSpec("float32", (4,)))
+    with pytest.raises(VariableMismatch):
+        run.job.verbs[0].create(worker.session, 0, -1, spec, (0,), None)
+    return worker
+
+
+def cells(text: str) -> list[list[str]]:
+    """The lines below the heading: how long ago, on which server, what, and what was said; or more of that."""
+    return [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()[2:]]
+
+
+def test_what_was_told_last_is_shown(run, worker):
+    """In the order in which it came to any server, the newest last, why it was refused below; to machines all of it."""
+    code, text = run()
+    assert code == 0
+    *before, push, work, create, why, _ = cells(text)
+    who = f"worker-0, session {count_of(worker.session)}"
+    assert push == ["2.25 s", "ps-1", "push", f"{who}: round 0 of epoch 1, 24 bytes"]
+    assert work == ["2.25 s", "ps-1", "worked", "step (arrays)"]
+    assert create == ["0.00 s", "ps-0", "create", f"{who}: 'dense/kernel' float32[4]"]
+    assert why[0].startswith("VariableMismatch: ")
+    assert {row[0] for row in before} == {"1.7 min"}
+    assert {row[1] for row in before} == {"ps-0", "ps-1"}
+    code, said = run.json()
+    assert (code, said["problems"]) == (0, [])
+    assert [(each["task"], each["address"]) for each in said["servers"]] == [
+        ("/job:ps/task:0", run.threads[0].address),
+        ("/job:ps/task:1", run.threads[1].address),
+    ]
+    first, second = (each["recent"] for each in said["servers"])
+    assert second[-1] == {"seconds": 2.25, "what": "worked", "said": "step (arrays)", "refused": ""}
+    assert first[-1]["refused"].startswith("VariableMismatch: ")
+    assert [each["recent"] for each in run.json("--server", "1")[1]["servers"]] == [second]
+
+    backwards = ",".join(thread.address for thread in reversed(run.threads))
+    for address in (run.addresses, backwards):
+        code, text = run("--server", "1", address=address)
+        assert code == 0
+        assert {row[1] for row in cells(text)} == {"ps-1"}
+    code, text = run("--server", "2")
+    assert (code, text) == (
+        2,
+        "psctl: error: no address leads to /job:ps/task:2; name all servers of the job in --address\n",
+    )
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_it_fits_a_terminal(run, worker, columns, monkeypatch):
+    """What is long goes on below itself; only why a call was refused is red."""
+    for name, value in (("COLUMNS", str(columns)), ("FORCE_COLOR", "1"), ("TERM", "xterm-256color")):
+        monkeypatch.setenv(name, value)
+    why = run.json()[1]["servers"][0]["recent"][-1]["refused"]
+    text = run()[1]
+    red = re.findall(r"\x1b\[31m(.*?)\x1b\[0m", text)
+    assert len(red) > 1
+    assert " ".join(" ".join(red).split()) == why
+    assert max(len(re.sub(r"\x1b\[\d*m", "", line).rstrip()) for line in text.splitlines()) <= columns
+
+
+def test_a_server_that_does_not_answer_is_a_problem(run, worker):
+    run.threads[1].stop()
+    code, text = run("--timeout", "0.5")
+    assert code == 1
+    assert "ps-0" in text
+    assert text.splitlines()[-1].startswith("! ps-1: no answer at ")
+    code, said = run.json("--timeout", "0.5")
+    assert (code, said["servers"][1]["recent"]) == (1, [])
+    assert [(each["kind"], each["task"]) for each in said["problems"]] == [("unreachable", "/job:ps/task:1")]
+
+
+def test_a_server_that_is_too_old_is_a_problem(run, worker):
+    """It is there, and does not know the verb: one line says so, and what to do."""
+    old = run.threads[1]
+    del old._server._service._methods[VERBS["Recent"].path]
+    code, text = run("--server", "1")
+    assert (code, text) == (
+        1,
+        f"! ps-1: the server at {old.address} is of an older version, which does not know Recent; "
+        "install the same version of paramserver for both\n",
+    )
+    code, said = run.json()
+    assert code == 1
+    assert [(each["kind"], each["task"]) for each in said["problems"]] == [("refused", "/job:ps/task:1")]
+    assert [bool(each["recent"]) for each in said["servers"]] == [True, False]
+    del old._server._service._methods[VERBS["Status"].path]
+    assert "is no parameter server of this version; correct the address" in run("--server", "1")[1]
+
+
+def test_a_server_that_was_told_nothing_and_one_that_is_gone(call, bare):
+    """Says so, which is no problem; for probes it serves, with exit code 0, until it is gone, without a token."""
+    fresh = core()
+    with ServerThread(fresh, ServerConfig(fresh.task), grace=0.0) as thread:
+        address = thread.address
+        assert call("recent", "--address", address) == (0, "nothing yet\n", "")
+        assert call("health", address) == (0, f"{address} serves\n", "")
+        said = call("health", "--address", address, "--json")
+        one = {"address": address, "serving": True, "why": ""}
+        assert (said.code, said.json) == (0, {"serving": True, "servers": [one]})
+    assert call("health", address) == (1, f"{address} does not serve: nothing listens there\n", "")
+
+
+@pytest.fixture
+def server(certificates):
+    """A server that asks for certificates and the token."""
+    with guarded(certificates.of("ps-0")) as thread:
+        yield thread
+
+
+@pytest.fixture
+def ask(call, bare):
+    """Runs psctl in an environment that says nothing; returns its code and what it says as JSON."""
+
+    def asked(*args: str) -> tuple[Any, Any]:
+        done = call(*args, "--json")
+        return done.code, done.json
+
+    return asked
+
+
+def flags(directory: Path | str) -> list[str]:
+    files = {"--tls-cert": "tls.crt", "--tls-key": "tls.key", "--tls-ca": "ca.crt", "--token-file": "token"}
+    return [word for flag, file in files.items() for word in (flag, f"{directory}/{file}")]
+
+
+def test_admin_sees_all(ask, server, certificates):
+    """In its path `{task}` becomes `admin`."""
+    code, said = ask("status", "--address", server.address, *flags(certificates.out / "{task}"))
+    assert (code, said["servers"][0]["state"]) == (1, "up")
+    assert [each["kind"] for each in said["problems"]] == ["no_chief"]
+    assert ask("vars", "--address", server.address, *flags(certificates.out / "{task}"))[1]["variables"] == []
+    code, said = ask("recent", "--address", server.address, *flags(certificates.out / "{task}"))
+    assert (code, [each["what"] for each in said["servers"][0]["recent"]]) == (0, [])
+
+
+def test_in_a_task_s_container_its_certificate_will_do(ask, server, certificates, monkeypatch):
+    """TF_CONFIG says which task this is; without it only `admin` is psctl."""
+    cluster = {"ps": [server.address], "worker": ["w:1"]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}}))
+    assert ask("status", *flags(certificates.out / "worker-0"))[1]["servers"][0]["state"] == "up"
+    monkeypatch.delenv("TF_CONFIG")
+    code, said = ask("status", "--address", server.address, *flags(certificates.out / "worker-0"))
+    assert code == 2
+    assert "is worker-0's, and not of" in said["error"]["message"]
+
+
+def test_who_shows_nothing_is_told_what_is_missing(ask, server, certificates):
+    """A certificate, or one of the right CA, or the token: each in words, and at once."""
+    said = {
+        "the server expects TLS, and this process has no certificate": [],
+        "not signed by our CA": flags(certificates.other / "admin"),
+        "asks for the token of its job": flags(certificates.out / "admin")[:6],
+    }
+    for words, shown in said.items():
+        code, found = ask("status", "--address", server.address, *shown)
+        assert (code, found["servers"][0]["state"]) == (1, "refused")
+        assert words in found["problems"][0]["message"]
+        code, found = ask("recent", "--address", server.address, *shown)
+        assert (code, found["servers"][0]["recent"], found["problems"][0]["kind"]) == (1, [], "refused")
+        assert words in found["problems"][0]["message"]
+
+
+def test_health_needs_a_certificate_of_the_ca_alone(ask, server, certificates):
+    """Whatever task the server is, and without the token: a probe knows neither."""
+    assert ask("health", server.address, *flags(certificates.out / "ps-1")[:6])[0] == 2  # psctl is not ps-1
+    assert ask("health", server.address, *flags(certificates.out / "admin")[:6])[0] == 0
+    assert why_not(server.address, certificates.of("ps-1"), 5.0) == ""
+    assert "not signed by our CA" in why_not(server.address, certificates.of_other("ps-0"), 5.0)
+    assert "expects TLS" in why_not(server.address, Security(), 5.0)
+    with guarded(Security()) as plain:
+        assert "speaks without TLS" in why_not(plain.address, certificates.of("admin"), 5.0)
+
+
+def test_the_doctor_shakes_hands(ask, server, certificates, tmp_path):
+    """With each server, with our certificate, of which it says that its end is near."""
+    ends = shutil.copytree(certificates.out / "admin", tmp_path / "ends")
+    made = certificates.signed(["admin.paramserver"], -1, 10)
+    (ends / "tls.crt").write_bytes(made.certificate)
+    (ends / "tls.key").write_bytes(made.key)
+    for folder, level in ((certificates.out / "admin", "ok"), (ends, "warn")):
+        found = ask("doctor", "--address", server.address, *flags(folder))[1]["findings"]
+        tls = {each["message"].partition(",")[0]: each["level"] for each in found if each["check"] == "TLS"}
+        assert tls == {"our certificate is admin's": level, "ps-0: it shows its certificate": "ok"}
+    code, said = ask("doctor", "--address", server.address, *flags(certificates.other / "admin"))
+    assert code == 1
+    assert any("not signed by our CA" in each["message"] for each in said["findings"] if each["level"] == "fail")
+
+
+def test_values_are_read_with_a_certificate(ask, certificates):
+    behind = core()
+    job = Job(Servers([behind], [behind], Clock(), "nowhere", False))
+    (worker,) = job.join(WORKERS[0])
+    job.variable(worker, np.arange(3.0), name="w")
+    with guarded(certificates.of("ps-0"), behind) as thread:
+        code, said = ask("read", "w", "--address", thread.address, *flags(certificates.out / "admin"))
+        assert (code, said["value"]) == (0, [0.0, 1.0, 2.0])
