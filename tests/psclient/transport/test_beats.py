@@ -1,51 +1,45 @@
-"""Beats of a process that does nothing travel on its lane; wherever that cannot be, they travel over gRPC, in time.
+"""Beats: when they come, the ways that they take, and what a silence says.
 
-What a lane's beat proves is what any call proves, that the process lives: all that a beat says otherwise is told over
-gRPC, and so in order. A lane on which a call waits, a beat included, carries no other one: then beats on gRPC's
-connection show whether the server, or the lane, is silent.
+Those of a process that does nothing travel on its lane; wherever that cannot be, they travel over gRPC, in time. What a
+lane's beat proves is what any call proves, that the process lives: all that a beat says otherwise is told over gRPC, in
+order. A lane on which a call waits, a beat included, carries no other one: then beats on gRPC's connection show whether
+the server, or the lane, is silent.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
+from psclient._src.transport.lane import Silence
+from psclient._src.transport.patience import Patience
+from psclient._src.transport.session import BEATS, until_beat
 from psserver.transport import grpc_service
 from psserver.transport.lane_connection import BACKLOG
-from pswire.encoding.protocol import BEATS
+from pstesting.clock import Clock
+from pswire.encoding import protocol
 from pswire.errors import Fenced, ServerLost
 from pswire.model.status import Pace
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.transport.sockets import Kind
-from pswire.transport.traffic import LaneName
 from tests.kit import lanes
 from tests.kit.lanes import Hand, Site, eventually
 from tests.kit.rig import SOON, WORKERS
+from tests.kit.strategies import refused
 
 LEASE = 0.8
 """Seconds."""
 
 
 @pytest.fixture(params=["tcp", "shm"])
-def name(request: pytest.FixtureRequest) -> LaneName:
+def name(request):
     """A lane that is no gRPC."""
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 class Beats:
-    """A member that beats, and the ways of its beats.
-
-    Args:
-        site: where it is.
-        patch: counts them.
-        worker: which one; the first.
-
-    Attributes:
-        calls: how many were calls of gRPC.
-        renewed: how many the server took on lanes.
-    """
+    """A member that beats: how many beats were calls of gRPC, and how many the server took on lanes."""
 
     def __init__(self, site: Site, patch: pytest.MonkeyPatch, worker: int = 0) -> None:
         self.site, self.worker = site, site.workers[worker]
@@ -71,13 +65,13 @@ class Beats:
 
 
 @pytest.fixture
-def site(stack: ExitStack, name: LaneName) -> Site:
+def site(stack, name):
     """A server, and two members with lanes to it; a minute passes before a beat on a lane is late."""
     return Site(stack, name, elements=64, lease=8 * SOON)
 
 
 @pytest.fixture
-def beats(site: Site, monkeypatch: pytest.MonkeyPatch) -> Beats:
+def beats(site, monkeypatch):
     """The first member's."""
     return Beats(site, monkeypatch)
 
@@ -85,7 +79,7 @@ def beats(site: Site, monkeypatch: pytest.MonkeyPatch) -> Beats:
 CALL, LANE = (1, 0), (0, 1)
 
 
-def test_a_process_that_does_nothing_beats_on_its_lane(beats: Beats) -> None:
+def test_a_process_that_does_nothing_beats_on_its_lane(beats):
     """Its first beat says over gRPC what it does; those after it are no calls, and each of them is a sign of life."""
     assert beats.ways() == CALL
     signs = beats.site.core.machine.tally.signs
@@ -93,7 +87,7 @@ def test_a_process_that_does_nothing_beats_on_its_lane(beats: Beats) -> None:
     assert beats.site.core.machine.tally.signs == signs + 3
 
 
-def test_a_beat_on_a_lane_renews_the_lease(stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_beat_on_a_lane_renews_the_lease(stack, name, monkeypatch):
     """For whoever beats; who does not is lost."""
     now = [0.0]
     site = Site(stack, name, elements=64, lease=8 * SOON, clock=lambda: now[0])
@@ -112,7 +106,7 @@ def test_a_beat_on_a_lane_renews_the_lease(stack: ExitStack, name: LaneName, mon
     [(-1, b"", Pace(steps=1)), (-1, b"", Pace(leaving=True)), (-1, b"", Pace(), 3)],
     ids=["a step", "it leaves", "a clock"],
 )
-def test_news_travel_over_grpc(beats: Beats, news: tuple[Any, ...]) -> None:
+def test_news_travel_over_grpc(beats, news):
     """And the server knows them; what is the same once more needs no call."""
     assert [beats.ways(), beats.ways()] == [CALL, LANE]
     assert beats.ways(*news) == CALL
@@ -122,14 +116,14 @@ def test_news_travel_over_grpc(beats: Beats, news: tuple[Any, ...]) -> None:
     assert beats.ways() == CALL
 
 
-def test_who_waits_in_a_round_beats_over_grpc(beats: Beats) -> None:
+def test_who_waits_in_a_round_beats_over_grpc(beats):
     """A server compares rounds that processes wait in, whoever comes first: it has to be told in each beat, and once
     none is waited in any more."""
     assert [beats.ways(0, b"plan"), beats.ways(0, b"plan")] == [CALL, CALL]
     assert [beats.ways(), beats.ways()] == [CALL, LANE]
 
 
-def test_while_a_call_waits_on_a_lane_beats_travel_over_grpc(beats: Beats) -> None:
+def test_while_a_call_waits_on_a_lane_beats_travel_over_grpc(beats):
     """They are to show that the server lives, though the lane is silent; after that they are on the lane again."""
     assert [beats.ways(), beats.ways()] == [CALL, LANE]
     here, other = beats.site.workers
@@ -140,16 +134,14 @@ def test_while_a_call_waits_on_a_lane_beats_travel_over_grpc(beats: Beats) -> No
     assert beats.ways() == LANE
 
 
-def test_a_server_of_the_version_before_is_called(
-    stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_of_the_version_before_is_called(stack, name, monkeypatch):
     """It would close a lane on which beats come: it says its number when the session opens."""
-    monkeypatch.setattr(grpc_service, "spoken_with", lambda number: BEATS - 1)
+    monkeypatch.setattr(grpc_service, "spoken_with", lambda number: protocol.BEATS - 1)
     beats = Beats(Site(stack, name, elements=64, lease=8 * SOON), monkeypatch)
     assert [beats.ways(), beats.ways()] == [CALL, CALL]
 
 
-def test_who_keeps_the_sessions_anew_is_told_everything(beats: Beats) -> None:
+def test_who_keeps_the_sessions_anew_is_told_everything(beats):
     """It has heard no beat of them: one on a lane is refused, and told over gRPC at once."""
     assert [beats.ways(), beats.ways()] == [CALL, LANE]
     record = beats.site.core.machine.members._sessions[beats.worker.session]
@@ -158,7 +150,7 @@ def test_who_keeps_the_sessions_anew_is_told_everything(beats: Beats) -> None:
     assert beats.ways() == LANE
 
 
-def test_a_session_that_has_ended_is_refused_on_its_lane(stack: ExitStack, site: Site, name: LaneName) -> None:
+def test_a_session_that_has_ended_is_refused_on_its_lane(stack, site, name):
     """As in a call, with the same error; nobody's lease is renewed."""
     here = site.workers[0]
     site.server.beat(here.session, -1, b"")
@@ -171,25 +163,20 @@ def test_a_session_that_has_ended_is_refused_on_its_lane(stack: ExitStack, site:
     answer = hand.hear()
     refusal = pb.Refusal.FromString(answer.header)
     assert (answer.kind, answer.call, refusal.error) == (Kind.REFUSAL, 2, "Fenced")
-    with pytest.raises(Fenced, match="this session was ended: it failed"):
-        site.server.beat(here.session, -1, b"")
+    refused(Fenced, "this session was ended: it failed", lambda: site.server.beat(here.session, -1, b""))
 
 
-def test_a_server_that_ends_says_so(site: Site) -> None:
+def test_a_server_that_ends_says_so(site):
     """A beat on a lane is refused then; the call tells that the server is lost."""
     here = site.workers[0]
     for _ in range(2):
         site.server.beat(here.session, -1, b"")
     site.thread.stop()
-    with pytest.raises(ServerLost):
-        site.server.beat(here.session, -1, b"")
-
-
-# ---- Lanes that are silent, or break ----
+    refused(ServerLost, "", lambda: site.server.beat(here.session, -1, b""))
 
 
 @pytest.mark.parametrize("ways", ["up", "down"])
-def test_a_silent_lane_costs_no_lease(stack: ExitStack, monkeypatch: pytest.MonkeyPatch, ways: str) -> None:
+def test_a_silent_lane_costs_no_lease(stack, monkeypatch, ways):
     """A beat that is lost there travels over gRPC within the lease, and so do those after it, until the lane is broken:
     by then beats were answered for a lease. The next call opens another, on which the beats are from then on."""
     site = Site(stack, "tcp", elements=64, lease=LEASE)
@@ -208,7 +195,7 @@ def test_a_silent_lane_costs_no_lease(stack: ExitStack, monkeypatch: pytest.Monk
         eventually(lambda: beats.ways() == LANE)
 
 
-def test_a_lane_that_breaks_costs_no_lease(beats: Beats) -> None:
+def test_a_lane_that_breaks_costs_no_lease(beats):
     """Its end is found at once: the beat is a call."""
     assert [beats.ways(), beats.ways()] == [CALL, LANE]
     (connection,) = beats.site.open([beats.worker.session])
@@ -217,7 +204,7 @@ def test_a_lane_that_breaks_costs_no_lease(beats: Beats) -> None:
     assert beats.ways() == CALL
 
 
-def test_what_one_client_says_keeps_no_other_waiting(stack: ExitStack, site: Site, name: LaneName) -> None:
+def test_what_one_client_says_keeps_no_other_waiting(stack, site, name):
     """If a client beats and reads no answers, a server reads no more of it once it has so many answers to send."""
     here, other = site.workers
     site.server.beat(here.session, -1, b"")
@@ -225,8 +212,7 @@ def test_what_one_client_says_keeps_no_other_waiting(stack: ExitStack, site: Sit
     hand.sock.setblocking(False)
     connection = site.lanes.connections[-1]
     head = bytes((Kind.BEAT,)) + bytes(31) + b"\xff" * 8
-    with pytest.raises(BlockingIOError):
-        _flood(hand, 1000 * head)
+    refused(BlockingIOError, "", lambda: _flood(hand, 1000 * head))
     eventually(lambda: connection._paused)
     assert connection._link.waiting <= 2 * BACKLOG
     site.server.beat(other.session, -1, b"")
@@ -236,3 +222,151 @@ def test_what_one_client_says_keeps_no_other_waiting(stack: ExitStack, site: Sit
 def _flood(hand: Hand, said: bytes) -> None:
     for _ in range(2000):
         hand.sock.send(said)
+
+
+PAUSE = 2.0
+
+
+def test_sessions_beat_together_at_a_few_times_of_a_pause():
+    """Those of one time together, whenever they began; the times are spread over a pause."""
+    times = {
+        round(now + until_beat(PAUSE, 5 + BEATS * k, now), 6) % PAUSE for k in range(9) for now in (7.3, 100.0, 1e9)
+    }
+    assert times == {5 / BEATS * PAUSE}
+    times = sorted((1e9 + until_beat(PAUSE, number, 1e9)) % PAUSE for number in range(BEATS))
+    assert times == pytest.approx([PAUSE * number / BEATS for number in range(BEATS)])
+
+
+def test_one_that_was_woken_a_little_early_does_not_beat_twice():
+    for early in (1e-6, 1e-3, PAUSE / BEATS):
+        assert until_beat(PAUSE, 3, 3 / BEATS * PAUSE - early) == pytest.approx(PAUSE + early)
+    for tenth in range(200):
+        assert 0 < until_beat(PAUSE, 3, tenth / 10) <= PAUSE * (1 + 1 / BEATS) + 1e-9
+
+
+LANE_LEASE = 8.0
+"""Seconds."""
+
+
+def silent(silence: Silence, *times: float, waiting: bool = True) -> list[str]:
+    """What is said when beats are answered at these times."""
+    return [silence.beat(waiting, now) for now in times]
+
+
+def test_a_lane_is_broken_once_beats_were_answered_for_a_lease():
+    """Since the first, or since something came; not while no call is under way, when nothing is to be said."""
+    *before, last = silent(Silence(LANE_LEASE), 0, 2, 4, 6, 8)
+    assert before == [""] * 4
+    assert last == "nothing has come on it for 8 s"
+    silence = Silence(LANE_LEASE)
+    silent(silence, 0, 2, 4, 6)
+    silence.heard = True
+    assert not any(silent(silence, 8, 10, 12, 14, 16))
+    assert silent(silence, 18) != [""]
+    silence = Silence(LANE_LEASE)
+    assert not any(silent(silence, *range(100), waiting=False))
+    assert not any(silent(silence, 100, 102, 104, 106))
+
+
+@pytest.mark.parametrize("gap", [5.0, 100.0])
+def test_a_pause_counts_for_half_a_lease(gap):
+    """Between two beats the server may have stood still, or this process: no word could come, or be read."""
+    silence = Silence(LANE_LEASE)
+    assert not any(silent(silence, 0, gap, gap + 1, gap + 3))
+    assert silent(silence, gap + 4) != [""]
+
+
+def words(silence: Silence, received: int, sent: int, *times: float, paused: bool = False) -> str:
+    """What is said at a beat after words that came at these times."""
+    for now in times:
+        silence.heard = True
+        silence.word(received, paused, sent, now)
+    return silence.beat(True, times[-1])
+
+
+def test_a_lane_is_broken_once_the_server_receives_nothing_for_a_lease():
+    """Though its words come; not what it does not want for now, has received, or gets of a slow network."""
+    silence = Silence(LANE_LEASE)
+    assert words(silence, 10, 20, 0, 2, 4, 6) == ""
+    assert words(silence, 10, 30, 8) == "the server receives nothing more on it for 8 s"
+    silence = Silence(LANE_LEASE)
+    assert words(silence, 10, 20, *range(100), paused=True) == ""
+    assert words(silence, 10, 20, 100, 102, 104, 106) == ""
+    assert words(silence, 10, 20, 108) != ""
+    silence = Silence(LANE_LEASE)
+    assert words(silence, 20, 20, *range(100)) == ""
+    assert words(silence, 20, 30, 100, 102, 104, 106) == ""
+    assert words(silence, 20, 30, 108) != ""
+    silence = Silence(LANE_LEASE)
+    for count in range(20):
+        assert words(silence, count, 1000, 6 * count, 6 * count + 3) == ""
+
+
+def test_words_that_say_nothing_of_now_do_not_count():
+    """Of a call that is over, though not all was received; those that come together after a standstill."""
+    silence = Silence(LANE_LEASE)
+    assert words(silence, 10, 20, 0, 2, 4, 6) == ""
+    silence.word(10, False, 20, 8)
+    assert silent(silence, 9, waiting=False) == [""]
+    assert silent(silence, 10) == [""]
+    silence = Silence(LANE_LEASE)
+    assert words(silence, 10, 20, 0, 100, 100, 100, 100, 100) == ""
+    assert words(silence, 20, 20, 101) == ""
+
+
+PATIENT, BEAT = 4.0, 1.0
+
+
+def test_a_silence_and_the_lease_after_it_do_not_count():
+    """Of whichever server; two at a time are one, one after another add; answered beats take no time."""
+    clock = Clock()
+    patience = Patience(PATIENT, BEAT, clock)
+    for _ in range(10):
+        patience.heard(0)
+        clock.now += BEAT + PATIENT / 4
+        assert patience.stood() == 0.0
+    clock = Clock()
+    patience = Patience(PATIENT, BEAT, clock)
+    for server in (0, 1):
+        patience.heard(server)
+    clock.now += 10.0
+    assert patience.stood() == 10.0 + PATIENT
+    for server in (0, 1):
+        patience.heard(server)
+    assert patience.stood() == 10.0 + PATIENT
+    clock.now += BEAT
+    assert patience.stood() == 10.0 + PATIENT
+    patience.heard(1)
+    clock.now += 3.0
+    assert patience.stood() == 10.0 + PATIENT + 4.0
+    clock = Clock()
+    patience = Patience(PATIENT, BEAT, clock)
+    for server in (0, 1):
+        clock.now += 100.0
+        patience.heard(1 - server)
+        patience.heard(server)
+        before = patience.stood()
+        clock.now += 10.0
+        patience.heard(server)
+        assert patience.stood() - before >= 10.0
+
+
+def test_a_silence_moves_a_deadline_whichever_wait_it_falls_into():
+    """Of two waits up to one deadline the second has the silence of the first; one from before does not count."""
+    clock = Clock()
+    patience = Patience(PATIENT, BEAT, clock)
+    patience.heard(0)
+    clock.now += 100.0
+    for _ in range(5):
+        patience.heard(0)
+        clock.now += BEAT
+    patience.heard(0)
+    deadline = patience.deadline(20.0)
+    assert deadline.left() == 20.0
+    clock.now += 10.0
+    patience.heard(0)
+    assert deadline.left() == 20.0 + PATIENT
+    for _ in range(20):
+        clock.now += BEAT
+        patience.heard(0)
+    assert deadline.left() == PATIENT

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+import socket
+import threading
 import time
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -15,14 +17,17 @@ import pytest
 from psclient._src.config import grpc_streams
 from psclient._src.transport import grpc_calls
 from psclient._src.transport.remote_server import RemoteServer
+from psclient._src.transport.retries import Attempts
 from pstesting.network import Relay
 from pswire.api import RoundReply
+from pswire.cluster import Task
 from pswire.encoding import messages
 from pswire.encoding.verbs import VERBS
-from pswire.errors import ConfigError, InvalidRequest
+from pswire.errors import ConfigError, InvalidRequest, Unreachable
 from pswire.limits import PART_BYTES, Timeouts
 from pswire.pb import parameter_server_pb2 as pb
 from pswire.security.identity import Security
+from pswire.transport.grpc_channel import open_channel, stub
 from pswire.transport.grpc_frames import Frame, frames
 from pswire.transport.parts import parts_of
 from pswire.transport.traffic import LaneName
@@ -31,12 +36,7 @@ from tests.kit.rig import SOON, Worker, eventually
 
 
 class Pair(Site):
-    """Two members on connections of their own, through a relay: by streams of gRPC, or by single calls.
-
-    Attributes:
-        relay: between them and the server.
-        servers: the members' connections.
-    """
+    """Two members, each with its server's connection, by streams or single calls, through a relay."""
 
     def __init__(self, stack: ExitStack, size: int, streams: bool = True, grace: float = 0.0) -> None:
         self.relay, self._streams = Relay(stack), streams
@@ -94,7 +94,6 @@ def test_calls_share_a_stream(size):
 
 @SIZES
 def test_without_streams_each_is_a_call(size):
-    """`PS_GRPC_STREAM=0`."""
     with pair(size, streams=False) as job:
         job.round()
         job.round()
@@ -127,8 +126,8 @@ def test_a_stream_that_breaks_is_opened_anew(size):
         assert job.stream not in (None, broken)
 
 
-def test_an_idle_stream_that_has_ended_fails_no_call():
-    """The next call sees it and opens another, without a failed attempt."""
+def test_a_stream_that_cannot_go_on_fails_no_call():
+    """One that has ended while idle, that ends soon, of an earlier life; an older server answers UNIMPLEMENTED."""
     with pair() as job:
         job.round()
         stream = job.stream
@@ -136,6 +135,22 @@ def test_an_idle_stream_that_has_ended_fails_no_call():
         eventually(lambda: not stream.serves(0))
         job.round()
         assert job.stream not in (None, stream)
+        stream = job.stream
+        stream._end = time.monotonic() + 1  # less than a call may take
+        job.round()
+        assert job.stream not in (None, stream)
+        stream = job.stream
+        job.calls.bind(job.core.incarnation)
+        assert job.stream is None
+        job.round()
+        assert job.stream not in (None, stream)
+        stream = job.stream
+        job.thread._server._service._methods.pop(VERBS["Exchange"].path)
+        job.relay.mend()
+        eventually(lambda: not stream.serves(0))
+        job.round()
+        job.round()
+        assert (job.stream, job.calls._streams) == (None, False)
 
 
 def test_a_second_call_at_the_same_time_is_one_of_its_own():
@@ -187,36 +202,6 @@ def test_the_rest_of_a_push_that_is_answered_is_passed_over():
         outgoing.put(None)
 
 
-def test_a_stream_makes_room_for_another_in_time():
-    """Its end by its deadline would break the call under way."""
-    with pair() as job:
-        job.round()
-        stream = job.stream
-        stream._end = time.monotonic() + 1  # less than a call may take
-        job.round()
-        assert job.stream not in (None, stream)
-
-
-def test_a_later_life_of_a_server_gets_a_stream_of_its_own():
-    """The metadata of a stream name the life that it was opened for."""
-    with pair() as job:
-        job.round()
-        stream = job.stream
-        job.calls.bind(job.core.incarnation)
-        assert job.stream is None
-        job.round()
-        assert job.stream not in (None, stream)
-
-
-def test_an_older_server_gets_calls():
-    """It answers UNIMPLEMENTED, and is not asked for a stream again."""
-    with pair() as job:
-        job.thread._server._service._methods.pop(VERBS["Exchange"].path)
-        job.round()
-        job.round()
-        assert (job.stream, job.calls._streams) == (None, False)
-
-
 def test_streams_that_never_last_are_given_up(monkeypatch, caplog):
     """A proxy may end each of them: every call is answered all the same, and after a while there are no streams."""
     with pair() as job:
@@ -254,3 +239,54 @@ def test_what_is_no_call_ends_the_stream():
             list(call)
         assert dict(call.trailing_metadata())["ps-error"] == InvalidRequest.__name__
         job.round()
+
+
+HOST = "127.0.0.1"
+
+STATUS = VERBS["Status"]
+
+TIMEOUTS = Timeouts(call=0.5, lease=8.0)
+
+
+@pytest.fixture
+def nobody():
+    """An address at which nothing listens."""
+    with socket.socket() as sock:
+        sock.bind((HOST, 0))
+        yield f"{HOST}:{sock.getsockname()[1]}"
+
+
+@pytest.fixture
+def silent():
+    """An address at which a connection is taken, and nothing is said."""
+    with socket.create_server((HOST, 0)) as sock:
+        yield f"{HOST}:{sock.getsockname()[1]}"
+
+
+def told(*addresses: str) -> str:
+    """What is told of a server whose first attempts go to some addresses, and all others to the last of these."""
+    attempts = Attempts(
+        addresses[-1], Task("ps", 0), TIMEOUTS, threading.Event(), lambda: None, lambda: "", lambda: "", lambda: None
+    )
+    left = list(addresses)
+
+    def once(seconds: float) -> bytes:
+        address = left.pop(0) if len(left) > 1 else left[0]
+        began = time.monotonic()
+        with open_channel(address, Security(), "") as channel:
+            try:
+                return bytes(stub(channel, STATUS.path, STATUS.streams)(b"", timeout=seconds))
+            except grpc.RpcError:
+                if address != addresses[-1]:
+                    time.sleep(max(0.0, began + seconds - time.monotonic() - 0.05))  # little is left for the next
+                raise
+
+    with pytest.raises(Unreachable) as caught:
+        attempts.until_answered(STATUS, once)
+    return str(caught.value)
+
+
+def test_the_most_that_was_known_of_a_server_is_told(nobody, silent):
+    """The last attempt has what is left of the deadline, which may be too short to hear that nothing listens."""
+    assert "(nothing listens there)" in told(nobody, silent)
+    assert "(it is silent)" in told(silent)

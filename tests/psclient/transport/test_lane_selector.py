@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
+from typing import Any
 
 import pytest
 
@@ -37,26 +38,26 @@ from tests.kit.lanes import (
     threads,
 )
 from tests.kit.rig import SOON, WORKERS
+from tests.kit.strategies import refused
 
 SMALL = 64
 """Elements of variables whose rounds are one part."""
 
 
 @pytest.fixture(params=["tcp", "shm"])
-def name(request: pytest.FixtureRequest) -> LaneName:
+def name(request):
     """A lane that is no gRPC."""
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 @pytest.fixture
-def others() -> set[threading.Thread]:
+def others():
     """Threads of lanes that are not the test's."""
     return threads()
 
 
 @pytest.fixture
-def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """What is logged."""
+def said(caplog):
     caplog.set_level(logging.INFO, "psclient.lanes")
     return caplog
 
@@ -65,55 +66,49 @@ def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 @pytest.mark.parametrize("lane", LANES)
-def test_the_lane_that_is_wanted_is_used(stack: ExitStack, said: pytest.LogCaptureFixture, lane: LaneName) -> None:
+def test_the_lane_that_is_wanted_is_used(stack, said, lane):
     """And said, once for each member."""
     site = Site(stack, lane, elements=SMALL)
     for _ in range(3):
         site.round()
-    used = [site.lane(worker) for worker in site.workers]
-    assert [one.name if one else "grpc" for one in used] == [lane] * 2
+    assert names(site) == [lane] * 2
     assert said.messages == [f"{lane} lane to {site.core.task}"] * 2
 
 
-def no_port(site_lanes: object) -> None:
-    site_lanes.port = 0  # type: ignore[attr-defined]
-
-
-def no_path(site_lanes: object) -> None:
-    site_lanes.path = ""  # type: ignore[attr-defined]
-
-
-def other_path(site_lanes: object) -> None:
-    site_lanes.path = f"{tempfile.gettempdir()}/of-another-file-system"  # type: ignore[attr-defined]
-
-
-def other_port(site_lanes: object) -> None:
+def nobody_listens(site_lanes: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
-        site_lanes.port = gone.getsockname()[1]  # type: ignore[attr-defined]
+        site_lanes.port = gone.getsockname()[1]
 
 
-REFUSED = {
-    "no path": ("shm", no_path, "tcp", "no shm lane to /job:ps/task:0: the server has none"),
-    "a path that is not here": ("shm", other_path, "tcp", "do server and client share /dev/shm?"),
-    "no port": ("tcp", no_port, "grpc", "no tcp lane to /job:ps/task:0: the server has none"),
-    "a port that nobody listens at": ("tcp", other_port, "grpc", "cannot be reached"),
+ELSEWHERE = f"{tempfile.gettempdir()}/of-another-file-system"
+REFUSED: dict[str, tuple[LaneName, Callable[[Any], object], str, str]] = {
+    "no path": ("shm", lambda of: setattr(of, "path", ""), "tcp", "no shm lane to /job:ps/task:0: the server has none"),
+    "a path that is not here": (
+        *("shm", lambda of: setattr(of, "path", ELSEWHERE)),
+        *("tcp", "do server and client share /dev/shm?"),
+    ),
+    "no port": ("tcp", lambda of: setattr(of, "port", 0), "grpc", "no tcp lane to /job:ps/task:0: the server has none"),
+    "a port that nobody listens at": ("tcp", nobody_listens, "grpc", "cannot be reached"),
 }
 
 
+def names(site: Site) -> list[str]:
+    used = [site.lane(worker) for worker in site.workers]
+    return [lane.name if lane else "grpc" for lane in used]
+
+
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_lane_that_cannot_be_had(stack: ExitStack, said: pytest.LogCaptureFixture, case: str) -> None:
+def test_a_lane_that_cannot_be_had(stack, said, case):
     """The next is used, and one line says why."""
     lane, between, otherwise, why = REFUSED[case]
-    site = Site(stack, lane, elements=SMALL, between=between)  # type: ignore[arg-type]
+    site = Site(stack, lane, elements=SMALL, between=between)
     site.round()
-    used = site.lane(site.workers[0])
-    assert (used.name if used else "grpc") == otherwise
+    assert names(site)[0] == otherwise
     assert len([line for line in said.messages if why in line]) == 2  # one for each member
     assert len(said.messages) == 4
 
 
 def silent(stack: ExitStack, name: LaneName) -> socket.socket:
-    """What takes connections and says nothing."""
     if name == "tcp":
         return stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     listener = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -122,20 +117,18 @@ def silent(stack: ExitStack, name: LaneName) -> socket.socket:
     return listener
 
 
-def test_who_does_not_welcome_is_not_waited_for(
-    stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_does_not_welcome_is_not_waited_for(stack, name, monkeypatch):
     """Something that only listens is no server; nothing is left of the attempt."""
     monkeypatch.setattr(client_lane, "CONNECT_SECONDS", 0.2)
     listener = silent(stack, name)
     address = listener.getsockname()
     offer = Offer(1, b"token", "127.0.0.1", address[1] if name == "tcp" else 0, address if name == "shm" else "")
     before = held()
-    assert any(word in refused(name, offer) for word in ("answer", "cannot be used"))
+    assert any(word in why_not(name, offer) for word in ("answer", "cannot be used"))
     eventually(lambda: gone(before))
 
 
-def refused(name: LaneName, offer: Offer) -> str:
+def why_not(name: LaneName, offer: Offer) -> str:
     """Why a lane cannot be opened."""
     try:
         Lane(name, offer, 10.0, Traffic())
@@ -144,87 +137,60 @@ def refused(name: LaneName, offer: Offer) -> str:
     return ""
 
 
-def test_a_wrong_token_is_told(stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_token_is_told(stack, name, monkeypatch):
     """At once, and nothing is left of the attempt."""
     monkeypatch.setattr(client_lane, "CONNECT_SECONDS", SOON)
     site = Site(stack, "grpc", elements=SMALL)
     before = held()
     began = time.monotonic()
-    assert refused(name, Offer(1, b"wrong", "127.0.0.1", site.lanes.port, site.lanes.path))
+    assert why_not(name, Offer(1, b"wrong", "127.0.0.1", site.lanes.port, site.lanes.path))
     assert time.monotonic() - began < SOON / 2
     eventually(lambda: gone(before))
 
 
-def test_an_unknown_lane_is_refused() -> None:
-    """With the lanes that there are."""
+def test_an_unknown_lane_is_refused():
     from psclient._src.config import lane_from
 
     assert lane_from({}) == "shm"
     assert lane_from({"PS_LANE": "tcp"}) == "tcp"
-    with pytest.raises(ConfigError, match=r"tpc.*tcp"):
-        lane_from({"PS_LANE": "tpc"})
+    refused(ConfigError, r"tpc.*tcp", lambda: lane_from({"PS_LANE": "tpc"}))
 
 
 # ---- One that breaks ----
 
 
-def test_a_lane_that_breaks_between_rounds_is_opened_again(stack: ExitStack, name: LaneName) -> None:
-    """The next round does not see it."""
+def proxied(stack: ExitStack, name: LaneName, **more: Any) -> tuple[Site, Proxy]:
     proxies: list[Proxy] = []
-    site = Site(stack, name, elements=SMALL, between=lambda lanes: proxies.append(Proxy(stack, lanes, name)))
-    for _ in range(client_lanes.LOSSES):
-        site.round()
-        lost = [site.lane(worker) for worker in site.workers]
-        proxies[0].cut()
+    site = Site(stack, name, between=lambda lanes: proxies.append(Proxy(stack, lanes, name)), **more)
+    return site, proxies[0]
+
+
+@pytest.mark.parametrize(
+    ("breaks", "rounds", "left"),
+    [(client_lanes.LOSSES, 1, False), (client_lanes.LOSSES + 2, 1, True), (client_lanes.LOSSES + 2, 2, False)],
+    ids=["between rounds", "again and again", "after it has served for a while"],
+)
+def test_a_lane_that_breaks_is_opened_again_or_left(stack, name, said, monkeypatch, breaks, rounds, left):
+    """The next round does not see it. One that breaks too often is left for the next, with a line that says why; one
+    that has served for a while may break as often as a new one. No contribution counts twice."""
+    if rounds == 2:
+        monkeypatch.setattr(client_lanes, "FORGIVEN", 2)
+    site, proxy = proxied(stack, name, elements=SMALL)
+    for _ in range(breaks):
+        for _ in range(rounds):
+            site.round()
+        lost = [lane for lane in map(site.lane, site.workers) if lane is not None and lane.name == name]
+        proxy.cut()
         eventually(lambda lost=lost: all(lane._why for lane in lost))
     site.round()
-    assert all(site.lane(worker).name == name for worker in site.workers)
+    assert names(site) == [LANES[LANES.index(name) + 1] if left else name] * 2
+    assert said.messages.count(f"no {name} lane to {site.core.task}: it breaks again and again") == 2 * left
 
 
-def test_a_lane_that_breaks_again_and_again_is_left(
-    stack: ExitStack, name: LaneName, said: pytest.LogCaptureFixture
-) -> None:
-    """For the next one; a line says why, and no contribution counts twice."""
-    proxies: list[Proxy] = []
-    site = Site(stack, name, elements=SMALL, between=lambda lanes: proxies.append(Proxy(stack, lanes, name)))
-    for _ in range(client_lanes.LOSSES + 2):
-        site.round()
-        lost = [site.lane(worker) for worker in site.workers]
-        proxies[0].cut()
-        eventually(lambda lost=lost: all(lane is None or lane.name != name or lane._why for lane in lost))
-    site.round()
-    otherwise = LANES[LANES.index(name) + 1]
-    used = [site.lane(worker) for worker in site.workers]
-    assert [lane.name if lane else "grpc" for lane in used] == [otherwise] * 2
-    assert said.messages.count(f"no {name} lane to {site.core.task}: it breaks again and again") == 2
-
-
-def test_losses_are_forgiven(stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lane that has served for a while before it breaks may break as often as a new one."""
-    monkeypatch.setattr(client_lanes, "FORGIVEN", 2)
-    proxies: list[Proxy] = []
-    site = Site(stack, name, elements=SMALL, between=lambda lanes: proxies.append(Proxy(stack, lanes, name)))
-    for _ in range(client_lanes.LOSSES + 2):
-        site.round()
-        site.round()
-        lost = [site.lane(worker) for worker in site.workers]
-        proxies[0].cut()
-        eventually(lambda lost=lost: all(lane._why for lane in lost))
-    site.round()
-    assert all(site.lane(worker).name == name for worker in site.workers)
-
-
-def test_a_lane_that_could_not_be_opened_is_tried_again(
-    stack: ExitStack,
-    others: set[threading.Thread],
-    name: LaneName,
-    said: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_lane_that_could_not_be_opened_is_tried_again(stack, others, name, said, monkeypatch):
     """Some calls later, without one that waits for that; a line says that it is used again."""
     monkeypatch.setattr(client_lanes, "AGAIN", 8)
     site = Site(stack, name, elements=SMALL)
-    worker = site.workers[0]
     works = threading.Event()
 
     def broken(sock: socket.socket) -> socket.socket:
@@ -237,26 +203,19 @@ def test_a_lane_that_could_not_be_opened_is_tried_again(
     for each in site.workers:
         site.lane(each)._sock.shutdown(socket.SHUT_RDWR)
     site.round()
-    otherwise = LANES[LANES.index(name) + 1]
-    assert (site.lane(worker).name if site.lane(worker) else "grpc") == otherwise
+    assert names(site)[0] == LANES[LANES.index(name) + 1]
     for _ in range(20):  # in vain, again and again
         site.round()
     assert len([line for line in said.messages if "cannot be" in line]) == 2
     works.set()
     said.clear()
 
-    def back() -> bool:
-        site.round()
-        return all(lane is not None and lane.name == name for lane in map(site.lane, site.workers))
-
-    eventually(back)
+    eventually(lambda: (site.round(), names(site) == [name] * 2)[1])
     eventually(lambda: said.messages == [f"{name} lane to {site.core.task}"] * 2)  # said once the lane is in use
     eventually(lambda: len(threads() - others) == 2)
 
 
-def test_nobody_waits_for_a_lane_that_is_tried_again(
-    stack: ExitStack, others: set[threading.Thread], name: LaneName, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_waits_for_a_lane_that_is_tried_again(stack, others, name, monkeypatch):
     """Rounds are made while it is opened, however long that takes; one that comes too late is closed."""
     monkeypatch.setattr(client_lanes, "AGAIN", 4)
     site = Site(stack, name, elements=SMALL)
@@ -284,37 +243,35 @@ def test_nobody_waits_for_a_lane_that_is_tried_again(
     eventually(lambda: threads() <= others)
 
 
-def test_a_lane_breaks_once_for_all_calls_on_it(stack: ExitStack, name: LaneName) -> None:
+def test_a_lane_breaks_once_for_all_calls_on_it(stack, name):
     """Many calls under way when it breaks: each goes on, on one new lane, and one loss is counted."""
-    proxies: list[Proxy] = []
-    site = Site(stack, name, elements=SMALL, between=lambda lanes: proxies.append(Proxy(stack, lanes, name)))
+    site, proxy = proxied(stack, name, elements=SMALL)
     reader = site.workers[0]
     ids = [variable.id for variable in site.variables]
     calls = [site.server.pull(reader.session, ids, reader.round) for _ in range(50)]
-    before = proxies[0].count
+    before = proxy.count
     site.lane(reader)._sock.shutdown(socket.SHUT_RDWR)
-    eventually(lambda: proxies[0].count == before + 1)
+    eventually(lambda: proxy.count == before + 1)
     site.round()
     for call in calls:
         assert (call.result(SOON).payload.tensors([v.spec.tensor for v in site.variables])[0] == 3.0).all()
-    assert proxies[0].count == before + 1
+    assert proxy.count == before + 1
     assert site.server._lanes[reader.session]._losses == 1
 
 
-def test_what_the_server_refuses_does_not_break_the_lane(stack: ExitStack, name: LaneName) -> None:
+def test_what_the_server_refuses_does_not_break_the_lane(stack, name):
     """An error of the server's is the call's answer, in the middle of a large push too."""
     site = Site(stack, name)
     here, other = site.workers
     lane = site.lane(other)
     site.job.close([here.member])
-    with pytest.raises(Fenced):
-        site.push(other, 1).result(SOON)
+    refused(Fenced, "", lambda: site.push(other, 1).result(SOON))
     assert site.lane(other) is lane
     assert lane._why is None
     assert not lane._channel._streams
 
 
-def test_nonsense_of_a_server_is_no_answer(stack: ExitStack, name: LaneName) -> None:
+def test_nonsense_of_a_server_is_no_answer(stack, name):
     """The lane is left, and the call is made on another: nobody waits for what cannot come."""
     site = Site(stack, name, elements=SMALL)
     worker = site.workers[0]
@@ -327,9 +284,7 @@ def test_nonsense_of_a_server_is_no_answer(stack: ExitStack, name: LaneName) -> 
     assert site.lane(worker) is not first
 
 
-def test_a_fault_of_ours_in_the_receiver_lets_nobody_wait(
-    stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_ours_in_the_receiver_lets_nobody_wait(stack, name, monkeypatch):
     """Whatever ends its thread: its calls go another way."""
     site = Site(stack, name, elements=SMALL)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
@@ -340,9 +295,7 @@ def test_a_fault_of_ours_in_the_receiver_lets_nobody_wait(
 
 
 @ON_ONE_LANE
-def test_a_round_may_take_longer_than_a_host_may_be_silent(
-    stack: ExitStack, name: LaneName, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_round_may_take_longer_than_a_host_may_be_silent(stack, name, monkeypatch):
     """A server that reads no more of a push until others have sent theirs has not lost its power."""
     monkeypatch.setattr(sockets, "tune", lambda sock, silence, breaks: tune(sock, 1.0, breaks))
     site = Site(stack, name, variables=14, between=lambda lanes: setattr(lanes, "in_flight", 4 << 20))
@@ -358,7 +311,7 @@ def test_a_round_may_take_longer_than_a_host_may_be_silent(
 # ---- The end ----
 
 
-def test_close_leaves_nothing(stack: ExitStack, others: set[threading.Thread], name: LaneName) -> None:
+def test_close_leaves_nothing(stack, others, name):
     """No thread, no file, no mapping; also where a lane has broken before."""
     site = Site(stack, "grpc", elements=SIZE)
     site.round()
@@ -382,7 +335,7 @@ def test_close_leaves_nothing(stack: ExitStack, others: set[threading.Thread], n
     eventually(lambda: gc.collect() >= 0 and mappings() <= before[1] + own)
 
 
-def test_values_outlive_their_server(name: LaneName) -> None:
+def test_values_outlive_their_server(name):
     """Who holds what was answered may look at it after the lane, and the server, are gone."""
     with ExitStack() as inner:
         site = Site(inner, name, elements=SIZE)
@@ -392,7 +345,7 @@ def test_values_outlive_their_server(name: LaneName) -> None:
     assert (value == 3.0).all()
 
 
-def test_values_outlive_their_lane(stack: ExitStack, others: set[threading.Thread], name: LaneName) -> None:
+def test_values_outlive_their_lane(stack, others, name):
     """They stay what they were, though the server goes on; once nobody looks at them it forgets the client."""
     site = Site(stack, name, elements=SIZE)
     site.round()
@@ -412,20 +365,19 @@ def test_values_outlive_their_lane(stack: ExitStack, others: set[threading.Threa
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-def test_an_end_is_not_waited_for(stack: ExitStack, name: LaneName, large: bool) -> None:
+def test_an_end_is_not_waited_for(stack, name, large):
     """Who closes the connection while a push waits on a lane is told at once; so are all who wait."""
     site = Site(stack, name, elements=SIZE if large else SMALL)
-    waiting: list[Future[object]] = [site.push(site.workers[0], 1)]  # type: ignore[list-item]
-    waiting.append(site.server.pull(site.workers[1].session, [site.variables[0].id], 5))  # type: ignore[arg-type]
+    waiting: list[Future[object]] = [site.push(site.workers[0], 1)]
+    waiting.append(site.server.pull(site.workers[1].session, [site.variables[0].id], 5))
     site.server.fail(PSError("it is over"))
     for call in waiting:
         with pytest.raises(PSError, match="it is over"):
             call.result(SOON)
-    with pytest.raises(PSError, match="it is over"):
-        site.push(site.workers[0], 1)
+    refused(PSError, "it is over", lambda: site.push(site.workers[0], 1))
 
 
-def test_an_end_while_a_lane_is_opened(stack: ExitStack, others: set[threading.Thread], name: LaneName) -> None:
+def test_an_end_while_a_lane_is_opened(stack, others, name):
     """It is not used, and closed when it is there."""
     site = Site(stack, name, elements=SMALL)
     arrived, go = threading.Event(), threading.Event()
@@ -442,13 +394,12 @@ def test_an_end_while_a_lane_is_opened(stack: ExitStack, others: set[threading.T
     assert arrived.wait(SOON)
     site.server.fail(PSError("it is over"))
     go.set()
-    with pytest.raises(PSError, match="it is over"):
-        waiting.result(SOON)
+    refused(PSError, "it is over", lambda: waiting.result(SOON))
     eventually(lambda: threads() <= others)
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-def test_a_server_that_stops_is_told_of(stack: ExitStack, name: LaneName, large: bool) -> None:
+def test_a_server_that_stops_is_told_of(stack, name, large):
     """Who waits on a lane learns it at once, as on gRPC: not only when no answer has come for a lease."""
     site = Site(stack, name, elements=SIZE if large else SMALL)
     pull = site.server.pull(site.workers[1].session, [site.variables[0].id], 5)
@@ -460,10 +411,7 @@ def test_a_server_that_stops_is_told_of(stack: ExitStack, name: LaneName, large:
             waiting.result(SOON)
 
 
-def test_a_session_that_is_opened_again_has_one_lane(
-    stack: ExitStack, others: set[threading.Thread], name: LaneName
-) -> None:
-    """The one that it had is closed."""
+def test_a_session_that_is_opened_again_has_one_lane(stack, others, name):
     site = Site(stack, name, elements=SMALL)
     key = 77
     session = site.server.open(WORKERS[-1], 1, key, False).session
@@ -475,7 +423,7 @@ def test_a_session_that_is_opened_again_has_one_lane(
     site.round()
 
 
-def test_a_lane_that_is_let_go_while_it_ends_is_gone(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_that_is_let_go_while_it_ends_is_gone(stack, monkeypatch):
     """Its thread finds that somebody looks at its memory, and before it can say so nobody does."""
     site = Site(stack, "shm", elements=SMALL)
     lane = site.lane(site.workers[0])
@@ -505,7 +453,7 @@ def test_a_lane_that_is_let_go_while_it_ends_is_gone(stack: ExitStack, monkeypat
 # ---- The server's memory ----
 
 
-def test_free_memory_is_told_with_the_next_call(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_told_with_the_next_call(stack, monkeypatch):
     """A message of its own would wake the server up for what it does not need yet."""
     monkeypatch.setattr(client_lane, "TELL_SECONDS", 2 * SOON)
     site = Site(stack, "shm", workers=1, elements=SIZE, variables=1)
@@ -516,17 +464,13 @@ def test_free_memory_is_told_with_the_next_call(stack: ExitStack, monkeypatch: p
         assert len(site.lanes.outbox()[0]._entries) == 1  # of this round; the one before is told of
 
 
-def test_free_memory_is_told_though_no_call_comes(stack: ExitStack) -> None:
-    """A moment later: all clients of a server share what it has."""
+def test_free_memory_is_told_though_no_call_comes(stack, monkeypatch):
+    """A moment later, since all clients of a server share what it has; much of it at once."""
     site = Site(stack, "shm", workers=1, elements=SIZE, variables=1)
     for _ in range(2):
         site.round()
         gc.collect()
         eventually(lambda: not site.lanes.outbox()[0]._entries)
-
-
-def test_much_free_memory_is_told_at_once(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server may need it for what it answers to others."""
     monkeypatch.setattr(client_lane, "TELL_SECONDS", 2 * SOON)
     monkeypatch.setattr(client_lane, "ENOUGH", 1 << 30)
     site = Site(stack, "shm", workers=1, elements=SIZE, variables=1)
@@ -539,12 +483,7 @@ def test_much_free_memory_is_told_at_once(stack: ExitStack, monkeypatch: pytest.
 
 
 class Forked:
-    """A fork that looks at something each time that it is told to, until it is told to end.
-
-    Args:
-        stack: ends it, where the test has not.
-        look: what it does; whether it sees what it should.
-    """
+    """A fork that looks at something, and says whether it is as it should be, each time that it is told to."""
 
     def __init__(self, stack: ExitStack, look: Callable[[], bool]) -> None:
         self._sock, theirs = socket.socketpair()
@@ -575,7 +514,7 @@ class Forked:
             self._child = 0
 
 
-def test_a_fork_may_look_at_what_was_read_before(stack: ExitStack, name: LaneName) -> None:
+def test_a_fork_may_look_at_what_was_read_before(stack, name):
     """It stays what it was, though the process goes on and does not look at it any more."""
     site = Site(stack, name, elements=SIZE)
     site.round()
@@ -590,7 +529,7 @@ def test_a_fork_may_look_at_what_was_read_before(stack: ExitStack, name: LaneNam
     assert fork.looks()
 
 
-def test_a_fork_neither_holds_a_lane_nor_breaks_it(stack: ExitStack, name: LaneName) -> None:
+def test_a_fork_neither_holds_a_lane_nor_breaks_it(stack, name):
     """When its parent goes the server sees it go, whatever the fork does."""
     site = Site(stack, name, elements=SMALL)
     site.round()
@@ -603,7 +542,7 @@ def test_a_fork_neither_holds_a_lane_nor_breaks_it(stack: ExitStack, name: LaneN
     assert fork.looks()
 
 
-def test_forks_that_are_gone_hold_nothing(stack: ExitStack) -> None:
+def test_forks_that_are_gone_hold_nothing(stack):
     """What one may look at is free when the last that may is gone, though this process never waits for them."""
     site = Site(stack, "shm", elements=SIZE)
     site.round()
@@ -625,7 +564,7 @@ def test_forks_that_are_gone_hold_nothing(stack: ExitStack) -> None:
     eventually(lambda: not (ring._entries or site.lane(site.workers[0])._mirror.looked_at))
 
 
-def test_forks_that_overlap_hold_no_more_than_each_looks_at(stack: ExitStack) -> None:
+def test_forks_that_overlap_hold_no_more_than_each_looks_at(stack):
     """There is always one; what a fork that is gone looked at is not held by those that came after it."""
     site = Site(stack, "shm", elements=SIZE)
     ring, _ = site.lanes.outbox()
@@ -644,11 +583,10 @@ def test_forks_that_overlap_hold_no_more_than_each_looks_at(stack: ExitStack) ->
         assert fork.looks()
 
 
-def test_a_connection_in_between_changes_nothing(stack: ExitStack, name: LaneName) -> None:
+def test_a_connection_in_between_changes_nothing(stack, name):
     """The proxy of these tests hands on all that comes; else they would show nothing."""
-    proxies: list[Proxy] = []
-    site = Site(stack, name, between=lambda lanes: proxies.append(Proxy(stack, lanes, name)))
-    proxies[0].cuts.append(Cut())
+    site, proxy = proxied(stack, name)
+    proxy.cuts.append(Cut())
     for _ in range(3):
         site.round()
-    assert proxies[0].count == 2
+    assert proxy.count == 2

@@ -1,4 +1,4 @@
-"""Contributions on their way from GPUs: what grows while it is sent, and who waits for whom.
+"""Contributions on their way from GPUs, which are sent while they grow: who waits for whom.
 
 A stand-in that does nothing before somebody waits shows each wait that is missing; real devices are in tests/gpu.
 """
@@ -6,25 +6,34 @@ A stand-in that does nothing before somebody waits shows each wait that is missi
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
-from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
 
+import psclient as ps
 from psclient._src import devices
 from psclient._src.devices import Device, Download
 from psclient._src.distribute.reduction import combine
 from psclient._src.transport import staging
+from psclient._src.transport.staging import StagedParts
 from psserver.devices import Device as ServerDevice
+from pswire.errors import PSError
+from pswire.limits import ALIGN
 from pswire.transport.payload import Payload
-from tests.kit.slow_gpu import CUDARuntimeError, Gpu, slow_gpu
+from pswire.transport.traffic import LANES
+from tests.kit.lanes import SIZE, Site, eventually
+from tests.kit.rig import SOON
+from tests.kit.slow_gpu import CUDARuntimeError, slow_gpu
 
 GPU, OTHER = Device("gpu", 0), Device("gpu", 1)
 
 
 @pytest.fixture
-def gpu() -> Iterator[Gpu]:
+def gpu():
     with slow_gpu() as found:
         yield found
 
@@ -41,11 +50,8 @@ def brought(array: devices.AnyArray) -> list[float]:
     return download(array).wait().tolist()
 
 
-# ---- Copies ----
-
-
 @pytest.mark.parametrize("value", [[1.0, 2.0, 3.0], 4.0, [], [[1, 2], [3, 4]]])
-def test_arrays_go_to_the_device_and_back(gpu: Gpu, value: object) -> None:
+def test_arrays_go_to_the_device_and_back(gpu, value):
     """Of any shape; and what is computed there comes after they have come."""
     host = np.array(value)
     there = devices.to_device(host, GPU)
@@ -56,8 +62,7 @@ def test_arrays_go_to_the_device_and_back(gpu: Gpu, value: object) -> None:
     assert back.tolist() == (host + host).tolist()
 
 
-def test_work_on_a_device_waits_for_what_comes_there(gpu: Gpu) -> None:
-    """From the host, and from another device."""
+def test_work_on_a_device_waits_for_what_comes_there(gpu):
     for array in (np.array([1.0, 2.0]), gpu.array([1.0, 2.0], 1)):
         there = devices.to_device(array, GPU)
         doubled = devices.add(there, there)
@@ -65,7 +70,7 @@ def test_work_on_a_device_waits_for_what_comes_there(gpu: Gpu) -> None:
         assert doubled.host.tolist() == [2, 4]
 
 
-def test_memory_is_written_when_its_last_user_has_done(gpu: Gpu) -> None:
+def test_memory_is_written_when_its_last_user_has_done(gpu):
     """What comes to a device may get memory that work under way still reads: it waits for that work."""
     for array in (np.array([1.0, 2.0]), gpu.array([1.0, 2.0], 1)):
         before = gpu.array([3.0])
@@ -75,15 +80,22 @@ def test_memory_is_written_when_its_last_user_has_done(gpu: Gpu) -> None:
         assert before.host.tolist() == [3]
 
 
-def test_a_host_array_may_change_once_its_upload_has_begun(gpu: Gpu) -> None:
-    """The device gets what it was."""
+def test_who_gave_an_array_may_change_it(gpu):
+    """Once its upload, or its copy to another device, has begun: what comes next on its stream waits for that."""
     host = np.ones(3)
     there = devices.to_device(host, GPU)
     host[:] = 2
     assert brought(there) == [1, 1, 1]
+    mine = gpu.array([1.0, 2.0], 1)
+    taken = devices.to_device(mine, GPU)
+    stream = gpu.streams[1]
+    stream.work.append(lambda: mine.host.fill(7))
+    stream.finish()
+    assert mine.host.tolist() == [7, 7]
+    assert brought(taken) == [1, 2]
 
 
-def test_nothing_is_waited_for_that_comes_later(gpu: Gpu) -> None:
+def test_nothing_is_waited_for_that_comes_later(gpu):
     """Neither by the copy, nor by whoever waits for it."""
     made = gpu.array([1.0, 2.0])
     begun = download(made)
@@ -95,7 +107,7 @@ def test_nothing_is_waited_for_that_comes_later(gpu: Gpu) -> None:
     assert (later.data.bytes == 0xAA).all()
 
 
-def test_what_a_copy_uses_is_held_until_it_has_ended(gpu: Gpu) -> None:
+def test_what_a_copy_uses_is_held_until_it_has_ended(gpu):
     """And no longer: the memory of gradients serves the next step, pinned memory the next round."""
     made = gpu.array([1.0, 2.0])
     gone, begun = weakref.ref(made.data), download(made)
@@ -114,7 +126,7 @@ def test_what_a_copy_uses_is_held_until_it_has_ended(gpu: Gpu) -> None:
     assert not gpu.pinned
 
 
-def test_a_copy_nobody_waits_for_is_let_go_by_the_next(gpu: Gpu) -> None:
+def test_a_copy_nobody_waits_for_is_let_go_by_the_next(gpu):
     """A section may fail after the copies were begun."""
     for _ in range(3):
         download(gpu.array([1.0]))
@@ -124,7 +136,7 @@ def test_a_copy_nobody_waits_for_is_let_go_by_the_next(gpu: Gpu) -> None:
     assert not gpu.pinned
 
 
-def test_arrays_of_several_devices_are_summed_on_the_first(gpu: Gpu) -> None:
+def test_arrays_of_several_devices_are_summed_on_the_first(gpu):
     """In the order of the replicas, with the bits that the CPU gives."""
     rng = np.random.default_rng(0)
     values = [(rng.standard_normal(50) * 10.0**place).astype("float32") for place in range(4)]
@@ -135,21 +147,10 @@ def test_arrays_of_several_devices_are_summed_on_the_first(gpu: Gpu) -> None:
         assert devices.device_of(found.total) == GPU
         assert (found.weight, found.spec) == (expected.weight, expected.spec)
         assert isinstance(found.array, Download)
-        assert found.array.wait().tobytes() == expected.array.tobytes()  # type: ignore[union-attr]
+        assert found.array.wait().tobytes() == expected.array.tobytes()
 
 
-def test_who_gave_an_array_may_change_it(gpu: Gpu) -> None:
-    """What its stream is given next waits for the copy to the other device."""
-    mine = gpu.array([1.0, 2.0], 1)
-    taken = devices.to_device(mine, GPU)
-    stream = gpu.streams[1]
-    stream.work.append(lambda: mine.host.fill(7))
-    stream.finish()
-    assert mine.host.tolist() == [7, 7]
-    assert brought(taken) == [1, 2]
-
-
-def test_a_server_brings_arrays_there_and_back(gpu: Gpu) -> None:
+def test_a_server_brings_arrays_there_and_back(gpu):
     """Whatever their shape; and keeps no pinned memory that nobody reads."""
     device = ServerDevice.parse("gpu:1")
     there = device.put(np.array([1.0, 2.0]))
@@ -173,10 +174,7 @@ def test_a_server_brings_arrays_there_and_back(gpu: Gpu) -> None:
     assert len(gpu.pinned) == 0
 
 
-# ---- Payloads ----
-
-
-def test_a_staged_payload_is_that_of_the_host_arrays(gpu: Gpu) -> None:
+def test_a_staged_payload_is_that_of_the_host_arrays(gpu):
     """It grows with each copy that ends, up to the first that has not; what is on the host goes along."""
     rng = np.random.default_rng(1)
     hosts = [rng.standard_normal(size) for size in (1, 100, 0, 7, 33)]
@@ -185,14 +183,14 @@ def test_a_staged_payload_is_that_of_the_host_arrays(gpu: Gpu) -> None:
     assert payload.size == whole.size
     ends = []
     for place in (4, 1):
-        sent[place].wait()  # type: ignore[union-attr]
-        payload.grow()  # type: ignore[attr-defined]
+        sent[place].wait()
+        payload.grow()
         ends.append(payload.end)
     assert ends == [8, whole.size]
     assert [(at, bytes(data)) for at, data in payload.chunks] == [(at, bytes(data)) for at, data in whole.chunks]
 
 
-def test_on_the_host_nothing_is_staged() -> None:
+def test_on_the_host_nothing_is_staged():
     """The payload is whole at once, over the arrays' own memory."""
     host = np.arange(5.0)
     payload = staging.pack([host])
@@ -201,7 +199,7 @@ def test_on_the_host_nothing_is_staged() -> None:
     staging.fill([host, None], [payload])
 
 
-def test_a_copy_that_fails_says_so(gpu: Gpu) -> None:
+def test_a_copy_that_fails_says_so(gpu):
     """What came before it is there, and no more."""
     good = download(gpu.array([1.0]))
     gpu.break_down()
@@ -211,3 +209,117 @@ def test_a_copy_that_fails_says_so(gpu: Gpu) -> None:
         staging.fill([good, bad], [payload])
     assert payload.end == 8
     assert not payload.whole
+
+
+SMALL = 50
+"""Elements of variables of which a few fit a part."""
+
+
+def working() -> set[threading.Thread]:
+    """This process's threads, but for the one by which gRPC serves all of it."""
+    return {thread for thread in threading.enumerate() if "poll" not in thread.name}
+
+
+def begin(site: Site, number: float) -> tuple[Payload, Payload, Future[Any]]:
+    """A push of the first member that is under way before a byte is there: what it will be, what it is, its answer."""
+    whole = site.payload(number)
+    growing = Payload((), whole.size)
+    return whole, growing, site.server.push(site.said(site.workers[0]), growing)
+
+
+def grow(payload: Payload, whole: Payload, step: int) -> None:
+    """More of a payload is there: tensor after tensor, each in pieces of so many bytes."""
+    for offset, buffer in whole.chunks:
+        for at in range(0, len(buffer), step):
+            payload.add(offset + at, buffer[at : at + step])
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize(("elements", "step"), [(SMALL, 8 * SMALL), (SMALL, ALIGN), (SIZE, 1 << 30), (SIZE, 1 << 20)])
+def test_what_grows_gives_what_is_whole(stack, lane, elements, step):
+    """Beside a member who has sent all at once; the push is under way before the first byte is there."""
+    site = Site(stack, lane, elements=elements)
+    for number in (1.0, 2.0):
+        whole, growing, first = begin(site, number)
+        second = site.push(site.workers[1], 10 * number)
+        assert not first.done()
+        grow(growing, whole, step)
+        site.whole([number, 10 * number], first, second)
+
+
+@pytest.mark.parametrize("lane", ["tcp", "shm"])
+def test_what_has_come_is_sent_again_where_a_lane_breaks(stack, lane):
+    site = Site(stack, lane)
+    whole, growing, first = begin(site, 1.0)
+    growing.add(*whole.chunks[0])
+    used = site.lane(site.workers[0])
+    used.close("a test cuts it")
+    eventually(lambda: site.lane(site.workers[0]) is not used)
+    second = site.push(site.workers[1], 10.0)
+    grow(growing, whole, 1 << 20)
+    site.whole([1.0, 10.0], first, second)
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("elements", [SMALL, SIZE])
+def test_nobody_waits_for_the_rest_once_the_connection_is_closed(stack, lane, elements):
+    """The push ends with an error, and no thread of it is left."""
+    before = working()
+    site = Site(stack, lane, elements=elements)
+    whole, growing, push = begin(site, 1.0)
+    growing.add(*whole.chunks[0])
+    eventually(lambda: growing._waiting)  # for the rest
+    site.server.close()
+    with pytest.raises(PSError, match="closed"):
+        push.result(SOON)
+    stack.close()
+    eventually(lambda: working() <= before)
+
+
+def test_parts_end_for_whoever_waits():
+    parts, found = StagedParts(Payload((), 100)), []
+    waiting = threading.Thread(target=lambda: found.extend(parts))
+    waiting.start()
+    parts.end()
+    waiting.join(SOON)
+    assert not waiting.is_alive()
+    assert not found
+
+
+def test_gradients_of_several_gpus_are_pushed_as_they_come(gpu):
+    """The sum of the replicas' arrays, and what an update makes of it."""
+    with ps.ParameterServerStrategy(devices=["gpu:0", "gpu:1"]) as strategy:
+        with strategy.scope():
+            weights = [ps.Variable(np.zeros(size, "float32")) for size in (3, 1 << 20)]
+            optimizer = ps.optimizers.SGD(1.0)
+
+        def step() -> None:
+            replica = ps.get_replica_context().replica_id_in_sync_group
+            gradients = [gpu.array(np.full(w.shape, replica + 1.0, "float32"), replica) for w in weights]
+            optimizer.apply_gradients(list(zip(gradients, weights, strict=True)))
+
+        for count in (1, 2):
+            strategy.run(step)
+            assert [set(w.numpy().tolist()) for w in weights] == [{-3.0 * count}] * 2
+
+
+@pytest.mark.parametrize("lane", ["grpc", "shm", pytest.param("tcp", marks=pytest.mark.soak)])
+def test_a_gpu_that_fails_halfway_ends_the_session(gpu, lane, monkeypatch):
+    """With an error that says why, at once, in this call and in all later ones; nobody hangs, and it can be closed."""
+    monkeypatch.setenv("PS_LANE", lane)
+    with ps.ParameterServerStrategy(devices=["gpu:0"]) as strategy:
+        with strategy.scope():
+            first, second = (ps.Variable(np.zeros(1 << 20, "float32")) for _ in range(2))
+            optimizer = ps.optimizers.SGD(1.0)
+
+        def step(fails: bool) -> None:
+            gradient = gpu.array(np.ones(1 << 20, "float32"))
+            if fails:
+                gpu.break_down()
+            late = gpu.array(np.ones(1 << 20, "float32"))
+            optimizer.apply_gradients([(gradient, first), (late, second)])
+
+        strategy.run(step, args=(False,))
+        for fails in (True, False):
+            with pytest.raises(PSError, match=r"could not be copied from the GPU \(an illegal memory access"):
+                strategy.run(step, args=(fails,))
