@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.kit.rig import Job, serving
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
+def job(tmp_path):
     """Two servers and a chief that does nothing by itself."""
     with serving("core", 2, tmp_path) as servers:
         yield Job(servers)

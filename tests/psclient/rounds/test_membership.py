@@ -1,44 +1,62 @@
-"""The group as one process sees it, and what it reads: over cores in process, with a chief that the test plays."""
+"""The group as one process sees it, what it reads, and who saves what a checkpoint has beside the variables."""
 
 from __future__ import annotations
 
+import json
+import random
 import time
 from threading import Thread
 
 import numpy as np
 import pytest
 
+import psclient as ps
 from psclient._src.chief.decisions import decide
 from psclient._src.chief.epochs import Beginning
 from psclient._src.chief.job_state import JobState
 from psclient._src.processes.sigterm import Leaving, Notice
+from psclient._src.rounds.rounds import Exchange
+from pstesting.processes import PS0, QUICK, W0, W1, ProcessCluster
+from pstesting.script import DIRECTORY, ME, add_all, gate, say
 from pswire.api import Watched
+from pswire.cluster import Task
 from pswire.errors import ConfigError, Fenced, RoundTimeout
 from pswire.limits import Timeouts
 from pswire.model.log import STEP, Approved, Epoch, EpochClosed, Member, Position, Start, Started
+from pswire.model.plan import Plan, SnapshotOrder
 from pswire.model.status import SessionState
-from tests.kit.rig import SOON, WORKERS, sum_into
+from tests.kit.rig import SOON, WORKERS, Job, eventually, sum_into
+from tests.kit.strategies import refused
 from tests.kit.workers import Process, began
 
 A, B, C = WORKERS[:3]
 
 
-def test_synchronous_members_count_all_replicas(job):
-    """What they make together and how they share the data is one thing."""
-    with began(job, "sync", 2, 1, 3) as processes:
+def approved(job, v):
+    """A plan that adds to a variable, which the chief has approved."""
+    plan = sum_into(v)
+    job.append(Approved(plan))
+    return plan
+
+
+@pytest.mark.parametrize(("mode", "slices"), [("sync", [(0, 6), (2, 6), (3, 6)]), ("async", [(0, 2), (0, 1), (0, 3)])])
+def test_members_count_replicas(job, mode, slices):
+    """In their rounds, all or their own; they share the data with all, as those were when the job began."""
+    with began(job, mode, 2, 1, 3) as processes:
         for one in processes:
             one.group.enter("dataset:0")
-        assert [one.group.slice() for one in processes] == [(0, 6), (2, 6), (3, 6)]
+        assert [one.group.slice() for one in processes] == slices
+        assert [one.group.replicas for one in processes] == ([6] * 3 if mode == "sync" else [2, 1, 3])
         assert [one.group.share() for one in processes] == [(0, 6), (2, 6), (3, 6)]
-        assert {one.group.replicas for one in processes} == {6}
+        if mode == "async":
+            assert [one.group.pipeline for one in processes] == [(0, 3), (1, 3), (2, 3)]
         assert [one.group.leads for one in processes] == [True, False, False]
 
 
 def test_an_epoch_with_new_members_is_taken_in_at_its_entry(job):
     """Where the program comes to it, which tells the others the round; nowhere else, and only once."""
     with began(job, "sync", 1, 1) as (one, _):
-        plan = sum_into(one.create("v"))
-        job.append(Approved(plan))
+        plan = approved(job, one.create("v"))
         job.close([one.member])
         one.group.enter("dataset:0")
         late = Process(job, B, "sync")
@@ -69,8 +87,7 @@ def test_an_epoch_with_new_members_is_taken_in_at_its_entry(job):
 def test_who_is_taken_in_before_a_batch_knows_that_there_is_one(job):
     """Of that dataset, until its first round is over: no round has told it yet."""
     with began(job, "sync", 1) as (one,):
-        plan = sum_into(one.create("v"))
-        job.append(Approved(plan))
+        plan = approved(job, one.create("v"))
         one.add(plan, 1)
         late = Process(job, B, "sync")
         late.create("v")
@@ -95,8 +112,7 @@ def test_a_process_whose_session_is_over_comes_to_no_entry(job):
     """It is told why, before anything else."""
     with began(job, "sync", 1) as (one,):
         one.session.end(Fenced("it was given up"))
-        with pytest.raises(Fenced, match="it was given up"):
-            one.group.enter("dataset:0")
+        refused(Fenced, "it was given up", lambda: one.group.enter("dataset:0"))
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -119,8 +135,7 @@ def test_who_came_late_is_outside(job, mode):
 def test_the_first_of_the_group_leads(job, mode):
     """Of those that are in it now; where workers are asynchronous the task that was first when the job began."""
     with began(job, mode, 1, 1) as (one, other):
-        plan = sum_into(one.create("v", 0))
-        job.append(Approved(plan))
+        plan = approved(job, one.create("v", 0))
         for process in (one, other):
             assert process.group.leads == (process is one)
             process.group.enter("dataset:0")
@@ -132,18 +147,6 @@ def test_the_first_of_the_group_leads(job, mode):
         back = Process(job, A, mode)
         assert back.group.leads == (mode == "async"), "it takes no part yet"
         back.session.leave()
-
-
-def test_asynchronous_members_count_their_own_replicas(job):
-    """In their rounds; they share the data with all, as those were when the job began."""
-    with began(job, "async", 2, 1, 3) as processes:
-        for one in processes:
-            one.group.enter("dataset:0")
-        assert [one.group.slice() for one in processes] == [(0, 2), (0, 1), (0, 3)]
-        assert [one.group.replicas for one in processes] == [2, 1, 3]
-        assert [one.group.share() for one in processes] == [(0, 6), (2, 6), (3, 6)]
-        assert [one.group.pipeline for one in processes] == [(0, 3), (1, 3), (2, 3)]
-        assert [one.group.leads for one in processes] == [True, False, False]
 
 
 def test_who_comes_back_has_its_share_again(job):
@@ -159,8 +162,7 @@ def test_who_comes_back_has_its_share_again(job):
         assert (back.group.round, back.group.position(0), back.group.late) == (17, where, True)
         assert (back.group.share(), back.group.slice(), back.group.pipeline) == ((2, 3), (0, 1), (1, 2))
         assert new.group.share() == (3, 3)
-        with pytest.raises(ConfigError, match=r"worker/task:0 has 3 replicas, and had 2 when the job began"):
-            other.group.share()
+        refused(ConfigError, r"worker/task:0 has 3 replicas, and had 2 when the job began", lambda: other.group.share())
         for one in (back, other, new):
             one.session.leave()
 
@@ -187,8 +189,7 @@ def test_a_step_computes_with_one_value(job):
     """An asynchronous worker's reads are kept for a step; one that is not of a step sees what there is now."""
     with began(job, "async", 1, 1) as (one, other):
         v, _ = one.create("v"), other.create("v")
-        plan = sum_into(v)
-        job.append(Approved(plan))
+        plan = approved(job, v)
         other.add(plan, 1)
         assert int(one.exchange.reads.read(v)) == 1
         other.add(plan, 1)
@@ -210,8 +211,7 @@ def test_a_section_is_out_of_date_by_what_it_was_computed_with(job, asks, replic
     """Values that it read before its process took part, if rounds were made since, or another R than that of now."""
     with began(job, "sync", 1, 1) as (one, _):
         v = one.create("v")
-        plan = sum_into(v)
-        job.append(Approved(plan))
+        plan = approved(job, v)
         job.close([one.member])
         one.add(plan, 1)
         late = Process(job, B, "sync", replicas)
@@ -289,8 +289,7 @@ def test_an_epoch_that_some_leave_is_taken_in_where_a_step_begins(job):
     """By all at the same place: those who stay save first if it says so, and go on; those who leave end there."""
     with began(job, "sync", 1, 2, 1) as (one, two, three):
         v, *_ = [each.create("v") for each in (one, two, three)]
-        plan = sum_into(v)
-        job.append(Approved(plan))
+        plan = approved(job, v)
         saved = []
         for each in (one, two, three):
             each.group.departure.notice = Notice()
@@ -314,8 +313,7 @@ def test_an_epoch_that_some_leave_is_taken_in_where_a_step_begins(job):
             each.group.boundary(0)
             assert (each.group.epoch, each.group.replicas) == (epoch, 2)
             each.group.boundary(0)
-        with pytest.raises(Leaving):
-            two.group.begin_run()
+        refused(Leaving, "", lambda: two.group.begin_run())
         assert saved == [(A, 1), (C, 1), (B, 1)]
         told = job.verbs[0].watch(job.opened.session, 0, 0).result(SOON).entries
         assert not any(isinstance(entry, Started) for entry in told), "nobody is new"
@@ -328,12 +326,10 @@ def test_who_is_told_to_end_and_not_answered_leaves_by_itself(job):
         told_to_end(job, one)
         one.group.boundary(0)
         told_to_end(job, one, grace=0.0)
-        with pytest.raises(Leaving):
-            one.group.boundary(0)
+        refused(Leaving, "", lambda: one.group.boundary(0))
         late = Process(job, B, "sync")
         told_to_end(job, late)
-        with pytest.raises(Leaving):
-            late.group.boundary(0)
+        refused(Leaving, "", lambda: late.group.boundary(0))
         late.session.leave()
 
 
@@ -347,8 +343,7 @@ def test_who_makes_its_own_rounds_leaves_at_once(job):
         one.group.apart = True
         one.group.begin_run()
         one.group.apart = False
-        with pytest.raises(Leaving):
-            one.group.begin_run()
+        refused(Leaving, "", lambda: one.group.begin_run())
         assert saved == [0]
 
 
@@ -362,3 +357,128 @@ def test_beats_tell_that_a_process_leaves(job):
         news = job.verbs[0].watch(job.opened.session, len(before.entries), before.version).result(SOON)
         (pace,) = [session.pace for session in news.sessions]
         assert (pace.knows_leaving, pace.leaving, pace.saving) == (True, True, True)
+
+
+class Processes:
+    """Those of a job, in the order in which they came; each epoch has those that are there."""
+
+    def __init__(self, job: Job, count: int) -> None:
+        self.job, self.here = job, [Process(job, task, "sync") for task in WORKERS[:count]]
+        self.close()
+
+    def close(self) -> None:
+        """An epoch of all that are there, which all take in."""
+        here = sorted(self.here, key=lambda process: process.session.task)
+        self.job.close([process.member for process in here])
+        for process in here:
+            process.group.enter("dataset:0")
+            process.group.epoch = self.job.epoch
+
+    def die(self, process: Process) -> None:
+        self.here.remove(process)
+        process.session.leave("it died")
+
+    def come(self, task: Task) -> Process:
+        self.here.append(Process(self.job, task, "sync"))
+        return self.here[-1]
+
+
+@pytest.fixture
+def processes(job):
+    """Three that began a job."""
+    found = Processes(job, 3)
+    yield found
+    for process in found.here:
+        process.session.leave()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_first_to_come_saves(processes, seed):
+    """Those that began the job in task order, then, where none of them is left, those that came back, as they came."""
+    rng, late = random.Random(seed), 0
+    began = list(processes.here)
+    for _ in range(25):
+        gone = [task for task in WORKERS[:3] if task not in {process.session.task for process in processes.here}]
+        if gone and rng.random() < 0.5:
+            processes.come(rng.choice(gone))
+            processes.close()
+        elif len(processes.here) > 1:
+            processes.die(rng.choice(processes.here))
+        assert [process for process in processes.here if process.group.saves()] == processes.here[:1]
+        late += processes.here[0] not in began
+    assert late
+
+
+@pytest.mark.parametrize("began", [True, False], ids=["who began the job", "who came later"])
+def test_what_is_lost_is_said(processes, caplog, began):
+    """By who saves a state that it never restored, with the state's name; by nobody else."""
+    for process in list(processes.here)[0 if not began else 1 :]:
+        processes.die(process)
+    (saver,) = processes.here or [processes.come(WORKERS[1])]
+    processes.close()
+    state = json.dumps({"state": {"loader": 1, ".manager": 2}})
+    plan = Plan(snapshot=SnapshotOrder("run/ckpt-7", (0, 1), 7, state))
+    Exchange(saver.session, saver.group)._propose(plan)
+    watched = processes.job.verbs[0].watch(saver.session.number, 0, 0).result(SOON)
+    assert watched.plans == (plan,)
+    said = [record.getMessage() for record in caplog.records if "saves" in record.getMessage()]
+    assert len(said) == (not began)
+    if said:
+        assert (
+            "worker/task:1 came to a running job, and saves: in checkpoint 'run/ckpt-7' the state of 'loader'"
+            in said[0]
+        )
+
+
+class Seen:
+    """A state of Python that nobody gives back to who comes later."""
+
+    def __init__(self):
+        self.rounds = 0
+
+    def state_dict(self):
+        return {"task": ME, "rounds": self.rounds}
+
+    def load_state_dict(self, state):
+        raise AssertionError("nothing is restored here")
+
+
+def learn(stops):
+    """Counts the rounds that it has seen, and saves that at the end; stops are gates of this task by round."""
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v = ps.Variable(0.0, name="v")
+    seen = Seen()
+    checkpoint = ps.train.Checkpoint(v=v, seen=seen)
+    gates = {round: name for who, round, name in stops if who == ME}
+    for _ in strategy.experimental_distribute_dataset(ps.ArrayDataset(list(range(40))).batch(4)):
+        if strategy.round in gates:
+            say("at", strategy.round)
+            gate(gates[strategy.round])
+        strategy.run(lambda: add_all([(v, 1.0)]))
+        seen.rounds += 1
+    checkpoint.save("run/ckpt")
+    checkpoint.sync()
+    state = json.loads((DIRECTORY / "checkpoints/run/ckpt-1/manifest.json").read_text())["state"]
+    say("saved", state["seen"])
+
+
+def test_who_came_back_does_not_overwrite_what_others_know(tmp_path):
+    """The first worker is started again, and has seen less than the second, whose state is saved."""
+    stops = [[0, 3, "never"], [1, 6, "go"]]
+    keys = {"workers": 2, "chief": "driver", "gates": ["never", "go"], "timeouts": QUICK}
+    with ProcessCluster(learn, tmp_path, (stops,), helpers=[Seen], **keys) as job, job.server(PS0) as server:
+        job.hear(W0, "at", 3)
+        job.kill(W0)
+        job.hear(W1, "at", 6)
+        job.start(W0)
+        eventually(
+            lambda: (
+                ("open", "dataset:0")
+                in [(one.state, one.join_point) for one in server.status().sessions if one.member.task == W0]
+            )
+        )
+        job.open("go")
+        for task in (W0, W1):
+            assert job.hear(task, "saved") == {"task": 1, "rounds": 10}
+        job.finish()

@@ -1,16 +1,23 @@
-"""Rounds under way, as one process sees them: over cores in process, with a chief that the test plays."""
+"""Rounds under way, one section by itself, and what is left of a round's answers."""
 
 from __future__ import annotations
 
+import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import psclient as ps
+from psclient._src.distribute.reduction import combine
 from psclient._src.rounds.prepared import PlanShares
 from psclient._src.rounds.rounds import Outgoing
+from psclient._src.rounds.section import Section
 from psserver.plans.prepared import PreparedPlan
+from pstesting import InProcessCluster
+from pswire.api import RoundReply
 from pswire.errors import MemoryLimit
 from pswire.limits import PART_BYTES, WINDOW
 from pswire.model.log import Approved, Epoch, EpochClosed
@@ -21,7 +28,6 @@ from tests.kit.workers import began
 
 
 def send(process, plan, value):
-    """Sends a round that adds a number."""
     process.exchange.enter(plan)
     return process.exchange.send(Outgoing(plan, (1.0,), (np.asarray(value),), ()))
 
@@ -43,7 +49,7 @@ def alone(job):
 
 
 def test_values_are_taken_in_the_order_of_the_rounds(alone):
-    """Whichever is looked at first; each look that finds one under way is a wait."""
+    """Whichever is looked at first; each look at one under way is a wait, of the thread that sent it alone."""
     _, one, plan = alone
     rounds = [send(one, plan, number) for number in range(4)]
     waits = one.exchange.measures.waits
@@ -55,6 +61,13 @@ def test_values_are_taken_in_the_order_of_the_rounds(alone):
     assert value_of(one, rounds[3]) == 3
     assert one.exchange.measures.waits == waits + 2
     assert one.exchange.window.last_round.number == one.group.round - 1
+    send(one, plan, 1)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(one.exchange.window.mine))
+    thread.start()
+    thread.join()
+    assert one.exchange.window.mine
+    assert found == [False]
 
 
 def test_a_variable_waits_for_the_round_that_assigns_it(alone):
@@ -72,20 +85,7 @@ def test_a_variable_waits_for_the_round_that_assigns_it(alone):
     assert one.exchange.measures.waits == waits + 1
 
 
-def test_only_the_thread_that_sends_waits(alone):
-    """It is the one that recorded the last round."""
-    _, one, plan = alone
-    send(one, plan, 1)
-    found = []
-    thread = threading.Thread(target=lambda: found.append(one.exchange.window.mine))
-    thread.start()
-    thread.join()
-    assert one.exchange.window.mine
-    assert found == [False]
-
-
 def test_a_full_window_waits_for_its_oldest_round(alone):
-    """And for no more than that one."""
     _, one, plan = alone
     rounds = [send(one, plan, number) for number in range(WINDOW)]
     assert all(round.values is None for round in rounds)
@@ -112,18 +112,7 @@ def test_what_answers_say_of_the_members_waits_for_its_place(alone):
 
 
 def test_a_round_that_fails_later_ends_the_session_and_names_its_line(alone):
-    """What came after it was computed as if it had been made; so did the other processes."""
-    job, one, plan = alone
-    job.servers.cores[0].machine.rounds.refuse(PreparedPlan(plan, 0), MemoryLimit("it does not fit any more"))
-    line = f"{Path(__file__).name}:"
-    refused = send(one, plan, 1)
-    for look in (lambda: value_of(one, refused), one.exchange.window.settle, lambda: send(one, plan, 2)):
-        with pytest.raises(MemoryLimit, match=rf"does not fit any more; .*{line}\d+ has sent it"):
-            look()
-
-
-def test_a_first_round_that_fails_is_told_to_its_call(alone):
-    """Which may catch it, and go on: nobody has computed anything since."""
+    """Others computed as if it had been made; a first one is told to its call, which may catch it and go on."""
     job, one, plan = alone
     other = sum_into(one.create("u", 1))
     job.append(Approved(other))
@@ -131,6 +120,12 @@ def test_a_first_round_that_fails_is_told_to_its_call(alone):
     with pytest.raises(MemoryLimit, match=r"it does not fit$"):
         send(one, other, 1)
     assert value_of(one, send(one, plan, 2)) == 2
+    job.servers.cores[0].machine.rounds.refuse(PreparedPlan(plan, 0), MemoryLimit("it does not fit any more"))
+    line = f"{Path(__file__).name}:"
+    refused = send(one, plan, 1)
+    for look in (lambda: value_of(one, refused), one.exchange.window.settle, lambda: send(one, plan, 2)):
+        with pytest.raises(MemoryLimit, match=rf"does not fit any more; .*{line}\d+ has sent it"):
+            look()
 
 
 @pytest.mark.parametrize("servers", [1, 2])
@@ -154,10 +149,7 @@ def test_a_push_of_more_than_a_part_is_waited_for(which):
     half, whole = (TensorSpec("int8", (PART_BYTES // 2 + 1,)), TensorSpec("int8", (PART_BYTES + 1,)))
     operands = {"operand": whole, "both": half}.get(which)
     reduced = {"reduction": whole, "both": half}.get(which)
-    plan = Plan(
-        (Reduction("sum", reduced, (0,)),) if reduced else (),
-        (Operand(operands, (0,)),) if operands else (),
-    )
+    plan = Plan((Reduction("sum", reduced, (0,)),) if reduced else (), (Operand(operands, (0,)),) if operands else ())
     assert PlanShares(plan, {}).large
     assert not PlanShares(Plan((Reduction("sum", half, (0,)),), (Operand(half, (1,)),)), {}).large, "not to one server"
 
@@ -173,3 +165,99 @@ def test_lines_are_kept_until_they_are_said(alone):
     for number in range(5):
         value_of(one, send(one, plan, number))
     assert not window._lines
+
+
+VALUE = np.full(2, 7.0)
+
+
+@ps.update_function
+def doubled(x):
+    return x + x
+
+
+def reduced(*places):
+    """A section of three servers that has reduced a pair for each place; whatever is asked of it is `VALUE`."""
+
+    def send(section):
+        found = dict.fromkeys(section.outgoing().plan.returned, VALUE)
+        section.sent(lambda: found)
+
+    section = Section(3, send)
+    return section, [section.reduce(combine("sum", [np.ones(2)], frozenset(), None), place) for place in places]
+
+
+def test_a_reduction_without_a_place_gets_it_where_it_is_used():
+    """One that has a place keeps it; one that nothing uses is made beside the rest, with a server less."""
+    section, (here, anywhere) = reduced((0,), None)
+    section.apply((2,), doubled, (anywhere,), {})
+    section.apply((0,), doubled, (here,), {})
+    assert [reduction.servers for reduction in section.outgoing().plan.reductions] == [(0,), (2,)]
+    reducing, _ = reduced(None, (2,))
+    updating, _ = reduced(None)
+    updating.apply((1,), doubled, (np.ones(2),), {})
+    assert [section.outgoing().plan.reductions[0].servers for section in (reducing, updating)] == [(2,), (1,)]
+
+
+def test_a_reduction_without_a_place_comes_back():
+    """Though a program takes it; of what has a place only what a program made last may be looked at."""
+    section, (anywhere,) = reduced(None)
+    section.apply((2,), doubled, (anywhere,), {})
+    assert section.outgoing().plan.returned == (anywhere.ref,)
+    section, (total,) = reduced((0,))
+    made = section.apply((0,), doubled, (total,), {})
+    section.give_back_unused()
+    assert section.outgoing().plan.returned == (made.ref,)
+
+
+def test_a_value_of_another_section_is_an_operand():
+    """That section ends, and this one sends what came back: a reference would name something of its own."""
+    other, (total,) = reduced((0,))
+    section, _ = reduced((0,))
+    section.apply((0,), doubled, (total,), {})
+    assert other.flushed
+    assert [array.tolist() for array in section.outgoing().operands] == [VALUE.tolist()]
+
+
+def test_a_thread_that_did_not_open_a_section_does_not_end_it():
+    """It may look at a value once the section is sent."""
+    section, (total,) = reduced((0,))
+    with ThreadPoolExecutor(1) as other:
+        with pytest.raises(RuntimeError, match="another thread has opened a section"):
+            other.submit(np.asarray, total).result()
+        assert not section.flushed
+        assert np.asarray(total).tolist() == other.submit(np.asarray, total).result().tolist() == VALUE.tolist()
+
+
+@pytest.mark.parametrize("elements", [4, PART_BYTES // 4], ids=["small", "streamed"])
+def test_a_round_s_values_are_let_go_at_once(tmp_path, elements):
+    """Not when the garbage collector comes: until then servers have no room in shared memory for the next ones."""
+    errors = []
+
+    def train(cluster, worker):
+        try:
+            with ps.ParameterServerStrategy(["cpu:0"], cluster_resolver=cluster.resolver(worker)) as strategy:
+                with strategy.scope():
+                    variables = [ps.Variable(np.zeros(elements, "float32")) for _ in range(4)]
+                    optimizer = ps.optimizers.SGD(1.0)
+                gradients = [np.ones(elements, "float32") for _ in variables]
+                for _ in range(6):
+                    strategy.run(lambda: optimizer.apply_gradients(zip(gradients, variables, strict=True)))
+        except BaseException as error:
+            errors.append(error)
+
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        with InProcessCluster(servers=2, workers=2, checkpoint_root=tmp_path) as cluster:
+            workers = [threading.Thread(target=train, args=(cluster, worker)) for worker in range(2)]
+            for thread in workers:
+                thread.start()
+            for thread in workers:
+                thread.join()
+            gc.collect()
+            kept = [one for one in gc.garbage if isinstance(one, RoundReply)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert not errors
+    assert not kept
