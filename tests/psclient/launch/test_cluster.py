@@ -27,10 +27,7 @@ READY = "print('ready', flush=True)\n"
 ME = "import json, os, sys, time, signal\nme = json.loads(os.environ['TF_CONFIG'])['task']['index']\n"
 
 
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch):
-    """Scripts that take part in no job leave servers waiting for one; nobody shall wait for these."""
-    monkeypatch.setattr(launch, "LEAVE_SECONDS", 0.1)
+pytestmark = pytest.mark.usefixtures("leaves_soon")
 
 
 @pytest.fixture
@@ -64,13 +61,23 @@ def test_everybody_runs_the_script(script):
         assert "chief" not in config["cluster"]
 
 
-def test_a_chief_may_run_the_script(script):
-    """With chief="script" there is one process more that runs it, and everyone knows of the chief."""
-    text = "c = json.loads(os.environ['TF_CONFIG']); print(c['task']['type'], len(c['cluster']['chief']))"
-    outcome, cluster = run(script(text), chief="script")
-    assert outcome.code == 0
-    assert cluster.output(Task("chief", 0)) == ["chief 1"]
-    assert cluster.output(Task("worker", 1)) == ["worker 1"]
+def test_all_processes_are_told_what_is_asked_for(script):
+    """With chief="script" one process more runs it, and everyone knows of the chief; the level at which all log; and a
+    port of its own for each task's metrics, servers first: what the environment says is meant for the cluster."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    text = (
+        "import logging; c = json.loads(os.environ['TF_CONFIG'])\n"
+        "print(c['task']['type'], len(c['cluster']['chief']), logging.getLogger().level, os.environ['PS_METRICS_HOST'],"
+        " os.environ['PS_METRICS_PORT'])"
+    )
+    outcome, cluster = run(script(text), chief="script", log_level="debug", metrics_port=port)
+    assert outcome == launch.Outcome(0)
+    words = cluster.processes[Task("ps", 0)].args
+    assert words[words.index("--log-level") + 1] == "debug"
+    assert any(f"http://127.0.0.1:{port}/metrics" in line for line in cluster.output(Task("ps", 0)))
+    for task, kind, place in ((WORKERS[0], "worker", 1), (WORKERS[1], "worker", 2), (Task("chief", 0), "chief", 3)):
+        assert cluster.output(task) == [f"{kind} 1 10 127.0.0.1 {port + place}"]
 
 
 def test_an_evaluator_is_waited_for(script):
@@ -103,45 +110,17 @@ def test_an_evaluator_that_fails_is_a_failure(script):
     assert (outcome.code, outcome.task) == (3, launch.EVALUATOR)
 
 
-def test_all_processes_log_alike(script):
-    """At the level that is asked for."""
-    outcome, cluster = run(script("import logging; print(logging.getLogger().level)"), log_level="debug", workers=1)
-    assert outcome == launch.Outcome(0)
-    assert cluster.output(WORKERS[0]) == ["10"]
-    words = cluster.processes[Task("ps", 0)].args
-    assert words[words.index("--log-level") + 1] == "debug"
-
-
-def test_each_task_has_a_port_for_its_metrics(script):
-    """Servers, then workers; what the environment says is meant for the cluster, and not for all its tasks alike."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    text = "print(os.environ['PS_METRICS_HOST'], os.environ['PS_METRICS_PORT'])"
-    outcome, cluster = run(script(text), metrics_port=port)
-    assert outcome == launch.Outcome(0)
-    assert any(f"http://127.0.0.1:{port}/metrics" in line for line in cluster.output(Task("ps", 0)))
-    assert [cluster.output(task) for task in WORKERS[:2]] == [[f"127.0.0.1 {port + n}"] for n in (1, 2)]
-
-
-def test_a_failure_that_was_logged_as_json_is_told_as_text(script):
-    """The report is for people, and has the traceback of who failed."""
-    text = "if me == 1:\n    raise ValueError('broken')\ntime.sleep(600)"
-    outcome, _ = run(script(text), log_format="json")
-    assert outcome.task == Task("worker", 1)
-    assert outcome.report.startswith("psworker: /job:worker/task:1 failed (exit code 1):\nTraceback")
-    assert outcome.report.endswith("ValueError: broken")
-
-
 def test_a_server_that_refuses_says_why_in_json_as_well():
-    """Whoever started it is told in words."""
     with pytest.raises(ConfigError, match="write cpu or gpu:0") as caught:
         launch.Cluster(server=ServerOptions(device="tpu"), log_format="json").start()
     assert "{" not in str(caught.value)
 
 
-def test_the_first_failure_ends_all(script):
-    """The others are ended, the failing task's code is returned, and its traceback shows user code alone."""
-    outcome, cluster = run(script("if me == 1:\n    raise ValueError('broken')\ntime.sleep(600)"))
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_the_first_failure_ends_all(script, log_format):
+    """The others are ended, the failing task's code is returned, and its traceback shows user code alone, as text."""
+    text = "if me == 1:\n    raise ValueError('broken')\ntime.sleep(600)"
+    outcome, cluster = run(script(text), log_format=log_format)
     assert (outcome.code, outcome.task) == (1, Task("worker", 1))
     assert outcome.report.startswith("psworker: /job:worker/task:1 failed (exit code 1):\nTraceback")
     assert outcome.report.endswith("ValueError: broken")
@@ -150,41 +129,31 @@ def test_the_first_failure_ends_all(script):
     assert cluster.processes[Task("worker", 0)].returncode == 128 + signal.SIGTERM
 
 
+LATE = "import atexit\natexit.register(print, '12:00:00 W psclient: could not say goodbye', file=sys.stderr)\n"
+FAILED = "psworker: /job:worker/task:0 failed"
+
+
 @pytest.mark.parametrize(
     ("text", "code", "said"),
     [
-        ("sys.exit(7)", 7, "exit code 7"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL"),
-        # The next test has these two reports, and test_bad_input the code; a signal is like another.
-        pytest.param("sys.exit('no data here')", 1, "no data here", marks=pytest.mark.soak),
-        pytest.param(
-            "from pswire.errors import PSError; raise PSError('odd')", 1, "error: odd (", marks=pytest.mark.soak
+        ("sys.exit(7)", 7, f"{FAILED} (exit code 7)"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, f"{FAILED} (killed by SIGKILL)"),
+        pytest.param("os.abort()", 134, f"{FAILED} (killed by SIGABRT)", marks=pytest.mark.soak),
+        (
+            f"{LATE}from pswire.errors import PSError\nraise PSError('odd')",
+            1,
+            "psworker: /job:worker/task:0: error: odd (",
         ),
-        pytest.param("os.abort()", 134, "killed by SIGABRT", marks=pytest.mark.soak),
+        (f"{LATE}raise KeyError('mine')", 1, "KeyError: 'mine'"),
+        (f"{LATE}sys.exit('no data here')", 1, "no data here"),
     ],
+    ids=["a code", "a signal", "another one", "an error of ours", "the user's", "neither"],
 )
 def test_the_code_is_the_failing_task_s(script, text, code, said):
-    """Exit codes are passed on; a signal's is 128 more."""
+    """A signal's is 128 more. The report is our last line or the last traceback, whatever is logged in the end."""
     outcome, _ = run(script(text), workers=1)
     assert outcome.code == code
-    assert said in outcome.report
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("from pswire.errors import PSError\nraise PSError('odd')", "psworker: /job:worker/task:0: error: odd ("),
-        ("raise KeyError('mine')", "KeyError: 'mine'"),
-        ("sys.exit('no data here')", "no data here"),
-    ],
-    ids=["ours", "the user's", "neither"],
-)
-def test_what_is_logged_in_the_end_does_not_hide_the_error(script, text, said):
-    """The report is our last line or the last traceback, whatever is logged while the process takes its leave."""
-    late = "import atexit\natexit.register(print, '12:00:00 W psclient: could not say goodbye', file=sys.stderr)\n"
-    outcome, _ = run(script(late + text), workers=1)
-    last = outcome.report.splitlines()[-1]
-    assert last.startswith(said)
+    assert outcome.report.splitlines()[-1].startswith(said)
 
 
 def test_the_one_to_blame_is_shown(script):
@@ -228,7 +197,6 @@ def test_a_failed_worker_is_replaced(script, tmp_path):
 
 @pytest.mark.soak
 def test_restarts_are_counted_over_all(script):
-    """One more failure than restarts ends the cluster."""
     outcome, cluster = run(script("print(me); sys.exit(3)"), workers=1, restarts=2)
     assert outcome.code == 3
     assert cluster.output(Task("worker", 0)) == ["0", "0", "0"]
@@ -313,7 +281,7 @@ def test_a_server_that_cannot_start_is_an_error():
 
 
 def test_a_server_alone(tmp_path):
-    """`start_server` returns when the server listens; the end of its stdin is its end."""
+    """`start_server` returns when it listens; the end of its stdin is its end; a taken port is an error."""
     process, address = launch.start_server(options=ServerOptions(checkpoint_root=str(tmp_path)))
     with process:
         host, _, port = address.rpartition(":")
@@ -321,15 +289,8 @@ def test_a_server_alone(tmp_path):
         assert process.stdin
         process.stdin.close()
         assert process.wait(SECONDS) == 0
-
-
-def test_a_server_on_a_taken_port():
-    """The error says what the server said."""
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="did not start"):
         launch.start_server(port=taken.getsockname()[1], stderr=subprocess.PIPE)
-
-
-# ---- The command ----
 
 
 def psworker(*args: str, cwd: Path) -> subprocess.Popen[str]:
@@ -404,13 +365,7 @@ def test_a_second_signal_kills(script, tmp_path):
 
 def test_the_failure_comes_last(script, tmp_path):
     """The last lines on stderr are the failing task's traceback, headed by its name."""
-    flags = [
-        "--standalone",
-        "--workers",
-        "2",
-        "--no-chief",
-        script("print('x')\nif me:\n    raise KeyError(me)"),
-    ]
+    flags = ["--standalone", "--workers", "2", "--no-chief", script("print('x')\nif me:\n    raise KeyError(me)")]
     launcher = psworker(*flags, cwd=tmp_path)
     out, err = launcher.communicate(timeout=SECONDS)
     assert launcher.returncode == 1

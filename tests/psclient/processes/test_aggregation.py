@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -133,8 +134,9 @@ def _variable(number: int) -> PlacedVariable:
 def make():
     made: list[Worker] = []
 
-    def begin(number: int, server: Server, lease: float = LONG) -> list[Worker]:
-        """The first leads, and the others follow."""
+    def begin(number: int, lease: float = LONG) -> tuple[Any, ...]:
+        """A server, and workers, of which the first leads and the others follow."""
+        server = Server()
         job = f"{os.getpid()} {next(NUMBERS)}".encode()
         for session in range(1, number + 1):
             worker = Worker(session, HostGroup(job, session, lease, 1, server.push, _variable))
@@ -142,7 +144,7 @@ def make():
             worker.find_role()
         assert isinstance(made[0].role, Leader)
         assert all(isinstance(worker.role, Follower) for worker in made[1:])
-        return made
+        return server, *made
 
     yield begin
     for worker in made:
@@ -157,9 +159,22 @@ def values(own: Own) -> list[float]:
     return sorted(set(found.tolist()))
 
 
+def summed(server: Server, leads: Worker, follows: Worker) -> list[float]:
+    """Makes a first round of two, whose sum is answered with twos; returns what the second one has of it."""
+    own = follows.push(0)
+    leads.push(0)
+    server.until(1)
+    server.answer(0, 2.0, 4)
+    return values(own)
+
+
+def singly(*owns: Own) -> bool:
+    """Whether all of these were pushed by themselves."""
+    return [values(own) for own in owns] == [[-1.0]] * len(owns)
+
+
 def test_sums_are_sent_by_one_and_answered_to_all(make):
-    server = Server()
-    workers = make(3, server)
+    server, *workers = make(3)
     for round, size in enumerate((4, AT_ONCE)):
         owns = [worker.push(round, size) for worker in workers]
         server.until(round + 1)
@@ -176,18 +191,16 @@ def test_sums_are_sent_by_one_and_answered_to_all(make):
 @pytest.mark.parametrize("special", [{"lookups": (RowRead(0, b""),)}, {"hints": (RowRead(0, b""),)}, {"rows": (2,)}])
 def test_what_is_more_than_arrays_is_sent_by_itself(make, special):
     """No sum has rows, nor lookups of some, nor hints at some; nobody waits for it."""
-    server = Server()
-    workers = make(2, server)
+    server, *workers = make(2)
     for round, (first, second) in enumerate((workers, workers[::-1])):
         owns = first.push(round, **special), second.push(round)
-        assert [values(own) for own in owns] == [[-1.0]] * 2
+        assert singly(*owns)
     assert not server.sums
 
 
 def test_nobody_waits_for_what_was_pushed_before_a_role(make):
     """Of a round that any worker pushed by itself, before it had its role, nothing waits for it."""
-    server = Server()
-    workers = make(2, server)
+    server, *workers = make(2)
     for late, other in (workers, reversed(workers)):
         late.role.decline(1, 20 + late.session)  # as it does when it has found its role
         own = other.push(20 + late.session, server=1)
@@ -209,8 +222,7 @@ def test_nobody_waits_for_what_was_pushed_before_a_role(make):
 
 def test_an_answer_is_not_overwritten_while_it_is_read(make, monkeypatch):
     """A leader that leaves writes nothing where others read, though answers to older sums still come."""
-    server, size = Server(), 1 << 18
-    leads, follows = make(2, server)
+    (server, leads, follows), size = make(2), 1 << 18
     first = follows.push(0, size)
     leads.push(0, size)
     server.until(1)
@@ -231,8 +243,7 @@ def test_an_answer_is_not_overwritten_while_it_is_read(make, monkeypatch):
 
 @pytest.mark.parametrize("how", ["leaves", "sends nonsense"])
 def test_nothing_is_written_where_one_reads_whose_link_is_over(make, monkeypatch, how):
-    server, size = Server(), 1 << 18
-    leads, follows, third = make(3, server)
+    (server, leads, follows, third), size = make(3), 1 << 18
     first = follows.push(0, size)
     owns = [worker.push(0, size) for worker in (third, leads)]
     server.until(1)
@@ -267,8 +278,7 @@ def test_nothing_is_written_where_one_reads_whose_link_is_over(make, monkeypatch
 
 def test_a_message_that_finds_no_room_ends_the_link(make, monkeypatch):
     """A worker that reads nothing for long loses the link: it would wait for ever for the answer that was dropped."""
-    server = Server()
-    leads, follows = make(2, server)
+    server, leads, follows = make(2)
     own = follows.push(0)
     mine = leads.push(0)
     server.until(1)
@@ -298,8 +308,7 @@ def _flood(link: HostLink) -> None:
 
 def test_one_failure_keeps_nobody_waiting(make):
     """An answer that cannot be cut, and a push that raises, are each one's own."""
-    server = Server()
-    leads, follows = make(2, server)
+    server, leads, follows = make(2)
     own, other = leads.push(0, want=()), follows.push(0)
     server.until(1)
     server.answer(0, 1.0, 3)  # not the size of the variable
@@ -324,8 +333,7 @@ def test_one_failure_keeps_nobody_waiting(make):
 
 
 def test_after_a_sum_that_was_of_no_use_a_few_are_not_made(make):
-    server = Server()
-    leads, follows = make(2, server)
+    server, leads, follows = make(2)
     made = []
     for round in range(40):
         before, owns = len(server.sums), [follows.push(round), leads.push(round)]
@@ -333,26 +341,24 @@ def test_after_a_sum_that_was_of_no_use_a_few_are_not_made(make):
         if len(server.sums) > before:
             made.append(round)
             server.sums[-1][3].set_exception(PushAgain("each by itself"))
-        assert [values(own) for own in owns] == [[-1.0]] * 2
+        assert singly(*owns)
     assert made == [0, 2, 5, 10, 19, 36]
 
 
 def test_what_never_comes_whole_is_pushed_by_itself_at_the_end(make):
-    server = Server()
-    leads, follows = make(2, server)
+    _, leads, follows = make(2)
     halves = [Payload(size=16), Payload(size=16)]
     owns = [worker.push(0, payload=half) for worker, half in zip((leads, follows), halves, strict=True)]
     assert not any(own.future.done() for own in owns)
     leads.close()
-    assert [values(own) for own in owns] == [[-1.0]] * 2
+    assert singly(*owns)
     for half in halves:
         half.add(0, memoryview(bytes(16)))  # too late
     assert (leads.singly, follows.singly) == ([0], [0])
 
 
 def test_what_comes_whole_after_a_later_round_is_pushed_by_itself(make):
-    server = Server()
-    leads, follows = make(2, server)
+    server, leads, follows = make(2)
     half = Payload(size=16)
     owns = [follows.push(0), leads.push(0, payload=half)]
     later = [worker.push(1) for worker in (leads, follows)]
@@ -365,17 +371,15 @@ def test_what_comes_whole_after_a_later_round_is_pushed_by_itself(make):
 
 
 def test_a_round_of_which_one_is_late_is_pushed_singly_after_the_lease(make):
-    server = Server()
-    leads, follows, third = make(3, server, 0.5)
+    server, leads, follows, third = make(3, 0.5)
     owns = [worker.push(0) for worker in (leads, third)]
-    assert [values(own) for own in owns] == [[-1.0]] * 2
+    assert singly(*owns)
     assert values(follows.push(0)) == [-1.0]  # late
     assert not server.sums
 
 
 def test_a_leader_whose_own_contribution_does_not_come_leads_no_more(make):
-    server = Server()
-    leads, follows = make(2, server, 0.5)
+    _, leads, follows = make(2, 0.5)
     assert values(follows.push(0)) == [-1.0]
     eventually(lambda: leads.role.lost)
 
@@ -391,8 +395,7 @@ def test_a_leader_whose_own_contribution_does_not_come_leads_no_more(make):
     ids=["batches that were handed out", "rows", "compressed", "first values"],
 )
 def test_others_do_not_wait_for_what_is_in_no_sum(make, more):
-    server = Server()
-    leads, follows = make(2, server)
+    _, leads, follows = make(2)
     for round, (special, plain) in enumerate(((leads, follows), (follows, leads))):
         before = plain.push(2 * round)
         assert values(special.push(2 * round, **more)) == [-1.0]
@@ -403,46 +406,43 @@ def test_others_do_not_wait_for_what_is_in_no_sum(make, more):
 
 
 def test_rounds_of_other_plans_or_epochs_are_in_no_sum(make):
-    server = Server()
-    leads, follows = make(2, server)
+    server, leads, follows = make(2)
     owns = [follows.push(0, 5), leads.push(0)]
-    assert [values(own) for own in owns] == [[-1.0]] * 2
+    assert singly(*owns)
     assert not server.sums
 
 
 @pytest.mark.parametrize("values_of", [(1.0, np.nan), (np.inf, 1.0), (3e38, 3e38)], ids=["NaN", "infinity", "overflow"])
 def test_a_sum_that_is_not_finite_is_not_sent(make, values_of):
     """A server says whose contribution it is, which a sum does not tell."""
-    server = Server()
-    workers = make(2, server)
+    server, *workers = make(2)
     owns = [worker.push(0, value=value) for worker, value in zip(workers, values_of, strict=True)]
-    assert [values(own) for own in owns] == [[-1.0]] * 2
+    assert singly(*owns)
     assert not server.sums
 
 
+@contextmanager
+def stranger(leads: Worker) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connected:
+        connected.connect(leads.place._names[0])
+        connected.settimeout(LONG)
+        yield connected
+
+
 def test_who_connects_and_says_nothing_stops_nobody(make):
-    server = Server()
-    leads, follows = make(2, server, 0.5)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.connect(leads.place._names[0])
+    server, leads, follows = make(2, 0.5)
+    with stranger(leads):
         eventually(lambda: len(leads.role._links) == 2)
         eventually(lambda: len(leads.role._links) == 1)
-    own = follows.push(0)
-    leads.push(0)
-    server.until(1)
-    server.answer(0, 2.0, 4)
-    assert values(own) == [2.0]
+    assert summed(server, leads, follows) == [2.0]
 
 
 @pytest.mark.parametrize("message", [b"x", b"\x09" * 40, b"\x03" + bytes(39)], ids=["short", "kind", "before hello"])
 def test_nonsense_ends_a_link(make, message):
-    server = Server()
-    (leads,) = make(1, server)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.connect(leads.place._names[0])
-        stranger.settimeout(LONG)
-        stranger.send(message)
-        assert stranger.recv(1) == b""
+    _, leads = make(1)
+    with stranger(leads) as connected:
+        connected.send(message)
+        assert connected.recv(1) == b""
     eventually(lambda: not leads.role._links)
     assert not leads.role.lost
 
@@ -459,7 +459,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_a_process_of_another_user_is_sent_away(make):
-    (leads,) = make(1, Server())
+    _, leads = make(1)
     name = leads.place._names[0][1:]
     found = subprocess.run([sys.executable, "-c", KNOCK, name], capture_output=True, text=True)
     assert found.stdout == "b''\n", found.stderr
@@ -468,30 +468,22 @@ def test_a_process_of_another_user_is_sent_away(make):
 
 def test_memory_that_is_not_sealed_is_not_taken(make):
     """It could shrink while it is read, which would end the process that reads."""
-    (leads,) = make(1, Server())
+    _, leads = make(1)
     file = os.memfd_create("loose", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(file, 1 << 20)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-        stranger.connect(leads.place._names[0])
-        stranger.settimeout(LONG)
-        socket.send_fds(stranger, [HEAD.pack(Kind.HELLO, 0, 2, 0, 0, 0)], [file])
-        assert stranger.recv(1) == b""
+    with stranger(leads) as connected:
+        socket.send_fds(connected, [HEAD.pack(Kind.HELLO, 0, 2, 0, 0, 0)], [file])
+        assert connected.recv(1) == b""
     os.close(file)
     eventually(lambda: not leads.role._links)
 
 
 def test_a_process_with_many_files_follows(make):
-    server = Server()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
     try:
-        leads, follows = make(2, server)
-        own = follows.push(0)
-        leads.push(0)
-        server.until(1)
-        server.answer(0, 2.0, 4)
-        assert values(own) == [2.0]
+        assert summed(*make(2)) == [2.0]
     finally:
         for file in files:
             os.close(file)
@@ -500,8 +492,7 @@ def test_a_process_with_many_files_follows(make):
 
 def test_memory_of_answers_and_contributions_is_used_again(make):
     """Of many rounds the two memories hold no more than what is under way."""
-    server, size = Server(), 1 << 16
-    leads, follows = make(2, server)
+    (server, leads, follows), size = make(2), 1 << 16
     for round in range(50):
         own = follows.push(round, size)
         leads.push(round, size)

@@ -1,12 +1,14 @@
-"""What is done before a process ends, while threads can still be started; and what is done where none can be."""
+"""How a process ends: what is done before, while threads can still be started, and what SIGTERM tells it."""
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,13 +18,15 @@ from psclient._src.processes import shutdown
 from psclient._src.processes.process import start_server
 from psclient._src.transport.daemon_threads import SPARE, Threads
 from psclient._src.transport.remote_server import RemoteServer
-from pstesting.processes import W0, W1, ProcessCluster
+from pstesting import forks
+from pstesting.processes import SECONDS, W0, W1, ProcessCluster
 from pstesting.script import ME, gate, say
 from pswire.cluster import Task
 from pswire.errors import CheckpointError, PSError, RoundTimeout, ServerLost
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import TensorSpec
 from tests.kit.shell import shell
+from tests.kit.strategies import refused
 
 SCRIPT = """
 from concurrent.futures import ThreadPoolExecutor
@@ -96,7 +100,7 @@ def no_more_threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("program", ["python", "psworker"])
-def test_what_ends_with_the_process_may_use_threads(tmp_path: Path, program: str) -> None:
+def test_what_ends_with_the_process_may_use_threads(tmp_path, program):
     """The last registered comes first, after the script, and may use a thread, as under `atexit` none may."""
     (tmp_path / "script.py").write_text(SCRIPT)
     done = shell([program, "script.py"], tmp_path, fork=False)
@@ -104,9 +108,7 @@ def test_what_ends_with_the_process_may_use_threads(tmp_path: Path, program: str
     assert done.out.splitlines() == ["the script ends", "second 7", "first 7"]
 
 
-def test_an_error_keeps_nothing_else_from_its_end(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_keeps_nothing_else_from_its_end(caplog, monkeypatch):
     """Each is called once; what one raises is logged, and what was unregistered is not called."""
     called: list[str] = []
     monkeypatch.setattr(shutdown, "_endings", [])  # what this process has registered goes on
@@ -126,7 +128,7 @@ def test_an_error_keeps_nothing_else_from_its_end(
 
 
 @pytest.mark.parametrize("lane", ["shm", "grpc"])
-def test_what_a_script_saved_last_is_there_without_a_close(tmp_path: Path, lane: str) -> None:
+def test_what_a_script_saved_last_is_there_without_a_close(tmp_path, lane):
     """A script may end in its scope, with a checkpoint on its way, and a later one restores it."""
     (tmp_path / "job.py").write_text(JOB)
     done = [shell(["python", "job.py", "5", what], tmp_path, PS_LANE=lane) for what in ("save", "restore")]
@@ -134,7 +136,7 @@ def test_what_a_script_saved_last_is_there_without_a_close(tmp_path: Path, lane:
 
 
 @pytest.mark.parametrize("lane", ["shm", "grpc"])
-def test_what_cannot_be_sent_at_the_end_is_told(tmp_path: Path, lane: str) -> None:
+def test_what_cannot_be_sent_at_the_end_is_told(tmp_path, lane):
     """gRPC has to start threads for more than one message: where Python starts none any more, the script still ends."""
     (tmp_path / "job.py").write_text(JOB)
     done = shell(["python", "job.py", str(MANY)], tmp_path, PS_LANE=lane)
@@ -142,15 +144,21 @@ def test_what_cannot_be_sent_at_the_end_is_told(tmp_path: Path, lane: str) -> No
     assert (NO_THREAD in done.err) == (lane == "grpc" and SPARE > 0)
 
 
-@pytest.mark.parametrize("how", ["end", "exit"])
-@pytest.mark.parametrize("program", ["python", "psworker"])
-def test_a_script_whose_last_save_failed_fails(tmp_path: Path, program: str, how: str) -> None:
-    """It has come to its end before anybody knew: one sentence says which checkpoint, and the exit code does; all that
-    the script has registered for its end is done, and what it printed is there."""
+@pytest.fixture
+def loses(tmp_path):
+    """A directory with a job that cannot save there."""
     (tmp_path / "job.py").write_text(LOSES)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/last-1").write_text("no directory")
-    done = shell([program, "job.py", how], tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("how", ["end", "exit"])
+@pytest.mark.parametrize("program", ["python", "psworker"])
+def test_a_script_whose_last_save_failed_fails(loses, program, how):
+    """It has come to its end before anybody knew: one sentence says which checkpoint, and the exit code does; all that
+    the script has registered for its end is done, and what it printed is there."""
+    done = shell([program, "job.py", how], loses)
     assert (done.code, done.left) == (shutdown.NOT_SAVED, ())
     (line,) = done.err.splitlines()
     heads = {"python": "job.py: error: ", "psworker": "psworker: error: "}
@@ -160,32 +168,25 @@ def test_a_script_whose_last_save_failed_fails(tmp_path: Path, program: str, how
 
 
 @pytest.mark.parametrize(("how", "code", "last"), [("sync", 0, "the script ends"), ("raise", 1, "")])
-def test_a_failed_save_that_was_told_is_not_told_again(tmp_path: Path, how: str, code: int, last: str) -> None:
+def test_a_failed_save_that_was_told_is_not_told_again(loses, how, code, last):
     """To a script that has caught it; nor does it hide why a script failed."""
-    (tmp_path / "job.py").write_text(LOSES)
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs/last-1").write_text("no directory")
-    done = shell(["python", "job.py", how], tmp_path)
+    done = shell(["python", "job.py", how], loses)
     assert done.code == code
     assert "the last checkpoint" not in done.err
     assert ("RuntimeError: mine" in done.err) == (how == "raise")
     assert last in done.out
 
 
-def test_a_strategy_that_is_closed_raises_what_was_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strategy_that_is_closed_raises_what_was_not_saved(loses, monkeypatch):
     """There somebody can still do something about it; all else of its end is done."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "runs/last-1").write_text("no directory")
+    monkeypatch.chdir(loses)
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         checkpoint = ps.train.Checkpoint(v=ps.Variable(1.0, name="v"))
     checkpoint.save("last")
-    with pytest.raises(ps.errors.CheckpointError, match="the last checkpoint 'last-1' was not saved"):
-        strategy.close()
+    refused(ps.errors.CheckpointError, "the last checkpoint 'last-1' was not saved", lambda: strategy.close())
     strategy.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        checkpoint.save("other")
+    refused(RuntimeError, "closed", lambda: checkpoint.save("other"))
 
 
 def saves_last() -> None:
@@ -201,7 +202,7 @@ def saves_last() -> None:
         say("value", v.numpy())
 
 
-def test_a_failed_save_ends_nobody_else(tmp_path: Path) -> None:
+def test_a_failed_save_ends_nobody_else(tmp_path):
     """Who has only not saved has left as all do: the others go on, and then the whole command fails with its code."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/last-1").write_text("no directory")
@@ -216,21 +217,20 @@ def test_a_failed_save_ends_nobody_else(tmp_path: Path) -> None:
     assert "the last checkpoint 'last-1' was not saved" in outcome.report
 
 
-def test_work_that_no_thread_can_do_is_refused() -> None:
+def test_work_that_no_thread_can_do_is_refused():
     """It is not left in the queue for later: the next work is done."""
     threads, over = Threads("test"), threading.Event()
     with no_more_threads():
         for _ in range(SPARE):
             threads.submit(over.wait)
-        with pytest.raises(PSError, match=NO_THREAD):
-            threads.submit(over.wait)
+        refused(PSError, NO_THREAD, lambda: threads.submit(over.wait))
     assert threads.submit(lambda: "next").result(10) == "next"
     over.set()
     threads.close()
 
 
 @pytest.fixture
-def server() -> Iterator[RemoteServer]:
+def server():
     process, address = start_server(until_done=False)
     with process:
         yield RemoteServer(address, Task("ps", 0))
@@ -238,7 +238,7 @@ def server() -> Iterator[RemoteServer]:
             process.stdin.close()
 
 
-def test_a_connection_that_lacks_a_thread_can_be_closed(server: RemoteServer) -> None:
+def test_a_connection_that_lacks_a_thread_can_be_closed(server):
     """A call that needs a thread is refused; those that need none are answered, and `close` waits for nothing."""
     with no_more_threads():
         session = server.open(Task("worker", 0), 0, 1, True).session
@@ -261,3 +261,73 @@ def test_a_connection_that_lacks_a_thread_can_be_closed(server: RemoteServer) ->
 def test_the_exit_code_says_what_was_not_done(failures, code):
     """A launcher tells by it whether another attempt helps."""
     assert shutdown.code_after(failures) == code
+
+
+HEAD = """
+import os, signal, sys, threading, time
+from psclient._src.processes.sigterm import NOTICE
+def say(text): print(text, flush=True)
+def sleep():
+    while True: time.sleep(0.01)
+"""
+# Python runs no handler of a signal that comes just before the thread falls asleep: so it sleeps again and again.
+
+
+def ends(tmp_path, text, *numbers):
+    """Runs a program, sends it a signal whenever it says `ready`; returns its code, and what else it said."""
+    command = [sys.executable, "-c", HEAD + text]
+    with forks.Forked[str](command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for number in numbers:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(number)
+        said, _ = process.communicate(timeout=SECONDS)
+    return process.returncode, said.split()
+
+
+INSTALL, TOLD = "NOTICE.install()\n", "told = []\nNOTICE.take_part(lambda: told.append(1), 600.0, False)\n"
+PART, SHORT = (f"NOTICE.take_part(lambda: None, {grace}, False)\n" for grace in (600.0, 0.2))
+LEFT = "told = lambda: None\nNOTICE.take_part(told, 600.0, False)\nNOTICE.has_left(told)\n"
+WAITS = "while not NOTICE.leaving: time.sleep(0.01)"
+STEPS = f"say('ready')\n{WAITS}\n"
+LEAVE = "while not told: time.sleep(0.01)\ntry:\n    NOTICE.leave()\nfinally:\n    say('finally')\n"
+SLEEPS = "try:\n    say('ready')\n    sleep()\nfinally:\n    say('finally')"
+UNTIL = f"try:\n    say('ready')\n    {WAITS}\n    {{}}sleep()\nfinally:\n    say('finally')"
+CLOSES = f"{SLEEPS}\n    time.sleep(20)\n    say('late')\n"
+HUNG_UP = f"NOTICE.install(True)\n{PART}"
+MINE = "signal.signal(signal.SIGTERM, lambda *_: (say('mine'), sys.exit(3)))\n"
+TRAIN = "def train():\n    while not NOTICE.leaving: time.sleep(0.01)\n    NOTICE.leave()\n"
+THREAD = "threading.Thread(target=train).start()\nsay('ready')\nsleep()"
+FORK = (
+    "child = os.fork()\nif not child: sleep()\ntime.sleep(0.2)\nos.kill(child, signal.SIGTERM)\n"
+    "say(os.waitpid(child, 0)[1])"
+)
+TERM, HUP = signal.SIGTERM, signal.SIGHUP
+
+ENDS: dict[str, tuple[str, list[int], int, list[str]]] = {
+    "who has a part goes on, and leaves where it may": (TOLD + STEPS + LEAVE, [TERM], 0, ["finally"]),
+    "so does psworker": (INSTALL + TOLD + STEPS + LEAVE, [TERM], 0, ["finally"]),
+    "who has no part ends as Python does": (SLEEPS, [TERM], -TERM, []),
+    "under psworker by an ordinary exit": (INSTALL + SLEEPS, [TERM], 143, ["finally"]),
+    "one that has left its job ends as Python does": (LEFT + SLEEPS, [TERM], -TERM, []),
+    "a second signal ends at once": (PART + UNTIL.format("say('ready'); "), [TERM, TERM], 143, ["finally"]),
+    "so does the end of the grace period": (SHORT + UNTIL.format(""), [TERM], 143, ["finally"]),
+    "who closes for long after that is ended, before a scheduler kills it": (SHORT + CLOSES, [TERM], 143, ["finally"]),
+    "so is one under psworker": (INSTALL + SHORT + CLOSES, [TERM], 143, ["finally"]),
+    "the launcher's SIGHUP is a SIGTERM before which nothing is finished": (
+        *(f"{HUNG_UP}say('ready')\nsleep()", [HUP]),
+        *(143, []),
+    ),
+    "a handler of the script's own is called": (f"{HUNG_UP}{MINE}say('ready')\nsleep()", [HUP], 3, ["mine"]),
+    "another thread ends the process where it comes to a step": (PART + TRAIN + THREAD, [TERM], 0, []),
+    "a fork of the process has no part in the job": (PART + FORK, [], 0, [str(int(TERM))]),
+    "who only waits leaves at once": (f"{PART}with NOTICE.anywhere():\n    say('ready')\n    sleep()", [TERM], 0, []),
+    "if it was told before, too": (f"{PART}{STEPS}with NOTICE.anywhere():\n    say('in')", [TERM], 0, []),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_what_sigterm_tells_a_process(tmp_path, case):
+    """It says what it comes to, and ends with a code: 0, as its servers are told, 143 by an ordinary exit."""
+    text, signals, code, said = ENDS[case]
+    assert ends(tmp_path, text, *signals) == (code, said)
