@@ -9,6 +9,7 @@ from psclient._src.chief.epochs import Beginning
 from psclient._src.chief.job_state import JobState
 from psclient._src.chief.leave_saves import LeaveSaves
 from pswire.api import Watched
+from pswire.model.changes import Change
 from pswire.model.log import STEP, Approved, Done, Epoch, EpochClosed, LogEntry, Member, Position, Start, Started
 from pswire.model.plan import Plan
 from pswire.model.status import OpenRound, Pace, ServerStatus, SessionState, WorkerProgress
@@ -16,7 +17,7 @@ from tests.kit.rig import WORKERS
 
 A, B, C = WORKERS[:3]
 BOTH = {A, B}
-a, b, c = (Member(task, number, 1, "sync") for number, task in enumerate((A, B, C), 11))
+a, b, c = (Member(task, number, 1, "whole") for number, task in enumerate((A, B, C), 11))
 PLAN = Plan()
 
 
@@ -26,7 +27,6 @@ def at(member, state="open", join_point=""):
 
 
 def job(*entries: LogEntry) -> JobState:
-    """What a log says."""
     state = JobState()
     state.take(entries)
     return state
@@ -46,26 +46,21 @@ def status(server=0, **told):
 
 
 def test_a_plan_is_approved_once():
-    """Whether anybody takes part or not."""
     assert decide(job(), look(plans=[PLAN]), BOTH) == [Approved(PLAN)]
     assert decide(job(Approved(PLAN)), look(plans=[PLAN]), BOTH) == []
 
 
 def test_a_job_begins_once_all_have_come():
-    """In task order; one that has left by then has come, and takes no part."""
+    """In task order; one that has left by then has come, and takes no part; nothing follows where nothing changes."""
     assert decide(job(), look(at(b)), BOTH) == []
     assert decide(job(), look(at(b), at(a)), BOTH) == [Beginning(1, (a, b))]
     assert decide(job(), look(at(b, "lost"), at(a)), BOTH) == []
     assert decide(job(), look(at(b, "left"), at(a)), BOTH) == [Beginning(1, (a,))]
-
-
-def test_nothing_follows_where_nothing_changes():
-    """The same members are here."""
     assert decide(job(began(a, b)), look(at(a), at(b)), BOTH) == []
 
 
 def test_a_new_member_is_taken_in_at_its_join_point():
-    """Not before it says where it waits; with it come those that wait at the same place."""
+    """With those that wait at the same place; others wait until older members have said where it begins."""
     state = job(began(a))
     assert decide(state, look(at(a), at(b)), {A}) == []
     assert decide(state, look(at(a), at(b, join_point="save"), at(c, join_point="dataset:0")), {A}) == [
@@ -74,10 +69,6 @@ def test_a_new_member_is_taken_in_at_its_join_point():
     assert decide(state, look(at(a), at(b, join_point="save"), at(c, join_point="save")), {A}) == [
         EpochClosed(Epoch(2, (a, b, c), "save"))
     ]
-
-
-def test_while_one_is_taken_in_others_come_at_the_same_place_only():
-    """Older members have one join point to look out for, until they have said where the new one begins."""
     state = job(began(a), EpochClosed(Epoch(2, (a, b), "save")))
     other = look(at(a), at(b), at(c, join_point="dataset:0"))
     assert decide(state, other, {A}) == []
@@ -127,15 +118,11 @@ def test_asynchronous_members_come_and_go_at_once():
 
 
 def test_a_job_ends_when_its_members_have_left():
-    """A task that is still here, or did not do its part, is waited for."""
+    """A task that is here, or did not do its part, is waited for; what is undone is known by its newest session."""
     state = job(began(a, b))
     assert decide(state, look(at(a, "left"), at(b)), BOTH) == [EpochClosed(Epoch(2, (b,)))]
     assert Done() not in decide(state, look(at(a, "left"), at(b, "failed")), BOTH)
     assert decide(state, look(at(a, "left"), at(b, "left")), BOTH) == [EpochClosed(Epoch(2, ())), Done()]
-
-
-def test_what_is_undone_is_known_of_each_task():
-    """Of the newest session that it had."""
     sessions = (at(a, "lost"), at(replace(a, session=21)), at(b, "left"))
     assert undone(sessions, {A, B, C}) == {A: "still here", C: "never came"}
 
@@ -145,7 +132,6 @@ KNOWS, LEAVES, SAVES = Pace(knows_leaving=True), Pace(0, 0, 0, True, True), Pace
 
 
 def paced(member, pace=KNOWS, state="open", join_point=""):
-    """A session whose beats tell something."""
     return replace(at(member, state, join_point), pace=pace)
 
 
@@ -165,8 +151,12 @@ def test_who_asks_to_leave_is_let_go_where_a_step_begins():
 
 
 def test_nobody_is_let_go_by_an_epoch_that_a_member_does_not_know():
-    """An older version would never take it in: who asks leaves by itself, later."""
+    """An older version would never take it in; who comes where all leave waits until they are gone."""
     assert decide(job(began(a, b)), look(at(a), paced(b, LEAVES)), BOTH) == []
+    state = job(began(a), EpochClosed(Epoch(2, (), STEP, None, (a,))))
+    new = paced(b, join_point="dataset:0")
+    assert decide(state, look(paced(a, LEAVES), new), {A}) == []
+    assert decide(state, look(paced(a, LEAVES, "left"), new), {A}) == [Beginning(3, (b,))]
 
 
 def test_new_members_wait_until_those_who_leave_have():
@@ -181,14 +171,6 @@ def test_new_members_wait_until_those_who_leave_have():
     assert decide(state, look(paced(a, LEAVES), paced(c)), {A}) == []
     state.take([Started(Start(3, 7))])
     assert decide(state, look(paced(a, LEAVES), paced(c)), {A}) == [EpochClosed(Epoch(4, (c,), STEP, None, (a,)))]
-
-
-def test_who_comes_where_all_leave_waits_for_them():
-    """Nobody else knows where they stand before they are gone."""
-    state = job(began(a), EpochClosed(Epoch(2, (), STEP, None, (a,))))
-    new = paced(b, join_point="dataset:0")
-    assert decide(state, look(paced(a, LEAVES), new), {A}) == []
-    assert decide(state, look(paced(a, LEAVES, "left"), new), {A}) == [Beginning(3, (b,))]
 
 
 def test_one_checkpoint_is_saved_for_all_who_leave_together():
@@ -207,3 +189,115 @@ def test_one_checkpoint_is_saved_for_all_who_leave_together():
     assert saves.may(15.1)
     saves.decided([EpochClosed(Epoch(3, (a,), STEP, None, (b, c), 2))], 15.1)
     assert saves.may(15.2), "that one ordered nothing"
+
+
+# ---- Changes of the consistency, and where all members go on ----
+
+TO_ASYNC = Change(0, 5, "async")
+POSITIONS = (Position(0, 2, 0),)
+
+
+def asks(member, change=None, state="open", join_point=""):
+    """A session that asks for a change, or for none."""
+    return at(member, state, str(change) if change else join_point)
+
+
+def changed(number, change, *members, round, positions=(), made=0):
+    here = str(replace(change, number=made, round=round))
+    return EpochClosed(Epoch(number, tuple(map(change.moved, members)), here, Start(number, round, positions)))
+
+
+def test_a_change_is_made_once_all_members_ask_for_it():
+    """Not before, and not for two values; it begins after all rounds that anybody knows."""
+    state = job(began(a, b))
+    assert decide(state, look(asks(a, TO_ASYNC), asks(b)), BOTH) == []
+    other = replace(TO_ASYNC, nonfinite="skip")
+    assert decide(state, look(asks(a, TO_ASYNC), asks(b, other)), BOTH) == []
+    (beginning,) = decide(state, look(asks(a, TO_ASYNC), asks(b, TO_ASYNC)), BOTH)
+    assert isinstance(beginning, Beginning)
+    statuses = [status(round=4, positions=POSITIONS), status(1, round=3)]
+    assert beginning.closed(statuses) == changed(2, TO_ASYNC, a, b, round=5, positions=POSITIONS)
+    left = [status(round=4), status(1, round=4, waiting=(OpenRound(7, "of one that is gone", (A,), True),))]
+    assert beginning.closed(left) == changed(2, TO_ASYNC, a, b, round=8)
+
+
+def test_rounds_of_their_own_are_counted_by_each_and_not_by_servers():
+    """All go on from the greatest number; the servers' number of rounds has no meaning for it."""
+    x, y = (replace(member, mode="async") for member in (a, b))
+    state = job(began(x, y))
+    wanted = (Change(0, 9, "whole"), Change(0, 4, "whole"))
+    (beginning,) = decide(state, look(*map(asks, (x, y), wanted)), BOTH)
+    places = WorkerProgress(A, 8, POSITIONS), WorkerProgress(B, 3, ())
+    assert beginning.closed([status(round=40, places=places), status(1, round=2)]) == changed(
+        2, wanted[0], x, y, round=9, positions=POSITIONS
+    )
+
+
+def test_what_was_asked_before_the_last_change_is_no_question():
+    """A session's word stays where it is; the number says which change it means."""
+    first = changed(2, TO_ASYNC, a, b, round=5)
+    state = job(began(a, b), first)
+    x, y = first.epoch.members
+    assert decide(state, look(asks(x, TO_ASYNC), asks(y, TO_ASYNC)), BOTH) == []
+    back = Change(1, 9, "whole")
+    assert decide(state, look(asks(x, TO_ASYNC), asks(y, back)), BOTH) == []
+    (beginning,) = decide(state, look(asks(x, back), asks(y, back)), BOTH)
+    assert beginning.change == back
+
+
+def test_who_is_gone_is_fenced_before_a_change():
+    """So what it sent arrives before the servers are asked, or never."""
+    state = job(began(a, b))
+    here = look(asks(a, TO_ASYNC), asks(b, TO_ASYNC, "lost"))
+    assert decide(state, here, BOTH) == [EpochClosed(Epoch(2, (a,)))]
+    state.take([EpochClosed(Epoch(2, (a,)))])
+    (beginning,) = decide(state, here, BOTH)
+    assert beginning.members == (a,)
+    assert beginning.change == TO_ASYNC
+    own = job(began(*(replace(member, mode="async") for member in (a, b))))
+    assert decide(own, here, BOTH) == [EpochClosed(Epoch(2, (replace(a, mode="async"),)))]
+
+
+def test_a_change_waits_for_nobody_who_waits_to_be_taken_in():
+    """It goes on waiting, and is taken in afterwards, as all make their rounds by then."""
+    state = job(began(a), EpochClosed(Epoch(2, (a, b), "dataset:0")))
+    late = asks(b, join_point="dataset:0")
+    (beginning,) = decide(state, look(asks(a, TO_ASYNC), late), {A})
+    assert beginning.members == (a,)
+    state.take([beginning.closed([status(round=4)])])
+    moved = TO_ASYNC.moved(b)
+    for seen in (b, moved):  # as it was told of before the change, and after it
+        assert decide(state, look(asks(TO_ASYNC.moved(a), TO_ASYNC), asks(seen, join_point="dataset:0")), {A}) == [
+            Beginning(4, (TO_ASYNC.moved(a), moved), B, Start(3, 5))
+        ]
+
+
+def test_who_was_taken_in_or_leaves_at_a_later_step_is_waited_for():
+    """It makes rounds as all do, once an older member has said where it begins; who leaves is still in the epoch."""
+    state = job(began(a), EpochClosed(Epoch(2, (a, b), "dataset:0")), Started(Start(2, 3)))
+    assert decide(state, look(asks(a, TO_ASYNC), asks(b, join_point="dataset:0")), {A}) == []
+    (beginning,) = decide(state, look(asks(a, TO_ASYNC), asks(b, TO_ASYNC)), {A})
+    assert beginning.members == (a, b)
+    state = job(began(a, b), EpochClosed(Epoch(2, (a,), STEP, leaving=(b,))))
+    assert decide(state, look(asks(a, TO_ASYNC), asks(b)), BOTH) == []
+    (beginning,) = decide(state, look(asks(a, TO_ASYNC), asks(b, TO_ASYNC)), BOTH)
+    assert beginning.members == (a, b)
+
+
+def test_news_of_before_a_change_leave_nobody_out():
+    """The sessions that a held answer tells of may still have the old mode."""
+    x = replace(a, mode="async"), replace(b, mode="async")
+    state = job(began(*x), changed(2, Change(0, 9, "whole"), *x, round=9))
+    assert decide(state, look(*map(asks, x)), BOTH) == []
+
+
+def test_nobody_begins_before_the_round_of_the_last_change():
+    """Also where its task has made no round of its own yet, or has made few of them long ago."""
+    x, z = replace(a, mode="async"), replace(c, mode="async")
+    state = job(began(a), changed(2, TO_ASYNC, a, round=5, positions=POSITIONS))
+    (beginning,) = decide(state, look(asks(x, TO_ASYNC), asks(z)), {A})
+    for places in ((), (WorkerProgress(C, 2, ()),)):
+        closed = beginning.closed([status(round=9, places=places)])
+        assert closed == EpochClosed(Epoch(3, (x, z), start=Start(3, 5, POSITIONS)))
+    further = beginning.closed([status(places=(WorkerProgress(C, 7, ()),))])
+    assert further.epoch.start == Start(3, 8)

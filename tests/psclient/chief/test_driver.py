@@ -1,25 +1,30 @@
-"""The end of a job, which needs that every task has done its part, and its checkpoints, as a chief commits them."""
+"""The end of a job and its checkpoints, as a chief commits them; what it measures, and what stands by for it."""
 
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import psclient as ps
+from psclient._src.chief.abandonment import STEP, AbandonmentTimer
 from psclient._src.chief.checkpoints import CheckpointCommitter
 from psclient._src.chief.decisions import is_done as decide_end
 from psclient._src.chief.job_state import JobState
+from psclient._src.chief.stalls import Stall, Stalls
+from psclient._src.chief.standby import outlook
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.session import Session
 from psserver.config import ServerConfig
 from psserver.transport.server import ServerThread
-from pswire.cluster import ClusterSpec
+from pswire.cluster import ClusterSpec, Task
 from pswire.limits import Timeouts
-from pswire.model.log import EpochClosed
+from pswire.model.log import EpochClosed, Member
+from pswire.model.status import OpenRound, ServerStatus, SessionState
 from pswire.telemetry.metrics import Histogram
-from tests.kit.rig import SOON, WORKERS, Job, checkpoint, core, serving, together
+from tests.kit.rig import CHIEF, SOON, WORKERS, Job, checkpoint, core, serving, together
 
 A, B = WORKERS[:2]
 SLOW = Timeouts(beat=60.0)
@@ -127,3 +132,128 @@ def test_an_end_that_is_none_waits_for_nobody():
         closing.join(SOON)
         assert not closing.is_alive()
     behind.close()
+
+
+TIMEOUTS = Timeouts(alone=10.0, first=30.0)
+
+
+def states(**ends: str) -> list[SessionState]:
+    """Sessions of A and B, in the order in which they are given."""
+    tasks = {"a": A, "b": B}
+    return [
+        SessionState(Member(tasks[name[0]], number, 1, "sync"), state, "", 0.0, False)
+        for number, (name, state) in enumerate(ends.items())
+    ]
+
+
+def given_up(presence: AbandonmentTimer, sessions: list[SessionState], start: float, end: float) -> tuple[float, str]:
+    """When it gives up, looking once a second, and what it says; the end where it does not."""
+    now = start
+    while now < end:
+        if (told := presence.look(sessions, now)) is not None:
+            return now, str(told)
+        now += 1.0
+    return end, ""
+
+
+def test_it_waits_for_those_who_are_gone():
+    """And says of each task what became of its newest process."""
+    presence = AbandonmentTimer({A, B}, TIMEOUTS)
+    now, told = given_up(presence, states(a="lost", b="failed", a2="left"), 100.0, 200.0)
+    assert now == 110.0
+    assert told.startswith(f"no worker has been here for 10 s (PS_TIMEOUT_ALONE): {A} left, {B} failed. ")
+
+
+def test_it_waits_longer_for_those_who_never_came():
+    """A script may do much before it makes its strategy, also where another one has failed by then."""
+    now, told = given_up(AbandonmentTimer({A, B}, TIMEOUTS), states(a="failed"), 0.0, 100.0)
+    assert now == 30.0
+    assert f"(PS_TIMEOUT_FIRST): {A} failed, {B} never came. " in told
+    now, told = given_up(AbandonmentTimer({A}, Timeouts(alone=50.0, first=30.0)), [], 0.0, 100.0)
+    assert (now, "(PS_TIMEOUT_ALONE)" in told) == (50.0, True)
+
+
+def test_whoever_is_there_begins_it_anew():
+    presence = AbandonmentTimer({A, B}, TIMEOUTS)
+    assert given_up(presence, states(a="lost", b="lost"), 0.0, 10.0) == (10.0, "")
+    assert given_up(presence, states(a="lost", b="lost", b2="open"), 10.0, 50.0) == (50.0, "")
+    assert given_up(presence, states(a="lost", b="lost", b2="lost"), 50.0, 100.0)[0] == 59.0
+
+
+def test_time_in_which_it_stood_still_does_not_count():
+    """A process that was stopped, or on a machine that was, could not see who was there."""
+    presence = AbandonmentTimer({A}, TIMEOUTS)
+    gone = states(a="lost")
+    assert presence.look(gone, 0.0) is None
+    assert presence.look(gone, 5000.0) is None
+    assert given_up(presence, gone, 5001.0, 6000.0)[0] == 5000.0 + TIMEOUTS.alone - STEP
+
+
+LEASE, PERIOD = 4.0, 1.0
+
+
+def status(*rounds: tuple[int, tuple[Task, ...]]) -> ServerStatus:
+    """What a server says whose open rounds wait for these."""
+    waiting = tuple(OpenRound(number, "a section", missing, True) for number, missing in rounds)
+    return ServerStatus(0, 7, 1, None, 0, (), waiting, 0, 0, 0, 0.0)
+
+
+def looks(stalls: Stalls, statuses: list[ServerStatus], start: float, seconds: float) -> Stall | None:
+    stall = None
+    for step in range(int(seconds / PERIOD) + 1):
+        stall = stalls.look(statuses, start + step * PERIOD)
+    return stall
+
+
+def test_the_oldest_round_counts_from_the_look_that_shows_it():
+    """Over all servers; whom any of them misses there is missing, and nobody else."""
+    servers = [status((5, (B,)), (6, (A,))), status(), status((5, (A, B)))]
+    assert looks(Stalls(LEASE, PERIOD), servers, 100.0, 7.0) == Stall(5, 7.0, (A, B))
+
+
+def test_a_round_that_is_over_is_forgotten():
+    """The next one has all of its time; between two rounds there is nothing."""
+    stalls = Stalls(LEASE, PERIOD)
+    looks(stalls, [status((5, (B,)))], 100.0, 9.0)
+    assert looks(stalls, [status((6, (B,)))], 110.0, 2.0) == Stall(6, 2.0, (B,))
+    assert stalls.look([status()], 113.0) is None
+    assert looks(stalls, [status((6, (B,)))], 114.0, 0.0) == Stall(6, 0.0, (B,))
+
+
+def test_time_in_which_somebody_stood_still_does_not_count():
+    """Nor does the lease after it, in which all come back; a look that is a little late counts."""
+    stalls = Stalls(LEASE, PERIOD)
+    servers = [status((5, (B,)))]
+    assert looks(stalls, servers, 100.0, 3.0) == Stall(5, 3.0, (B,))
+    late = 103.0 + PERIOD + LEASE / 2 + 0.1
+    assert stalls.look(servers, late) == Stall(5, 3.0, (B,))
+    assert looks(stalls, servers, late + 1.0, LEASE - 1.0) == Stall(5, 3.0, (B,))
+    assert looks(stalls, servers, late + LEASE + 1.0, 1.0) == Stall(5, 5.0, (B,))
+    stalls = Stalls(LEASE, PERIOD)
+    stalls.look(servers, 100.0)
+    assert stalls.look(servers, 100.0 + PERIOD + LEASE / 2) == Stall(5, PERIOD + LEASE / 2, (B,))
+
+
+TIMES = Timeouts(beat=2.0)
+EMPTY = ServerStatus(0, 1, 0, None, -1, (), (), 0, 0, 0, 0.0)
+
+
+def chief(state, silent=0.0, task=CHIEF):
+    return SessionState(Member(task, 7, 0), state, "", silent, True)
+
+
+def seen(*sessions, over=False, broken=""):
+    """How a job with these sessions is driven."""
+    return outlook(replace(EMPTY, sessions=sessions, over=over, broken=broken), TIMES)
+
+
+def test_the_newest_chief_counts():
+    """Not workers; one that missed a beat may be gone, one that left saw the end; a lost job does not go on."""
+    worker = SessionState(Member(WORKERS[0], 1, 1), "open", "", 0.0)
+    assert seen() == seen(worker) == "none"
+    assert seen(chief("lost"), chief("open", 2.5), worker) == "driven"
+    assert seen(chief("open", 2.6)) == "gone"
+    assert {seen(chief("open"), chief(state)) for state in ("lost", "failed", "hung")} == {"gone"}
+    assert seen(chief("left"), worker) == seen(chief("open"), over=True) == "over"
+    assert seen(over=True) == "over"  # a server that keeps no sessions says so as well
+    assert {seen(chief(state), broken="a server was lost") for state in ("open", "failed")} == {"none"}

@@ -1,4 +1,4 @@
-"""Servers that are lost one after the other, as a chief tells of them: all processes hear of them in one order."""
+"""Servers that are lost or have other values, and the log, as a chief tells of them, or takes over meanwhile."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 
+from psclient._src.chief.differences import LEASES, Differences
+from psclient._src.chief.job_log import JobLog, JobOver
 from psclient._src.chief.job_state import JobState
 from psclient._src.chief.losses import Losses
 from psclient._src.transport.hosting import Hosting
-from pswire.cluster import Task
+from pstesting.clock import Clock
+from pswire.cluster import ClusterSpec, Task
 from pswire.errors import ServerGone, ServerLost
 from pswire.limits import Timeouts
-from pswire.model.log import Gone, Lost
+from pswire.model.log import Created, Done, Epoch, EpochClosed, Gone, JobStarted, Lost, Return
+from pswire.model.plan import PlacedVariable, VariableSpec
+from pswire.model.status import Difference, ServerStatus
+from pswire.model.tensor import TensorSpec
+from tests.kit.strategies import refused
 
 SERVERS = [SimpleNamespace(task=Task("ps", index)) for index in range(4)]
 
@@ -21,7 +28,7 @@ def lost(server):
     return ServerLost("was lost; restart from a checkpoint", str(Task("ps", server)))
 
 
-class JobLog:
+class DyingLog:
     """A log of which each server of `dying` tells this process, and whose chief has no answer, as it dies then."""
 
     def __init__(self, hosting, dying):
@@ -44,7 +51,7 @@ def hosting():
 
 def told(hosting, *errors, dying=()):
     """What the log tells of in the end."""
-    log = JobLog(hosting, dying)
+    log = DyingLog(hosting, dying)
     session = SimpleNamespace(hosting=hosting, copied=True, timeouts=Timeouts())
     for error in errors:
         Losses(SERVERS, session, log).go_on_without(error)
@@ -52,7 +59,6 @@ def told(hosting, *errors, dying=()):
 
 
 def test_one_is_told_once(hosting):
-    """However often it is found."""
     assert told(hosting, lost(1), ServerGone("is gone", "/job:ps/task:1"), lost(1)) == [1]
     assert hosting.gone == {1}
     assert hosting.live == (0, 2, 3)
@@ -82,23 +88,182 @@ def test_what_the_chief_before_has_told_comes_first(hosting):
 
 def test_the_last_one_cannot_be_lost(hosting):
     """Nor one without copies: its error stands."""
-    with pytest.raises(ServerLost, match="restart from"):
-        told(hosting, *map(lost, range(4)))
-    bare = Losses(SERVERS, SimpleNamespace(hosting=hosting, copied=False, timeouts=Timeouts()), JobLog(hosting, ()))
-    with pytest.raises(ServerLost, match="restart from"):
-        bare.go_on_without(lost(1))
+    refused(ServerLost, "restart from", lambda: told(hosting, *map(lost, range(4))))
+    bare = Losses(SERVERS, SimpleNamespace(hosting=hosting, copied=False, timeouts=Timeouts()), DyingLog(hosting, ()))
+    refused(ServerLost, "restart from", lambda: bare.go_on_without(lost(1)))
 
 
 def test_what_has_no_copy_ends_the_job(hosting):
     """The log tells of that as well."""
-    log = JobLog(hosting, ())
+    log = DyingLog(hosting, ())
     log.state.variables.append(SimpleNamespace(servers=(1, 2)))
     session = SimpleNamespace(hosting=hosting, copied=True, timeouts=Timeouts())
     Losses(SERVERS, session, log).go_on_without(lost(1))
-    with pytest.raises(ServerLost):
-        Losses(SERVERS, session, log).go_on_without(lost(2))
-    assert log.state.log == [
-        Gone(1, "was lost"),
-        Gone(2, "was lost"),
-        Lost(2, "was lost; so were its copies"),
+    refused(ServerLost, "", lambda: Losses(SERVERS, session, log).go_on_without(lost(2)))
+    assert log.state.log == [Gone(1, "was lost"), Gone(2, "was lost"), Lost(2, "was lost; so were its copies")]
+
+
+LEASE = 10.0
+HOMES = {"a": (0, 1), "b": (1, 2), "c": (2, 3), "d": (3, 0), "all": (0, 1, 2, 3)}
+"""The servers of each variable, the home first."""
+
+
+class Job:
+    """A job of four servers, and what these say of one another."""
+
+    def __init__(self):
+        self.state, self.clock = JobState(), Clock()
+        self.hosting = Hosting(Task("chief", 0), [SimpleNamespace(task=Task("ps", index)) for index in range(4)])
+        session = SimpleNamespace(hosting=self.hosting, timeouts=Timeouts(lease=LEASE))
+        log = SimpleNamespace(state=self.state)
+        self.differences = Differences([], session, log, None, self.clock)
+        self.state.take([EpochClosed(Epoch(1, ()))])
+        for number, (name, servers) in enumerate(HOMES.items()):
+            spec = VariableSpec(name, TensorSpec("float32", ()), True)
+            self.state.take([Created(PlacedVariable(number, spec, servers))])
+
+    def lose(self, server):
+        self.state.take([Gone(server, "was lost")])
+        self.hosting.lose([entry for entry in self.state.log if isinstance(entry, Gone)])
+
+    def look(self, *pairs, names=("a",), round=64, agreed=0, at=70):
+        """Returns the server that is given up where some pairs differ; None for none."""
+        found = {server: [] for server in range(4)}
+        for one, other in pairs:
+            for mine, their in ((one, other), (other, one)):
+                found[mine].append(Difference(their, round, tuple(names), 0, agreed))
+        statuses = [
+            ServerStatus(server, 1, 1, None, at, (), (), 0, 0, 0, 0.0, differences=tuple(each))
+            for server, each in found.items()
+            if server not in self.state.gone
+        ]
+        lost = self.differences.look(statuses)
+        return None if lost is None else int(lost.task.rpartition(":")[2])
+
+
+@pytest.fixture
+def job():
+    return Job()
+
+
+@pytest.mark.parametrize(
+    ("pair", "names", "gives_up"),
+    [((0, 1), ["a"], 1), ((1, 2), ["b"], 2), ((0, 3), ["d"], 0), ((0, 3), ["d", "all"], 3), ((1, 3), ["all"], 3)],
+)
+def test_who_has_the_copies_is_given_up(job, pair, names, gives_up):
+    """Where they differ readers ask the other one; where they ask both, or neither, it is the higher one."""
+    assert job.look(pair, names=names) == gives_up
+
+
+def test_who_has_what_others_read_is_kept(job):
+    """Not who differs from more servers, though it was read; who is read in place of a lost one stays."""
+    assert job.look((0, 1), (0, 2), (0, 3), names=["all"]) == 0
+    job.lose(2)
+    assert job.look((0, 3), names=["c", "d"]) == 0
+
+
+def test_nobody_is_given_up_before_both_have_told(job):
+    assert job.look((0, 1), round=64, at=64) is None
+    assert job.look((0, 1), round=64, at=65) == 1
+
+
+def test_nobody_is_given_up_while_a_server_is_taken_back(job):
+    """Members wait for it, and the others save for it."""
+    job.state.take([EpochClosed(Epoch(2, (), returns=Return(3, 9, 2)))])
+    assert job.look((0, 1)) is None
+
+
+def test_nobody_is_given_up_whose_values_would_be_lost(job, caplog):
+    job.lose(2)
+    for _ in range(2):
+        assert job.look((0, 1)) is None
+    assert [record.getMessage() for record in caplog.records if "stay so" in record.getMessage()] == [
+        "/job:ps/task:0 and /job:ps/task:1 have other values since round 64 ('a'), and stay so: no other copy would be "
+        "left of what one of them has"
     ]
+
+
+def test_who_has_begun_with_the_same_and_differs_again_stays(job, caplog):
+    """The two compute differently, and will: that is said once, and another pair is repaired all the same."""
+    assert job.look((0, 1)) == 1
+    for _ in range(2):
+        job.clock.now += LEASES * LEASE
+        assert job.look((0, 1)) is None
+    assert sum("and so compute differently" in record.getMessage() for record in caplog.records) == 1
+    assert job.look((0, 1), (2, 3), names=["c"]) == 3
+
+
+def test_who_had_the_same_values_since_is_repaired_again_after_ten_leases(job):
+    assert job.look((0, 1)) == 1
+    job.clock.now += LEASES * LEASE - 1
+    assert job.look((0, 1), round=640, agreed=3, at=700) is None
+    job.clock.now += 1
+    assert job.look((0, 1), round=640, agreed=3, at=700) == 1
+
+
+LOG = [JobStarted(1, (11, 12), "mine", (), (1, 0)), EpochClosed(Epoch(1, ()))]
+
+
+class Server:
+    """A server with a log, or one that is lost."""
+
+    def __init__(self, index, entries):
+        self.task, self.entries = Task("ps", index), entries
+
+    def status(self):
+        if self.entries is None:
+            raise ServerLost("was lost", str(self.task))
+        return SimpleNamespace(log=len(self.entries))
+
+
+def reader(*logs, copied=True):
+    """A chief that takes over the job that these servers hold."""
+    servers = [Server(index, entries) for index, entries in enumerate(logs)]
+    hosting = Hosting(Task("chief", 0), servers)
+
+    def look(after):
+        entries = servers[hosting.keeper].entries
+        return SimpleNamespace(entries=entries[after : after + 1])  # a long log comes in several answers
+
+    session = SimpleNamespace(hosting=hosting, look=look, copied=copied, incarnations=(11, 12), job="mine")
+    return JobLog(servers, session, takes_over=True)
+
+
+def test_it_reads_all_that_there_is():
+    """In however many answers; where its keeper is lost from the next server, and the chief tells of that."""
+    log = reader(LOG, LOG)
+    log.attach()
+    assert log.state.log == LOG
+    log = reader(None, LOG)
+    log.attach()
+    assert log.state.log == LOG
+    assert log._session.hosting.gone == {0}
+    assert [*log._session.hosting.suspects] == [0]
+
+
+@pytest.mark.parametrize("logs", [(None, None), (None, LOG)], ids=["all", "without copies"])
+def test_the_last_server_cannot_be_overlooked(logs):
+    """Nor one whose variables nobody else has."""
+    refused(ServerLost, "", lambda: reader(*logs, copied=logs[1] is None).attach())
+
+
+def test_what_is_over_is_not_taken_over():
+    refused(JobOver, "", lambda: reader([*LOG, Done()], LOG).attach())
+
+
+def test_a_job_begins_with_what_those_need_who_join_it():
+    """Where the servers are, the workers of its cluster, in their order, and its chief."""
+    told = []
+    servers = [
+        SimpleNamespace(
+            address=f"s{n}:1", approve=lambda *said: told.append(said), status=lambda: SimpleNamespace(log=0)
+        )
+        for n in range(2)
+    ]
+    hosting = Hosting(Task("chief", 0), servers)
+    session = SimpleNamespace(hosting=hosting, copied=False, incarnations=(11, 12), job="mine", number=5, token=7)
+    cluster = ClusterSpec({"ps": ["s0:1", "s1:1"], "worker": ["a:0", "b:0"], "chief": ["c:0"]})
+    JobLog(servers, session, cluster=cluster).attach()
+    assert [said[:2] for said in told] == [(7, 0)] * 2
+    for begun in (entry for *_, entries in told for entry in entries):
+        assert (begun.addresses, begun.workers, begun.chief) == (("s0:1", "s1:1"), ("a:0", "b:0"), "c:0")

@@ -22,7 +22,7 @@ from psclient.cluster_resolver import (
 )
 from pswire.cluster import JOBS, ClusterSpec, Task, TaskConfig
 from pswire.errors import ConfigError
-from tests.kit.strategies import opened
+from tests.kit.strategies import opened, refused
 
 JOBS_GIVEN = {"worker": ["w0:1", "w1:1"], "ps": ["p:1"]}
 SPEC = ClusterSpec(JOBS_GIVEN)
@@ -31,14 +31,13 @@ OWN_GPUS = {"GPU": available_gpus()} if available_gpus() else {}
 SetConfig = Callable[..., None]
 
 
-def test_the_face_is_a_table_of_contents() -> None:
-    """`__all__` is sorted and names what is there."""
+def test_the_face_is_a_table_of_contents():
     assert cluster_resolver.__all__ == sorted(cluster_resolver.__all__)
     assert all(hasattr(cluster_resolver, name) for name in cluster_resolver.__all__)
 
 
 @pytest.fixture
-def tf_config(monkeypatch: pytest.MonkeyPatch) -> SetConfig:
+def tf_config(monkeypatch):
     """Sets TF_CONFIG, from a text or from the parts of the object."""
 
     def set_to(text: str | None = None, **parts: Any) -> None:
@@ -49,10 +48,7 @@ def tf_config(monkeypatch: pytest.MonkeyPatch) -> SetConfig:
     return set_to
 
 
-# ---- TF_CONFIG ----
-
-
-def test_without_tf_config_nothing_is_known(tf_config: SetConfig) -> None:
+def test_without_tf_config_nothing_is_known(tf_config):
     """No TF_CONFIG, an empty one, and one without a cluster are the same: no cluster, no task, no error."""
     resolver = TFConfigClusterResolver()
     for text in (None, "", "{}", '{"cluster": {}}'):
@@ -66,8 +62,8 @@ def test_without_tf_config_nothing_is_known(tf_config: SetConfig) -> None:
         assert resolver.num_accelerators("worker", 0) == {}
 
 
-def test_tf_config_is_told(tf_config: SetConfig) -> None:
-    """Cluster, task and layer are those of TF_CONFIG; its environment is not."""
+def test_tf_config_is_told_at_each_call(tf_config):
+    """Cluster, task and layer are those of TF_CONFIG, and follow as it changes; its environment is not."""
     tf_config(cluster=JOBS_GIVEN, task={"type": "worker", "index": "1"}, rpc_layer="grpc", environment="cloud")
     resolver = TFConfigClusterResolver()
     assert resolver.cluster_spec() == SPEC
@@ -76,11 +72,6 @@ def test_tf_config_is_told(tf_config: SetConfig) -> None:
     assert resolver.master() == "grpc://w1:1"
     assert resolver.master("ps", 0, "tcp") == "tcp://p:1"
     assert resolver.master(task_id=0) == "grpc://w0:1"
-
-
-def test_tf_config_is_read_at_each_call(tf_config: SetConfig) -> None:
-    """A resolver follows TF_CONFIG as it changes."""
-    resolver = TFConfigClusterResolver()
     tf_config(cluster=JOBS_GIVEN, task={"type": "worker", "index": 1})
     assert (resolver.task_id, resolver.master()) == (1, "w1:1")
     tf_config(cluster={"ps": ["z:1"]}, task={"type": "ps", "index": 0})
@@ -88,7 +79,7 @@ def test_tf_config_is_read_at_each_call(tf_config: SetConfig) -> None:
     assert (resolver.task_type, resolver.task_id, resolver.master()) == ("ps", 0, "")
 
 
-def test_what_is_given_goes_before_tf_config(tf_config: SetConfig) -> None:
+def test_what_is_given_goes_before_tf_config(tf_config):
     """Constructor arguments and setters win, until they are set to None."""
     tf_config(cluster=JOBS_GIVEN, task={"type": "ps", "index": 0}, rpc_layer="there")
     resolver = TFConfigClusterResolver("worker", 1, "given", "env")
@@ -109,36 +100,27 @@ def test_what_is_given_goes_before_tf_config(tf_config: SetConfig) -> None:
         ({"worker": ["a:1", "b:1"]}, "a:1"),
     ],
 )
-def test_a_single_task_has_no_master(tf_config: SetConfig, cluster: Any, master: str) -> None:
+def test_a_single_task_has_no_master(tf_config, cluster, master):
     """Only the master of a cluster of one task is empty."""
     tf_config(cluster=cluster, task={"type": "worker", "index": 0})
     assert TFConfigClusterResolver().master() == master
 
 
-def test_a_session_master_stands_for_all(tf_config: SetConfig) -> None:
-    """`session_master` of TF_CONFIG is the master, whichever task is asked for."""
-    tf_config(cluster=JOBS_GIVEN, session_master="m:1", rpc_layer="grpc")
-    assert TFConfigClusterResolver().master() == TFConfigClusterResolver().master("ps", 0) == "m:1"
-
-
-def test_accelerators_are_those_of_this_process(tf_config: SetConfig) -> None:
-    """Of its own task a process knows the GPUs, of another that is there none; one that is not there is an error."""
+def test_accelerators_and_masters_are_of_tasks_that_are_there(tf_config):
+    """Of its own task a process knows the GPUs, of another none; one that is not there is told with what there is."""
     tf_config(cluster=JOBS_GIVEN, task={"type": "worker", "index": 1})
     resolver = TFConfigClusterResolver()
     assert resolver.num_accelerators() == resolver.num_accelerators("worker", 1) == OWN_GPUS
     assert resolver.num_accelerators(config_proto=object()) == OWN_GPUS
     assert resolver.num_accelerators("worker", 0) == resolver.num_accelerators(task_id=0) == {}
-    with pytest.raises(ValueError, match="job 'worker' has no task 9"):
-        resolver.num_accelerators("worker", 9)
-
-
-def test_a_master_that_is_not_there_is_told(tf_config: SetConfig) -> None:
-    """No task, no such job and no such index are told with what there is."""
+    refused(ValueError, "job 'worker' has no task 9", lambda: resolver.num_accelerators("worker", 9))
     tf_config(cluster=JOBS_GIVEN)
     resolver = TFConfigClusterResolver()
     for asked, said in (((None, None), "no job None"), (("boss", 0), "no job 'boss'"), (("ps", 1), "has no task 1")):
         with pytest.raises(ValueError, match=f"{said}; .* 1 ps, 2 worker"):
             resolver.master(*asked)
+    tf_config(cluster=JOBS_GIVEN, session_master="m:1", rpc_layer="grpc")
+    assert TFConfigClusterResolver().master() == TFConfigClusterResolver().master("ps", 0) == "m:1"
 
 
 @pytest.mark.parametrize(
@@ -150,18 +132,14 @@ def test_a_master_that_is_not_there_is_told(tf_config: SetConfig) -> None:
         ('{"task": {"index": -1}}', "task_id", "task index -1"),
     ],
 )
-def test_a_bad_tf_config_is_told_when_it_is_read(tf_config: SetConfig, text: str, read: str, said: str) -> None:
+def test_a_bad_tf_config_is_told_when_it_is_read(tf_config, text, read, said):
     """The resolver can be made; the property that needs what is malformed raises."""
     tf_config(text)
-    with pytest.raises(ConfigError, match=said):
-        getattr(TFConfigClusterResolver(), read)
+    refused(ConfigError, said, lambda: getattr(TFConfigClusterResolver(), read))
 
 
-# ---- What is given ----
-
-
-def test_a_simple_resolver_tells_what_it_was_given() -> None:
-    """Nothing is detected; a task asked for by job and index has its own address."""
+def test_a_simple_resolver_tells_what_it_was_given():
+    """Nothing is detected; a task has its own address; what was not given is None or empty, and can be set."""
     resolver = SimpleClusterResolver(SPEC, "m:1", "worker", 0, "env", {"GPU": 8}, "grpc")
     assert resolver.cluster_spec() is SPEC
     assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 0, "grpc")
@@ -170,12 +148,7 @@ def test_a_simple_resolver_tells_what_it_was_given() -> None:
     assert resolver.master() == resolver.master("ps") == "grpc://m:1"
     assert resolver.master("ps", 0) == "grpc://p:1"
     assert resolver.master("ps", 0, "tcp") == "tcp://p:1"
-    with pytest.raises(ValueError, match="no job 'boss'"):
-        resolver.master("boss", 0)
-
-
-def test_a_simple_resolver_of_a_cluster_alone() -> None:
-    """What was not given is None or empty, and can be set."""
+    refused(ValueError, "no job 'boss'", lambda: resolver.master("boss", 0))
     resolver = SimpleClusterResolver(SPEC)
     assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == (None, None, None)
     assert (resolver.environment, resolver.master(), resolver.num_accelerators()) == ("", "", {})
@@ -183,15 +156,18 @@ def test_a_simple_resolver_of_a_cluster_alone() -> None:
     assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("ps", 3, "k")
 
 
-def test_a_simple_resolver_refuses_other_types() -> None:
-    """A dict is no ClusterSpec, a number no master."""
+def test_resolvers_refuse_other_types():
+    """A dict is no ClusterSpec, a number no master, a cluster no resolver; a union has at least one."""
     with pytest.raises(TypeError, match="cluster_spec must be a ClusterSpec, not dict; write ClusterSpec"):
-        SimpleClusterResolver(JOBS_GIVEN)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="master must be a text such as host:port, not 3"):
-        SimpleClusterResolver(SPEC, 3)  # type: ignore[arg-type]
+        SimpleClusterResolver(JOBS_GIVEN)
+    refused(TypeError, "master must be a text such as host:port, not 3", lambda: SimpleClusterResolver(SPEC, 3))
+    refused(ValueError, "at least one ClusterResolver", lambda: UnionResolver())
+    refused(TypeError, "ClusterResolvers, not of ClusterSpec", lambda: UnionResolver(SPEC))
+    refused(TypeError, "foo", lambda: union({}, foo=1))
+    refused(TypeError, "cluster_resolver must be a ClusterResolver, not ClusterSpec", lambda: task_of(SPEC))
 
 
-def test_a_resolver_of_ones_own_needs_two_methods() -> None:
+def test_a_resolver_of_ones_own_needs_two_methods():
     """Cluster and master are enough; task and layer may be set, and are None until then."""
 
     class Own(ClusterResolver):
@@ -206,11 +182,7 @@ def test_a_resolver_of_ones_own_needs_two_methods() -> None:
     assert (resolver.environment, resolver.num_accelerators()) == ("", OWN_GPUS)
     resolver.task_type, resolver.task_id = "worker", 1
     assert task_of(resolver) == TaskConfig(SPEC, Task("worker", 1))
-    with pytest.raises(TypeError, match="abstract"):
-        ClusterResolver()  # type: ignore[abstract]
-
-
-# ---- Unions ----
+    refused(TypeError, "abstract", lambda: ClusterResolver())
 
 
 def union(*clusters: dict[str, Any], **given: Any) -> UnionResolver:
@@ -230,7 +202,7 @@ def union(*clusters: dict[str, Any], **given: Any) -> UnionResolver:
         ([{"worker": []}, {"worker": ["a:1"]}], {"worker": ["a:1"]}),
     ],
 )
-def test_unions(clusters: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+def test_unions(clusters, expected):
     """Lists of a job are put one after another; where one has gaps, all tasks keep their indices."""
     assert union(*clusters).cluster_spec().as_dict() == expected
 
@@ -242,10 +214,9 @@ def test_unions(clusters: list[dict[str, Any]], expected: dict[str, Any]) -> Non
         [{"worker": ["a:1"]}, {"worker": ["b:1"]}, {"worker": {5: "c:1"}}],
     ],
 )
-def test_a_conflict_in_a_union_is_told(clusters: list[dict[str, Any]]) -> None:
+def test_a_conflict_in_a_union_is_told(clusters):
     """Two tasks with one index, in a job with gaps, are a KeyError that names them."""
-    with pytest.raises(KeyError, match="several resolvers have a task 0 of job 'worker'"):
-        union(*clusters).cluster_spec()
+    refused(KeyError, "several resolvers have a task 0 of job 'worker'", lambda: union(*clusters).cluster_spec())
 
 
 def two_resolvers() -> tuple[SimpleClusterResolver, SimpleClusterResolver]:
@@ -255,17 +226,13 @@ def two_resolvers() -> tuple[SimpleClusterResolver, SimpleClusterResolver]:
     )
 
 
-def test_a_union_speaks_for_its_first_resolver() -> None:
-    """All but the cluster is the first resolver's; but a task's address is told by the resolver whose task it is."""
+def test_what_is_given_to_a_union_goes_before_its_resolvers():
+    """Else all but the cluster is the first one's, and a task's address its own; a 0 counts (not in TensorFlow)."""
     resolver = UnionResolver(*two_resolvers())
     assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 1, "grpc")
     assert (resolver.environment, resolver.num_accelerators()) == ("e", {"GPU": 2})
     assert (resolver.master(), resolver.master(rpc_layer="z")) == ("grpc://m:1", "z://m:1")
     assert (resolver.master("ps", 0), resolver.master("ps", 0, "q")) == ("other://p:1", "q://p:1")
-
-
-def test_what_is_given_to_a_union_goes_before_its_resolvers() -> None:
-    """Given values win, a 0 as well (which TensorFlow takes for none), and can be set later."""
     resolver = UnionResolver(*two_resolvers(), task_type="ps", task_id=0, rpc_layer="L")
     assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("ps", 0, "L")
     assert (resolver.master(), resolver.master("ps", 0)) == ("L://m:1", "L://p:1")
@@ -273,7 +240,7 @@ def test_what_is_given_to_a_union_goes_before_its_resolvers() -> None:
     assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("chief", 5, "grpc")
 
 
-def test_a_union_follows_its_resolvers(tf_config: SetConfig) -> None:
+def test_a_union_follows_its_resolvers(tf_config):
     """A union holds no copy: the GPUs of one resolver, the changing cluster of another."""
     first = SimpleClusterResolver(ClusterSpec({}), num_accelerators={"GPU": 1})
     resolver = UnionResolver(first, TFConfigClusterResolver())
@@ -283,24 +250,13 @@ def test_a_union_follows_its_resolvers(tf_config: SetConfig) -> None:
     assert resolver.num_accelerators() == {"GPU": 1}
 
 
-def test_a_union_refuses_what_it_cannot_unite() -> None:
-    """At least one resolver, resolvers only, and no other arguments."""
-    with pytest.raises(ValueError, match="at least one ClusterResolver"):
-        UnionResolver()
-    with pytest.raises(TypeError, match="ClusterResolvers, not of ClusterSpec"):
-        UnionResolver(SPEC)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="foo"):
-        union({}, foo=1)
-
-
-# ---- The task of a strategy ----
-
-
-def test_the_task_of_a_strategy() -> None:
-    """Cluster and task are the resolver's; a job without an index is its task 0; no cluster is no task."""
+def test_the_task_of_a_strategy():
+    """The resolver's; without an index it is task 0; no cluster is no task; one that is not there is told."""
     assert task_of(SimpleClusterResolver(SPEC, task_type="worker", task_id=1)) == TaskConfig(SPEC, Task("worker", 1))
     assert task_of(SimpleClusterResolver(SPEC, task_type="worker")) == TaskConfig(SPEC, Task("worker", 0))
     assert task_of(SimpleClusterResolver(ClusterSpec({}), task_type="boss")) is None
+    with pytest.raises(ConfigError, match="the cluster has no /job:worker/task:2: it has 1 ps, 2 worker; correct"):
+        task_of(SimpleClusterResolver(SPEC, task_type="worker", task_id=2))
 
 
 P, W = ["p:1"], ["w:1"]
@@ -318,17 +274,11 @@ NO_TASKS: dict[str, tuple[dict[str, Any], Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("case", NO_TASKS)
-def test_what_is_no_task_of_a_strategy_is_told(case: str) -> None:
+def test_what_is_no_task_of_a_strategy_is_told(case):
     """The checks are those of TF_CONFIG; the error names the resolver."""
     cluster, job, index, said = NO_TASKS[case]
     with pytest.raises(ConfigError, match=f"^SimpleClusterResolver.* {said}"):
         task_of(SimpleClusterResolver(ClusterSpec(cluster), task_type=job, task_id=index))
-
-
-def test_a_task_that_the_cluster_does_not_have_is_told() -> None:
-    """The error says which tasks there are."""
-    with pytest.raises(ConfigError, match="the cluster has no /job:worker/task:2: it has 1 ps, 2 worker; correct"):
-        task_of(SimpleClusterResolver(SPEC, task_type="worker", task_id=2))
 
 
 @pytest.mark.parametrize(
@@ -338,14 +288,14 @@ def test_a_task_that_the_cluster_does_not_have_is_told() -> None:
         ("evaluator", "an evaluator has no part in the training: give it a strategy of its own, such as Mirrored"),
     ],
 )
-def test_a_task_that_does_not_train_is_told(job: str, said: str) -> None:
+def test_a_task_that_does_not_train_is_told(job, said):
     """A strategy is for workers and the chief; others are told how to start."""
     with pytest.raises(ConfigError, match=f"^/job:{job}/task:0: {said}"):
         task_of(SimpleClusterResolver(ClusterSpec(JOBS_GIVEN), task_type=job, task_id=0))
 
 
 @pytest.mark.parametrize("kind", ["servers-1", "embedded-1", "mirrored-1"])
-def test_a_strategy_hands_out_the_resolver_that_it_was_given(kind: str) -> None:
+def test_a_strategy_hands_out_the_resolver_that_it_was_given(kind):
     """It tells the cluster and the task; a strategy without a cluster has none."""
     with opened(kind) as strategy:
         resolver = strategy.cluster_resolver
@@ -357,12 +307,6 @@ def test_a_strategy_hands_out_the_resolver_that_it_was_given(kind: str) -> None:
         assert resolver.cluster_spec().jobs == ["ps", "worker"]
 
 
-def test_only_a_resolver_has_a_task() -> None:
-    """A cluster in place of a resolver is told."""
-    with pytest.raises(TypeError, match="cluster_resolver must be a ClusterResolver, not ClusterSpec"):
-        task_of(SPEC)  # type: ignore[arg-type]
-
-
 ADDRESSES = st.lists(st.sampled_from(["a:1", "b:2", "c"]), max_size=2)
 TASKS = st.fixed_dictionaries({}, optional={"type": st.sampled_from([*JOBS, "boss"]), "index": st.integers(-1, 2)})
 
@@ -370,7 +314,7 @@ TASKS = st.fixed_dictionaries({}, optional={"type": st.sampled_from([*JOBS, "bos
 @example({"ps": ["a:1"], "worker": ["b:2"]}, {"type": "worker", "index": 0})
 @example({"ps": ["a:1"], "chief": ["b:2"]}, {"type": "ps"})
 @given(st.dictionaries(st.sampled_from([*JOBS, "boss"]), ADDRESSES), TASKS | st.none())
-def test_tf_config_is_one_resolver_among_others(cluster: dict[str, list[str]], task: dict[str, Any] | None) -> None:
+def test_tf_config_is_one_resolver_among_others(cluster, task):
     """The same cluster and task, told by TF_CONFIG or by the program, give the same task or the same error."""
     text = json.dumps({"cluster": cluster, "task": task})
     task = task or {}

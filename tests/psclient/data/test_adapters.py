@@ -79,9 +79,6 @@ def joined(lists: Iterable[list[int]]) -> list[int]:
     return list(chain.from_iterable(lists))
 
 
-# ---- Every example once ----
-
-
 @each_quick_kind
 @given(
     split=st.lists(st.integers(1, 3), min_size=1, max_size=4),
@@ -89,9 +86,7 @@ def joined(lists: Iterable[list[int]]) -> list[int]:
     examples=st.integers(0, 25),
     epochs=st.integers(1, 2),
 )
-def test_the_slices_of_all_workers_are_the_examples_once(
-    kind: str, split: list[int], size: int, examples: int, epochs: int
-) -> None:
+def test_the_slices_of_all_workers_are_the_examples_once(kind, split, size, examples, epochs):
     """In the order of the data, ceil(B / R) at a time, for each kind of dataset and each split of the replicas."""
     sources = [distributed(KINDS[kind](examples, size), worker) for worker in team(split)]
     for epoch in range(epochs):
@@ -111,9 +106,7 @@ def test_the_slices_of_all_workers_are_the_examples_once(
     at=st.integers(0, 6),
     epoch=st.integers(0, 2),
 )
-def test_a_change_of_the_group_between_batches_loses_nothing(
-    kind: str, before: list[int], after: list[int], at: int, epoch: int
-) -> None:
+def test_a_change_of_the_group_between_batches_loses_nothing(kind, before, after, at, epoch):
     """Whoever stays is given new slices, whoever joins begins at that batch; also in the last, smaller batch."""
 
     def make() -> Any:
@@ -137,7 +130,7 @@ def test_a_change_of_the_group_between_batches_loses_nothing(
 
 
 @each_kind
-def test_without_sharding_each_worker_sees_every_example(kind: str) -> None:
+def test_without_sharding_each_worker_sees_every_example(kind):
     """In its own steps, which may be more than those of a worker with more replicas: that one gets empty batches."""
     workers = team((1, 2))
     options = InputOptions(auto_shard_policy=AutoShardPolicy.OFF)
@@ -153,19 +146,22 @@ def test_without_sharding_each_worker_sees_every_example(kind: str) -> None:
     assert seen == [joined(whole(KINDS[kind](10, 6), 0))] * 2
 
 
-def test_batches_may_have_more_examples_than_the_first() -> None:
-    """They are shared out all the same, by their own size."""
+def test_arrays_are_not_copied():
+    """A slice of a batch is a view of what the dataset gave; batches may have more examples than the first."""
     batches = [np.arange(2), np.arange(2, 9), np.arange(9, 10)]
     sources = [distributed(batches, worker) for worker in team((1, 1))]
     assert [[rows(batch) for batch in source] for source in sources] == [
         [[[0]], [[2, 3, 4, 5]], [[9]]],
         [[[1]], [[6, 7, 8]], [[]]],
     ]
+    array = np.zeros((4, 2))
+    for batch in distributed([array], Worker(1, 1, 2)):
+        assert np.shares_memory(batch, array)
 
 
 @each_kind
 @pytest.mark.parametrize("stop", [1, 3, 4, 6])
-def test_a_resumed_run_sees_what_an_unbroken_one_does(kind: str, stop: int) -> None:
+def test_a_resumed_run_sees_what_an_unbroken_one_does(kind, stop):
     """From every place within and between passes, for each kind of dataset, by a new object of it."""
     first, seen = Worker(), []
     source = distributed(KINDS[kind](10, 4), first)
@@ -182,11 +178,8 @@ def test_a_resumed_run_sees_what_an_unbroken_one_does(kind: str, stop: int) -> N
     assert seen == [batch for epoch in range(3) for batch in whole(KINDS[kind](10, 4), epoch)]
 
 
-# ---- Datasets from functions ----
-
-
 @each_kind
-def test_functions_may_return_any_kind(kind: str) -> None:
+def test_functions_may_return_any_kind(kind):
     """Each local replica takes a batch, in each pass from the beginning; a late worker skips whole steps."""
     for at, passes in ((None, [0, 1]), (Position(0, 1, 1), [1])):
         source = DistributedDatasetFromFunction(
@@ -197,18 +190,6 @@ def test_functions_may_return_any_kind(kind: str) -> None:
         if at:
             want = [[], want[0][2:]]
         assert taken == want
-
-
-def test_a_late_worker_without_data_gets_batches_like_the_first() -> None:
-    """Empty ones, as long as the group that takes it in has more."""
-    worker = Worker(local=2, replicas=4, at=Position(0, 0, 9))
-    worker.others_more = True
-    source = DistributedDatasetFromFunction(lambda _: of_grain(4, 2), InputContext(), worker, 0)
-    batch = next(iter(source))
-    assert [(part.shape, part.dtype) for part in batch["x"].values] == [((0,), np.int64)] * 2
-
-
-# ---- What is read ----
 
 
 class Counting:
@@ -226,8 +207,8 @@ class Counting:
         return np.array([index, index])
 
 
-def test_each_batch_is_read_once() -> None:
-    """By each worker, however many local replicas share it; a pass that begins later reads none before."""
+def test_each_batch_is_read_once():
+    """By each worker, however many replicas share it, and one ahead of an endless dataset; none before its pass."""
     counting = Counting(12)
     dataset = grain.MapDataset.source(counting).batch(4)
     for _ in distributed(dataset, Worker(2, 3, 6)):
@@ -236,10 +217,6 @@ def test_each_batch_is_read_once() -> None:
     counting.read.clear()
     assert len(list(distributed(dataset, Worker(2, 3, 6, at=Position(0, 0, 2))))) == 1
     assert counting.read == dict.fromkeys([8, 9, 10, 11], 1)
-
-
-def test_endless_datasets_are_read_one_batch_ahead() -> None:
-    """A repeated dataset is one data epoch without an end."""
     counting = Counting(6)
     source = distributed(grain.MapDataset.source(counting).repeat().batch(2), Worker())
     iterator = iter(source)
@@ -247,17 +224,7 @@ def test_endless_datasets_are_read_one_batch_ahead() -> None:
     assert sum(counting.read.values()) == 5 * 2
 
 
-def test_arrays_are_not_copied() -> None:
-    """A slice of a batch is a view of what the dataset gave."""
-    array = np.zeros((4, 2))
-    for batch in distributed([array], Worker(1, 1, 2)):
-        assert np.shares_memory(batch, array)
-
-
-# ---- Loaders of PyTorch ----
-
-
-def test_tensors_become_arrays_without_copies() -> None:
+def test_tensors_become_arrays_without_copies():
     """Of a batch that the loader did not make from several examples, the memory is the user's."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: its DataLoader is not tested")
     tensor = torch.zeros((4, 2))
@@ -268,7 +235,7 @@ def test_tensors_become_arrays_without_copies() -> None:
     assert tensor.sum() == 8
 
 
-def test_who_shuffles_alone_is_warned(caplog: pytest.LogCaptureFixture) -> None:
+def test_who_shuffles_alone_is_warned(caplog):
     """Once, where there are several processes, and with what to write."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: its DataLoader is not tested")
     data = torch.utils.data
@@ -291,11 +258,8 @@ def test_who_shuffles_alone_is_warned(caplog: pytest.LogCaptureFixture) -> None:
         caplog.clear()
 
 
-# ---- What a batch is like ----
-
-
 @each_kind
-def test_element_spec_disturbs_no_iteration(kind: str) -> None:
+def test_element_spec_disturbs_no_iteration(kind):
     """The first dimension is open; asked for before, in and after a pass, and of its iterator."""
     source = distributed(KINDS[kind](10, 4), Worker())
     spec = {"x": ArraySpec((None,), np.dtype("int64"))}
@@ -308,7 +272,7 @@ def test_element_spec_disturbs_no_iteration(kind: str) -> None:
     assert seen == whole(KINDS[kind](10, 4), 0)
 
 
-def test_element_spec_of_several_replicas() -> None:
+def test_element_spec_of_several_replicas():
     """One `ArraySpec` for each, at each leaf, also of datasets from functions."""
     data = (np.zeros((6, 3, 2), "float32"), {"y": np.zeros(6, "int8")})
     x, y = ArraySpec((None, 3, 2), np.dtype("float32")), ArraySpec((None,), np.dtype("int8"))
@@ -322,10 +286,7 @@ def test_element_spec_of_several_replicas() -> None:
         distributed([], worker).element_spec  # noqa: B018
 
 
-# ---- What is refused ----
-
-
-def test_what_is_no_dataset_is_refused() -> None:
+def test_what_is_no_dataset_is_refused():
     """Arrays and nests of them; what can be gone through once; what cannot be gone through. All with the remedy."""
     x = np.ones((4, 2))
     for arrays in (x, (x, x), {"x": x}, "x", 3, None, object()):
@@ -338,8 +299,8 @@ def test_what_is_no_dataset_is_refused() -> None:
             DistributedDatasetFromFunction(lambda _, once=once: once, InputContext(), Worker(), 0)
 
 
-def test_unbatched_elements_are_refused() -> None:
-    """Numbers, scalars, None, arrays of unequal lengths, and nothing at all; with what to do."""
+def test_unbatched_elements_are_refused():
+    """Numbers, scalars, None, unequal lengths, nothing at all; batches that a filter leaves out of a `MapDataset`."""
     for batch in ([1, 2], np.float32(1), (np.zeros(1), np.zeros(())), (np.zeros(2), None), "x"):
         for source in (
             distributed([batch], Worker()),
@@ -350,10 +311,6 @@ def test_unbatched_elements_are_refused() -> None:
     for batch in ((np.zeros((28, 28)), np.zeros(10)), ()):
         with pytest.raises(ValueError, match=r"same first dimension.*batch the dataset first"):
             next(iter(distributed([batch], Worker())))
-
-
-def test_batches_that_are_left_out_are_refused() -> None:
-    """A filter after `batch` makes holes in a `MapDataset`, and none in the `IterDataset` of it."""
     filtered = grain.MapDataset.range(6).batch(2).filter(lambda batch: batch[0] != 2)
     with pytest.raises(ValueError, match="to_iter_dataset"):
         list(distributed(filtered, Worker()))

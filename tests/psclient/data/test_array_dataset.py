@@ -14,23 +14,30 @@ from hypothesis import strategies as st
 from psclient._src import nest
 from psclient._src.data.adapters import source_of
 from psclient._src.data.array_dataset import ArrayDataset
+from tests.kit.strategies import refused
 
 
-def test_batches_hold_every_example_once() -> None:
-    """In order where nothing is shuffled; the last batch is smaller, or left out."""
+def test_batches_hold_every_example_once():
+    """The last one is smaller, or left out; slices are rows of the whole, and beyond the end there are none."""
     dataset = ArrayDataset({"x": np.arange(7), "y": (np.arange(14).reshape(7, 2),)}).batch(3)
     assert [b["x"].tolist() for b in dataset.epoch(0)] == [[0, 1, 2], [3, 4, 5], [6]]
     assert [b["y"][0].shape for b in dataset.epoch(0)] == [(3, 2), (3, 2), (1, 2)]
     assert ArrayDataset(np.arange(7)).batch(3, drop_remainder=True).batches(0) == 2
     assert ArrayDataset(np.arange(0)).batch(3).batches(0) == 0
+    dataset = ArrayDataset(np.arange(10)).shuffle(3).batch(4)
+    for index, whole in enumerate(dataset.epoch(2)):
+        cut = [dataset.rows(2, index, start, start + 3) for start in (0, 3, 6)]
+        assert np.concatenate(cut).tolist() == whole.tolist()
+    assert dataset.rows(2, 2, 3, 4).shape == (0,)
+    assert dataset.rows(2, 9, 0, 4).shape == (0,)
 
 
 @pytest.mark.parametrize("seed", [0, 7])
-def test_a_shuffle_is_a_function_of_seed_and_epoch(seed: int) -> None:
+def test_a_shuffle_is_a_function_of_seed_and_epoch(seed):
     """The same everywhere, another one in each data epoch, each example once."""
 
     def order(dataset: ArrayDataset, epoch: int) -> list[int]:
-        return np.concatenate(list(dataset.epoch(epoch))).tolist()  # type: ignore[no-any-return]
+        return np.concatenate(list(dataset.epoch(epoch))).tolist()
 
     one, other = (ArrayDataset(np.arange(50)).shuffle(seed).batch(8) for _ in range(2))
     orders = [order(one, epoch) for epoch in range(4)]
@@ -41,26 +48,12 @@ def test_a_shuffle_is_a_function_of_seed_and_epoch(seed: int) -> None:
     assert order(ArrayDataset(np.arange(50)).shuffle(seed + 1).batch(8), 0) != orders[0]
 
 
-def test_rows_of_a_slice_are_the_rows_of_the_whole() -> None:
-    """Slices of a batch are its rows; beyond the end there are none."""
-    dataset = ArrayDataset(np.arange(10)).shuffle(3).batch(4)
-    for index, whole in enumerate(dataset.epoch(2)):
-        cut = [dataset.rows(2, index, start, start + 3) for start in (0, 3, 6)]
-        assert np.concatenate(cut).tolist() == whole.tolist()
-    assert dataset.rows(2, 2, 3, 4).shape == (0,)
-    assert dataset.rows(2, 9, 0, 4).shape == (0,)
-
-
-def test_batches_are_copies() -> None:
-    """A step that changes its batch does not change the data."""
+def test_batches_are_copies_of_stacked_lists():
+    """A step that changes its batch does not change the data; tuples and dicts are nests."""
     array = np.zeros(4)
     for batch in ArrayDataset(array).batch(2).epoch(0):
         batch += 1
     assert array.tolist() == [0] * 4
-
-
-def test_lists_are_stacked() -> None:
-    """As everywhere in the API; tuples and dicts are nests."""
     dataset = ArrayDataset((np.arange(2), [np.zeros(3), np.ones(3)]))
     assert dataset.arrays[1].shape == (2, 3)
     assert ArrayDataset([1, 2, 3]).size == 3
@@ -69,19 +62,14 @@ def test_lists_are_stacked() -> None:
         ArrayDataset([np.zeros(3), np.zeros(4)])
 
 
-def test_datasets_are_immutable() -> None:
-    """Each method makes a new one."""
+def test_what_makes_no_dataset_is_refused():
+    """With what to do; each method makes a new one."""
     plain = ArrayDataset(np.arange(6))
     sharded = plain.shard(2, 1)
     assert sharded.shuffle(1).batch(2).batch_size == 2
     assert (plain.batch_size, plain.seed, plain.size) == (None, None, 6)
     assert [b.tolist() for b in sharded.batch(2).epoch(0)] == [[1, 3], [5]]
-
-
-def test_what_makes_no_dataset_is_refused() -> None:
-    """With what to do."""
-    with pytest.raises(ValueError, match="same first dimension"):
-        ArrayDataset((np.zeros(2), np.zeros(3)))
+    refused(ValueError, "same first dimension", lambda: ArrayDataset((np.zeros(2), np.zeros(3))))
     for arrays in (np.float32(1), ()):
         with pytest.raises(ValueError, match="first dimension"):
             ArrayDataset(arrays)
@@ -92,15 +80,9 @@ def test_what_makes_no_dataset_is_refused() -> None:
     for shards, index in ((2, 2), (2, -1), (0, 0)):
         with pytest.raises(ValueError, match=f"there is no shard {index} of {shards}"):
             batched.shard(shards, index)
-    with pytest.raises(ValueError, match="cannot be repeated -2 times"):
-        batched.repeat(-2)
-    with pytest.raises(ValueError, match="0 examples"):
-        ArrayDataset(np.zeros(4)).batch(0)
-    with pytest.raises(ValueError, match=r"call dataset.batch"):
-        ArrayDataset(np.zeros(4)).batches(0)
-
-
-# ---- Chains of stages ----
+    refused(ValueError, "cannot be repeated -2 times", lambda: batched.repeat(-2))
+    refused(ValueError, "0 examples", lambda: ArrayDataset(np.zeros(4)).batch(0))
+    refused(ValueError, r"call dataset.batch", lambda: ArrayDataset(np.zeros(4)).batches(0))
 
 
 def plain(element: Any) -> Any:
@@ -132,7 +114,7 @@ STAGES: dict[str, tuple[Callable[[ArrayDataset], ArrayDataset], Callable[[list[A
 
 
 @given(count=st.integers(0, 11), names=st.lists(st.sampled_from(sorted(STAGES)), max_size=5))
-def test_any_chain_is_that_of_lists(count: int, names: list[str]) -> None:
+def test_any_chain_is_that_of_lists(count, names):
     """Whole, from any batch on, and any rows of a batch: what a position says is what comes."""
     dataset, expected, batched = ArrayDataset(np.arange(count)), list(range(count)), False
     for name in names:
@@ -161,7 +143,7 @@ ORDERED: dict[str, Callable[[ArrayDataset], ArrayDataset]] = {
 
 
 @pytest.mark.parametrize("name", ORDERED)
-def test_shuffled_examples_come_as_often_as_they_are_repeated(name: str) -> None:
+def test_shuffled_examples_come_as_often_as_they_are_repeated(name):
     """Each data epoch in another order, which is the same whenever it is made, and from whichever batch."""
     dataset, again = (ORDERED[name](ArrayDataset(np.arange(9))) for _ in range(2))
     orders = [[plain(batch) for batch in dataset.epoch(epoch)] for epoch in range(3)]
@@ -172,16 +154,12 @@ def test_shuffled_examples_come_as_often_as_they_are_repeated(name: str) -> None
     assert len({str(order) for order in orders}) == 3
 
 
-def test_each_repetition_of_a_shuffle_has_its_own_order() -> None:
-    """Those of two data epochs of so many repetitions are those of as many data epochs."""
+def test_shards_and_repetitions_of_a_shuffle():
+    """Shards have every example once, in each data epoch others; repetitions have the orders of as many epochs."""
     once = ArrayDataset(np.arange(9)).shuffle(3)
     orders = [[int(x) for x in once.epoch(epoch)] for epoch in range(6)]
     for epoch in range(2):
         assert [int(x) for x in once.repeat(3).epoch(epoch)] == [*itertools.chain(*orders[3 * epoch : 3 * epoch + 3])]
-
-
-def test_shards_of_a_shuffle_have_every_example_once() -> None:
-    """In each data epoch others; of batches too."""
     shuffled = ArrayDataset(np.arange(10)).shuffle(5)
     for epoch in range(3):
         shards = [[int(x) for x in shuffled.shard(3, index).epoch(epoch)] for index in range(3)]
@@ -191,7 +169,7 @@ def test_shards_of_a_shuffle_have_every_example_once() -> None:
     assert len({tuple(map(int, shuffled.shard(3, 0).epoch(epoch))) for epoch in range(3)}) == 3
 
 
-def test_iterating_begins_the_next_data_epoch() -> None:
+def test_iterating_begins_the_next_data_epoch():
     """Without a strategy; a nest of one example, or of a batch."""
     dataset = ArrayDataset({"x": np.arange(6), "y": (np.eye(6),)}).shuffle(1)
     orders = [[int(example["x"]) for example in dataset] for _ in range(3)]
@@ -201,7 +179,7 @@ def test_iterating_begins_the_next_data_epoch() -> None:
     assert [batch["y"][0].shape for batch in dataset.batch(4)] == [(4, 6), (2, 6)]
 
 
-def test_an_endless_dataset_has_no_end() -> None:
+def test_an_endless_dataset_has_no_end():
     """It is begun anywhere; what needs its end is refused."""
     for endless in (
         ArrayDataset(np.arange(5)).repeat().batch(2),
@@ -214,8 +192,7 @@ def test_an_endless_dataset_has_no_end() -> None:
             endless.size  # noqa: B018
         with pytest.raises(ValueError, match="unbatch comes before repeat"):
             endless.unbatch()
-    with pytest.raises(ValueError, match="shuffle comes before repeat"):
-        ArrayDataset(np.arange(5)).repeat().shuffle()
+    refused(ValueError, "shuffle comes before repeat", lambda: ArrayDataset(np.arange(5)).repeat().shuffle())
     shuffled = ArrayDataset(np.arange(4)).shuffle(2).repeat()
     first, second = ([int(x) for x in itertools.islice(shuffled, 12)] for _ in range(2))
     assert [sorted(first[i : i + 4]) for i in (0, 4, 8)] == [[0, 1, 2, 3]] * 3
@@ -223,7 +200,7 @@ def test_an_endless_dataset_has_no_end() -> None:
     assert list(ArrayDataset(np.arange(0)).repeat()) == []
 
 
-def test_a_function_is_called_with_what_an_example_is() -> None:
+def test_a_function_is_called_with_what_an_example_is():
     """Of a tuple with its items, of a dict with itself; it may make another nest of it."""
     pairs = ArrayDataset((np.arange(4), np.arange(8.0).reshape(4, 2)))
     made = pairs.map(lambda x, y: {"sum": x + y.sum(), "y": y[::-1]})
@@ -238,7 +215,7 @@ def test_a_function_is_called_with_what_an_example_is() -> None:
     assert called == [32, 33]
 
 
-def test_what_a_function_must_not_make_is_told() -> None:
+def test_what_a_function_must_not_make_is_told():
     """Other numbers of examples of a batch, shapes that differ, and shapes of nothing."""
     dataset = ArrayDataset(np.arange(6))
     for wrong in (lambda b: b[:1], lambda b: b.sum()):
@@ -250,7 +227,7 @@ def test_what_a_function_must_not_make_is_told() -> None:
         source_of(ArrayDataset(np.zeros(0)).map(lambda x: x).batch(3)).spec()
 
 
-def test_examples_are_split_into_their_rows() -> None:
+def test_examples_are_split_into_their_rows():
     """Where there are no batches: along the first dimension that all arrays of an example share."""
     dataset = ArrayDataset((np.arange(6).reshape(3, 2), np.arange(12).reshape(3, 2, 2)))
     assert [plain(x) for x in dataset.unbatch()] == [(i, [2 * i, 2 * i + 1]) for i in range(6)]

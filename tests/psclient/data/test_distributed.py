@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -26,7 +25,7 @@ from tests.kit.workers import Worker, distributed, do_round, rows, team
 # ---- Global batches over workers and replicas ----
 
 
-def test_the_tail_gets_empty_arrays() -> None:
+def test_the_tail_gets_empty_arrays():
     """Seven examples in batches of 6 over two replicas: three and three, then one and none."""
     worker = Worker(local=2, replicas=2)
     taken = []
@@ -37,26 +36,8 @@ def test_the_tail_gets_empty_arrays() -> None:
     assert worker.empty == frozenset()
 
 
-@pytest.mark.parametrize("split", [(1,), (2,), (1, 1), (1, 2), (3, 1, 2)])
-@pytest.mark.parametrize("size", [1, 4, 5, 12])
-def test_each_example_is_visited_once_per_epoch(split: tuple[int, ...], size: int) -> None:
-    """However the replicas lie over the workers, they see the same slices of the same batches."""
-    replicas = sum(split)
-    dataset = ArrayDataset({"x": np.arange(29), "y": np.arange(29) * 2}).shuffle(5).batch(size)
-    sources = [distributed(dataset, worker) for worker in team(split)]
-    for epoch in range(2):
-        for batches, whole in zip(zip(*sources, strict=True), dataset.epoch(epoch), strict=True):
-            parts = [part for batch in batches for part in values.local_results(batch)]
-            assert np.concatenate([part["x"] for part in parts]).tolist() == whole["x"].tolist()
-            assert all((part["y"] == part["x"] * 2).all() for part in parts)
-            share = -(-len(whole["x"]) // replicas)
-            assert all(len(part["x"]) <= share for part in parts)
-            sizes = [len(part["x"]) for part in parts]
-            assert all(a == share or b == 0 for a, b in pairwise(sizes))
-
-
 @pytest.mark.parametrize("split", [(1,), (1, 1), (1, 2), (3, 1, 2)])
-def test_each_worker_knows_its_fraction_of_a_batch(split: tuple[int, ...]) -> None:
+def test_each_worker_knows_its_fraction_of_a_batch(split):
     """It is that of the examples, also of a short batch; outside of a batch, and of unshared ones, it is not known."""
     workers, dataset = team(split), ArrayDataset(np.arange(29)).batch(12)
     sources = [distributed(dataset, worker) for worker in workers]
@@ -69,7 +50,7 @@ def test_each_worker_knows_its_fraction_of_a_batch(split: tuple[int, ...]) -> No
     assert workers[0].fraction is None
 
 
-def test_one_local_replica_gets_bare_arrays() -> None:
+def test_one_local_replica_gets_bare_arrays():
     """Nests keep their structure, and their leaves are what is per replica."""
     data = (np.arange(4), {"y": np.arange(4.0)})
     x, more = next(iter(distributed(ArrayDataset(data).batch(2), Worker())))
@@ -79,7 +60,7 @@ def test_one_local_replica_gets_bare_arrays() -> None:
     assert rows(more["y"]) == [[0], [1]]
 
 
-def test_a_newer_epoch_of_membership_changes_the_slices() -> None:
+def test_a_newer_epoch_of_membership_changes_the_slices():
     """Asked for before each batch; the batch after it is cut anew."""
     worker = Worker(replicas=2)
     batches = iter(distributed(ArrayDataset(np.arange(12)).batch(4), worker))
@@ -89,7 +70,7 @@ def test_a_newer_epoch_of_membership_changes_the_slices() -> None:
     assert worker.events == ["join 0", "boundary 0", "boundary 0"]
 
 
-def test_an_unbatched_dataset_is_refused() -> None:
+def test_an_unbatched_dataset_is_refused():
     """When it is distributed, not when it is used."""
     with pytest.raises(ValueError, match="global_batch_size"):
         distributed(ArrayDataset(np.arange(4)), Worker())
@@ -100,28 +81,22 @@ def test_an_unbatched_dataset_is_refused() -> None:
 # ---- Where a pass begins ----
 
 
-def test_passes_behind_the_group_give_nothing() -> None:
-    """A process that comes late counts its passes from 0, and begins where the group stands."""
+def test_epochs_begin_where_the_group_stands():
+    """`epochs` names what is still to be done; a pass that is counted from 0 gives nothing up to there."""
     worker = Worker(at=Position(0, 2, 1))
     dataset = ArrayDataset(np.arange(6)).shuffle(1).batch(2)
     source = distributed(dataset, worker)
     whole = [[b.tolist() for b in dataset.epoch(epoch)] for epoch in range(4)]
     assert [[b.tolist() for b in source] for _ in range(4)] == [[], [], whole[2][1:], whole[3]]
-
-
-def test_epochs_begin_where_the_group_stands() -> None:
-    """`epochs` names what is still to be done; iterating in it gives that data epoch."""
     worker = Worker(at=Position(0, 2, 1))
-    dataset = ArrayDataset(np.arange(6)).shuffle(1).batch(2)
     source = distributed(dataset, worker)
     got = [(epoch, [b.tolist() for b in source]) for epoch in source.epochs(4)]
-    whole = [[b.tolist() for b in dataset.epoch(epoch)] for epoch in range(4)]
     assert got == [(2, whole[2][1:]), (3, whole[3])]
     assert list(source.epochs(4)) == []
     assert list(source.epochs(5)) == [4]
 
 
-def test_with_epochs_the_other_datasets_begin_there_too() -> None:
+def test_with_epochs_the_other_datasets_begin_there_too():
     """A test set that the group has gone through twice is at its third pass, and gives all of it."""
 
     class Both(Worker):
@@ -136,7 +111,7 @@ def test_with_epochs_the_other_datasets_begin_there_too() -> None:
     assert worker.next[1] == Position(1, 4, 0)
 
 
-def test_a_restored_position_counts_from_then_on() -> None:
+def test_a_restored_position_counts_from_then_on():
     """Also in a process that has gone further already."""
     worker, dataset = Worker(), ArrayDataset(np.arange(4)).batch(2)
     source = distributed(dataset, worker)
@@ -149,7 +124,7 @@ def test_a_restored_position_counts_from_then_on() -> None:
     ]
 
 
-def test_the_place_that_is_told_is_the_next_batch() -> None:
+def test_the_place_that_is_told_is_the_next_batch():
     """After the last batch of a pass that is the first of the next one; whoever resumes there misses nothing."""
     worker = Worker()
     source = distributed(ArrayDataset(np.arange(4)).batch(2), worker)
@@ -157,26 +132,7 @@ def test_the_place_that_is_told_is_the_next_batch() -> None:
     assert told == [(0, 1, True), (1, 0, False)]
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3])
-def test_a_resumed_run_sees_what_an_unbroken_one_does(stop: int) -> None:
-    """From every place within and between passes."""
-    dataset = ArrayDataset(np.arange(6)).shuffle(2).batch(2)
-    first = Worker()
-    source = distributed(dataset, first)
-    seen: list[Any] = []
-    for _ in source.epochs(1):
-        for batch in source:
-            seen.append(batch.tolist())
-            if len(seen) == stop:
-                break
-    second = Worker(at=first.next[0])
-    source = distributed(dataset, second)
-    for _ in source.epochs(2):
-        seen += [batch.tolist() for batch in source]
-    assert seen == [batch.tolist() for epoch in range(2) for batch in dataset.epoch(epoch)]
-
-
-def test_after_a_pass_that_was_broken_off_the_next_one_is_told_before_its_first_batch() -> None:
+def test_after_a_pass_that_was_broken_off_the_next_one_is_told_before_its_first_batch():
     """Who joins at that batch must not be sent to the middle of the pass before."""
     worker = Worker()
     told: list[Position] = []
@@ -200,8 +156,7 @@ def from_batches(batches: Any, worker: Worker, context: InputContext | None = No
     return DistributedDatasetFromFunction(lambda _: batches, context or InputContext(), worker, 0)
 
 
-def test_the_function_is_called_once_with_its_context() -> None:
-    """Not once for each pass."""
+def test_the_function_is_called_once_with_its_context():
     calls: list[InputContext] = []
 
     def make(context: InputContext) -> ArrayDataset:
@@ -214,7 +169,7 @@ def test_the_function_is_called_once_with_its_context() -> None:
     assert calls == [told]
 
 
-def test_each_replica_takes_one_batch_a_step() -> None:
+def test_each_replica_takes_one_batch_a_step():
     """Missing ones are empty, with the structure and dtype of the others."""
     worker = Worker(local=2, replicas=2)
     batches = [(np.full(2, i, "float32"), {"y": np.full((2, 3), i)}) for i in range(3)]
@@ -225,7 +180,7 @@ def test_each_replica_takes_one_batch_a_step() -> None:
     ]
 
 
-def test_a_worker_whose_data_are_used_up_goes_on_with_empty_batches() -> None:
+def test_a_worker_whose_data_are_used_up_goes_on_with_empty_batches():
     """For as long as another one has data; both then end in the same step, and begin the next pass anew."""
     short, long = Worker(), Worker(1, 1, 2)
     one = from_batches([np.arange(2)], short)
@@ -238,8 +193,8 @@ def test_a_worker_whose_data_are_used_up_goes_on_with_empty_batches() -> None:
         assert sizes == [(2, 2, []), (0, 3, [0]), (0, 1, [0])]
 
 
-def test_batches_are_looked_for_one_step_ahead() -> None:
-    """Whether another follows is told with each batch."""
+def test_batches_are_looked_for_one_step_ahead():
+    """Whether another follows is told with each batch; of an endless dataset nothing is read but what is needed."""
     worker, read = Worker(), []
 
     class Source:
@@ -251,24 +206,31 @@ def test_batches_are_looked_for_one_step_ahead() -> None:
     told = [(len(read), worker.more) for _ in from_batches(Source(), worker)]
     assert told == [(2, True), (3, True), (3, False)]
 
+    class Endless:
+        def __iter__(self) -> Iterator[Any]:
+            while True:
+                yield np.zeros(1)
 
-def test_a_late_worker_skips_what_the_group_has_behind_it() -> None:
-    """By steps of one batch for each local replica."""
+    worker = Worker(local=2, replicas=2)
+    for step, _ in enumerate(from_batches(Endless(), worker)):
+        assert worker.more
+        if step == 10:
+            break
+
+
+def test_a_late_worker_skips_what_the_group_has_behind_it():
+    """By steps of one batch for each replica; one whose data are used up gets empty batches if others have more."""
     batches = [np.full(1, i) for i in range(7)]
     source = from_batches(batches, Worker(local=2, replicas=2, at=Position(0, 1, 2)))
     assert [rows(b) for b in source] == []
     assert [rows(b) for b in source] == [[[4], [5]], [[6], []]]
-
-
-def test_a_late_worker_whose_data_are_used_up_gets_empty_batches() -> None:
-    """If the group that takes it in has more."""
-    worker = Worker(at=Position(0, 0, 5))
+    worker = Worker(local=2, replicas=4, at=Position(0, 0, 5))
     worker.others_more = True
     first = next(iter(from_batches([np.zeros((2, 3), "int8")], worker)))
-    assert (first.shape, first.dtype) == ((0, 3), np.int8)
+    assert [(part.shape, part.dtype) for part in first.values] == [((0, 3), np.int8)] * 2
 
 
-def test_a_worker_without_any_batch_is_told_so() -> None:
+def test_a_worker_without_any_batch_is_told_so():
     """And so is one whose data turn out to be there only once."""
 
     class Once:
@@ -286,24 +248,9 @@ def test_a_worker_without_any_batch_is_told_so() -> None:
         list(once)
 
 
-def test_endless_datasets_are_no_trouble() -> None:
-    """Nothing is read but what is needed."""
-
-    class Endless:
-        def __iter__(self) -> Iterator[Any]:
-            while True:
-                yield np.zeros(1)
-
-    worker = Worker(local=2, replicas=2)
-    for step, _ in enumerate(from_batches(Endless(), worker)):
-        assert worker.more
-        if step == 10:
-            break
-
-
 @pytest.mark.parametrize("every", [1, 2, 3, 4, 100])
 @pytest.mark.parametrize("lengths", [(1, 4), (3, 4), (4, 4), (6, 1)])
-def test_workers_end_together_however_seldom_rounds_are(every: int, lengths: tuple[int, int]) -> None:
+def test_workers_end_together_however_seldom_rounds_are(every, lengths):
     """After a step without a round one is made, so that nobody ends while another has data, and nobody goes on alone.
 
     `every`: of so many steps one makes a round, as where gradients are accumulated. 100: none does.
@@ -337,7 +284,7 @@ def test_workers_end_together_however_seldom_rounds_are(every: int, lengths: tup
     assert made == [2 * (longest - longest // every)] * 2
 
 
-def test_a_pass_that_was_broken_off_within_a_step_does_not_speak_for_it() -> None:
+def test_a_pass_that_was_broken_off_within_a_step_does_not_speak_for_it():
     """The round that is made after the step says whether the outer dataset has more, not the inner one."""
     workers, said = team((1, 1)), []
 
@@ -356,7 +303,7 @@ def test_a_pass_that_was_broken_off_within_a_step_does_not_speak_for_it() -> Non
     assert said == [(False, Position(0, 0, 1))]
 
 
-def test_who_makes_rounds_alone_is_not_asked() -> None:
+def test_who_makes_rounds_alone_is_not_asked():
     """One process, or an asynchronous one: its own data say when it ends, and no round is made for it."""
 
     class Asynchronous(Worker):
@@ -375,7 +322,7 @@ def test_who_makes_rounds_alone_is_not_asked() -> None:
 # ---- Options ----
 
 
-def test_batches_may_stay_on_the_host() -> None:
+def test_batches_may_stay_on_the_host():
     """Without prefetching they are NumPy arrays, whatever the replica's device is."""
     worker = Worker()
     worker.devices = (Device("gpu", 0),)
@@ -384,7 +331,7 @@ def test_batches_may_stay_on_the_host() -> None:
     assert isinstance(batch, np.ndarray)
 
 
-def test_data_share_is_not_the_slice_of_rounds() -> None:
+def test_data_share_is_not_the_slice_of_rounds():
     """Asynchronous workers make rounds alone, and share the data with all."""
 
     class Asynchronous(Worker):
@@ -395,7 +342,7 @@ def test_data_share_is_not_the_slice_of_rounds() -> None:
     assert batch.tolist() == [2, 3]
 
 
-def test_a_policy_that_needs_files_is_refused() -> None:
+def test_a_policy_that_needs_files_is_refused():
     """With what to use instead; a dataset from a function is not sharded anyway."""
     for policy in (AutoShardPolicy.FILE, AutoShardPolicy.HINT):
         options = InputOptions(auto_shard_policy=policy)
@@ -406,13 +353,12 @@ def test_a_policy_that_needs_files_is_refused() -> None:
 
 
 @pytest.mark.parametrize("policy", [AutoShardPolicy.AUTO, AutoShardPolicy.DATA])
-def test_auto_shares_by_data(policy: AutoShardPolicy) -> None:
-    """Each replica of all workers gets its slice."""
+def test_auto_shares_by_data(policy):
     source = distributed(ArrayDataset(np.arange(8)).batch(8), Worker(1, 1, 2), options=InputOptions(True, policy))
     assert [rows(batch) for batch in source] == [[[4, 5, 6, 7]]]
 
 
-def test_without_sharding_each_worker_sees_all_in_smaller_steps() -> None:
+def test_without_sharding_each_worker_sees_all_in_smaller_steps():
     """Ten examples in batches of 6 over four replicas, two of them here: slices of two, then of one, twice."""
     worker = Worker(2, 2, 4)
     source = distributed(ArrayDataset(np.arange(10)).batch(6), worker, options=InputOptions(True, AutoShardPolicy.OFF))
@@ -421,24 +367,20 @@ def test_without_sharding_each_worker_sees_all_in_smaller_steps() -> None:
     late = Worker(2, 2, 4, at=Position(0, 0, 2))
     source = distributed(ArrayDataset(np.arange(10)).batch(6), late, options=InputOptions(True, AutoShardPolicy.OFF))
     assert [rows(batch) for batch in source] == [[[6], [7]], [[8], [9]]]
-    assert list(distributed(ArrayDataset(np.arange(0)).batch(6), worker, options=InputOptions(True, -1))) == []  # type: ignore[arg-type]
+    assert list(distributed(ArrayDataset(np.arange(0)).batch(6), worker, options=InputOptions(True, -1))) == []
 
 
 # ---- Iterators ----
 
 
-def test_an_iterator_gives_its_batches_by_three_names() -> None:
-    """And raises `StopIteration` at the end, also when it is asked again."""
+def test_an_iterator_gives_its_batches_by_three_names():
+    """The process joins at its first one; `StopIteration` at the end, also when it is asked again."""
     iterator = iter(distributed(ArrayDataset(np.arange(3)).batch(1), Worker()))
     assert iter(iterator) is iterator
     assert [int(take()[0]) for take in (iterator.get_next, iterator.next, partial(next, iterator))] == [0, 1, 2]
     for _ in range(2):
         with pytest.raises(StopIteration):
             iterator.get_next()
-
-
-def test_a_process_joins_at_its_first_batch() -> None:
-    """Not where the iterator is made."""
     worker = Worker()
     iterator = iter(distributed(ArrayDataset(np.arange(3)).batch(1), worker))
     assert worker.events == []
@@ -453,17 +395,14 @@ def out(workers: list[Worker], late: set[int]) -> None:
     """A round of updates was made without some of the workers: all know what has come back."""
     for worker in workers:
         at = worker.next[0]
-        came = [e for i in sorted(late) for e in workers[0].dealt[slice(*_places(workers[i]))] if e.first < e.stop]
+        places = [slice(workers[i].where[0], workers[i].where[0] + len(workers[i].devices)) for i in sorted(late)]
+        came = [e for place in places for e in workers[0].dealt[place] if e.first < e.stop]
         worker.next[0] = replace(at, returned=(*at.returned, *came))
-
-
-def _places(worker: Worker) -> tuple[int, int]:
-    return worker.where[0], worker.where[0] + len(worker.devices)
 
 
 @pytest.mark.parametrize("split", [(1, 1, 1), (2, 1), (1, 2, 3)])
 @pytest.mark.parametrize("seed", range(4))
-def test_examples_of_who_was_left_out_are_handed_out_again(split: tuple[int, ...], seed: int) -> None:
+def test_examples_of_who_was_left_out_are_handed_out_again(split, seed):
     """Each counts once in a pass, whoever is late and however often; all workers have the same number of steps."""
     workers, luck = team(split), Random(seed)
     dataset = ArrayDataset(np.arange(29)).shuffle(5).batch(7)
@@ -483,7 +422,7 @@ def test_examples_of_who_was_left_out_are_handed_out_again(split: tuple[int, ...
         assert {worker.next[0] for worker in workers} == {Position(0, epoch + 1, 0)}
 
 
-def test_who_is_behind_gets_nothing_until_it_has_caught_up() -> None:
+def test_who_is_behind_gets_nothing_until_it_has_caught_up():
     """What it would have had in those steps comes back to all."""
     workers = team((1, 1))
     for worker in workers:
@@ -499,7 +438,7 @@ def test_who_is_behind_gets_nothing_until_it_has_caught_up() -> None:
     assert [next(first, None), next(second, None)] == [None, None]
 
 
-def test_a_pass_goes_on_with_what_had_come_back() -> None:
+def test_a_pass_goes_on_with_what_had_come_back():
     """Of a restored position: the batches are read anew; one that is not there is refused."""
     at = Position(0, 0, 2, (Examples(0, 1, 3), Examples(1, 0, 1)))
     source = distributed(ArrayDataset(np.arange(12)).batch(4), Worker(at=at))
@@ -509,7 +448,7 @@ def test_a_pass_goes_on_with_what_had_come_back() -> None:
         list(distributed(ArrayDataset(np.arange(12)).batch(4), lost))
 
 
-def test_who_was_left_out_takes_its_own_batch_once_more() -> None:
+def test_who_was_left_out_takes_its_own_batch_once_more():
     """Data that are a worker's own nobody else can take; while it is behind, it takes none."""
     worker = Worker()
     worker.backup_workers = 1

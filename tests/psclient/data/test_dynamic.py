@@ -44,7 +44,6 @@ class Job:
         return self.group.positions
 
     def asked(self) -> list[ChunkAsk]:
-        """Records from now on what is asked."""
         asked: list[ChunkAsk] = []
 
         def record(stimulus) -> None:
@@ -112,9 +111,6 @@ def test_what_has_to_be_read_in_order_is_refused(job):
             job.data(dataset)
     with pytest.raises(ValueError, match="global_batch_size"):
         job.data(ps.ArrayDataset(np.arange(4)))
-
-
-# ---- What is done ----
 
 
 def test_a_step_waits_for_no_answer(job):
@@ -197,7 +193,6 @@ def test_a_pass_that_is_broken_off_leaves_nothing_behind(job):
 
 
 def test_a_dataset_that_is_repeated_for_ever_has_no_end(job):
-    """Its batches come in order to one worker."""
     batches = iter(job.data(ps.ArrayDataset(np.arange(4)).batch(2).repeat()))
     assert [next(batches).tolist() for _ in range(5)] == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
 

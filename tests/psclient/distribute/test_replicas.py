@@ -5,7 +5,7 @@ from __future__ import annotations
 import faulthandler
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,11 @@ from psclient._src.devices import Device
 from psclient._src.distribute.replicas import ReplicaRunner, RunAgain
 from psclient._src.options import ReduceOp
 from psclient._src.values import PerReplica
+from tests.kit.strategies import refused
 
 
 @pytest.fixture(autouse=True)
-def _no_hang() -> Iterator[None]:
+def _no_hang():
     faulthandler.dump_traceback_later(60, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
@@ -52,14 +53,14 @@ class Strategy:
 
 
 @pytest.fixture(params=[1, 2, 3])
-def strategy(request: pytest.FixtureRequest) -> Iterator[Strategy]:
+def strategy(request):
     made = Strategy(request.param)
     yield made
     made.runner.close()
 
 
 @pytest.fixture
-def two() -> Iterator[Strategy]:
+def two():
     made = Strategy(2)
     yield made
     made.runner.close()
@@ -85,7 +86,7 @@ def works(strategy: Strategy) -> bool:
     return strategy.run(lambda: here().merge_call(lambda s: answer)) is answer
 
 
-def test_fn_runs_once_for_each_replica_with_its_own_arguments(strategy: Strategy) -> None:
+def test_fn_runs_once_for_each_replica_with_its_own_arguments(strategy):
     """In replica context, on its device, with distributed arguments unwrapped."""
 
     def fn(x: Any, *, batch: Any) -> Any:
@@ -100,8 +101,8 @@ def test_fn_runs_once_for_each_replica_with_its_own_arguments(strategy: Strategy
     assert strategy.sections == []
 
 
-def test_replicas_run_at_the_same_time(two: Strategy) -> None:
-    """Each has a thread of its own, and the same ones in every run."""
+def test_replicas_run_at_the_same_time(two):
+    """Each in a thread of its own, the same ones in every run, which `close` ends; one alone in the caller's."""
     barrier = threading.Barrier(2, timeout=30)
 
     def fn() -> str:
@@ -111,15 +112,16 @@ def test_replicas_run_at_the_same_time(two: Strategy) -> None:
     names = [set(values.local_results(two.run(fn))) for _ in range(2)]
     assert len(names[0]) == 2
     assert names[0] == names[1]
-
-
-def test_one_replica_runs_in_the_calling_thread() -> None:
-    """With one replica there is no other thread."""
     only = Strategy(1)
     assert only.run(threading.current_thread) is threading.current_thread()
+    before = set(threading.enumerate())  # other tests keep strategies
+    made = Strategy(3)
+    made.run(lambda: None)
+    made.runner.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("replica") and t not in before]
 
 
-def test_merge_fn_runs_once_in_the_callers_thread(strategy: Strategy) -> None:
+def test_merge_fn_runs_once_in_the_callers_thread(strategy):
     """In cross-replica context, inside a section; the strategy comes first."""
     main, calls = threading.current_thread(), []
     shared = np.ones(2)
@@ -147,8 +149,18 @@ def test_merge_fn_runs_once_in_the_callers_thread(strategy: Strategy) -> None:
     assert strategy.sections == ["open", "flush"]
 
 
-def test_results_of_a_merge_are_unwrapped_for_each_replica(strategy: Strategy) -> None:
-    """Of PerReplica and Mirrored each gets its component, all else arrives as it is."""
+def test_several_merge_calls_are_several_sections(strategy):
+    """In order, each with the values of its own; results of PerReplica and Mirrored are unwrapped for each replica."""
+
+    def fn(x: Any) -> Any:
+        for _ in range(20):
+            x = here().merge_call(lambda s, v: sum(values.local_results(v)), (x + 0,))
+        return x
+
+    n = count(strategy)
+    result = strategy.run(fn, (numbered(strategy),))
+    assert int(values.local_results(result)[0]) == sum(range(n)) * n**19
+    assert strategy.sections == ["open", "flush"] * 20
     plain = object()
 
     def merge(s: Strategy) -> Any:
@@ -164,21 +176,7 @@ def test_results_of_a_merge_are_unwrapped_for_each_replica(strategy: Strategy) -
     assert strategy.run(fn) is None
 
 
-def test_several_merge_calls_are_several_sections(strategy: Strategy) -> None:
-    """They come in order, each with the values of its own."""
-
-    def fn(x: Any) -> Any:
-        for _ in range(20):
-            x = here().merge_call(lambda s, v: sum(values.local_results(v)), (x + 0,))
-        return x
-
-    n = count(strategy)
-    result = strategy.run(fn, (numbered(strategy),))
-    assert int(values.local_results(result)[0]) == sum(range(n)) * n**19
-    assert strategy.sections == ["open", "flush"] * 20
-
-
-def test_unequal_numbers_of_merge_calls_raise_and_do_no_harm(two: Strategy) -> None:
+def test_unequal_numbers_of_merge_calls_raise_and_do_no_harm(two):
     """Each waiting replica and the caller get a RuntimeError; the next run works."""
     told: list[str] = []
 
@@ -191,15 +189,14 @@ def test_unequal_numbers_of_merge_calls_raise_and_do_no_harm(two: Strategy) -> N
                 told.append(str(error))
                 raise
 
-    with pytest.raises(RuntimeError, match=r"unequal numbers of merge_calls: local replicas \[0\] have ended"):
-        two.run(fn)
+    refused(RuntimeError, r"unequal numbers of merge_calls: local replicas \[0\] have ended", lambda: two.run(fn))
     assert len(told) == 1
     assert "unequal" in told[0]
     assert works(two)
 
 
-def test_replicas_that_meet_for_different_functions_are_told(two: Strategy) -> None:
-    """One function would be left out in silence otherwise."""
+def test_replicas_that_meet_for_different_things_are_told(two):
+    """Another function would be left out in silence; arguments of another structure name the path; run ends."""
 
     def first(s: Strategy) -> None: ...
 
@@ -208,16 +205,12 @@ def test_replicas_that_meet_for_different_functions_are_told(two: Strategy) -> N
     with pytest.raises(RuntimeError, match="different functions"):
         two.run(lambda: here().merge_call((first, second)[here().local_replica_id]))
     assert works(two)
-
-
-def test_arguments_of_a_merge_need_one_structure(two: Strategy) -> None:
-    """A difference names the path, and ends the run."""
     with pytest.raises(ValueError, match="structures differ at"):
         two.run(lambda: here().merge_call(lambda s, *a: None, (1,) * (1 + here().local_replica_id)))
     assert works(two)
 
 
-def test_an_error_in_one_replica_ends_all(two: Strategy) -> None:
+def test_an_error_in_one_replica_ends_all(two):
     """Those in merge_call are woken; the caller gets the error itself, with the replica in a note."""
     woken = threading.Event()
 
@@ -237,8 +230,8 @@ def test_an_error_in_one_replica_ends_all(two: Strategy) -> None:
     assert works(two)
 
 
-def test_the_first_error_is_the_one_that_is_raised(two: Strategy) -> None:
-    """What other replicas raise because of it does not hide it; nor can they go on by catching it."""
+def test_the_first_error_is_the_one_that_is_raised(two):
+    """Others because of it do not hide it, nor can they go on by catching it; `sys.exit` ends the script."""
 
     def fn() -> None:
         if here().local_replica_id == 1:
@@ -250,26 +243,20 @@ def test_the_first_error_is_the_one_that_is_raised(two: Strategy) -> None:
                 pass
         raise KeyError
 
-    with pytest.raises(ZeroDivisionError):
-        two.run(fn)
+    refused(ZeroDivisionError, "", lambda: two.run(fn))
     assert works(two)
 
-
-def test_an_exit_in_a_replica_reaches_the_caller(two: Strategy) -> None:
-    """`sys.exit` inside a replica ends the script, and not only a thread."""
-
-    def fn() -> None:
+    def leaves() -> None:
         if here().local_replica_id == 1:
             raise SystemExit(3)
         here().merge_call(lambda s: None)
 
-    with pytest.raises(SystemExit):
-        two.run(fn)
+    refused(SystemExit, "", lambda: two.run(leaves))
     assert works(two)
 
 
 @pytest.mark.parametrize("swallow", [False, True])
-def test_an_error_in_a_merge_fn_is_raised_by_run(strategy: Strategy, swallow: bool) -> None:
+def test_an_error_in_a_merge_fn_is_raised_by_run(strategy, swallow):
     """A replica cannot swallow it; the strategy stays usable."""
 
     def merge(s: Strategy) -> None:
@@ -282,20 +269,15 @@ def test_an_error_in_a_merge_fn_is_raised_by_run(strategy: Strategy, swallow: bo
             if not swallow:
                 raise
 
-    with pytest.raises(KeyError, match="section"):
-        strategy.run(fn)
+    refused(KeyError, "section", lambda: strategy.run(fn))
     assert works(strategy)
 
 
-def test_run_inside_run_raises(strategy: Strategy) -> None:
-    """In a replica's function."""
+def test_a_merge_function_runs_replicas(strategy):
+    """To any depth, in threads of their own, which `RunAgain` and errors leave; a replica's function does not."""
     with pytest.raises(RuntimeError, match=r"strategy\.run needs cross-replica context"):
         strategy.run(lambda: strategy.run(lambda: None))
     assert works(strategy)
-
-
-def test_a_merge_function_runs_replicas(strategy: Strategy) -> None:
-    """To any depth, in threads of their own; `RunAgain` and errors leave all of them."""
 
     def deeper(depth: int) -> list[int]:
         def merge(s: Strategy) -> list[int]:
@@ -314,7 +296,7 @@ def test_a_merge_function_runs_replicas(strategy: Strategy) -> None:
     assert works(strategy)
 
 
-def test_a_context_that_was_kept_is_stale(strategy: Strategy) -> None:
+def test_a_context_that_was_kept_is_stale(strategy):
     """After its run, in the next run, and in a thread of the replica's own."""
     kept: list[ReplicaContext] = []
     errors: list[Exception] = []
@@ -339,8 +321,7 @@ def test_a_context_that_was_kept_is_stale(strategy: Strategy) -> None:
     assert works(strategy)
 
 
-def test_two_threads_cannot_run_at_once(two: Strategy) -> None:
-    """The second is told so."""
+def test_two_threads_cannot_run_at_once(two):
     errors: list[Exception] = []
 
     def other() -> None:
@@ -359,15 +340,17 @@ def test_two_threads_cannot_run_at_once(two: Strategy) -> None:
     assert [str(error)[:25] for error in errors] == ["strategy.run is called wh"]
 
 
-def test_a_distributed_argument_of_another_size_is_refused(two: Strategy) -> None:
-    """Before anything runs: a component too many would be left out in silence."""
+def test_a_distributed_argument_of_another_size_is_refused(two):
+    """Before anything runs; what is set for the caller, such as numpy.errstate, holds in a run."""
     for given in ([1], [1, 2, 3]):
         with pytest.raises(ValueError, match=f"PerReplica of {len(given)} values is given to 2 local replicas"):
             two.run(lambda x: None, (PerReplica(given),))
     assert works(two)
+    with np.errstate(divide="raise"), pytest.raises(FloatingPointError):
+        two.run(lambda: np.ones(1) / np.zeros(1))
 
 
-def test_all_reduce_sums_over_the_replicas(strategy: Strategy) -> None:
+def test_all_reduce_sums_over_the_replicas(strategy):
     """Each replica counts, even if all give the same object."""
     shared = np.ones(2)
 
@@ -380,13 +363,7 @@ def test_all_reduce_sums_over_the_replicas(strategy: Strategy) -> None:
     assert strategy.run(fn, (numbered(strategy),)) == sum(range(count(strategy)))
 
 
-def test_replicas_inherit_what_is_set_for_the_caller(two: Strategy) -> None:
-    """numpy.errstate around a run holds within it."""
-    with np.errstate(divide="raise"), pytest.raises(FloatingPointError):
-        two.run(lambda: np.ones(1) / np.zeros(1))
-
-
-def test_an_interrupt_ends_a_run(two: Strategy) -> None:
+def test_an_interrupt_ends_a_run(two):
     """Ctrl-C reaches the caller at once, though a replica still computes; replicas that wait are woken."""
     release, ended = threading.Event(), threading.Event()
 
@@ -400,15 +377,14 @@ def test_an_interrupt_ends_a_run(two: Strategy) -> None:
         finally:
             ended.set()
 
-    with pytest.raises(KeyboardInterrupt):
-        two.run(fn)
+    refused(KeyboardInterrupt, "", lambda: two.run(fn))
     assert ended.wait(30)
     release.set()
     assert works(two)
 
 
 @pytest.mark.parametrize("answer", ["pass", "catch", "swallow", "fail"])
-def test_a_run_that_is_to_be_made_again_ends_in_every_replica(strategy: Strategy, answer: str) -> None:
+def test_a_run_that_is_to_be_made_again_ends_in_every_replica(strategy, answer):
     """`RunAgain` leaves their functions past all that handles errors, whatever they do on the way out."""
     ended, handled = [], []
 
@@ -430,14 +406,13 @@ def test_a_run_that_is_to_be_made_again_ends_in_every_replica(strategy: Strategy
             if answer == "fail":
                 raise OSError("cannot close what was never opened")
 
-    with pytest.raises(RunAgain):
-        strategy.run(fn)
+    refused(RunAgain, "", lambda: strategy.run(fn))
     assert sorted(ended) == list(range(count(strategy)))
     assert not handled
     assert works(strategy)
 
 
-def test_a_run_is_made_again_when_no_replica_runs_any_more(two: Strategy) -> None:
+def test_a_run_is_made_again_when_no_replica_runs_any_more(two):
     """The one that takes its time on the way out would meet those of the next run."""
     late, ended = threading.Event(), []
 
@@ -452,15 +427,5 @@ def test_a_run_is_made_again_when_no_replica_runs_any_more(two: Strategy) -> Non
                 late.wait(0.2)
             ended.append(here().local_replica_id)
 
-    with pytest.raises(RunAgain):
-        two.run(fn)
+    refused(RunAgain, "", lambda: two.run(fn))
     assert sorted(ended) == [0, 1]
-
-
-def test_close_ends_the_threads() -> None:
-    """None is left behind."""
-    before = set(threading.enumerate())  # other tests keep strategies
-    made = Strategy(3)
-    made.run(lambda: None)
-    made.runner.close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("replica") and t not in before]

@@ -29,13 +29,6 @@ def servers():
         yield strategy
 
 
-def line_of(fn):
-    return f"{__file__}:{fn.__code__.co_firstlineno}: "
-
-
-# ---- Functions that do not run ----
-
-
 def generates(v):
     yield v.assign(v * 2)
 
@@ -61,7 +54,7 @@ def test_a_function_that_does_not_run_is_refused(strategy, fn, wrapped):
         warnings.simplefilter("error")
         with pytest.raises(ProgramError) as caught:
             strategy.extended.update(v, wrapped(fn))
-    assert str(caught.value).startswith(line_of(fn) + fn.__name__)
+    assert str(caught.value).startswith(f"{__file__}:{fn.__code__.co_firstlineno}: {fn.__name__}")
     assert "write a plain function" in str(caught.value)
     assert v.numpy().tolist() == [1.0]
 
@@ -76,8 +69,6 @@ def test_arguments_are_a_tuple(strategy, args):
     with pytest.raises(TypeError, match=r"^update_non_slot takes a tuple of arguments.*write args=\(x,\)"):
         extended.update_non_slot(extended.non_slot_devices([v]), lambda x: x, args)
 
-
-# ---- Arrays that a function brings along ----
 
 RNG = np.random.default_rng(0)
 

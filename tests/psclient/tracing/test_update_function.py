@@ -87,7 +87,6 @@ class Way(enum.Enum):
 
 @ps.update_function
 def seen_in_many_ways(v, a, b=0):
-    """Looks at whatever it is given."""
     if isinstance(a, Way):
         return v.assign_add(1.0 if a is Way.UP else -1.0).value()
     if callable(a):
@@ -175,8 +174,22 @@ def test_numbers_that_no_trace_can_hold_for_are_computed(strategy):
         assert [update(strategy, v.assign(-0.0), divides, k) for k in (0.0, -0.0)] == [[math.inf], [-math.inf]]
 
 
-def test_a_function_that_asks_for_a_name_is_traced_for_each(strategy):
-    """What it does may depend on it."""
+def test_a_number_that_is_returned_is_that_of_the_call(strategy):
+    """Operands may stand before variables; a function that asks for a name is traced for each."""
+
+    @ps.update_function
+    def fn(v, k):
+        v.assign_add(k)
+        return k * 2
+
+    v = variable(strategy, np.zeros(1))
+    with strategy.scope():
+        assert [float(strategy.extended.update(v, fn, (k,))) for k in (1.0, 10.0)] == [2.0, 20.0]
+    add = ps.update_function(lambda v, x, w: v.assign_add(x + w))
+    v, w = variable(strategy, np.zeros(3)), None
+    with strategy.scope(), strategy.extended.colocate_vars_with(v):
+        w = ps.Variable(np.ones(3))
+    assert update(strategy, v, add, np.full(3, 2.0), w) == [3.0] * 3
 
     @ps.update_function
     def fn(v, k):
@@ -187,30 +200,8 @@ def test_a_function_that_asks_for_a_name_is_traced_for_each(strategy):
     assert [update(strategy, v, fn, 2.0) for v in named * 2] == [[2.0], [0.0], [4.0], [0.0]]
 
 
-def test_a_number_that_is_returned_is_that_of_the_call(strategy):
-    """And not that of the trace."""
-
-    @ps.update_function
-    def fn(v, k):
-        v.assign_add(k)
-        return k * 2
-
-    v = variable(strategy, np.zeros(1))
-    with strategy.scope():
-        assert [float(strategy.extended.update(v, fn, (k,))) for k in (1.0, 10.0)] == [2.0, 20.0]
-
-
-def test_operands_may_stand_before_variables(strategy):
-    """In any order of the arguments."""
-    add = ps.update_function(lambda v, x, w: v.assign_add(x + w))
-    v, w = variable(strategy, np.zeros(3)), None
-    with strategy.scope(), strategy.extended.colocate_vars_with(v):
-        w = ps.Variable(np.ones(3))
-    assert update(strategy, v, add, np.full(3, 2.0), w) == [3.0] * 3
-
-
 def test_errors_come_back_each_time(strategy):
-    """Of the function itself, of numbers beyond a dtype, of what nobody can compare: with the user's line."""
+    """Of the function, of numbers beyond a dtype, of what is by a closure and not an argument: with the user's line."""
 
     @ps.update_function
     def fn(v, k):
@@ -227,6 +218,13 @@ def test_errors_come_back_each_time(strategy):
             update(strategy, small, add, 300)
     with pytest.raises(ProgramError, match=f"{__file__}:.*a set stands among the arguments"):
         update(strategy, v, fn, {1, 2})
+    v, other = variable(strategy), variable(strategy)
+    with pytest.raises(ProgramError, match=f"uses.*{other.name}.*which is not among its arguments; pass it"):
+        strategy.extended.update(v, ps.update_function(lambda v: v.assign(other * 2.0)))
+    with strategy.scope():
+        total = strategy.extended.reduce_to("sum", np.ones(3, "float32"), v)
+        with pytest.raises(ProgramError, match="not among its arguments"):
+            strategy.extended.update(v, ps.update_function(lambda v: v.assign(v + total)))
 
 
 def test_a_call_is_made_before_its_trace_is_anothers(strategy):
@@ -243,17 +241,6 @@ def test_a_call_is_made_before_its_trace_is_anothers(strategy):
         lambda: ps.get_replica_context().merge_call(lambda strategy: strategy.extended.update(first, fn, (2.0,)))
     )
     assert [v.numpy().tolist() for v in (first, second)] == [[2.0] * 3, [100.0] * 3]
-
-
-def test_what_is_no_argument_is_refused(strategy):
-    """A variable or a reduced value by a closure would be the first call's for ever."""
-    v, other = variable(strategy), variable(strategy)
-    with pytest.raises(ProgramError, match=f"uses.*{other.name}.*which is not among its arguments; pass it"):
-        strategy.extended.update(v, ps.update_function(lambda v: v.assign(other * 2.0)))
-    with strategy.scope():
-        total = strategy.extended.reduce_to("sum", np.ones(3, "float32"), v)
-        with pytest.raises(ProgramError, match="not among its arguments"):
-            strategy.extended.update(v, ps.update_function(lambda v: v.assign(v + total)))
 
 
 # ---- What a function reads by other ways ----
@@ -294,7 +281,6 @@ def test_what_a_function_finds_by_name_may_become_something_else(strategy, trace
 
 
 def test_a_function_among_the_arguments_is_looked_into(strategy):
-    """What it reads may become something else as well."""
     factor, v = 2.0, variable(strategy, [1.0])
     fn = ps.update_function(lambda v, g: g(v))
 
@@ -304,6 +290,14 @@ def test_a_function_among_the_arguments_is_looked_into(strategy):
     assert update(strategy, v, fn, times) == [2.0]
     factor = 5.0
     assert update(strategy, v, fn, times) == [5.0]
+
+
+def descent(strategy, optimizer, v, steps=1):
+    """By how much a step of an optimizer moves a variable."""
+    before = float(v.numpy()[0])
+    for _ in range(steps):
+        strategy.run(lambda: optimizer.apply_gradients([(np.ones(1), v)]))
+    return (before - float(v.numpy()[0])) / steps
 
 
 class Plain(ps.optimizers.Optimizer):
@@ -322,13 +316,7 @@ class Plain(ps.optimizers.Optimizer):
 def test_a_class_may_be_changed(strategy, traced, monkeypatch):
     """Its numbers are operands as an object's are; another method, or another global of a method, makes a trace."""
     v, optimizer = variable(strategy, [0.0]), Plain(1.0)
-
-    def moved():
-        before = float(v.numpy()[0])
-        for _ in range(2):
-            strategy.run(lambda: optimizer.apply_gradients([(np.ones(1), v)]))
-        return (before - float(v.numpy()[0])) / 2
-
+    moved = partial(descent, strategy, optimizer, v, 2)
     assert moved() == 4.0
     count = len(traced)
     monkeypatch.setattr(Plain, "length", 3.0)
@@ -349,12 +337,7 @@ class Bare(Plain):
 def test_a_class_may_get_attributes(strategy, monkeypatch):
     """Numbers, properties and methods that hide those of its base, or were only asked for; and it may lose them."""
     v, optimizer = variable(strategy, [0.0]), Bare(1.0)
-
-    def moved():
-        before = float(v.numpy()[0])
-        strategy.run(lambda: optimizer.apply_gradients([(np.ones(1), v)]))
-        return before - float(v.numpy()[0])
-
+    moved = partial(descent, strategy, optimizer, v)
     assert moved() == 4.0
     monkeypatch.setattr(Bare, "length", 2.0, raising=False)
     assert moved() == 8.0
@@ -420,12 +403,7 @@ class Ruled(ps.optimizers.Optimizer):
 def test_functions_of_an_optimizer_are_looked_into(strategy, monkeypatch):
     """Those that it has as attributes, and cached properties of its class."""
     v, optimizer, module = variable(strategy, [0.0]), Ruled((doubled,)), sys.modules[__name__]
-
-    def moved():
-        before = float(v.numpy()[0])
-        strategy.run(lambda: optimizer.apply_gradients([(np.ones(1), v)]))
-        return before - float(v.numpy()[0])
-
+    moved = partial(descent, strategy, optimizer, v)
     assert moved() == 2.0
     monkeypatch.setattr(module, "FACTOR", 5.0)
     assert moved() == 5.0
@@ -433,24 +411,16 @@ def test_functions_of_an_optimizer_are_looked_into(strategy, monkeypatch):
     assert moved() == 15.0
 
 
-def test_a_global_named_as_an_attribute_is_another_thing(strategy, traced, monkeypatch):
-    """What a function does not look for by name may change at will."""
+def test_what_a_function_does_not_come_to_is_no_hindrance(strategy, traced, monkeypatch):
+    """A global named as an attribute, an object that has everything, names without a value until they are there."""
     monkeypatch.setattr(sys.modules[__name__], "shape", 1.0, raising=False)
     v, fn = variable(strategy, [1.0]), ps.update_function(lambda v: v * float(v.shape[0]))
     for value in (2.0, 3.0):
         assert update(strategy, v, fn) == [1.0]
         monkeypatch.setattr(sys.modules[__name__], "shape", value)
     assert len(traced) == 1
-
-
-def test_an_object_that_has_everything_is_no_hindrance(strategy):
-    """It says that it wraps something, which wraps something, and so on."""
     everything, v = mock.call, variable(strategy, [1.0])
     assert update(strategy, v, ps.update_function(lambda v: v + (0 if everything else 1))) == [1.0]
-
-
-def test_names_without_a_value_yet_are_no_hindrance(strategy):
-    """What a function does not come to may be there later; then it is seen."""
     v = variable(strategy, [1.0])
 
     @ps.update_function
@@ -480,7 +450,6 @@ def test_it_is_the_function_elsewhere():
 
 
 def test_memory_is_bounded(strategy, monkeypatch):
-    """Of kinds of calls, and of traces of one kind."""
     monkeypatch.setattr(update_function, "MAX_TRACES", 3)
     fn = ps.update_function(lambda v, n, word: v * int(n))
     v = variable(strategy, [1.0])
@@ -515,14 +484,11 @@ ARITHMETIC = {
     "int": lambda x, y: int(x),
 }
 STEP = st.tuples(
-    st.sampled_from(sorted(ARITHMETIC)),
-    st.integers(0, 20),
-    st.integers(0, 20) | NUMBER.map(lambda n: (n,)),
+    st.sampled_from(sorted(ARITHMETIC)), st.integers(0, 20), st.integers(0, 20) | NUMBER.map(lambda n: (n,))
 )
 
 
 def follow(steps, numbers):
-    """Computes with whatever it is given."""
     values = list(numbers)
 
     def at(place):
@@ -669,6 +635,6 @@ def test_tracing_once_is_cheap(strategy):
         shared = state.everywhere[0]
         begun = extended.update_non_slot(shared["iterations"].devices, begin, (own, shared, None))
         args = (own, total, None, begun, None, None, False, state.of(w).slots)
-        kept, anew = median(apply, args, 40), median(apply.__wrapped__, args, 7)
+        kept, anew = median(apply, args, 15), median(apply.__wrapped__, args, 3)
         strategy.backend.drop()
     assert kept < anew / 4

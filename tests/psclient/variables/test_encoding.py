@@ -67,7 +67,6 @@ def test_rows_are_what_the_reference_says(name, width, dtype):
 
 @pytest.mark.parametrize("name", CODECS)
 def test_no_rows_are_sent_as_none(name):
-    """And leave the residual as it is."""
     spec, residual = TensorSpec("float32", (4, 2)), np.ones((4, 2), "float32")
     none = np.empty(0, np.int64)
     ids, (data, finite) = encode_rows(CODECS[name].codec, none, np.empty((0, 2), "float32"), spec, residual)
@@ -137,18 +136,14 @@ def test_a_sum_with_a_residual_that_is_too_large_is_not_finite_once(name):
     assert np.isfinite(residual).all()
 
 
-def test_a_scale_that_is_too_small_is_zero():
-    """Denormal numbers wait until they have become something; nothing is divided by zero."""
+def test_small_numbers():
+    """Denormal ones wait until they have become something, as nothing is divided by 0; a zero is sent as positive."""
     spec, residual = TensorSpec("float32", (4,)), np.zeros(4, "float32")
     tiny = np.full(4, 1e-45, "float32")
     data, finite = encode(Codec("int8"), tiny, spec, residual)
     assert finite
     assert decoding.decode(Codec("int8"), data, spec).tolist() == [0.0] * 4
     assert residual.tolist() == tiny.tolist()
-
-
-def test_a_zero_that_is_sent_is_positive():
-    """So a sum of elements by their places has the bits of a sum of whole arrays."""
     spec, residual = TensorSpec("float16", (4,)), np.zeros(4, "float32")
     data, _ = encode(Codec("topk", 1.0), np.array([-0.0, 1, -1e-8, 0], "float16"), spec, residual)
     assert not np.signbit(decoding.decode(Codec("topk", 1.0), data, spec)).any()

@@ -1,7 +1,8 @@
-"""Rows of variables that are looked up: which, where each of them goes, the gradient, and what is refused."""
+"""Rows of variables that are looked up or changed by their places, and what is refused."""
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import psclient as ps
+from psclient._src.variables.scatter import SCATTERS, combine_rows
+from tests.kit.strategies import refused
 
 IDS = st.sampled_from(["int8", "int32", "int64", "uint16", "uint64"]).flatmap(
     lambda dtype: arrays.arrays(
@@ -39,7 +42,6 @@ def test_a_lookup_is_an_index(ids):
 
 @pytest.mark.parametrize("row", [(), (3,), (2, 3), (0,)])
 def test_rows_have_any_shape(row):
-    """Numbers, vectors, matrices, nothing."""
     v = table(4, *row)
     assert v.lookup([3, 1, 3]).values.shape == (2, *row)
     np.testing.assert_array_equal(v.sparse_read([3, 1, 3]), v.numpy()[[3, 1, 3]])
@@ -57,7 +59,7 @@ def test_no_ids_are_no_rows(ids, shape, size):
 
 
 def test_the_gradient_has_each_row_once():
-    """It is what the whole gradient of `values[inverse]` is, and the array that was given is in it, not a copy."""
+    """As the whole one of `values[inverse]` does, with the array given in it; rows stay as of the lookup."""
     v = table(5, 2)
     ids = np.array([[4, 1], [1, 0]])
     rows = v.lookup(ids)
@@ -72,6 +74,30 @@ def test_the_gradient_has_each_row_once():
     assert gradient.values is by_values
     assert gradient.rows().values is by_values
     assert gradient.indices.tolist() == [0, 1, 4]
+    v = table(3, 1)
+    rows = v.lookup([2])
+    v.assign_add(np.ones((3, 1)))
+    assert np.asarray(rows).tolist() == [[2.0]]
+    rows.values[:] = 9
+    assert v.numpy().ravel().tolist() == [1.0, 2.0, 3.0]
+
+
+NO_IDS = ([1.0], 2.0, [True], np.ones(2, bool), np.zeros(0, "float32"), ["a"], [None], [2**70])
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "said"),
+    [
+        *((ids, TypeError, "the ids of rows of variable 'emb' are integers, and not") for ids in NO_IDS),
+        ([[1], [1, 2]], TypeError, r"different lengths.*embedding_lookup_sparse"),
+        ([[0, 1], [-1, 9]], ValueError, "^variable 'emb': id -1 at place 2 is no row of 3$"),
+        ([0, 3], ValueError, "^variable 'emb': id 3 at place 1 is no row of 3$"),
+        (np.array([2**64 - 1], np.uint64), ValueError, "id 18446744073709551615 at place 0 is no row"),
+    ],
+)
+def test_what_are_no_ids_of_rows_is_refused(ids, error, said):
+    """A whole float is none, nor a bool, nor bags, which have no shape; the first id that is no row is named."""
+    refused(error, said, lambda: table(3, 1).lookup(ids))
 
 
 def test_a_gradient_of_another_shape_is_refused():
@@ -83,46 +109,11 @@ def test_a_gradient_of_another_shape_is_refused():
         rows.gradient(np.ones((3, 2)))
 
 
-def test_rows_are_as_of_the_lookup():
-    """What is assigned later changes them not, and a change of them changes no variable."""
-    v = table(3, 1)
-    rows = v.lookup([2])
-    v.assign_add(np.ones((3, 1)))
-    assert np.asarray(rows).tolist() == [[2.0]]
-    rows.values[:] = 9
-    assert v.numpy().ravel().tolist() == [1.0, 2.0, 3.0]
-
-
-@pytest.mark.parametrize("ids", [[1.0], 2.0, [True], np.ones(2, bool), np.zeros(0, "float32"), ["a"], [None], [2**70]])
-def test_ids_are_integers(ids):
-    """A float that is whole is none, and a bool is none."""
-    with pytest.raises(TypeError, match="the ids of rows of variable 'emb' are integers, and not"):
-        table(3, 1).lookup(ids)
-
-
-def test_bags_are_not_looked_up():
-    """Lists of different lengths have no shape."""
-    with pytest.raises(TypeError, match=r"different lengths.*embedding_lookup_sparse"):
-        table(3, 1).lookup([[1], [1, 2]])
-
-
-@pytest.mark.parametrize(("ids", "bad"), [([[0, 1], [-1, 9]], "-1 at place 2"), ([0, 3], "3 at place 1")])
-def test_the_first_id_that_is_no_row_is_named(ids, bad):
-    """With the variable, its size, and the flat place of the id."""
-    with pytest.raises(ValueError, match=f"^variable 'emb': id {bad} is no row of 3$"):
-        table(3, 1).lookup(ids)
-
-
-def test_an_unsigned_id_does_not_wrap():
-    """The message has the number that was given."""
-    with pytest.raises(ValueError, match="id 18446744073709551615 at place 0 is no row"):
-        table(3, 1).lookup(np.array([2**64 - 1], np.uint64))
-
-
 def test_a_number_has_no_rows():
-    """A variable without dimensions is refused."""
-    with pytest.raises(ValueError, match="variable 'emb' has no dimensions"):
-        ps.Variable(1.0, name="emb").lookup([0])
+    """A variable without dimensions is refused, to look rows up and to change them."""
+    refused(ValueError, "variable 'emb' has no dimensions", lambda: ps.Variable(1.0, name="emb").lookup([0]))
+    with pytest.raises(ValueError, match="scatter_add of variable 'emb', which has no dimensions"):
+        ps.Variable(1.0, name="emb").scatter_add(slices([1], [0]))
 
 
 def test_ids_that_were_named_may_change():
@@ -134,3 +125,120 @@ def test_ids_that_were_named_may_change():
     ids[:] = [5, 5, 6]
     assert v.lookup(ids).ids.tolist() == [5, 6]
     np.testing.assert_array_equal(v.sparse_read(ids), v.numpy()[ids])
+
+
+AT = {
+    "scatter_add": np.add.at,
+    "scatter_sub": np.subtract.at,
+    "scatter_mul": np.multiply.at,
+    "scatter_div": np.divide.at,
+    "scatter_min": np.minimum.at,
+    "scatter_max": np.maximum.at,
+}
+"""NumPy's functions that take one row after another."""
+START = np.arange(1, 9, dtype="float64").reshape(4, 2)
+
+
+def after(how, start, ids, rows):
+    expected = start.copy()
+    if how in AT:
+        AT[how](expected, ids, rows)
+    for id, row in () if how in AT else zip(ids, rows, strict=True):
+        expected[id] = row
+    return expected
+
+
+def test_each_method_is_in_the_table():
+    """And each row of the table is a method, with the arguments of TensorFlow."""
+    assert {*AT, "scatter_update"} == set(SCATTERS)
+    for how in SCATTERS:
+        arguments = getattr(ps.Variable, how).__code__.co_varnames[:4]
+        assert arguments == ("self", "sparse_delta", "use_locking", "name")
+
+
+@pytest.mark.parametrize("how", SCATTERS)
+@given(data=st.data())
+def test_a_scatter_takes_one_row_after_another(how, data):
+    """Where ids repeat, in any order; powers of 2 are divided and multiplied without rounding."""
+    ids = data.draw(st.lists(st.integers(0, 3), max_size=8))
+    element = st.sampled_from([0.5, 1.0, -2.0, 4.0])
+    rows = np.array(data.draw(st.lists(st.tuples(element, element), min_size=len(ids), max_size=len(ids))))
+    rows = rows.reshape(len(ids), 2)
+    v = ps.Variable(START, name="emb")
+    slices = ps.IndexedSlices(rows, np.array(ids, int))
+    before = v.numpy()
+    assert getattr(v, how)(slices) is v
+    np.testing.assert_array_equal(v.numpy(), after(how, START, ids, rows))
+    np.testing.assert_array_equal(before, START)  # who has read it keeps that
+    combined = combine_rows(how, v, slices, "here")
+    assert combined.indices.tolist() == sorted(set(ids))
+    assert combined.values.shape == (len(combined.indices), 2)
+
+
+@pytest.mark.parametrize("how", SCATTERS)
+def test_no_rows_change_nothing(how):
+    for size in (0, 3):
+        v = ps.Variable(np.ones((size, 2)), name="emb")
+        getattr(v, how)(ps.IndexedSlices(np.zeros((0, 2)), np.zeros(0, int), (size, 2)))
+        assert v.numpy().tolist() == [[1.0, 1.0]] * size
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.complex64, np.int8])
+def test_dtypes_are_cast_within_their_kind(dtype):
+    """As `assign_add` does; rows for one place are combined in the dtype of the result."""
+    v = ps.Variable(np.array([[100], [1]]), dtype=dtype, name="emb")
+    v.scatter_add(ps.IndexedSlices(np.array([[2], [1]], dtype), [1, 1]))
+    assert v.numpy().tolist() == [[100], [4]]
+    v.scatter_mul(ps.IndexedSlices(np.array([[2], [1]], dtype), [1, 1]))
+    assert v.numpy().tolist() == [[100], [8]]
+    assert v.dtype == dtype
+    v.scatter_update(ps.IndexedSlices(np.array([[7]], v.dtype), [0]))
+    assert v.numpy().tolist() == [[7], [8]]
+
+
+def test_rows_are_numbers_or_matrices():
+    """Of tables of any rank; summed in the variable's dtype, as a sum that int8 cannot hold."""
+    v = ps.Variable(np.zeros((2, 1), "int32"), name="emb")
+    v.scatter_add(ps.IndexedSlices(np.array([[100], [100]], "int8"), [1, 1]))
+    v.scatter_sub(ps.IndexedSlices(np.array([[100], [100], [1]], "int8"), [0, 0, 0]))
+    assert v.numpy().tolist() == [[-201], [200]]
+    v = ps.Variable(np.zeros(3), name="emb")
+    v.scatter_add(ps.IndexedSlices([1.0, 2.0], [2, 2]))
+    assert v.numpy().tolist() == [0, 0, 3]
+    v = ps.Variable(np.zeros((2, 2, 2)), name="emb")
+    v.scatter_max(ps.IndexedSlices(np.ones((1, 2, 2)), [1]))
+    assert v.numpy().tolist() == [[[0, 0], [0, 0]], [[1, 1], [1, 1]]]
+
+
+def slices(rows, ids, shape=None):
+    return ps.IndexedSlices(np.asarray(rows, "float64"), ids, shape)
+
+
+@pytest.mark.parametrize("how", SCATTERS)
+@pytest.mark.parametrize(
+    ("delta", "error", "words"),
+    [
+        (np.ones((4, 2)), TypeError, "takes ps.IndexedSlices, and not ndarray"),
+        (1.0, TypeError, "takes ps.IndexedSlices, and not float"),
+        (slices([[1]], [0]), ValueError, r"variable 'emb': each row has shape \(1,\), and must have \(2,\)"),
+        (slices([[1, 1]], [0], (5, 2)), ValueError, r"variable 'emb': dense_shape is \(5, 2\), and must be \(4, 2\)"),
+        (slices([[1, 1]] * 2, [0, 4]), ValueError, "variable 'emb': id 4 at place 1 is no row of 4"),
+        (slices([[1, 1]], [-1]), ValueError, "variable 'emb': id -1 at place 0 is no row of 4"),
+        (ps.IndexedSlices(np.ones((1, 2), complex), [0]), TypeError, "complex128, which cannot be assigned to float64"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(how, delta, error, words):
+    """With the name, and nothing is changed."""
+    v = ps.Variable(START, name="emb")
+    refused(error, words, lambda: getattr(v, how)(delta))
+    np.testing.assert_array_equal(v.numpy(), START)
+
+
+@pytest.mark.parametrize(
+    ("how", "dtype"), [("scatter_div", "int32"), ("scatter_add", "bool"), ("scatter_min", "complex64")]
+)
+def test_some_dtypes_have_no_such_scatter(how, dtype):
+    """Whole numbers have no quotient, bools no sum, complex ones no order."""
+    v = ps.Variable(np.ones((2, 1), dtype), name="emb")
+    with pytest.raises(TypeError, match=f"{how} is not for variables of {dtype}, and 'emb' is one"):
+        getattr(v, how)(ps.IndexedSlices(np.ones((1, 1), dtype), [0]))

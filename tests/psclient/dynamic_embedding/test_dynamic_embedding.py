@@ -1,4 +1,4 @@
-"""A reader without servers gives the rows that servers gave when they saved, and takes deltas upon them."""
+"""Dynamic tables: what their options mean, and a reader without servers, which has the rows that servers saved."""
 
 from __future__ import annotations
 
@@ -13,9 +13,91 @@ from pswire.checkpoint.compaction import compact
 from pswire.checkpoint.manifest import latest_text
 from pswire.model.first_values import FirstValues
 from pswire.model.hashing import combined, keys_of
-from pswire.model.tables import CounterFilter, GlobalStepEvict, Normal, TableSpec, Zeros
+from pswire.model.tables import CounterFilter, GlobalStepEvict, Normal, TableSpec, TimeToLive, Zeros
 from tests.kit.storage import write_checkpoint
+from tests.kit.strategies import refused
 from tests.kit.tables import NAME, Servers
+
+de = ps.dynamic_embedding
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("90s", 90), ("30m", 1800), ("12h", 43_200), ("7d", 604_800), (" 1.5 h ", 5400), ("2w", 1_209_600), (60, 60)],
+)
+def test_times_to_live(time, seconds):
+    assert de.TTL(time) == TimeToLive(seconds)
+
+
+REFUSED = [
+    *((lambda time: de.TTL(time), time, "") for time in ("", "7", "7 years", "-1d", -1, float("nan"))),
+    *((lambda kind: de.StorageOption(kind), kind, f"storage '{kind}' does not exist yet") for kind in ("ssd", "hbm")),
+    (lambda kind: de.StorageOption(kind, path="/nvme/t", dram="1GiB"), "dram_ssd", "storage 'dram_ssd' does not exist"),
+    (lambda kind: de.StorageOption(kind), "dram_ssd", "storage 'dram_ssd' does not exist yet"),
+    (lambda count: de.HashPartitioner(buckets=count), 512, ""),
+    *((lambda count: de.HashPartitioner(shards=count), count, "") for count in (0, 2000, True)),
+]
+
+
+@pytest.mark.parametrize(("make", "given", "said"), REFUSED)
+def test_options_that_cannot_be(make, given, said):
+    """No time is guessed; rows lie in memory; buckets are 1024 for good, and parts have at least one each."""
+    assert de.StorageOption() == de.StorageOption("dram")
+    refused(ValueError, said, lambda: make(given))
+
+
+@pytest.mark.parametrize("strategy", ["default", "mirrored"])
+def test_tables_live_on_parameter_servers(strategy):
+    scope = ps.get_strategy() if strategy == "default" else ps.MirroredStrategy(["cpu:0"])
+    with scope.scope(), pytest.raises(RuntimeError, match="ParameterServerStrategy"):
+        de.get_variable("users", dim=8)
+
+
+WRONG = {
+    "capacity too small": ({"capacity": 1000}, ValueError, "table 'users': a capacity of 1000 rows"),
+    "no limit for a policy": ({"eviction": de.LRU()}, ValueError, "table 'users': LRU evicts above a limit alone"),
+    "no size": ({"memory_limit": "4 Gigs"}, ValueError, "memory_limit of table 'users'"),
+    "no dimension": ({"dim": 0}, ValueError, "table 'users': a row of shape"),
+    "keys of floats": ({"key_dtype": "float32"}, ValueError, "table 'users': keys are int64 or uint64"),
+    "random integers": ({"value_dtype": "int32"}, ValueError, "table 'users': rows of int32"),
+    "refused": ({"refused": "nothing"}, ValueError, "table 'users': refused"),
+    "filter": ({"admission": de.CounterFilter(0)}, ValueError, "table 'users': k of a CounterFilter"),
+    "no filter": ({"admission": 3}, ValueError, "table 'users': admission is one of"),
+    "checkpoint": ({"checkpoint": False}, ValueError, "every table is in each checkpoint"),
+    "storage": ({"storage": 3}, TypeError, "give StorageOption"),
+    "storage that does not exist yet": ({"storage": "dram_ssd"}, ValueError, "storage 'dram_ssd' does not exist yet"),
+    "compression of rows": ({"compression": "int8"}, ValueError, "table 'users': compression of rows does not exist"),
+    "partitioner": ({"partitioner": len}, TypeError, "give HashPartitioner"),
+    "initializer": ({"initializer": np.zeros}, TypeError, "give one of ps.initializers"),
+    "a class": ({"initializer": ps.initializers.Zeros}, TypeError, "give one of ps.initializers"),
+    "name": ({"name": 3}, TypeError, "name is 3"),
+    "a name of nothing": ({"name": ""}, ValueError, "printable characters"),
+    "hash_seed": ({"hash_seed": -1}, ValueError, "table 'users': hash_seed"),
+    "shards": ({"shards": 0}, ValueError, "shards is 0"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_a_table_cannot_be(wrong):
+    """Each is an error that names the table, before anything is created."""
+    options, error, words = WRONG[wrong]
+    refused(error, words, lambda: de.get_variable(**{"name": "users", "dim": 8, **options}))
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "error"),
+    [
+        ("users", {}, TypeError),
+        ([], {}, ValueError),
+        (["a", "b", "a"], {}, ValueError),
+        (["a"], {"key_dtype": "uint64"}, TypeError),
+        (map(str, range(40_000)), {}, ValueError),
+    ],
+    ids=["a word", "none", "twice", "keys", "too many"],
+)
+def test_groups_that_cannot_be(names, options, error):
+    refused(error, r"names|group 'group'", lambda: de.group(names, dim=8, **options))
+
 
 SPEC = TableSpec((2,), admission=CounterFilter(2), eviction=GlobalStepEvict(6), initializer=Normal())
 
@@ -48,8 +130,7 @@ def test_it_has_what_servers_have(tmp_path, count):
     assert (reader.tables, [*reader], len(reader)) == ((NAME,), [NAME], 1)
     assert reader.path == str(tmp_path / "c-3")
     assert (reader[NAME].spec, reader[NAME].round) == (SPEC, 15)
-    with pytest.raises(KeyError, match="no table 'other'; it has users"):
-        reader["other"]
+    refused(KeyError, "no table 'other'; it has users", lambda: reader["other"])
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -91,8 +172,7 @@ def test_what_it_has_mapped_stays(tmp_path):
     reader = ps.dynamic_embedding.Reader(str(tmp_path))
     shutil.rmtree(tmp_path / "c-1")
     assert same(reader, job)
-    with pytest.raises(ps.errors.DamagedCheckpoint, match="c-1"):
-        reader.refresh()
+    refused(ps.errors.DamagedCheckpoint, "c-1", lambda: reader.refresh())
     assert same(reader, job)
 
 
@@ -147,28 +227,25 @@ def test_keys_of_all_kinds(tmp_path):
         assert table.lookup(3).tolist() == rows[1].tolist()
         assert table.lookup([]).shape == (0, 2)
         assert table.contains([3, 4]).tolist() == [True, False]
-    with pytest.raises(TypeError, match="integers, not float64"):
-        table.lookup(0.5)
+    refused(TypeError, "integers, not float64", lambda: table.lookup(0.5))
 
 
 def test_zeros_for_what_is_refused(tmp_path):
     """As a lookup on servers gives, where the table says so; other tables give the first value."""
-    for refused in ("zeros", "initial"):
-        spec = TableSpec((2,), admission=CounterFilter(3), refused=refused, initializer=Normal())
-        job = Servers.made(tmp_path / refused, spec)
+    for instead in ("zeros", "initial"):
+        spec = TableSpec((2,), admission=CounterFilter(3), refused=instead, initializer=Normal())
+        job = Servers.made(tmp_path / instead, spec)
         job.step(np.array([5]))
         job.save("c-1")
-        found = ps.dynamic_embedding.Reader(str(tmp_path / refused))[NAME].lookup([5])
+        found = ps.dynamic_embedding.Reader(str(tmp_path / instead))[NAME].lookup([5])
         assert found.tolist() == job.parts[0].lookup(np.array([5])).tolist()
-        assert (found == 0).all() == (refused == "zeros")
+        assert (found == 0).all() == (instead == "zeros")
 
 
 def test_what_it_cannot_read(tmp_path):
     """A place without checkpoints, a URL, and one without tables."""
-    with pytest.raises(ps.errors.NoCheckpoint):
-        ps.dynamic_embedding.Reader(str(tmp_path / "nothing"))
-    with pytest.raises(ps.errors.ConfigError, match="copy the checkpoint here"):
-        ps.dynamic_embedding.Reader("s3://bucket/run")
+    refused(ps.errors.NoCheckpoint, "", lambda: ps.dynamic_embedding.Reader(str(tmp_path / "nothing")))
+    refused(ps.errors.ConfigError, "copy the checkpoint here", lambda: ps.dynamic_embedding.Reader("s3://bucket/run"))
     write_checkpoint(tmp_path / "plain", {"w": np.zeros(2)})
     reader = ps.dynamic_embedding.Reader(str(tmp_path / "plain"))
     assert (reader.tables, reader.refresh()) == ((), False)
