@@ -13,14 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 import psclient as ps
 from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster, until
 from pstesting.script import ME, add, gate, say
 from tests.kit.internals import ABANDONED, SERVER_LOST, RemoteServer, Task, start_server
-from tests.kit.shell import children, listens, open_files, shell
+from tests.kit.shell import children, listens, open_files, shell, sockets_of
 
 
 def free_address():
@@ -153,7 +152,7 @@ def test_a_job_leaves_nothing_behind(tmp_path, chief):
     with ProcessCluster(work, tmp_path, (5,), gates=["looked"], ps=2, workers=2, chief=chief) as job:
         for task in job.runners:
             job.hear(task, "worked", True)
-        sockets = [path for task in (PS0, PS1) for path in _sockets(job.cluster.processes[task].pid)]
+        sockets = [path for task in (PS0, PS1) for path in sockets_of(job.cluster.processes[task].pid)]
         assert len(sockets) == 2
         assert all(path.is_socket() for path in sockets)
         job.open("looked")
@@ -161,12 +160,6 @@ def test_a_job_leaves_nothing_behind(tmp_path, chief):
         assert not any(listens(address) for address in job.cluster.addresses.values())
     assert children() == before
     assert not any(path.exists() for path in sockets)
-
-
-def _sockets(pid):
-    """The names in shared memory of the sockets that a process listens on; not those of other tests' servers."""
-    bound = {Path(each.laddr) for each in psutil.Process(pid).net_connections("unix") if each.laddr}
-    return [path.with_name(path.name.removeprefix(".")) for path in bound if path.parent == Path("/dev/shm")]
 
 
 def close_and_look(seconds):

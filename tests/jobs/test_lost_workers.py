@@ -2,32 +2,50 @@
 
 from __future__ import annotations
 
+import random
 import time
+from itertools import product
 
 import numpy as np
 import pytest
 
 import psclient as ps
 from pstesting import faults
-from pstesting.faults import Stall
-from pstesting.processes import CHIEF, MARGIN, PS0, PS1, QUICK, W0, W1, W2, ProcessCluster
-from pstesting.script import ME, add_all, gate, say
+from pstesting.faults import Faults
+from pstesting.processes import CHIEF, MARGIN, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster
+from pstesting.script import DIRECTORY, ME, add_all, gate, say
 from tests.kit.internals import Task
+from tests.kit.lanes import ON_ONE_LANE, mappings
+from tests.kit.shell import sockets_of
 
 W3 = Task("worker", 3)
 
 LEASE = QUICK.lease
 
 
-def endure(rounds, stops, leaves, elements=4, stall=None, whole=True):
-    """Each contribution is a power of 100, so that the sums' digits count contributions by worker.
+def endure(rounds, stops, leaves, elements=4, stall=None, whole=True, rates=None):
+    """Each contribution is a power of 1000, so that the sums' digits count contributions by worker.
 
-    Stops are (worker, round), each with a gate of its own; one worker leaves before a round.
+    Stops are (worker, round), each with a gate of its own; one worker leaves before a round, and one stalls in the
+    middle of its push to server 1 over gRPC, or on a lane.
     """
+    from tests.kit import lanes
+
+    def is_due():
+        return strategy is not None and strategy._session.waits[0] == stall[1]
+
+    def stop():
+        say("stalled")
+        gate("never")
+
     if stall and stall[0] == ME:
-        faults.use(
-            Stall(lambda: strategy._session.waits[0] == stall[1], lambda: (say("stalled"), gate("never"))), only=1
-        )
+        if stall[2] == "lane":
+            lanes.stall(is_due, stop)
+        else:
+            faults.use(faults.Stall(is_due, stop), only=1)
+    if rates is not None:
+        faults.use(Faults(ME, rates))
+    strategy = None
     strategy = ps.ParameterServerStrategy(consistency=ps.Sync(whole_rounds=whole))
     with strategy.scope():
         v = ps.Variable(np.zeros(elements), name="v")
@@ -36,7 +54,8 @@ def endure(rounds, stops, leaves, elements=4, stall=None, whole=True):
         if [ME, strategy.round] in stops:
             say("at", strategy.round)
             gate(f"{ME} at {strategy.round}")
-        mine = np.full(elements, 100.0**ME)
+        mine = np.full(elements, 1000.0**ME)
+        time.sleep(0 if rates is None else 0.01)  # a step that takes its time
         strategy.run(lambda mine=mine: add_all([(v, mine), (u, mine)]))
         found = v.numpy(), u.numpy()
         assert all((value == value[0]).all() for value in found)
@@ -46,7 +65,7 @@ def endure(rounds, stops, leaves, elements=4, stall=None, whole=True):
 
 def counts(*workers):
     """The sum of so many contributions of each worker."""
-    return sum(count * 100.0**worker for worker, count in enumerate(workers))
+    return sum(count * 1000.0**worker for worker, count in enumerate(workers))
 
 
 def after_the_lease(job, task, round, began):
@@ -88,7 +107,7 @@ def test_workers_are_lost_one_after_another(tmp_path):
 def test_a_worker_killed_in_the_middle_of_a_push(tmp_path, whole):
     """A contribution counts if it is whole on all servers; without whole rounds each server counts what it has."""
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK, "gates": ["never"]}
-    with ProcessCluster(endure, tmp_path, (4, [], [], 560_000, [1, 2], whole), **keys) as job:
+    with ProcessCluster(endure, tmp_path, (4, [], [], 560_000, [1, 2, "grpc"], whole), **keys) as job:
         job.hear(W1, "stalled")
         # The other server has both contributions.
         with job.server(PS0) as server:
@@ -108,14 +127,44 @@ def test_a_worker_killed_in_the_middle_of_a_push(tmp_path, whole):
         assert job.exited(W0) == 0
 
 
+@ON_ONE_LANE
+def test_a_worker_killed_in_the_middle_of_a_push_on_a_lane(tmp_path, name):
+    """No half contribution is ever visible, the others go on within the lease, and its memory is gone."""
+    keys = {"ps": 1, "workers": 3, "chief": "driver", "timeouts": QUICK, "gates": ["never", "0 at 7"], "lane": name}
+    with ProcessCluster(endure, tmp_path, (8, [[0, 7]], [], 400_000, [1, 5, "lane"]), **keys) as job:
+        job.hear(W1, "stalled")
+        server = job.cluster.processes[PS0].pid
+        (path,) = sockets_of(server)
+        assert path.is_socket()
+        mapped = mappings(server)
+        assert mapped == (4 if name == "shm" else 0)
+        job.kill(W1)
+        began = time.monotonic()
+        after_the_lease(job, W0, 5, began)
+        job.hear(W0, "at", 7)
+        if name == "shm":
+            job.until(lambda: mappings(server) == mapped - 1)
+        job.open("0 at 7")
+        for task in (W0, W2):
+            first, second = job.hear(task, "sums")
+            assert first in (counts(8, 5, 8), counts(8, 6, 8))
+            assert second == counts(8, 5, 8)
+            assert f"round 5 of server 0 is complete without {W1}" in job.errors(task)
+            assert job.exited(task) == 0
+    assert not path.exists()
+
+
 def learn(rows, batch, stops):
-    """Adds up all rows of a dataset, each once; says which rows it took for which round.
+    """Adds up all rows of a dataset, each once; says which rows it took for which round. Saves after two rounds.
 
     Stops are (worker, round, gate); at the gate "never" it has taken its rows.
     """
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         v = ps.Variable(np.zeros(3), name="v")
+    checkpoint = ps.train.Checkpoint(v=v)
+    if (DIRECTORY / "checkpoints").exists():
+        say("restored", checkpoint.restore("run").restored)
     dataset = ps.ArrayDataset((np.arange(rows), np.arange(3.0 * rows).reshape(rows, 3))).shuffle(3).batch(batch)
     gates = {(round, name == "never"): name for who, round, name in stops if who == ME}
     say("open", float(v.read_value()[0]))
@@ -128,6 +177,8 @@ def learn(rows, batch, stops):
                 gate(gates[strategy.round, took])
         strategy.run(lambda values=values: add_all([(v, values.sum(axis=0))]))
         say("value", [strategy.round - 1, v.numpy()])
+        if strategy.round == 2:
+            checkpoint.save("run/ckpt", ps.train.CheckpointOptions(enable_async=False))
     say("sums", v.numpy())
 
 
@@ -144,7 +195,8 @@ def test_workers_die_and_come_back(tmp_path, chief):
     """First one of them, then all: training goes on from the live variables and the data's position.
 
     A worker that comes back joins at a round boundary with the current values, at the group's place in the data. Every
-    row counts once, but for those of the rounds that say that they were completed without it.
+    row counts once, but for those of the rounds that say that they were completed without it. It calls `restore` like
+    the others did, which restores nothing: the variables are newer.
     """
     stops = [[1, 3, "never"], [0, 6, "one"], [0, 10, "all"], [1, 10, "all"]]
     keys = {"workers": 2, "chief": chief, "timeouts": QUICK, "gates": ["never", "one", "all"]}
@@ -182,6 +234,8 @@ def test_workers_die_and_come_back(tmp_path, chief):
         assert job.said(W1, "value")[-1][0] == max(seen)
         for task in (*job.runners, PS0):
             assert job.exited(task) == 0
+        restored = [job.said(task, "restored") for task in (W0, W1)]
+        assert restored == ([[False], [False] * 2] if chief == "driver" else [[], [False]])
 
 
 def test_worker_0_as_chief_dies_and_comes_back(tmp_path):
@@ -205,7 +259,7 @@ def test_worker_0_as_chief_dies_and_comes_back(tmp_path):
 
 
 def push_both(rounds, stop, stays):
-    """Adds to a variable of each kind on two servers; digits of a sum count contributions by worker.
+    """Adds to a variable of each kind on two servers, in a pass over a dataset; digits count contributions by worker.
 
     Worker 1 stands before one of its steps, and worker 0 before some of its, until the other one is back.
     """
@@ -215,12 +269,13 @@ def push_both(rounds, stop, stays):
         t = ps.Variable(np.zeros(4), name="t", consistency=ps.Async())
         u = ps.Variable(np.zeros(4), name="u", consistency=ps.Async())
     mine = np.full(4, 1000.0**ME)
-    while strategy.round < rounds:
+    for rows in strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(4 * rounds)).batch(4)):
         if ME == 1 and strategy.round == stop:
             say("at", strategy.round)
             gate("go")
         if ME == 0 and strategy.round in stays:
             gate(f"on{strategy.round}")
+        say("took", rows)
         strategy.run(lambda: add_all([(t, mine), (w, mine), (u, mine)]))
         say("sent")
         strategy.run(lambda: [t.read_value(), u.read_value()])
@@ -237,7 +292,8 @@ def test_a_worker_that_makes_rounds_of_its_own_dies_and_comes_back(tmp_path, aft
     """Once before its step, and once amid one, which then counts once or not at all: on each server, and whole.
 
     Its answered contributions count. The other does not wait for what it adds alone; in the rounds of all it waits
-    until the lease ends. Started again, it is taken in where the other comes to the same section, and adds on.
+    until the lease ends. Started again, it is taken in before a batch, with the others' numbers of rounds, and with
+    numbers of its own for the rest; nobody takes a row that another one has taken.
     """
     stays = [6, 26]  # who comes is taken in a window of rounds later
     keys = {"ps": 2, "workers": 2, "chief": "driver", "timeouts": QUICK}
@@ -275,4 +331,74 @@ def test_a_worker_that_makes_rounds_of_its_own_dies_and_comes_back(tmp_path, aft
             assert others == [value] * 3
             assert value % 1000 == len(job.said(W0, "own"))
             assert answered <= value // 1000 <= answered + 1
+        taken = [row for task in (W0, W1) for rows in job.said(task, "took") for row in rows]
+        assert len(set(taken)) == len(taken)
         job.finish()
+
+
+# ---- At random ----
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(100))
+def test_all_die_and_come_back(tmp_path, seed):
+    """Workers, the chief, and servers, one at a time, die at random moments, again and again, and are started again.
+
+    Each contribution that was answered is in the sums, and of the others at most one for each death.
+    """
+    choices = random.Random(seed)
+    servers = [Task("ps", index) for index in range(3)]
+    deaths = dict.fromkeys((W0, W1, W2, CHIEF, *servers), 0)
+    rates = {"drop": 0.02, "twice": 0.02, "lose": 0.02} if seed % 2 else {}
+    keys = {"ps": 3, "workers": 3, "chief": "driver", "timeouts": QUICK, "replication": 1}
+    with ProcessCluster(
+        endure, tmp_path, (900, [], [], 50_000, None, True, rates), **keys
+    ) as job:  # so many that all are there in the end
+        job.hear(W0, "did", 0)
+        away = None
+        until = time.monotonic() + 10 * SECONDS
+        while max(round for task in (W0, W1, W2) for round in job.said(task, "did") or [0]) < 420:
+            assert time.monotonic() < until, job.errors(CHIEF)
+            _check_clients(job)
+            if away is not None and _are_back(job, servers, deaths):
+                away = None
+            for server in servers:  # one that stood still for a lease was lost, and has ended by itself
+                if job.cluster.processes[server].poll() is not None:
+                    assert away in (None, server), f"{server} was lost beside {away}: this machine is too slow"
+                    deaths[server] += away is None
+                    away = server
+                    job.start(server)
+            task = choices.choice([task for task in deaths if task.job != "ps" or away is None])
+            away = task if task.job == "ps" else away
+            job.kill(task)
+            deaths[task] += 1
+            time.sleep(choices.random() * 0.5)
+            job.start(task)
+            time.sleep(choices.random() * 2.5)
+        while not all(job.said(task, "sums") for task in (W0, W1, W2)):
+            assert time.monotonic() < until, job.errors(CHIEF)
+            _check_clients(job)
+            time.sleep(0.1)
+        (sums,) = {tuple(job.said(task, "sums")[-1]) for task in (W0, W1, W2)}
+        for total, task in product(sums, (W0, W1, W2)):  # of contributions without an answer one for each death
+            times, did = int(total) // 1000**task.index % 1000, len(job.said(task, "did"))
+            assert did <= times <= did + deaths[task], (task, times, did, deaths)
+        for task in (W0, W1, W2, CHIEF):
+            assert job.exited(task) == 0
+
+
+def _check_clients(job):
+    """None of those that are not servers ends by itself before its part is done."""
+    for task in (W0, W1, W2, CHIEF):
+        assert job.cluster.processes[task].poll() in (None, 0), job.errors(task)[-4000:]
+
+
+def _are_back(job, servers, deaths):
+    """Whether the job goes on with all its servers, each of which knows it."""
+    killed = sum(deaths[server] for server in servers)
+    for server in servers:
+        with job.server(server) as asked:
+            status = asked.status()
+            if status.gone or len(status.losses) != killed or status.catching_up:
+                return False
+    return True
