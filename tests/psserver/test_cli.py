@@ -18,12 +18,14 @@ import psclient
 from psserver.config import server_config
 from pstesting import forks
 from pswire.checkpoint.manifest import MANIFEST
-from pswire.limits import Timeouts
 from pswire.telemetry import logging_setup
 
 SECONDS = 30
 WORKER = '{"cluster": {"ps": ["127.0.0.1:0"], "worker": ["h:1"]}, "task": {"type": "worker", "index": 0}}'
 SECOND = '{"cluster": {"ps": ["h:1", "127.0.0.1:0"], "worker": ["h:1"]}, "task": {"type": "ps", "index": 1}}'
+
+
+JOIN = ["--join", "127.0.0.1:1", "--port", "1"]
 
 
 @contextmanager
@@ -68,53 +70,41 @@ def test_a_signal_is_a_clean_end(number):
     assert "Traceback" not in err
 
 
-def test_each_line_is_json_if_the_log_is():
-    """Those on stdout as well: where it listens, where its metrics are, and how it ends."""
+def refused(*flags: str, stdin=subprocess.PIPE, **environ: str) -> str:
+    """What a server says that does not start: one line on stderr, with exit code 2 and no traceback."""
+    words = [sys.executable, "-m", "psserver", *flags]
+    done = forks.run(words, stdin=stdin, capture_output=True, text=True, timeout=SECONDS, env=environ)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("psserver: error: ")
+    return done.stderr
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_it_does_not_outlive_who_holds_its_lifeline(reads):
+    """The end of stdin is a clean end, also when nobody reads its output. Each line is JSON if the log is, those on
+    stdout as well: where it listens, where its metrics are, and how it ends."""
     with psserver("--log-format", "json", "--metrics-port", "0", "--lifeline") as process:
         lines = [first_line(process), first_line(process)]
-        out, err = process.communicate(timeout=SECONDS)
-    said = [logging_setup.read(line) for line in (*lines, *out.splitlines(), *err.splitlines())]
-    assert all(said), (lines, out, err)
-    told = [each["message"] for each in said[:3]]
-    assert "listening on" in told[0]
-    assert "serves metrics at" in told[1]
-    assert "ended; it held" in told[2]
-
-
-def test_it_does_not_outlive_who_holds_its_lifeline():
-    """The end of stdin is a clean end."""
-    with psserver("--lifeline") as process:
-        assert "listening" in first_line(process)
-        out, _ = process.communicate(timeout=SECONDS)
+        if reads:
+            out, err = process.communicate(timeout=SECONDS)
+            said = [logging_setup.read(line) for line in (*lines, *out.splitlines(), *err.splitlines())]
+            assert all(said), (lines, out, err)
+            for each, told in zip(said, ("listening on", "serves metrics at", "ended; it held"), strict=False):
+                assert told in each["message"]
+        else:
+            process.stdout.close()
+            process.stdin.close()
+            process.wait(SECONDS)
     assert process.returncode == 0
-    assert "ended" in out
 
 
 def test_without_a_lifeline_stdin_does_not_matter():
-    """A server in the background, whose stdin is closed, goes on."""
-    with psserver() as process:
-        assert "listening" in first_line(process)
-        assert process.stdin
+    """A server in the background, whose stdin is closed, goes on. A ps task of TF_CONFIG needs no flags."""
+    with psserver(TF_CONFIG=SECOND) as process:
+        assert first_line(process).startswith("psserver /job:ps/task:1 listening on 127.0.0.1:")
         process.stdin.close()
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.5)
-
-
-def test_it_ends_when_nobody_reads_its_output():
-    """A reader that is gone does not make a clean end a failure."""
-    with psserver("--lifeline") as process:
-        assert "listening" in first_line(process)
-        assert process.stdout
-        assert process.stdin
-        process.stdout.close()
-        process.stdin.close()
-        assert process.wait(SECONDS) == 0
-
-
-def test_tf_config_names_the_task_and_its_port():
-    """A ps task needs no flags."""
-    with psserver(TF_CONFIG=SECOND) as process:
-        assert first_line(process).startswith("psserver /job:ps/task:1 listening on 127.0.0.1:")
 
 
 @pytest.mark.parametrize(
@@ -128,6 +118,13 @@ def test_tf_config_names_the_task_and_its_port():
         (["--checkpoint-root", __file__], {}, "test_cli.py is a file; name a directory"),
         (["--checkpoint-root", "nonsense://x"], {}, "nonsense://x cannot be opened: Protocol not known"),
         (["--snapshot-limit", "some"], {}, "--snapshot-limit"),
+        (["--join", "127.0.0.1:1"], {}, "--join needs --port: others have to know where this server will listen"),
+        (["--join", "here", "--port", "1"], {}, "--join: 'here' is no address; write host:port"),
+        ([*JOIN, "--task", "0"], {}, "--join waits for the place of any server; leave --task out"),
+        (JOIN, {"TF_CONFIG": SECOND}, "TF_CONFIG says /job:ps/task:1; unset it"),
+        ([*JOIN, "--host", "0.0.0.0"], {}, "give --advertise HOST:PORT"),
+        ([*JOIN, "--advertise", "here"], {}, "--advertise: 'here' is no address"),
+        (["--advertise", "h:1"], {}, "--advertise belongs to --join"),
         *(  # integration/test_bad_input types these, too
             pytest.param(*case, marks=pytest.mark.soak)
             for case in (
@@ -142,37 +139,8 @@ def test_tf_config_names_the_task_and_its_port():
     ],
 )
 def test_bad_input_is_one_line(flags, environ, said):
-    """What is wrong is said in one line on stderr, with exit code 2 and no traceback."""
-    with psserver(*flags, **environ) as process:
-        out, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == 2
-    assert out == ""
-    assert err.startswith("psserver: error: ")
-    assert err.count("\n") == 1
-    assert said in err
-
-
-JOIN = ["--join", "127.0.0.1:1", "--port", "1"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "environ", "said"),
-    [
-        (["--join", "127.0.0.1:1"], {}, "--join needs --port: others have to know where this server will listen"),
-        (["--join", "here", "--port", "1"], {}, "--join: 'here' is no address; write host:port"),
-        ([*JOIN, "--task", "0"], {}, "--join waits for the place of any server; leave --task out"),
-        (JOIN, {"TF_CONFIG": SECOND}, "TF_CONFIG says /job:ps/task:1; unset it"),
-        ([*JOIN, "--host", "0.0.0.0"], {}, "give --advertise HOST:PORT"),
-        ([*JOIN, "--advertise", "here"], {}, "--advertise: 'here' is no address"),
-        (["--advertise", "h:1"], {}, "--advertise belongs to --join"),
-    ],
-)
-def test_who_joins_says_where_it_is(flags, environ, said):
-    """One line on stderr, exit code 2, before it asks anybody."""
-    with psserver(*flags, **environ) as process:
-        out, err = process.communicate(timeout=SECONDS)
-    assert (process.returncode, out, err.count("\n")) == (2, "", 1)
-    assert said in err
+    """What is wrong is said in one line; who joins says where it is, before it asks anybody."""
+    assert said in refused(*flags, **environ)
 
 
 def test_who_joins_waits_for_the_servers_and_ends_at_a_signal():
@@ -195,7 +163,8 @@ def test_who_joins_waits_for_the_servers_and_ends_at_a_signal():
 
 
 def test_who_joins_does_not_outlive_who_holds_its_lifeline(tmp_path):
-    """While it waits for a place; a file as stdin, which never ends, is refused."""
+    """While it waits for a place. A file as stdin never ends, so that nobody could tell the server to: it is refused,
+    of who joins and of who serves."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     flags = "--join", "127.0.0.1:1", "--port", port, "--lifeline"
@@ -204,29 +173,13 @@ def test_who_joins_does_not_outlive_who_holds_its_lifeline(tmp_path):
         out, _ = process.communicate(timeout=SECONDS)
     assert (process.returncode, out) == (0, "psserver ended; it had no place\n")
     with (tmp_path / "x").open("w+b") as file:
-        words = [sys.executable, "-m", "psserver", *flags]
-        done = forks.run(words, stdin=file, capture_output=True, text=True, timeout=SECONDS)
-    assert (done.returncode, "needs a pipe" in done.stderr) == (2, True)
+        assert all("needs a pipe" in refused(*each, stdin=file) for each in (flags, ["--lifeline"]))
 
 
 def test_a_port_in_use_is_one_line():
-    """Two servers never share a port."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with psserver("--port", str(port)) as process:
-            _, err = process.communicate(timeout=SECONDS)
-    assert process.returncode == 2
-    assert err.count("\n") == 1
-    assert str(port) in err
-
-
-def test_a_lifeline_that_cannot_break_is_refused(tmp_path):
-    """A file as stdin never ends, so that nobody could tell the server to."""
-    flags = [sys.executable, "-m", "psserver", "--lifeline"]
-    with (tmp_path / "x").open("w+b") as file:
-        done = forks.run(flags, stdin=file, capture_output=True, text=True, timeout=SECONDS)
-    assert done.returncode == 2
-    assert "needs a pipe" in done.stderr
+        port = str(taken.getsockname()[1])
+        assert port in refused("--port", port)
 
 
 @pytest.mark.parametrize(
@@ -270,11 +223,6 @@ def test_the_commands_say_their_version():
 
 
 def test_flags_win():
-    """A flag is stronger than TF_CONFIG."""
-    config = server_config(task=0, host="127.0.0.2", port=9, environ={"TF_CONFIG": SECOND})
-    assert (config.task.index, config.host, config.port) == (0, "127.0.0.2", 9)
-
-
-def test_timeouts_come_from_the_environment():
-    """PS_TIMEOUT_LEASE is read as the clients read it."""
-    assert Timeouts.from_environ({"PS_TIMEOUT_LEASE": "3"}).lease == 3.0
+    """A flag is stronger than TF_CONFIG; timeouts come from the environment, as the clients read them."""
+    config = server_config(task=0, host="127.0.0.2", port=9, environ={"TF_CONFIG": SECOND, "PS_TIMEOUT_LEASE": "3"})
+    assert (config.task.index, config.host, config.port, config.timeouts.lease) == (0, "127.0.0.2", 9, 3.0)

@@ -42,27 +42,20 @@ def page(job: Job) -> Page:
 
 
 def test_names_follow_the_conventions(job):
-    """Every metric has a sentence and a unit, counters are totals, and Prometheus's own parser reads the page."""
+    """Every metric has a sentence and a unit, counters are totals, and Prometheus's own parser reads the page. Names,
+    kinds and labels do not change without the document: dashboards and alarms are made of them, and none stays empty
+    that is made of its queries."""
     found = page(job)
     assert not mistakes(found.ours)
     assert {family.name for family in found.ours} == {row.name for row in ROWS}
-
-
-def test_the_document_has_the_metrics_of_the_code(job):
-    """Names, kinds and labels do not change without it: dashboards and alarms are made of them."""
     said = {name: row for name, row in documented().items() if "_server_" in name}
     code = {row.name + "_total" * (row.kind == "counter"): (row.kind, row.labels) for row in ROWS}
     assert said == {name: row for name, row in code.items() if "_server_" in name}
-
-
-def test_the_document_s_queries_ask_for_what_there_is():
-    """No dashboard that is made of them stays empty."""
     assert queried() <= documented().keys()
     assert len(queried()) > 10
 
 
 def test_rounds_are_counted_by_how_they_ended(job):
-    """Those that were completed, and those that failed."""
     one, two = job.join(A, B)
     plan = job.approve(reduce_only(NUMBER), one)
     for _ in range(3):
@@ -77,13 +70,16 @@ def test_rounds_are_counted_by_how_they_ended(job):
 
 
 def test_a_round_s_time_is_told_by_phase(job):
-    """It waits from the first contribution to the last; what the array work takes is no waiting."""
+    """It waits from the first contribution to the last; what the array work takes is no waiting. Bytes of contributions
+    that are here and were not used are in flight; none once the round is over."""
     one, two = job.join(A, B)
-    plan = job.approve(reduce_only(NUMBER), one)
-    first = one.push(plan, [1])
+    plan = job.approve(reduce_only(TensorSpec("float32", (256,))), one)
+    first = one.push(plan, [np.ones(256)])
+    assert page(job)("server_in_flight_bytes") == 1024
     job.servers.clock.now += 3.0
-    together(first, two.push(plan, [2]))
+    together(first, two.push(plan, [np.ones(256)]))
     found = page(job)
+    assert found("server_in_flight_bytes") == 0
     for phase, seconds in (("waiting", 3.0), ("applying", 0.0), ("answering", 0.0)):
         assert found("server_round_phase_seconds_sum", phase=phase) == seconds
         assert found("server_round_phase_seconds_count", phase=phase) == 1
@@ -106,38 +102,16 @@ def test_who_is_lost_is_counted_and_what_was_done_without(job):
     assert found("server_chief_silent_seconds") == 0
 
 
-def test_what_waits_is_in_flight(job):
-    """Bytes of contributions that are here and were not used; none once the round is over."""
-    one, two = job.join(A, B)
-    plan = job.approve(reduce_only(TensorSpec("float32", (256,))), one)
-    answer = one.push(plan, [np.ones(256)])
-    assert page(job)("server_in_flight_bytes") == 1024
-    together(answer, two.push(plan, [np.ones(256)]))
-    assert page(job)("server_in_flight_bytes") == 0
-
-
-def test_variables_and_their_memory_are_told(job):
-    """Those that live here."""
+def test_kernels_are_counted_and_timed(job):
+    """How many were compiled, for how long, and for how long they ran; small programs have none, and are counted as
+    well. So are variables that live here, and their memory."""
     (one,) = job.join(A)
-    job.variable(one, np.zeros(1000, "float32"))
-    found = page(job)
-    assert (found("server_variables"), found("server_variable_bytes")) == (1, 4000)
-    assert found("server_memory_limit_bytes") == 0
-
-
-def test_programs_without_kernels_are_counted(job):
-    """Small ones are interpreted."""
-    (one,) = job.join(A)
-    plan = job.approve(sum_into(job.variable(one, np.zeros(4, "float32"))), one)
-    together(one.push(plan, [np.ones(4)]))
+    small = job.approve(sum_into(job.variable(one, np.zeros(4, "float32"))), one)
+    together(one.push(small, [np.ones(4)]))
+    one.round += 1
     found = page(job)
     assert found("server_programs_interpreted_total") == 1
     assert found("server_kernels_compiled_total", outcome="compiled") == 0
-
-
-def test_kernels_are_counted_and_timed(job):
-    """How many were compiled, for how long, and for how long they ran."""
-    (one,) = job.join(A)
     variable = job.variable(one, np.zeros(1 << 16, "float32"))
     plan = job.approve(sum_into(variable, returned=False), one)
     compiler = compiler_of(job.servers.cores[0])
@@ -150,6 +124,8 @@ def test_kernels_are_counted_and_timed(job):
     assert found("server_kernels_compiled_total", outcome="compiled") == 1
     assert found("server_kernel_compile_seconds_total") > 0
     assert found("server_kernel_seconds_total") > 0
+    assert (found("server_variables"), found("server_variable_bytes")) == (2, 16 + (4 << 16))
+    assert found("server_memory_limit_bytes") == 0
     np.testing.assert_array_equal(job.value(one, variable), np.full(1 << 16, 4.0))
 
 
@@ -219,9 +195,13 @@ def served(job: Job, port: int = 0):
 
 
 def test_metrics_are_served_over_http(job):
-    """At a port that is picked; with those of the process, and which version runs here."""
+    """At a port that is picked; with those of the process, and which version runs here. Of a port in use it is said
+    which flag chooses another."""
     with served(job) as url:
         found = Page.at(url)
+        port = int(url.rpartition(":")[2].partition("/")[0])
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} .*in use.*--metrics-port"), served(job, port):
+            pass
     assert found.families["process_resident_memory_bytes"].samples[0].value > 0
     (build,) = found.families["paramserver_build_info"].samples
     assert build.labels["task"] == "/job:ps/task:0"
@@ -265,11 +245,3 @@ def test_who_asks_for_nothing_is_not_waited_for(job, monkeypatch, capfd):
             rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         Page.at(url)
     assert capfd.readouterr().err == ""
-
-
-def test_a_port_in_use_is_said(job):
-    """And which flag chooses another."""
-    with served(job) as url:
-        port = int(url.rpartition(":")[2].partition("/")[0])
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} .*in use.*--metrics-port"), served(job, port):
-            pass

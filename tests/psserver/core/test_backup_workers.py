@@ -118,9 +118,11 @@ def test_half_a_late_contribution_is_let_go_of(three):
     assert three.values == [2]
 
 
-def test_a_round_waits_for_who_has_not_begun(tmp_path):
-    """At the start of a job, and where one comes later: until it has made its first round."""
-    three = Three(tmp_path, begin=False)
+@pytest.mark.parametrize(("backup", "begin"), [(1, False), (0, True)], ids=["of who has not begun", "without any"])
+def test_a_round_waits_for_who_has_not_begun(tmp_path, backup, begin):
+    """At the start of a job, and where one comes later: until it has made its first round; and without backup workers
+    for all of its members, whatever has come."""
+    three = Three(tmp_path, backup=backup, begin=begin)
     (first,), _ = three.push(three.a), three.push(three.b)
     assert not first.done()
     three.push(three.c)
@@ -185,40 +187,18 @@ def test_other_rounds_wait_for_all(three, kind):
 
 
 def test_a_late_member_with_another_section_has_diverged(three):
-    """The error has both sections."""
     three.push(three.a)
     three.push(three.b)
     with pytest.raises(Diverged, match=r"in round 1 .*worker/task:0.*worker/task:2"):
         three.push(three.c, plan=three.job.approve(reduce_only(NUMBER), three.a), values=[np.asarray(1)])
 
 
-def test_who_is_no_member_gets_no_answer(three):
-    """Of a round that was made without it, though another was late in it."""
-    three.push(three.a)
-    three.push(three.b)
-    stranger = Contribution(99, three.a.epoch, 1, three.plan.id, (1.0,))
-    with pytest.raises(Fenced):
-        three.cores[0].push(stranger, Payload.pack([ONE]))
-
-
-def test_without_backup_workers_a_round_waits(tmp_path):
-    """For all of its members, whatever has come."""
-    three = Three(tmp_path, backup=0)
-    (first,), _ = three.push(three.a), three.push(three.b)
-    assert not first.done()
-    assert three.cores[0].machine.rounds.strands[None].records.keys() == {0}
-
-
 def test_processes_of_a_job_have_one_number_of_backup_workers(three):
-    """Another one is refused, with both."""
     words = r"task:3 runs with ps.Sync\(backup_workers=2\), and .*task:0 with ps.Sync\(backup_workers=1\); give every"
     with pytest.raises(ConfigError, match=words):
         three.job.open(WORKERS[3], mode="whole", backup_workers=2)
     with pytest.raises(ConfigError, match=r"runs with ps.Sync\(\), and"):
         three.job.open(WORKERS[3], mode="whole")
-
-
-# ---- Two servers ----
 
 
 def test_servers_leave_the_same_ones_out(two_servers):

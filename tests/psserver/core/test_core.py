@@ -1,8 +1,10 @@
-"""What the contract cannot see of a core: array work that is late, leases of its own clock, the order of answers."""
+"""A server as a state machine, and its core: array work that is late, leases of its own clock, the order of answers."""
 
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import Future
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +14,22 @@ import pytest
 
 from psserver.cli import summary
 from psserver.config import ServerConfig
-from psserver.core.core import Core
+from psserver.core.machine import Machine
+from psserver.core.waiting import Asked
+from psserver.devices import Device
+from psserver.effects import Await, Fail, Know, Peer, Reply, Run, Work
+from psserver.plans.prepared import PreparedPlan
+from psserver.programs.kernels.kernels import Kernels
 from pstesting.clock import Clock
-from pswire.api import Contribution
+from pswire.api import Contribution, PullReply, RoundReply
 from pswire.cluster import Task
-from pswire.errors import Fenced, InvalidRequest, MemoryLimit, PSError, ServerLost
-from pswire.model.log import Approved, Done
-from pswire.model.plan import Turn, VariableSpec
+from pswire.errors import Fenced, InvalidRequest, MemoryLimit, PSError, ServerGone, ServerLost, Unreachable
+from pswire.model.log import Approved, Done, Epoch, EpochClosed, Gone, JobStarted, Member, Return, Start
+from pswire.model.plan import Plan, SnapshotOrder, Turn, VariableSpec
+from pswire.model.status import Pace
 from pswire.model.tensor import TensorSpec
+from pswire.servers import votes as said_by_servers
+from pswire.servers.votes import Vote
 from pswire.transport.payload import Payload
 from tests.kit.rig import (
     CHIEF,
@@ -30,6 +40,7 @@ from tests.kit.rig import (
     checkpoint,
     core,
     given,
+    payload,
     reduce_only,
     sum_into,
     together,
@@ -74,7 +85,6 @@ def test_a_token_cannot_be_guessed():
 
 
 def test_one_round_runs_at_a_time(job, late):
-    """And its answers come when its work is done."""
     one, two = job.join(A, B)
     plan = job.approve(reduce_only(NUMBER), one)
     futures = [one.push(plan, [1]), two.push(plan, [2])]
@@ -87,12 +97,13 @@ def test_one_round_runs_at_a_time(job, late):
 
 
 def test_work_of_an_old_job_is_thrown_away(job, late):
-    """A round that was under way when another job began changes nothing in it."""
+    """A round, or a restore, that was under way when another job began changes nothing in it."""
     (one,) = job.join(A)
     variable = job.variable(one, np.array(1))
     plan = job.approve(sum_into(variable), one)
     waiting = one.push(plan, [100])
     assert len(late.queue) == 1
+    restoring = job.verbs[0].restore(one.session, "nowhere", Turn())
     job.begin()
     with pytest.raises(ServerLost, match="anew"):
         waiting.result(SOON)
@@ -101,6 +112,8 @@ def test_work_of_an_old_job_is_thrown_away(job, late):
     job.approve(sum_into(fresh), again)
     waiting = again.push(sum_into(fresh), [1])
     late.run()
+    with pytest.raises(PSError):
+        restoring.result(SOON)
     assert int(given(waiting.result(SOON), plan)[0]) == 1
     reading = job.verbs[0].pull(again.session, [fresh.id], 0)
     late.run()
@@ -132,19 +145,9 @@ def test_values_on_a_gpu_are_fetched_by_array_work(job, late, monkeypatch):
     assert [int(value) for value in given(answer.result(SOON), plan, 0, variables)] == [3, 4, 5]
 
 
-def test_a_restore_of_an_old_job_is_thrown_away(job, late):
-    """It does not reach the new job's variables."""
-    (one,) = job.join(A)
-    job.variable(one, np.array(1))
-    waiting = job.verbs[0].restore(one.session, "nowhere", Turn())
-    job.begin()
-    late.run()
-    with pytest.raises(PSError):
-        waiting.result(SOON)
-
-
 def test_a_plan_that_one_server_cannot_run_is_refused_there(tmp_path):
-    """Servers may have different limits: the chief goes on, and whoever pushes is told why, by the server."""
+    """Servers may have different limits: whoever pushes, or creates a variable, is told why, by the server; the chief
+    goes on, and so does the log, everywhere."""
     clock = Clock()
     cores = [core(0, 0, 0, tmp_path, clock), core(1, 0, 10_000, tmp_path, clock)]
     job = Job(Servers(list(cores), cores, clock, tmp_path, False))
@@ -156,15 +159,7 @@ def test_a_plan_that_one_server_cannot_run_is_refused_there(tmp_path):
     small = job.approve(reduce_only(NUMBER, server=1), one)
     one.round = 1
     assert int(given(one.push(small, [4], server=1).result(SOON), small, 1)[0]) == 4
-
-
-def test_a_variable_that_one_server_cannot_hold_does_not_end_the_chief(tmp_path):
-    """Its creator is told; the log goes on everywhere."""
-    clock = Clock()
-    cores = [core(0, 0, 0, tmp_path, clock), core(1, 0, 100, tmp_path, clock)]
-    job = Job(Servers(list(cores), cores, clock, tmp_path, False))
-    (one,) = job.join(A)
-    spec = VariableSpec("large", TensorSpec("float64", (100,)))
+    spec = VariableSpec("large", TensorSpec("float64", (2000,)))
     job.verbs[0].create(one.session, 0, -1, spec, (1,), None)
     job.append(Approved(reduce_only(NUMBER)))
     with pytest.raises(MemoryLimit) as told:
@@ -174,7 +169,8 @@ def test_a_variable_that_one_server_cannot_hold_does_not_end_the_chief(tmp_path)
 
 
 def test_leases_end_by_ticks_alone(job):
-    """A clock that nobody looks at ends nothing; one that was not looked at for long forgives."""
+    """A clock that nobody looks at ends nothing; one that was not looked at for long forgives. The other servers have
+    no leases: they learn by an epoch who has ended."""
     one, other = job.join(A, B)
     job.servers.clock.now += 9_999.0
     job.verbs[0].beat(job.opened.session, -1, b"")
@@ -183,6 +179,10 @@ def test_leases_end_by_ticks_alone(job):
     job.servers.spend(11, job.opened.session, other.session)
     with pytest.raises(Fenced, match="lease"):
         job.verbs[0].beat(one.session, -1, b"")
+    job.verbs[1].beat(one.session, -1, b"")
+    job.close([])
+    with pytest.raises(Fenced, match="epoch"):
+        job.verbs[1].beat(one.session, -1, b"")
 
 
 @pytest.mark.parametrize("server", [0, 1])
@@ -201,65 +201,42 @@ def test_signs_of_life_are_counted(job, server):
     assert [after - before for before, after in pairwise(counted)] == [1, 1, 0]
 
 
-def test_only_server_0_ends_sessions(job):
-    """The others have no leases; they learn of it by an epoch."""
-    one, other = job.join(A, B)
-    job.servers.spend(30, job.opened.session, other.session)
-    job.verbs[1].beat(one.session, -1, b"")
-    job.close([])
-    with pytest.raises(Fenced, match="epoch"):
-        job.verbs[1].beat(one.session, -1, b"")
-
-
 def test_an_answer_may_ask_again(job, late):
-    """Futures are answered without the lock: what is called by one may call the server."""
+    """Futures are answered without the lock, those that are refused under the lock as well: what is called by one may
+    call the server."""
     one, two = job.join(A, B)
-    plan = reduce_only(NUMBER)
-    job.verbs[0].propose(one.session, plan, "", None)
+    plan, wrong = reduce_only(NUMBER), reduce_only(TensorSpec("int64", (2,)))
+    for each in (plan, wrong):
+        job.verbs[0].propose(one.session, each, "", None)
     asked = []
     one.push(plan, [1]).add_done_callback(lambda _: asked.append(job.verbs[0].status().round))
     two.push(plan, [1])
     job.append(Approved(plan))
     late.run()
     assert asked == [0]
-
-
-def test_a_refusal_may_ask_again(job):
-    """Those that are given under the lock as well."""
-    (one,) = job.join(A)
-    plan = reduce_only(TensorSpec("int64", (2,)))
-    job.verbs[0].propose(one.session, plan, "", None)
-    asked = []
-    said = Contribution(one.session, 1, 0, plan.id, (1.0,))
+    said = Contribution(one.session, one.epoch, 1, wrong.id, (1.0,))
     refused = job.verbs[0].push(said, Payload.pack([np.zeros(1)]))
     refused.add_done_callback(lambda _: asked.append(job.verbs[0].status().log))
-    job.append(Approved(plan))
+    job.append(Approved(wrong))
     assert isinstance(refused.exception(SOON), InvalidRequest)
-    assert asked
+    assert len(asked) == 2
 
 
 def test_a_server_says_what_it_holds(job):
-    """On one line."""
     (one,) = job.join(A)
     job.variable(one, np.zeros(1 << 17))
     assert summary(job.verbs[0].status()) == "1 variables, 1 MiB of them here, after no round on cpu"
 
 
 def test_the_end_comes_once(job):
-    """However often it is said."""
-    job.append(Done())
-    for _ in range(2):
-        job.verbs[0].leave(job.opened.session, "")
-        job.servers.tick()
-    assert [one.done.done() for one in job.servers.cores] == [True, True]
-
-
-def test_who_comes_too_late_undoes_no_end(job):
-    """One that was let in a moment before creates a variable a moment after."""
+    """However often it is said; one that was let in a moment before, and creates a variable a moment after, undoes no
+    end."""
     (one,) = job.join(A)
     job.append(Done())
     job.variable(one, np.zeros(3))
-    job.verbs[0].leave(job.opened.session, "")
+    for _ in range(2):
+        job.verbs[0].leave(job.opened.session, "")
+        job.servers.tick()
     assert job.verbs[0].status().over
     assert [one.done.done() for one in job.servers.cores] == [True, True]
 
@@ -281,17 +258,6 @@ def test_closing_answers_everyone(job, late):
             future.result(SOON)
 
 
-def test_a_device_that_is_not_there_is_refused():
-    """At the start, and not in the first round."""
-    with pytest.raises(PSError):
-        Core(ServerConfig(Task("ps", 0), device="gpu:4096"), 1, Clock(), Late())
-
-
-def test_a_task_is_its_number(job):
-    """For messages."""
-    assert [one.task for one in job.servers.cores] == [Task("ps", 0), Task("ps", 1)]
-
-
 def test_pushes_want_each_variable_once(job):
     """A message that asks twice is refused before it counts."""
     (one,) = job.join(A)
@@ -300,3 +266,233 @@ def test_pushes_want_each_variable_once(job):
     with pytest.raises(InvalidRequest, match="twice"):
         one.push(plan, [1], want=(0, 0)).result(SOON)
     assert job.verbs[0].status().waiting == ()
+
+
+VALUE = TensorSpec("float32", (2,))
+
+
+class Told:
+    """A machine of server 0, a job of two members, a variable, and a plan that adds to it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.kernels = Kernels(Device.parse("cpu"), 1)
+        self.machine = Machine(ServerConfig(Task("ps", 0)), 100, self.kernels, lambda: self.now)
+        opened = self.tell("open", Member(CHIEF, 0, 0, "sync"), 1, True, "", 0, 7)[0]
+        self.chief, self.token = opened.session, opened.token
+        self.append(JobStarted(self.token, (100,)))
+        self.a, self.b = (
+            self.tell("open", Member(task, 0, 1, "sync"), 0, False, "", 0, 0)[0].session for task in (A, B)
+        )
+        self.close(Member(A, self.a, 1), Member(B, self.b, 1))
+        (self.variable, job), _ = self.tell("create", self.a, 0, -1, VariableSpec("v", VALUE), (0,))
+        self.tell("initialize", self.variable, job, np.zeros(2, "float32"), False)
+        self.plan = self.approve(sum_into(self.variable, returned=False))
+
+    def tell(self, name, *args):
+        """Lets a stimulus in; returns its answer, and what is to be done."""
+        answer, effects = getattr(self.machine, name)(self.now, *args)
+        return answer, [*effects, *self.machine.progress(self.now)]
+
+    def append(self, *entries):
+        prepared = {e.plan.id: PreparedPlan(e.plan, 0) for e in entries if isinstance(e, Approved)}
+        return self.tell("approve", self.token, len(self.machine.log.entries), entries, prepared)[1]
+
+    def close(self, *members):
+        number = self.machine.rounds.epoch.number + 1 if self.machine.rounds.epoch else 1
+        return self.append(EpochClosed(Epoch(number, members, start=Start(number, 0))))
+
+    def approve(self, plan):
+        self.append(Approved(plan))
+        return plan
+
+    def push(self, session, plan=None, round=0, came=None, epoch=1, want=()):
+        """A member pushes ones, of which as many bytes have come; returns its future, and what is to be done."""
+        plan, future = plan or self.plan, Future()
+        sent = payload(plan, 0, [np.ones(2)] * len(plan.reductions), (1.0,) * len(plan.reductions), ())
+        if came is not None:
+            sent = Payload((), sent.size)
+        said = Contribution(session, epoch, round, plan.id, (1.0,) * len(plan.reductions), want=want)
+        return future, self.tell("push", said, sent, None, future)[1]
+
+    def made(self, work):
+        """The thread for arrays does its work; returns what is to be done then."""
+        return self.tell("worked", work, work.call(*work.args), None)[1]
+
+
+@pytest.fixture
+def told():
+    found = Told()
+    yield found
+    found.kernels.close()
+
+
+def begin(told, incarnation):
+    """Begins a job of three servers whose variables have copies; the first one is this, or one that was lost."""
+    entry = JobStarted(told.token + 1, (incarnation, 201, 301), "", ("a:1", "b:2", "c:3"), (1, 2, 0))
+    told.tell("approve", told.token, 0, [entry], {})
+
+
+def back(server, incarnation, round):
+    epoch = Epoch(1, (Member(A, 1, 1),), "step", returns=Return(server, incarnation, 1, True, round))
+    return EpochClosed(epoch)
+
+
+def test_who_is_back_waits_for_those_who_do_not_know_yet(told):
+    """It has read in the log that it is: the others read the same a little later, and must not send it away."""
+    begin(told, 100)
+    told.append(Gone(2, "was lost"))
+    with pytest.raises(Unreachable, match="does not know yet"):
+        told.tell("introduce", 2, 302)
+    with pytest.raises(ServerGone, match="without it"):
+        told.tell("introduce", 2, 301)
+    told.append(back(2, 302, 5))
+    told.tell("introduce", 2, 302)
+    with pytest.raises(ServerGone, match="another process"):
+        told.tell("introduce", 2, 301)
+
+
+def test_who_is_back_makes_no_round_of_before(told):
+    """Others tell it of rounds that were under way when a third one was lost; all of them are over."""
+    begin(told, 99)
+    told.append(Gone(0, "was lost"), Gone(2, "was lost"))
+    plan = reduce_only(VALUE)
+    vote = Vote(told.machine.rounds.votes.job, 3, plan.id, 1, 0, frozenset({1}), None, 2)
+    told.append(Approved(plan), EpochClosed(Epoch(1, (Member(A, 1, 1),), start=Start(1, 0))))
+    told.tell("testify", 1, said_by_servers.Testimony(vote.job, 2, (vote,), 0))
+    assert [open.round for open in told.machine.rounds.waiting()] == [3]
+    told.append(back(0, 100, 5))
+    assert not told.machine.rounds.waiting()
+    assert told.machine.rounds.last == 4
+
+
+def kinds(effects):
+    return [type(effect) for effect in effects]
+
+
+def test_a_round_waits_for_all_its_members(told):
+    """The first of two changes nothing yet; the second has the round run, and its end answers both, in order."""
+    first, effects = told.push(told.a)
+    assert effects == []
+    second, (step,) = told.push(told.b)
+    assert (step.queue, step.follows, step.future) == ("arrays", False, None)
+    run, *replies, counted = told.made(step)
+    assert (kinds([run, counted]), counted.args) == ([Run, Run], (told.now, None))
+    answer = RoundReply(0, told.machine.rounds.epoch, False, (), replies[0].value.payload, ())
+    assert replies == [Reply(first, answer), Reply(second, answer)]
+    assert told.machine.store.value(0).tolist() == [2, 2]
+
+
+def test_a_push_that_is_on_its_way_is_looked_at_again(told):
+    """One of a stranger is answered with the reason, and nothing else is done."""
+    _, (wait,) = told.push(told.a, came=0)
+    assert isinstance(wait, Await)
+    assert wait.offset == wait.payload.size > 0
+    session = told.tell("open", Member(WORKERS[2], 0, 1, "sync"), 0, False, "", 0, 0)[0].session
+    future, (fail,) = told.push(session)
+    assert fail == Fail(future, fail.error)
+    assert isinstance(fail.error, Fenced)
+
+
+def test_members_that_differ_are_all_told(told):
+    """The round fails for each that waits in it, and every session ends."""
+    other = told.approve(sum_into(told.variable))
+    first, _ = told.push(told.a)
+    second, effects = told.push(told.b, other)
+    assert [effect.future for effect in effects[:2]] == [first, second]
+    assert {type(effect.error).__name__ for effect in effects[:2]} == {"Diverged"}
+    assert told.tell("beat", told.a, -1, b"")[0] is not None
+
+
+def test_who_reads_what_a_round_assigns_waits_for_its_end(told):
+    """What it reads is then brought to the host by the thread for arrays."""
+    told.push(told.a)
+    _, (step,) = told.push(told.b)
+    future: Future[PullReply] = Future()
+    assert told.tell("pull", told.a, Asked((0,), -1), future)[1] == []
+    (read,) = [effect for effect in told.made(step) if isinstance(effect, Work)]
+    assert (read.queue, read.future, read.then) == ("arrays", future, None)
+    assert read.call(*read.args).round == 0
+
+
+def test_a_checkpoint_is_written_before_its_members_are_told(told):
+    """The order of effects is the order in which they are carried out: the shard's work is queued first."""
+    plan = told.approve(Plan(snapshot=SnapshotOrder("run/ckpt-1", (0,), 1)))
+    told.push(told.a, plan)
+    _, (step,) = told.push(told.b, plan)
+    effects = told.made(step)
+    assert kinds(effects) == [Run, Work, Reply, Reply, Run]
+    assert (effects[1].queue, effects[1].asks is None) == ("files", False)
+
+
+def test_a_new_job_fails_all_that_waits(told):
+    pushed, _ = told.push(told.a)
+    read: Future[PullReply] = Future()
+    told.tell("pull", told.b, Asked((0,), 5), read)
+    _, failed = told.tell("approve", told.token, 0, [JobStarted(9, (100,))], {})
+    *failed, know = failed
+    assert know == Know((Peer("", 100),))
+    assert [(effect.future, type(effect.error)) for effect in failed] == [(pushed, ServerLost), (read, ServerLost)]
+
+
+def test_a_beat_without_a_pace_renews_the_lease_and_changes_nothing_else(told, monkeypatch):
+    """It may come behind a newer one. Until a session has said what it does, one is refused."""
+    clocks = []
+    monkeypatch.setattr(told.machine.rounds.clocks, "tell", lambda *said: clocks.append(said))
+    with pytest.raises(InvalidRequest, match="has not said here what it does"):
+        told.tell("beat", told.a, -1, b"", None)
+    told.tell("beat", told.a, 5, told.plan.id, Pace(steps=3), 7)
+    before = replace(told.machine.members._sessions[told.a])
+    told.now += 1.0
+    assert told.tell("beat", told.a, -1, b"", None)[0] == (None, False)
+    after = told.machine.members._sessions[told.a]
+    assert (after.seen, replace(after, seen=before.seen)) == (told.now, before)
+    assert clocks == [(told.a, 7)]
+
+
+def test_a_lease_that_ends_is_news(told):
+    watch = Future()
+    version = told.machine.members.version
+    assert told.tell("watch", told.a, len(told.machine.log.entries), version, watch)[1] == []
+    effects = []
+    while told.now <= told.machine.members.lease:
+        assert effects == []
+        told.now += 1.0
+        for session in (1, told.a):
+            told.tell("beat", session, -1, b"")
+        effects = told.tell("tick")[1]
+    (news,) = effects
+    assert isinstance(news, Reply)
+    assert news.future is watch
+    assert [state.state for state in news.value.sessions] == ["open", "lost"]
+
+
+def test_the_end_of_a_job_is_told_once_the_chief_has_left(told):
+    assert Reply(told.machine.done, None) not in told.append(Done())
+    for session in (told.a, told.b, told.chief):
+        *_, last = [[], *told.tell("leave", session, "")[1]]
+    assert last == Reply(told.machine.done, None)
+
+
+def test_work_that_fails_ends_its_round_for_all(told):
+    """With the error that the work had; nothing of it is applied, and later rounds run."""
+    first, _ = told.push(told.a)
+    second, (step,) = told.push(told.b)
+    _, effects = told.tell("worked", step, None, InvalidRequest("no"))
+    fails = [effect for effect in effects if isinstance(effect, Fail)]
+    assert [(fail.future, type(fail.error), fail.error.message) for fail in fails] == [
+        (first, InvalidRequest, "no"),
+        (second, InvalidRequest, "no"),
+    ]
+    assert told.machine.store.value(0).tolist() == [0, 0]
+    told.push(told.a, round=1)
+    assert kinds(told.push(told.b, round=1)[1]) == [Work]
+
+
+def test_what_is_refused_changes_nothing(told):
+    before = told.machine.status(told.now)
+    with pytest.raises(PSError):
+        told.tell("create", 99, 1, -1, VariableSpec("w", VALUE), (0,))
+    with pytest.raises(PSError):
+        told.tell("approve", 12345, 0, [], {})
+    assert told.machine.status(told.now) == before

@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 
 from psserver.programs.kernels.compiler import PATIENCE
-from pswire.api import Contribution
-from pswire.errors import Fenced, MemoryLimit, ProgramError, PushAgain
+from pswire.api import Contribution, RowRead, TableRead
+from pswire.errors import Fenced, MemoryLimit, NonfiniteError, ProgramError, PushAgain
 from pswire.limits import PART_BYTES
 from pswire.model.changes import Change
+from pswire.model.hashing import BUCKETS, buckets_of, hashes_of
 from pswire.model.log import Approved, Epoch, EpochClosed, Start
 from pswire.model.plan import Apply, Plan, Reduction, Ref, SnapshotOrder
 from pswire.model.program import Input, Node, Program
+from pswire.model.tables import MIN_CAPACITY, Constant, CounterFilter, TableSpec
 from pswire.model.tensor import TensorSpec
 from pswire.transport.payload import Payload
-from tests.kit.contributions import Sending, Voters
+from tests.kit.contributions import Sending, Voters, by_keys, create_part, keyed, part_of
 from tests.kit.rig import SOON, WORKERS, Job, compiler_of, given, serving, sum_into
 
 A, B = WORKERS[:2]
@@ -161,9 +163,13 @@ def record_of(one):
 
 
 def test_votes_that_are_lost_are_said_again(two):
-    """Once the servers are connected anew; votes that come twice, or late, change nothing."""
+    """Once the servers are connected anew; votes that come twice, or late, change nothing, nor do those of another job:
+    a server that has not heard of its end may still vote in it."""
     futures = [*two.push(two.a, 0, 1), *two.push(two.b, 0, 1)]
     lost = list(two.votes)
+    for sender, receiver, vote in lost:
+        two.cores[receiver].hear(sender, replace(vote, job=vote.job + 1))
+    assert two.lasts == [-1, -1]
     two.votes.clear()
     for one, other in ((0, 1), (1, 0)):
         two.cores[one].meet(other)
@@ -187,24 +193,6 @@ def test_a_vote_is_kept_until_its_peers_have_closed_the_round(two):
     assert all(len(one.machine.rounds.votes._heard) <= 2 for one in two.cores)
 
 
-def test_votes_of_another_job_count_nothing(two):
-    """A server that has not heard of the end of a job may still vote in it."""
-    two.push(two.a, 0, 1)
-    two.push(two.b, 0, 1)
-    (sender, receiver, vote), *_ = two.votes
-    two.cores[receiver].hear(sender, replace(vote, job=vote.job + 1))
-    assert two.lasts == [-1, -1]
-
-
-def test_a_round_of_one_server_asks_nobody(two):
-    """It is answered at once."""
-    plan = two.job.approve(sum_into(two.variables[0], returned=False), two.a)
-    first, second = (worker.push(plan, [ONE]) for worker in (two.a, two.b))
-    assert first.done()
-    assert second.done()
-    assert two.votes == []
-
-
 def test_a_snapshot_has_whole_rounds_only(two):
     """The round that orders it is decided before anything is frozen."""
     plan = two.job.approve(Plan(snapshot=SnapshotOrder("run/ckpt-1", (0, 1), 0)), two.a)
@@ -216,15 +204,19 @@ def test_a_snapshot_has_whole_rounds_only(two):
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_others_do_not_vote(tmp_path, mode):
-    """Rounds that need not be whole cost no word."""
+    """Rounds that need not be whole cost no word; nor do those of one server, which are answered at once."""
     two = Two(tmp_path)
+    plan = two.job.approve(sum_into(two.variables[0], returned=False), two.a)
+    futures = [worker.push(plan, [ONE]) for worker in (two.a, two.b)]
+    assert all(future.done() for future in futures)
+    assert (two.votes, two.values) == ([], [2, 0])
     two.job.close([])
     a, b = two.job.join(A, B, mode=mode)
-    a.round = b.round = 0
+    a.round = b.round = 1
     for worker in (a, b):
         [worker.push(two.plan, [ONE, ONE], server=n) for n in (0, 1)]
     assert two.votes == []
-    assert two.values == [2, 2]
+    assert two.values == [4, 2]
 
 
 # ---- Rounds that stream ----
@@ -365,3 +357,137 @@ def test_an_own_round_is_not_taken_for_one_that_streams(tmp_path):
         assert [int(each) for each in given(own.result(0), plan)] == [10]
         assert (begun, [len(sending.begun) for sending in shared]) == ([], [1, 1])
         assert int(job.value(two[0], large, 0).sum()) == 2 * large.spec.tensor.shape[0]
+
+
+SPEC = TableSpec((2,), initializer=Constant(0.0))
+CUTS = range(512), range(512, BUCKETS)
+
+
+class Tables(Two):
+    """Two servers with a part of a table each.
+
+    Attributes:
+        tables: the parts.
+        plan: adds rows to both.
+    """
+
+    def __init__(self, root, spec=SPEC, **more):
+        super().__init__(root)
+        self.spec = spec
+        self.tables = [
+            create_part(self.job, self.a, part_of(2 + n, spec, n, CUTS[n], name=f"users/part_{n}")) for n in (0, 1)
+        ]
+        self.plan = self.job.approve(by_keys(*self.tables, **more), self.a)
+
+    def push(self, worker, *servers, keys=(), value=1.0, lookups=(), **said):
+        """A member contributes rows for its keys on some servers; returns the futures."""
+        futures = []
+        owners = buckets_of(hashes_of(np.array(keys, np.int64), self.spec.salt)) // 512
+        for n in servers:
+            mine = [key for key, owner in zip(keys, owners, strict=True) if owner == n]
+            counts = tuple(len(mine) * (place == n) for place in (0, 1))
+            asked = (RowRead.of(self.tables[n].id, np.array(lookups, np.int64)),) if lookups else ()
+            header = Contribution(
+                worker.session, worker.epoch, worker.round, self.plan.id, (1.0, 1.0), rows=counts, lookups=asked
+            )
+            payload = Payload.pack(keyed(mine, value))
+            futures.append(self.job.verbs[n].push(replace(header, **said), payload))
+        return futures
+
+    def next(self):
+        for worker in (self.a, self.b):
+            worker.round += 1
+
+    @property
+    def sizes(self):
+        """The rows of each part, as they are without a round under way."""
+        asked = [[TableRead(self.tables[n].id, "size")] for n in (0, 1)]
+        found = [self.job.verbs[n].pull(0, [], -1, [], asked[n]) for n in (0, 1)]
+        return [reply.result(SOON).rows[0] if reply.done() else "not decided" for reply in found]
+
+    def rows(self, *keys):
+        owners = buckets_of(hashes_of(np.array(keys, np.int64), self.spec.salt)) // 512
+        found = []
+        for key, n in zip(keys, owners.tolist(), strict=True):
+            read = RowRead.of(self.tables[n].id, np.array([key], np.int64))
+            reply = self.job.verbs[n].pull(0, [], -1, [read]).result(SOON)
+            found.append(float(reply.payload.tensors([TensorSpec("float32", (1, 2))])[0][0, 0]))
+        return found
+
+
+KEYS = list(range(20))
+
+
+@pytest.fixture
+def tabled(tmp_path):
+    return Tables(tmp_path)
+
+
+def test_rows_are_visible_once_all_have_voted(tabled):
+    """Neither their number nor a row before; a reader waits for the verdict."""
+    futures = [*tabled.push(tabled.a, 0, 1, keys=KEYS), *tabled.push(tabled.b, 0, 1, keys=KEYS)]
+    assert tabled.sizes == ["not decided"] * 2
+    tabled.hear()
+    assert all(future.result(SOON).left_out == () for future in futures)
+    assert sum(tabled.sizes) == 20
+    assert tabled.rows(*KEYS) == [2.0] * 20
+
+
+def test_who_is_left_out_has_made_no_rows(tabled):
+    """Its keys are as if they had never come, on the server that had run with them as well."""
+    tabled.push(tabled.a, 0, 1, keys=KEYS[:10])
+    (late,) = tabled.push(tabled.b, 0, keys=KEYS)
+    tabled.lose(tabled.b)
+    tabled.hear()
+    assert errors(late) == [Fenced]
+    tabled.hear()
+    assert sum(tabled.sizes) == 10
+    assert tabled.rows(*KEYS) == [1.0] * 10 + [0.0] * 10
+
+
+def test_a_table_that_refuses_changes_none(tmp_path):
+    """A part that has no room fails the round on both servers; the next one goes on."""
+    tabled = Tables(tmp_path, replace(SPEC, capacity=MIN_CAPACITY))
+    mine = [key for key in range(40_000) if buckets_of(hashes_of(np.array([key]), SPEC.salt))[0] < 512][:9000]
+    futures = [*tabled.push(tabled.a, 0, 1, keys=mine), *tabled.push(tabled.b, 0, 1, keys=[-1, -2, -3])]
+    tabled.hear()
+    assert errors(*futures) == [MemoryLimit] * 4
+    assert tabled.sizes == [0, 0]
+    tabled.next()
+    futures = [*tabled.push(tabled.a, 0, 1, keys=KEYS), *tabled.push(tabled.b, 0, 1)]
+    tabled.hear()
+    assert errors(*futures) == [type(None)] * 4
+    assert sum(tabled.sizes) == 20
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_a_round_that_is_not_applied(tmp_path, nonfinite):
+    """It makes no rows, and counts no keys; rows that are looked up are those before."""
+    tabled = Tables(tmp_path, replace(SPEC, admission=CounterFilter(2)), nonfinite=nonfinite)
+    futures = [
+        *tabled.push(tabled.a, 0, 1, keys=KEYS, value=np.nan, nonfinite=(0, 1)),
+        *tabled.push(tabled.b, 0, 1, keys=KEYS),
+    ]
+    tabled.hear()
+    assert errors(*futures) == [NonfiniteError if nonfinite == "raise" else type(None)] * 4
+    assert tabled.sizes == [0, 0]
+    tabled.next()
+    futures = [*tabled.push(tabled.a, 0, 1, keys=KEYS[:5]), *tabled.push(tabled.b, 0, 1)]
+    tabled.hear()
+    assert tabled.sizes == [0, 0]
+
+
+def test_rows_that_are_looked_up_are_those_of_the_verdict(tabled):
+    """They come with the answer, after the round that was decided."""
+    mine = [key for key in KEYS if buckets_of(hashes_of(np.array([key]), SPEC.salt))[0] < 512]
+    first, _ = tabled.push(tabled.a, 0, 1, keys=KEYS, lookups=())
+    other, _ = tabled.push(tabled.b, 0, 1, keys=KEYS)
+    tabled.hear()
+    tabled.next()
+    asked, _ = tabled.push(tabled.a, 0, keys=KEYS, lookups=mine) + tabled.push(tabled.a, 1, keys=KEYS)
+    tabled.push(tabled.b, 0, 1, keys=KEYS)
+    tabled.hear()
+    (rows,) = asked.result(SOON).payload.tensors([TensorSpec("float32", (len(mine), 2))])
+    assert set(rows.ravel().tolist()) == {4.0}
+    assert first.done()
+    assert other.done()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Barrier
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +16,7 @@ from psserver.effects import Fail, Reply, Work, attempt, settle
 from psserver.state.clocks import Clocks
 from pswire.api import UNTIL_ENDED, UNTIL_GONE
 from pswire.cluster import Task
-from pswire.errors import Fenced, InvalidRequest
+from pswire.errors import Fenced, InvalidRequest, ServerLost
 from pswire.model.log import Epoch, Member
 
 ONE, TWO = 1, 2
@@ -124,7 +126,6 @@ def test_calls_of_one_session_are_bounded(table, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_whose_caller_has_gone_away_waits_no_more(table, kind):
-    """Nothing is kept of it, and nothing is read for it."""
     table.add(kind).cancel()
     table.members.version += 1
     table.progress()
@@ -132,7 +133,6 @@ def test_whose_caller_has_gone_away_waits_no_more(table, kind):
 
 
 def test_all_are_given_up_together(table):
-    """Of those who wait for news those who are meant."""
     futures = [table.add(kind, session) for kind in KINDS for session in (ONE, TWO)]
     assert set(table.waiters.drop(lambda session: session == TWO)) == {futures[1], *futures[3:]}
     assert table.waiting() == (1, 1, 0, 0)
@@ -168,7 +168,6 @@ def test_who_waits_for_the_end_hears_no_news(table):
 
 
 def test_a_variable_that_is_written_is_not_read(table):
-    """Others are."""
     table.rounds.last = 0
     futures = [Future(), Future()]
     for id, future in enumerate(futures):
@@ -222,8 +221,8 @@ def test_who_is_ahead_is_looked_at_when_the_last_moves(table):
     assert len(table.waiters.answers(0.0, looked.append, 0)) == 48
 
 
-def test_who_is_ahead_and_has_ended_is_told_why(table):
-    """Nobody else moves."""
+def test_who_is_ahead_is_given_up_with_all(table):
+    """When a job begins anew; one whose session has ended is told why, though nobody else moves."""
     bounded(table, 2)
     table.rounds.clocks.over(ONE, 1, False)
     future = table.add(Owed, ONE, 1)
@@ -232,12 +231,30 @@ def test_who_is_ahead_and_has_ended_is_told_why(table):
     table.progress()
     assert future.exception(0) is table.ended[ONE]
     assert not table.waiters.rows[Ahead]
-
-
-def test_who_is_ahead_is_given_up_with_all(table):
-    """When a job begins anew."""
-    bounded(table, 2)
-    table.rounds.clocks.over(ONE, 1, False)
     future = table.add(Owed, ONE, 1)
     assert table.waiters.drop(lambda session: True) == [future]
     assert not table.waiters.rows[Ahead]
+
+
+def test_answers_of_two_threads_do_not_disturb_each_other() -> None:
+    """A server that ends fails what its threads are about to answer: who answers first is heard, and neither of them is
+    told of the other; a caller that has gone away is not answered."""
+    futures, gone = [Future[int]() for _ in range(2000)], Future[int]()
+    gone.cancel()
+    both, before = Barrier(2), sys.getswitchinterval()
+
+    def each(error: bool) -> None:
+        both.wait()
+        for number, future in enumerate([gone, *futures]):
+            settle(future, number, ServerLost("it ends") if error else None)
+
+    sys.setswitchinterval(1e-6)  # threads alternate as often as the interpreter lets them
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            for done in [threads.submit(each, error) for error in (True, False)]:
+                done.result()
+    finally:
+        sys.setswitchinterval(before)
+    for number, future in enumerate(futures, 1):
+        assert future.exception() is not None or future.result() == number
+    assert gone.cancelled()

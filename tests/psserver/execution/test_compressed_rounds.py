@@ -1,27 +1,31 @@
-"""Rounds with compressed contributions: decoded, then summed in task order; what no codec makes is refused."""
+"""Rounds whose contributions are compressed, or summed by hosts: the bits of plain sums, in task order."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 import pytest
 
 from psclient._src.variables.encoding import encode
 from psserver.plans.prepared import PreparedPlan
+from psserver.plans.sums import shares_of, total_weights
 from pswire.api import Contribution
 from pswire.errors import InvalidRequest, ProgramError
 from pswire.model.compression import PIECE, Codec
 from pswire.model.plan import Apply, Plan, Reduction, Ref
 from pswire.model.program import Input, Node, Program
 from pswire.model.tensor import TensorSpec
+from pswire.transport.payload import Payload
 from tests.kit.programs import job_of, run, same_bits
 from tests.kit.references import CODECS, DTYPES, Worker
+from tests.kit.rig import adding
 
 V = Ref("variable", 0)
 
 
-def adding(spec, codec, op="sum", form="dense", count=1):
+def coded(spec, codec, op="sum", form="dense", count=1):
     """A plan that adds contributions to variables, and gives the first reduction back."""
     program = Program((Input("variable", spec), Input("value", spec)), (Node("add", (0, 1)),), ((0, 2),), ())
     reductions = tuple(Reduction(op, spec, (0,), f"'v{n}'", form, codec) for n in range(count))
@@ -53,7 +57,7 @@ def test_contributions_are_summed_in_task_order_as_what_they_stand_for(kernels, 
     if op == "mean":
         expected = np.divide(expected, np.asarray(6.0, np.result_type(expected.dtype, "float32")), casting="same_kind")
         expected = expected.astype(first.dtype)
-    job = job_of(adding(spec, how.codec, op), [[encoded(how, each)] for each in given], part_bytes=10_000)
+    job = job_of(coded(spec, how.codec, op), [[encoded(how, each)] for each in given], part_bytes=10_000)
     for _ in range(3):
         outcome = run(job, kernels, {0: np.ones(shape, first.dtype)})
         assert same_bits(outcome.given[0], expected)
@@ -66,7 +70,7 @@ def test_many_variables_alike_are_no_list_of_one_kernels_calls(kernels, name):
     spec, how = TensorSpec("float32", (300,)), CODECS[name]
     given = [[encoded(how, each), encoded(how, -each)] for each in arrays(300, "float32", 2)]
     given[1][1] = None
-    plan = adding(spec, how.codec, count=2)
+    plan = coded(spec, how.codec, count=2)
     sent = [Worker(how, (300,)).send(each) for each in arrays(300, "float32", 2)]
     values = {0: np.zeros(300, "float32"), 1: np.zeros(300, "float32")}
     for _ in range(3):
@@ -78,10 +82,9 @@ def test_many_variables_alike_are_no_list_of_one_kernels_calls(kernels, name):
 @pytest.mark.parametrize("bad", [np.nan, np.inf], ids=str)
 @pytest.mark.parametrize("name", CODECS)
 def test_who_sends_what_is_not_finite_is_found(kernels, name, bad):
-    """Though it travels in other bytes."""
     how, given = CODECS[name], arrays(300, "float32", 2)
     given[1][7] = bad
-    plan = adding(TensorSpec("float32", (300,)), how.codec)
+    plan = coded(TensorSpec("float32", (300,)), how.codec)
     outcome = run(job_of(plan, [[encoded(how, each)] for each in given]), kernels, {0: np.zeros(300, "float32")})
     assert [(number, task.index) for number, task in outcome.found.contributions] == [(0, 1)]
 
@@ -94,9 +97,9 @@ def test_places_that_no_array_has_are_refused(kernels, places):
     evil = np.concatenate([np.array(places, "uint32").view("uint8"), np.ones(2, "float32").view("uint8")])
     value = np.zeros(10, "float32")
     with pytest.raises(ProgramError, match=r"the places that /job:worker/task:1 sent for 'v0' are not those of 10 "):
-        run(job_of(adding(spec, codec), [[good], [evil]]), kernels, {0: value}, {0})
+        run(job_of(coded(spec, codec), [[good], [evil]]), kernels, {0: value}, {0})
     assert not value.any()
-    outcome = run(job_of(adding(spec, codec), [[good], [good]]), kernels, {0: value})
+    outcome = run(job_of(coded(spec, codec), [[good], [good]]), kernels, {0: value})
     assert outcome.assigned[0].tolist() == [2.0, *[0.0] * 8, 2.0]
 
 
@@ -105,7 +108,7 @@ def test_places_that_no_array_has_are_refused(kernels, places):
 def test_a_contribution_of_another_size_is_refused(name, form):
     """Of whole arrays and of rows: one byte more or less, or the bytes of what is not compressed."""
     spec, codec = TensorSpec("float32", (40, 3)), CODECS[name].codec
-    plan = adding(spec, codec, form=form)
+    plan = coded(spec, codec, form=form)
     said = Contribution(1, 1, 4, plan.id, (1.0,), rows=(64,) if form == "rows" else ())
     fitting = 64 * 8 + 64 * codec.row_bytes(spec) if form == "rows" else codec.nbytes(spec)
     PreparedPlan(plan, 0).check(said, fitting)
@@ -116,3 +119,122 @@ def test_a_contribution_of_another_size_is_refused(name, form):
     if fitting != 64 * 8 + 64 * 12:  # chosen rows travel as rows do
         with pytest.raises(InvalidRequest, match="does not fit"):
             PreparedPlan(plain, 0).check(said, fitting)
+
+
+NONE = (0, 0, 0, 0)
+INTERLEAVED = (7, 9, 7, 9)
+
+
+def plan_of(spec, op="sum"):
+    """A plan that adds what is reduced to a variable, which a kernel may do with the sum."""
+    return Plan(
+        reductions=(Reduction(op, spec, (0,)),),
+        programs=(adding(spec),),
+        applies=(Apply(0, (0,), (Ref("variable", 0), Ref("reduction", 0))),),
+    )
+
+
+def on_hosts(job, hosts):
+    parts = [replace(part, said=replace(part.said, host=hosts[place])) for place, part in enumerate(job.parts)]
+    return replace(job, parts=tuple(parts))
+
+
+def summed(job, arrays):
+    """A round whose hosts have summed what their members contribute."""
+    parts = []
+    for host in sorted({part.said.host for part in job.parts}, reverse=True):
+        places = [place for place, part in enumerate(job.parts) if part.said.host == host]
+        said = [job.parts[place].said for place in places]
+        there = [arrays[place] for place in places if arrays[place] is not None]
+        payload = Payload.pack([reduce(np.add, there)] if there else [])
+        whole = replace(said[-1], weights=total_weights([each.weights for each in said]), parts=tuple(said[::-1]))
+        parts += shares_of(whole, payload, [job.parts[place].member for place in places[::-1]])
+    return replace(job, parts=tuple(sorted(parts, key=lambda part: part.member.task)))
+
+
+def made(job, spec, kernels):
+    """What rounds make of zeros: one that is interpreted, and two of which kernels run what they can."""
+    zeros = [{0: np.zeros(spec.shape, DTYPES[spec.dtype])} for _ in range(3)]
+    found = []
+    for values in zeros:
+        found.append(run(job, kernels, values).assigned[0])
+        kernels.compiler.wait()
+    assert same_bits(found[0], found[1])
+    assert same_bits(found[0], found[2])
+    return found[0]
+
+
+def numbers(dtype, size=64):
+    """What four members contribute: numbers whose sum depends on its order."""
+    random = np.random.default_rng(3)
+    return [(random.normal(size=size) * 10.0 ** random.integers(-3, 4, size)).astype(DTYPES[dtype]) for _ in range(4)]
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_hosts_sum_as_a_server_does(kernels, dtype, op):
+    """Those of a host first, in task order; then the hosts, by the first of their members."""
+    spec, arrays = TensorSpec(dtype, (64,)), numbers(dtype)
+    job = on_hosts(job_of(plan_of(spec, op), [[array] for array in arrays], part_bytes=96), INTERLEAVED)
+    first, second, third, fourth = arrays
+    found = made(job, spec, kernels)
+    assert same_bits(found, made(summed(job, arrays), spec, kernels))
+    if op == "sum":
+        assert same_bits(found, (first + third) + (second + fourth))
+        assert not same_bits(found, ((first + second) + third) + fourth), "the order makes no difference here"
+
+
+def test_variables_that_kernels_update_together(kernels):
+    spec, count = TensorSpec("float32", (64,)), 3
+    refs = [(Ref("variable", n), Ref("reduction", n)) for n in range(count)]
+    applies = tuple(Apply(0, (0,), each) for each in refs)
+    plan = Plan((Reduction("sum", spec, (0,)),) * count, (), (adding(spec),), applies)
+    first, second, third, fourth = numbers("float32")
+    given = [[array] * count for array in (first, second, third, fourth)]
+    for hosts, value in (
+        (INTERLEAVED, (first + third) + (second + fourth)),
+        (NONE, ((first + second) + third) + fourth),
+    ):
+        job = on_hosts(job_of(plan, given), hosts)
+        for _ in range(3):
+            zeros = {n: np.zeros(64, "float32") for n in range(count)}
+            found = run(job, kernels, zeros, frozenset(zeros)).assigned
+            assert all(same_bits(array, value) for array in found.values())
+            kernels.compiler.wait()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "order"),
+    [
+        (NONE, lambda a, b, c, d: ((a + b) + c) + d),
+        ((1, 2, 3, 4), lambda a, b, c, d: ((a + b) + c) + d),
+        ((1, 0, 2, 0), lambda a, b, c, d: ((a + b) + c) + d),
+        ((7, 0, 7, 0), lambda a, b, c, d: ((a + c) + b) + d),
+        ((7, 9, 8, 7), lambda a, b, c, d: ((a + d) + b) + c),
+    ],
+)
+def test_members_of_a_host_are_summed_first(kernels, hosts, order):
+    """Those of no host, or of which each is on a host of its own, are summed in task order, as before there were sums;
+    the first member of a host has its place, also if another one sends the sum."""
+    spec, arrays = TensorSpec("float32", (64,)), numbers("float32")
+    job = on_hosts(job_of(plan_of(spec), [[array] for array in arrays]), hosts)
+    expected = order(*arrays)
+    assert same_bits(made(job, spec, kernels), expected)
+    if 0 not in hosts:
+        assert same_bits(made(summed(job, arrays), spec, kernels), expected)
+
+
+@pytest.mark.parametrize("missing", [(0,), (2,), (0, 2), (1, 3), (0, 1, 2)])
+def test_members_without_examples(kernels, missing):
+    """They add nothing, and do not change the order of the hosts, which is by all of their members."""
+    spec, arrays = TensorSpec("float32", (64,)), [*numbers("float32")]
+    for place in missing:
+        arrays[place] = None
+    job = on_hosts(job_of(plan_of(spec, "mean"), [[array] for array in arrays]), INTERLEAVED)
+    assert same_bits(made(job, spec, kernels), made(summed(job, arrays), spec, kernels))
+
+
+def test_the_first_contribution_is_that_of_the_first_task(kernels):
+    spec, arrays = TensorSpec("float32", (64,)), [None, *numbers("float32")[1:]]
+    job = on_hosts(job_of(plan_of(spec, "first"), [[array] for array in arrays]), INTERLEAVED)
+    assert same_bits(made(job, spec, kernels), arrays[1])

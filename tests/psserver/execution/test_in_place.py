@@ -1,8 +1,10 @@
-"""Kernels write into variables' own memory, and nobody can tell: not readers, nor snapshots, nor failed rounds."""
+"""Kernels write into the memory of variables, and nobody can tell; and array work: one piece after another."""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from psserver.devices import Device
+from psserver.execution.array_queue import ArrayQueue
 from psserver.execution.execution import Execution
 from psserver.programs.interpreter import Script
 from psserver.programs.kernels.kernels import SMALLEST, Kernels
@@ -21,14 +24,22 @@ from pswire.model.tensor import TensorSpec, as_bytes
 from pswire.transport.parts import parts_of
 from pswire.transport.payload import Payload
 from tests.kit.programs import job_of, plan_of, run, same_bits, traced
-from tests.kit.rig import SOON, WORKERS, Job, checkpoint, compiler_of, serving, sum_into, together
+from tests.kit.rig import (
+    SOON,
+    WORKERS,
+    Job,
+    checkpoint,
+    compiler_of,
+    eventually,
+    reduce_only,
+    serving,
+    sum_into,
+    together,
+)
 
 N = SMALLEST
 SPEC = TensorSpec("float32", (N,))
 ADD = Program((Input("variable", SPEC), Input("value", SPEC)), (Node("add", (0, 1)),), ((0, 2),), ())
-
-
-# ---- What is written in place ----
 
 
 def store(value):
@@ -53,26 +64,20 @@ HOLDERS = {
 
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_what_somebody_holds_is_not_alone(holder):
-    """However it is held; once it is let go it is."""
+    """However it is held; once it is let go it is. Only memory of its own is alone: of a view nobody can say who else
+    looks at it; what may not be written, or lies otherwise, is not either."""
     held = store(np.zeros(64))
     kept = HOLDERS[holder](held.value(0))
     assert held.alone([0]) == frozenset()
     del kept
     assert held.alone([0]) == {0}
-
-
-def test_only_memory_of_its_own_is_alone():
-    """Of a view nobody can say who else looks at it; what may not be written, or lies otherwise, is not either."""
+    assert held.alone([7]) == frozenset()
     locked = np.zeros(4)
     locked.flags.writeable = False
     for value in (np.zeros(8)[2:], np.zeros((2, 3)).T, np.frombuffer(bytes(16)), locked):
-        held = store(value)
+        other = store(value)
         del value
-        assert held.alone([0]) == frozenset()
-    assert store(np.zeros(4)).alone([7]) == frozenset()
-
-
-# ---- What a round writes ----
+        assert other.alone([0]) == frozenset()
 
 
 @pytest.fixture
@@ -94,7 +99,7 @@ def ones(count=1):
 
 
 def test_what_is_lent_is_written_and_what_is_not_is_replaced(kernels):
-    """The new value is the same."""
+    """The new value is the same; two programs on one variable see each other, in place or not."""
     job = warmed(kernels, job_of(plan_of(ADD), [ones(), ones()]), {0: ones()[0]})
     value = np.zeros(N, "float32")
     kept = run(job, kernels, {0: value})
@@ -103,6 +108,11 @@ def test_what_is_lent_is_written_and_what_is_not_is_replaced(kernels):
     assert written.assigned[0] is value
     assert same_bits(value, kept.assigned[0])
     assert value[0] == 2
+    applies = tuple(Apply(0, (0,), (Ref("variable", 0), Ref("reduction", n))) for n in (0, 1))
+    plan = Plan((Reduction("sum", SPEC, (0,)),) * 2, (), (ADD,), applies)
+    job = warmed(kernels, job_of(plan, [ones(2)]), {0: ones()[0]})
+    for lent in (frozenset(), frozenset([0])):
+        assert run(job, kernels, {0: ones()[0]}, lent).assigned[0].tolist() == [3.0] * N
 
 
 def two_programs(second):
@@ -113,31 +123,20 @@ def two_programs(second):
 
 
 def test_a_round_that_fails_later_has_changed_nothing(kernels):
-    """A kernel comes first, and a power that is refused second: the first variable is as it was."""
+    """A kernel comes first, and a power that is refused second: the first variable is as it was. What comes after the
+    last thing that may fail is written in place, and what comes before it is not, however many programs there are."""
     number = TensorSpec("int64", ())
     power = Program((Input("variable", number), Input("value", number)), (Node("pow", (0, 1)),), ((0, 2),), ())
-    plan = two_programs(power)
-    values = {0: ones()[0], 1: np.array(2)}
-    warmed(kernels, job_of(plan, [[*ones(), np.array(3)]]), values)
-    lent = frozenset([0, 1])
-    with pytest.raises(ProgramError, match="pow"):
-        run(job_of(plan, [[*ones(), np.array(-1)]]), kernels, values, lent)
-    assert values[0].tolist() == [1.0] * N
-    found = run(job_of(plan, [[*ones(), np.array(3)]]), kernels, values, lent)
-    assert (found.assigned[0][0], int(found.assigned[1])) == (2.0, 8)
-
-
-def test_what_comes_after_the_last_thing_that_may_fail_is_written_in_place(kernels):
-    """And what comes before it is not, however many programs there are."""
-    number = TensorSpec("int64", ())
-    power = Program((Input("variable", number), Input("value", number)), (Node("pow", (0, 1)),), ((0, 2),), ())
-    programs, specs = (ADD, power), (SPEC, number, SPEC)
-    reductions = tuple(Reduction("sum", spec, (0,)) for spec in specs)
+    reductions = tuple(Reduction("sum", spec, (0,)) for spec in (SPEC, number, SPEC))
     applies = tuple(Apply(which, (0,), (Ref("variable", n), Ref("reduction", n))) for n, which in enumerate((0, 1, 0)))
-    given = [*ones(), np.array(3), *ones()]
+    plan = Plan(reductions, (), (ADD, power), applies)
     values = {0: ones()[0], 1: np.array(2), 2: ones()[0]}
-    job = warmed(kernels, job_of(Plan(reductions, (), programs, applies), [given]), values)
-    found = run(job, kernels, values, frozenset(values))
+    good = warmed(kernels, job_of(plan, [[*ones(), np.array(3), *ones()]]), values)
+    with pytest.raises(ProgramError, match="pow"):
+        run(job_of(plan, [[*ones(), np.array(-1), *ones()]]), kernels, values, frozenset(values))
+    assert values[0].tolist() == values[2].tolist() == [1.0] * N
+    found = run(good, kernels, values, frozenset(values))
+    assert (found.assigned[0][0], int(found.assigned[1])) == (2.0, 8)
     assert [found.assigned[id] is values[id] for id in values] == [False, False, True]
 
 
@@ -188,26 +187,12 @@ def test_what_is_given_back_is_not_the_variables_own_memory(kernels):
         assert not any(np.shares_memory(array, other) for other in (value, found.assigned[0]))
 
 
-def test_two_programs_on_one_variable_see_each_other(kernels):
-    """In place or not."""
-    reductions = (Reduction("sum", SPEC, (0,)),) * 2
-    applies = tuple(Apply(0, (0,), (Ref("variable", 0), Ref("reduction", n))) for n in (0, 1))
-    plan = Plan(reductions, (), (ADD,), applies)
-    job = warmed(kernels, job_of(plan, [ones(2)]), {0: ones()[0]})
-    for lent in (frozenset(), frozenset([0])):
-        assert run(job, kernels, {0: ones()[0]}, lent).assigned[0].tolist() == [3.0] * N
-
-
 def test_two_names_for_one_variable_are_interpreted(kernels):
-    """A kernel could not know that they are one memory."""
     both = Program((Input("variable", SPEC),) * 2, (Node("add", (0, 1)),), ((0, 2),), ())
     plan = Plan((), (), (both,), (Apply(0, (0,), (Ref("variable", 0),) * 2),))
     job = warmed(kernels, job_of(plan, [[]]), {0: ones()[0]})
     assert run(job, kernels, {0: ones()[0]}, frozenset([0])).assigned[0].tolist() == [2.0] * N
     assert kernels.compiler.texts == ()
-
-
-# ---- A whole server ----
 
 
 @pytest.fixture
@@ -240,23 +225,15 @@ def trained(job, rounds=4):
     return worker, variable, plan
 
 
-def test_rounds_use_the_same_memory(job):
-    """Nothing is allocated for a variable that nobody reads."""
-    worker, variable, plan = trained(job)
-    before = address(job, variable)
-    for _ in range(3):
-        turn(worker, plan, ones())
-    assert address(job, variable) == before
-
-
-def test_rounds_use_the_same_memory_over_a_network(tmp_path):
-    """An answer that was sent is held by nobody: the next round finds the memory free."""
-    with serving("grpc", 1, tmp_path) as servers:
+@pytest.mark.parametrize("lane", ["thread", "grpc"])
+def test_rounds_use_the_same_memory(tmp_path, lane):
+    """Nothing is allocated for a variable that nobody reads; an answer that was sent is held by nobody."""
+    with serving(lane, 1, tmp_path) as servers:
         job = Job(servers)
         worker, variable, plan = trained(job)
         before = address(job, variable)
         for _ in range(3):
-            turn(worker, plan, ones(), (variable.id,))
+            turn(worker, plan, ones(), (variable.id,) if lane == "grpc" else ())
         assert address(job, variable) == before
 
 
@@ -312,3 +289,173 @@ def test_who_reads_during_a_round_waits_for_its_end(job, monkeypatch):
     together(answer)
     assert reading.result(SOON).payload.tensors([SPEC])[0].tolist() == [5.0] * N
     assert resent.result(SOON).payload.tensors([SPEC])[0].tolist() == [5.0] * N
+
+
+NUMBER = TensorSpec("int64", ())
+
+
+class Queued:
+    """A queue whose work is done when a test says so."""
+
+    def __init__(self) -> None:
+        self.pieces: deque = deque()
+
+    def __call__(self, piece) -> None:
+        self.pieces.append(piece)
+
+    def run(self) -> None:
+        while self.pieces:
+            self.pieces.popleft()()
+
+
+@pytest.fixture
+def queued():
+    return Queued()
+
+
+def test_a_brief_piece_runs_at_once(queued):
+    """In the thread that asks for it; another piece goes to the thread. One that fails blocks nothing."""
+    ran, queue = [], ArrayQueue(queued)
+    queue.run(lambda: ran.append(threading.get_ident()), True)
+    assert ran == [threading.get_ident()]
+    assert not queued.pieces
+    with pytest.raises(ZeroDivisionError):
+        queue.run(lambda: 1 / 0, True)
+    queue.run(lambda: ran.append(1), True)
+    assert ran[1:] == [1]
+    queue.run(lambda: ran.append(2), False)
+    assert ran[1:] == [1]
+    queued.run()
+    assert ran[1:] == [1, 2]
+
+
+def test_a_brief_piece_overtakes_nothing(queued):
+    """While one is queued or runs, it goes behind it; once that is over it runs at once again."""
+    ran, queue = [], ArrayQueue(queued)
+    queue.run(lambda: (ran.append("first"), queue.run(lambda: ran.append("within"), True)), False)
+    queue.run(lambda: ran.append("second"), True)
+    assert ran == []
+    queued.run()
+    assert ran == ["first", "second", "within"]
+    queue.run(lambda: ran.append("third"), True)
+    assert ran[-1] == "third"
+
+
+@pytest.mark.parametrize("brief", [True, False])
+def test_what_is_asked_for_during_a_brief_piece_comes_after_it(queued, brief):
+    """In the thread for arrays: nobody waits for the piece, and none runs within another."""
+    ran, queue = [], ArrayQueue(queued)
+
+    def piece() -> None:
+        queue.run(lambda: ran.append("asked for"), brief)
+        queued.run()
+        ran.append("piece")
+
+    queue.run(piece, True)
+    assert ran == ["piece"]
+    queued.run()
+    assert ran == ["piece", "asked for"]
+
+
+def test_pieces_of_many_threads_never_run_at_once():
+    """Whichever threads ask for them, and whichever run them."""
+    inside, most, done = 0, 0, 0
+
+    def piece() -> None:
+        nonlocal inside, most, done
+        inside += 1
+        most = max(most, inside)
+        done += 1
+        threading.Event().wait(0.0002)  # lets another thread begin
+        inside -= 1
+
+    with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(4) as askers:
+        queue = ArrayQueue(pool.submit)
+        list(askers.map(lambda number: queue.run(piece, number % 3 > 0), range(300)))
+    assert (most, done) == (1, 300)
+
+
+def _threads(monkeypatch) -> list[str]:
+    """Names of the threads that have run steps, from now on."""
+    names: list[str] = []
+    step = Execution.step
+
+    def noted(*args):
+        names.append(threading.current_thread().name)
+        return step(*args)
+
+    monkeypatch.setattr(Execution, "step", noted)
+    return names
+
+
+def _turn(plan, *workers):
+    together(*[worker.push(plan, [1]) for worker in workers])
+    for worker in workers:
+        worker.round += 1
+
+
+def test_a_small_round_runs_where_its_last_contribution_comes(job, monkeypatch):
+    """From the second on: the first one finds out which kernels there are."""
+    names, here = _threads(monkeypatch), threading.current_thread().name
+    workers = job.join(*WORKERS[:2])
+    plan = job.approve(reduce_only(NUMBER), workers[0])
+    for _ in range(3):
+        _turn(plan, *workers)
+        eventually(lambda: not job.servers.cores[0]._arrays._ahead)
+    assert names[0] != here
+    assert names[1:] == [here, here]
+
+
+@pytest.mark.parametrize(("mode", "limit"), [("sync", "BRIEF_BYTES"), ("async", "BRIEF_ALONE_BYTES")])
+@pytest.mark.parametrize(("elements", "here"), [(8, True), (9, False)])
+def test_a_large_round_does_not(job, monkeypatch, mode, limit, elements, here):
+    names = _threads(monkeypatch)
+    (worker,) = job.join(WORKERS[0], mode=mode)
+    plan = job.approve(reduce_only(TensorSpec("int64", (elements,))), worker)
+    monkeypatch.setattr(f"psserver.plans.round.{limit}", 64)
+    monkeypatch.setattr("psserver.plans.round.BRIEF_INTERPRETED_BYTES", 0)
+    for _ in range(2):
+        together(worker.push(plan, [np.ones(elements, "int64")]))
+        worker.round += 1
+        eventually(lambda: not job.servers.cores[0]._arrays._ahead)
+    assert (names[-1] == threading.current_thread().name) == here
+
+
+def test_what_the_interpreter_runs_is_brief_only_where_it_is_less(job, monkeypatch):
+    names, here = _threads(monkeypatch), threading.current_thread().name
+    (worker,) = job.join(WORKERS[0])
+    square = TensorSpec("float32", (4, 4))
+    variable = job.variable(worker, np.eye(4, dtype="float32"))
+    product = Program((Input("variable", square), Input("value", square)), (Node("matmul", (0, 1)),), ((0, 2),), ())
+    plan = job.approve(
+        Plan(
+            reductions=(Reduction("sum", square, (0,), "'g'"),),
+            programs=(product,),
+            applies=(Apply(0, (0,), (Ref("variable", variable.id), Ref("reduction", 0))),),
+        ),
+        worker,
+    )
+    for limit in (1 << 10, 1 << 10, 1 << 10, 1 << 7):
+        monkeypatch.setattr("psserver.plans.round.BRIEF_INTERPRETED_BYTES", limit)
+        together(worker.push(plan, [np.eye(4)]))
+        worker.round += 1
+        eventually(lambda: not job.servers.cores[0]._arrays._ahead)
+    assert [name == here for name in names] == [False, False, True, False]
+
+
+def test_a_small_round_fails_as_any_other(job, monkeypatch):
+    """Its members are told, and the next one runs. One that orders a checkpoint runs in the thread for arrays."""
+    (worker,) = job.join(WORKERS[0])
+    variable = job.variable(worker, np.array(1))
+    plan = job.approve(sum_into(variable), worker)
+    _turn(plan, worker)
+    job.servers.cores[0].machine.store.commit({variable.id: np.zeros(2)})
+    with pytest.raises(ProgramError, match="should have a value of int64"):
+        worker.push(plan, [1]).result(SOON)
+    worker.round += 1
+    job.servers.cores[0].machine.store.commit({variable.id: np.array(5)})
+    _turn(plan, worker)
+    assert int(job.value(worker, variable)) == 6
+    names = _threads(monkeypatch)
+    job.save(worker)
+    assert threading.current_thread().name not in names

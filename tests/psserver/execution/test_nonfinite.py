@@ -27,7 +27,7 @@ from pswire.transport.payload import Payload
 from pswire.transport.traffic import traffic
 from tests.kit.contributions import LIMIT, SIZE, Sending, streaming
 from tests.kit.programs import job_of, kept_kernels, plan_of, run, same_bits, traced
-from tests.kit.rig import SOON, WORKERS, Job, compiler_of, scaling, serving, sgd, sum_into, together
+from tests.kit.rig import SOON, WORKERS, Job, compiler_of, serving, sgd, sum_into, together
 from tests.kit.telemetry import Page
 
 A, B, C = WORKERS[:3]
@@ -334,7 +334,7 @@ def test_a_kernel_that_writes_in_place_tells_once(job):
 
 
 def test_a_restored_variable_is_told_of_anew(job):
-    """It is finite, as the checkpoint is."""
+    """It is finite, as the checkpoint is; and what the last job's variables were is forgotten in a new one."""
     (one,) = job.join(A)
     v = job.variable(one, np.zeros(4))
     plan = job.approve(sum_into(v), one)
@@ -343,34 +343,29 @@ def test_a_restored_variable_is_told_of_anew(job):
     job.restore(one)
     assert len(make_round(plan, [(one, [np.full(4, np.inf)])])) == 1
     assert metrics(job) == (2, 1)
+    job.begin()
+    assert metrics(job)[1] == 0
+    (one,) = job.join(A)
+    again = job.variable(one, np.zeros(4))
+    assert again.id == v.id
+    assert make_round(job.approve(sum_into(again), one), [(one, [np.full(4, np.nan)])])
 
 
 def test_an_overflow_is_told_without_a_worker(job):
-    """All contributions were finite: the variable alone is named."""
+    """All contributions were finite, and the variable alone is named; so it is with an operand, such as a learning
+    rate, which every process has sent. A variable that was infinite before is no news, such as the best loss so far."""
     one, two = job.join(A, B)
-    v = job.variable(one, np.full(4, 3e38, "float32"))
+    v, u = job.variable(one, np.full(4, 3e38, "float32")), job.variable(one, np.ones(4))
+    infinite = job.variable(one, np.array(np.inf))
+    assert make_round(job.approve(sum_into(infinite), one), [(w, [np.array(1.0)]) for w in (one, two)]) == ()
+    assert metrics(job) == (0, 0)
     (words,) = make_round(job.approve(sum_into(v), one), [(w, [np.full(4, 2e38)]) for w in (one, two)])
     assert repr(v.spec.name) in words
     assert "all contributions were finite" in words
     assert "worker" not in words
     assert metrics(job) == (0, 1)
-
-
-def test_an_operand_that_is_not_finite_is_told_without_a_worker(job):
-    """Such as a learning rate: every process has sent it."""
-    (one,) = job.join(A)
-    v = job.variable(one, np.ones(4))
-    (words,) = make_round(job.approve(sgd(v), one), [(one, [np.ones(4)])], operands=[np.nan])
+    (words,) = make_round(job.approve(sgd(u), one), [(w, [np.ones(4)]) for w in (one, two)], operands=[np.nan])
     assert "operand" in words
-    assert scaling(v.spec.tensor).inputs[2].kind == "operand"
-
-
-def test_a_variable_that_was_infinite_before_is_no_news(job):
-    """Such as the best loss so far, which begins with infinity."""
-    (one,) = job.join(A)
-    v = job.variable(one, np.array(np.inf))
-    assert make_round(job.approve(sum_into(v), one), [(one, [np.array(1.0)])]) == ()
-    assert metrics(job) == (0, 0)
 
 
 def test_what_an_update_keeps_out_is_counted_and_not_told(job):
@@ -386,13 +381,14 @@ def test_what_an_update_keeps_out_is_counted_and_not_told(job):
 
 
 def test_an_asynchronous_worker_is_told_of_its_own(job):
-    """A round is its sender's alone."""
+    """A round is its sender's alone; a resend is told the same, since its answer was recorded."""
     one, two = job.join(A, B, mode="async")
-    v = job.variable(one, np.zeros(4))
-    plan = job.approve(sum_into(v), one)
+    plan = job.approve(sum_into(job.variable(one, np.zeros(4))), one)
     assert make_round(plan, [(one, [np.ones(4)])]) == ()
-    (words,) = make_round(plan, [(two, [np.full(4, np.nan)])])
+    first, again = (two.push(plan, [np.full(4, np.nan)]).result(SOON) for _ in range(2))
+    (words,) = first.warnings
     assert str(B) in words
+    assert again.warnings == first.warnings
     assert make_round(plan, [(one, [np.full(4, np.nan)])]) == ()
 
 
@@ -406,29 +402,6 @@ def test_very_many_variables_are_told_of_in_few_lines(job):
     assert "5 more variables" in told[-1]
     assert metrics(job) == (len(variables), len(variables))
     assert make_round(plan, [(one, [np.full(2, np.nan)] * len(variables))]) == ()
-
-
-def test_a_new_job_begins_finite(job):
-    """What the last one's variables were is forgotten."""
-    (one,) = job.join(A)
-    v = job.variable(one, np.zeros(4))
-    make_round(job.approve(sum_into(v), one), [(one, [np.full(4, np.nan)])])
-    assert metrics(job)[1] == 1
-    job.begin()
-    assert metrics(job)[1] == 0
-    (one,) = job.join(A)
-    again = job.variable(one, np.zeros(4))
-    assert again.id == v.id
-    assert make_round(job.approve(sum_into(again), one), [(one, [np.full(4, np.nan)])])
-
-
-def test_a_resend_is_told_the_same(job):
-    """Its answer was recorded."""
-    (one,) = job.join(A)
-    plan = job.approve(sum_into(job.variable(one, np.zeros(4))), one)
-    first, again = (one.push(plan, [np.full(4, np.nan)]).result(SOON) for _ in range(2))
-    assert len(first.warnings) == 1
-    assert again.warnings == first.warnings
 
 
 # ---- Rounds that stream ----
@@ -474,7 +447,6 @@ def test_a_stream_finds_it_before_contributions_are_gone(how):
 
 @pytest.mark.parametrize("lane", ["core", "grpc", "tcp", "shm"])
 def test_a_round_that_streams_tells_on_every_lane(lane, tmp_path, monkeypatch):
-    """With the end of the round, to every member."""
     streaming(monkeypatch)
     with serving(lane, 1, tmp_path) as servers:
         job = Job(servers)

@@ -25,10 +25,7 @@ from tests.kit.rig import adding
 
 TABLE, WIDE, NUMBER = TensorSpec("float32", (6, 2)), TensorSpec("float32", (4096,)), TensorSpec("int64", (6, 2))
 DECAY = Program(
-    (Input("variable", TABLE), Input("value", TABLE)),
-    (Node("multiply", (0, 0)), Node("add", (1, 2))),
-    ((0, 3),),
-    (),
+    (Input("variable", TABLE), Input("value", TABLE)), (Node("multiply", (0, 0)), Node("add", (1, 2))), ((0, 3),), ()
 )
 POWER = Program((Input("variable", NUMBER), Input("value", NUMBER)), (Node("pow", (0, 1)),), ((0, 2),), ())
 G, H = Ref("reduction", 0), Ref("reduction", 1)
@@ -46,9 +43,6 @@ def made(kernels, job, values, alone=frozenset()):
     run(job, kernels, {id: array.copy() for id, array in values.items()}, frozenset(values))
     kernels.compiler.wait()
     return run(job, kernels, values, alone)
-
-
-# ---- What is reduced ----
 
 
 MEMBER = st.one_of(st.none(), st.lists(st.integers(0, 5), unique=True, max_size=6).map(sorted))
@@ -144,9 +138,6 @@ def test_a_norm_of_rows_needs_no_whole(kernels, form):
     assert plan_bytes(plan, 0, [Need(1 << 52, 1 << 52)]) < 1 << 20
 
 
-# ---- What is written where ----
-
-
 BOTH = Plan(
     (Reduction("sum", WIDE, (0,), "'d'"), Reduction("sum", TABLE, (0,), "'table'", "rows")),
     (),
@@ -169,13 +160,7 @@ def test_rows_are_written_in_place_where_nobody_looks(kernels):
     assert table.sum(axis=1).tolist() == [0, 2, 0, 0, 2, 0]
 
 
-BAD = {
-    "not in order": (3, 1),
-    "twice": (1, 1),
-    "negative": (-1, 2),
-    "too large": (2, 6),
-    "far too large": (0, 2**62),
-}
+BAD = {"not in order": (3, 1), "twice": (1, 1), "negative": (-1, 2), "too large": (2, 6), "far too large": (0, 2**62)}
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -267,9 +252,6 @@ def test_no_rows_change_nothing(kernels):
         assert same_bits(outcome.assigned[1], table)
         ids, values = outcome.given
         assert (ids.shape, values.shape, values.dtype) == ((0,), (0, 2), np.float32)
-
-
-# ---- What a round gives back ----
 
 
 def test_an_update_that_changes_all_rows_runs_on_the_whole(kernels):

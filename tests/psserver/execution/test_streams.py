@@ -139,7 +139,8 @@ def test_answers_are_in_the_order_of_what_is_wanted(job, two, three, plan):
 
 
 def test_what_is_left_out_is_sent_as_it_was(job, two, three):
-    """When its turn has come, and the answers are as long as always."""
+    """When its turn has come, and the answers are as long as always. A weight of nothing is not waited for: its payload
+    has no place for it."""
     plan = sum_into(*three, returned=False)
     plan = job.approve(replace(plan, applies=tuple(replace(each, optional=True) for each in plan.applies)), two[0])
     weights = [(1.0, 0.0, 1.0), (0.0, 0.0, 1.0)]
@@ -204,10 +205,7 @@ def test_returned_values_come_after_what_is_wanted(job, two, three):
         tuple(Reduction("sum", VECTOR, (0,), str(n)) for n in range(2)),
         (),
         (adding(VECTOR), doubling),
-        (
-            Apply(0, (0,), (Ref("variable", v.id), Ref("reduction", 0))),
-            Apply(1, (0,), (Ref("reduction", 1),)),
-        ),
+        (Apply(0, (0,), (Ref("variable", v.id), Ref("reduction", 0))), Apply(1, (0,), (Ref("reduction", 1),))),
         (Ref("reduction", 0), Ref("result", 0), Ref("reduction", 0)),
     )
     job.approve(plan, two[0])
@@ -222,7 +220,6 @@ def test_returned_values_come_after_what_is_wanted(job, two, three):
 
 
 def test_what_needs_no_contribution_waits_for_none(job, two, three):
-    """It is made as soon as everyone has begun."""
     doubling = Program((Input("variable", VECTOR),), (Node("add", (0, 0)),), ((0, 1),), ())
     other, adds = job.variable(two[0], np.full(SIZE, 7.0)), sum_into(*three, returned=False)
     applies = (Apply(len(adds.programs), (0,), (Ref("variable", other.id),)), *adds.applies)
@@ -235,7 +232,6 @@ def test_what_needs_no_contribution_waits_for_none(job, two, three):
 
 
 def test_a_reduction_that_no_program_uses_is_given(job, two):
-    """It is made when all of it is there."""
     plan = job.approve(reduce_only(TensorSpec("float64", (2 * SIZE,)), "mean"), two[0])
     sent = [Sending(worker, plan, [np.full(2 * SIZE, value)]) for worker, value in zip(two, (1.0, 3.0), strict=True)]
     sent[0].come()
@@ -273,7 +269,6 @@ def test_steps_follow_one_another(queued, queue):
 
 
 def test_while_a_step_is_made_no_other_begins(queued, queue, monkeypatch):
-    """Whatever comes meanwhile."""
     (worker,) = queued.join(A)
     variables = [queued.variable(worker, value) for value in zeros(3)]
     plan = queued.approve(sum_into(*variables, returned=False), worker)
@@ -295,9 +290,7 @@ def test_rounds_that_are_small_wait_for_everything(job, two, three):
     """They are made at once or not at all, and nobody is told of half an answer."""
     plan = job.approve(sum_into(three[0], returned=False), two[0])
     assert plan.streams == frozenset()
-    sent = [Sending(worker, plan, full(1), want=ids(three)) for worker in two]
-    for sending in sent:
-        sending.come(LIMIT - 16)
+    sent = [Sending(worker, plan, full(1), want=ids(three)).come(LIMIT - 16) for worker in two]
     assert stored(job, *three) == [0, 0, 0]
     for sending in sent:
         sending.come()
@@ -306,7 +299,6 @@ def test_rounds_that_are_small_wait_for_everything(job, two, three):
 
 
 def test_a_program_that_may_refuse_a_value_waits_for_everything(job, two):
-    """What it refuses must leave nothing behind."""
     spec = TensorSpec("int64", (SIZE,))
     v, w = (job.variable(two[0], np.full(SIZE, 2)) for _ in range(2))
     power = Program((Input("variable", spec), Input("value", spec)), (Node("pow", (0, 1)),), ((0, 2),), ())
@@ -319,7 +311,6 @@ def test_a_program_that_may_refuse_a_value_waits_for_everything(job, two):
 
 
 def test_asynchronous_rounds_wait_for_everything(job):
-    """They hold up nobody else's while they come."""
     one, other = job.join(A, B, mode="async")
     variables = [job.variable(one, value) for value in zeros(2)]
     plan = job.approve(sum_into(*variables, returned=False), one)
@@ -333,38 +324,17 @@ def test_asynchronous_rounds_wait_for_everything(job):
     assert slow.begun == fast.begun == []
 
 
-def test_a_plan_that_is_approved_late_begins_in_the_middle(job, two, three):
-    """With what is there by then."""
+def test_who_observes_is_answered_and_not_waited_for(job, two, three):
+    """Its answer grows as the others' do; a plan that is approved late begins in the middle, with what is there."""
     plan = sum_into(*three, returned=False)
-    sent = [Sending(worker, plan, full(1, 2, 3), want=ids(three)).come(LIMIT) for worker in two]
-    assert stored(job, *three) == [0, 0, 0]
-    job.approve(plan, two[0])
-    assert stored(job, *three) == [2, 0, 0]
-    for sending in sent:
-        sending.come()
-    assert wanted(sent[0].reply.result(SOON), three) == [2, 4, 6]
-
-
-def test_who_observes_is_answered_and_not_waited_for(job, two, three, plan):
-    """Its answer grows as the others' do."""
     observer = Sending(two[1], plan, want=ids(three), observes=True)
     sending = Sending(two[0], plan, full(1, 2, 3), want=ids(three)).come(LIMIT)
+    assert stored(job, *three) == [0, 0, 0]
+    job.approve(plan, two[0])
+    assert stored(job, *three) == [1, 0, 0]
     assert arrays(observer.told()) == [1]
     sending.come()
     assert wanted(observer.reply.result(SOON), three) == [1, 2, 3]
-
-
-def test_a_weight_of_nothing_is_not_waited_for(job, two, three, plan):
-    """Its payload has no place for it."""
-    first = Sending(two[0], plan, [None, *full(2, 3)], weights=(0.0, 1.0, 1.0))
-    second = Sending(two[1], plan, full(1, 2, 3)).come(LIMIT)
-    assert stored(job, *three) == [1, 0, 0]
-    second.come()
-    first.come(LIMIT)
-    assert stored(job, *three) == [1, 4, 0]
-    first.come()
-    together(first.reply, second.reply)
-    assert stored(job, *three) == [1, 4, 6]
 
 
 # ---- Readers ----
@@ -388,7 +358,6 @@ def test_nobody_reads_half_a_round(job, two, three, plan):
 
 
 def test_who_asks_again_for_the_last_round_does_not_read_half_of_this_one(job, two, three, plan):
-    """It is answered after it."""
     last = together(*(Sending(worker, plan, full(1, 2, 3), want=ids(three)).come().reply for worker in two))
     two[1].round += 1
     early = Sending(two[1], plan, full(1, 2, 3)).come()
@@ -468,29 +437,22 @@ def test_what_a_lost_member_has_sent_whole_counts(job, two, three, plan, came, b
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
-@pytest.mark.parametrize("sent", [0, LIMIT, 2 * LIMIT])
+@pytest.mark.parametrize("sent", [(0, 0), (LIMIT, LIMIT), (2 * LIMIT, 2 * LIMIT), (2 * LIMIT, LIMIT)])
 def test_when_all_are_lost_nothing_more_is_made(job, two, three, op, sent):
-    """What nobody sent whole changes no variable; the job goes on with new members."""
+    """What nobody sent whole changes no variable, and what one of them has sent whole counts, as it does where others
+    go on; the job goes on with new members."""
     plan = job.approve(sum_into(*three, op=op, returned=False), two[0])
-    for worker in two:
-        Sending(worker, plan, full(2, 4, 6), weights=(1.0,) * 3).come(sent)
+    for worker, nbytes in zip(two, sent, strict=True):
+        Sending(worker, plan, full(2, 4, 6), weights=(1.0,) * 3).come(nbytes)
     job.close([])
-    scale = 2 if op == "sum" else 1
-    made = [2 * scale, 4 * scale, 6 * scale][: sent // LIMIT] + [0] * (3 - sent // LIMIT)
+    senders = [sum(nbytes >= n * LIMIT for nbytes in sent) for n in (1, 2, 3)]
+    made = [value * (count if op == "sum" else bool(count)) for value, count in zip((2, 4, 6), senders, strict=True)]
     assert stored(job, *three) == made
     (new,) = job.join(C)
     new.round = 1
     assert [float(job.value(new, variable)[0]) for variable in three] == made
     reply = Sending(new, plan, full(1, 1, 1), want=ids(three)).come().reply.result(SOON)
     assert (reply.left_out, wanted(reply, three)) == ((), [value + 1 for value in made])
-
-
-def test_when_all_are_lost_what_one_of_them_has_sent_whole_counts(job, two, three, plan):
-    """As it does where others go on."""
-    for worker, values, nbytes in ((two[0], (1, 2, 3), 2 * LIMIT), (two[1], (10, 20, 30), LIMIT)):
-        Sending(worker, plan, full(*values)).come(nbytes)
-    job.close([])
-    assert stored(job, *three) == [11, 2, 0]
 
 
 # ---- What goes wrong ----
@@ -551,7 +513,6 @@ def test_operands_are_waited_for(job, two):
 
 
 def test_a_variable_without_a_value_is_found_before_anything_is_written(job, two, three):
-    """Its creator was lost before it gave one."""
     spec = VariableSpec("late", VECTOR)
     named = job.verbs[0].create(two[0].session, 3, -1, spec, (0,), None)
     late = Apply(0, (0,), (Ref("variable", named.id), Ref("reduction", 1)))

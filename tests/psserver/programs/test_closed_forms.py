@@ -166,7 +166,6 @@ def changed(numbers, place, at, value):
     ids=["epsilon changes", "the root falls too fast", "a rate is NaN"],
 )
 def test_what_has_no_such_sum_is_made_up_one_by_one(place, at, value):
-    """With the bits that it has without closed forms."""
     program, scalars, count = case("adam", "float32")
     scalars, tables = changed(scalars, place, at, value), tables_of(count, 1.0, "float32")
     found, wanted = (run(Replay(INTERPRETED, program, closed), tables, scalars) for closed in (True, False))
@@ -218,7 +217,6 @@ def form_of(kernels, fn, dtype, tables, width=WIDTH):
 
 @pytest.mark.parametrize("fn", [largest, mixed, turned])
 def test_other_programs_have_none(kernels, fn):
-    """What is no such sum is not taken for one."""
     assert form_of(kernels, fn, "float32", 3) is None
 
 

@@ -39,11 +39,7 @@ CASES: dict[str, list[tuple[tuple[np.ndarray, ...], dict[str, object]]]] = {
     "logical_and": [(args, {}) for args in LOGICAL],
     "logical_or": [(args, {}) for args in LOGICAL],
     "pow": [((np.abs(A), B), {}), ((I8, np.array(2)), {}), ((A, np.float32(2).reshape(())), {})],
-    "matmul": [
-        ((A, A.T.copy()), {}),
-        ((I8[None], I8[:, None]), {}),
-        ((A[:, :0], np.ones((0, 2), "int8")), {}),
-    ],
+    "matmul": [((A, A.T.copy()), {}), ((I8[None], I8[:, None]), {}), ((A[:, :0], np.ones((0, 2), "int8")), {})],
     "where": [((TRUE, A, B), {}), ((TRUE, I8, np.float32(1).reshape(())), {})],
     "astype": [((A,), {"dtype": name}) for name in DTYPES],
     "broadcast_to": [((I8,), {"shape": (2, 3)}), ((np.array(1.0),), {"shape": (4,)})],
@@ -116,13 +112,8 @@ def test_inputs_are_only_read_and_results_are_the_callers_own():
         assert value.flags.c_contiguous
         value[...] = -1  # What is checked later was not touched by this.
     np.testing.assert_array_equal(inputs[0], A)
-
-
-def test_a_view_of_an_input_is_copied():
-    """`broadcast_to` may give a contiguous view; a result is nobody else's memory even then."""
-    program = Program((V,), (Node("broadcast_to", (0,), (("shape", (1, 2, 3)),)),), (), (1,))
-    (value,) = run(program, [A], np)[1]
-    assert not np.shares_memory(value, A)
+    view = Program((V,), (Node("broadcast_to", (0,), (("shape", (1, 2, 3)),)),), (), (1,))
+    assert not np.shares_memory(run(view, [A], np)[1][0], A)  # it may be contiguous
 
 
 def test_an_op_that_refuses_its_values_leaves_everything_as_it_was():
@@ -140,7 +131,6 @@ def test_an_op_that_refuses_its_values_leaves_everything_as_it_was():
 
 
 def test_inputs_that_are_not_what_the_program_was_verified_for_are_refused():
-    """Count, dtype and shape."""
     program = Program((V,), (), (), (0,))
     with pytest.raises(ProgramError, match="has 1 inputs, and 2 are given"):
         run(program, [A, A], np)

@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 import threading
+import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +23,11 @@ from psserver.programs.kernels import compiler as compiled
 from psserver.programs.kernels import machine_code
 from psserver.programs.kernels.codegen import Form, SumTerm, cuda_source, numba_source, parameters
 from psserver.programs.kernels.compiler import Compiler, compile_numba
-from psserver.programs.kernels.fusion import fused_shape, split
+from psserver.programs.kernels.fusion import KERNEL_DTYPES, fused_shape, split, whole
 from psserver.programs.kernels.kernels import Kernels
 from psserver.programs.kernels.launch import Crew
 from pswire.errors import ProgramError
+from pswire.limits import MAX_NODES
 from pswire.model.program import OPS, Input, Node, Program
 from pswire.model.tensor import DTYPES, TensorSpec, address_of
 from tests.kit.programs import expected, job_of, numbers, plan_of, programs, run, same_bits, traced
@@ -90,6 +93,9 @@ AT_ONCE = ("bool", "float32", "float64", "int32", "uint16")
 """Dtypes of each kind and size; all of them are compiled in the soak."""
 
 
+@pytest.mark.parametrize(
+    "dtype", [d if d in AT_ONCE else pytest.param(d, marks=pytest.mark.soak) for d in sorted(KERNEL_DTYPES)]
+)
 def test_each_op_of_a_kernel_gives_the_interpreters_bits(dtype):
     """For every dtype that kernels know, zeros of both signs, infinities, NaN and the ends of integers included; so
     does machine code that was kept, of which none needs Numba or Python to run."""
@@ -167,12 +173,21 @@ def shapes(program):
 
 
 def test_an_elementwise_program_is_one_kernel():
-    """After a step for its scalars, if it has any to compute."""
+    """After a step for its scalars, if it has any to compute. A matrix product, scalars alone, and what is too long for
+    a compiler stay whole."""
     program, _ = traced(adam, [VECTOR] * 3, [VECTOR])
     assert shapes(program) == [(N,)]
     count = TensorSpec("int64", ())
     program, _ = traced(lambda w, t: w.assign_sub(1 / (1 - 0.9 ** t.astype("float32"))), [VECTOR, count], [])
     assert shapes(program) == [None, (N,)]
+
+    def long(w):
+        for _ in range(300):
+            w.assign(w * w + w)
+
+    square, number = TensorSpec("float32", (4, 4)), TensorSpec("float32", ())
+    for fn, spec in ((lambda w: w.assign(w @ w), square), (lambda w: w.assign_add(1.0), number), (long, VECTOR)):
+        assert shapes(traced(fn, [spec], [])[0]) == [None]
 
 
 def test_reductions_and_rounding_of_their_own_lie_between_kernels():
@@ -195,19 +210,6 @@ def test_what_a_later_step_reads_is_not_written_over(kernels):
     program, operands = traced(fn, [VECTOR], [VECTOR])
     first, second = run_twice(kernels, job_of(plan_of(program), [floats(1)], operands), {0: np.ones(N, "float32")})
     assert same_bits(first.assigned[0], second.assigned[0])
-
-
-def test_programs_without_kernels_stay_whole():
-    """A matrix product, scalars alone, and what is too long for a compiler."""
-    square = TensorSpec("float32", (4, 4))
-    for fn, spec in ((lambda w: w.assign(w @ w), square), (lambda w: w.assign_add(1.0), TensorSpec("float32", ()))):
-        assert shapes(traced(fn, [spec], [])[0]) == [None]
-
-    def long(w):
-        for _ in range(300):
-            w.assign(w * w + w)
-
-    assert shapes(traced(long, [VECTOR], [])[0]) == [None]
 
 
 # ---- Compiling ----
@@ -278,34 +280,26 @@ def test_a_kernel_of_very_many_arrays_is_not_compiled(kernels):
 
 
 def test_a_compiler_that_fails_is_told_of_once(monkeypatch, caplog):
-    """And everything goes on interpreted."""
+    """And everything goes on interpreted; small arrays are not worth a kernel."""
 
     def broken(*args):
         raise RuntimeError("what the compiler says")
 
     monkeypatch.setattr(compiled, "compile_numba", broken)
-    kernels = Kernels(Device(), patience=1, smallest=0)
-    for size, fn in ((N, adam), (N, lambda w, m, s, g: w.assign(m + s + g))):
-        spec = TensorSpec("float32", (size,))
-        program, operands = traced(fn, [spec] * 3, [spec])
-        first, second = run_twice(kernels, job_of(plan_of(program), [floats(1)], operands), dict(enumerate(floats(3))))
-        assert same_bits(first.assigned[0], second.assigned[0])
-    kernels.close()
-    assert len(caplog.records) == 1
+    for smallest, told in ((None, 0), (0, 1)):
+        kernels = Kernels(Device(), patience=1, **({} if smallest is None else {"smallest": smallest}))
+        for fn in (adam, lambda w, m, s, g: w.assign(m + s + g)):
+            program, operands = traced(fn, [VECTOR] * 3, [VECTOR])
+            job = job_of(plan_of(program), [floats(1)], operands)
+            first, second = run_twice(kernels, job, dict(enumerate(floats(3))))
+            assert same_bits(first.assigned[0], second.assigned[0])
+        kernels.close()
+        assert len(caplog.records) == told
+        assert bool(kernels.compiler.texts) == told
     assert "what the compiler says" in caplog.text
 
 
-def test_small_arrays_are_not_worth_a_kernel():
-    """The interpreter takes as long."""
-    kernels = Kernels(Device(), patience=1)
-    program, operands = traced(adam, [VECTOR] * 3, [VECTOR])
-    run_twice(kernels, job_of(plan_of(program), [floats(1)], operands), dict(enumerate(floats(3))))
-    assert kernels.compiler.texts == ()
-    kernels.close()
-
-
 def test_a_closed_compiler_makes_nothing():
-    """It gives no kernel, and leaves no thread."""
     before = set(threading.enumerate())
     compiler = Compiler(Device(), patience=1)
     compiler.close()
@@ -426,3 +420,66 @@ def test_a_kernel_runs_once_for_each_row_of_a_table(threads):
     assert len(calls) == 5
     assert crew.seconds > 0
     crew.close()
+
+
+WIDE = TensorSpec("float32", (300, 400))
+WIDE_INPUT = Input("variable", WIDE)
+
+
+def alternating():
+    """A reduction, and what is done with it, as often as can be."""
+    nodes = []
+    for _ in range(MAX_NODES // 2):
+        current = len(nodes)
+        nodes += [Node("sum", (current,)), Node("multiply", (current, current + 1))]
+    return Program((WIDE_INPUT,), tuple(nodes), ((0, len(nodes)),), ())
+
+
+def rotated(count=20_000):
+    """Many variables, each of which becomes the one before it, and is given back."""
+    assigns = tuple((n, (n + 1) % count) for n in range(count))
+    return Program((WIDE_INPUT,) * count, (Node("negative", (0,)),), assigns, tuple(range(count)))
+
+
+@pytest.mark.parametrize("make", [alternating, rotated])
+def test_a_long_program_is_cut_in_time(make):
+    """However many steps or variables it has; one of very many steps stays whole."""
+    program = make()
+    _ = program.specs
+    begun = time.process_time()
+    steps = split(program)
+    assert time.process_time() - begun < 2
+    assert steps == (whole(program),) or len(steps) <= 2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_only_looked_at_takes_no_memory(compiled):
+    """A scalar that is broadcast to be summed is a view, in the interpreter and beside kernels."""
+
+    def fn(v):
+        v.assign(v * 2)
+        return np.sum(np.broadcast_to(np.sum(v), (4000, 4000)))
+
+    program, operands = traced(fn, [WIDE], [])
+    kernels, value = Kernels(Device(), patience=1 if compiled else 10**9), np.ones(WIDE.shape, "float32")
+    job = job_of(plan_of(program), [[]], operands)
+    run(job, kernels, {0: value})
+    kernels.compiler.wait()
+    tracemalloc.start()
+    try:
+        (found,) = run(job, kernels, {0: value}).given
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        kernels.close()
+    assert not any(step.may_fail for step in split(program))
+    assert found == np.float32(WIDE.size * 2 * 4000 * 4000)
+    assert peak < 3 * value.nbytes
+    assert bool(kernels.compiler.texts) == compiled
+
+
+def test_what_a_kernel_reads_is_made_in_it():
+    """A broadcast value that is also assigned or computed with is no array of its own before."""
+    program, _ = traced(lambda v: v.assign(np.broadcast_to(np.sum(v), WIDE.shape) + v), [WIDE], [])
+    (kernel,) = [step for step in split(program) if step.shape is not None]
+    assert [node.op for node in kernel.program.nodes] == ["broadcast_to", "add"]

@@ -1,21 +1,34 @@
-"""Random functions: the same bits from NumPy, traced and interpreted, and compiled, whatever shares memory."""
+"""Random programs: the same bits from NumPy, traced and interpreted, and compiled; what is verified runs, and whatever
+bytes come from a network, they are refused, or run within the memory that was foreseen."""
 
 from __future__ import annotations
 
+import ast
+import math
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from psclient._src.tracing.recorder import Recording, trace
 from psserver.devices import Device
 from psserver.plans.prepared import PreparedPlan
-from psserver.programs.kernels.kernels import Kernels
-from pswire.errors import ProgramError
+from psserver.programs.interpreter import peak_bytes
+from psserver.programs.kernels.codegen import Form, cuda_source, numba_source
+from psserver.programs.kernels.fusion import split
+from psserver.programs.kernels.kernels import Kernels, row_form
+from psserver.programs.kernels.row_steps import split_rows
+from pswire.encoding import messages
+from pswire.encoding.verbs import parse
+from pswire.errors import ProgramError, PSError
 from pswire.model.plan import Apply
-from pswire.model.program import Program
+from pswire.model.program import OPS, Input, Node, Program
+from pswire.model.row_updates import refusal
+from pswire.model.tensor import DTYPES, TensorSpec, spec_of
+from pswire.pb import parameter_server_pb2 as pb
 from tests.kit.cases import search
 from tests.kit.programs import expected, job_of, numbers, plain, plan_of, programs, run, same_bits
 from tests.kit.rig import WORKERS
@@ -121,3 +134,200 @@ def test_kernels_give_what_numpy_gives(kernels, program, seed, double, workers, 
         assert {*found.found.variables} == {id for id, value in found.assigned.items() if not finite(value).all()}
         assert {*found.found.contributions} <= {*poisoned}  # kernels do not look at what nothing comes of
     assert all_same(inputs, before)
+
+
+SHAPES = [(), (3,), (0,), (1, 3), (2, 1), (2, 3), (3, 2), (3, 0, 2), (1,) * 32]
+INTEGERS = [0, 1, 2, -1, -2, 31, 32, 1 << 31, (1 << 63) - 1, -(1 << 63)]
+WORDS = [*DTYPES, "", "0", "object", "axis", "float33"]
+SMALL = 1 << 20
+
+integers = st.sampled_from(INTEGERS)
+attributes = st.one_of(
+    st.none(),
+    st.booleans(),
+    integers,
+    st.floats() | st.sampled_from([math.nan, math.inf]),
+    st.sampled_from(WORDS),
+    st.lists(integers, max_size=4).map(tuple),
+    st.sampled_from([*SHAPES, (0, 1), (1, 1), (1,) * 40]),
+)
+
+
+@st.composite
+def applied_ops(draw):
+    """A program of one op, with attributes of its names and of any values."""
+    row = draw(st.sampled_from(tuple(OPS.values())))
+    shape = st.sampled_from(SHAPES)
+    inputs = [Input("value", TensorSpec(draw(st.sampled_from(tuple(DTYPES))), draw(shape))) for _ in range(row.arity)]
+    attrs = {name: draw(attributes) for name in sorted(row.attrs) if draw(st.integers(0, 9))}
+    return Program(tuple(inputs), (Node(row.name, tuple(range(row.arity)), tuple(attrs.items())),), (), (row.arity,))
+
+
+@search(4)
+@given(program=applied_ops() | programs())
+def test_what_is_verified_runs(program):
+    """And gives what was foreseen; a value that an op refuses, and memory, are all that may stop it."""
+    try:
+        received = messages.PROGRAM.from_pb(messages.PROGRAM.to_pb(program))
+        specs = received.output_specs
+    except PSError:
+        return
+    assume(not received.may_refuse and sum(spec.size for spec in received.specs) < SMALL)
+    inputs = [numbers(item.spec.dtype, item.spec.size, n) for n, item in enumerate(received.inputs)]
+    shaped = [array.reshape(item.spec.shape) for array, item in zip(inputs, received.inputs, strict=True)]
+    _, outputs = expected(received, shaped)
+    assert tuple(map(spec_of, outputs)) == specs
+
+
+LIMIT = 1 << 26
+"""Bytes that a server would give to a program and to its inputs."""
+
+SLACK = 1 << 19
+"""Bytes of Python's own, and of NumPy's buffers: 8192 elements of each array of an op, of up to 16 bytes."""
+
+BIG = ((100_000,), (320, 320))
+
+
+def mutated(data: bytes, changes) -> bytes:
+    out = bytearray(data)
+    for at, byte, kind in changes:
+        at %= len(out) + 1
+        out[at : at + (kind > 0)] = bytes([byte])[: kind < 2]
+    return bytes(out)
+
+
+CHANGES = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255), st.integers(0, 2)), max_size=4)
+
+
+TEXTS = [*OPS, *DTYPES, "", "axis", "keepdims", "shape", "dtype", "__class__"]
+SIZES = [0, 1, 2, 3, 7, 63, 320, 100_000, (1 << 31) - 1, 1 << 31, (1 << 32) - 1]
+HUGE = [*SIZES, 1 << 40, (1 << 63) - 1]
+
+
+@st.composite
+def altered(draw, programs):
+    """A message of a program in which some fields have other values, each of its own type."""
+    message = messages.PROGRAM.to_pb(draw(programs))
+    for _ in range(draw(st.integers(1, 4))):
+        node = draw(st.sampled_from(message.nodes or [pb.Node()]))
+        spec = draw(st.sampled_from(message.inputs)).spec
+        match draw(st.sampled_from(["op", "args", "attr", "attrs", "dtype", "shape", "assign", "output", "node"])):
+            case "op":
+                node.op = draw(st.sampled_from(TEXTS))
+            case "args":
+                node.args[:] = draw(st.lists(st.sampled_from(SIZES), max_size=4))
+            case "attr" if node.attrs:
+                change_value(draw, draw(st.sampled_from(node.attrs)))
+            case "attrs":
+                change_value(draw, node.attrs.add(name=draw(st.sampled_from(TEXTS))))
+            case "dtype":
+                spec.dtype = draw(st.sampled_from(TEXTS))
+            case "shape":
+                spec.shape[:] = draw(st.lists(st.sampled_from(HUGE), max_size=4))
+            case "assign":
+                message.assigns.add(target=draw(st.sampled_from(SIZES)), value=draw(st.sampled_from(SIZES)))
+            case "output":
+                message.outputs.append(draw(st.sampled_from(SIZES)))
+            case "node":
+                message.nodes.add().CopyFrom(node)
+    return message.SerializeToString()
+
+
+def change_value(draw, attr):
+    number = st.sampled_from([*HUGE, -1, -2, -(1 << 63)])
+    match draw(st.sampled_from(["flag", "number", "real", "text", "numbers", "none"])):
+        case "flag":
+            attr.flag = True
+        case "number":
+            attr.number = draw(number)
+        case "real":
+            attr.real = draw(st.floats())
+        case "text":
+            attr.text = draw(st.sampled_from(TEXTS))
+        case "numbers":
+            attr.numbers.values[:] = draw(st.lists(number, max_size=40))
+        case "none":
+            attr.ClearField(attr.WhichOneof("value") or "flag")
+
+
+MUTATED = st.builds(
+    lambda program, changes: mutated(messages.PROGRAM.to_pb(program).SerializeToString(), changes),
+    programs(BIG),
+    CHANGES,
+)
+
+
+ASSIGNS_NOTHING = bytes.fromhex(
+    "0a0f0801120b0a04626f6f6c1203a08d060a0f0801120b0a04696e74381203a08d060a120802120e0a07666c6f6174333212"
+    "03a08d060a0a080312060a04626f6f6c12200a0373756d1201001a080a046178697332001a0c0a086b65657064696d731001"
+    "2801"
+)
+
+
+@given(data=MUTATED | altered(programs(BIG)))
+@example(data=ASSIGNS_NOTHING)
+def test_a_fuzzed_message_is_refused_or_runs_within_its_bound(data):
+    """Decoding, verifying and running raise nothing but errors of ours, and take no more than was computed before."""
+    try:
+        received = messages.PROGRAM.from_pb(parse(pb.Program, data))
+        bound = peak_bytes(received)
+    except PSError:
+        return
+    for step in split(received):
+        if step.shape is not None:
+            numba_source(Form(step.program))
+            cuda_source(Form(step.program))
+    given = [number for number, item in enumerate(received.inputs) if item.kind == "value"]
+    last = split_rows(received)[-1] if refusal(received, given) is None else None
+    if last is not None and last.shape is not None:
+        assert all(ast.parse(text) for text in (row_form(last).rows, row_form(last).replay))
+    if bound + sum(item.spec.nbytes for item in received.inputs) > LIMIT:
+        return
+    inputs = inputs_of(received, 0)
+    tracemalloc.start()
+    try:
+        expected(received, inputs)
+    except PSError:
+        pass
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak <= bound + SLACK
+
+
+HALF = TensorSpec("float16", (400_000,))
+HALVES = Program((Input("variable", HALF),), (Node("mean", (0,), (("axis", ()),)),), ((0, 1),), ())
+"""NumPy takes the mean of half precision in another one."""
+
+
+class Ready(Kernels):
+    """Kernels that do nothing, at once: what is measured is the memory around them."""
+
+    def __init__(self) -> None:
+        super().__init__(Device(), smallest=0)
+        self.compiler.elementwise = lambda form, now=False: lambda *_: 0  # type: ignore[method-assign, assignment]
+
+
+@example(program=HALVES)
+@given(program=programs(BIG))
+def test_steps_take_no_more_memory_than_the_whole(program):
+    """With nothing written in place, and values let go as soon as the interpreter would let them go."""
+    plan = plan_of(program, returned=False)
+    arrays = inputs_of(program, 0)
+    kinds = [item.kind for item in program.inputs]
+    variables = dict(enumerate(a for a, kind in zip(arrays, kinds, strict=True) if kind == "variable"))
+    values, operands = ([a for a, k in zip(arrays, kinds, strict=True) if k == kind] for kind in ("value", "operand"))
+    job = job_of(plan, [values], operands, part_bytes=1 << 30)
+    kernels = Ready()
+    peaks = []
+    for _ in range(3):  # the first remembers things anew; in any one the interpreter may enlarge its table of strings
+        tracemalloc.start()
+        try:
+            run(job, kernels, variables)
+        except PSError:
+            pass
+        finally:
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+    compared = 2 * sum(operand.nbytes for operand in operands)
+    assert min(peaks) <= peak_bytes(program) + compared + SLACK

@@ -129,7 +129,6 @@ REDUCED_DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "uint8",
 
 @pytest.mark.parametrize("dtype", first("float16", "float32", of=REDUCED_DTYPES))
 def test_rows_of_any_width_are_reduced_as_numpy_reduces(kernels, dtype):
-    """Bit for bit, with the pairs in which it sums."""
     for width in WIDTHS:
         spec, shape = TensorSpec(dtype, (SIZE, width)), (SIZE, width)
         ops = ALONG_ROWS if DTYPES[dtype].kind in "fV" else ("sum", "max", "min")
@@ -225,7 +224,6 @@ def test_rows_are_updated_as_in_the_whole_table(kernels, ids, dtype, update):
 
 
 def test_many_rows_by_several_threads(kernels):
-    """Each row of a table belongs to one of them."""
     spec = TensorSpec("float32", (5000, 3))
     program, operands = traced(adagrad, [spec, spec], [spec])
     assert compiled(kernels, program)
@@ -311,7 +309,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("said", REFUSED)
 def test_programs_that_are_not_of_rows_are_refused(kernels, said):
-    """With what they do in the message."""
     spec = TensorSpec("float32", (SIZE, 2))
     program, operands = traced(REFUSED[said], [spec, spec], [spec])
     with pytest.raises(ProgramError, match=said):

@@ -1,10 +1,11 @@
-"""The state machine of batches that are handed out, by itself: who has which, and what is done."""
+"""Batches that are handed out: the state machine by itself, and on a server that makes rounds."""
 
 from __future__ import annotations
 
 from collections import Counter
 from heapq import heappop, heappush
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,11 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from psserver.state.chunks import MAX_NUMBER, ChunkQueue
 from pswire.cluster import Task
-from pswire.errors import ConfigError, InvalidRequest
+from pswire.errors import ConfigError, Fenced, InvalidRequest
 from pswire.limits import MAX_CHUNKS
 from pswire.model.chunks import ChunkAsk, Chunks
-from pswire.model.log import Examples, Position
+from pswire.model.log import Approved, Examples, Position
+from tests.kit import rig
 from tests.kit.cases import search
+from tests.kit.rig import WORKERS
 
 COUNT = 6
 
@@ -57,25 +60,23 @@ def ticket(answer: Chunks) -> int:
 
 
 def test_batches_come_in_order_and_the_end_waits_for_nobody(server):
-    """Each once, to whoever asks; who finds nothing left is told so at once, though others still work."""
-    assert [places(server.ask(1 + index % 2)) for index in range(COUNT)] == [[(0, index)] for index in range(COUNT)]
+    """Each once, to whoever asks; who finds nothing left is told so at once, though others still work. A question that
+    is asked again has the same answer, so that no batch is lost with one; an older question is refused."""
+    for index in range(COUNT):
+        answer = server.ask(1 + index % 2)
+        assert places(answer) == [(0, index)]
+        assert server.resend(1 + index % 2) == answer
     over = server.ask(3)
     assert (over.chunks, over.over) == ((), True)
+    older = server.last[3]
     assert places(server.ask(3, 1)) == [(1, 0)]
-
-
-def test_a_question_that_is_asked_again_has_the_same_answer(server):
-    """So no batch is lost with an answer; an older question is refused."""
-    first = server.ask(1)
-    assert server.resend(1) == first
-    older = server.last[1]
-    assert places(server.ask(1)) == [(0, 1)]
     with pytest.raises(InvalidRequest, match="question 1 about dataset 0 comes after question 2"):
-        server.queue.hand_out(1, Task("worker", 1), older)
+        server.queue.hand_out(3, Task("worker", 3), older)
 
 
 def test_what_is_not_done_at_a_sessions_end_is_handed_out_again(server):
-    """First, and under another ticket; what it has told to be done is not."""
+    """First, and under another ticket; what it has told to be done is not. The dataset stands at its low mark, and at
+    what is missing before it, whoever has it."""
     first = server.ask(1)
     server.ask(1, done=(ticket(first),))
     server.queue.end(1)
@@ -83,16 +84,8 @@ def test_what_is_not_done_at_a_sessions_end_is_handed_out_again(server):
     assert places(again) == [(0, 1)]
     assert places(server.ask(2)) == [(0, 2)]
     assert ticket(again) not in (1, 2)
-
-
-def test_what_may_still_be_applied_is_not_handed_out(server):
-    """A session has ended, and a round of it is open: its batches wait until that is over."""
-    server.ask(1)
-    server.busy.add(1)
-    server.queue.end(1)
-    assert places(server.ask(2)) == [(0, 1)]
-    server.busy.clear()
-    assert places(server.ask(2)) == [(0, 0)]
+    server.ask(3)
+    assert server.look() == (Position(0, 0, 4, (whole(1), whole(2), whole(3))),)
 
 
 def test_a_batch_comes_back_in_a_later_pass(server):
@@ -108,12 +101,16 @@ def test_a_batch_comes_back_in_a_later_pass(server):
 
 
 def test_a_ticket_counts_for_who_has_it(server):
-    """What another session says to be done, or what was handed out again since, is not done."""
+    """What another session says to be done, or what was handed out again since, is not done. While a round of a session
+    that has ended is open, its batches are not handed out: it may still be applied."""
     first = server.ask(1)
     server.ask(2, done=(ticket(first),))
+    server.busy.add(1)
     server.queue.end(1)
+    assert places(server.ask(3)) == [(0, 2)]
+    server.busy.clear()
     assert places(server.ask(2)) == [(0, 0)]
-    assert server.look()[0].returned == (whole(0), whole(1))
+    assert server.look()[0].returned == (whole(0), whole(1), whole(2))
 
 
 def test_what_a_worker_has_ahead_goes_back(server):
@@ -143,12 +140,9 @@ def test_nobody_has_more_ahead_than_it_will_come_to_do(server):
     slow = server.ask(1, count=count, needs=False, want=4, done=(ticket(slow),))
     assert slow == Chunks((), False)  # 10 are left, and 20 were handed out
     assert len(server.ask(1, count=count, want=4).chunks) == 1  # but who has none gets one
-
-
-def test_one_worker_alone_has_half_of_what_is_left_ahead(server):
-    """Of 20 that are left, less two: nobody else could do it earlier."""
-    first = server.ask(1, count=21)
-    assert len(server.ask(1, count=21, needs=False, want=16, done=(ticket(first),)).chunks) == 9
+    alone = Server()  # of 20 that are left, less two: nobody else could do it earlier
+    first = alone.ask(1, count=21)
+    assert len(alone.ask(1, count=21, needs=False, want=16, done=(ticket(first),)).chunks) == 9
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.integers(1, 80), st.integers(1, 3))
@@ -182,14 +176,6 @@ def test_the_end_waits_for_one_batch_of_the_slowest(speeds, count, passes):
 # ---- Where a dataset stands ----
 
 
-def test_a_dataset_stands_at_what_was_not_done(server):
-    """Its low mark, and what is missing before it, whoever has it."""
-    taken = [server.ask(1 + index % 3) for index in range(4)]
-    server.ask(1, want=0, done=(ticket(taken[0]),))
-    server.queue.end(2)
-    assert server.look() == (Position(0, 0, 4, (whole(1), whole(2), whole(3))),)
-
-
 def test_a_dataset_that_is_done_stands_at_its_next_pass(server):
     """Also where nobody has asked for that one yet; before the first question it stands where the asker began."""
     assert server.look(begins=(Position(0, 3, 4),)) == (Position(0, 3, 4),)
@@ -210,7 +196,6 @@ def test_a_dataset_begins_where_the_first_worker_says(server):
 
 
 def test_a_pass_between_two_that_are_not_done_is_not_done_again(server):
-    """It began, and nothing is said of it."""
     begins = Position(0, 2, COUNT, (whole(1),)), Position(0, 4, 0)
     assert places(server.ask(1, 2, begins=begins)) == [(2, 1)]
     assert server.ask(1, 2).over
@@ -233,22 +218,18 @@ def test_a_restore_begins_it_anew_once(server):
 # ---- What is refused ----
 
 
-def test_datasets_of_different_lengths_are_refused(server):
-    """A number would name other examples in another worker."""
-    server.ask(1)
-    with pytest.raises(
-        ConfigError, match=r"dataset 0 has 7 batches in a pass for /job:worker/task:2, and 6 for others"
-    ):
-        server.ask(2, count=7)
-
-
 def test_what_is_no_question_is_refused(server):
-    """So that no client makes the queue hold what nobody needs."""
+    """So that no client makes the queue hold what nobody needs; and datasets of different lengths, in which a number
+    would name other examples."""
     with pytest.raises(InvalidRequest, match="at most 16 are handed out at a time"):
         server.ask(1, want=MAX_CHUNKS + 1)
     for said in ({"epoch": MAX_NUMBER + 1}, {"count": MAX_NUMBER + 1}, {"begins": (Position(0, 0, MAX_NUMBER + 1),)}):
         with pytest.raises(InvalidRequest, match="above"):
             server.ask(2, **said)
+    server.ask(1)
+    told = r"dataset 0 has 7 batches in a pass for /job:worker/task:2, and 6 for others"
+    with pytest.raises(ConfigError, match=told):
+        server.ask(2, count=7)
 
 
 def test_a_long_job_holds_no_passes(server):
@@ -370,3 +351,101 @@ class Model(RuleBasedStateMachine):
 
 TestModel = Model.TestCase
 TestModel.settings = search()
+
+
+BATCHES = 10
+
+
+@pytest.fixture
+def job(tmp_path):
+    with rig.serving("core", 2, tmp_path) as servers:
+        yield rig.Job(servers)
+
+
+class Asker:
+    """An asynchronous worker that asks server 0 for batches, and pushes."""
+
+    def __init__(self, worker):
+        self.worker, self.number, self.has = worker, 0, ()
+
+    def ask(self, **said):
+        self.number += 1
+        said = {"want": 1, "needs": True, "restores": 1, **said}
+        ask = ChunkAsk(0, self.number, 0, BATCHES, **said)
+        answer = self.worker.job.verbs[0].hand_out(self.worker.session, ask).result(rig.SOON)
+        self.has = answer.chunks or self.has
+        return [chunk.examples.index for chunk in answer.chunks]
+
+    def stands(self):
+        self.number += 1
+        ask = ChunkAsk(0, self.number, 0, BATCHES, restores=1, looks=True)
+        (found,) = self.worker.job.verbs[0].hand_out(self.worker.session, ask).result(rig.SOON).positions
+        return found
+
+    def push(self, plan, server=0):
+        chunks = tuple(chunk.ticket for chunk in self.has)
+        future = self.worker.push(plan, [np.ones(2)], server=server, chunks=chunks)
+        self.worker.round += 1
+        return future
+
+
+@pytest.fixture
+def two(job):
+    return [Asker(worker) for worker in job.join(WORKERS[0], WORKERS[1], mode="async")]
+
+
+@pytest.fixture
+def adds(job, two):
+    v = job.variable(two[0].worker, np.zeros(2))
+    return job.approve(rig.sum_into(v), two[0].worker)
+
+
+def test_a_batch_is_done_once_its_round_is_applied(job, two, adds):
+    """Whatever becomes of its worker then; before that it is handed out again."""
+    one, other = two
+    assert one.ask() == [0]
+    one.push(adds).result(rig.SOON)
+    assert one.ask() == [1]
+    assert other.stands() == Position(0, 0, 2, (Examples(1, 0, 0),))
+    job.servers.spend(12, other.worker.session, job.opened.session)
+    assert [other.ask() for _ in range(3)] == [[1], [2], [3]]
+
+
+def test_a_round_that_updates_nothing_does_no_batch(job, two, adds):
+    """A step may look at the loss first."""
+    looks = job.approve(rig.reduce_only(job.variables[0].spec.tensor), two[0].worker)
+    two[0].ask()
+    two[0].push(looks).result(rig.SOON)
+    assert two[1].stands().returned == (Examples(0, 0, 0),)
+    two[0].push(adds).result(rig.SOON)
+    assert two[1].stands().returned == ()
+
+
+def test_a_round_that_may_still_be_applied_keeps_its_batch(job, two, adds):
+    """Its worker is lost, and its contribution is whole, but for the approval of its plan."""
+    one, other = two
+    v = job.variable(one.worker, np.zeros(2))
+    late = rig.sum_into(v)
+    one.ask()
+    one.worker.job.verbs[0].propose(one.worker.session, late, "", None)
+    one.push(late)
+    job.servers.spend(12, other.worker.session, job.opened.session)
+    assert other.ask() == [1]
+    job.append(Approved(late))
+    assert job.value(other.worker, v).tolist() == [1, 1]
+    assert other.ask() == [2]
+    assert other.stands().returned == (Examples(1, 0, 0), Examples(2, 0, 0))
+
+
+def test_who_is_gone_gets_no_batch(job, two):
+    """And a server that keeps no log hands out none. What the job before was handed out is nothing to a new one."""
+    one, other = two
+    assert one.ask() == [0]
+    job.servers.spend(12, other.worker.session, job.opened.session)
+    with pytest.raises(Fenced):
+        one.ask()
+    with pytest.raises(InvalidRequest, match="handed out by server 0"):
+        job.verbs[1].hand_out(other.worker.session, ChunkAsk(0, 1, 0, BATCHES))
+    job.begin()
+    (one,) = job.join(WORKERS[0], mode="async")
+    assert Asker(one).ask() == [0]

@@ -1,21 +1,32 @@
-"""The state machine of closures, by itself: who runs which, what is over, and what is told to whom."""
+"""Closures: who runs which, what is over, and what is told to whom; and each of their rounds is made once."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from psserver.effects import Fail, Reply
+from psserver.plans.prepared import PreparedPlan
 from psserver.state import closures as module
 from psserver.state.closures import Closures
+from psserver.state.rounds import Rounds
+from psserver.state.strands import RECORDS, Given
+from pswire.api import Contribution
 from pswire.cluster import Task
-from pswire.errors import ConfigError, Fenced, InvalidRequest, MemoryLimit
-from pswire.limits import CLOSURE_LOSSES
-from pswire.model.closures import ClosureOrder, ClosureResult, Piece
+from pswire.errors import ConfigError, Fenced, InvalidRequest, MemoryLimit, ProgramError, PushAgain
+from pswire.limits import CLOSURE_LOSSES, CLOSURE_ROUNDS
+from pswire.model.closures import ClosureName, ClosureOrder, ClosureResult, Piece
+from pswire.model.log import Epoch, Member
+from pswire.model.tensor import TensorSpec
+from pswire.transport.payload import Payload
 from tests.kit.cases import search
+from tests.kit.rig import WORKERS, payload, reduce_only
 
 CHIEF, FUNCTIONS = Task("chief", 0), ("f(x)", "g()")
 GONE = Fenced("its lease ended")
@@ -78,7 +89,8 @@ def number_of(taken):
 
 
 def test_closures_are_run_in_order_by_who_has_waited_the_longest(server):
-    """Workers that wait get the next one each; a worker has one at a time."""
+    """Workers that wait get the next one each; a worker has one at a time. A closure of a lost worker goes back to its
+    old place, and its name says that it was begun."""
     first, second = server.take(10), server.take(11)
     assert not first.done()
     assert server.add(1).result().number == 1
@@ -87,20 +99,15 @@ def test_closures_are_run_in_order_by_who_has_waited_the_longest(server):
     server.add(2)
     server.add(3)
     assert number_of(second) == 2
-    assert number_of(server.finish(11, 2)) == 3
-    assert not server.finish(10, 1).done()
-
-
-def test_a_closure_of_a_lost_worker_is_run_first(server):
-    """It goes back to its old place, and its name says that it was begun."""
-    for number in range(1, 4):
-        server.add(number)
-    server.take(10)
+    server.add(4)
     server.end(10)
-    taken = server.take(11)
-    assert number_of(taken) == 1
-    assert taken.result().name.begun == (1,)
-    assert taken.result().name.version > 1
+    again = server.finish(11, 2)
+    assert number_of(again) == 1
+    assert again.result().name.begun == (1,)
+    assert again.result().name.version > first.result().name.version
+    assert number_of(server.finish(11, 1)) == 3
+    assert number_of(server.finish(11, 3)) == 4
+    assert not server.finish(11, 4).done()
 
 
 def test_an_answer_that_was_lost_is_given_again(server):
@@ -208,7 +215,6 @@ def test_results_that_are_not_let_go_of_fill_the_memory(server, monkeypatch):
 
 
 def test_a_closure_that_ends_its_workers_fails(server):
-    """It is not handed out for ever."""
     server.add(1)
     for session in range(10, 10 + CLOSURE_LOSSES):
         assert number_of(server.take(session)) == 1
@@ -398,3 +404,154 @@ class Walk(RuleBasedStateMachine):
 
 Walk.TestCase.settings = search(1.5)
 TestWalk = Walk.TestCase
+
+
+NUMBER = TensorSpec("int64", ())
+PLAN, OTHER = reduce_only(NUMBER, target="this"), reduce_only(NUMBER, target="that")
+MEMBERS = tuple(Member(task, place + 1, 1, "async") for place, task in enumerate(WORKERS[:3]))
+FIRST, SECOND = ClosureName(5, 1, 5, (5,)), ClosureName(5, 2, 5, (5,))
+
+
+class Maker:
+    def __init__(self):
+        self.rounds = Rounds(str)
+        self.rounds.approve(PreparedPlan(PLAN, 0))
+        self.rounds.approve(PreparedPlan(OTHER, 0))
+        self.rounds.close_epoch(Epoch(1, MEMBERS))
+
+    def push(self, session, name, round=0, plan=PLAN, whole=True, epoch=1):
+        """Pushes, unless it is answered by the record; returns the future."""
+        said = Contribution(session, epoch, round, plan.id, (1.0,), previous=round - 1, closure=name)
+        future = Future()
+        record = self.rounds.recorded(said)
+        if record is not None:
+            future.set_result(record)
+            return future
+        content = payload(plan, 0, [session], (1.0,), ()) if whole else Payload((), 8)
+        for effect in self.rounds.push(said, content, future, 0.0):
+            if isinstance(effect, Fail):
+                effect.future.set_exception(effect.error)
+        return future
+
+    def run(self):
+        counted = []
+        while (job := self.rounds.next_job()) is not None:
+            counted += [part.said.session for part in job.parts]
+            self.finish(job)
+        return counted
+
+    def finish(self, job):
+        record, waiters = self.rounds.complete(job, Given([np.array(0)]))
+        for _, future in waiters:
+            future.set_result(record)
+
+
+@pytest.fixture
+def maker():
+    return Maker()
+
+
+def test_a_round_that_was_made_is_answered_from_its_record(maker):
+    """The second worker's contribution does not count; the rounds that the first did not come to are made."""
+    maker.push(1, FIRST)
+    assert maker.run() == [1]
+    again = maker.push(2, SECOND)
+    assert again.result().sessions == {1}
+    maker.push(2, SECOND, round=1)
+    assert maker.run() == [2]
+    assert maker.rounds.places == ()  # no worker's own rounds
+
+
+def test_all_answers_are_kept_until_the_closure_is_over(maker):
+    """However many there are; then they are let go of, and who still pushes has lost the closure."""
+    for round in range(2 * RECORDS):
+        maker.push(1, FIRST, round)
+        maker.run()
+    assert all(maker.push(2, SECOND, round).done() for round in range(2 * RECORDS))
+    maker.rounds.learn(3, 6, (6,))
+    assert 5 not in maker.rounds.strands
+    with pytest.raises(Fenced, match="closure 5 is over"):
+        maker.push(1, FIRST, round=1).result()
+    maker.rounds.learn(2, 5, (5,))  # older news change nothing
+    with pytest.raises(Fenced, match="closure 5 is over"):
+        maker.push(1, FIRST, round=2 * RECORDS).result()
+
+
+def test_what_is_not_whole_makes_room(maker):
+    """The first worker died in the middle of its push: the second one's counts, in whatever epoch it is."""
+    first = maker.push(1, FIRST, whole=False)
+    assert maker.run() == []
+    maker.rounds.close_epoch(Epoch(2, MEMBERS[1:]))
+    maker.push(2, SECOND, epoch=2)
+    with pytest.raises(Fenced, match="handed to another worker"):
+        first.result()
+    assert maker.run() == [2]
+
+
+def test_who_comes_back_takes_its_own_place(maker):
+    """A worker that has the closure and lost its session goes on with it: its own push from before is let go of."""
+    before = maker.push(1, FIRST, whole=False)
+    maker.push(2, FIRST)
+    assert isinstance(before.exception(0), Fenced)
+    assert maker.run() == [2]
+
+
+def test_a_round_that_runs_answers_both(maker):
+    """While it runs with the first contribution, the second waits for the same answer."""
+    first = maker.push(1, FIRST)
+    job = maker.rounds.next_job()
+    second = maker.push(2, SECOND)
+    assert not second.done()
+    maker.finish(job)
+    assert first.result() is second.result()
+    assert maker.run() == []
+
+
+def test_who_had_it_before_is_refused(maker):
+    """It may not take the place of its successor, whose push is on its way."""
+    maker.push(2, SECOND, whole=False)
+    with pytest.raises(Fenced, match="handed to another worker"):
+        maker.push(1, FIRST).result()
+
+
+def test_another_sequence_is_refused(maker):
+    """A function that makes another section than before is told so; so is one that makes too many."""
+    maker.push(1, FIRST)
+    maker.run()
+    with pytest.raises(ProgramError, match="makes the same sequence of sections each time"):
+        maker.push(2, SECOND, plan=OTHER).result()
+    with pytest.raises(InvalidRequest, match="at most 1000 rounds"):
+        maker.push(2, replace(SECOND, number=6, begun=(5, 6), newest=6), round=CLOSURE_ROUNDS).result()
+    with pytest.raises(InvalidRequest, match="numbered from 1"):
+        maker.push(2, replace(SECOND, number=0)).result()
+
+
+def test_a_push_that_waited_for_its_epoch_comes_again(maker):
+    """By then the round may have been made."""
+    early = maker.push(2, SECOND, epoch=2)
+    maker.push(1, FIRST)
+    maker.run()
+    for effect in maker.rounds.close_epoch(Epoch(2, MEMBERS)):
+        effect.future.set_exception(effect.error)
+    with pytest.raises(PushAgain):
+        early.result()
+    assert maker.push(2, SECOND, epoch=2).result().sessions == {1}
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.booleans()), max_size=12))
+def test_each_round_counts_once_on_each_of_two_servers(lives):
+    """Workers run it one after another, each up to some round and on some servers; the last one to its end.
+
+    Args:
+        lives: for each worker that is lost its session, the rounds that it makes, and whether the last of them comes to
+            the second server as well.
+    """
+    servers, counted = (Maker(), Maker()), ([], [])
+    for version, (session, rounds, both) in enumerate([*lives, (1, 4, True)], 1):
+        name = ClosureName(9, version, 9, (9,))
+        for round in range(rounds):
+            for place, maker in enumerate(servers[: 1 + (both or round + 1 < rounds)]):
+                maker.push(session, name, round)
+                counted[place].extend((round, each) for each in maker.run())
+    for rounds in counted:
+        assert sorted(round for round, _ in rounds) == [0, 1, 2, 3]

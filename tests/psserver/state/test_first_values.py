@@ -167,17 +167,18 @@ def test_a_session_sends_one_push_at_a_time():
     assert not server.store.initialized(2)
 
 
-@pytest.mark.parametrize("ids", [(0, 0), (5,), (99,), (0, 99)], ids=str)
-def test_other_variables_are_refused(ids):
-    """Twice the same, one that nobody has created, one that lives elsewhere."""
-    with pytest.raises(InvalidRequest, match="held here, each once"):
-        Server().push(A, ids, Payload.pack([VALUES[0]] * len(ids)))
-
-
-def test_a_payload_of_another_size_is_refused():
-    """It cannot be their values."""
-    with pytest.raises(InvalidRequest, match="11 bytes has not the first values of 1 variables"):
-        Server().push(A, (0,), Payload((), 11))
+@pytest.mark.parametrize(
+    ("ids", "size", "told"),
+    [
+        *((ids, 16, "held here, each once") for ids in ((0, 0), (5,), (99,), (0, 99))),
+        ((0,), 11, "11 bytes has not the first values of 1 variables"),
+    ],
+    ids=str,
+)
+def test_other_variables_are_refused(ids, size, told):
+    """Twice the same, one that nobody has created, one that lives elsewhere; and a payload of another size."""
+    with pytest.raises(InvalidRequest, match=told):
+        Server().push(A, ids, Payload((), size))
 
 
 def test_a_large_value_is_taken_in_as_it_comes():

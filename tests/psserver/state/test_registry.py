@@ -51,19 +51,14 @@ def test_each_session_has_a_token_of_its_own(registry):
 
 
 def test_one_job_has_so_many_sessions(registry):
-    """One more is refused, and those that are known may open theirs again."""
+    """One more is refused, and those that are known may open theirs again. Those of a job that is over count no more:
+    they do nothing, and are nobody else's; their processes are told so, and not that they are strangers."""
     for number in range(REMEMBERED):
         registry.enter(number, A)
     with pytest.raises(ConfigError, match=f"started {REMEMBERED} times already.*--max-sessions"):
         registry.enter(REMEMBERED, A)
     registry.enter(0, A)
     assert owners(registry, 0, REMEMBERED) == [A, None]
-
-
-def test_sessions_of_a_job_that_is_over_do_nothing_and_are_nobody_elses(registry):
-    """They count no more. Their processes are told that the job is over, and not that they are strangers."""
-    for number in range(REMEMBERED):
-        registry.enter(number, A)
     registry.retire([0, 1, 999])
     with pytest.raises(Fenced, match="its job is over"):
         registry.check(0, None)

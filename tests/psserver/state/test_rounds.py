@@ -117,19 +117,6 @@ def test_a_job_is_given_once(rounds):
     assert rounds.next_job() is None
 
 
-def test_rounds_run_one_after_the_other(rounds):
-    """The next one waits, though it is whole, until the first has run."""
-    rounds.close_epoch(Epoch(2, MEMBERS[2:]))
-    third = [push(rounds, 3, 4, epoch=2)]
-    first = rounds.next_job()
-    push(rounds, 3, 4, epoch=2)
-    assert rounds.next_job() is None
-    rounds.fail(first, PSError("a failed round is over as well"))
-    assert rounds.last == 4
-    third.append(push(rounds, 3, 7, epoch=2))
-    assert rounds.next_job().round == 7
-
-
 def test_the_last_answers_are_kept(rounds):
     """For resends of all that may be under way; older rounds are only known to be over."""
     assert RECORDS > WINDOW
@@ -268,7 +255,6 @@ def test_a_round_waits_for_the_one_that_its_sender_has_sent_before(rounds, membe
 
 
 def test_nobody_waits_for_the_round_of_one_who_is_gone(rounds):
-    """Which never comes, though the one behind it has."""
     push(rounds, 1, 1, previous=0)
     rounds.close_epoch(Epoch(2, MEMBERS[1:2]))
     assert rounds.next_job() is None
@@ -289,22 +275,19 @@ def test_what_nobody_else_makes_is_forgotten_with_its_sender(rounds):
 
 
 def test_a_round_that_others_make_is_not_jumped_over(rounds):
-    """Whoever comes first: of two that may be under way, each member makes both."""
-    early = [push(rounds, 1, 0), push(rounds, 1, 1, previous=0)]
-    late = push(rounds, 2, 1)
-    found = failed(rounds)
-    assert set(found) == {early[0], late}
-    assert {type(error) for error in found.values()} == {Diverged}
-
-
-def test_a_round_between_two_of_another_member_is_a_divergence(rounds):
-    """The other one has gone from the round before it to the one behind it."""
+    """Whoever comes first: of two that may be under way, each member makes both; and it is a divergence if one has gone
+    from the round before one of another member to the one behind it."""
     for session in (1, 2):
         push(rounds, session, 0)
     finish(rounds, rounds.next_job())
     push(rounds, 1, 2, previous=0)
     push(rounds, 2, 1, previous=0)
     assert {type(error) for error in failed(rounds).values()} == {Diverged}
+    early = [push(rounds, 1, 3, previous=2), push(rounds, 1, 4, previous=3)]
+    late = push(rounds, 2, 4, previous=2)
+    found = failed(rounds)
+    assert set(found) == {early[0], late}
+    assert {type(error) for error in found.values()} == {Diverged}
 
 
 def test_what_is_pushed_too_soon_is_kept(rounds):
@@ -406,7 +389,6 @@ def test_a_session_that_ends_waits_no_more(rounds):
 
 
 def test_status_tells_who_is_missing(rounds):
-    """Members that were not fenced, in task order."""
     rounds.close_epoch(Epoch(2, MEMBERS))
     push(rounds, 2, epoch=2)
     (waiting,) = rounds.waiting()
@@ -485,7 +467,6 @@ def test_a_slow_worker_does_not_wait_for_a_burst_of_others(alone):
 
 
 def test_a_wait_for_approval_is_ones_own(alone):
-    """Others go on."""
     strange = reduce_only(NUMBER, target="strange")
     push(alone, 1, plan=strange)
     assert alone.next_job() is None
@@ -498,7 +479,6 @@ def test_a_wait_for_approval_is_ones_own(alone):
 
 
 def test_a_contradiction_of_its_own_is_told_to_itself(alone):
-    """It is no divergence from others."""
     future = push(alone, 1)
     with pytest.raises(InvalidRequest, match="round 0 of this session has another plan"):
         refused(alone, 1, plan=OTHER)

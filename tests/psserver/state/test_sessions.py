@@ -110,7 +110,7 @@ def test_whose_connection_ends_as_a_process_does_is_lost_all_the_same(members):
 
 def test_a_clock_that_jumps_ends_no_lease_that_is_forgiven(members):
     """A server that stood still could hear nobody; it says for how long."""
-    one, chief, other = opened(members, A), opened(members, CHIEF, drives=True), opened(members, B)
+    one, _, other = opened(members, A), opened(members, CHIEF, drives=True), opened(members, B)
     members.forgive(1000.0)
     assert members.expire(1005.0) == []
     assert members.chief_silent(1005.0) == 5.0
@@ -118,27 +118,19 @@ def test_a_clock_that_jumps_ends_no_lease_that_is_forgiven(members):
     members.touch(other, 1009.0)
     assert members.expire(1011.0) == [A, CHIEF]
     assert states(members) == {one: "lost", other: "open"}
-    assert chief not in (one, other)
-
-
-def test_a_chief_has_a_lease_too(members):
-    """It is no member, and is lost like one; that nobody else is heard is no excuse for it."""
-    opened(members, CHIEF, drives=True)
-    assert members.states(0.0) == ()
-    assert members.expire(LEASE + 1) == [CHIEF]
-
-
-def test_a_task_that_is_alive_is_not_taken(members):
-    """A second process of it is refused, whatever it is started for; the first does not notice."""
-    first, other = opened(members, A), opened(members, B)
-    with pytest.raises(TaskTaken, match=r"another process is /job:worker/task:0 of this job.*1\.5 s ago.*TF_CONFIG"):
-        opened(members, A, 1.5)
-    assert states(members) == {first: "open", other: "open"}
+    alone = begun()
+    opened(alone, CHIEF, drives=True)
+    assert alone.states(0.0) == ()
+    assert alone.expire(LEASE + 1) == [CHIEF]  # that nobody else is heard is no excuse for it
 
 
 def test_a_task_whose_process_is_gone_is_taken(members):
-    """Its connection has ended and no beat has followed, its lease is over, or it left. A chief beside it goes on."""
+    """Its connection has ended and no beat has followed, its lease is over, or it left. While it is alive a second
+    process of it is refused, and the first does not notice. A chief beside it goes on."""
     first, chief, other = opened(members, A), opened(members, A, drives=True), opened(members, B)
+    with pytest.raises(TaskTaken, match=r"another process is /job:worker/task:0 of this job.*0\.5 s ago.*TF_CONFIG"):
+        opened(members, A, 0.5)
+    assert states(members) == {first: "open", other: "open"}
     members.part(first, 1.0)
     with pytest.raises(TaskTaken):
         opened(members, A, 0.9 + BEAT)
@@ -200,15 +192,9 @@ def test_one_mode_for_all_who_run_the_script(members):
     assert states(members) == {one: "open"}
     next_one = again(members, one, A)
     other = opened(members, B)
-    assert states(members) == {one: "failed", next_one: "open", other: "open"}
-
-
-def test_a_refused_session_ends_nobody(members):
-    """What a task had goes on if its new process may not begin."""
-    first, other = opened(members, A), opened(members, B)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError):  # what a task had goes on if its new process may not begin
         members.open(A, 1, False, 0, 2 * LEASE, "async")
-    assert states(members) == {first: "open", other: "open"}
+    assert states(members) == {one: "failed", next_one: "open", other: "open"}
 
 
 def test_numbers_and_tokens_are_never_given_twice(members):
@@ -272,15 +258,6 @@ def test_a_resent_open_is_the_same_session(members):
     second = members.open(CHIEF, 0, True, 78, 2.0 + LEASE)
     assert second[0] != first[0]
     assert second[1] > first[1]
-
-
-def test_who_opened_elsewhere_has_the_session_that_it_has(members):
-    """It opened it while another server kept the sessions; asked again by its number it is no second one."""
-    members.know(Member(A, 12345, 1), False, "", 0.0)
-    assert opened(members, A, 0.1, key=12345) == 12345
-    assert states(members) == {12345: "open"}
-    with pytest.raises(TaskTaken):
-        opened(members, A, 0.1, key=999)
 
 
 def test_what_a_chief_acts_on_changes_the_version(members):
@@ -375,12 +352,16 @@ def test_a_clean_end_is_none_after_a_failure(members):
 
 
 def test_who_takes_part_has_a_lease_to_come_where_another_server_keeps_the_sessions_now():
-    """But not a process in whose place another one has come already."""
+    """But not a process in whose place another one has come already. Who opened elsewhere has the session that it has:
+    asked again by its number it is no second one."""
     before, absent, now = (Member(task, number, 1) for task, number in ((A, 1), (B, 2), (A, 3)))
     members = begun(epoch=lambda: Epoch(1, (before,), leaving=(absent,)))
     members.know(now, False, "job", 90.0)
     members.take_over(1 << DRAWN, 100.0)
     assert states(members) == {now.session: "open", absent.session: "open"}
+    assert members.open(A, 1, False, now.session, 90.1, job="job")[0] == now.session
+    with pytest.raises(TaskTaken):
+        members.open(A, 1, False, 999, 90.1, job="job")
     assert members.open(B, 1, False, absent.session, 105.0, job="job")[0] == absent.session
     for moment in (104.0, 108.0, 112.0):
         members.touch(now.session, moment)

@@ -240,18 +240,8 @@ def test_a_round_with_a_sum_does_not_stream(tmp_path, monkeypatch):
     assert hosts.values == [1111]
 
 
-def test_all_senders_of_a_sum_that_breaks_off_are_lost(hosts):
-    """The round goes on without them."""
-    total = hosts.sum(hosts.a, hosts.b, hosts.c, data=hosts.half())
-    last = hosts.push(hosts.d)
-    hosts.close(hosts.a, hosts.b, hosts.c)
-    assert last.result(0).left_out == (A, B, C)
-    assert errors(total) == [Fenced]
-    assert hosts.values == [1000]
-
-
 def test_who_sends_a_sum_is_lost_halfway(hosts):
-    """The others push by themselves, and the round goes on without it."""
+    """The others push by themselves, and the round goes on without it; if all of its senders are lost without them."""
     total = hosts.sum(hosts.a, hosts.b, hosts.c, data=hosts.half())
     others = [hosts.push(hosts.d), hosts.push(hosts.b)]
     hosts.close(hosts.a)
@@ -259,6 +249,15 @@ def test_who_sends_a_sum_is_lost_halfway(hosts):
     others.append(hosts.push(hosts.c, epoch=1))
     assert [future.result(0).left_out for future in others] == [(A,)] * 3
     assert hosts.values == [1110]
+
+
+def test_all_senders_of_a_sum_that_breaks_off_are_lost(hosts):
+    total = hosts.sum(hosts.a, hosts.b, hosts.c, data=hosts.half())
+    last = hosts.push(hosts.d)
+    hosts.close(hosts.a, hosts.b, hosts.c)
+    assert last.result(0).left_out == (A, B, C)
+    assert errors(total) == [Fenced]
+    assert hosts.values == [1000]
 
 
 def test_a_late_contribution_leaves_a_sum_alone_that_its_round_has_begun_with(tmp_path):
@@ -306,7 +305,6 @@ def test_a_sum_with_who_may_not_be_in_one(hosts, new):
 
 
 def test_a_sum_to_an_epoch_that_is_not_known_yet(hosts):
-    """It waits for that."""
     total = hosts.sum(hosts.a, hosts.b, hosts.c, parts=parts_of(hosts, 2), epoch=2)
     assert not total.done()
     hosts.close(hosts.d)
@@ -415,36 +413,26 @@ def test_a_sum_on_several_servers(two, everywhere):
     assert two.values == [1111, 1111]
 
 
-def torn(two):
-    """One server has a sum, the other the contributions of all its senders but one, which is lost; all have voted."""
+@pytest.mark.parametrize("late", [False, True])
+def test_a_vote_that_would_cut_a_sum(two, late):
+    """One server has a sum, the other the contributions of all its senders but one, which is lost: both servers ask for
+    all contributions again, and count the same. A sum that was on its way still is refused: it might be cut again, and
+    its senders are asked already."""
     told = [two.sum(two.b, two.a, two.c), two.push(two.d)]
     told += [two.push(worker, server=1) for worker in (two.a, two.c, two.d)]
     two.close(two.b)
     assert {len(vote.whole) for _, _, vote in two.votes} == {3, 4}
     two.hear()
     assert errors(*told) == [Fenced, PushAgain, PushAgain, PushAgain, PushAgain]
-    return [(worker, server) for server in (0, 1) for worker in (two.a, two.c, two.d)]
-
-
-def test_a_vote_that_would_cut_a_sum(two):
-    """Both servers ask for all contributions again, and count the same."""
-    again = [two.push(worker, server=server, epoch=1) for worker, server in torn(two)]
+    if late:
+        parts = tuple(two.said(worker, epoch=1) for worker in (two.a, two.c))
+        assert errors(two.sum(two.a, two.c, server=0, parts=parts, epoch=1)) == [PushAgain]
+    again = [two.push(worker, server=server, epoch=1) for server in (0, 1) for worker in (two.a, two.c, two.d)]
     assert two.values == [0, 0]
     two.hear()
     assert [future.result(0).left_out for future in again] == [(B,)] * 6
     assert two.values == [1101, 1101]
     assert [record(two, server).sessions for server in (0, 1)] == [record(two).sessions] * 2
-
-
-def test_no_sum_counts_after_a_vote_that_would_have_cut_it(two):
-    """One that was on its way still is refused: it might be cut again, and its senders are asked already."""
-    pending = torn(two)
-    late = two.sum(two.a, two.c, server=0, parts=tuple(two.said(worker, epoch=1) for worker in (two.a, two.c)), epoch=1)
-    assert errors(late) == [PushAgain]
-    again = [two.push(worker, server=server, epoch=1) for worker, server in pending]
-    two.hear()
-    assert [future.result(0).left_out for future in again] == [(B,)] * 6
-    assert two.values == [1101, 1101]
 
 
 def test_a_vote_that_would_cut_a_sum_and_has_too_few(tmp_path):

@@ -1,15 +1,27 @@
-"""The variables of one server: what it may hold, and that values never change."""
+"""The variables of one server: values, tables that a checkpoint reads beside rounds, and parts of dynamic tables."""
 
 from __future__ import annotations
+
+import gc
+import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from psserver.devices import Device, owned
+from psserver.state import held as module
+from psserver.state.held import HeldTable
 from psserver.state.variables import Store
+from psserver.tables import policies
+from pswire.api import TableRead
 from pswire.errors import InvalidRequest, MemoryLimit, VariableMismatch
+from pswire.limits import MAX_BESIDE, MAX_PARTS
+from pswire.model.hashing import BUCKETS
 from pswire.model.plan import PlacedVariable, VariableSpec
+from pswire.model.tables import LRU, MIN_CAPACITY, CBFFilter, Constant, SlotTensor, TableSpec
 from pswire.model.tensor import TensorSpec
+from tests.kit.contributions import part_of
 
 
 def variable(id: int, size: int, servers: tuple[int, ...] = (1,)) -> PlacedVariable:
@@ -21,30 +33,25 @@ def store(limit: int = 0) -> Store:
 
 
 def test_what_fits_exactly_is_held():
-    """And not a byte more; a refused variable leaves no trace."""
+    """And not a byte more, each variable once; a refused one leaves no trace. A variable that alone is more than the
+    limit fits on no server: another one is advised only where it would help. A new job begins empty."""
     held = store(100)
-    held.declare(variable(0, 60))
+    for _ in range(3):
+        held.declare(variable(0, 60))
+    for size, ways in ((100, "raise --memory-limit or add a server"), (101, "raise --memory-limit")):
+        with pytest.raises(MemoryLimit, match=f"; {ways}$"):
+            held.declare(variable(1, size))
     held.declare(variable(1, 40))
     with pytest.raises(MemoryLimit, match=r"'v2' int8\[1\] needs 1 bytes.*holds 100 bytes.*limit of 100 bytes"):
         held.declare(variable(2, 1))
     assert (held.nbytes, sorted(held.variables)) == (100, [0, 1])
-
-
-def test_another_server_is_advised_only_where_it_would_help():
-    """A variable that alone is more than the limit fits on no server."""
-    held = store(100)
-    held.declare(variable(0, 60))
-    for size, ways in ((100, "raise --memory-limit or add a server"), (101, "raise --memory-limit")):
-        with pytest.raises(MemoryLimit, match=f"; {ways}$"):
-            held.declare(variable(1, size))
-
-
-def test_a_variable_counts_once():
-    """However often it is declared."""
-    held = store(100)
-    for _ in range(3):
-        held.declare(variable(0, 60))
-    assert held.nbytes == 60
+    held.initialize(0, np.zeros(60, "int8"))
+    held.clear()
+    held.declare(variable(0, 9))
+    assert (held.nbytes, held.initialized(0)) == (9, False)
+    unlimited = store()
+    unlimited.declare(variable(0, 1 << 40))  # memory is taken by values
+    assert unlimited.nbytes == 1 << 40
 
 
 def test_what_lives_elsewhere_costs_nothing():
@@ -55,13 +62,6 @@ def test_what_lives_elsewhere_costs_nothing():
     assert held.nbytes == 0
     with pytest.raises(InvalidRequest, match="'v0' does not live on this server"):
         held.initialize(0, np.zeros(1000, "int8"))
-
-
-def test_without_a_limit_everything_is_held():
-    """Declared, that is: memory is taken by values."""
-    held = store()
-    held.declare(variable(0, 1 << 40))
-    assert held.nbytes == 1 << 40
 
 
 def test_a_number_stands_for_one_variable():
@@ -79,7 +79,6 @@ def test_a_number_stands_for_one_variable():
 
 @pytest.mark.parametrize("spec", [VariableSpec("", TensorSpec("int8", ())), VariableSpec("v", TensorSpec("text", ()))])
 def test_what_cannot_be_is_refused(spec):
-    """Before anything is computed with it."""
     with pytest.raises(InvalidRequest):
         store().declare(PlacedVariable(0, spec, (1,)))
 
@@ -89,8 +88,9 @@ def test_the_first_value_stays_until_a_round():
     held = store()
     held.declare(variable(0, 2))
     assert not held.initialized(0)
-    with pytest.raises(InvalidRequest, match="'v0' has no value"):
-        held.value(0)
+    for number, name in ((0, "'v0'"), (7, "variable 7")):
+        with pytest.raises(InvalidRequest, match=f"{name} has no value"):
+            held.value(number)
     first = np.array([1, 2], "int8")
     held.initialize(0, first)
     held.initialize(0, np.array([3, 4], "int8"))
@@ -99,22 +99,6 @@ def test_the_first_value_stays_until_a_round():
     held.commit({0: np.array([5, 6], "int8")})
     assert held.value(0).tolist() == [5, 6]
     assert before[0] is first
-
-
-def test_an_unknown_number_has_no_value():
-    """With the number, for want of a name."""
-    with pytest.raises(InvalidRequest, match="variable 7 has no value"):
-        store().value(7)
-
-
-def test_a_new_job_begins_empty():
-    """Memory and numbers are free again."""
-    held = store(10)
-    held.declare(variable(0, 10))
-    held.initialize(0, np.zeros(10, "int8"))
-    held.clear()
-    held.declare(variable(0, 9))
-    assert (held.nbytes, held.initialized(0)) == (9, False)
 
 
 def test_what_is_kept_keeps_no_message_alive():
@@ -141,3 +125,235 @@ def test_what_was_replaced_is_kept_for_the_next_such_round(next_round, kept):
     spare = held.take_spare(0)
     assert (spare is not None) == kept
     assert held.take_spare(0) is None
+
+
+SHAPE = (1000, 3)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setattr(module, "PIECE_BYTES", 12 * 64)
+
+
+def table():
+    return np.arange(3000, dtype="float32").reshape(SHAPE).copy()
+
+
+def write(held, array, ids):
+    held.set_aside(array, ids)
+    array[ids] += 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_read_is_what_was_there(seed):
+    """Whatever is written meanwhile, before and behind the place that is read, also several times."""
+    rng, array = np.random.default_rng(seed), table()
+    held, found = HeldTable(array), []
+    for piece in held.pieces():
+        found.append(piece)
+        for _ in range(rng.integers(0, 3)):
+            write(held, array, rng.choice(1000, rng.integers(0, 200), replace=False))
+    np.testing.assert_array_equal(np.concatenate(found), table())
+    assert (array != table()).any()
+
+
+def test_two_checkpoints_read_one_table():
+    """Each has its own time, and what is set aside for one is let go of as it is read."""
+    array = table()
+    first = HeldTable(array)
+    write(first, array, np.array([1, 500]))
+    later, second = array.copy(), HeldTable(array)
+    for held in (first, second):
+        held.set_aside(array, np.array([500, 700]))
+    array[[500, 700]] = -1
+    assert first.aside == 12 * 3
+    for held, expected in ((first, table()), (second, later)):
+        np.testing.assert_array_equal(np.concatenate(list(held.pieces())), expected)
+        assert (held.array, held.aside) == (None, 0)
+
+
+def test_rows_are_set_aside_by_another_thread():
+    """A round that writes and a checkpoint that reads do not meet halfway."""
+    array, stop = table(), threading.Event()
+    held, rng = HeldTable(array), np.random.default_rng(0)
+
+    def rounds():
+        while not stop.is_set():
+            write(held, array, rng.choice(1000, 100, replace=False))
+
+    thread = threading.Thread(target=rounds)
+    thread.start()
+    try:
+        found = np.concatenate(list(held.pieces()))
+    finally:
+        stop.set()
+        thread.join()
+    np.testing.assert_array_equal(found, table())
+
+
+def test_only_tables_are_held_so():
+    """Others never change while they are held; and a reader beside a checkpoint makes a round copy the table."""
+    store = Store(0, Device(), 0)
+    for id in range(2):
+        store.declare(PlacedVariable(id, VariableSpec(f"v{id}", TensorSpec("float32", SHAPE), True), (0,)))
+        store.initialize(id, table())
+    store.note_tables([1])
+    values = store.hold([0, 1])
+    assert values[0] is store.value(0)
+    assert isinstance(values[1], HeldTable)
+    assert store.held_of({0, 1}, frozenset()).keys() == {1}
+    reader = store.value(1)
+    assert not store.held_of({0, 1}, frozenset())
+    del reader
+    second = store.hold([1])
+    assert [len(found) for found in store.held_of({0, 1}, frozenset()).values()] == [2]
+    store.commit({1: table()})  # a round that replaces it
+    assert not store.held_of({0, 1}, frozenset())
+    np.testing.assert_array_equal(np.concatenate(list(second[0].pieces())), table())
+    del values, second
+    gc.collect()
+    assert not store.held_of({0, 1}, frozenset())
+
+
+SPEC = TableSpec((2,), initializer=Constant(1.0))
+SLOT = SlotTensor("m", "float32", (2,), 0.5)
+HALF = range(BUCKETS // 2)
+REST = range(BUCKETS // 2, BUCKETS)
+
+
+def store_of(limit: int = 0, server: int = 0) -> Store:
+    return Store(server, Device(), limit)
+
+
+def counting(keys: int) -> TableSpec:
+    """A table whose filter takes 9.6 bytes for each key."""
+    return replace(SPEC, admission=CBFFilter(2, keys))
+
+
+def test_an_empty_table_takes_what_its_filter_takes():
+    """Its counters are there from the beginning: those of its buckets, once, and no tensor beside it has any."""
+    held = store_of(1 << 20)
+    half = part_of(0, counting(1 << 16), buckets=HALF)
+    held.declare(half)
+    held.declare(part_of(1, counting(1 << 16), buckets=HALF, slot=SLOT))
+    assert 300_000 < held.nbytes == half.spec.nbytes < 330_000
+    held.forget(0)
+    assert held.nbytes == 0
+
+
+@pytest.mark.parametrize("keys", [1 << 20, 1 << 36])
+def test_a_filter_that_does_not_fit_is_refused(keys, monkeypatch):
+    """Before anything is allocated for it; another server has no more room, so only the limit helps."""
+    monkeypatch.setattr(policies, "_counters", lambda *size: pytest.fail("it was allocated"))
+    held = store_of(1 << 20)
+    with pytest.raises(
+        MemoryLimit, match=r"'users' .* needs .* for its filter, .* limit of 1 MiB; raise --memory-limit$"
+    ):
+        held.declare(part_of(0, counting(keys)))
+    assert (held.nbytes, held.variables) == (0, {})
+    held.declare(part_of(0, counting(keys), server=1))  # which has to say for itself
+
+
+def test_a_filter_for_which_there_is_no_memory(monkeypatch):
+    """Where no limit is given the system refuses: the table is refused in words, and may be declared otherwise."""
+    monkeypatch.setattr(np, "zeros", lambda *args: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(MemoryLimit, match="no memory for the 1024 bytes of a CBFFilter; lower its max_element_size"):
+        policies._counters(1, 1024)
+    monkeypatch.undo()
+    monkeypatch.setattr(policies, "_counters", lambda *size: (_ for _ in ()).throw(MemoryLimit("no memory")))
+    held = store_of()
+    with pytest.raises(MemoryLimit, match=r"variable 'users' .*: no memory") as error:
+        held.declare(part_of(0, counting(1 << 10)))
+    assert error.value.task == "/job:ps/task:0"
+    held.declare(part_of(0, SPEC))
+
+
+KNOWN = part_of(0, SPEC, buckets=HALF)
+REFUSED: dict[str, tuple[PlacedVariable, str]] = {
+    "the same buckets": (part_of(1, SPEC, buckets=HALF, name="b"), "'b' .* has buckets 0 to 511 of 'users'"),
+    "some of them": (part_of(1, SPEC, buckets=range(511, 600), name="b"), "'users' has some of them"),
+    "another table of the name": (part_of(1, counting(9), buckets=REST, name="b"), "or is of another table"),
+    "on two servers": (replace(part_of(1, SPEC, buckets=REST, name="b"), servers=(0, 1)), "is on one server"),
+    "no room for its rows": (
+        part_of(1, replace(SPEC, memory_limit=1000, eviction=LRU()), table="t", name="b"),
+        r"'b' .* does not fit: .* has room for \d+ rows; the least is 16384",
+    ),
+    "beside no table": (part_of(1, SPEC, buckets=HALF, slot=SLOT, table="t"), "of which no such part is there"),
+    "beside other buckets": (part_of(1, SPEC, buckets=REST, slot=SLOT), "of which no such part is there"),
+    "beside another table": (part_of(1, counting(9), buckets=HALF, slot=SLOT), "of which no such part is there"),
+    "on another server": (part_of(1, SPEC, 1, HALF, SLOT), "of which no such part is there"),
+}
+
+
+@pytest.mark.parametrize("server", [0, 2], ids=["here", "elsewhere"])
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_go_with_what_is_declared(case, server):
+    """It is refused with its name, also where a server has none of it itself, and the first one goes on."""
+    held = store_of(server=server)
+    held.declare(KNOWN)
+    wrong, told = REFUSED[case]
+    with pytest.raises(InvalidRequest, match=told):
+        held.declare(wrong)
+    assert held.variables == {0: KNOWN}
+    held.declare(part_of(1, SPEC, buckets=REST, name="b"))
+    held.declare(part_of(2, SPEC, buckets=HALF, slot=SLOT))
+
+
+def test_a_tensor_lies_beside_a_table_once():
+    """Two variables of one name there would be one tensor; and the table's limit has to have room for all of them."""
+    spec = replace(SPEC, memory_limit=MIN_CAPACITY * 100)
+    held = store_of()
+    held.declare(part_of(0, spec))
+    held.declare(part_of(1, spec, slot=SLOT))
+    with pytest.raises(InvalidRequest, match="'m' has some of them"):
+        held.declare(part_of(2, spec, slot=replace(SLOT, value=0.25)))
+    with pytest.raises(InvalidRequest, match=r"has room for \d+ rows; the least is 16384"):
+        held.declare(part_of(2, spec, slot=SlotTensor("n", "float64", (64,))))
+
+
+def test_parts_and_what_lies_beside_them_are_bounded(monkeypatch):
+    """Each costs those that come after it some time under the lock; on every server so many."""
+    held = store_of()
+    for number in range(2 * MAX_PARTS):
+        held.declare(part_of(number, SPEC, number % 2 + 1, table=f"t{number}"))
+    with pytest.raises(InvalidRequest, match=f"too many on server 1, which has {MAX_PARTS}; group tables"):
+        held.declare(part_of(1 << 16, SPEC, 1))
+    for number in range(MAX_BESIDE):
+        held.declare(part_of((1 << 16) + number, SPEC, 1, slot=replace(SLOT, name=f"m{number}"), table="t0"))
+    with pytest.raises(InvalidRequest, match=f"beside the table 't0', which has {MAX_BESIDE}"):
+        held.declare(part_of(1 << 17, SPEC, 1, slot=SLOT, table="t0"))
+
+
+def test_what_is_forgotten_takes_what_lies_beside_it_along():
+    """So that both may be declared anew, otherwise. A part has no value: neither is it given one, nor is it read."""
+    held = store_of()
+    held.declare(KNOWN)
+    with pytest.raises(InvalidRequest, match="'users' is a part of a dynamic table; it begins empty"):
+        held.initialize(0, np.zeros((1 << 24, 2), "float32"))
+    with pytest.raises(InvalidRequest, match="has no size; look its rows up"):
+        held.value(0)
+    held.declare(part_of(1, SPEC, buckets=HALF, slot=SLOT))
+    assert held.rivals(part_of(2, SPEC)) == [0]
+    assert held.rivals(part_of(2, SPEC, buckets=HALF, slot=SLOT)) == [1]
+    assert held.rivals(replace(KNOWN, servers=(1,))) == [0]
+    assert held.rivals(KNOWN) == []
+    held.forget(0)
+    assert (held.variables, held.tables()) == ({}, [])
+    held.declare(part_of(2, counting(9)))
+    held.declare(part_of(1, counting(9), slot=SLOT))
+    assert [len(table.tensors) for table in held.tables()] == [2]
+    held.clear()
+    held.declare(KNOWN)
+
+
+def test_what_lies_beside_many_rows_is_not_made_for_an_answer():
+    """A tensor that no round has used has no memory, and would have more in an answer than the server may have."""
+    held = store_of(512 << 20)
+    held.declare(part_of(0, SPEC))
+    held.declare(part_of(1, SPEC, slot=SlotTensor("wide", "float32", (1 << 18,))))
+    table = held.tables_of([0])[0].stored.table
+    table.begin(1, np.arange(1000))
+    table.commit()
+    (_,) = held.ask([TableRead(1, "keys", 0, BUCKETS)])
+    with pytest.raises(MemoryLimit, match="take 1000 MiB, and the limit is 512 MiB"):
+        held.ask([TableRead(1, "rows", 0, BUCKETS)])

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from psserver.devices import Device
+from psserver.programs.kernels.compiler import Compiler
 from psserver.tables.cells import CellIndex
 from psserver.tables.index import Index, SortedIndex, bucket_bounds
+from psserver.tables.marks import mark
+from psserver.tables.native import FIRST_VALUES, INDEX, Native
+from psserver.tables.rows import COUNT, WORDS
 from pswire.model.hashing import BUCKETS, LOW_BITS, buckets_of, hashes_of, keys_of, mixed, unmixed
+from tests.conftest import KERNELS
 from tests.kit.cases import search
 from tests.kit.tables import compiled
 
@@ -105,22 +114,16 @@ def test_colliding_hashes_cost_time_and_not_memory():
 
 
 def test_room_that_is_reserved_needs_no_growth():
-    """A restore says how many keys come to each bucket."""
+    """A restore says how many keys come to each bucket. An index of some buckets finds nothing in others."""
     *_, cells = indexes()
     assert isinstance(cells, CellIndex)
     hashes = np.random.default_rng(1).integers(0, LAST, 50_000, dtype=np.uint64)
     cells.reserve(np.bincount(buckets_of(hashes), minlength=BUCKETS))
     cells.put(hashes, np.ones(hashes.size, np.int64))
     assert cells.growths == 0
-
-
-def test_a_part_holds_its_buckets():
-    """An index of some buckets finds nothing in others."""
-    functions = compiled().index()
-    assert functions is not None
-    cells = CellIndex(functions, SALT, range(10, 20))
-    cells.put(u64([15 << LOW_BITS]), np.array([3]))
-    assert cells.entries(u64([15 << LOW_BITS, 0, 500 << LOW_BITS, LAST])).tolist() == [3, 0, 0, 0]
+    part = CellIndex(compiled().index(), SALT, range(10, 20))
+    part.put(u64([15 << LOW_BITS]), np.array([3]))
+    assert part.entries(u64([15 << LOW_BITS, 0, 500 << LOW_BITS, LAST])).tolist() == [3, 0, 0, 0]
 
 
 def test_intervals_and_followers_are_the_same():
@@ -159,3 +162,45 @@ def test_a_hash_is_a_key(dtype):
     assert (unmixed(mixed(words)) == words).all()
     # splitmix64's first number of seed 0, as published
     assert mixed(u64([0x9E3779B97F4A7C15]))[0] == 0xE220A8397B1DCDAF
+
+
+def test_another_process_loads_what_one_has_compiled():
+    """All functions are machine code that needs neither Numba nor Python, so that they can be kept."""
+    counts = []
+    for _ in range(2):
+        compiler = Compiler(Device(), 1, os.environ[KERNELS])
+        native = Native(compiler)
+        native.index()
+        native.mark()
+        for dtype in FIRST_VALUES:
+            native.first_values(dtype)
+        compiler.wait()
+        assert native.index() is not None
+        counts.append((compiler.compiled, compiler.loaded, compiler.failed))
+        compiler.close()
+    many = len(INDEX) + len(FIRST_VALUES) + 1
+    (made, loaded, failed), again = counts
+    assert (made + loaded, failed) == (many, 0)  # another process of the run may have compiled some
+    assert again == (0, many, 0)
+
+
+def test_without_a_compiler_there_are_none():
+    """Nor on a GPU, where these functions do not run."""
+    assert Native().index() is None
+    assert Native().first_values("float32") is None
+    on_gpu = Compiler(SimpleNamespace(gpu=0), 1)
+    assert Native(on_gpu).index() is None
+    assert compiled().index() is compiled().index()
+
+
+def test_rows_are_marked_alike():
+    """By the compiled function and by NumPy, also those that come several times; what was known comes back."""
+    rng = np.random.default_rng(0)
+    books = rng.integers(0, 100, (50, WORDS)).astype(np.uint32)
+    books[:, COUNT] = rng.random(50).astype(np.float32).view(np.uint32)
+    slots, times = rng.integers(0, 50, 200), rng.integers(1, 9, 200)
+    mine, other = books.copy(), books.copy()
+    saved = mark(mine, 7, slots, times), mark(other, 7, slots, times, compiled().mark())
+    assert compiled().mark() is not None
+    assert mine.tobytes() == other.tobytes()
+    assert saved[0].tobytes() == saved[1].tobytes() == books[slots].tobytes()

@@ -1,12 +1,15 @@
-"""Each filter admits what it says, and each policy evicts what it says."""
+"""What a table's spec says: each filter admits, each policy evicts, and first values are distributed, as they say."""
 
 from __future__ import annotations
+
+from statistics import NormalDist
 
 import numpy as np
 import pytest
 
 from psserver.tables.policies import limit_of, powers, shares_of
 from psserver.tables.table import Table
+from pswire.model.first_values import FirstValues
 from pswire.model.hashing import BUCKETS
 from pswire.model.tables import (
     LFU,
@@ -17,10 +20,14 @@ from pswire.model.tables import (
     CounterFilter,
     GlobalStepEvict,
     L2WeightEvict,
+    Normal,
     ProbabilityFilter,
     SlotTensor,
     TableSpec,
     TimeToLive,
+    TruncatedNormal,
+    Uniform,
+    Zeros,
 )
 from tests.kit.tables import compiled
 
@@ -40,12 +47,17 @@ def touch(table: Table, round: int, keys: np.ndarray, seconds: float = 0.0, time
 
 @pytest.mark.parametrize("admission", [CounterFilter(3), CBFFilter(3, 100_000, 0.001)], ids=["counter", "bloom"])
 def test_a_key_counts_as_often_as_it_came(admission):
-    """A key that is said to have come three times in one round counts as three that are given one by one."""
+    """A key that is said to have come three times in one round counts as three that are given one by one; the state of
+    an exact counter names each key that has no row yet, with its count."""
     one, other = table_of(admission=admission), table_of(admission=admission)
     touch(one, 1, np.arange(4), times=np.array([1, 2, 3, 1]))
     touch(other, 1, np.array([0, 1, 1, 2, 2, 2, 3]))
     assert one.keys().tolist() == other.keys().tolist() == [2]
     assert one.state().equals(other.state())
+    if isinstance(admission, CounterFilter):
+        state = one.state()
+        assert dict(zip(state.counted_keys.tolist(), state.counted.tolist(), strict=True)) == {0: 1, 1: 2, 3: 1}
+        assert (one.counted, len(one)) == (3, 1)
 
 
 @pytest.mark.parametrize("admission", [CounterFilter(3), CBFFilter(3, 100_000, 0.001)], ids=["counter", "bloom"])
@@ -59,15 +71,6 @@ def test_a_filter_admits_at_the_third_time(admission):
     assert set(table.keys().tolist()) == set(twice.tolist())
     assert touch(table, 3, both) == 0
     assert table.state().count.tolist() == [3 if key < 500 else 6 for key in table.keys().tolist()]
-
-
-def test_an_exact_counter_says_what_it_has_counted():
-    """The state names each key that has no row yet, with its count."""
-    table = table_of(admission=CounterFilter(5))
-    touch(table, 1, np.array([1, 2, 2, 3, 3, 3]))
-    state = table.state()
-    assert dict(zip(state.counted_keys.tolist(), state.counted.tolist(), strict=True)) == {1: 1, 2: 2, 3: 3}
-    assert (table.counted, len(table)) == (3, 0)
 
 
 def test_a_bloom_filter_errs_as_seldom_as_it_says():
@@ -167,3 +170,71 @@ def test_limits_are_divided_among_buckets():
     assert limit_of(bloom, ()) < 0.9 * plain
     assert limit_of(TableSpec((8,), capacity=20_000, memory_limit=1 << 30, eviction=LRU()), ()) == 20_000
     assert limit_of(TableSpec((8,)), ()) == 0
+
+
+KEYS = np.concatenate([np.arange(-2000, 2000), np.arange(4000) << 40, [(1 << 63) - 1, -(1 << 63)]])
+RANDOM = [Uniform(-0.5, 1.5), Normal(1.0, 2.0), TruncatedNormal(-1.0, 0.5)]
+
+
+def rows(spec: TableSpec, keys=KEYS, is_compiled=True):
+    return FirstValues(spec, compiled().first_values if is_compiled else lambda dtype: None).rows(keys)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("initializer", RANDOM, ids=lambda i: type(i).__name__)
+def test_compiled_or_not_the_bits_are_the_same(initializer, dtype):
+    """NumPy and the compiled function agree to the last bit; so do parts of the keys, in any order."""
+    spec = TableSpec((3, 5), dtype, initializer=initializer, seed=-3)
+    found = rows(spec)
+    assert found.shape == (KEYS.size, 3, 5)
+    assert found.dtype.name == dtype
+    assert found.tobytes() == rows(spec, is_compiled=False).tobytes()
+    order = np.random.default_rng(0).permutation(KEYS.size)[:777]
+    assert found[order].tobytes() == rows(spec, KEYS[order]).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("initializer", "mean", "deviation"),
+    [
+        (Uniform(-0.5, 1.5), 0.5, 2 / np.sqrt(12)),
+        (Normal(1.0, 2.0), 1.0, 2.0),
+        (TruncatedNormal(-1.0, 0.5), -1.0, 0.5 * 0.8796256610342398),
+    ],
+    ids=["uniform", "normal", "truncated"],
+)
+def test_moments_and_range(initializer, mean, deviation):
+    """Mean, variance and range are those of the distribution, within five errors of half a million values."""
+    found = rows(TableSpec((64,), "float64", initializer=initializer, seed=5))
+    n, (low, high) = found.size, initializer.extremes
+    assert abs(found.mean() - mean) < 5 * deviation / np.sqrt(n)
+    assert abs(found.std() / deviation - 1) < 5 / np.sqrt(n)
+    assert low <= found.min() < found.max() <= high
+    assert len(np.unique(found)) > 0.999 * n
+
+
+def test_normal_values_have_the_distribution_of_normal_values():
+    """The share of values below each of some quantiles is its probability."""
+    found = rows(TableSpec((64,), "float64", initializer=Normal(0, 1), seed=1)).reshape(-1)
+    for p in (0.0001, 0.001, 0.01, 0.1, 0.3, 0.5, 0.8, 0.99, 0.9999):
+        share = np.mean(found < NormalDist().inv_cdf(p))
+        assert abs(share - p) < 5 * np.sqrt(p * (1 - p) / found.size), p
+
+
+def test_nothing_is_correlated():
+    """Columns, keys that follow one another, and seeds have nothing to do with each other."""
+    found = rows(TableSpec((16,), "float64", initializer=Uniform(-1, 1)))
+    other = rows(TableSpec((16,), "float64", initializer=Uniform(-1, 1), seed=1))
+    bound = 5 / np.sqrt(len(found))
+    between = np.corrcoef(found, rowvar=False)
+    assert np.abs(between - np.eye(16)).max() < bound
+    flat, size = found.reshape(-1), 5 / np.sqrt(found.size)
+    assert abs(np.corrcoef(found[:-1].reshape(-1), found[1:].reshape(-1))[0, 1]) < size
+    assert abs(np.corrcoef(flat[:-1], flat[1:])[0, 1]) < size
+    assert abs(np.corrcoef(flat, other.reshape(-1))[0, 1]) < size
+
+
+def test_values_that_are_not_random():
+    """Zeros and constants have any dtype."""
+    assert rows(TableSpec((2,), "int32", initializer=Constant(7)), KEYS[:2]).tolist() == [[7, 7]] * 2
+    assert rows(TableSpec((), "bool", initializer=Zeros()), KEYS[:2]).tolist() == [False] * 2
+    assert rows(TableSpec((2,), initializer=Uniform()), KEYS[:0]).shape == (0, 2)

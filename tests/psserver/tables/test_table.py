@@ -28,10 +28,11 @@ def i64(values: object) -> np.ndarray:
     return np.array(values, np.int64)
 
 
-def trained(table: Table, round: int, keys: np.ndarray) -> None:
+def trained(table: Table, round: int, keys: np.ndarray, add: int = 1) -> None:
+    """Makes a round that adds its number, or nothing, to the rows of keys."""
     opened = table.begin(round, keys)
     for array in table.arrays:
-        array[opened.touched] += round
+        array[opened.touched] += round * add
     table.commit()
 
 
@@ -317,57 +318,50 @@ def test_restrict_keeps_the_best():
 
 
 def test_memory_that_is_not_there(monkeypatch):
-    """A table without memory for more rows, or for more keys, refuses the round, and has all that it had."""
-    table = Table(TableSpec((2,), admission=ProbabilityFilter(1.0)), native=compiled())
+    """A table without memory for more rows, for more keys, or for a tensor beside them, which its limit may have no
+    room for either, refuses them, and has all that it had."""
+    spec = TableSpec((2,), admission=ProbabilityFilter(1.0), memory_limit=MIN_CAPACITY * 1000)
+    table = Table(spec, native=compiled())
     trained(table, 1, np.arange(100))
     old = table.state()
 
     def fails(*args: object) -> None:
         raise MemoryError
 
-    assert isinstance(table._contents.index, CellIndex)
-    for owner in (table._contents.rows.tensors[0], table._contents.index):
+    contents = table._contents
+    assert isinstance(contents.index, CellIndex)
+    beside = SlotTensor("large", "float32", ())
+    for owner, name, work, told in (
+        (contents.rows.tensors[0], "resize", lambda: table.begin(2, np.arange(50_000)), "no memory"),
+        (contents.index, "_rebuild", lambda: table.begin(2, np.arange(50_000)), "no memory"),
+        (contents.rows, "put_beside", lambda: table.put_beside(beside), "large"),
+    ):
         with monkeypatch.context() as patch:
-            patch.setattr(owner, "resize" if owner is not table._contents.index else "_rebuild", fails)
-            with pytest.raises(MemoryLimit, match="no memory"):
-                table.begin(2, np.arange(50_000))
+            patch.setattr(owner, name, fails)
+            with pytest.raises(MemoryLimit, match=told):
+                work()
         assert table.state().equals(old)
+    with pytest.raises(InvalidRequest, match="has room for"):
+        table.put_beside(SlotTensor("large", "float64", (640,)))
+    assert (table.tensors, len(table.arrays)) == ((), 1)
     trained(table, 2, np.arange(50_000))
     assert len(table) == 50_000
-
-
-def made(table: Table, round: int, keys: np.ndarray) -> None:
-    table.begin(round, keys)
-    table.commit()
 
 
 def test_a_tensor_that_joins_later():
     """A tensor that is put beside rows has its first value in all of them, and is there once."""
     table = Table(SPEC, native=compiled())
-    made(table, 1, np.arange(100))
+    trained(table, 1, np.arange(100), 0)
     late = SlotTensor("late", "float32", (3,), 0.25)
     assert table.put_beside(late) == table.put_beside(late) == 1
-    made(table, 2, np.arange(50, 200))
+    trained(table, 2, np.arange(50, 200), 0)
     assert (table.lookup(np.arange(300), 1) == np.full((300, 3), 0.25, "float32")).all()
     whole = Table(SPEC, (late,), native=compiled())
-    made(whole, 1, np.arange(100))
-    made(whole, 2, np.arange(50, 200))
+    trained(whole, 1, np.arange(100), 0)
+    trained(whole, 2, np.arange(50, 200), 0)
     assert table.state().equals(whole.state())
     with pytest.raises(InvalidRequest, match="late"):
         table.put_beside(replace(late, value=0.5))
-
-
-def test_a_tensor_for_which_there_is_no_memory(monkeypatch):
-    """A tensor that cannot be put beside the rows, or that the limit has no room for, leaves the table as it was."""
-    table = Table(TableSpec((2,), memory_limit=MIN_CAPACITY * 100), native=compiled())
-    with pytest.raises(InvalidRequest, match="has room for"):
-        table.put_beside(SlotTensor("large", "float64", (64,)))
-    trained(table, 1, np.arange(10))
-    monkeypatch.setattr(table._contents.rows, "put_beside", lambda tensor: (_ for _ in ()).throw(MemoryError))
-    with pytest.raises(MemoryLimit, match="large"):
-        table.put_beside(SlotTensor("large", "float32", ()))
-    assert table.tensors == ()
-    assert len(table.arrays) == 1
 
 
 def test_keys_that_were_looked_up_are_found_where_they_were():

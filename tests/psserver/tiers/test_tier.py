@@ -1,4 +1,4 @@
-"""Files of tables: what is written stays, whatever leaves memory; the bound is kept; nothing is left behind."""
+"""Arrays that grow without moving, in memory and in files: what is written stays, whatever leaves memory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from psserver.tables import reserved
 from psserver.tables.reserved import CHUNK, ReservedArray
 from psserver.tiers import paging
 from psserver.tiers.mapped import STEP, DiskFull, MappedFile, Use
@@ -48,8 +49,13 @@ def array_of(tier: Tier, rows: int = ROWS) -> ReservedArray:
     return array
 
 
+def here(array: ReservedArray) -> np.ndarray:
+    """Of each page of the rows if it is in memory, by the system's word."""
+    return paging.are_resident(address_of(array.array), array.array.nbytes // PAGE)
+
+
 def truly_resident(array: ReservedArray) -> int:
-    return PAGE * int(paging.are_resident(address_of(array.array), array.array.nbytes // PAGE).sum())
+    return PAGE * int(here(array).sum())
 
 
 def test_rows_are_as_they_were_written_wherever_they_lie(tier):
@@ -71,20 +77,17 @@ def test_rows_are_as_they_were_written_wherever_they_lie(tier):
     assert (array.array == expected[:, None]).all()
 
 
-def test_pages_leave_by_themselves(tier):
-    """What was touched and is not touched again leaves memory without a call."""
+@pytest.mark.parametrize("told", [True, False])
+def test_pages_leave_by_themselves(tier, told):
+    """What was touched and is not touched again leaves memory without a call; pages that are touched without a word are
+    counted, and leave."""
     array = array_of(tier)
-    array.fill(3)
-    eventually(lambda: truly_resident(array) <= BOUND)
-    assert (array.array == 3).all()
-
-
-def test_what_nobody_told_of_is_found(tier):
-    """Pages that are touched without a word are counted, and leave."""
-    array = array_of(tier)
-    array.array[:] = 3
-    assert tier.resident < BOUND
-    assert truly_resident(array) > 2 * BOUND
+    if told:
+        array.fill(3)
+    else:
+        array.array[:] = 3
+        assert tier.resident < BOUND
+        assert truly_resident(array) > 2 * BOUND
     eventually(lambda: truly_resident(array) <= BOUND)
     assert (array.array == 3).all()
 
@@ -101,8 +104,7 @@ def test_what_is_updated_often_stays(tier):
         if not rows % 5000:
             array.touch(hot, Use.UPDATE)
     tier.settle()
-    pages = paging.are_resident(address_of(array.array), 600 * WIDTH * 4 // PAGE)
-    assert pages.mean() > 0.9
+    assert here(array)[: 600 * WIDTH * 4 // PAGE].mean() > 0.9
 
 
 def test_read_ahead_brings_rows_into_memory(tier):
@@ -112,16 +114,12 @@ def test_read_ahead_brings_rows_into_memory(tier):
     rows = np.arange(100, ROWS, 2000)
     tier.settle()
     first = rows * WIDTH * 4 // PAGE
-    before = paging.are_resident(address_of(array.array), array.array.nbytes // PAGE)
+    before = here(array)
     array.touch(rows, Use.LOOKUP, later=True)
-    eventually(lambda: paging.are_resident(address_of(array.array), array.array.nbytes // PAGE)[first].all())
-    after = paging.are_resident(address_of(array.array), array.array.nbytes // PAGE)
+    eventually(lambda: here(array)[first].all())
+    after = here(array)
     assert not before[first].all()
     assert np.count_nonzero(after & ~before) <= 2 * len(rows)
-
-
-def here(array: ReservedArray) -> np.ndarray:
-    return paging.are_resident(address_of(array.array), array.array.nbytes // PAGE)
 
 
 def pages_of(rows: np.ndarray) -> np.ndarray:
@@ -190,15 +188,10 @@ def test_a_hint_that_was_wrong_is_forgotten(tier):
     before = tier.outcomes["hinted"]
     array.hint(right)
     eventually(lambda: tier.outcomes["hinted"] > before)
-
-
-def test_a_hint_to_a_tier_that_ends_is_passed_over(tier):
-    """As a server ends while its members still push."""
-    array = array_of(tier)
-    rows = on_the_disk(array, tier, 400)
-    tier.close()
-    array.hint(rows)
-    assert tier.outcomes["hinted"] == 0
+    before = tier.outcomes["hinted"]
+    tier.close()  # as a server ends while its members still push
+    array.hint(wrong)
+    assert tier.outcomes["hinted"] == before
 
 
 def test_the_tail_is_given_back_and_comes_back_zero(tier):
@@ -346,29 +339,119 @@ def test_systems_without_one_call_for_many_runs_get_one_each(tier, monkeypatch):
 
 @pytest.mark.parametrize("pages", [[], [4], [0, 1, 2], [1, 2, 5, 7, 8, 9]])
 def test_runs(pages):
-    """Runs say which pages there are."""
     firsts, counts = paging.runs_of(np.array(pages, np.int64))
     found = [n for first, count in zip(firsts, counts, strict=True) for n in range(first, first + count)]
     assert found == pages
     assert len(firsts) == sum(1 for n in pages if n - 1 not in pages)
 
 
-def test_files_go_with_their_arrays(tier):
-    """A tier keeps no array alive, and closes the files of those that are gone."""
+def test_a_tier_that_nobody_uses_has_no_thread(directory):
+    """It ends without being closed, as the arrays of a server that is dropped; it keeps no array alive, and the files
+    of those that are gone are closed."""
+    tier = Tier(str(directory), BOUND)
     before = len(list(Path("/proc/self/fd").iterdir()))
     array = array_of(tier, 100)
+    array.fill(1)
     assert tier.nbytes > 0
+    (thread,) = [each for each in threading.enumerate() if each.name == "tier"]
     del array
     gc.collect()
     assert tier.nbytes == 0
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
-
-
-def test_a_tier_that_nobody_uses_has_no_thread(directory):
-    """It ends without being closed, as the arrays of a server that is dropped."""
-    array = array_of(Tier(str(directory), BOUND), 100)
-    array.fill(1)
-    (thread,) = [each for each in threading.enumerate() if each.name == "tier"]
-    del array
+    del tier
     gc.collect()
     eventually(lambda: not thread.is_alive())
+
+
+def status(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) << 10
+
+
+def test_growth_moves_nothing_and_reserves_no_memory():
+    """Room for 256 GiB costs none of it; an old view sees what is written through a new one."""
+    before = status("VmRSS")
+    array = ReservedArray((64,), np.dtype(np.float32), 1 << 40, 256 << 30)
+    array.resize(10)
+    first = array.array
+    first[:] = 1
+    array.resize(100_000)
+    assert address_of(array.array) == address_of(first)
+    array.array[5] = 2
+    assert first[5].tolist() == [2] * 64
+    assert not array.array[10:].any()
+    assert array.moves == 0
+    assert array.touched == -(-100_000 * 256 // CHUNK) * CHUNK
+    assert status("VmRSS") - before < 100_000 * 256 + (64 << 20)
+
+
+def test_the_tail_is_given_back():
+    """Memory of rows that are not shown any more returns to the system, and they are zero afterwards."""
+    array = ReservedArray((1024,), np.dtype(np.float64), 1 << 30)
+    array.resize(10_000)
+    array.array[:] = 1
+    full = status("VmRSS")
+    array.resize(100)
+    assert full - status("VmRSS") > 70 << 20
+    assert array.touched == CHUNK
+    array.resize(10_000)
+    assert array.array[:100].all()
+    assert not array.array[256:].any()
+
+
+def test_it_is_released_with_its_last_view():
+    """Address space is given back as soon as nobody holds a view."""
+    gc.collect()
+    before = status("VmSize")
+    array = ReservedArray((), np.dtype(np.uint32), 1 << 40, 256 << 30)
+    array.resize(5)
+    view = array.array
+    view[:] = 3
+    del array
+    gc.collect()
+    assert status("VmSize") - before > 200 << 30
+    assert view.tolist() == [3] * 5
+    del view
+    gc.collect()
+    assert status("VmSize") - before < 1 << 30
+
+
+def test_hundreds_of_arrays_leave_address_space_for_others(monkeypatch):
+    """What they reserve together has a bound; those beyond it reserve nothing until some are gone."""
+    room = 1 << 30
+    monkeypatch.setattr(reserved, "ROOM_OF_ALL", reserved._space.taken + 3 * room + CHUNK)
+    before = status("VmSize")
+    arrays = [ReservedArray((2,), np.dtype(np.float32), 1 << 40, room) for _ in range(300)]
+    assert status("VmSize") - before < 4 * room
+    for array in arrays[::100]:
+        array.resize(100)
+        array.array[:] = 7
+        array.resize(200_000)
+        assert array.array[:100].tolist() == [[7, 7]] * 100
+    assert [array.moves for array in arrays[::100]] == [0, 1, 1]
+    del array, arrays
+    gc.collect()
+    late = ReservedArray((2,), np.dtype(np.float32), 1 << 40, room)
+    late.resize(100)
+    late.resize(200_000)
+    assert late.moves == 0
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_without_room_it_is_copied_into_twice_as_much(monkeypatch, refuses):
+    """Where the system reserves nothing, or too little was reserved, all values stay."""
+
+    def refused(nbytes: int):
+        raise OSError
+
+    if refuses:
+        monkeypatch.setattr(reserved._space, "reserve", refused)
+    array = ReservedArray((2,), np.dtype(np.int16), 8)
+    expected = np.zeros((0, 2), np.int16)
+    for size in (3, 9, 20, 21, 500, 400, 900):
+        new = np.full((max(size - len(expected), 0), 2), size, np.int16)
+        expected = np.concatenate([expected, new])[:size]
+        array.resize(size)
+        array.array[size - len(new) : size] = new
+        assert array.array.tolist() == expected.tolist()
+    assert 3 <= array.moves <= 6

@@ -112,14 +112,9 @@ def test_who_does_not_say_who_it_is_is_shown_out(stack: ExitStack, site: Site, n
     assert stranger.is_closed()
 
 
-def test_a_hello_that_does_not_come(stack: ExitStack, site: Site, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is waited for as long as is said, and no longer."""
-    monkeypatch.setattr(connection_of, "HELLO_SECONDS", 0.1)
-    assert hand(stack, site, name).is_closed()
-
-
-def test_many_that_say_nothing(stack: ExitStack, site: Site, name: str) -> None:
-    """300 of them: the oldest have to go, and whoever says who it is gets in."""
+def test_many_that_say_nothing(stack: ExitStack, site: Site, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 of them: the oldest have to go, and whoever says who it is gets in. A hello that does not come is waited for
+    as long as is said, and no longer."""
     strangers = [hand(stack, site, name) for _ in range(300)]
     guest = member(stack, site, name)
     assert len(site.open([None])) <= server_lanes.MAX_STRANGERS
@@ -127,6 +122,8 @@ def test_many_that_say_nothing(stack: ExitStack, site: Site, name: str) -> None:
         assert stranger.is_closed()
     site.round()
     assert not readable(guest.sock)
+    monkeypatch.setattr(connection_of, "HELLO_SECONDS", 0.1)
+    assert hand(stack, site, name).is_closed()
 
 
 @contextmanager
@@ -166,17 +163,9 @@ def test_a_server_without_files_does_not_spin(
     member(stack, site, name)
 
 
-def test_a_session_has_few_connections(stack: ExitStack, site: Site, name: str) -> None:
-    """One is enough: of too many the oldest has to go, and the others of the job stay."""
-    session = site.workers[0].session
-    guests = [hand(stack, site, name).welcomed(session, site.lanes) for _ in range(server_lanes.MAX_CONNECTIONS + 2)]
-    assert len(site.open([session])) <= server_lanes.MAX_CONNECTIONS
-    assert guests[0].is_closed()
-    site.round()
-
-
 def test_a_session_speaks_for_itself_only(stack: ExitStack, site: Site, name: str) -> None:
-    """Its pushes and pulls for another are refused; the lane stays."""
+    """Its pushes and pulls for another are refused; the lane stays. One connection is enough: of too many the oldest
+    has to go, and the others of the job stay."""
     guest = member(stack, site, name)
     here, last = site.workers
     header, parts = guest.push(site, here, 1)
@@ -190,6 +179,11 @@ def test_a_session_speaks_for_itself_only(stack: ExitStack, site: Site, name: st
     request.session = last.session
     guest.say(Kind.PULL, 3, request.SerializeToString())
     assert guest.hear().kind is Kind.ANSWER
+    guests = [member(stack, site, name) for _ in range(server_lanes.MAX_CONNECTIONS + 2)]
+    assert len(site.open([last.session])) <= server_lanes.MAX_CONNECTIONS
+    assert guest.is_closed()
+    assert guests[0].is_closed()
+    site.round()
 
 
 # ---- What a member may say ----
@@ -215,14 +209,9 @@ BAD_HEADS = {
 
 @pytest.mark.parametrize("case", BAD_HEADS)
 def test_nonsense_ends_a_lane(stack: ExitStack, site: Site, name: str, case: str) -> None:
-    """And only this one."""
     guest = member(stack, site, name)
     kind, header, offset, size, place = BAD_HEADS[case]
-    guest.sock.sendall(
-        bytes([kind, 0, 0, 0])
-        + header.to_bytes(4, "little")
-        + b"".join(number.to_bytes(8, "little") for number in (7, offset, size, place))
-    )
+    guest.sock.sendall(HEAD.pack(kind, header, 7, offset, size, place))
     assert guest.is_closed()
 
 
@@ -373,28 +362,21 @@ def test_memory_that_is_none_is_not_taken(tmp_path: Path, stack: ExitStack, case
 
 
 def test_files_that_come_later_are_nobodys(stack: ExitStack) -> None:
-    """A client can send more with every message: the server keeps none."""
+    """A client can send more with every message: the server keeps none. A small segment is enough for small values: its
+    size is the client's choice, and places are checked against it."""
     site = Site(stack, "shm", elements=SMALL)
-    guest = member(stack, site, "shm")
+    guest = stack.enter_context(Hand(site.lanes, "shm", nbytes=4096))
+    guest.welcomed(site.workers[-1].session, site.lanes)
     session = site.workers[-1].session
     request = pb.PullRequest(session=session, variables=[site.variables[0].id], after=-1).SerializeToString()
     before = len(os.listdir("/proc/self/fd"))
     for call in range(20):
-        header = bytes([Kind.PULL, 0, 0, 0]) + len(request).to_bytes(4, "little")
-        head = header + call.to_bytes(8, "little") + bytes(16) + b"\xff" * 8
         mine = [os.dup(0) for _ in range(10)]
-        socket.send_fds(guest.sock, [head + request], mine)
+        socket.send_fds(guest.sock, [HEAD.pack(Kind.PULL, len(request), call, 0, 0, INLINE) + request], mine)
         for file in mine:
             os.close(file)
         assert guest.hear().kind is Kind.ANSWER
     assert len(os.listdir("/proc/self/fd")) <= before
-
-
-def test_a_small_segment_is_enough_for_small_values(stack: ExitStack) -> None:
-    """The size is the client's choice: places are checked against it."""
-    site = Site(stack, "shm", elements=SMALL)
-    guest = stack.enter_context(Hand(site.lanes, "shm", nbytes=4096))
-    guest.welcomed(site.workers[-1].session, site.lanes)
     header, [(_, data)] = guest.push(site, site.workers[-1], 2)
     guest.memory[: len(data)] = data
     guest.say(Kind.PUSH, 1, header, size=len(data), place=0)
@@ -447,7 +429,6 @@ def test_who_looks_at_an_answer_does_not_hold_the_variable(stack: ExitStack) -> 
 
 
 def test_a_client_that_goes_frees_what_it_was_told_of(stack: ExitStack) -> None:
-    """Also what it would have been told of afterwards."""
     site = Site(stack, "shm", elements=1 << 16)
     site.round()
     ring, _ = site.lanes.outbox()
@@ -472,7 +453,7 @@ def test_who_asks_without_reading_is_not_listened_to(stack: ExitStack, site: Sit
     guest = member(stack, site, name)
     session = site.workers[-1].session
     request = pb.PullRequest(session=session, variables=[v.id for v in site.variables], after=-1).SerializeToString()
-    head = bytes([Kind.PULL, 0, 0, 0]) + len(request).to_bytes(4, "little") + bytes(24) + b"\xff" * 8
+    head = HEAD.pack(Kind.PULL, len(request), 0, 0, 0, INLINE)
     guest.sock.settimeout(0.5)
     asks = (head + request) * 1000
     said = 0
@@ -492,9 +473,8 @@ def test_who_asks_without_reading_is_not_listened_to(stack: ExitStack, site: Sit
 
 
 def test_a_loud_client_does_not_drown_the_others(stack: ExitStack, site: Site, name: str) -> None:
-    """Who sends without end is one of many."""
     guest = member(stack, site, name)
-    noise = (bytes([Kind.PART, 0, 0, 0]) + bytes(28) + b"\xff" * 8) * 5000
+    noise = HEAD.pack(Kind.PART, 0, 0, 0, 0, INLINE) * 5000
     quiet = threading.Event()
 
     def shout() -> None:

@@ -51,12 +51,16 @@ def known(monkeypatch):
 
 
 def test_the_first_vote_makes_the_connection(known):
-    """And the second one uses it."""
+    """And the second one uses it; nobody is connected any more at the end, whatever is said or known then."""
     assert not Link.made
     known.say(1, VOTE)
     known.say(1, VOTE)
     (link,) = Link.made
-    assert (link.peer, link.said) == (THERE, [VOTE, VOTE])
+    assert (link.peer, link.said, link.closed) == (THERE, [VOTE, VOTE], False)
+    known.close()
+    known.know((HERE, ANEW))
+    known.say(1, VOTE)
+    assert ([*Link.made], link.closed) == ([link], True)
 
 
 def test_who_is_gone_has_no_connection(known):
@@ -77,15 +81,6 @@ def test_who_comes_back_is_connected_though_nothing_more_is_said(known, early):
         known.say(1, VOTE)
     known.know((HERE, ANEW))
     assert [link.peer for link in Link.made if not link.closed] == [ANEW]
-
-
-def test_nobody_is_connected_any_more_at_the_end(known):
-    """Whatever is said or known then."""
-    known.say(1, VOTE)
-    known.close()
-    known.know((HERE, ANEW))
-    known.say(1, VOTE)
-    assert [link.closed for link in Link.made] == [True]
 
 
 def test_a_server_with_many_connections_has_votes():

@@ -1,28 +1,33 @@
-"""A change of consistency on a server: who asks for what, and where strands and clocks go on."""
+"""Strands of rounds: where they go on after a change of consistency, who asks for what, and those of one worker."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from psserver.effects import Fail
 from psserver.plans.prepared import PreparedPlan
+from psserver.plans.round import Own
 from psserver.registry import Registry
 from psserver.state.rounds import Rounds
 from psserver.state.sessions import Membership
 from psserver.state.strands import Given
 from pswire.api import Contribution
 from pswire.cluster import Task
-from pswire.errors import ConfigError, Diverged, Fenced
+from pswire.errors import ConfigError, Diverged, Fenced, InvalidRequest
+from pswire.limits import WINDOW
 from pswire.model.changes import Change
 from pswire.model.log import Epoch, Member, Position, Start
+from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.tensor import TensorSpec
-from tests.kit.rig import WORKERS, payload, reduce_only
+from tests.kit.rig import WORKERS, payload, reduce_only, sum_into
 
 A, B, C = WORKERS[:3]
-PLAN = reduce_only(TensorSpec("int64", ()))
+NUMBER = TensorSpec("int64", ())
+PLAN = reduce_only(NUMBER)
 MEMBERS = tuple(Member(task, place + 1, 1, "whole") for place, task in enumerate((A, B)))
 ASYNC, SYNC, BOUNDED = (Change(0, 7, mode, staleness=k) for mode, k in (("async", 0), ("whole", 0), ("bounded", 1)))
 
@@ -58,12 +63,20 @@ def run(rounds):
 
 
 def test_after_a_change_each_makes_rounds_of_its_own(rounds):
-    """From the round of the change on, though each has pushed others before."""
+    """From the round of the change on, though each has pushed others before; a push of the new way waits until the
+    change is known here: the chief copies its log to one server after the other. What is sent again across it finds its
+    record, since a contribution is named by its session, its epoch and its round."""
     push(rounds, 1, 0), push(rounds, 2, 0)
     assert run(rounds) == [(0, {A, B})]
+    early = push(rounds, 1, 7, epoch=2, previous=0)
+    assert run(rounds) == []
+    assert not early.done()
     rounds.close_epoch(begins(2, ASYNC))
     assert rounds.last == 6
-    push(rounds, 1, 7, epoch=2, previous=0), push(rounds, 1, 8, epoch=2, previous=7)
+    again = Contribution(1, 1, 0, PLAN.id, (1.0,), start=0)
+    assert rounds.recorded(again) is not None
+    assert rounds.recorded(replace(again, epoch=2, round=7)) is None
+    push(rounds, 1, 8, epoch=2, previous=7)
     assert run(rounds) == [(7, {A}), (8, {A})]
     push(rounds, 2, 7, epoch=2, previous=0)
     assert run(rounds) == [(7, {B})]
@@ -82,43 +95,18 @@ def test_after_a_change_all_make_rounds_together(rounds):
     assert rounds.last == 9
 
 
-def test_a_push_of_the_new_way_waits_until_the_change_is_known_here(rounds):
-    """The chief copies its log to one server after the other."""
-    early = push(rounds, 1, 7, epoch=2)
-    assert run(rounds) == []
-    assert not early.done()
-    rounds.close_epoch(begins(2, ASYNC))
-    assert run(rounds) == [(7, {A})]
-
-
-def test_what_is_sent_again_across_a_change_finds_its_record(rounds):
-    """It counts once: a contribution is named by its session, its epoch and its round."""
-    push(rounds, 1, 0), push(rounds, 2, 0)
-    run(rounds)
-    rounds.close_epoch(begins(2, ASYNC))
-    again = Contribution(1, 1, 0, PLAN.id, (1.0,), start=0)
-    assert rounds.recorded(again) is not None
-    assert rounds.recorded(replace(again, epoch=2, round=7)) is None
-
-
 def test_what_a_lost_member_left_open_is_never_applied(rounds):
-    """Nobody makes that round any more, and no later round is held up by it."""
-    left = push(rounds, 2, 0)
-    rounds.close_epoch(Epoch(2, MEMBERS[:1]))
+    """Nobody makes that round any more, and no later round is held up by it. The change itself fences nobody: who was
+    named in the epoch before, and waits to be taken in, goes on waiting."""
+    left, late = push(rounds, 2, 0), Member(C, 3, 1, "whole")
+    rounds.close_epoch(Epoch(2, (MEMBERS[0], late), "dataset:0"))
     effects = rounds.close_epoch(begins(3, ASYNC, MEMBERS[:1]))
     assert [type(effect.error) for effect in effects if effect.future is left] == [Fenced]
     push(rounds, 1, 7, epoch=3)
     assert run(rounds) == [(7, {A})]
     assert rounds.waiting() == ()
-
-
-def test_a_change_fences_nobody(rounds):
-    """Who was named in the epoch before, and waits to be taken in, goes on waiting."""
-    late = Member(C, 3, 1, "whole")
-    rounds.close_epoch(Epoch(2, (*MEMBERS, late), "dataset:0"))
-    rounds.close_epoch(begins(3, ASYNC))
     rounds.check(late.session)
-    assert rounds.fenced == set()
+    assert rounds.fenced == {2}
 
 
 def test_all_clocks_count_from_a_change_on(rounds):
@@ -145,9 +133,6 @@ def test_positions_go_over_with_a_change(rounds):
     assert rounds.places[0].positions == further  # each keeps its own where each has one
     rounds.close_epoch(begins(4, replace(SYNC, round=9), positions=further, made=2))
     assert rounds.positions == further
-
-
-# ---- Who asks for what ----
 
 
 class Here:
@@ -191,7 +176,6 @@ def test_a_synchronous_member_that_makes_a_round_in_place_of_a_change_is_named(f
 
 
 def test_a_change_that_was_made_is_compared_with_nothing():
-    """A word that comes again says what was."""
     here = Here()
     here.members.enter(here.a, str(ASYNC))
     here.epochs[2] = begins(2, ASYNC, here.epochs[1].members)
@@ -215,3 +199,90 @@ def test_who_comes_back_has_what_the_job_has_by_now():
         here.members.leave(number, "killed")
     with pytest.raises(ConfigError, match=r"Async\(\), and the job began with ps.Sync\(\) and has ps.BoundedStale.*1"):
         here.members.open(B, 1, False, 0, 0.0, "async")
+
+
+# ---- Rounds of one worker beside those of all ----
+
+APART, SHARED = (PlacedVariable(id, VariableSpec(f"v{id}", NUMBER, alone=not id), (0,)) for id in (0, 1))
+OWN, COMMON = sum_into(APART), sum_into(SHARED)
+
+
+@pytest.fixture
+def apart():
+    """Rounds with a plan of each kind, and two members."""
+    found = Rounds(lambda plan_id: "a section")
+    for plan in (OWN, COMMON):
+        prepared = PreparedPlan(plan, 0)
+        prepared.look({0: APART, 1: SHARED})
+        found.approve(prepared)
+    found.close_epoch(Epoch(1, MEMBERS))
+    return found
+
+
+def push_own(rounds, session, round=0, epoch=1, alone=True):
+    """Pushes its own number; returns the effects, and the future."""
+    plan = OWN if alone else COMMON
+    said = Contribution(session, epoch, round, plan.id, (1.0,), alone=alone, previous=round - 1)
+    future = Future()
+    return rounds.push(said, payload(plan, 0, [session], (1.0,), ()), future, 0.0), future
+
+
+def strands(rounds):
+    """Runs all rounds that can; returns their strands and numbers."""
+    done = []
+    while (job := rounds.next_job()) is not None:
+        done.append((job.strand, job.round))
+        rounds.complete(job, Given([np.array(0)]))
+    return done
+
+
+def test_strands_take_turns(apart):
+    """Rounds of all are among them, and wait for their members alone."""
+    for round in range(2):
+        push_own(apart, 1, round, alone=False)
+        for session in (1, 2):
+            push_own(apart, session, round)
+    assert strands(apart) == [(Own(1), 0), (Own(2), 0), (Own(1), 1), (Own(2), 1)]
+    push_own(apart, 2, 0, alone=False)
+    assert strands(apart) == [(None, 0)]
+    assert (apart.last, apart.closed) == (0, 1)
+
+
+def test_a_session_has_a_window_of_each_kind(apart):
+    """As many rounds of its own as of all, also while their epoch is not known here."""
+    for epoch in (1, 2):
+        for alone in (False, True):
+            first = 50 * alone  # its numbers are none of those of all
+            for round in range(first, first + WINDOW):
+                effects, _ = push_own(apart, 1, round, epoch, alone)
+                assert not any(isinstance(effect, Fail) for effect in effects)
+            effects, future = push_own(apart, 1, first + WINDOW, epoch, alone)
+            (failed,) = (effect for effect in effects if isinstance(effect, Fail) and effect.future is future)
+            assert isinstance(failed.error, InvalidRequest)
+    parked = [told for told in apart.waiting() if "not known here yet" in told.section]
+    assert [told.round for told in parked] == list(range(WINDOW))  # those of all alone
+    assert len([told for told in apart.waiting() if told not in parked]) == WINDOW
+    assert apart.sessions() == {1}
+
+
+def test_what_is_parked_is_taken_in_its_strand(apart):
+    """Once the epoch is known; what a session that has ended left is failed, of both kinds."""
+    push_own(apart, 1, 0, 2)
+    push_own(apart, 1, 0, 2, alone=False)
+    apart.close_epoch(Epoch(2, MEMBERS))
+    assert strands(apart) == [(Own(1), 0)]
+    for alone in (False, True):
+        push_own(apart, 2, 1, 3, alone)
+    assert len(apart.fail_session(2, InvalidRequest("it has ended"))) == 2
+    assert apart.sessions() == {1}
+
+
+def test_a_session_that_is_fenced_is_forgotten(apart):
+    """With its answers, which nobody will ask for; a session that stays keeps its own."""
+    for session in (1, 2):
+        push_own(apart, session)
+    strands(apart)
+    assert {Own(1), Own(2)} <= apart.strands.keys()
+    apart.close_epoch(Epoch(2, MEMBERS[1:]))
+    assert Own(1) not in apart.strands
+    assert Own(2) in apart.strands
