@@ -127,12 +127,8 @@ def use(directory):
     assert coordinator is ps.coordinator.ClusterCoordinator(strategy)
 
     # Nests.
-    amount, rest = coordinator.schedule(step, args=(2.0,)).fetch()
-    assert amount == 2.0
-    assert rest[0].tolist() == [0, 1, 2]
-    assert rest[1:4] == [None, "text", b"bytes"]
-    assert rest[4] == {1: 2.5, "two": True}
-    assert type(rest[4][1]) is np.float32
+    amount, (array, *rest) = coordinator.schedule(step, args=(2.0,)).fetch()
+    assert (amount, array.tolist(), rest) == (2.0, [0, 1, 2], [None, "text", b"bytes", {1: 2.5, "two": True}])
     chain = coordinator.schedule(large, args=(coordinator.schedule(large, args=(np.ones((3, 400_000)),)),))
     assert (coordinator.fetch({"x": [chain, 7]})["x"][0] == 4).all()  # in several pieces, there and back
 
