@@ -15,9 +15,9 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -51,26 +51,15 @@ HASTY = replace(PATIENT, round=0.5, chief=0.5, start=0.5, alone=0.5, first=0.5)
 """Waits end at their deadlines."""
 
 
-@dataclass(frozen=True)
-class Said:
-    """What is heard of a wait.
-
-    Attributes:
-        word: in the log, while it lasts.
-        late: in the error with which it ends at its deadline, a pattern; "" where it may last for ever.
-    """
+class Said(NamedTuple):
+    """What is heard of a wait: in the log, while it lasts; and a pattern of its error at its deadline, or nothing."""
 
     word: str
     late: str = ""
 
 
 class Site:
-    """One server, and threads that are the other processes of a job; a context manager that waits for all of them.
-
-    Args:
-        directory: of the checkpoints.
-        timeouts: of all of them.
-    """
+    """One server, and threads that are the other processes of a job; a context manager that waits for all of them."""
 
     def __init__(self, directory: Path, timeouts: ps.Timeouts) -> None:
         self.directory = directory
@@ -84,8 +73,8 @@ class Site:
     def __enter__(self) -> Site:
         self._stack = ExitStack()
         # Work of the server runs in threads of its own, which a test can keep busy.
-        self._arrays, self._files = (self._stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
-        behind = core(root=self.directory, submit=self._arrays.submit, files=self._files.submit)
+        self.arrays, self.files = (self._stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
+        behind = core(root=self.directory, submit=self.arrays.submit, files=self.files.submit)
         self._stack.callback(behind.close)
         thread = self._stack.enter_context(ServerThread(behind, ServerConfig(behind.task), grace=0.0))
         self.address = thread.address
@@ -103,14 +92,13 @@ class Site:
         self.ends.append(event.set)
         return event
 
-    def busy(self, kind: str) -> threading.Event:
-        """Keeps the server's thread for "arrays" or "files" busy until the test sets what it returns."""
+    def busy(self, pool: ThreadPoolExecutor) -> threading.Event:
+        """Keeps the server's thread for arrays or files busy until the test sets what it returns."""
         gate = self.gate()
-        {"arrays": self._arrays, "files": self._files}[kind].submit(gate.wait)
+        pool.submit(gate.wait)
         return gate
 
     def start(self, work: Callable[[], Any]) -> Future[Any]:
-        """Does something in a thread; it has to end well."""
         future = self._pool.submit(work)
         self.results.append(future)
         return future
@@ -123,7 +111,6 @@ class Site:
         return process
 
     def cluster(self, *chief: str) -> ps.ClusterSpec:
-        """Two workers, the server, and perhaps a chief."""
         jobs = {"ps": (self.address,), "worker": ("x:1", "x:2")}
         return ps.ClusterSpec(jobs | ({"chief": chief} if chief else {}))
 
@@ -136,6 +123,10 @@ class Site:
                 script(strategy)
 
         return self.start(run)
+
+    def both(self, script: Callable[[Any], object], *chief: str) -> None:
+        for task in (W0, W1):
+            self.work(task, script, *chief)
 
     def drive(self) -> Chief:
         """A chief that only drives, until it is stopped or the job is over."""
@@ -152,7 +143,6 @@ def variable(strategy: Any, name: str = "v") -> Any:
 
 
 def step(strategy: Any) -> None:
-    """One round."""
     add_to(strategy, variable(strategy))
 
 
@@ -192,12 +182,10 @@ def for_a_chief(site: Site) -> Iterator[Said]:
 
 @ends
 def for_workers(site: Site) -> Iterator[Said]:
-    """A chief without a script."""
     site.drive()
     never = f"{W0} (never came), {W1} (never came)"
     yield Said(f"{CHIEF} drives the job, and waits for {never}", f"{W0} never came, {W1} never came. The job is given")
-    for task in (W0, W1):
-        site.work(task, nothing, "x:3")
+    site.both(nothing, "x:3")
 
 
 @ends
@@ -238,8 +226,7 @@ def without_a_chief(site: Site, new: Callable[[Any], Callable[[], object]], word
         gate.wait()
         make()
 
-    for task in (W0, W1):
-        site.work(task, script, "x:3")
+    site.both(script, "x:3")
     met.wait(SOON)
     chief.stop(abandon=True)
     eventually(site.results[0].done)
@@ -313,10 +300,9 @@ def of_a_busy_server(site: Site, new: Callable[[Any], Callable[[], object]], wor
         gate.wait()
         ask()
 
-    for task in (W0, W1):
-        site.work(task, script)
+    site.both(script)
     opened.wait()
-    free = site.busy("arrays")
+    free = site.busy(site.arrays)
     gate.set()
     yield Said(f"{W0} waits for {word}")
     free.set()
@@ -329,7 +315,6 @@ def for_a_server_to_take_first_values(site: Site) -> Iterator[Said]:
 
 @waits
 def for_a_value(site: Site) -> Iterator[Said]:
-    """That a variable has."""
     return of_a_busy_server(site, lambda s: variable(s, "u").numpy, f"variable 'u' of {PS0}")
 
 
@@ -339,9 +324,8 @@ def save(strategy: Any) -> None:
 
 
 def to_save(site: Site, *said: str) -> Iterator[Said]:
-    free = site.busy("files")
-    for task in (W0, W1):
-        site.work(task, save)
+    free = site.busy(site.files)
+    site.both(save)
     yield Said(*said)
     free.set()
 
@@ -360,9 +344,8 @@ def for_a_shard(site: Site) -> Iterator[Said]:
 @ends
 def for_a_checkpoint_to_be_read(site: Site) -> Iterator[Said]:
     write_checkpoint(site.directory / "run" / "ckpt-1", {"v": np.zeros(4)})
-    gate, free = site.gate(), site.busy("files")
-    for task in (W0, W1):
-        site.work(task, lambda strategy: ps.train.Checkpoint(v=variable(strategy)).restore("run").expect_partial())
+    gate, free = site.gate(), site.busy(site.files)
+    site.both(lambda strategy: ps.train.Checkpoint(v=variable(strategy)).restore("run").expect_partial())
     yield Said(f"{W0} waits for {PS0} to read 'run", f"{PS0}: (restoring 'run|Restore did not complete)")
     gate.set()
     free.set()
@@ -462,8 +445,7 @@ def for_a_job_to_join(site: Site) -> Iterator[Said]:
     )
     site.drive()
     joining.result(SOON)
-    for task in (W0, W1):
-        site.work(task, nothing, "x:3")
+    site.both(nothing, "x:3")
 
 
 @waits
