@@ -18,7 +18,7 @@ NETWORK = ("grpc", "tcp", "calls", "shm")
 
 CARRIERS = {
     **dict.fromkeys(("rounds", "errors"), NETWORK),
-    **dict.fromkeys(("checkpoints", "failed_saves", "joins", "log", "looking", "restore", "sessions"), NETWORK[:1]),
+    **dict.fromkeys(("checkpoints", "log", "looking", "restore", "sessions"), NETWORK[:1]),
 }
 """On which a module's tests run: one or two of them each, in turn. Lanes carry pushes and pulls alone."""
 
@@ -43,15 +43,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for kind in ("core", "thread", *NETWORK)
     ]
     metafunc.parametrize("serve", kinds, indirect=True)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves to `make soak` what has several values, but for the first and each fourth behind a carrier."""
-    for item in items:
-        call = getattr(item, "callspec", None) if item.nodeid.startswith("tests/contract/") else None
-        place = sum(place for name, place in call.indices.items() if name != "serve") if call else 0
-        if place % 4 and call.params.get("serve", "core") != "core":
-            item.add_marker(pytest.mark.soak)
 
 
 @pytest.fixture

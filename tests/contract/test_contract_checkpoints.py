@@ -1,8 +1,9 @@
-"""Snapshot and Restore: one round's state on disk, and back."""
+"""Snapshot: one round's state on disk, and back; what is told, kept and held where a save fails or meets another."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,53 +13,82 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from pswire.model import log as log_entries
 from tests.kit.internals import (
+    MAX_PLANS,
+    MAX_SAVES,
+    Apply,
+    Approved,
     CheckpointError,
     Fenced,
+    Input,
+    InvalidRequest,
     Manifest,
-    NoCheckpoint,
-    Payload,
+    Node,
+    Plan,
     Position,
-    ServerLost,
+    Program,
+    PSError,
+    Reduction,
+    Ref,
     SnapshotOrder,
+    Snapshotted,
     TensorSpec,
-    VariableMismatch,
     VariableSpec,
 )
-from tests.kit.rig import CHIEF, SOON, WORKERS, checkpoint, eventually, given, sum_into, together
+from tests.kit.rig import CHIEF, SOON, WORKERS, Job, checkpoint, eventually, given, manifest_of, sum_into, together
 
 A, B = WORKERS[:2]
 BOTH = (0, 1)
 PLACES = (Position(0, 1, 7), Position(2, 0, 3))
+STATE = json.dumps({"state": {"mine": "x" * 1000}})
 
 
-def order(job, worker, path):
-    """A round that orders a checkpoint; returns its plan."""
-    return job.order(worker, path, positions=PLACES)
+def files(job):
+    """All files below the root, less what tells the saves apart."""
+    root = job.servers.root
+    # Directories may go while this looks at them.
+    found = [Path(where, name).relative_to(root) for where, _, names in os.walk(root) for name in names]
+    return sorted(f"{path.parent}/{path.name[:14] if 'shard' in path.name else path.name}" for path in found)
 
 
-def save(job, worker, path="run/ckpt-1"):
-    """Saves; returns the checkpoint's directory."""
-    job.save(worker, path, positions=PLACES)
-    return job.servers.root / path
+def whole(path):
+    return [f"{path}/manifest.json", f"{path}/shard-00000-of", f"{path}/shard-00001-of"]
 
 
-def restore(job, worker, path):
-    """What every process does."""
-    return job.restore(worker, path)
+def shards_of(job, plan):
+    return [server.snapshot(job.token, plan.id, "").result(SOON) for server in job.verbs]
 
 
-def add(job, worker, variable, value):
-    """A round that adds a value to a variable."""
-    plan = sum_into(variable)
-    if plan.id not in job.servers.cores[0].machine.rounds.plans:
-        job.approve(plan, worker)
-    together(worker.push(plan, [value], server=variable.servers[0]))
-    worker.round += 1
+def commit(job, plan, shards):
+    return job.verbs[0].snapshot(job.token, plan.id, manifest_of(shards)).result(SOON)
+
+
+def fail(job, plan, why="no space left"):
+    job.append(Snapshotted(plan.id, 0, plan.snapshot.path, why))
+
+
+def told(future):
+    with pytest.raises(CheckpointError) as caught:
+        future.result(SOON)
+    return str(caught.value)
+
+
+def forgotten(job):
+    """Nothing is held or waited for on any server."""
+    return all(not server.machine.snapshots and server.status().held == 0 for server in job.servers.cores)
+
+
+def asked(job, plan):
+    """Who waits for the first server's shard."""
+    return job.servers.cores[0].machine.snapshots._saves[plan.id].shard._done_callbacks
+
+
+# ---- What is saved ----
 
 
 def test_what_was_saved_comes_back(job, worker):
-    """Bit for bit, on every server, whatever happened since; with the datasets' positions."""
+    """Bit for bit, on every server, whatever happened since, with datasets' positions; a checkpoint may be moved."""
     values = [
         np.array(-3),
         np.array([[1.5, np.nan], [np.inf, -0.0]], "float32"),
@@ -69,22 +99,24 @@ def test_what_was_saved_comes_back(job, worker):
     ]
     variables = [job.variable(worker, value, (index % 2,)) for index, value in enumerate(values)]
     assert {variable.servers for variable in variables} == {(0,), (1,)}
-    save(job, worker)
-    add(job, worker, variables[0], 100)
+    job.save(worker, positions=PLACES)
+    worker.make(job.approve(sum_into(variables[0]), worker), [100])
     assert int(job.value(worker, variables[0])) == 97
-    found = restore(job, worker, "run/ckpt-1")
+    found = job.restore(worker, "run/ckpt-1")
     assert (found.path, found.positions) == ("run/ckpt-1", PLACES)
     assert Manifest.parse(found.manifest, "here").positions == PLACES
     for variable, value in zip(variables, values, strict=True):
         back = job.value(worker, variable)
         assert (back.dtype, back.shape, back.tobytes()) == (value.dtype, value.shape, value.tobytes())
+    shutil.move(job.servers.root / "run/ckpt-1", job.servers.root / "elsewhere")
+    assert job.restore(worker, "elsewhere").path == "elsewhere"
 
 
 def test_a_checkpoint_is_of_its_round(job, worker):
     """However late it is written: the values are frozen when the round has run."""
     variable = job.variable(worker, np.array([1, 2]), (1,))
-    plan = order(job, worker, "late")
-    add(job, worker, variable, [10, 10])
+    plan = job.order(worker, "late", positions=PLACES)
+    worker.make(job.approve(sum_into(variable), worker), [[10, 10]], server=1)
     shard = job.verbs[1].snapshot(job.token, plan.id, "").result(SOON)
     assert (shard.round, shard.positions) == (0, PLACES)
     assert [(tensor.name, tensor.spec) for tensor in shard.tensors] == [("v0", variable.spec.tensor)]
@@ -93,53 +125,50 @@ def test_a_checkpoint_is_of_its_round(job, worker):
     assert load_file(f"{shard.path}/{shard.file}")["v0"].tolist() == [1, 2]
 
 
-def asked(job, plan):
-    """Who waits for the first server's shard."""
-    return job.servers.cores[0].machine.snapshots._saves[plan.id].shard._done_callbacks
-
-
 def test_a_snapshot_waits_for_its_round(job, worker):
-    """The chief may ask before the workers have come to it."""
+    """The chief may ask before the workers have come to it; a call that is abandoned harms nobody. A resent one is
+    answered, and not written twice: its values are let go of."""
     job.variable(worker, np.array(1))
     plan = job.approve(checkpoint("early", BOTH), worker)
-    waiting = job.verbs[0].snapshot(job.token, plan.id, "")
-    eventually(lambda: asked(job, plan))
+    gone, waiting = (job.verbs[0].snapshot(job.token, plan.id, "") for _ in range(2))
+    eventually(lambda: len(asked(job, plan)) == 2)
     assert not waiting.done()
-    together(worker.push(plan))
-    assert waiting.result(SOON).round == 0
-
-
-def test_a_resent_snapshot_is_answered(job, worker):
-    """Not written twice: its values are let go of; an abandoned one harms nobody."""
-    job.variable(worker, np.array(1))
-    plan = job.approve(checkpoint("twice", BOTH), worker)
-    gone = job.verbs[0].snapshot(job.token, plan.id, "")
-    eventually(lambda: asked(job, plan))
     gone.cancel()
     together(worker.push(plan))
-    first = job.verbs[0].snapshot(job.token, plan.id, "").result(SOON)
+    first = waiting.result(SOON)
+    assert first.round == 0
     Path(first.path, first.file).unlink()
     assert job.verbs[0].snapshot(job.token, plan.id, "").result(SOON) == first
     assert not Path(first.path, first.file).exists()
 
 
 def test_servers_have_different_files(job, worker):
-    """Each variable is in one of them; of one with several copies the first is saved."""
-    for servers in ((0,), (1,), (0, 1)):
+    """Each variable is in one of them; of one with several copies the first is saved. One without a value is not: its
+    creator was lost before it gave one. Only the newest chief takes snapshots."""
+    for servers in ((0,), (1,), BOTH):
         job.variable(worker, np.array(1), servers)
-    plan = order(job, worker, "x")
-    shards = [server.snapshot(job.token, plan.id, "").result(SOON) for server in job.verbs]
+    job.verbs[0].create(worker.session, 3, -1, VariableSpec("empty", TensorSpec("int64", ())), (0,), None)
+    plan = job.order(worker, "x")
+    shards = shards_of(job, plan)
     assert [[each.name for each in shard.tensors] for shard in shards] == [["v0", "v2"], ["v1"]]
     assert len({shard.file for shard in shards}) == 2
-
-
-def test_only_the_newest_chief_takes_snapshots(job, worker):
-    """An older one is told so."""
-    job.variable(worker, np.array(1))
-    plan = order(job, worker, "x")
     job.open(CHIEF, 0, True)
     with pytest.raises(Fenced, match="newer chief"):
-        job.verbs[0].snapshot(job.token, plan.id, "").result(SOON)
+        shards_of(job, plan)
+
+
+def test_variables_saved_by_one_name_are_saved_once(job, worker):
+    """As the first created, whichever server holds it; a restore gives all of them its value. Scratch is neither saved
+    nor restored, and a checkpoint without it fits."""
+    first = job.variable(worker, np.array(1), (1,), "count")
+    copy = job.variable(worker, np.array(2), (0,), "copy", saved_as="count")
+    scratch = job.variable(worker, np.array(5), (0,), "scratch", saved_as="")
+    job.save(worker)
+    assert list(json.loads((job.servers.root / "run/ckpt-1/manifest.json").read_text())["tensors"]) == ["count"]
+    for variable in (first, scratch):
+        worker.make(job.approve(sum_into(variable), worker), [10], server=variable.servers[0])
+    job.restore(worker)
+    assert [int(job.value(worker, v)) for v in (first, copy, scratch)] == [1, 1, 15]
 
 
 def test_a_checkpoint_stays_below_its_root(job, worker):
@@ -151,7 +180,7 @@ def test_a_checkpoint_stays_below_its_root(job, worker):
     outside.mkdir()
     (root / "link").symlink_to(outside)
     for path in ("../up", "/etc/x", "a/../../b", "", "link/x"):
-        plan = order(job, worker, path)
+        plan = job.order(worker, path)
         for manifest in ("", Manifest(0, (), {}).text()):
             with pytest.raises(CheckpointError, match=r"path (that stays )?below"):
                 job.verbs[0].snapshot(job.token, plan.id, manifest).result(SOON)
@@ -165,211 +194,11 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error(job, worker):
     """The chief is told what the file system says; the server goes on."""
     variable = job.variable(worker, np.array(1))
     job.servers.root.write_text("a file where a directory should be")
-    plan = order(job, worker, "x")
+    plan = job.order(worker, "x")
     with pytest.raises(CheckpointError, match=r"shard-00000-of-00002-\w{8}\.safetensors cannot be written") as told:
         job.verbs[0].snapshot(job.token, plan.id, "").result(SOON)
     assert told.value.task == "/job:ps/task:0"
     assert int(job.value(worker, variable)) == 1
-
-
-def test_a_variable_created_later_gets_the_restored_value(job, worker):
-    """Whatever first value its creators bring; one that the checkpoint does not have keeps theirs."""
-    job.variable(worker, np.array([1.0, 2.0]), (1,), "w")
-    save(job, worker)
-    job.begin()
-    (again,) = job.join(A)
-    assert restore(job, again, "run/ckpt-1").positions == PLACES
-    restored = job.variable(again, np.array([8.0, 9.0]), (1,), "w")
-    fresh = job.variable(again, np.array([8.0, 9.0]), (1,), "new")
-    assert job.value(again, restored).tolist() == [1.0, 2.0]
-    assert job.value(again, fresh).tolist() == [8.0, 9.0]
-
-
-def test_variables_saved_by_one_name_are_saved_once(job, worker):
-    """As the first created, whichever server holds it; a restore gives all of them its value."""
-    first = job.variable(worker, np.array(1), (1,), "count")
-    copy = job.variable(worker, np.array(2), (0,), "copy", saved_as="count")
-    directory = save(job, worker)
-    assert list(json.loads((directory / "manifest.json").read_text())["tensors"]) == ["count"]
-    add(job, worker, first, 10)
-    restore(job, worker, "run")
-    assert [int(job.value(worker, v)) for v in (first, copy)] == [1, 1]
-
-
-def test_scratch_is_in_no_checkpoint(job, worker):
-    """It is neither saved nor restored, and a checkpoint without it fits."""
-    job.variable(worker, np.array(1), (0,), "w")
-    save(job, worker)
-    scratch = job.variable(worker, np.array(5), (0,), "scratch", saved_as="")
-    restore(job, worker, "run/ckpt-1")
-    directory = save(job, worker, "run/ckpt-2")
-    assert list(json.loads((directory / "manifest.json").read_text())["tensors"]) == ["w"]
-    assert int(job.value(worker, scratch)) == 5
-
-
-def test_what_is_saved_by_another_name_begins_as_its_creator_says(job, worker):
-    """After a restore, too: the other variable may have changed since."""
-    job.variable(worker, np.array(1), (0,), "count")
-    save(job, worker)
-    job.begin()
-    (again,) = job.join(A)
-    restore(job, again, "run")
-    first = job.variable(again, np.array(0), (0,), "count")
-    add(job, again, first, 10)
-    copy = job.variable(again, np.array(11), (1,), "copy", saved_as="count")
-    assert [int(job.value(again, v)) for v in (first, copy)] == [11, 11]
-
-
-def test_a_restored_first_value_is_told(job, worker):
-    """To everyone who creates the variable, however late; until the job is started anew."""
-    job.variable(worker, np.array(1), (1,), "there")
-    save(job, worker)
-
-    def created(session, ordinal, name):
-        spec = VariableSpec(name, TensorSpec("int64", ()))
-        named = job.verbs[0].create(session, ordinal, -1, spec, (1,), None)
-        payload = Payload.pack([np.array(7)])
-        return [named, job.verbs[1].create(session, ordinal, named.id, spec, (1,), payload)]
-
-    job.begin()
-    one, two = job.join(A, B)
-    job.restore(one, "run", others=[two])
-    for session in (one.session, two.session, one.session):
-        told = [
-            [reply.restored for reply in created(session, place, name)] for place, name in enumerate(("there", "new"))
-        ]
-        assert told == [[False, True], [False, False]]
-    job.begin()
-    (again,) = job.join(A)
-    assert not any(reply.restored for reply in created(again.session, 0, "there"))
-
-
-def test_a_variable_that_was_there_before_has_its_own_first_value(job, worker):
-    """What a restore gives it afterwards does not change that."""
-    variable = job.variable(worker, np.array(1))
-    save(job, worker)
-    restore(job, worker, "run")
-    assert not job.verbs[0].create(worker.session, 0, -1, variable.spec, (0,), None).restored
-
-
-def test_a_variable_created_later_must_fit(job, worker):
-    """Its creator is told, with both shapes."""
-    job.variable(worker, np.zeros(3), (0,), "w")
-    save(job, worker)
-    job.begin()
-    (again,) = job.join(A)
-    restore(job, again, "run")
-    spec = VariableSpec("w", TensorSpec("float64", (2,)))
-    with pytest.raises(VariableMismatch, match=r"float64\[3\], not float64\[2\]"):
-        job.verbs[0].create(again.session, 0, -1, spec, (0,), Payload.pack([np.zeros(2)]))
-
-
-def test_a_directory_of_checkpoints_means_its_newest(job, worker):
-    """The one with the greatest number, whatever the clocks say; those without a manifest do not count."""
-    variable = job.variable(worker, np.array(1))
-    save(job, worker, "run/ckpt-10")
-    add(job, worker, variable, 1)
-    for path in ("run/ckpt-9", "run/best"):
-        save(job, worker, path)
-    order(job, worker, "run/ckpt-11")
-    eventually((job.servers.root / "run/ckpt-11").is_dir)
-    assert restore(job, worker, "run").path == "run/ckpt-10"
-    assert int(job.value(worker, variable)) == 1
-
-
-def test_where_there_is_none_nothing_is_restored(job, worker):
-    """Said by a class of its own, so that a job can begin anew; the values stay."""
-    variable = job.variable(worker, np.array(1))
-    for path in ("nowhere", "run"):
-        with pytest.raises(NoCheckpoint, match="no complete checkpoint"):
-            job.restore(worker, path)
-        (job.servers.root / "run/ckpt-1").mkdir(parents=True, exist_ok=True)
-    assert int(job.value(worker, variable)) == 1
-
-
-MANIFESTS = {
-    "no JSON": "{",
-    "no object": "[1]",
-    "another format": '{"format": 3}',
-    "no tensors": '{"format": 1, "positions": []}',
-    "a path": '{"format": 1, "positions": [], "tensors": {"v0": {"file": "../x"}}}',
-    "odd positions": '{"format": 1, "positions": [{"place": 1}], "tensors": {}}',
-    "nothing": "",
-    "no text": b"\xff\xfe\x00",
-}
-
-
-def test_a_broken_manifest_is_told(job, worker):
-    """It is no reason to begin anew, and changes nothing."""
-    variable = job.variable(worker, np.array(1))
-    directory = save(job, worker)
-    add(job, worker, variable, 1)
-    for name, text in MANIFESTS.items():
-        (directory / "manifest.json").write_bytes(text if isinstance(text, bytes) else text.encode())
-        with pytest.raises(CheckpointError) as told:
-            job.restore(worker, "run")
-        assert not isinstance(told.value, NoCheckpoint), name
-        assert "manifest" in str(told.value) or "format" in str(told.value), name
-    assert int(job.value(worker, variable)) == 2
-
-
-def damage_cut(file):
-    file.write_bytes(file.read_bytes()[:-3])
-
-
-def damage_header(file):
-    file.write_bytes(b"\xff" * 64)
-
-
-@pytest.mark.parametrize(
-    "damage", [lambda file: file.unlink(), damage_cut, damage_header], ids=["gone", "cut", "noise"]
-)
-def test_a_broken_shard_is_told(job, worker, damage):
-    """With the file's name; the variables keep what they have, all of them, and a repaired one is read."""
-    v, w = job.variable(worker, np.array(1)), job.variable(worker, np.array(1))
-    directory = save(job, worker)
-    (shard,) = [file for file in directory.iterdir() if file.name.startswith("shard-00000")]
-    whole = shard.read_bytes()
-    for variable in (v, w):
-        add(job, worker, variable, 1)
-    damage(shard)
-    with pytest.raises(CheckpointError, match="shard-00000"):
-        job.restore(worker, "run")
-    assert [int(job.value(worker, variable)) for variable in (v, w)] == [2, 2]
-    shard.write_bytes(whole)
-    job.restore(worker, "run")
-    assert [int(job.value(worker, variable)) for variable in (v, w)] == [1, 1]
-
-
-def test_a_variable_that_the_checkpoint_lacks_is_told(job, worker):
-    """And nothing is restored, not even what is there."""
-    old = job.variable(worker, np.array(1))
-    save(job, worker)
-    job.variable(worker, np.array(5), (0,), "new")
-    add(job, worker, old, 1)
-    with pytest.raises(CheckpointError, match="has no variable 'new'"):
-        job.restore(worker, "run")
-    assert int(job.value(worker, old)) == 2
-
-
-def test_a_checkpoint_may_be_moved(job, worker):
-    """It does not say where it was written."""
-    variable = job.variable(worker, np.array(1))
-    directory = save(job, worker)
-    shutil.move(directory, job.servers.root / "elsewhere")
-    add(job, worker, variable, 1)
-    restore(job, worker, "elsewhere")
-    assert int(job.value(worker, variable)) == 1
-
-
-def test_a_snapshot_ends_with_its_server(job, worker):
-    """Nobody waits for what is gone."""
-    plan = job.approve(checkpoint("x", BOTH), worker)
-    waiting = job.verbs[0].snapshot(job.token, plan.id, "")
-    eventually(lambda: asked(job, plan))
-    job.servers.cores[0].close()
-    with pytest.raises(ServerLost, match="server ends"):
-        waiting.result(SOON)
 
 
 def test_a_plan_may_update_and_save(job, worker):
@@ -378,5 +207,272 @@ def test_a_plan_may_update_and_save(job, worker):
     plan = job.approve(replace(sum_into(variable), snapshot=SnapshotOrder("x", BOTH)), worker)
     (reply, _) = together(worker.push(plan, [4]), worker.push(plan, [4], server=1))
     assert int(given(reply, plan)[0]) == 4
-    shard = job.verbs[0].snapshot(job.token, plan.id, "").result(SOON)
+    shard, _ = shards_of(job, plan)
     assert int(load_file(f"{shard.path}/{shard.file}")["v0"]) == 5
+
+
+# ---- Who asks ----
+
+
+def test_who_waits_for_a_shard_is_told_that_the_save_was_given_up(job, worker):
+    """Its round has not run, and nobody waits for it any more."""
+    plan = job.approve(stateful(0), worker)
+    waiting = [server.snapshot(job.token, plan.id, "") for server in job.verbs]
+    eventually(lambda: all("snapshot" in {one.what for one in server.recent()} for server in job.servers.cores))
+    assert not any(future.done() for future in waiting)
+    fail(job, plan, "another server is full")
+    assert all("it was given up: another server is full" in told(future) for future in waiting)
+    assert forgotten(job)
+
+
+def test_a_manifest_needs_a_shard(job, worker):
+    """One that is asked for before the round has run is refused; the save goes on. One that is asked for again, by the
+    same chief or by the next one, which may put it in other words, is written once."""
+    job.variable(worker, np.array(1))
+    plan = job.approve(stateful(0), worker)
+    early = job.verbs[0].snapshot(job.token, plan.id, "{}")
+    assert "no checkpoint of this plan is being written here" in told(early)
+    together(*(worker.push(plan, server=server) for server in BOTH))
+    shards = shards_of(job, plan)
+    first = commit(job, plan, shards)
+    assert first.round == 0
+    manifest = job.servers.root / "run/ckpt-0/manifest.json"
+    manifest.unlink()
+    assert commit(job, plan, shards) == first
+    assert not manifest.exists()
+
+
+def test_what_is_over_is_told_at_once(job, worker):
+    """To a chief that asks for it: it failed, or there never was such a plan, or it is of an old job. Nobody in the new
+    one can ask for a save of the old one, and none counts against those that it may order."""
+    job.variable(worker, np.array(1))
+    plan = job.order(worker, "run/ckpt-1")
+    assert "no checkpoint of this plan" in told(job.verbs[0].snapshot(job.token, bytes(32), ""))
+    fail(job, plan)
+    assert "no checkpoint of this plan" in told(job.verbs[1].snapshot(job.token, plan.id, ""))
+    plan = job.order(worker, "run/ckpt-2")
+    shards_of(job, plan)
+    job.begin()
+    assert forgotten(job)
+    for server in job.verbs:
+        assert server.status().saving == ()
+        assert "no checkpoint of this plan" in told(server.snapshot(job.token, plan.id, ""))
+
+
+# ---- Files ----
+
+
+def test_shards_are_written_without_a_chief(job, worker):
+    """What a save holds is let go of as soon as it is in the files; a chief is needed for the manifest alone."""
+    job.variable(worker, np.array(1))
+    job.order(worker, "run/ckpt-1")
+    eventually(lambda: len(files(job)) == 2)
+    eventually(lambda: [one.nbytes for one in job.verbs[0].status().saving] == [0])
+
+
+def test_a_save_that_failed_leaves_no_files(job, worker):
+    """Each server removes its own once it is told, and nothing else; the checkpoint before at that path is whole, since
+    no save has the names of another. What a manifest names stays, should the chief say that this save has failed."""
+    variable = job.variable(worker, np.array(1))
+    job.save(worker, "best")
+    for path in ("run/ckpt-2", "best"):
+        plan = job.order(worker, path)
+        shards = shards_of(job, plan)
+        assert len(files(job)) == 5
+        fail(job, plan)
+        eventually(lambda: files(job) == whole("best"))
+        assert forgotten(job)
+    job.restore(worker, "best")
+    assert int(job.value(worker, variable)) == 1
+    plan = job.order(worker, "best")
+    shards = shards_of(job, plan)
+    commit(job, plan, shards)
+    fail(job, plan, "it was written, and could not be made lasting")
+    job.save(worker, "other")
+    assert files(job) == [*whole("best"), *whole("other")]
+    assert set(json.loads((job.servers.root / "best/manifest.json").read_text())["files"]) == {s.file for s in shards}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_of_two_saves_to_one_path_the_later_stays(job, worker, fails):
+    """The earlier one is complete until then, and its files go when it is replaced; it stays if the later one fails."""
+    variable = job.variable(worker, np.array(1))
+    first = job.order(worker, "best")
+    worker.make(job.approve(sum_into(variable), worker), [1])
+    later = job.approve(Plan(snapshot=SnapshotOrder("best", BOTH, round=2)), worker)
+    together(*(worker.push(later, server=server) for server in BOTH))
+    worker.round += 1
+    its, others = shards_of(job, first), shards_of(job, later)
+    commit(job, first, its)
+    assert set(json.loads((job.servers.root / "best/manifest.json").read_text())["files"]) == {s.file for s in its}
+    if fails:
+        fail(job, later)
+    job.append(Snapshotted(first.id, 0, "best"))
+    if not fails:
+        commit(job, later, others)
+        job.append(Snapshotted(later.id, 2, "best"))
+    eventually(lambda: files(job) == whole("best"))
+    job.restore(worker, "best")
+    assert int(job.value(worker, variable)) == (1 if fails else 2)
+
+
+# ---- Rounds that do not come ----
+
+
+def test_a_failure_is_known_before_the_round(job, worker):
+    """One server is late, and another has failed: nothing is written or held for it any more."""
+    job.variable(worker, np.array(1))
+    plan = job.approve(checkpoint("late", BOTH), worker)
+    first = worker.push(plan)
+    fail(job, plan)
+    together(first, worker.push(plan, server=1))
+    assert forgotten(job)
+    worker.round += 1
+    job.save(worker, "run/ckpt-1")
+    assert files(job) == whole("run/ckpt-1")
+
+
+def refusing(variable, servers=(0,)):
+    """A section that saves, and whose program nobody can run."""
+    spec = variable.spec.tensor
+    power = Program((Input("variable", spec), Input("value", spec)), (Node("pow", (0, 1)),), ((0, 2),), ())
+    refs = (Ref("variable", variable.id), Ref("reduction", 0))
+    return Plan(
+        (Reduction("sum", spec, servers),),
+        programs=(power,),
+        applies=(Apply(0, servers, refs),),
+        snapshot=SnapshotOrder("run/ckpt-1", BOTH),
+    )
+
+
+@pytest.mark.parametrize("copies", [(0,), BOTH], ids=["on one server", "on all"])
+def test_a_round_that_fails_has_no_checkpoint(job, worker, copies):
+    """Whoever asks for its shard is told, before and after; what other servers have written goes with the failure."""
+    variable = job.variable(worker, np.array(3), copies)
+    plan = job.approve(refusing(variable, copies), worker)
+    asked = [server.snapshot(job.token, plan.id, "") for server in job.verbs]
+    pushed = [worker.push(plan, [-1], server=server) for server in BOTH]
+    for server in copies:
+        with pytest.raises(PSError):
+            pushed[server].result(SOON)
+        assert "'run/ckpt-1' failed" in told(asked[server])
+        assert "'run/ckpt-1' failed" in told(job.verbs[server].snapshot(job.token, plan.id, ""))
+    fail(job, plan)
+    eventually(lambda: files(job) == [])
+    assert forgotten(job)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_round_that_nobody_can_make_any_more(job, mode):
+    """Its maker has reached one server and died: the other one says so once another round is over there. What other
+    asynchronous workers do says nothing of it; the next save of who came back does."""
+    one, other = job.join(A, B, mode=mode)
+    variable = job.variable(one, np.array(1), (1,))
+    if mode == "sync":
+        job.close([one.member])
+        one.epoch = job.epoch.number
+    plan = job.approve(checkpoint("run/ckpt-1", BOTH), one)
+    together(one.push(plan))
+    missing = job.verbs[1].snapshot(job.token, plan.id, "")
+    if mode == "sync":
+        job.close()
+        (back,) = job.join(B)
+    else:
+        job.close([other.member])
+        other.epoch = job.epoch.number
+        other.make(job.approve(sum_into(variable), other), [1], server=1)
+        (back,) = job.join(A, mode="async")
+    back.round = 1
+    assert not missing.done()
+    job.save(back, "run/ckpt-2")
+    assert "those who began it are gone" in told(missing)
+    fail(job, plan)
+    eventually(lambda: files(job) == whole("run/ckpt-2"))
+    assert forgotten(job)
+
+
+def test_a_new_epoch_completes_the_round(job):
+    """A member that is gone is left out, and the checkpoint is made without it."""
+    one, gone = job.join(A, B)
+    job.variable(one, np.array(1))
+    plan = job.approve(checkpoint("run/ckpt-1", BOTH), one)
+    pushed = [one.push(plan, server=server) for server in BOTH]
+    asked = [server.snapshot(job.token, plan.id, "") for server in job.verbs]
+    assert not any(future.done() for future in asked)
+    job.close([one.member])
+    assert [reply.left_out for reply in together(*pushed)] == [(gone.task,)] * 2
+    commit(job, plan, [future.result(SOON) for future in asked])
+    assert files(job) == whole("run/ckpt-1")
+
+
+def test_a_section_that_a_server_refuses_has_no_checkpoint(serve):
+    """For want of memory, say: who asks is told the reason, and nothing is held."""
+    job = Job(serve(2, 1000))
+    (worker,) = job.join(A)
+    job.variable(worker, np.zeros(8))
+    wide = Reduction("sum", TensorSpec("float64", (500,)), (1,))
+    large = Plan((wide,), returned=(Ref("reduction", 0),), snapshot=SnapshotOrder("run/ckpt-1", BOTH))
+    job.append(Approved(large))
+    assert "the limit is" in told(job.verbs[1].snapshot(job.token, large.id, ""))
+    fail(job, large)
+    assert forgotten(job)
+
+
+# ---- What stays in the log ----
+
+
+def stateful(number, path="run/ckpt"):
+    return Plan(snapshot=SnapshotOrder(f"{path}-{number}", BOTH, number, STATE))
+
+
+def log_of(job, server=0):
+    return job.servers.cores[server].machine.log.entries
+
+
+def test_the_state_goes_when_the_save_is_over(job, worker):
+    """On every server, in the log and among the plans; the next chief reads it so, and its log is the same one."""
+    plans = [job.approve(stateful(number), worker) for number in range(3)]
+    before = list(log_of(job))
+    assert [entry.plan.snapshot.state for entry in before if isinstance(entry, Approved)] == [STATE] * 3
+    job.append(Snapshotted(plans[0].id, 0, "run/ckpt-0"), Snapshotted(plans[1].id, 0, "", "no space"))
+    for server in BOTH:
+        kept = [entry.plan for entry in log_of(job, server) if isinstance(entry, Approved)]
+        assert [plan.snapshot.state for plan in kept] == ["", "", STATE]
+        assert [plan.id for plan in kept] == [plan.id for plan in plans]
+        assert [job.servers.cores[server].machine.rounds.plans[plan.id].plan.snapshot.state for plan in plans] == [
+            "",
+            "",
+            STATE,
+        ]
+    job.opened = job.open(CHIEF, 0, True)
+    job.token = job.opened.token
+    seen = job.verbs[0].watch(job.opened.session, 0, -1).result(SOON).entries
+    for entries in (before, list(seen)):
+        assert [server.approve(job.token, 0, entries) for server in job.verbs] == [len(entries)] * 2
+    assert list(seen) == log_of(job, 1)
+
+
+def test_saves_are_no_sections_of_many_shapes(job, worker, monkeypatch):
+    """However many there were; those that nobody completes are bounded, and one more is possible when one is over."""
+    monkeypatch.setattr("psserver.core.log.MAX_PLANS", 2)
+    monkeypatch.setattr("psserver.core.log.MAX_SAVES", 3)
+    assert MAX_SAVES < MAX_PLANS
+    plans = [job.approve(stateful(number), worker) for number in range(2)]
+    job.verbs[0].propose(worker.session, stateful(2), "", None)
+    with pytest.raises(InvalidRequest, match=r"3 checkpoints were ordered and are not complete.*checkpoint\.sync"):
+        job.verbs[0].propose(worker.session, stateful(3), "", None)
+    fail(job, plans[0])
+    job.verbs[0].propose(worker.session, stateful(3), "", None)
+    for place in range(2):
+        job.approve(Plan((Reduction("sum", TensorSpec("int64", (place,)), (0,)),)), worker)
+    with pytest.raises(InvalidRequest, match="2 different sections"):
+        job.verbs[0].propose(worker.session, Plan((Reduction("sum", TensorSpec("int64", ()), (0,)),)), "", None)
+
+
+def test_what_is_no_order_has_no_state():
+    """Nothing of a log is touched for a plan that is not in it."""
+    plain = Approved(Plan((Reduction("sum", TensorSpec("int64", ()), (0,)),)))
+    entries = [plain]
+    assert log_entries.forget_state(entries, plain.plan.id) is None
+    assert log_entries.forget_state(entries, bytes(32)) is None
+    assert entries == [plain]

@@ -86,25 +86,35 @@ def connect():
         yield connected
 
 
-@pytest.mark.parametrize("verb", CALLS)
-def test_every_verb_passes_errors_on(connect, verb):
-    """Class, message and task, as they were raised; whether at once or by the future."""
-    for later in (False, True):
-        error = BY_NAME["ProgramError"]("what is wrong, where, and \u00fcberhaupt", "/job:worker/task:3")
-        with pytest.raises(PSError) as told:
-            CALLS[verb](connect(Refusing(error, later)))
-        assert (type(told.value), told.value.message, told.value.task) == (type(error), error.message, error.task)
+def told(call, server):
+    """What a call raises: its class, its words, and its task."""
+    with pytest.raises(PSError) as caught:
+        call(server)
+    return type(caught.value), caught.value.message, caught.value.task
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_every_error_travels(connect, name):
+@pytest.mark.parametrize("later", [False, True])
+def test_every_verb_passes_errors_on(connect, later):
+    """Class, message and task, as they were raised; whether at once or by the future. A bug of the server is no
+    silence: it arrives as an error that names the server, and is not tried again."""
+    error = BY_NAME["ProgramError"]("what is wrong, where, and \u00fcberhaupt", "/job:worker/task:3")
+    server, broken = connect(Refusing(error, later)), connect(Refusing(KeyError("a bug"), later))
+    for verb, call in CALLS.items():
+        assert told(call, server) == (type(error), error.message, error.task), verb
+        if verb in ("create", "push", "watch"):
+            _, words, task = told(call, broken)
+            assert "internal error" in words
+            assert task == "/job:ps/task:0"
+
+
+def test_every_error_travels(connect):
     """By its name; a client catches what the server raised."""
-    error = BY_NAME[name](f"about {name}", "/job:ps/task:1")
-    server = connect(Refusing(error))
-    for verb in ("beat", "push"):
-        with pytest.raises(PSError) as told:
-            CALLS[verb](server)
-        assert (type(told.value), told.value.message, told.value.task) == (type(error), error.message, error.task)
+    behind = Refusing(PSError(""))
+    server = connect(behind)
+    for name, kind in BY_NAME.items():
+        behind.error = kind(f"about {name}", "/job:ps/task:1")
+        for verb in ("beat", "push"):
+            assert told(CALLS[verb], server) == (kind, behind.error.message, behind.error.task)
 
 
 def test_a_long_message_is_cut(connect):
@@ -115,31 +125,22 @@ def test_a_long_message_is_cut(connect):
     assert 100 < len(told.value.message) < 20_000
 
 
-@pytest.mark.parametrize("later", [False, True])
-def test_a_bug_of_the_server_is_no_silence(connect, later):
-    """It arrives as an error that names the server, and is not tried again."""
-    server = connect(Refusing(KeyError("a bug"), later))
-    for verb in ("create", "push", "watch"):
-        with pytest.raises(PSError, match="internal error") as told:
-            CALLS[verb](server)
-        assert told.value.task == "/job:ps/task:0"
-
-
-@pytest.mark.parametrize("verb", [verb for verb in CALLS if verb != "open"])
-def test_a_server_has_one_life(verb):
+def test_a_server_has_one_life():
     """Its successor at the same address does not answer for it, in any verb but `open`."""
     with ExitStack() as stack:
         first = stack.enter_context(ServerThread(core(0, 100), ServerConfig(core(0).task), grace=0.0))
-        server = RemoteServer(first.address, core(0).task, Timeouts(lease=20.0, call=SOON, start=SOON))
-        stack.callback(server.close)
-        assert server.open(A, 1, 0, False).incarnation == 100
+        servers = {}
+        for verb in CALLS:
+            servers[verb] = RemoteServer(first.address, core(0).task, Timeouts(lease=20.0, call=SOON, start=SOON))
+            stack.callback(servers[verb].close)
+            assert servers[verb].open(Task("worker", len(servers)), 1, 0, False).incarnation == 100
         first.stop()
         stack.enter_context(ServerThread(core(0, 200), ServerConfig(core(0).task, port=first.port), grace=0.0))
-        with pytest.raises(ServerLost, match="replaced") as told:
-            CALLS[verb](server)
-        assert told.value.task == "/job:ps/task:0"
-        assert server.open(A, 1, 0, False).incarnation == 200
-        server.leave(1, "")
+        opened = servers.pop("open")
+        assert opened.open(A, 1, 0, False).incarnation == 200
+        for verb, server in servers.items():
+            kind, words, task = told(CALLS[verb], server)
+            assert (kind, "replaced" in words, task) == (ServerLost, True, "/job:ps/task:0"), verb
 
 
 def test_a_cut_connection_leaves_the_contribution(tmp_path):

@@ -56,7 +56,8 @@ def log(job, server=0):
 
 
 def test_the_log_is_what_was_appended(job, worker):
-    """Every kind of entry, in order, and back from the network as it went."""
+    """Every kind of entry, in order, and back from the network as it went. With creations: all servers and chiefs know
+    all variables, whoever holds them."""
     variable = job.variable(worker, np.zeros(2), (1,))
     plan = sum_into(variable)
     start = Start(2, 7, (Position(0, 1, 2), Position(1, 0, 5)))
@@ -72,34 +73,34 @@ def test_the_log_is_what_was_appended(job, worker):
     assert watched.start == 0
     assert list(watched.entries) == [*log(job)[:2], Created(variable), *entries]
     assert log(job) == log(job, 1)
+    assert variable == PlacedVariable(0, VariableSpec("v0", PAIR), (1,))
+    assert [server.status().variables for server in job.verbs] == [1, 1]
 
 
 def test_a_resent_append_changes_nothing(job, worker):
-    """The index is its key: what is there already and equal counts as taken."""
-    server = job.verbs[0]
-    before = log(job)
+    """The index is its key: what is there already and equal counts as taken. An empty list tells how far the log goes.
+
+    An append to another log is not taken: server 0's grows by itself, and the chief is told where to look again.
+    """
+    server, before = job.verbs[0], log(job)
+    length = len(before)
     plans = [Approved(reduce_only(NUMBER, target=str(index))) for index in range(3)]
-    assert server.approve(job.token, len(before), plans[:2]) == len(before) + 2
-    assert server.approve(job.token, len(before), plans[:2]) == len(before) + 2
-    assert server.approve(job.token, len(before) + 1, plans[1:]) == len(before) + 3
-    assert server.approve(job.token, 0, before) == len(before)
+    for index, entries, whole in (
+        (length, plans[:2], length + 2),
+        (length, plans[:2], length + 2),
+        (length + 1, plans[1:], length + 3),
+        (0, before, length),
+        (1, [], 1),
+        (length + 9, [], length + 3),
+    ):
+        assert server.approve(job.token, index, entries) == whole
     assert log(job) == [*before, *plans]
-
-
-def test_an_append_to_another_log_is_not_taken(job, worker):
-    """Server 0's log grows by itself: the chief is told where to look again, and nothing of it is kept."""
-    server, length = job.verbs[0], len(log(job))
     job.variable(worker, np.array(1))
     there = log(job)
-    assert server.approve(job.token, length, [Approved(reduce_only(NUMBER))]) == length
-    assert server.approve(job.token, length + 5, [Approved(reduce_only(NUMBER))]) == length + 1
+    assert len(there) == length + 4
+    assert server.approve(job.token, length + 3, [Approved(reduce_only(NUMBER))]) == length + 3
+    assert server.approve(job.token, length + 8, [Approved(reduce_only(NUMBER))]) == length + 4
     assert log(job) == there
-
-
-def test_nothing_appended_is_agreement(job):
-    """An empty list tells how far the log goes."""
-    assert job.verbs[0].approve(job.token, 1, []) == 1
-    assert job.verbs[0].approve(job.token, 9, []) == 1
 
 
 @pytest.mark.parametrize("server", [0, 1])
@@ -159,15 +160,12 @@ def test_a_new_job_drops_everything(job, worker):
 
 
 def test_the_same_job_is_not_begun_twice(job, worker):
-    """A chief that copies the log begins nothing."""
+    """A chief that copies the log begins nothing. A done job ends its servers when its chief has left: server 0 waits
+    for that, so that the chief gets its answers."""
     job.variable(worker, np.array(1), (1,))
     for server in job.verbs:
         server.approve(job.token, 0, log(job))
     assert job.verbs[1].status().nbytes == 8
-
-
-def test_a_done_job_ends_its_servers(job, worker):
-    """When the job is done and its chief has left: server 0 waits for that, so that the chief gets its answers."""
     job.append(Done())
     cores = job.servers.cores
     eventually(cores[1].done.done)
@@ -221,14 +219,13 @@ def bad_plans():
     }
 
 
-@pytest.mark.parametrize("name", bad_plans())
-def test_a_plan_that_does_not_verify_is_refused(job, worker, name):
+def test_a_plan_that_does_not_verify_is_refused(job, worker):
     """Its proposer is told; the chief never sees it."""
     job.variable(worker, np.array(0), (0,))
-    plan, kind, words = bad_plans()[name]
-    with pytest.raises(kind, match=words):
-        job.verbs[0].propose(worker.session, plan, "", None)
-    assert job.verbs[0].watch(job.opened.session, 0, -1).result(SOON).plans == ()
+    for name, (plan, kind, words) in bad_plans().items():
+        with pytest.raises(kind, match=words):
+            job.verbs[0].propose(worker.session, plan, "", None)
+        assert job.verbs[0].watch(job.opened.session, 0, -1).result(SOON).plans == (), name
 
 
 def test_a_plan_needs_no_more_memory_than_there_is(serve):
@@ -298,67 +295,47 @@ def test_an_epoch_that_is_not_there_begins_nowhere(job, epoch):
 # ---- Watch ----
 
 
+def watching(job, session, length, version=-1):
+    """A watch that has come."""
+    rows = job.servers.cores[0].machine.waiters.rows[Watch]
+    there = len(rows)
+    future = job.verbs[0].watch(session, length, version)
+    eventually(lambda: len(job.servers.cores[0].machine.waiters.rows[Watch]) == there + 1)
+    return future
+
+
 def test_a_watch_waits_for_the_log(job, worker):
-    """And gives what is new, from where the watcher stands."""
+    """And gives what is new, from where the watcher stands, to each that watches; whoever goes away leaves the others
+    their answer."""
     length = len(log(job))
-    watching = job.verbs[0].watch(worker.session, length, -1)
-    eventually(lambda: job.servers.cores[0].machine.waiters.rows[Watch])
+    gone, *watches = [
+        watching(job, session, length) for session in (worker.session, worker.session, job.opened.session)
+    ]
     job.verbs[0].propose(worker.session, reduce_only(NUMBER), "", None)
-    assert not watching.done()
+    assert not any(each.done() for each in watches)
+    gone.cancel()
     job.append(Approved(reduce_only(NUMBER)))
-    watched = watching.result(SOON)
-    assert (watched.start, watched.entries) == (length, (Approved(reduce_only(NUMBER)),))
+    for each in watches:
+        watched = each.result(SOON)
+        assert (watched.start, watched.entries) == (length, (Approved(reduce_only(NUMBER)),))
 
 
 def test_a_watch_waits_for_a_version(job, worker):
     """A chief hears of sessions, entries and proposals, though the log stands still."""
     length, server, session = len(log(job)), job.verbs[0], job.opened.session
-    changes = [
+    version = server.watch(session, length, 0).result(SOON).version
+    for change in (
         lambda: job.open(B),
         lambda: server.propose(worker.session, reduce_only(NUMBER), "", None),
         lambda: server.propose(worker.session, None, "dataset:1", None),
         lambda: server.leave(worker.session, ""),
-    ]
-    version = server.watch(session, length, 0).result(SOON).version
-    for change in changes:
-        watching = server.watch(session, length, version)
-        eventually(lambda: job.servers.cores[0].machine.waiters.rows[Watch])
+    ):
+        waits = watching(job, session, length, version)
         change()
-        watched = watching.result(SOON)
+        watched = waits.result(SOON)
         assert watched.version > version
         assert watched.entries == ()
         version = watched.version
-
-
-def test_many_watch_at_once(job, worker):
-    """Each is answered from where it stands."""
-    length = len(log(job))
-    first = job.verbs[0].watch(worker.session, length, -1)
-    second = job.verbs[0].watch(job.opened.session, length, -1)
-    eventually(lambda: len(job.servers.cores[0].machine.waiters.rows[Watch]) == 2)
-    job.append(Approved(reduce_only(NUMBER)))
-    assert first.result(SOON).entries == second.result(SOON).entries == tuple(log(job)[length:])
-
-
-def test_an_abandoned_watch_harms_nobody(job, worker):
-    """Whoever goes away leaves the others their answer."""
-    length = len(log(job))
-    gone = job.verbs[0].watch(worker.session, length, -1)
-    stays = job.verbs[0].watch(worker.session, length, -1)
-    eventually(lambda: len(job.servers.cores[0].machine.waiters.rows[Watch]) == 2)
-    gone.cancel()
-    job.append(Approved(reduce_only(NUMBER)))
-    assert len(stays.result(SOON).entries) == 1
-
-
-def test_a_watch_ends_with_its_server(job, worker):
-    """Nobody waits for what is gone."""
-    watching = job.verbs[0].watch(worker.session, len(log(job)), -1)
-    eventually(lambda: job.servers.cores[0].machine.waiters.rows[Watch])
-    job.servers.cores[0].close()
-    with pytest.raises(ServerLost, match="server ends") as told:
-        watching.result(SOON)
-    assert told.value.task == "/job:ps/task:0"
 
 
 def test_a_long_log_arrives_whole(job, worker):
@@ -374,12 +351,3 @@ def test_a_long_log_arrives_whole(job, worker):
         assert watched.start == len(entries)
         entries += watched.entries
     assert entries == log(job) == log(job, 1)
-
-
-def test_creations_are_in_the_log(job, worker):
-    """So that every server and every chief knows all variables, whoever holds them."""
-    variable = job.variable(worker, np.zeros(2), (1,))
-    job.append(Approved(reduce_only(NUMBER)))
-    assert isinstance(log(job, 1)[-2], Created)
-    assert log(job, 1)[-2].variable == variable == PlacedVariable(0, VariableSpec("v0", PAIR), (1,))
-    assert [server.status().variables for server in job.verbs] == [1, 1]

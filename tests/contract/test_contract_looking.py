@@ -1,36 +1,56 @@
-"""Who only looks at a job: no session, no wait, no trace."""
+"""Who only looks at a job leaves no trace; what a server was told last is told in people's words."""
 
 from __future__ import annotations
+
+import gc
+import weakref
 
 import numpy as np
 import pytest
 
-from tests.kit.internals import Created, PSError, Snapshotted, TensorSpec, VariableSpec
-from tests.kit.rig import CHIEF, SOON, WORKERS, Job
+from psserver.core.stimuli import Stimulus
+from tests.kit.internals import (
+    Created,
+    Fenced,
+    Happened,
+    NoCheckpoint,
+    Payload,
+    PSError,
+    Snapshotted,
+    TensorSpec,
+    VariableMismatch,
+    VariableSpec,
+    count_of,
+)
+from tests.kit.rig import CHIEF, SOON, WORKERS, Job, Worker, eventually, sum_into, together
 
 NOBODY = 0
 W0, W1 = WORKERS[:2]
 
 
-def test_values_are_read_as_they_are(job: Job):
-    """Whatever round is asked for: nobody who looks waits for rounds of others."""
-    (worker,) = job.join(W0)
+def test_looking_leaves_no_trace(job: Job, worker: Worker):
+    """Values and news are told at once, whatever round is asked for, or known already: nobody would notice that who
+    looks is gone. Neither sessions nor versions nor logs nor what is told are others than before."""
     v = job.variable(worker, np.arange(3.0), (1,))
+
+    def now():
+        version = job.verbs[0].watch(worker.session, 0, 0).result(SOON).version
+        status = [server.status() for server in job.verbs]
+        told = [[(each.what, each.said) for each in server.recent()] for server in job.verbs]
+        return version, told, [(s.log, s.epoch, s.round, len(s.sessions)) for s in status]
+
+    before = now()
     for after in (-1, 99):
         reply = job.verbs[1].pull(NOBODY, [v.id], after).result(SOON)
         np.testing.assert_array_equal(reply.payload.tensors([v.spec.tensor])[0], np.arange(3.0))
         assert reply.round == -1
-
-
-def test_news_are_told_at_once(job: Job):
-    """Whatever is known already: nobody would notice that who looks is gone."""
-    (worker,) = job.join(W0)
-    v = job.variable(worker, np.zeros(2))
-    length = job.verbs[0].status().log
     first = job.verbs[0].watch(NOBODY, 0, 0).result(SOON)
     assert [entry.variable for entry in first.entries if isinstance(entry, Created)] == [v]
+    length = job.verbs[0].status().log
     again = job.verbs[0].watch(NOBODY, length, first.version).result(SOON)
     assert (again.entries, again.start) == ((), length)
+    assert [each for each in now()[1][0] if each[0] != "pull"] == before[1][0]
+    assert (now()[0], now()[2]) == (before[0], before[2])
 
 
 def test_who_looks_may_do_nothing_else(job: Job):
@@ -61,26 +81,8 @@ def test_status_tells_who_is_there(job: Job):
     assert [s.state for s in job.verbs[0].status().sessions if s.member.task == W1] == ["failed", "failed"]
 
 
-def test_looking_leaves_no_trace(job: Job):
-    """Neither sessions nor versions nor logs are others than before, and a round that waits waits on."""
-    (worker,) = job.join(W0)
-    v = job.variable(worker, np.zeros(2))
-    before = [server.status() for server in job.verbs]
-    version = job.verbs[0].watch(worker.session, 0, 0).result(SOON).version
-    for server in job.verbs:
-        server.watch(NOBODY, 0, 0).result(SOON)
-        server.status()
-    job.verbs[0].pull(NOBODY, [v.id], -1).result(SOON)
-    assert job.verbs[0].watch(worker.session, 0, 0).result(SOON).version == version
-    after = [server.status() for server in job.verbs]
-    assert [(s.log, s.epoch, s.round, len(s.sessions)) for s in after] == [
-        (s.log, s.epoch, s.round, len(s.sessions)) for s in before
-    ]
-
-
-def test_a_checkpoint_that_is_written_is_told(job: Job):
+def test_a_checkpoint_that_is_written_is_told(job: Job, worker: Worker):
     """From its round until the chief says that it is complete: its path, its round, and what is still to be written."""
-    (worker,) = job.join(W0)
     job.variable(worker, np.zeros(4))
     plan = job.order(worker, "run/ckpt-1")
     (saving,) = job.verbs[0].status().saving
@@ -106,3 +108,122 @@ def test_a_process_tells_of_itself(job: Job, request: pytest.FixtureRequest):
     assert process.data_port > 0
     assert process.lanes.get(worker.session, "grpc") == lane
     assert process.traffic[f"{lane} sent"] >= 16
+
+
+# ---- What a server was told last ----
+
+
+def who(worker: Worker) -> str:
+    """A worker as servers name it to people, by the number that psctl shows."""
+    return f"{worker.task}, session {count_of(worker.session)}"
+
+
+def what(job: Job, server: int = 0) -> list[str]:
+    """The names of all that is told."""
+    return [each.what for each in job.verbs[server].recent()]
+
+
+def last(job: Job, name: str, server: int = 0) -> Happened:
+    """The last of a name, once it is there."""
+    found = eventually(lambda: [each for each in job.verbs[server].recent() if each.what == name])
+    return found[-1]
+
+
+def test_calls_are_told(job: Job, worker: Worker):
+    """Each by its name, with whom it came from and what it was about; the oldest is the first."""
+    v = job.variable(worker, np.zeros((2, 3), "float32"), name="dense/kernel")
+    job.value(worker, v)
+    job.verbs[0].leave(worker.session, "it failed")
+    assert [(each.what, each.said) for each in job.verbs[0].recent()] == [
+        ("open", "/job:chief/task:0: drives"),
+        ("approve", "the log from 0 on: 1 job started"),
+        ("open", "/job:worker/task:0: 1 replica, sync"),
+        ("approve", "the log from 1 on: 1 epoch closed"),
+        ("create", f"{who(worker)}: 'dense/kernel' float32[2,3]"),
+        ("create", f"{who(worker)}: 'dense/kernel' float32[2,3], number {v.id}"),
+        ("pull", f"{who(worker)}: 1 variable"),
+        ("leave", f"{who(worker)}: it failed"),
+    ]
+    assert what(job, 1) == ["open", "approve", "open", "approve"]
+
+
+def test_each_server_tells_its_own(job: Job, worker: Worker):
+    """A push comes to the servers that hold what it is for."""
+    v = job.variable(worker, np.zeros(3), (1,))
+    plan = job.approve(sum_into(v), worker)
+    together(worker.push(plan, [np.ones(3)], server=1))
+    assert last(job, "push", 1).said == f"{who(worker)}: round 0 of epoch 1, 24 bytes"
+    assert last(job, "worked", 1) == Happened(0.0, "worked", "step (arrays)")
+    assert last(job, "propose").said == f"{who(worker)}: plan {plan.id.hex()[:8]}"
+    assert {"push", "worked"}.isdisjoint(what(job))
+
+
+def test_a_refused_call_says_why(job: Job, worker: Worker):
+    """Whether it was refused at once, or by its answer."""
+    job.variable(worker, np.zeros(3), name="v")
+    other = VariableSpec("v", TensorSpec("float64", (4,)))
+    with pytest.raises(VariableMismatch) as caught:
+        job.verbs[0].create(worker.session, 0, -1, other, (0,), None)
+    assert last(job, "create") == Happened(
+        0.0, "create", f"{who(worker)}: 'v' float64[4]", f"VariableMismatch: {caught.value.message}"
+    )
+    with pytest.raises(PSError) as caught:
+        job.verbs[0].snapshot(job.token, b"p" * 32, "{}").result(SOON)
+    assert last(job, "snapshot").refused == f"{type(caught.value).__name__}: {caught.value.message}"
+    assert all(not each.refused for each in job.verbs[0].recent() if each.what not in ("create", "snapshot"))
+
+
+def test_a_beat_that_is_refused_is_told(job: Job, worker: Worker):
+    """Whose session has ended; its number stands there with its task still."""
+    (other,) = job.join(W1)
+    job.servers.spend(11, other.session)
+    with pytest.raises(Fenced) as caught:
+        job.verbs[0].beat(worker.session, -1, b"")
+    assert last(job, "beat") == Happened(0.0, "beat", who(worker), f"Fenced: {caught.value.message}")
+
+
+def test_the_work_of_a_checkpoint_is_told(job: Job, worker: Worker):
+    """The order of its shard, that it is written, and the manifest; and on a restore what was not found."""
+    job.variable(worker, np.zeros(3))
+    job.save(worker, "run/ckpt-1")
+    told = [(each.what, each.said, each.refused) for each in job.verbs[0].recent()]
+    assert ("worked", "write shard (files)", "") in told
+    shard, manifest = [said for name, said, _ in told if name == "snapshot"]
+    assert (shard[13:], manifest[13:]) == (", the shard", ", the manifest")
+    with pytest.raises(NoCheckpoint) as caught:
+        job.restore(worker, "nowhere")
+    assert last(job, "restore").said == f"{who(worker)}: open 'nowhere'"
+    eventually(lambda: last(job, "worked").said == "find (files)")
+    assert last(job, "worked").refused == f"NoCheckpoint: {caught.value.message}"
+
+
+def test_beats_ticks_and_watches_are_left_out(job: Job, worker: Worker):
+    """However many there are: they would leave room for nothing else. It is told how long ago the others were."""
+    before = job.verbs[0].recent()
+    for version in (0, 0):
+        job.verbs[0].watch(worker.session, 0, version).result(SOON)
+    job.servers.spend(3, worker.session)
+    after = job.verbs[0].recent()
+    assert [(each.what, each.said) for each in after] == [(each.what, each.said) for each in before]
+    assert {each.seconds for each in after} == {3.0}
+    job.verbs[0].leave(worker.session, "")
+    job.servers.clock.now += 1.5
+    assert [each.seconds for each in job.verbs[0].recent()] == [4.5] * 4 + [1.5]
+
+
+def test_no_payload_is_kept_alive(job: Job, worker: Worker):
+    """A server tells of a push whose round is over without the values that came with it."""
+    held: list[weakref.ref] = []
+
+    def record(stimulus: Stimulus) -> None:
+        held.extend(weakref.ref(arg) for arg in stimulus.args if isinstance(arg, Payload))
+
+    v = job.variable(worker, np.zeros(1000))
+    job.servers.cores[0].stimuli.record = record
+    plan = job.approve(sum_into(v), worker)
+    for _ in range(3):
+        together(worker.push(plan, [np.ones(1000)]))
+        worker.round += 1
+    assert len(held) == 3
+    assert what(job)[-6:] == ["push", "worked"] * 3
+    eventually(lambda: (gc.collect(), [ref() for ref in held] == [None] * 3)[1])

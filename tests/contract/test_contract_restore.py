@@ -1,4 +1,4 @@
-"""Restore: which variables get which tensors, and what is refused."""
+"""Restore: which variables get which tensors, also of partitioned ones, what is refused, and in which turn."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from tests.kit.internals import (
     CheckpointError,
+    DamagedCheckpoint,
     Diverged,
     InvalidRequest,
     Manifest,
@@ -19,23 +21,25 @@ from tests.kit.internals import (
     Plan,
     RestoreCommit,
     RestoreOrder,
+    ShardOf,
     TensorSpec,
     Turn,
     VariableMismatch,
     VariableSpec,
+    open_saved,
 )
-from tests.kit.rig import SOON, WORKERS, Job, manifest_of, serving, sum_into, together
+from tests.kit.rig import SOON, WORKERS, Job, eventually, manifest_of, serving, sum_into, together
 
 A, B = WORKERS[:2]
 
 
 def add(job, worker, *variables):
+    """A round for each variable, which adds ten."""
     for variable in variables:
         plan = sum_into(variable)
         if plan.id not in job.servers.cores[0].machine.rounds.plans:
             job.approve(plan, worker)
-        together(worker.push(plan, [10], server=variable.servers[0]))
-        worker.round += 1
+        worker.make(plan, [10], server=variable.servers[0])
 
 
 def values(job, worker, *variables):
@@ -53,6 +57,12 @@ def ask(job, worker, turn, stage, path="run", server=0):
     return job.verbs[server].restore(worker.session, path, turn, RestoreOrder(stage)).result(SOON)
 
 
+def again(job, *tasks, **keys):
+    """The same servers begin a new job; returns its members."""
+    job.begin()
+    return job.join(*tasks or (A,), **keys)
+
+
 def shard_of(job, server):
     (file,) = (job.servers.root / "run/ckpt-1").glob(f"shard-{server:05d}-*")
     return file
@@ -61,6 +71,18 @@ def shard_of(job, server):
 def flip(file):
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+
+
+def missing(file):
+    file.unlink()
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-3])
+
+
+def noise(file):
+    file.write_bytes(b"\xff" * 64)
 
 
 def test_a_look_changes_nothing(job, worker):
@@ -75,6 +97,80 @@ def test_a_look_changes_nothing(job, worker):
     assert set(Manifest.parse(seen.manifest, "here").tensors) == {"v0"}
     assert job.restore(worker) == seen
     assert values(job, worker, variable) == [1]
+
+
+# ---- What is there ----
+
+
+def test_a_directory_of_checkpoints_means_its_newest(job, worker):
+    """The one with the greatest number, whatever the clocks say; those without a manifest do not count."""
+    variable = job.variable(worker, np.array(1))
+    job.save(worker, "run/ckpt-10")
+    add(job, worker, variable)
+    for path in ("run/ckpt-9", "run/best"):
+        job.save(worker, path)
+    job.order(worker, "run/ckpt-11")
+    eventually((job.servers.root / "run/ckpt-11").is_dir)
+    assert job.restore(worker).path == "run/ckpt-10"
+    assert values(job, worker, variable) == [1]
+
+
+MANIFESTS = {"no JSON": b"{", "no tensors": b'{"format": 1, "positions": []}', "no text": b"\xff\xfe\x00"}
+
+
+def test_where_there_is_none_nothing_is_restored(job, worker):
+    """Said by a class of its own, so that a job can begin anew; the values stay. A broken manifest is no reason to."""
+    variable = job.variable(worker, np.array(1))
+    for path in ("nowhere", "run"):
+        with pytest.raises(NoCheckpoint, match="no complete checkpoint"):
+            job.restore(worker, path)
+        (job.servers.root / "run/ckpt-1").mkdir(parents=True, exist_ok=True)
+    for name, text in MANIFESTS.items():
+        (job.servers.root / "run/ckpt-1/manifest.json").write_bytes(text)
+        with pytest.raises(CheckpointError, match="manifest") as told:
+            job.restore(worker, "run")
+        assert not isinstance(told.value, NoCheckpoint), name
+    assert values(job, worker, variable) == [1]
+
+
+@pytest.mark.parametrize("damage", [flip, missing, cut, noise])
+@pytest.mark.parametrize("server", [0, 1])
+def test_what_one_server_cannot_read_no_server_restores(job, worker, server, damage):
+    """Every process of the turn is told the same, whatever has become of the file; a later turn tries again."""
+    variables = [job.variable(worker, np.array(n), (n,)) for n in range(2)]
+    job.save(worker)
+    add(job, worker, *variables)
+    other, turn, file = second(job, worker), worker.turn(), shard_of(job, server)
+    whole = file.read_bytes()
+    damage(file)
+    for process in (worker, other):
+        assert ask(job, process, turn, "open").path == "run/ckpt-1"
+        assert ask(job, process, turn, "prepare", "run/ckpt-1", 1 - server).path == "run/ckpt-1"
+        with pytest.raises(CheckpointError, match=rf"{file.name} cannot be read") as told:
+            ask(job, process, turn, "prepare", "run/ckpt-1", server)
+        assert told.value.task == f"/job:ps/task:{server}"
+        file.write_bytes(whole)
+    assert values(job, worker, *variables) == [10, 11]
+    job.restore(worker, others=[other])
+    assert values(job, worker, *variables) == [0, 1]
+
+
+def test_what_does_not_fit_on_one_server_no_server_restores(job, worker):
+    """The error names the variable, the checkpoint, and the server: one of another shape, or that is not there."""
+    a, b = job.variable(worker, np.array(1), (0,), "a"), job.variable(worker, np.zeros(3), (1,), "b")
+    job.save(worker)
+    add(job, worker, a)
+    c = job.variable(worker, np.zeros(2), (1,), "c")
+    for order, error, words in (
+        ({"a": a.id, "b": c.id}, VariableMismatch, r"run/ckpt-1 has 'b' as float64\[3\], not float64\[2\]"),
+        ({"a": a.id, "w": c.id}, CheckpointError, "has no variable 'w'"),
+        (None, CheckpointError, "has no variable 'c'"),
+    ):
+        with pytest.raises(error, match=words) as told:
+            job.restore(worker, order=RestoreOrder(names=order))
+        assert told.value.task == "/job:ps/task:1"
+    assert values(job, worker, a) == [11]
+    assert job.value(worker, b).shape == (3,)
 
 
 # ---- Turns ----
@@ -97,50 +193,12 @@ def test_nothing_changes_before_all_have_come(job, worker):
     assert values(job, other, *variables) == [0, 1]
 
 
-def missing(file):
-    file.unlink()
-
-
-@pytest.mark.parametrize("damage", [flip, missing])
-@pytest.mark.parametrize("server", [0, 1])
-def test_what_one_server_cannot_read_no_server_restores(job, worker, server, damage):
-    """Every process of the turn is told the same, whatever has become of the file; a later turn tries again."""
-    variables = [job.variable(worker, np.array(n), (n,)) for n in range(2)]
-    job.save(worker)
-    for variable in variables:
-        add(job, worker, variable)
-    other, turn, file = second(job, worker), worker.turn(), shard_of(job, server)
-    whole = file.read_bytes()
-    damage(file)
-    for process in (worker, other):
-        assert ask(job, process, turn, "open").path == "run/ckpt-1"
-        assert ask(job, process, turn, "prepare", "run/ckpt-1", 1 - server).path == "run/ckpt-1"
-        with pytest.raises(CheckpointError, match=rf"{file.name} cannot be read") as told:
-            ask(job, process, turn, "prepare", "run/ckpt-1", server)
-        assert told.value.task == f"/job:ps/task:{server}"
-        file.write_bytes(whole)
-    assert values(job, worker, *variables) == [10, 11]
-    job.restore(worker, others=[other])
-    assert values(job, worker, *variables) == [0, 1]
-
-
-def test_what_does_not_fit_on_one_server_no_server_restores(job, worker):
-    """The error names the variable, the checkpoint, and the server."""
-    a, b = job.variable(worker, np.array(1), (0,), "a"), job.variable(worker, np.zeros(3), (1,), "b")
-    job.save(worker)
-    add(job, worker, a)
-    c = job.variable(worker, np.zeros(2), (1,), "c")
-    with pytest.raises(VariableMismatch, match=r"run/ckpt-1 has 'b' as float64\[3\], not float64\[2\]") as told:
-        job.restore(worker, order=RestoreOrder(names={"a": a.id, "b": c.id}))
-    assert told.value.task == "/job:ps/task:1"
-    assert values(job, worker, a) == [11]
-    assert job.value(worker, b).shape == (3,)
-
-
 def test_who_comes_later_is_told_what_the_first_was(job, worker):
-    """That there was none, though there is one by now; or which was the newest, though there is a newer one."""
-    other = second(job, worker)
-    turn = worker.turn()
+    """That there was none, though there is one by now; or which was the newest, though there is a newer one.
+
+    Also who asks for something else: members find out in the round that commits, all of them, and not one alone.
+    """
+    other, turn = second(job, worker), worker.turn()
     with pytest.raises(NoCheckpoint):
         ask(job, worker, turn, "open")
     job.close([worker.member])
@@ -150,29 +208,11 @@ def test_who_comes_later_is_told_what_the_first_was(job, worker):
     with pytest.raises(NoCheckpoint):
         ask(job, other, turn, "open")
     turn = worker.turn()
-    assert ask(job, worker, turn, "open").path == "run/ckpt-1"
-    (job.servers.root / "run/ckpt-1").rename(job.servers.root / "run/ckpt-2")
-    assert ask(job, other, turn, "open").path == "run/ckpt-1"
-
-
-def test_who_asks_for_something_else_in_a_turn_is_told_the_same(job, worker):
-    """Members find out in the round that commits, all of them, and not one alone before it."""
-    job.save(worker)
-    other, turn = second(job, worker), worker.turn()
     found = ask(job, worker, turn, "open")
-    assert ask(job, other, turn, "open", "elsewhere") == found
-
-
-def test_an_earlier_rounds_restore_is_over(job, worker):
-    """Who comes to it after another one has begun in a later round has gone another way."""
-    variable = job.variable(worker, np.array(1))
-    job.save(worker)
-    turn = worker.turn()
-    ask(job, worker, turn, "open")
-    add(job, worker, variable)
-    ask(job, worker, worker.turn(), "open")
-    with pytest.raises(Diverged, match="'run' was given up by a process that has begun a later one"):
-        ask(job, worker, turn, "open")
+    assert found.path == "run/ckpt-1"
+    (job.servers.root / "run/ckpt-1").rename(job.servers.root / "run/ckpt-2")
+    for path in ("run", "elsewhere"):
+        assert ask(job, other, turn, "open", path) == found
 
 
 def test_a_new_job_restores_anew(job, worker):
@@ -181,15 +221,20 @@ def test_a_new_job_restores_anew(job, worker):
     with pytest.raises(NoCheckpoint):
         ask(job, worker, turn, "open")
     job.save(worker)
-    job.begin()
-    (again,) = job.join(A)
-    assert again.turn() == turn
-    assert ask(job, again, turn, "open").path == "run/ckpt-1"
+    (new,) = again(job)
+    assert new.turn() == turn
+    assert ask(job, new, turn, "open").path == "run/ckpt-1"
+
+
+NOTHING = "nothing was prepared to restore 'run'"
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_what_nobody_has_prepared_is_not_committed(job, mode):
-    """Neither before any restore nor after one; a synchronous process cannot commit one again, either."""
+    """Neither before any restore nor after one; a synchronous process cannot commit one again, either.
+
+    Each restore is one: rounds between two of the same checkpoint are undone by the second, and by nothing else.
+    """
     (worker,) = job.join(A, mode=mode)
     variable = job.variable(worker, np.array(1))
     job.save(worker)
@@ -201,30 +246,22 @@ def test_what_nobody_has_prepared_is_not_committed(job, mode):
         finally:
             worker.round += 1
 
-    with pytest.raises(InvalidRequest, match="nothing was prepared to restore 'run'"):
+    with pytest.raises(InvalidRequest, match=NOTHING):
         commit(worker.turn())
+    add(job, worker, variable)
     turn = worker.turn()
     job.prepare(worker, "run", turn)
     commit(turn)
+    assert values(job, worker, variable) == [1]
     if mode == "sync":
-        with pytest.raises(InvalidRequest, match="nothing was prepared to restore 'run'"):
+        with pytest.raises(InvalidRequest, match=NOTHING):
             commit(turn)
     add(job, worker, variable)
-    with pytest.raises(InvalidRequest, match="nothing was prepared to restore 'run'"):
+    with pytest.raises(InvalidRequest, match=NOTHING):
         commit(worker.turn())
     assert values(job, worker, variable) == [11]
-
-
-def test_each_restore_is_one(job, worker):
-    """Rounds between two of the same checkpoint are undone by the second, and by nothing else."""
-    variable = job.variable(worker, np.array(1))
-    job.save(worker)
-    for _ in range(2):
-        add(job, worker, variable)
-        job.restore(worker)
-        assert values(job, worker, variable) == [1]
-    add(job, worker, variable)
-    assert values(job, worker, variable) == [11]
+    job.restore(worker)
+    assert values(job, worker, variable) == [1]
 
 
 def test_what_was_given_up_is_not_restored(job, worker):
@@ -235,25 +272,30 @@ def test_what_was_given_up_is_not_restored(job, worker):
     first, later = worker.turn(), worker.turn()
     job.prepare(worker, "run", first)
     job.prepare(worker, "run", later)
-    with pytest.raises(InvalidRequest, match="nothing was prepared to restore 'run'"):
+    with pytest.raises(InvalidRequest, match=NOTHING):
         together(worker.push(job.commit(worker, "run", first)))
     worker.round += 1
     add(job, worker, variable)
-    with pytest.raises(InvalidRequest, match="nothing was prepared to restore 'run'"):
+    with pytest.raises(InvalidRequest, match=NOTHING):
         together(worker.push(job.commit(worker, "run", later)))
     assert values(job, worker, variable) == [21]
 
 
 def test_an_older_turn_than_the_newest_is_refused(job, worker):
-    """Another process has gone on: what it has prepared is not replaced, and their ways are separate."""
+    """Another process has gone on: what it has prepared is not replaced, and their ways are separate.
+
+    Nor is one of an earlier round taken, after another one has begun in a later round.
+    """
     variable = job.variable(worker, np.array(1))
     job.save(worker)
+    early = worker.turn()
+    ask(job, worker, early, "open")
     add(job, worker, variable)
     older, turn = worker.turn(), worker.turn()
     job.prepare(worker, "run", turn)
-    for stage in ("open", "prepare"):
+    for late, stage in ((older, "open"), (older, "prepare"), (early, "open")):
         with pytest.raises(Diverged, match="'run' was given up by a process that has begun a later one"):
-            ask(job, worker, older, stage)
+            ask(job, worker, late, stage)
     together(*(worker.push(job.commit(worker, "run", turn), server=server) for server in (0, 1)))
     assert values(job, worker, variable) == [1]
 
@@ -290,21 +332,13 @@ def test_a_member_that_is_lost_is_not_waited_for(job, worker):
     assert values(job, worker, variable) == [1]
 
 
-def test_asynchronous_processes_undo_nothing(job):
-    """Each makes the round that commits; what was pushed after the first one's stays."""
-    (first,) = job.join(A)
-    variable = job.variable(first, np.array(1))
-    job.save(first)
-    job.begin()
-    one, two = job.join(A, B, mode="async")
-    variable = job.variable(one, np.array(5), name="w")
-    job.restore(one, order=RestoreOrder(names={"v0": variable.id}))
-    assert values(job, one, variable) == [1]
-    add(job, one, variable)
-    job.restore(two, order=RestoreOrder(names={"v0": variable.id}))
-    assert values(job, two, variable) == [11]
-    job.restore(two, order=RestoreOrder(names={"v0": variable.id}))
-    assert values(job, two, variable) == [1]
+def test_a_restore_is_of_all_servers_and_of_nothing_else(job, worker):
+    """Such a plan is refused."""
+    variable = job.variable(worker, np.array(1))
+    some, more = Plan(restore=RestoreCommit("run", (0,))), Plan(restore=RestoreCommit("run", (0, 1)))
+    for plan in (some, replace(sum_into(variable), restore=more.restore)):
+        with pytest.raises(InvalidRequest, match="of all servers, and of nothing else"):
+            job.verbs[0].propose(worker.session, plan, "", None)
 
 
 def two_alone(job):
@@ -313,18 +347,24 @@ def two_alone(job):
     for server in (0, 1):
         job.variable(first, np.array(1), (server,))
     job.save(first)
-    job.begin()
-    one, two = job.join(A, B, mode="async")
+    one, two = again(job, A, B, mode="async")
     return one, two, [job.variable(one, np.array(5), (server,)) for server in (0, 1)]
 
 
-def test_asynchronous_processes_restore_the_same(job):
-    """Who names another checkpoint than the first did is told so, instead of what became of that."""
+def test_asynchronous_processes_undo_nothing(job):
+    """Each makes the round that commits; what was pushed after the first one's stays. Who names another checkpoint than
+    the first did is told so, instead of what became of that."""
     one, two, variables = two_alone(job)
     job.restore(one, "run/ckpt-1")
+    assert values(job, one, *variables) == [1, 1]
     with pytest.raises(InvalidRequest, match=r"'run' is not what another process restores first: 'run/ckpt-1'"):
         job.restore(two, "run")
-    assert values(job, one, *variables) == [1, 1]
+    two.restores = 0
+    add(job, one, variables[0])
+    job.restore(two, "run/ckpt-1")
+    assert values(job, two, *variables) == [11, 1]
+    job.restore(two, "run/ckpt-1")
+    assert values(job, two, *variables) == [1, 1]
 
 
 def test_what_an_asynchronous_process_gives_up_is_not_held(job):
@@ -341,67 +381,25 @@ def test_what_an_asynchronous_process_gives_up_is_not_held(job):
     assert values(job, one, *variables) == [25, 5]
 
 
-def test_a_restore_is_of_all_servers_and_of_nothing_else(job, worker):
-    """Such a plan is refused."""
-    variable = job.variable(worker, np.array(1))
-    some, more = Plan(restore=RestoreCommit("run", (0,))), Plan(restore=RestoreCommit("run", (0, 1)))
-    for plan in (some, replace(sum_into(variable), restore=more.restore)):
-        with pytest.raises(InvalidRequest, match="of all servers, and of nothing else"):
-            job.verbs[0].propose(worker.session, plan, "", None)
-
-
 # ---- Which variables ----
 
 
 def test_a_restore_by_names_changes_these(job, worker):
-    """Each variable gets the tensor that is named for it, whatever its own name; the others stay."""
+    """Each variable gets the tensor that is named for it, whatever its own name; the others stay.
+
+    A name stands for all variables that are saved by it: they always have one value.
+    """
     a, b, c = (job.variable(worker, np.array(n), (n % 2,)) for n in range(3))
-    job.save(worker)
-    fresh = job.variable(worker, np.array(5), (1,))
-    add(job, worker, a, b, c)
-    job.restore(worker, order=RestoreOrder(names={"v0": fresh.id, "v1": b.id}))
-    assert values(job, worker, a, b, c, fresh) == [10, 1, 12, 0]
-
-
-def test_what_is_saved_as_one_is_restored_as_one(job, worker):
-    """A name stands for all variables that are saved by it: they always have one value."""
     first = job.variable(worker, np.array(1), (1,), "count")
     copy = job.variable(worker, np.array(1), (0,), "copy", saved_as="count")
     job.save(worker)
-    add(job, worker, first, copy)
+    fresh = job.variable(worker, np.array(5), (1,))
+    everything = (a, b, c, fresh, first, copy)
+    add(job, worker, a, b, c, first, copy)
+    job.restore(worker, order=RestoreOrder(names={"v0": fresh.id, "v1": b.id}))
+    assert values(job, worker, *everything) == [10, 1, 12, 0, 11, 11]
     job.restore(worker, order=RestoreOrder(names={"count": first.id}))
-    assert values(job, worker, first, copy) == [1, 1]
-
-
-def test_a_tensor_that_is_not_there_is_told(job, worker):
-    """By the server whose variable it is for; nothing there is restored."""
-    a, b = (job.variable(worker, np.array(n)) for n in range(2))
-    job.save(worker)
-    add(job, worker, a)
-    with pytest.raises(CheckpointError, match="has no variable 'w'") as told:
-        job.restore(worker, order=RestoreOrder(names={"v0": a.id, "w": b.id}))
-    assert told.value.task == "/job:ps/task:0"
-    assert values(job, worker, a) == [10]
-
-
-def created(job, worker, dtype="int64"):
-    """The value of a variable that is created now; the next of the job's."""
-    spec = VariableSpec("late", TensorSpec(dtype, ()))
-    ordinal = len(job.variables)
-    id = job.verbs[0].create(worker.session, ordinal, -1, spec, (1,), None).id
-    job.verbs[1].create(worker.session, ordinal, id, spec, (1,), Payload.pack([np.array(9, dtype)]))
-    return job.verbs[1].pull(worker.session, [id], -1).result(SOON).payload.tensors([spec.tensor])[0]
-
-
-@pytest.mark.parametrize(("late", "value"), [(True, 1), (False, 9)])
-def test_variables_of_later_get_theirs_if_asked(job, worker, late, value):
-    """Also where the restore named others; with `late=False` they begin as their creators say."""
-    job.variable(worker, np.array(1), (1,), "late")
-    job.save(worker)
-    job.begin()
-    (again,) = job.join(A)
-    job.restore(again, order=RestoreOrder(names={}, late=late))
-    assert created(job, again) == value
+    assert values(job, worker, *everything) == [10, 1, 12, 0, 1, 1]
 
 
 def test_a_dtype_is_cast_if_asked(job, worker):
@@ -409,32 +407,14 @@ def test_a_dtype_is_cast_if_asked(job, worker):
     job.variable(worker, np.array(1.75), (0,), "w")
     job.variable(worker, np.array(1.5), (1,), "late")
     job.save(worker)
-    job.begin()
-    (again,) = job.join(A)
-    variable = job.variable(again, np.array(7, "float32"), (0,), "w")
+    (new,) = again(job)
+    variable = job.variable(new, np.array(7, "float32"), (0,), "w")
     with pytest.raises(VariableMismatch, match=r"'w' as float64\[\], not float32\[\]"):
-        job.restore(again)
-    job.restore(again, order=RestoreOrder(cast=True))
-    found = job.value(again, variable)
+        job.restore(new)
+    job.restore(new, order=RestoreOrder(cast=True))
+    found = job.value(new, variable)
     assert (found.dtype, found[()]) == ("float32", 1.75)
-    assert created(job, again, "float32") == 1.5
-
-
-def test_what_later_variables_need_is_not_deleted(job, worker):
-    """Until a variable of each name has been created; then it is as free as any other."""
-    job.variable(worker, np.array(1), (1,), "late")
-    job.save(worker)
-    job.begin()
-    (again,) = job.join(A)
-    job.restore(again, order=RestoreOrder(names={}))
-    root = job.servers.root / "run"
-    for number, there in ((2, True), (3, False)):
-        state = json.dumps({"delete": ["ckpt-1"]})
-        job.save(again, f"run/ckpt-{number}", state=state)
-        assert (root / "ckpt-1/manifest.json").exists() == there
-        assert there == (number == 2)
-        if there:
-            assert created(job, again) == 1
+    assert created(job, new, "float32")[0] == 1.5
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product((1, 2, 3, 5), repeat=2)))
@@ -462,9 +442,177 @@ def test_a_restore_and_a_save_at_once(job, worker):
     job.save(worker)
     add(job, worker, variable)
     plan = job.order(worker, "run/ckpt-2")
-    job.restore(worker, path="run/ckpt-1")
+    job.restore(worker, "run/ckpt-1")
     shards = [server.snapshot(job.token, plan.id, "").result(SOON) for server in job.verbs]
     job.verbs[0].snapshot(job.token, plan.id, manifest_of(shards)).result(SOON)
     assert values(job, worker, variable) == [1]
-    job.restore(worker, path="run/ckpt-2")
+    job.restore(worker, "run/ckpt-2")
     assert values(job, worker, variable) == [11]
+
+
+# ---- Variables that are created later ----
+
+
+def created(job, worker, dtype="int64", name="late"):
+    """The value of a variable that is created now, the next of the job's, and whether it was told to be restored."""
+    spec = VariableSpec(name, TensorSpec(dtype, ()))
+    ordinal = job.verbs[0].status().variables
+    named = job.verbs[0].create(worker.session, ordinal, -1, spec, (1,), None)
+    payload = Payload.pack([np.array(9, dtype)])
+    told = [named, job.verbs[1].create(worker.session, ordinal, named.id, spec, (1,), payload)]
+    pulled = job.verbs[1].pull(worker.session, [named.id], -1).result(SOON)
+    return pulled.payload.tensors([spec.tensor])[0], [reply.restored for reply in told]
+
+
+@pytest.mark.parametrize(("late", "value"), [(True, 1), (False, 9)])
+def test_variables_of_later_get_theirs_if_asked(job, worker, late, value):
+    """Whatever first value their creators bring, also where the restore named others; it is told to everyone who
+    creates them, however late, until the job is started anew. One that the checkpoint does not have keeps theirs, and
+    so do all with `late=False`. One that does not fit is told with both shapes."""
+    job.variable(worker, np.array(1), (1,), "late")
+    job.variable(worker, np.zeros(3), (0,), "w")
+    job.save(worker)
+    one, two = again(job, A, B)
+    job.restore(one, order=RestoreOrder(names={}, late=late), others=[two])
+    assert created(job, one) == (value, [False, late])
+    for member in (two, one):
+        spec, payload = VariableSpec("late", TensorSpec("int64", ())), Payload.pack([np.array(7)])
+        assert job.verbs[1].create(member.session, 0, 0, spec, (1,), payload).restored == late
+    assert created(job, one, name="new") == (9, [False, False])
+    if late:
+        spec = VariableSpec("w", TensorSpec("float64", (2,)))
+        with pytest.raises(VariableMismatch, match=r"float64\[3\], not float64\[2\]"):
+            job.verbs[0].create(one.session, 2, -1, spec, (0,), Payload.pack([np.zeros(2)]))
+    (new,) = again(job)
+    assert created(job, new) == (9, [False, False])
+
+
+def test_what_is_saved_by_another_name_begins_as_its_creator_says(job, worker):
+    """After a restore, too: the other variable may have changed since. What a restore gives to a variable that was
+    there before does not change its own first value."""
+    variable = job.variable(worker, np.array(1), (0,), "count")
+    job.save(worker)
+    job.restore(worker)
+    assert not job.verbs[0].create(worker.session, 0, -1, variable.spec, (0,), None).restored
+    (new,) = again(job)
+    job.restore(new)
+    first = job.variable(new, np.array(0), (0,), "count")
+    add(job, new, first)
+    copy = job.variable(new, np.array(11), (1,), "copy", saved_as="count")
+    assert values(job, new, first, copy) == [11, 11]
+
+
+def test_what_later_variables_need_is_not_deleted(job, worker):
+    """Until a variable of each name has been created; then it is as free as any other."""
+    job.variable(worker, np.array(1), (1,), "late")
+    job.save(worker)
+    (new,) = again(job)
+    job.restore(new, order=RestoreOrder(names={}))
+    manifest = job.servers.root / "run/ckpt-1/manifest.json"
+    state = json.dumps({"delete": ["ckpt-1"]})
+    job.save(new, "run/ckpt-2", state=state)
+    assert manifest.exists()
+    assert created(job, new)[0] == 1
+    job.save(new, "run/ckpt-3", state=state)
+    assert not manifest.exists()
+
+
+# ---- Partitioned variables: each server writes its own rows, and reads those that it needs ----
+
+FIRST = np.arange(20, dtype="float32").reshape(10, 2)
+
+
+def parts(job, worker, starts, places, name="table", rows=10, value=FIRST):
+    """The shards of a variable of ten rows."""
+    ends = [*starts[1:], len(value)]
+    return [
+        job.variable(worker, value[a:b], (place,), f"{name}/part_{n}", shard=ShardOf(name, a, rows))
+        for n, (a, b, place) in enumerate(zip(starts, ends, places, strict=True))
+    ]
+
+
+def whole(job, worker, shards):
+    """What the servers have of it."""
+    return np.concatenate([job.value(worker, shard) for shard in shards])
+
+
+def test_the_manifest_has_the_whole(job, worker):
+    """By the variable's name; the files have the shards, for any reader of safetensors."""
+    parts(job, worker, (0, 4, 7), (0, 1, 0))
+    plain = job.variable(worker, np.ones(3), (1,), "plain")
+    job.save(worker)
+    directory = job.servers.root / "run/ckpt-1"
+    manifest = json.loads((directory / "manifest.json").read_text())
+    assert manifest["format"] == 3
+    table = manifest["tensors"]["table"]
+    assert (table["dtype"], table["shape"]) == ("float32", [10, 2])
+    assert [(each["first"], each["rows"], each["tensor"]) for each in table["slices"]] == [
+        (0, 4, "table/part_0"),
+        (4, 3, "table/part_1"),
+        (7, 3, "table/part_2"),
+    ]
+    pieces = [load_file(directory / each["file"])[each["tensor"]] for each in table["slices"]]
+    np.testing.assert_array_equal(np.concatenate(pieces), FIRST)
+    assert "slices" not in manifest["tensors"][plain.spec.name]
+    saved = open_saved(str(directory))
+    np.testing.assert_array_equal(saved.tensor("table"), FIRST)
+    assert list(saved.verify()) == []
+
+
+CUTS = {
+    "one": ((0,), (0,)),
+    "one elsewhere": ((0,), (1,)),
+    "the same": ((0, 4, 7), (0, 1, 0)),
+    "five": ((0, 2, 4, 6, 8), (1, 0, 1, 0, 1)),
+    "ten": (tuple(range(10)), (0, 1) * 5),
+}
+
+
+@pytest.mark.parametrize("to", CUTS)
+def test_another_cut_restores_it(job, worker, to):
+    """Bit for bit; all of a variable's shards are restored where one is named. So does a plain variable, and back: who
+    reads a checkpoint is not told how a variable was cut. Where no names are given all is restored by name."""
+    table = parts(job, worker, (0, 4, 7), (0, 1, 0))
+    other = parts(job, worker, *CUTS[to], name="other", value=FIRST * 0)
+    plain = job.variable(worker, FIRST + 1, (1,), "plain")
+    job.save(worker)
+    job.restore(worker, "run", RestoreOrder(names={"table": other[-1].id}))
+    np.testing.assert_array_equal(whole(job, worker, other), FIRST)
+    job.restore(worker, "run", RestoreOrder(names={"table": plain.id, "plain": table[0].id, "other": other[0].id}))
+    for shards, expected in (([plain], FIRST), (table, FIRST + 1), (other, FIRST * 0)):
+        np.testing.assert_array_equal(whole(job, worker, shards), expected)
+    job.restore(worker)
+    for shards, expected in (([plain], FIRST + 1), (table, FIRST), (other, FIRST * 0)):
+        np.testing.assert_array_equal(whole(job, worker, shards), expected)
+
+
+def test_rows_that_do_not_fit_are_refused(job, worker):
+    """The whole counts, and not the shard: to be restored, and to be saved where some of it have no value yet."""
+    parts(job, worker, (0, 5), (1, 0))
+    job.save(worker)
+    other = parts(job, worker, (0, 5), (1, 0), name="other", rows=11, value=np.zeros((11, 2), "float32"))
+    with pytest.raises(VariableMismatch, match=r"'table' as float32\[10,2\], not float32\[11,2\]"):
+        job.restore(worker, "run/ckpt-1", RestoreOrder(names={"table": other[0].id}))
+    parts(job, worker, (0, 5), (1, 0), name="third", rows=11)
+    with pytest.raises(CheckpointError, match="partitioned variable 'third' has no value yet in some of its 11 rows"):
+        job.save(worker, "run/ckpt-2")
+    for first in (-1, 6, 1 << 40):
+        with pytest.raises((InvalidRequest, ValueError)):
+            job.variable(worker, FIRST[:5], (0,), "bad/part_0", shard=ShardOf("bad", first, 10))
+
+
+@pytest.mark.parametrize("row", [0, 5, 9])
+def test_a_flipped_bit_is_found_whoever_reads_the_row(job, worker, row):
+    """Of a tensor of which servers read parts each is checked by the one that reads its first row."""
+    plain = job.variable(worker, FIRST, (0,), "plain")
+    other = parts(job, worker, (0, 4, 7), (1, 1, 0), name="other", value=FIRST * 0)
+    job.save(worker)
+    directory = job.servers.root / "run/ckpt-1"
+    name = json.loads((directory / "manifest.json").read_text())["tensors"][plain.spec.name]["file"]
+    data = bytearray((directory / name).read_bytes())
+    at = bytes(data).index(FIRST.tobytes()) + FIRST[:row].nbytes
+    data[at] ^= 1
+    (directory / name).write_bytes(data)
+    with pytest.raises(DamagedCheckpoint, match="'plain'"):
+        job.restore(worker, "run/ckpt-1", RestoreOrder(names={"plain": other[0].id}))
+    np.testing.assert_array_equal(whole(job, worker, other), FIRST * 0)

@@ -13,14 +13,12 @@ from tests.kit.internals import (
     PART_BYTES,
     Contribution,
     InvalidRequest,
-    ProgramError,
-    PSError,
     RowRead,
     TensorSpec,
     row_specs,
     spec_of,
 )
-from tests.kit.rig import SOON, WORKERS, sum_into, together
+from tests.kit.rig import SOON, WORKERS, sum_into, together, turn
 
 A, B = WORKERS[:2]
 TABLE = np.arange(12, dtype="float32").reshape(6, 2)
@@ -79,13 +77,18 @@ def test_an_answer_has_the_rows_that_its_member_asked_for(job, two):
 
 
 def test_no_rows_may_be_asked_for_and_sent(job, two):
-    """Neither changes what is there; a reduction in which nobody has rows gives none."""
+    """Neither changes what is there; a reduction in which nobody has rows gives none. Who observes sends no rows, and
+    gets those after the round."""
     table = job.variable(two[0], TABLE)
     plan = job.approve(of_rows(table), two[0])
     replies = together(push(two[0], plan, rows(), lookups=(read_of(table),)), push(two[1], plan, None))
     assert looked_up(replies[0], plan, 0) == [[]]
     assert replies[0].rows == (0,)
     assert job.value(two[0], table).tolist() == TABLE.tolist()
+    turn(*two)
+    said = Contribution(two[1].session, 1, 1, plan.id, (0.0,), observes=True, lookups=(read_of(table, 1),))
+    replies = together(push(two[0], plan, rows(1)), job.verbs[0].push(said, EMPTY))
+    assert looked_up(replies[1], plan, 1) == [[(TABLE[1] + 1).tolist()]]
 
 
 def test_a_push_that_is_sent_again_counts_once_and_has_the_same_rows(job, two):
@@ -117,15 +120,6 @@ def test_rows_of_a_round_that_is_skipped_are_those_before(job, two, nonfinite):
     else:
         assert np.isnan(found[0]).all()
         assert found[1] == (TABLE[2] + 1).tolist()
-
-
-def test_who_observes_may_look_up(job, two):
-    """It sends no rows, and gets those after the round."""
-    table = job.variable(two[0], TABLE)
-    plan = job.approve(of_rows(table), two[0])
-    said = Contribution(two[1].session, 1, 0, plan.id, (0.0,), observes=True, lookups=(read_of(table, 1),))
-    replies = together(push(two[0], plan, rows(1)), job.verbs[0].push(said, EMPTY))
-    assert looked_up(replies[1], plan, 1) == [[(TABLE[1] + 1).tolist()]]
 
 
 def test_rows_come_with_a_round_that_streams(job, two):
@@ -176,40 +170,3 @@ def test_rows_are_read_beside_variables(job, two):
     reply = job.verbs[0].pull(two[0].session, [other.id], -1, [read_of(table, 5, 0, 5), read_of(other)]).result(SOON)
     found = reply.payload.tensors([spec_of(TABLE), TensorSpec("float32", (3, 2)), TensorSpec("float32", (0, 2))])
     assert [each.tolist() for each in found] == [(-TABLE).tolist(), TABLE[[5, 0, 5]].tolist(), []]
-
-
-def test_ids_that_are_no_rows_fail_the_round_for_all(job, two):
-    """They are told who sent them, and for what; nothing is applied, and the next round goes on."""
-    table, beside = job.variable(two[0], TABLE), job.variable(two[0], np.zeros(2, "float32"))
-    plan = sum_into(beside, table)
-    plan = job.approve(replace(plan, reductions=(plan.reductions[0], replace(plan.reductions[1], form="rows"))), two[0])
-    ones = np.ones(2, "float32")
-    for ids in ((3, 1), (1, 1), (-1, 1), (1, 6)):
-        pushed = push(two[0], plan, ones, rows(0)), push(two[1], plan, ones, rows(*ids))
-        for future in pushed:
-            with pytest.raises(ProgramError, match=f"ids that {B} sent for 'v0' are not rows of 6"):
-                future.result(SOON)
-        for worker in two:
-            worker.round += 1
-    assert job.value(two[0], table).tolist() == TABLE.tolist()
-    assert job.value(two[0], beside).tolist() == [0, 0]
-
-
-def test_counts_that_do_not_fit_are_refused(job, two):
-    """At once, and whoever sent them may send others; nobody else is told."""
-    table = job.variable(two[0], TABLE)
-    plan = job.approve(of_rows(table), two[0])
-    for said in ({"rows": ()}, {"rows": (1 << 40,)}, {"rows": (2,)}, {"weights": ()}, {"rows": (1, 1)}):
-        with pytest.raises(InvalidRequest, match="contribution"):
-            push(two[0], plan, rows(1), **said).result(SOON)
-    together(*(push(worker, plan, rows(1)) for worker in two))
-    assert job.value(two[0], table)[1].tolist() == (TABLE[1] + 2).tolist()
-
-
-def test_a_lazy_update_that_cannot_be_is_not_proposed(job, two):
-    """The server says why, whatever the client thinks."""
-    table = job.variable(two[0], TABLE)
-    plan = sum_into(table)
-    plan = replace(plan, applies=tuple(replace(each, sparse="lazy") for each in plan.applies))
-    with pytest.raises(PSError, match="a sparse update has to run on rows"):
-        job.verbs[0].propose(two[0].session, plan, "", None)

@@ -1,7 +1,8 @@
-"""Open, Beat, Leave: who is there, and how a session ends."""
+"""Open, Beat, Leave, Enlist: who is there, how a session ends, and which index a worker gets that joins."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,28 +12,31 @@ from tests.kit.internals import (
     ConfigError,
     Diverged,
     Done,
+    Enlisted,
     Epoch,
     EpochClosed,
     Fenced,
     Hold,
+    InvalidRequest,
     JobStarted,
     Lost,
-    Member,
-    NewcomerDiverged,
+    Read,
     ServerLost,
     Session,
-    Start,
     Task,
     TaskTaken,
     TensorSpec,
     Timeouts,
     Turn,
+    Watch,
     count_of,
 )
-from tests.kit.rig import BEAT, CHIEF, SOON, WORKERS, Job, core, eventually, reduce_only, together
+from tests.kit.rig import BEAT, CHIEF, SOON, WORKERS, Job, checkpoint, core, eventually, reduce_only, together
 
 NUMBER = TensorSpec("int64", ())
 A, B, C = WORKERS[:3]
+LEASE = 12
+"""Seconds after which a place that nobody keeps is free: more than a lease."""
 
 
 def states(job):
@@ -41,24 +45,21 @@ def states(job):
     return {state.member.session: state.state for state in watched.sessions}
 
 
-def entries(job):
-    """Server 0's log."""
-    return job.verbs[0].watch(job.opened.session, 0, 0).result(SOON).entries
+def beat(job, session, round=-1, plan=b""):
+    job.verbs[0].beat(session, round, plan)
 
 
 def test_every_open_is_a_new_session(job):
-    """Server 0 counts; the others take its number; each says who it is."""
+    """Server 0 counts; the others take its number; each says who it is. Each chief's token is larger than all before;
+    no other session has one. A worker and a chief of one task stand beside each other."""
     first, second = job.verbs[0].open(A, 2, 0, False), job.verbs[0].open(B, 1, 0, False)
     assert count_of(second.session) == count_of(first.session) + 1
     assert (first.server, first.incarnation, first.token, first.device) == (0, 100, 0, "cpu")
     other = job.verbs[1].open(A, 2, first.session, False)
     assert (other.session, other.server, other.incarnation) == (first.session, 1, 101)
-
-
-def test_tokens_grow(job):
-    """Each chief's is larger than all before; no other session has one."""
-    tokens = [job.open(CHIEF, 0, True).token for _ in range(3)]
+    tokens = [job.open(task, 0, True).token for task in (CHIEF, CHIEF, A)]
     assert [job.token, *tokens] == sorted({job.token, *tokens})
+    beat(job, first.session)
 
 
 def test_a_task_that_opens_again_ends_its_last_session(job):
@@ -66,27 +67,10 @@ def test_a_task_that_opens_again_ends_its_last_session(job):
     old = job.open(A).session
     new = job.open(A).session
     with pytest.raises(Fenced, match="started again") as told:
-        job.verbs[0].beat(old, -1, b"")
+        beat(job, old)
     assert told.value.task == str(A)
-    job.verbs[0].beat(new, -1, b"")
+    beat(job, new)
     assert states(job) == {old: "failed", new: "open"}
-
-
-def test_a_task_that_is_alive_is_not_taken(job):
-    """A second process of it is refused, with its name; the first does not notice. When that is gone it is let in."""
-    first = job.verbs[0].open(A, 1, 0, False).session
-    waits = job.verbs[0].watch(first, 0, UNTIL_ENDED)
-    eventually(lambda: len(job.servers.cores[0].machine.waiters.rows[Hold]) == 1)
-    with pytest.raises(TaskTaken, match="another process is /job:worker/task:0") as told:
-        job.verbs[0].open(A, 1, 0, False)
-    assert told.value.task == str(A)
-    job.verbs[0].beat(first, -1, b"")
-    assert not waits.done()
-    job.end(A)
-    second = job.verbs[0].open(A, 1, 0, False).session
-    with pytest.raises(Fenced, match="started again"):
-        waits.result(SOON)
-    assert states(job) == {first: "failed", second: "open"}
 
 
 def test_a_process_that_goes_away_is_noticed(serve):
@@ -116,7 +100,7 @@ def test_a_second_job_is_refused(job):
     blue = partial(job.verbs[0].open, B, 1, 0, False, "sync", "blue")
     with pytest.raises(ConfigError, match=r"is of the job 'blue', and these servers hold a job without a name"):
         blue()
-    job.verbs[0].beat(worker.session, -1, b"")
+    beat(job, worker.session)
     job.verbs[0].leave(worker.session, "it failed")
     job.verbs[0].leave(job.opened.session, "it failed")
     with pytest.raises(ConfigError, match=r"was not left cleanly.*psctl job end"):
@@ -158,88 +142,82 @@ def test_a_lost_server_is_told_to_everyone(job):
     """By the chief, in server 0's log: whoever is there learns it at once. Who comes for the next job is let in."""
     one, two = job.join(A, B)
     held = [job.verbs[0].watch(worker.session, 0, UNTIL_ENDED) for worker in (one, two)]
-    job.verbs[0].approve(job.token, len(entries(job)), [Lost(1, "was lost; restart")])
+    job.verbs[0].approve(job.token, job.verbs[0].status().log, [Lost(1, "was lost; restart")])
     for future in held:
         with pytest.raises(ServerLost, match="was lost; restart") as told:
             future.result(SOON)
         assert told.value.task == "/job:ps/task:1"
     with pytest.raises(ServerLost):
-        job.verbs[0].beat(one.session, -1, b"")
+        beat(job, one.session)
     job.verbs[0].beat(job.open(A).session, -1, b"")
 
 
-def test_who_is_excluded_while_it_beats_is_told_why(job):
-    """The chief has closed an epoch without it: on server 0 it learns that it held a round up."""
-    hung, other = job.join(A, B)
-    held = job.verbs[0].watch(hung.session, 0, UNTIL_ENDED)
-    job.close([other.member])
-    with pytest.raises(Fenced, match="PS_TIMEOUT_ROUND"):
-        held.result(SOON)
-    assert states(job) == {hung.session: "hung", other.session: "open"}
-
-
-def test_a_process_may_be_worker_and_chief(job):
-    """Both sessions of one task stand beside each other."""
-    worker = job.open(A).session
-    chief = job.open(A, 0, True)
-    job.verbs[0].beat(worker, -1, b"")
-    job.verbs[0].beat(chief.session, -1, b"")
-    assert chief.token > job.token
-
-
 @pytest.mark.parametrize("server", [0, 1])
-@pytest.mark.parametrize("verb", ["beat", "create", "pull", "propose", "watch", "push", "restore"])
-def test_an_unknown_session_is_refused(job, verb, server):
-    """By every server and verb."""
+def test_an_unknown_session_is_refused(job, server):
+    """By every server and verb. But it may leave: there is nothing to end, and nobody to blame."""
     (worker,) = job.join(A)
     variable = job.variable(worker, 1)
     plan = job.approve(reduce_only(NUMBER), worker)
     worker.session = 77
-    calls = {
-        "beat": lambda server: server.beat(77, -1, b""),
-        "create": lambda server: server.create(77, 0, -1, variable.spec, (), None),
-        "pull": lambda server: server.pull(77, [0], -1).result(SOON),
-        "propose": lambda server: server.propose(77, plan, "", None),
-        "watch": lambda server: server.watch(77, 0, -1).result(SOON),
-        "push": lambda _: worker.push(plan, [1], server=server).result(SOON),
-        "restore": lambda server: server.restore(77, "x", Turn()).result(SOON),
-    }
-    with pytest.raises(Fenced, match="restart the process"):
-        calls[verb](job.verbs[server])
-
-
-def test_leaving_twice_is_leaving_once(job):
-    """A resent farewell changes nothing; an ended session cannot go on."""
-    session = job.open(A).session
-    for _ in range(2):
-        job.verbs[0].leave(session, "")
-    assert states(job) == {session: "left"}
-    job.verbs[0].leave(session, "too late to fail")
-    assert states(job) == {session: "left"}
-    with pytest.raises(Fenced, match="it left"):
-        job.verbs[0].beat(session, -1, b"")
-
-
-def test_leaving_with_an_error_is_no_clean_end(job):
-    """The chief can tell it from the others; nobody else is ended by it."""
-    failed, other = job.open(A).session, job.open(B).session
-    job.verbs[0].leave(failed, "ValueError: a bug")
-    assert states(job) == {failed: "failed", other: "open"}
-
-
-def test_an_unknown_session_may_leave(job):
-    """There is nothing to end, and nobody to blame."""
+    verb = job.verbs[server]
+    for call in (
+        lambda: verb.beat(77, -1, b""),
+        lambda: verb.create(77, 0, -1, variable.spec, (), None),
+        lambda: verb.pull(77, [0], -1).result(SOON),
+        lambda: verb.propose(77, plan, "", None),
+        lambda: verb.watch(77, 0, -1).result(SOON),
+        lambda: worker.push(plan, [1], server=server).result(SOON),
+        lambda: verb.restore(77, "x", Turn()).result(SOON),
+    ):
+        with pytest.raises(Fenced, match="restart the process"):
+            call()
     job.verbs[0].leave(77, "")
 
 
+def test_what_waits_ends_with_its_server(job):
+    """Nobody waits for what is gone: a push, a read, a watch, a snapshot."""
+    one, _ = job.join(A, B)
+    variable, plan = job.adder(one)
+    order = job.approve(checkpoint("x", (0, 1)), one)
+    server, machine = job.verbs[0], job.servers.cores[0].machine
+    waiting = [
+        one.push(plan, [1]),
+        server.pull(one.session, [variable.id], 9),
+        server.watch(one.session, server.status().log, -1),
+        server.snapshot(job.token, order.id, ""),
+    ]
+    job.arrived(one)
+    eventually(lambda: machine.waiters.rows[Read] and machine.waiters.rows[Watch])
+    eventually(lambda: machine.snapshots._saves[order.id].shard._done_callbacks)
+    job.servers.cores[0].close()
+    for future in waiting:
+        with pytest.raises(ServerLost, match="server ends") as told:
+            future.result(SOON)
+        assert told.value.task == "/job:ps/task:0"
+
+
+def test_leaving_twice_is_leaving_once(job):
+    """A resent farewell changes nothing; an ended session cannot go on. Leaving with an error is no clean end: the
+    chief can tell it from the others, and nobody else is ended by it."""
+    session, failed, other = (job.open(task).session for task in (A, B, C))
+    job.verbs[0].leave(failed, "ValueError: a bug")
+    for why in ("", "", "too late to fail"):
+        job.verbs[0].leave(session, why)
+        assert states(job) == {session: "left", failed: "failed", other: "open"}
+    with pytest.raises(Fenced, match="it left"):
+        beat(job, session)
+
+
 def test_a_silent_session_is_lost(job):
-    """Its lease ends; whoever beats stays."""
+    """Its lease ends; whoever beats stays. A late goodbye counts: who was thought dead has done its part."""
     silent, loud = job.open(A).session, job.open(B).session
     job.servers.spend(12, loud, job.opened.session)
     assert states(job) == {silent: "lost", loud: "open"}
     with pytest.raises(Fenced, match="lease ended") as told:
-        job.verbs[0].beat(silent, -1, b"")
+        beat(job, silent)
     assert told.value.task == str(A)
+    job.verbs[0].leave(silent, "")
+    assert states(job) == {silent: "left", loud: "open"}
 
 
 def test_any_call_is_a_sign_of_life(job):
@@ -261,15 +239,6 @@ def test_who_waits_does_not_live_by_that(job):
     assert states(job) == {dead.session: "lost", late.session: "open"}
     with pytest.raises(Fenced, match="lease ended"):
         waiting.result(SOON)
-
-
-def test_a_late_goodbye_counts(job):
-    """Who was thought dead and then leaves cleanly has done its part."""
-    session, other = job.open(A).session, job.open(B).session
-    job.servers.spend(12, job.opened.session, other)
-    assert states(job) == {session: "lost", other: "open"}
-    job.verbs[0].leave(session, "")
-    assert states(job) == {session: "left", other: "open"}
 
 
 def test_time_in_which_a_server_stood_still_counts_for_no_lease(job):
@@ -304,72 +273,48 @@ def test_an_epoch_fences_whom_it_leaves_out(job):
 
 
 def test_processes_that_wait_for_each_other_are_found_out(job):
-    """Two wait in one round for different plans, on different servers: the beats tell, with both positions."""
+    """Two wait in one round for different plans, on different servers: the beats tell, with both positions.
+
+    Waiting in different rounds is no divergence.
+    """
     one, two = job.join(A, B)
+    beat(job, one.session, 3, b"x")
+    beat(job, two.session, 4, b"y")  # one may be ahead of what another has last said
+    beat(job, one.session)
     here = job.approve(reduce_only(NUMBER, server=0, target="'loss'"), one)
     there = job.approve(reduce_only(NUMBER, server=1, target="'accuracy'"), one)
     waiting = one.push(here, [1])
     job.arrived(one)
-    job.verbs[0].beat(one.session, 0, here.id)
+    beat(job, one.session, 0, here.id)
     with pytest.raises(Diverged, match=r"round 0.*worker/task:0.*'loss'.*worker/task:1.*'accuracy'"):
-        job.verbs[0].beat(two.session, 0, there.id)
+        beat(job, two.session, 0, there.id)
     with pytest.raises(Diverged, match=r"'loss'.*'accuracy'"):
         waiting.result(SOON)
     with pytest.raises(Diverged, match=r"'loss'.*'accuracy'"):
-        job.verbs[0].beat(one.session, -1, b"")
+        beat(job, one.session)
     assert set(states(job).values()) == {"failed"}
-
-
-def test_a_newcomer_that_waits_for_another_plan_ends_alone(job):
-    """Those who began together before it came are no newcomers in its first round."""
-    one, new = job.join(A)[0], job.open(B).session
-    job.append(EpochClosed(Epoch(2, (one.member, Member(B, new, 1)), "dataset:0")))
-    job.verbs[0].propose(one.session, None, "", Start(2, 4))
-    job.verbs[0].beat(one.session, 4, b"x")
-    with pytest.raises(NewcomerDiverged):
-        job.verbs[0].beat(new, 4, b"y")
-    job.verbs[0].beat(one.session, 4, b"x")
-    assert states(job) == {one.session: "open", new: "failed"}
-
-
-def test_waiting_in_different_rounds_is_no_divergence(job):
-    """One may be ahead of what another has last said."""
-    one, two = job.join(A, B)
-    job.verbs[0].beat(one.session, 3, b"x")
-    job.verbs[0].beat(two.session, 4, b"y")
-    job.verbs[0].beat(one.session, -1, b"")
 
 
 def test_a_divergence_is_told_to_everyone(job):
-    """Whoever finds it says so when it leaves; the others' sessions end with the same words."""
+    """Whoever finds it says so when it leaves; the others' sessions end with the same words, also where they leave and
+    have not heard of it: they did not do their part. Leaving with an error is taken as it is."""
     one, two, three = job.join(A, B, C)
     job.verbs[0].leave(one.session, "Diverged: operand 0 differs")
-    for other in (two, three):
+    for call in (
+        partial(beat, job, two.session),
+        *[partial(job.verbs[0].leave, two.session, "")] * 2,
+        partial(beat, job, three.session),
+    ):
         with pytest.raises(Diverged, match=r"^operand 0 differs$"):
-            job.verbs[0].beat(other.session, -1, b"")
-    job.verbs[0].beat(job.opened.session, -1, b"")
-
-
-def test_who_leaves_is_told_that_the_job_failed(job):
-    """A process that ends before it heard of it did not do its part; leaving with an error is taken as it is."""
-    one, two = job.join(A, B)
-    job.verbs[0].leave(one.session, "Diverged: operand 0 differs")
-    for _ in range(2):
-        with pytest.raises(Diverged, match=r"^operand 0 differs$"):
-            job.verbs[0].leave(two.session, "")
+            call()
     job.verbs[0].leave(two.session, "an error of its own")
     assert set(states(job).values()) == {"failed"}
-
-
-def test_status_tells_of_the_chief(job):
-    """Server 0 says how long it is silent; the others cannot know."""
-    job.servers.clock.now += 4.0
-    assert job.verbs[0].status().chief == pytest.approx(4.0)
-    assert job.verbs[1].status().chief == float("inf")
+    beat(job, job.opened.session)
 
 
 def test_status_tells_who_is_missed(job):
-    """An open round, what it does, whom it waits for, and whether it may run."""
+    """An open round, what it does, whom it waits for, and whether it may run. Server 0 says how long the chief is
+    silent; the others cannot know."""
     one, two = job.join(A, B)
     plan = reduce_only(NUMBER, target="'loss'")
     job.verbs[0].propose(one.session, plan, "", None)
@@ -382,8 +327,10 @@ def test_status_tells_who_is_missed(job):
     assert waiting.approved
     assert "'loss'" in waiting.section
     together(two.push(plan, [1]))
+    job.servers.clock.now += 4.0
     status = job.verbs[0].status()
     assert (status.waiting, status.round, status.server, status.incarnation) == ((), 0, 0, 100)
+    assert (status.chief, job.verbs[1].status().chief) == (pytest.approx(4.0), float("inf"))
 
 
 def test_status_without_a_job(serve):
@@ -399,3 +346,128 @@ def test_epochs_travel_whole(job):
     job.append(EpochClosed(epoch))
     assert [server.status().epoch for server in job.verbs] == [epoch, epoch]
     assert epoch.session(one.session).replicas == 3
+
+
+# ---- Workers that join: each gets an index of its own, which is free again when its process is gone ----
+
+ONE, OTHER, THIRD = 11, 22, 33
+"""Keys of processes."""
+
+
+@pytest.fixture
+def grown(job):
+    """A job whose cluster has two workers, of which none is there yet."""
+    return begin(job, ("a:0", "b:0"), "c:0")
+
+
+def begin(job, workers, chief):
+    """Begins a job of such a cluster."""
+    job.opened = job.open(CHIEF, 0, True)
+    job.token = job.opened.token
+    lives = tuple(one.incarnation for one in job.servers.cores)
+    entry = JobStarted(job.token, lives, workers=workers, chief=chief)
+    for server in job.verbs:
+        assert server.approve(job.token, 0, [entry]) == 1
+    return job
+
+
+def enlist(job, key, index=None):
+    """A process asks for an index; returns the one that it gets."""
+    place = job.verbs[0].enlist(None if index is None else Task("worker", index), key)
+    assert place.task.job == "worker"
+    return place.task.index
+
+
+def test_each_gets_an_index_of_its_own(grown):
+    """The first above the cluster's that is free, and that no process has that was started as that task by its
+    TF_CONFIG; who asks again gets the same one."""
+    assert [enlist(grown, key) for key in (ONE, OTHER, ONE, THIRD, OTHER)] == [2, 3, 2, 4, 3]
+    assert enlist(grown, THIRD, 4) == 4
+    grown.open(Task("worker", 5))
+    assert enlist(grown, 44) == 6
+
+
+def test_a_place_that_nobody_keeps_is_free_again(grown):
+    """After a lease, and not before."""
+    assert [enlist(grown, key) for key in (ONE, OTHER)] == [2, 3]
+    grown.servers.spend(LEASE / 2, grown.opened.session)
+    assert enlist(grown, OTHER) == 3
+    grown.servers.spend(LEASE / 2, grown.opened.session)
+    assert enlist(grown, THIRD) == 2, "its process has not asked for a lease"
+    assert enlist(grown, ONE) == 4, "the other one has kept its own"
+
+
+def test_a_session_keeps_the_place_of_its_task(grown):
+    """As long as it is open: no word is needed beside its beats; then the index is free."""
+    enlist(grown, ONE)
+    session = grown.open(WORKERS[2]).session
+    assert grown.verbs[0].enlist(WORKERS[2], ONE) == Enlisted(WORKERS[2], True)
+    grown.servers.spend(2 * LEASE, grown.opened.session, session)
+    assert enlist(grown, OTHER) == 3
+    with pytest.raises(TaskTaken, match="another process is /job:worker/task:2"):
+        enlist(grown, OTHER, 2)
+    grown.servers.spend(2 * LEASE, grown.opened.session, grown.open(WORKERS[0]).session)
+    assert enlist(grown, THIRD) == 2, "its lease has ended"
+
+
+def test_a_certain_index(grown):
+    """As a certificate names one: it is given if it is free, and above the cluster's."""
+    assert enlist(grown, ONE, 7) == 7
+    assert enlist(grown, OTHER) == 2
+    with pytest.raises(TaskTaken, match=r"end it first.*--extra-workers"):
+        enlist(grown, OTHER, 7)
+    with pytest.raises(ConfigError, match=r"task:1 is one of the 2 workers of the job's cluster.*without --join"):
+        enlist(grown, OTHER, 1)
+    assert enlist(grown, OTHER, 3) == 3, "it gives up the one that it had"
+    assert enlist(grown, THIRD) == 2
+
+
+def test_another_job_knows_nobody(grown):
+    """Its cluster may be another one: of one without workers the chief runs the script, and the first is worker 0."""
+    enlist(grown, ONE)
+    begin(grown, ("a:0", "b:0", "c:0"), "d:0")
+    assert enlist(grown, OTHER) == 3
+    with pytest.raises(ConfigError, match="one of the 3 workers"):
+        enlist(grown, ONE, 2)
+    assert enlist(begin(grown, (), "c:0"), ONE) == 0
+
+
+def test_there_is_an_end_to_it(grown):
+    """Whoever asks under many names fills no memory."""
+    limit = grown.servers.cores[0].registry.limit
+    assert [enlist(grown, key) for key in range(1, limit + 1)] == [*range(2, limit + 2)]
+    with pytest.raises(ConfigError, match=f"{limit} workers join this job"):
+        enlist(grown, limit + 1)
+    assert enlist(grown, 1) == 2
+
+
+def test_who_cannot_join(serve):
+    """Each is told why."""
+    servers = serve(2)
+    with pytest.raises(InvalidRequest, match="no chief has begun a job"):
+        servers.verbs[0].enlist(None, ONE)
+    job = Job(servers)
+    with pytest.raises(ConfigError, match="older version, which does not say how many workers"):
+        enlist(job, ONE)
+    begin(job, ("a:0",), "")
+    with pytest.raises(InvalidRequest, match="/job:ps/task:0 is no worker"):
+        job.verbs[0].enlist(Task("ps", 0), ONE)
+    with pytest.raises(InvalidRequest, match="drawn by lot"):
+        enlist(job, 0)
+    with pytest.raises(InvalidRequest, match="another server keeps the sessions"):
+        job.verbs[1].enlist(None, ONE)
+    job.append(Done())
+    with pytest.raises(InvalidRequest, match="is over"):
+        enlist(job, ONE)
+
+
+def test_an_older_server_s_log_is_of_the_same_job(grown):
+    """It keeps nothing of the cluster: a new chief that has read its log does not begin the job anew elsewhere."""
+    first, second = grown.verbs
+    v = grown.open(WORKERS[0])
+    (begun,) = first.watch(v.session, 0, 0).result(SOON).entries
+    assert (begun.workers, begun.chief) == (("a:0", "b:0"), "c:0")
+    assert second.approve(grown.token, 0, [replace(begun, workers=(), chief=""), Done()]) == 2
+    assert second.status().over
+    assert begun == replace(begun, workers=(), chief="")
+    assert second.watch(0, 0, 0).result(SOON).entries[0].workers == begun.workers

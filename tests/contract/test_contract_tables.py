@@ -38,7 +38,7 @@ from tests.kit.internals import (
     buckets_of,
     hashes_of,
 )
-from tests.kit.rig import SOON, WORKERS, Job, together
+from tests.kit.rig import SOON, WORKERS, Job, together, turn
 
 SPEC = TableSpec((2,), initializer=Constant(0.5))
 A, B = WORKERS[:2]
@@ -72,32 +72,22 @@ def size(job, worker, table):
 
 
 def test_a_row_is_made_by_its_first_gradient(job, two):
-    """Of any key; a lookup makes none. Rows of one key are summed over the members."""
-    table = table_of(job, two[0])
+    """Of any key; a lookup makes none. Rows of one key are summed over the members. Hints change nothing: of rows that
+    are not there, of keys that come twice, of a variable that is no table."""
+    table, plain = table_of(job, two[0]), job.variable(two[0], np.ones((4, 2), "float32"))
     assert looked_up(job, two[0], table, OLD, NEW) == [0.5, 0.5]
     assert size(job, two[0], table) == 0
     plan = job.approve(by_keys(table), two[0])
-    replies = together(
-        push(two[0], plan, [NEW, OLD], lookups=[(table, [3, NEW])]), push(two[1], plan, [NEW, 5], value=2.0)
-    )
-    rows = replies[0].payload.tensors([TensorSpec("float32", (2, 2))])[0]
-    assert rows[:, 0].tolist() == [0.5, 3.5]
-    assert looked_up(job, two[0], table, OLD, 5, NEW, 6, after=0) == [1.5, 2.5, 3.5, 0.5]
-    assert size(job, two[0], table) == 3
-
-
-def test_hints_change_nothing(job, two):
-    """Rows that are not there, keys that come twice, a variable that is no table: nothing is answered to them."""
-    table, plain = table_of(job, two[0]), job.variable(two[0], np.ones((4, 2), "float32"))
-    plan = job.approve(by_keys(table), two[0])
     hints = RowRead.of(table.id, np.array([NEW, 7, 7, OLD])), RowRead.of(plain.id, np.array([3, 0]))
     replies = together(
-        push(two[0], plan, [NEW, OLD], lookups=[(table, [NEW])], hints=hints), push(two[1], plan, [NEW], hints=hints)
+        push(two[0], plan, [NEW, OLD], lookups=[(table, [3, NEW])], hints=hints),
+        push(two[1], plan, [NEW, 5], value=2.0, hints=hints),
     )
-    assert replies[0].payload.tensors([TensorSpec("float32", (1, 2))])[0].tolist() == [[2.5, 2.5]]
+    rows = replies[0].payload.tensors([TensorSpec("float32", (2, 2))])[0]
+    assert rows.tolist() == [[0.5, 0.5], [3.5, 3.5]]
     assert replies[1].payload.size == 0
-    assert looked_up(job, two[0], table, OLD, 7, after=0) == [1.5, 0.5]
-    assert size(job, two[0], table) == 2
+    assert looked_up(job, two[0], table, OLD, 5, NEW, 6, 7, after=0) == [1.5, 2.5, 3.5, 0.5, 0.5]
+    assert size(job, two[0], table) == 3
 
 
 def test_keys_and_rows_by_buckets(job, two):
@@ -126,8 +116,7 @@ def test_a_push_that_is_sent_again_counts_once(job, two):
         pushed = push(two[0], plan, [7, 8], times=[1, 2]), push(two[1], plan, [])
         together(*pushed, push(two[0], plan, [7, 8], times=[1, 2]))
         assert size(job, two[0], table) == round
-        for worker in two:
-            worker.round += 1
+        turn(*two)
     assert looked_up(job, two[0], table, 7, 8, after=1) == [0.5, 1.5]
 
 
@@ -145,42 +134,28 @@ def momentum_of(table, slot):
 
 
 def test_a_slot_takes_its_place_where_there_is_room(job, two):
-    """It has a row for each that the table has: a round that first needs them is refused where these do not fit."""
+    """It has a row for each that the table has, from the first round on that has to do with it: one that first needs
+    them is refused where these do not fit."""
     table = table_of(job, two[0])
     plan, keys = job.approve(by_keys(table), two[0]), list(range(10_000))
     together(push(two[0], plan, keys), push(two[1], plan, []))
     slot = table_of(job, two[0], slot=SlotTensor("adam/users/m", "float32", (2,), 0.25))
+    assert looked_up(job, two[0], slot, 1, 10_000) == [0.25, 0.25]
     momentum = job.approve(momentum_of(table, slot), two[0])
     store = job.servers.cores[0].machine.store
 
     def pushed(room):
         store.memory_limit = store.nbytes + room
-        for worker in two:
-            worker.round += 1
-        return push(two[0], momentum, [1]), push(two[1], momentum, [])
+        turn(*two)
+        return push(two[0], momentum, [1, 10_000]), push(two[1], momentum, [])
 
     for future in pushed(79_999):
         with pytest.raises(MemoryLimit, match=r"'adam/users/m' beside 10000 rows .* 80000 bytes.* leaves 79999"):
             future.result(SOON)
-    assert looked_up(job, two[0], table, 1, after=1) == [1.5]
+    assert looked_up(job, two[0], table, 1, 10_000, after=1) == [1.5, 0.5]
     together(*pushed(1 << 20))
-    assert looked_up(job, two[0], slot, 1, 2, after=2) == [1.25, 0.25]
-    assert looked_up(job, two[0], table, 1, 2, after=2) == [0.25, 1.5]
-
-
-def test_what_lies_beside_a_table(job, two):
-    """A slot has a row wherever the table has one, from the first round on that has to do with it."""
-    table = table_of(job, two[0])
-    plan = job.approve(by_keys(table), two[0])
-    together(push(two[0], plan, [1, 2]), push(two[1], plan, []))
-    slot = table_of(job, two[0], slot=SlotTensor("adam/users/m", "float32", (2,), 0.25))
-    assert looked_up(job, two[0], slot, 1, 9) == [0.25, 0.25]
-    momentum = job.approve(momentum_of(table, slot), two[0])
-    for worker in two:
-        worker.round += 1
-    together(push(two[0], momentum, [2, 3]), push(two[1], momentum, []))
-    assert looked_up(job, two[0], slot, 1, 2, 3, after=1) == [0.25, 1.25, 1.25]
-    assert looked_up(job, two[0], table, 1, 2, 3, after=1) == [1.5, 0.25, -0.75]
+    assert looked_up(job, two[0], slot, 1, 2, 10_000, after=2) == [1.25, 0.25, 1.25]
+    assert looked_up(job, two[0], table, 1, 2, 10_000, after=2) == [0.25, 1.5, -0.75]
 
 
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
@@ -195,8 +170,7 @@ def test_a_round_that_is_not_applied_makes_no_rows(job, two, nonfinite):
         else:
             assert future.exception(SOON) is not None
     assert size(job, two[0], table) == 0
-    for worker in two:
-        worker.round += 1
+    turn(*two)
     together(push(two[0], plan, [1]), push(two[1], plan, [2]))
     assert size(job, two[0], table) == 0
 
@@ -213,8 +187,7 @@ def test_a_limit_is_an_error_for_all(job, two):
             future.result(SOON)
     assert size(job, two[0], table) == 0
     for start in (0, 10_000, 20_000):
-        for worker in two:
-            worker.round += 1
+        turn(*two)
         together(push(two[0], plan, list(range(start, start + 10_000))), push(two[1], plan, []))
     assert 15_000 < size(job, two[0], table) <= 1.01 * MIN_CAPACITY
     assert looked_up(job, two[0], table, 29_999, after=3) == [1.5]
@@ -252,18 +225,6 @@ def test_tables_of_one_round_share_the_room(serve):
     assert [size(job, worker, table) for table in tables] == [60_000, 0]
 
 
-@pytest.mark.parametrize("count", [1 << 24, (1 << 24) + 1, 1 << 40, (1 << 64) - 1])
-def test_rows_that_are_announced_and_do_not_come(job, two, count):
-    """Their number is data: it is compared with what is there, and with what a contribution may have."""
-    table = table_of(job, two[0])
-    plan = job.approve(by_keys(table), two[0])
-    said = Contribution(two[0].session, two[0].epoch, 0, plan.id, (1.0,), rows=(count,))
-    with pytest.raises(InvalidRequest, match=r"does not fit a section|each may have 16777216"):
-        job.verbs[0].push(said, Payload.pack(keyed([1]))).result(SOON)
-    together(push(two[0], plan, [1]), push(two[1], plan, []))
-    assert size(job, two[0], table) == 1
-
-
 def test_much_is_not_asked_for_in_a_few_words(serve):
     """Rows that have no memory yet are made for an answer: more of them than the server may hold are refused."""
     job = Job(serve(1, memory_limit=1 << 20))
@@ -277,17 +238,6 @@ def test_much_is_not_asked_for_in_a_few_words(serve):
     assert reply.payload.size == 2 << 20
     with pytest.raises(InvalidRequest, match="buckets of a dynamic table are asked for twice"):
         ask(worker.session, [], -1, [], [TableRead(table.id, "rows", 0, BUCKETS)] * 2).result(SOON)
-
-
-def test_rows_are_cut_once(job, two):
-    """To a number, in a round, after its updates."""
-    table = table_of(job, two[0])
-    plan = job.approve(by_keys(table, trims=(Trim(table.id, (0,), 0),)), two[0])
-    together(push(two[0], plan, [1, 2]), push(two[1], plan, []))
-    assert size(job, two[0], table) == 0
-    for rows in (1, 1 << 40):
-        with pytest.raises(InvalidRequest, match="cannot be cut"):
-            job.verbs[0].propose(two[0].session, by_keys(table, trims=(Trim(table.id, (0,), rows),)), "", None)
 
 
 def test_parts_on_two_servers(job, two):
@@ -315,8 +265,7 @@ def test_parts_on_two_servers(job, two):
     read = TableRead(parts[1].id, "keys", 0, 10)
     with pytest.raises(InvalidRequest, match="which has 512 to 1023"):
         job.verbs[1].pull(two[0].session, [], -1, [], [read]).result(SOON)
-    for worker in two:
-        worker.round += 1
+    turn(*two)
     wrong = (len(mine[0]), 0), (0, len(mine[0]))
     futures = [push(worker, plan, mine[0], server=s, rows=wrong[s]) for worker in two for s in range(2)]
     assert any(isinstance(future.exception(SOON), InvalidRequest) for future in futures[1::2])
@@ -335,6 +284,8 @@ BAD_PLANS = {
         InvalidRequest,
         "of a table's shape",
     ),
+    "cut to one row": (lambda v: by_keys(v, trims=(Trim(v.id, (0,), 1),)), InvalidRequest, "cannot be cut"),
+    "cut to many rows": (lambda v: by_keys(v, trims=(Trim(v.id, (0,), 1 << 40),)), InvalidRequest, "cannot be cut"),
     "cuts an array": (lambda v: Plan(trims=(Trim(v.id + 1, (0,), 0),)), InvalidRequest, "no dynamic table"),
     "momentum": (
         lambda v: by_keys(
@@ -352,14 +303,21 @@ BAD_PLANS = {
 }
 
 
-@pytest.mark.parametrize("bad", BAD_PLANS)
-def test_plans_that_a_table_cannot_run(job, two, bad):
+def test_plans_that_a_table_cannot_run(job, two):
     """They are refused before a round."""
     table = table_of(job, two[0])
     job.variable(two[0], np.zeros(2, "float32"))
-    make, error, why = BAD_PLANS[bad]
-    with pytest.raises(error, match=why):
-        job.verbs[0].propose(two[0].session, make(table), "", None)
+    for make, error, why in BAD_PLANS.values():
+        with pytest.raises(error, match=why):
+            job.verbs[0].propose(two[0].session, make(table), "", None)
+
+
+def test_rows_are_cut_once(job, two):
+    """To a number, in a round, after its updates."""
+    table = table_of(job, two[0])
+    plan = job.approve(by_keys(table, trims=(Trim(table.id, (0,), 0),)), two[0])
+    together(push(two[0], plan, [1, 2]), push(two[1], plan, []))
+    assert size(job, two[0], table) == 0
 
 
 def test_what_a_table_refuses_to_be(job, two):
@@ -379,12 +337,13 @@ def test_what_a_table_refuses_to_be(job, two):
         VariableSpec("m", TensorSpec("float32", (3, 2)), part=replace(part, slot=None)).check()
 
 
-@pytest.mark.parametrize("times", [0, -1, 1 << 40])
-def test_times_that_cannot_be(job, two, times):
+def test_times_that_cannot_be(job, two):
     """They fail the round for all, who are told whose they are."""
     table = table_of(job, two[0])
     plan = job.approve(by_keys(table), two[0])
-    for future in (push(two[0], plan, [1]), push(two[1], plan, [2], times=[times])):
-        with pytest.raises(ProgramError, match=f"{B} says for 'users' that a key came"):
-            future.result(SOON)
+    for times in (0, -1, 1 << 40):
+        for future in (push(two[0], plan, [1]), push(two[1], plan, [2], times=[times])):
+            with pytest.raises(ProgramError, match=f"{B} says for 'users' that a key came"):
+                future.result(SOON)
+        turn(*two)
     assert size(job, two[0], table) == 0

@@ -16,12 +16,11 @@ from tests.kit.internals import (
     PlacedVariable,
     PSError,
     Read,
-    ServerLost,
     TensorSpec,
     VariableMismatch,
     VariableSpec,
 )
-from tests.kit.rig import SOON, WORKERS, Job, eventually, reduce_only, sum_into, together
+from tests.kit.rig import SOON, WORKERS, Job, eventually, reduce_only, together
 
 A, B = WORKERS[:2]
 NUMBER = TensorSpec("int64", ())
@@ -41,13 +40,17 @@ TENSORS = {
 
 
 def test_a_value_is_read_as_it_was_given(job, worker):
-    """Every dtype and shape, however large, and however it lay in memory."""
+    """Every dtype and shape, however large, and however it lay in memory; the servers keep their own copy."""
     for name, value in TENSORS.items():
         variable = job.variable(worker, value, (1,))
         back = job.value(worker, variable)
         assert back.shape == value.shape, name
         assert back.dtype == value.dtype.newbyteorder("="), name
         assert back.tobytes() == np.ascontiguousarray(value).astype(back.dtype).tobytes(), name
+    value = np.array([1, 2])
+    variable = job.variable(worker, value)
+    value += 5
+    assert job.value(worker, variable).tolist() == [1, 2]
 
 
 def test_a_variable_stays_where_it_was_placed(job, worker):
@@ -89,86 +92,76 @@ def test_the_log_says_which_variable_a_number_is(job, worker):
 
 
 def test_one_may_ask_first(job, worker):
-    """A large value travels only where it is wanted."""
+    """A large value travels only where it is wanted. Until then the variable has none that could be read; where it
+    lives on server 0 one call is enough."""
     spec = VariableSpec("w", NUMBER)
     named = job.verbs[0].create(worker.session, 0, -1, spec, (1,), None)
     assert not job.verbs[1].create(worker.session, 0, named.id, spec, (1,), None).initialized
+    with pytest.raises(InvalidRequest, match="'w' has no value"):
+        job.verbs[1].pull(worker.session, [0], -1).result(SOON)
     given = job.verbs[1].create(worker.session, 0, named.id, spec, (1,), Payload.pack([np.array(3)]))
     assert given.initialized
     assert job.verbs[1].create(worker.session, 0, named.id, spec, (1,), None).initialized
-
-
-def test_server_0_takes_a_value_with_the_name(job, worker):
-    """One call is enough where the variable lives on server 0."""
-    payload = Payload.pack([np.array(4)])
-    named = job.verbs[0].create(worker.session, 0, -1, VariableSpec("w", NUMBER), (0,), payload)
+    here = VariableSpec("here", NUMBER)
+    assert not job.verbs[0].create(worker.session, 1, -1, here, (0,), None).initialized
+    with pytest.raises(InvalidRequest, match="'here' has no value"):
+        job.verbs[0].pull(worker.session, [1], -1).result(SOON)
+    named = job.verbs[0].create(worker.session, 2, -1, VariableSpec("v", NUMBER), (0,), Payload.pack([np.array(4)]))
     assert named.initialized
-    reply = job.verbs[0].pull(worker.session, [named.id], -1).result(SOON)
-    assert int(reply.payload.tensors([NUMBER])[0]) == 4
+    assert int(job.value(worker, PlacedVariable(named.id, VariableSpec("v", NUMBER), (0,)))) == 4
 
 
-@pytest.mark.parametrize(
-    ("ordinal", "spec"),
-    [
-        (0, VariableSpec("v0", TensorSpec("float64", (3,)))),
-        (0, VariableSpec("v0", TensorSpec("float32", (2,)))),
-        (0, VariableSpec("other", TensorSpec("float64", (2,)))),
-        (1, VariableSpec("v0", TensorSpec("float64", (2,)))),
-    ],
-)
-def test_two_that_disagree_are_told(job, worker, ordinal, spec):
-    """A mismatch of shape, dtype, name or order names both sides and both processes."""
+MISMATCHES = [
+    (0, VariableSpec("v0", TensorSpec("float64", (3,)))),
+    (0, VariableSpec("v0", TensorSpec("float32", (2,)))),
+    (0, VariableSpec("other", TensorSpec("float64", (2,)))),
+    (1, VariableSpec("v0", TensorSpec("float64", (2,)))),
+]
+
+
+def test_two_that_disagree_are_told(job, worker):
+    """A mismatch of shape, dtype, name or order names both sides and both processes. A process that creates its third
+    variable where the job has one runs another program."""
     job.variable(worker, np.zeros(2))
     other = job.open(B).session
-    with pytest.raises(VariableMismatch) as told:
-        job.verbs[0].create(other, ordinal, -1, spec, (), None)
-    message = str(told.value)
-    assert all(word in message for word in (str(A), str(B), str(spec), "'v0' float64[2]"))
-
-
-def test_a_gap_in_the_order_is_a_divergence(job, worker):
-    """A process that creates its third variable where the job has one runs another program."""
-    job.variable(worker, np.zeros(2))
+    for ordinal, spec in MISMATCHES:
+        with pytest.raises(VariableMismatch) as told:
+            job.verbs[0].create(other, ordinal, -1, spec, (), None)
+        message = str(told.value)
+        assert all(word in message for word in (str(A), str(B), str(spec), "'v0' float64[2]"))
     with pytest.raises(Diverged, match="number 2, and the job has 1"):
         job.verbs[0].create(worker.session, 2, -1, VariableSpec("w", NUMBER), (), None)
 
 
-@pytest.mark.parametrize("servers", [(), (2,), (0, 7)])
-def test_a_server_that_is_not_there_is_refused(job, worker, servers):
-    """Nothing is placed where nobody could find it."""
-    with pytest.raises(InvalidRequest, match="of 2"):
-        job.verbs[0].create(worker.session, 0, -1, VariableSpec("w", NUMBER), servers, None)
+IMPOSSIBLE = [
+    VariableSpec("", NUMBER),
+    VariableSpec("x" * 600, NUMBER),
+    VariableSpec("a\nb", NUMBER),
+    VariableSpec("w", TensorSpec("object", ())),
+    VariableSpec("w", TensorSpec("float32", (1 << 50,))),
+]
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        VariableSpec("", NUMBER),
-        VariableSpec("x" * 600, NUMBER),
-        VariableSpec("a\nb", NUMBER),
-        VariableSpec("w", TensorSpec("object", ())),
-        VariableSpec("w", TensorSpec("float32", (1 << 50,))),
-    ],
-)
-def test_what_cannot_be_is_refused(job, worker, spec):
-    """Names that nobody can read, dtypes that do not travel, sizes that nothing can hold."""
-    with pytest.raises(InvalidRequest):
-        job.verbs[0].create(worker.session, 0, -1, spec, (0,), None)
+def test_what_cannot_be_is_refused(job, worker):
+    """Names that nobody can read, dtypes that do not travel, sizes that nothing can hold, and servers that are not
+    there. A value of another size is refused as well, and not kept: the right one is taken afterwards."""
+    for spec in IMPOSSIBLE:
+        with pytest.raises(InvalidRequest):
+            job.verbs[0].create(worker.session, 0, -1, spec, (0,), None)
+    for servers in ((), (2,), (0, 7)):
+        with pytest.raises(InvalidRequest, match="of 2"):
+            job.verbs[0].create(worker.session, 0, -1, VariableSpec("w", NUMBER), servers, None)
     assert job.verbs[0].status().variables == 0
-
-
-@pytest.mark.parametrize("value", [np.zeros(3), np.zeros(1), np.zeros((2, 2))])
-def test_a_value_of_another_size_is_refused(job, worker, value):
-    """And is not kept: the right one is taken afterwards."""
     spec = VariableSpec("w", TensorSpec("float64", (2,)))
-    with pytest.raises(InvalidRequest):
-        job.verbs[0].create(worker.session, 0, -1, spec, (0,), Payload.pack([value]))
+    for value in (np.zeros(3), np.zeros(1), np.zeros((2, 2))):
+        with pytest.raises(InvalidRequest):
+            job.verbs[0].create(worker.session, 0, -1, spec, (0,), Payload.pack([value]))
     variable = job.variable(worker, np.array([1.0, 2.0]), (0,), "w")
     assert job.value(worker, variable).tolist() == [1.0, 2.0]
 
 
 def test_a_server_that_does_not_hold_it_takes_no_value(job, worker):
-    """It knows the variable, and says that it is not the place for it."""
+    """It knows the variable, and says that it is not the place for it. A holder refuses a number for another one."""
     variable = job.variable(worker, np.array(1), (1,))
     for servers in ((1,), (0,)):
         with pytest.raises(PSError) as told:
@@ -177,18 +170,6 @@ def test_a_server_that_does_not_hold_it_takes_no_value(job, worker):
     with pytest.raises(InvalidRequest, match="'v0' has no value") as told:
         job.verbs[0].pull(worker.session, [0], -1).result(SOON)
     assert told.value.task == "/job:ps/task:0"
-
-
-def test_what_has_no_value_yet_is_not_read(job, worker):
-    """Named by one process that has not given it one."""
-    job.verbs[0].create(worker.session, 0, -1, VariableSpec("w", NUMBER), (0,), None)
-    with pytest.raises(InvalidRequest, match="'w' has no value"):
-        job.verbs[0].pull(worker.session, [0], -1).result(SOON)
-
-
-def test_a_number_stands_for_one_variable(job, worker):
-    """A holder that is told otherwise refuses."""
-    job.variable(worker, np.array(1), (1,))
     with pytest.raises(VariableMismatch, match="variable 0 is 'v0'"):
         job.verbs[1].create(worker.session, 0, 0, VariableSpec("other", NUMBER), (1,), None)
 
@@ -202,10 +183,14 @@ def test_before_a_job_nothing_is_created(serve):
 
 
 def test_a_server_holds_no_more_than_its_limit(serve):
-    """Told with the server's name; what fits afterwards is taken."""
+    """Told with the server's name; what fits afterwards is taken. Server 0 refuses before anything is in the log."""
     job = Job(serve(2, memory_limit=1000))
     (worker,) = job.join(A)
-    job.variable(worker, np.zeros(100), (1,))
+    length = job.verbs[0].status().log
+    with pytest.raises(MemoryLimit):
+        job.verbs[0].create(worker.session, 0, -1, VariableSpec("w", TensorSpec("int8", (1001,))), (0,), None)
+    assert job.verbs[0].status().log == length
+    assert job.variable(worker, np.zeros(100), (1,)).id == 0
     status = job.verbs[1].status()
     assert (status.nbytes, status.memory_limit) == (800, 1000)
     spec = VariableSpec("large", TensorSpec("float64", (100,)))
@@ -216,27 +201,20 @@ def test_a_server_holds_no_more_than_its_limit(serve):
     job.variable(worker, np.zeros(25), (1,))
 
 
-def test_a_name_that_does_not_fit_is_not_taken(serve):
-    """Server 0 refuses before it writes anything into the log."""
-    job = Job(serve(1, memory_limit=1000))
-    (worker,) = job.join(A)
-    length = job.verbs[0].status().log
-    with pytest.raises(MemoryLimit):
-        job.verbs[0].create(worker.session, 0, -1, VariableSpec("w", TensorSpec("int8", (1001,))), (0,), None)
-    assert job.verbs[0].status().log == length
-    assert job.variable(worker, np.array(1)).id == 0
-
-
 def test_a_read_waits_for_its_round(job, worker):
-    """One that has been in a round sees its effect on every server."""
-    variable = job.variable(worker, np.array(10))
-    plan = job.approve(sum_into(variable), worker)
+    """One that has been in a round sees its effect on every server. A value that was read does not change: updates make
+    new arrays. An unknown variable is refused at once, and not when a round that may never come has come."""
+    variable, plan = job.adder(worker, [10, 20])
+    before = job.value(worker, variable)
     reading = job.verbs[0].pull(worker.session, [variable.id], 0)
     eventually(lambda: job.servers.cores[0].machine.waiters.rows[Read])
+    with pytest.raises(InvalidRequest, match="variable 5 has no value"):
+        job.verbs[0].pull(worker.session, [5], 3).result(SOON)
     assert not reading.done()
-    together(worker.push(plan, [5]))
+    worker.make(plan, [[5, 5]])
     reply = reading.result(SOON)
-    assert (reply.round, int(reply.payload.tensors([NUMBER])[0])) == (0, 15)
+    assert (reply.round, reply.payload.tensors([variable.spec.tensor])[0].tolist()) == (0, [15, 25])
+    assert before.tolist() == [10, 20]
 
 
 def test_several_variables_are_read_at_once(job, worker):
@@ -251,40 +229,6 @@ def test_several_variables_are_read_at_once(job, worker):
         assert array.tolist() == values[index].tolist()
     nothing = job.verbs[0].pull(worker.session, [], -1).result(SOON)
     assert nothing.payload.size == 0
-
-
-def test_an_unknown_variable_is_not_read(job, worker):
-    """At once, and not when a round that may never come has come."""
-    with pytest.raises(InvalidRequest, match="variable 5 has no value"):
-        job.verbs[0].pull(worker.session, [5], 3).result(SOON)
-
-
-def test_a_read_value_does_not_change(job, worker):
-    """Updates make new arrays: whoever reads keeps what it read."""
-    variable = job.variable(worker, np.array([1, 2]))
-    before = job.value(worker, variable)
-    plan = job.approve(sum_into(variable), worker)
-    together(worker.push(plan, [[10, 10]]))
-    assert before.tolist() == [1, 2]
-    assert job.value(worker, variable).tolist() == [11, 12]
-
-
-def test_a_given_value_may_be_changed_afterwards(job, worker):
-    """The servers keep their own copy."""
-    value = np.array([1, 2])
-    variable = job.variable(worker, value)
-    value += 5
-    assert job.value(worker, variable).tolist() == [1, 2]
-
-
-def test_a_read_ends_with_its_server(job, worker):
-    """Nobody waits for what is gone."""
-    variable = job.variable(worker, np.array(1))
-    reading = job.verbs[0].pull(worker.session, [variable.id], 9)
-    eventually(lambda: job.servers.cores[0].machine.waiters.rows[Read])
-    job.servers.cores[0].close()
-    with pytest.raises(ServerLost, match="server ends"):
-        reading.result(SOON)
 
 
 def test_a_reduction_alone_needs_no_variable(job, worker):

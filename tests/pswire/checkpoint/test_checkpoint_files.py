@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from pswire.checkpoint import writer
-from pswire.checkpoint.manifest import LATEST, MANIFEST, Manifest, latest_text
+from pswire.checkpoint.manifest import LATEST, MANIFEST, latest_text
 from pswire.checkpoint.reader import FoundCheckpoint
 from pswire.checkpoint.reader import SavedCheckpoint as Saved
 from pswire.checkpoint.storage import Directory, Remote, parted, storage_at
@@ -95,19 +95,19 @@ def put(root, path, data):
 
 
 def test_what_is_saved_is_read(root):
-    """Values and positions come back, by the checkpoint's path or its directory's; there is no other file."""
+    """Values and positions come back, by the checkpoint's path or its directory's; there is no other file. One tensor
+    may be two variables: each gets memory of its own, for a round writes into it."""
     shard = save(root)
     for path in ("run", "run/ckpt-1", "./run//ckpt-1"):
         restored = Saved.open(storage_at(root), path)
         assert (restored.path, restored.manifest.positions) == ("run/ckpt-1", (POSITION,))
-        np.testing.assert_array_equal(restored.read([("w", SPEC)])[0], VALUE)
+        one, two = restored.read([("w", SPEC), ("w", SPEC)])
+        np.testing.assert_array_equal(one, VALUE)
+        one += 1
+        np.testing.assert_array_equal(two, VALUE)
     assert files(root) == {f"run/ckpt-1/{name}" for name in ("manifest.json", shard)}
-
-
-def test_a_checkpoint_may_lie_at_the_root(root):
-    """Its directory is then the root's own child."""
     save(root, "ckpt-1")
-    assert Saved.open(storage_at(root), ".").path == "ckpt-1"
+    assert Saved.open(storage_at(root), ".").path == "ckpt-1", "its directory is the root's own child"
 
 
 def test_the_newest_has_the_greatest_number(root):
@@ -116,6 +116,23 @@ def test_the_newest_has_the_greatest_number(root):
         save(root, f"run/ckpt-{number}", VALUE + number)
     save(root, "run/best")
     np.testing.assert_array_equal(read(root), VALUE + 10)
+
+
+def test_an_order_says_what_is_the_newest(root):
+    """A save does, after the manifest; without that word it stays what it was, until that one is gone, or lies
+    elsewhere: it is looked for among those that are complete."""
+    save(root, "run/ckpt-5", VALUE + 5)
+    save(root, "run/ckpt-2", VALUE + 2, state='{"latest": true}')
+    save(root, "run/ckpt-9", VALUE + 9)
+    np.testing.assert_array_equal(read(root), VALUE + 2)
+    assert {name for name in files(root) if "ckpt-" not in name} == {"run/latest"}
+    writer.delete(storage_at(root), PurePosixPath("run/ckpt-5"), "ckpt-2", storage_at(root).listing("run"))
+    np.testing.assert_array_equal(read(root), VALUE + 9)
+    save(root, "other/ckpt-3")
+    write(root, "run/ckpt-6")
+    for name in ("ckpt-6", "ckpt-7", "../other/ckpt-3"):
+        put(root, "run/latest", latest_text(name).encode())
+        assert Saved.open(storage_at(root), "run").path == "run/ckpt-9"
 
 
 def test_without_a_manifest_there_is_no_checkpoint(root):
@@ -127,36 +144,53 @@ def test_without_a_manifest_there_is_no_checkpoint(root):
 
 
 def test_what_is_written_over_is_whole_until_the_new_one_is(root):
-    """A save to a path that is taken touches nothing there before its own manifest is written."""
+    """A save to a path that is taken touches nothing there before its own manifest is written. Another save to that
+    path is left alone: its files are not leftovers while it is being written."""
     save(root)
     before = files(root)
     new = frozen(value=VALUE + 1)
     text = manifest_of([write_shard(root, new)])
     np.testing.assert_array_equal(read(root), VALUE)
     assert files(root) == before | {f"run/ckpt-1/{new.file}"}
+    between = save(root, value=VALUE + 2, busy=lambda: {"run/ckpt-1"})
+    np.testing.assert_array_equal(read(root), VALUE + 2)
+    assert files(root) >= {f"run/ckpt-1/{name}" for name in ("manifest.json", new.file, between)}
     writer.write_manifest(storage_at(root), new, text)
     np.testing.assert_array_equal(read(root), VALUE + 1)
     assert files(root) == {"run/ckpt-1/manifest.json", f"run/ckpt-1/{new.file}"}
 
 
+LARGE = np.arange(5 << 20, dtype="float32")
+"""More than an object store takes in one message."""
+
+
 def test_a_failure_leaves_what_was_to_be_written_over(root):
-    """With all its bytes; what the save has written can be removed."""
+    """With all its bytes, also where it comes after some of many; what the save has written can be removed. What fails
+    at another path is no checkpoint, and leaves nothing. What is no manifest is not written, whatever a chief sends."""
     save(root)
     before = files(root)
 
     def fail(name):
         raise OSError("no space left")
 
-    with pytest.raises(CheckpointError, match="no space left"):
-        writer.write_shard(storage_at(root), frozen(value=VALUE + 1), lambda value: (np.asarray(value),), fail)
-    other = frozen(value=VALUE + 1)
-    write_shard(root, other)
-    with pytest.raises(CheckpointError, match="is no manifest"):
-        writer.write_manifest(storage_at(root), other, "{}")
-    writer.remove_shard(storage_at(root), other)
-    writer.remove_shard(storage_at(root), other)  # again, where there is none
+    for path, value in (("run/ckpt-1", VALUE + 1), ("run/ckpt-2", VALUE + 1), ("run/ckpt-2", LARGE)):
+        words = rf"{path}/shard-00000-of-00001-\w{{8}}.safetensors cannot be written: no space left"
+        with pytest.raises(CheckpointError, match=words):
+            writer.write_shard(storage_at(root), frozen(path, value), lambda value: (np.asarray(value),), fail)
+        assert files(root) == before
+        np.testing.assert_array_equal(read(root), VALUE)
+    for path in ("run/ckpt-1", "run/ckpt-2"):
+        other = frozen(path, VALUE + 1)
+        write_shard(root, other)
+        with pytest.raises(CheckpointError, match="is no manifest"):
+            writer.write_manifest(storage_at(root), other, "{}")
+        writer.remove_shard(storage_at(root), other)
+        writer.remove_shard(storage_at(root), other)  # again, where there is none
     assert files(root) == before
     np.testing.assert_array_equal(read(root), VALUE)
+    save(root, value=LARGE)
+    (found,) = Saved.open(storage_at(root), "run").read([("w", spec_of(LARGE))])
+    np.testing.assert_array_equal(found, LARGE)
 
 
 class Dying:
@@ -201,7 +235,8 @@ def test_whatever_a_crash_leaves_is_whole(tmp_path, path, steps):
 
 
 def test_what_is_not_there_is_removed(tmp_path):
-    """Whatever keeps it from being there; an empty directory goes with it."""
+    """Whatever keeps it from being there; an empty directory goes with it. A file that a manifest names is not: what
+    failed may have been the last step, which makes the manifest lasting."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/ckpt-1").write_text("a file")
     writer.remove_shard(storage_at(tmp_path), frozen())
@@ -209,15 +244,10 @@ def test_what_is_not_there_is_removed(tmp_path):
     writer.remove_shard(storage_at(tmp_path), frozen("run/ckpt-2"))
     writer.remove_shard(storage_at(tmp_path), frozen("elsewhere/ckpt-2"))
     assert [path.name for path in tmp_path.rglob("*")] == ["run", "ckpt-1"]
-
-
-def test_a_file_that_a_manifest_names_is_not_removed(root):
-    """What failed may have been the last step, which makes the manifest lasting."""
-    one = frozen()
-    text = manifest_of([write_shard(root, one)])
-    writer.write_manifest(storage_at(root), one, text)
-    writer.remove_shard(storage_at(root), one)
-    np.testing.assert_array_equal(read(root), VALUE)
+    one = frozen("run/ckpt-3")
+    writer.write_manifest(storage_at(tmp_path), one, manifest_of([write_shard(tmp_path, one)]))
+    writer.remove_shard(storage_at(tmp_path), one)
+    np.testing.assert_array_equal(read(tmp_path), VALUE)
 
 
 def test_saves_have_names_of_their_own():
@@ -226,37 +256,6 @@ def test_saves_have_names_of_their_own():
     assert one.order == other.order
     assert one.file != other.file
     assert PurePosixPath(one.file).match("shard-00000-of-00001-????????.safetensors")
-
-
-def test_a_failure_leaves_the_one_before(root):
-    """What fails half way is no checkpoint, and leaves nothing that is taken for one."""
-    save(root)
-
-    def fail(name):
-        raise OSError("no space left")
-
-    with pytest.raises(
-        CheckpointError, match=r"run/ckpt-2/shard-00000-of-00001-\w{8}.safetensors cannot be written: no"
-    ):
-        writer.write_shard(storage_at(root), frozen("run/ckpt-2", VALUE + 1), lambda value: (np.asarray(value),), fail)
-    np.testing.assert_array_equal(read(root), VALUE)
-    assert not {name for name in files(root) if name.startswith("run/ckpt-2/")}
-
-
-def test_large_tensors(root):
-    """More than an object store takes in one message; one that fails after some of it leaves nothing, too."""
-    large = np.arange(5 << 20, dtype="float32")
-    spec = spec_of(large)
-    save(root, value=large)
-    (found,) = Saved.open(storage_at(root), "run").read([("w", spec)])
-    np.testing.assert_array_equal(found, large)
-
-    def fail(name):
-        raise OSError("no space left")
-
-    with pytest.raises(CheckpointError, match="no space left"):
-        writer.write_shard(storage_at(root), frozen("run/ckpt-2", large), lambda value: (np.asarray(value),), fail)
-    assert not {name for name in files(root) if name.startswith("run/ckpt-2/")}
 
 
 def test_what_was_written_is_let_go_of(root):
@@ -275,23 +274,25 @@ def test_what_was_written_is_let_go_of(root):
 
 @each_in_a_directory("path", ["../up", "", "/etc", "a/../../up", "a\0b", "s3://bucket/x", "file:///etc"])
 def test_paths_stay_below_the_root(root, path):
-    """Neither saving nor restoring leaves the place that the server's operator set; the error says what to write."""
+    """Neither saving nor restoring leaves the place that the server's operator set; the error says what to write. Nor
+    has a checkpoint the name of the file that says which is the newest: it would be in its way."""
     with pytest.raises(CheckpointError, match="such as 'run1'"):
         write(root, path)
     with pytest.raises(CheckpointError, match="such as 'run1'"):
         Saved.open(storage_at(root), path)
+    with pytest.raises(CheckpointError, match=r"'run/latest': .*choose another one"):
+        write(root, "run/latest")
     assert not files(root)
 
 
 def test_links_do_not_lead_out(tmp_path):
     """Nor does a link that lies below the root: neither a directory's, nor a file's."""
     root = tmp_path / "root"
-    root.mkdir()
+    (root / "ckpt-1").mkdir(parents=True)
     (root / "link").symlink_to(tmp_path)
     with pytest.raises(CheckpointError, match="through a link"):
         write(root, "link/x")
     save(tmp_path, "ckpt-1")
-    (root / "ckpt-1").mkdir()
     for file in (tmp_path / "ckpt-1").iterdir():
         (root / "ckpt-1" / file.name).symlink_to(file)
     with pytest.raises(CheckpointError, match="through a link"):
@@ -415,14 +416,6 @@ def test_a_variable_that_is_not_what_was_saved(root):
     np.testing.assert_array_equal(found, VALUE)
 
 
-def test_one_tensor_may_be_two_variables(root):
-    """Each gets memory of its own: a round writes into it."""
-    save(root)
-    one, two = Saved.open(storage_at(root), "run").read([("w", SPEC), ("w", SPEC)])
-    one += 1
-    np.testing.assert_array_equal(two, VALUE)
-
-
 @each_in_a_directory(
     "manifest", ["{", "[]", '{"format": 3}', '{"format": 1, "tensors": {"w": {"file": "../x"}}, "positions": []}']
 )
@@ -447,17 +440,6 @@ def test_a_flipped_bit_is_told_wherever_it_is(tmp_path):
     shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(CheckpointError, match=r"the bytes of 'w' are not those that were saved: xxh3:"):
         read(tmp_path)
-
-
-def test_the_first_format_is_read(tmp_path):
-    """It has no checksums and no sizes."""
-    save(tmp_path)
-    path = tmp_path / "run/ckpt-1/manifest.json"
-    text = Manifest.parse(path.read_text(), "here").text()
-    bare = replace(Manifest.parse(text, "here"), files={})
-    bare = replace(bare, tensors={name: replace(saved, checksum="") for name, saved in bare.tensors.items()})
-    path.write_text(bare.text().replace('"format": 2', '"format": 1'))
-    np.testing.assert_array_equal(read(tmp_path), VALUE)
 
 
 def test_only_what_is_wanted_is_read(tmp_path):
@@ -485,18 +467,6 @@ def test_a_manifest_has_all_its_files(root):
             read(root)
 
 
-def test_an_order_says_what_is_the_newest(root):
-    """A save does, after the manifest; without that word it stays what it was, until that one is gone."""
-    said = '{"latest": true}'
-    save(root, "run/ckpt-5", VALUE + 5)
-    save(root, "run/ckpt-2", VALUE + 2, state=said)
-    save(root, "run/ckpt-9", VALUE + 9)
-    np.testing.assert_array_equal(read(root), VALUE + 2)
-    assert (files(root) - {name for name in files(root) if "ckpt-" in name}) == {"run/latest"}
-    writer.delete(storage_at(root), PurePosixPath("run/ckpt-5"), "ckpt-2", storage_at(root).listing("run"))
-    np.testing.assert_array_equal(read(root), VALUE + 9)
-
-
 @each_in_a_directory("text", ["", "{", "null", '["ckpt-1"]', '{"format": 2, "latest": "ckpt-1"}', "\u00ff"])
 def test_without_that_word_it_is_the_greatest_number(root, text, caplog):
     """Nothing that is understood is told, and passed over."""
@@ -505,16 +475,6 @@ def test_without_that_word_it_is_the_greatest_number(root, text, caplog):
     put(root, "run/latest", text.encode("latin-1"))
     np.testing.assert_array_equal(read(root), VALUE + 2)
     assert "run/latest is passed over, and the greatest number is the newest" in caplog.text
-
-
-def test_what_is_named_as_the_newest_may_be_gone(root):
-    """Or lie elsewhere: it is looked for among those that are complete."""
-    for name in ("run/ckpt-1", "other/ckpt-3"):
-        save(root, name)
-    write(root, "run/ckpt-2")
-    for name in ("ckpt-2", "ckpt-7", "../other/ckpt-3"):
-        put(root, "run/latest", latest_text(name).encode())
-        assert Saved.open(storage_at(root), "run").path == "run/ckpt-1"
 
 
 class Listed:
@@ -559,13 +519,6 @@ def test_a_save_lists_its_directory_once(root):
     assert files(root) == {f"run/ckpt-4/{MANIFEST}", f"run/ckpt-4/{new.file}"}
 
 
-def test_no_checkpoint_has_the_name_of_that_file(root):
-    """It would be in its way."""
-    with pytest.raises(CheckpointError, match=r"'run/latest': .*choose another one"):
-        write(root, "run/latest")
-    assert not files(root)
-
-
 def test_leftovers_go_with_the_next_save(root):
     """What crashed saves of the same name left, and files of another number of servers; nothing else."""
     kept = {"run/ckpt-1/manifest.json", f"run/ckpt-1/{save(root, 'run/ckpt-1')}"}
@@ -584,16 +537,6 @@ def test_leftovers_go_with_the_next_save(root):
     shard = save(root, "run/ckpt-5", busy=lambda: {"run/ckpt-3"})
     kept |= {"run/ckpt-5/manifest.json", f"run/ckpt-5/{shard}"}
     assert files(root) == kept
-
-
-def test_another_save_to_the_same_path_is_left_alone(root):
-    """Its files are not leftovers while it is being written; its manifest replaces this one."""
-    later = frozen(value=VALUE + 1)
-    text = manifest_of([write_shard(root, later)])
-    save(root, busy=lambda: {"run/ckpt-1"})
-    writer.write_manifest(storage_at(root), later, text)
-    np.testing.assert_array_equal(read(root), VALUE + 1)
-    assert files(root) == {"run/ckpt-1/manifest.json", f"run/ckpt-1/{later.file}"}
 
 
 def test_what_somebody_reads_is_spared(root):
@@ -638,12 +581,3 @@ def test_what_cannot_be_removed_is_no_failure(tmp_path):
     save(tmp_path, "run/ckpt-4")
     np.testing.assert_array_equal(read(tmp_path), VALUE)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["ckpt-0", "ckpt-4"]
-
-
-def test_a_manifest_that_is_none_is_not_written(root):
-    """What a chief sends becomes no checkpoint that cannot be read."""
-    write(root)
-    with pytest.raises(CheckpointError, match="is no manifest"):
-        writer.write_manifest(storage_at(root), frozen(), "{}")
-    with pytest.raises(NoCheckpoint):
-        read(root)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 
-import ml_dtypes
 import numpy as np
 import pytest
 import xxhash
@@ -68,7 +67,10 @@ def test_it_reads_what_the_library_writes(tmp_path):
 
 
 def test_what_is_written_is_read_with_its_checksum(tmp_path):
-    """The checksum is XXH3 of the bytes in the file; what was read is an array of its own that may be written to."""
+    """The checksum is XXH3 of the bytes in the file; what was read is an array of its own that may be written to.
+
+    Each begins at a multiple of its item's size, so that a reader may use the file's memory as it is.
+    """
     sums = written(tmp_path / "x", ALL)
     raw = (tmp_path / "x").read_bytes()
     with open(tmp_path / "x", "rb", buffering=0) as file:
@@ -77,17 +79,10 @@ def test_what_is_written_is_read_with_its_checksum(tmp_path):
             array, checksum = safetensors_stream.read(file, entry)
             data = raw[entry.offset : entry.offset + entry.spec.nbytes]
             assert checksum == sums[name] == f"xxh3:{xxhash.xxh3_128_hexdigest(data)}"
-            assert array.tobytes() == portable(ALL[name]).tobytes()
+            assert (array.dtype, array.tobytes()) == (portable(ALL[name]).dtype, portable(ALL[name]).tobytes())
             assert array.flags.owndata
             assert array.flags.writeable
-
-
-def test_tensors_are_aligned(tmp_path):
-    """Each begins at a multiple of its item's size, so that a reader may use the file's memory as it is."""
-    written(tmp_path / "x", ALL)
-    with open(tmp_path / "x", "rb") as file:
-        entries = safetensors_stream.read_header(file, (tmp_path / "x").stat().st_size)
-    assert all(entry.offset % DTYPES[entry.spec.dtype].itemsize == 0 for entry in entries.values())
+            assert entry.offset % array.itemsize == 0
 
 
 def test_a_large_tensor_is_written_piece_by_piece(tmp_path):
@@ -176,13 +171,3 @@ def test_every_cut_is_noticed():
     for size in range(len(whole)):
         with pytest.raises(ValueError, match=r"cut short|broken"):
             safetensors_stream.read_header(io.BytesIO(whole[:size]), size)
-
-
-def test_bfloat16_is_itself():
-    """Its arrays are of the dtype that ml_dtypes has."""
-    value = np.array([1.5, 3e38], ml_dtypes.bfloat16)
-    file = io.BytesIO(safetensors_stream.header({"x": spec_of(value)}))
-    file.seek(0, io.SEEK_END)
-    safetensors_stream.append(file, [value])
-    entry = safetensors_stream.TensorEntry(spec_of(value), len(file.getvalue()) - 4)
-    assert safetensors_stream.read(file, entry)[0].dtype == ml_dtypes.bfloat16
