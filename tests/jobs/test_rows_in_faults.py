@@ -109,14 +109,12 @@ def trained(gradient, rounds, momentum):
 def check_sums(said, *rounds, momentum):
     """What a worker says at the end is what these rounds of each make, row by row and key by key."""
 
-    def rows_of(*ids):
-        return trained(lambda round: np.bincount([*ids, each(round)], minlength=SIZE), rounds, momentum)
+    def rows_of(own, *ids):
+        return trained(lambda round: np.bincount([*ids, own(round)], minlength=SIZE), rounds, momentum)
 
     *tables, shards, keys, rows, dense, steps = said
-    each = lambda round: round % SIZE  # noqa: E731
-    assert tables == [rows_of(7, 7)] * 2
-    each = lambda round: 21 + round  # noqa: E731
-    assert shards == rows_of(*EVERYWHERE * 2)
+    assert tables == [rows_of(lambda round: round % SIZE, 7, 7)] * 2
+    assert shards == rows_of(lambda round: 21 + round, *EVERYWHERE * 2)
     assert keys == [-7, *range(-3, ROUNDS - 3)]
     counts = [lambda _: np.array(2), *(lambda round, key=key: np.array(round - 3 == key) * 1 for key in keys[1:])]
     assert rows == [trained(count, rounds, momentum) for count in counts]
