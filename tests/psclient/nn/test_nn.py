@@ -76,6 +76,20 @@ def upstream(bags):
     return np.arange(np.prod(bags.shape), dtype="float64").reshape(bags.shape)
 
 
+def quotient(v, start, step, value):
+    """The difference quotient of a number by each element of a variable."""
+    found = np.zeros_like(start)
+    for place in np.ndindex(*start.shape):
+        ends = []
+        for by in (step, -step):
+            moved = start.copy()
+            moved[place] += by
+            v.assign(moved)
+            ends.append(value())
+        found[place] = (ends[0] - ends[1]) / (2 * step)
+    return found
+
+
 @pytest.mark.parametrize("case", TENSORFLOW, ids=str)
 def test_bags_and_their_gradient_are_tensorflows(case):
     """Of ids below 0, weights below 0, empty bags, ids that come twice, and rows of exactly the greatest norm."""
@@ -130,15 +144,7 @@ def test_the_gradient_is_the_difference_quotient(combiner, longest):
     )
     bags = look()
     gradient = np.asarray(bags.gradient(upstream(bags)))
-    found = np.zeros_like(start)
-    for place in np.ndindex(*start.shape):
-        ends = []
-        for step in (1e-5, -1e-5):
-            moved = start.copy()
-            moved[place] += step
-            v.assign(moved)
-            ends.append((np.asarray(look()) * upstream(bags)).sum())
-        found[place] = (ends[0] - ends[1]) / 2e-5
+    found = quotient(v, start, 1e-5, lambda: (np.asarray(look()) * upstream(bags)).sum())
     assert np.abs(gradient).max() > 1
     np.testing.assert_allclose(gradient, found, atol=1e-6)
 
@@ -286,15 +292,7 @@ def test_the_gradient_goes_through_the_clip(row):
     lengths = np.sqrt((rows.values**2).reshape(4, -1).sum(axis=1))
     assert 0 < np.isclose(lengths, 1.5).sum() < 4  # both sides of the bound are tried
     gradient = rows.gradient(d)
-    found = np.zeros_like(start)
-    for place in np.ndindex(*start.shape):
-        ends = []
-        for step in (1e-6, -1e-6):
-            moved = start.copy()
-            moved[place] += step
-            v.assign(moved)
-            ends.append((ps.nn.embedding_lookup(v, ids, max_norm=1.5).values * d).sum())
-        found[place] = (ends[0] - ends[1]) / 2e-6
+    found = quotient(v, start, 1e-6, lambda: (ps.nn.embedding_lookup(v, ids, max_norm=1.5).values * d).sum())
     np.testing.assert_allclose(gradient, found, atol=1e-7)
     assert gradient.indices.tolist() == [0, 2, 3, 5]
 

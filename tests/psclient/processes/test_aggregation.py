@@ -493,7 +493,7 @@ def test_a_process_with_many_files_follows(make):
 def test_memory_of_answers_and_contributions_is_used_again(make):
     """Of many rounds the two memories hold no more than what is under way."""
     (server, leads, follows), size = make(2), 1 << 16
-    for round in range(50):
+    for round in range(20):
         own = follows.push(round, size)
         leads.push(round, size)
         server.until(round + 1)

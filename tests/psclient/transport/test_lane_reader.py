@@ -103,7 +103,7 @@ def test_who_waits_receives(waiting):
     assert not any(lane._leader for lane in waiting.lanes())
 
 
-def test_what_comes_while_nobody_waits_is_handled_at_once(waiting):
+def test_what_comes_while_nobody_waits_is_handled_at_once(waiting, name):
     """Before the first wait, and after one."""
     site = waiting.site
     for _ in range(3):
