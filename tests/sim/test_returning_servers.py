@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from psserver.plans import backlog
@@ -22,12 +25,6 @@ def lose(job: World, *servers: Task) -> None:
     for server in servers:
         job.kill(server)
         job.until(lambda server=server: server.index in job.gone)
-
-
-def start_again(job: World, server: Task) -> None:
-    """Starts a server again; returns once the next step will wait for it."""
-    job.start(server)
-    await_return(job, server)
 
 
 def await_return(job: World, server: Task) -> None:
@@ -56,8 +53,14 @@ def test_a_server_comes_back(lost, caplog):
         assert f"{task} goes on with {lost}, which is back" in caplog.text
 
 
-def test_two_servers_come_back():
-    """One after the other; then those are lost that had their copies."""
+def test_servers_are_started_anew_one_after_the_other():
+    """The first one twice; training goes on, and each step counts once. Of four, two come back; then the others go."""
+    with World() as job:
+        job.rounds(5)
+        for server in (PS0, PS1, PS0):
+            lose(job, server)
+            come_back(job, server)
+        assert job.finish() == [job.steps] * 2
     with World(servers=4) as job:
         job.rounds(5)
         lose(job, PS0, PS2)
@@ -68,7 +71,10 @@ def test_two_servers_come_back():
 
 @BOTH
 def test_the_chief_and_a_server_die_at_once_and_are_started_again(lost):
-    """The new chief finds a new process in the place of a server of which nobody knows that it was lost: no new job."""
+    """The new chief finds a new process in the place of a server of which nobody knows that it was lost: no new job.
+
+    A worker, and a chief, that are started then have never known it as gone: they ask the one that keeps the log since.
+    """
     with World() as job:
         job.rounds(5)
         job.kill(CHIEF, lost)
@@ -76,31 +82,11 @@ def test_the_chief_and_a_server_die_at_once_and_are_started_again(lost):
         assert not job.status(lost).incarnations
         await_return(job, lost)
         job.until(lambda: job.is_back(lost))
-        lose(job, OTHER[lost])
-        assert job.finish() == [job.steps] * 2
-
-
-@BOTH
-def test_who_is_started_after_a_server_is_back_takes_part(lost):
-    """A worker, and a chief, that have never known the server as gone: they ask the one that keeps the log since."""
-    with World() as job:
-        job.rounds(5)
-        lose(job, lost)
-        come_back(job, lost)
         job.kill(W1, CHIEF)
         job.start(W1, CHIEF)
         job.until(lambda: job.workers[W1].joined)
+        lose(job, OTHER[lost])
         assert job.finish()[0] == job.steps
-
-
-def test_servers_are_started_anew_one_after_the_other():
-    """The first one twice; training goes on, and each step counts once."""
-    with World() as job:
-        job.rounds(5)
-        for server in (PS0, PS1, PS0):
-            lose(job, server)
-            come_back(job, server)
-        assert job.finish() == [job.steps] * 2
 
 
 def test_a_server_that_dies_while_it_is_taken_back(caplog):
@@ -124,7 +110,8 @@ def test_a_process_that_dies_while_a_server_is_taken_back(killed):
     with World(timeouts=with_lease(4.0)) as job:
         job.rounds(5)
         lose(job, PS1)
-        start_again(job, PS1)
+        job.start(PS1)
+        await_return(job, PS1)
         job.pause(PS1)
         job.kill(killed)
         if killed == CHIEF:
@@ -156,9 +143,9 @@ def test_a_server_that_comes_too_late_ends_with_the_job():
 # ---- A server that reads its variables while training goes on ----
 
 
-@BOTH
-def test_training_goes_on_while_a_server_reads(lost):
-    """It takes part in all rounds of meanwhile, and has them all: the other server is lost then."""
+@contextmanager
+def reading(lost: Task) -> Iterator[World]:
+    """A job that goes on with a server that is back, and reads, until `let_read`."""
     with World() as job:
         job.rounds(5)
         lose(job, lost)
@@ -166,76 +153,64 @@ def test_training_goes_on_while_a_server_reads(lost):
         job.looks = False
         job.start(lost)
         job.until(lambda: job.gone == set())
+        yield job
+        assert job.finish() == [job.steps] * 2
+
+
+def let_read(job: World, server: Task) -> None:
+    """It has its variables."""
+    job.let_read(server)
+    job.looks = True
+
+
+@BOTH
+def test_training_goes_on_while_a_server_reads(lost):
+    """It takes part in all rounds of meanwhile, and has them all: the other server is lost then."""
+    with reading(lost) as job:
         before = job.round
         job.rounds(20)
         assert job.status(lost).catching_up
         assert job.status(lost).round > before + 10
-        job.let_read(lost)
-        job.looks = True
+        let_read(job, lost)
         job.until(lambda: job.is_back(lost))
         job.rounds(5)
         lose(job, OTHER[lost])
-        assert job.finish() == [job.steps] * 2
 
 
 @BOTH
 def test_the_other_server_is_lost_while_one_reads(lost):
     """What was handed over is on disk, and what came since it has: it goes on alone, once it has read."""
-    with World() as job:
-        job.rounds(5)
-        lose(job, lost)
-        job.hold_files(lost)
-        job.looks = False
-        job.start(lost)
-        job.until(lambda: job.gone == set())
+    with reading(lost) as job:
         job.until(lambda: not job.status(OTHER[lost]).saving)
         job.rounds(10)
         lose(job, OTHER[lost])
-        job.let_read(lost)
-        job.looks = True
+        let_read(job, lost)
         job.rounds(10)
-        assert job.finish() == [job.steps] * 2
 
 
 def test_a_server_is_killed_while_it_reads():
     """It is lost as any other; the next process reads what is handed over anew."""
-    with World() as job:
-        job.rounds(5)
-        lose(job, PS1)
-        job.hold_files(PS1)
-        job.looks = False
-        job.start(PS1)
-        job.until(lambda: job.gone == set())
+    with reading(PS1) as job:
         job.rounds(5)
         lose(job, PS1)
         job.rounds(5)
-        job.let_read(PS1)
-        job.looks = True
+        let_read(job, PS1)
         come_back(job, PS1)
         lose(job, PS0)
-        assert job.finish() == [job.steps] * 2
 
 
 def test_rounds_wait_where_too_much_is_to_be_made_up(monkeypatch):
     """The backlog has a limit; nothing is lost by it."""
     monkeypatch.setattr(backlog, "BACKLOG_BYTES", 8 * 2 * 2 * 4 * 8)
-    with World() as job:
-        job.rounds(5)
-        lose(job, PS1)
-        job.hold_files(PS1)
-        job.looks = False
-        job.start(PS1)
-        job.until(lambda: job.gone == set())
+    with reading(PS1) as job:
         job.wait(3.0)
         last = job.round
         job.wait(3.0)
         assert job.round == last
-        job.let_read(PS1)
-        job.looks = True
+        let_read(job, PS1)
         job.rounds(10)
         job.until(lambda: job.is_back(PS1))
         lose(job, PS0)
-        assert job.finish() == [job.steps] * 2
 
 
 # ---- A server that has other values than its copies ----
