@@ -11,7 +11,7 @@ import pytest
 
 import psclient as ps
 from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster
-from pstesting.script import DIRECTORY, ME, TASK, add_all, gate, open_gate, say
+from pstesting.script import DIRECTORY, ME, TASK, add_all, gate, say
 from tests.kit.certificates import options
 from tests.kit.internals import Task
 
@@ -226,37 +226,16 @@ def test_a_signal_reaches_the_script_of_a_worker_with_restarts(tmp_path):
         assert len(job.said(W1, "is")) == 1
 
 
-def begin_anew(rounds):
-    """Makes rounds; in its first life worker 0 waits amid them, in its second until the other one has come again."""
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        count = ps.Variable(np.zeros((), "int64"), name="count")
-    say("is", TASK)
-    mark = DIRECTORY / f"lived {ME}"
-    again = mark.exists()
-    mark.touch()
-    if again and ME:
-        open_gate("again")
-    while strategy.round < rounds:
-        strategy.run(lambda: add_all([(count, np.int64(1))]))
-        if strategy.round == 3 and not ME:
-            say("at")
-            gate("again" if again else "first")
-    say("end")
-
-
 def test_a_job_that_is_begun_anew(tmp_path):
     """Who joined it before a server was lost joins it again, as the same worker."""
-    keys = GOES_ON | {"restarts": 2, "gates": ["first", "again"]}
-    with ProcessCluster(begin_anew, tmp_path, (20,), **keys) as job:
-        job.hear(W0, "at")
-        job.join(W1, "--restarts", "1")
+    with ProcessCluster(stay, tmp_path, (2,), **GOES_ON | {"restarts": 2}) as job:
+        job.hear(W0, "made", 3)
+        joins(job, W1, None, "--restarts", "1")
         job.until(lambda: waiting(job, W1) and members(job, 2))
         job.kill(PS0)
-        job.open("first")
+        job.open("go")
         job.finish()
-        assert job.said(W1, "is") == [str(W1)] * 2
-        assert len(job.said(W0, "is")) == 2
+        assert [[task for task, _ in job.said(task, "is")] for task in (W0, W1)] == [[str(W0)] * 2, [str(W1)] * 2]
         assert "failed (exit code 75); starts again" in job.errors(W1)
 
 
