@@ -10,7 +10,7 @@ import pytest
 
 import psclient as ps
 from pstesting.in_process import InProcessCluster
-from pstesting.processes import CALM, PS0, QUICK, W0, W1, W2, ProcessCluster
+from pstesting.processes import CALM, W0, W1, W2, ProcessCluster
 from pstesting.script import ME, add_all, gate, say
 from tests.kit.internals import ServerOptions
 from tests.kit.workers import PATIENT, in_threads, meet
@@ -182,54 +182,4 @@ def test_large_rounds_of_both_kinds_share_a_lane(tmp_path):
         for task in (W0, W1, W2):
             assert job.hear(task, "alike")
             assert job.hear(task, "sums") == [2002002.0] * 4
-        job.finish()
-
-
-def shares(rows, batch, stop):
-    """Adds the rows of a dataset to a variable of each kind."""
-    strategy = ps.ParameterServerStrategy()
-    with strategy.scope():
-        w = ps.Variable(np.zeros(()), name="w")
-        t = ps.Variable(np.zeros(()), name="t", consistency=ps.Async())
-    dataset = ps.ArrayDataset(np.arange(float(rows))).batch(batch)
-    for mine in strategy.experimental_distribute_dataset(dataset):
-        if [ME, strategy.round] == stop:
-            say("at", strategy.round)
-            gate("go")
-        if [ME, strategy.round] == [0, 10]:
-            gate("on")
-        strategy.run(lambda mine=mine: add_all([(t, mine.sum()), (w, mine.sum())]))
-        strategy.run(lambda: t.read_value())
-        say("took", mine)
-        w.numpy()
-        say("made", strategy.round)
-    say("over")
-    gate("end")
-    say("sums", [float(w.numpy()), float(t.numpy())])
-
-
-def test_who_comes_back_amid_a_pass(tmp_path):
-    """It is taken in before a batch, with the others' numbers of rounds, and with numbers of its own for the rest."""
-    keys = {"workers": 2, "chief": "driver", "gates": ["go", "on", "end"], "timeouts": QUICK}
-    with ProcessCluster(shares, tmp_path, (240, 8, [1, 3]), **keys) as job, job.server(PS0) as server:
-
-        def sessions():
-            return {member.session for member in server.status().epoch.members if member.task == W1}
-
-        job.hear(W1, "at", 3)
-        before = sessions()
-        job.kill(W1)
-        job.open("go")
-        job.start(W1)
-        job.until(lambda: sessions() - before)
-        job.open("on")  # worker 0 goes on when the other one is a member again
-        job.hear(W1, "took")
-        for task in (W0, W1):
-            job.hear(task, "over")
-        job.open("end")
-        for task in (W0, W1):
-            w, t = job.hear(task, "sums")
-            taken = [row for each in (W0, W1) for rows in job.said(each, "took") for row in rows]
-            assert len(set(taken)) == len(taken)
-            assert t == w == sum(taken)
         job.finish()

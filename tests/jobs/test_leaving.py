@@ -122,9 +122,9 @@ def test_a_leaving_worker_that_is_killed(tmp_path):
             assert job.exited(task) == 0
 
 
-def loop(enough, stop, consistency):
+def loop(enough, stop):
     """Adds to a variable without a dataset; a step has two rounds, of which each has both or none."""
-    strategy = ps.ParameterServerStrategy(consistency={"sync": ps.Sync(), "async": ps.Async()}[consistency])
+    strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         v = ps.Variable(np.zeros((), "int64"), name="v")
         u = ps.Variable(np.zeros((), "int64"), name="u")
@@ -143,7 +143,7 @@ def test_a_worker_without_a_dataset_leaves_between_steps(tmp_path):
     Without a manager all variables are saved: by their names, in a directory of their own, once.
     """
     keys = KEYS | {"workers": 2, "save_on_sigterm": True}
-    with ProcessCluster(loop, tmp_path, (40, 5, "sync"), gates=["go"], **keys) as job:
+    with ProcessCluster(loop, tmp_path, (40, 5), gates=["go"], **keys) as job:
         for task in (W0, W1):
             job.hear(task, "at")
         tell_to_end(job, W1)
@@ -159,23 +159,6 @@ def test_a_worker_without_a_dataset_leaves_between_steps(tmp_path):
         command = [sys.executable, "-P", "-m", "psclient.psctl", "checkpoint", "verify", str(saved)]
         told = forks.run(command, capture_output=True, text=True)
         assert told.returncode == 0, told.stderr
-
-
-def test_a_second_signal_ends_a_worker_at_once(tmp_path):
-    """With code 143, as does the end of its grace period. One that makes rounds of its own leaves between steps."""
-    keys = KEYS | {"timeouts": replace(CALM, grace=8.0)}
-    with ProcessCluster(loop, tmp_path, (10, 5, "async"), gates=["go"], **keys) as job:
-        for task in ALL:
-            job.hear(task, "at")
-        tell_to_end(job, W1)
-        job.kill(W1, signal.SIGTERM)
-        assert job.exited(W1) == 128 + signal.SIGTERM
-        tell_to_end(job, W0)
-        assert job.exited(W0) == 128 + signal.SIGTERM, "its grace period"
-        tell_to_end(job, W2)
-        job.open("go")
-        assert job.exited(W2) == 0
-        assert len(job.said(W2, "made")) == 5, "it waited before its next step"
 
 
 @pytest.mark.ci

@@ -1,15 +1,25 @@
-"""A network that drops, cuts, repeats, delays and swallows: every contribution counts once, and whole."""
+"""Networks that lose, cut, repeat and delay, and connections that fall silent alone: every contribution counts once."""
 
 from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
 
 import psclient as ps
-from pstesting import faults
+from pstesting import faults, forks
 from pstesting.faults import Faults
-from pstesting.processes import PS0, W0, W1, W2, ProcessCluster
-from pstesting.script import ME, add_all, gate, say
+from pstesting.processes import PS0, QUICK, W0, W1, W2, ProcessCluster
+from pstesting.script import CONFIG, ME, add_all, gate, say
+from tests.kit import lanes
+from tests.kit.internals import Payload, Security
+from tests.kit.lanes import ON_ONE_LANE, SIZE, Proxy, Site, eventually
+from tests.kit.rig import WORKERS
 
 
 def hammer(rounds, rates, calls, changes):
@@ -135,3 +145,276 @@ def test_a_lost_answer_at_the_end(tmp_path):
     with ProcessCluster(end, tmp_path, ps=2, workers=1, timeouts=ps.Timeouts(lease=90.0, call=90.0)) as job:
         job.hear(W0, "lost", True)
         job.finish()  # in less than these
+
+
+LEASE = 0.6
+"""Seconds: short, so that what waits for one does not wait long."""
+
+TASKS = ("ps-0", "worker-0", "worker-1", "chief-0")
+UP, DOWN, BOTH = ("up",), ("down",), ("up", "down")
+LARGE = {"elements": SIZE // 4, "variables": 40, "in_flight": 4 << 20}
+"""A push of which the server takes in as much as it wants for now."""
+
+
+class Place(Site):
+    """Two members, one of whose connections may become silent.
+
+    Args:
+        stack: ends all of it.
+        how: `tcp` and `tls` lose packets in the system, `relay` (tcp) and `shm` in what is between.
+        certificates: for `tls`.
+    """
+
+    def __init__(self, stack, how, certificates=None, elements=64, in_flight=64 << 20, **more):
+        self.proxy, shown = None, (Security(), Security())
+        lane = "shm" if how == "shm" else "tcp"
+        if how == "tls":
+            shown = certificates.of("ps-0"), certificates.signed([f"{task}.paramserver" for task in TASKS], -1, 1)
+
+        def between(lanes):
+            lanes.in_flight = in_flight
+            if how in ("relay", "shm"):
+                self.proxy = Proxy(stack, lanes, lane)
+
+        super().__init__(stack, lane, elements=elements, between=between, shown=shown, lease=LEASE, **more)
+        self.here, self.other = self.workers
+        self.first_lane = self.lane(self.here)
+        (self.connection,) = self.open([self.here.session])
+
+    def silence(self, ways):
+        """Nothing arrives any more on the first member's lane, up or down."""
+        if self.proxy is not None:
+            self.proxy.stop(0, *ways)
+            return
+        if "up" in ways:
+            lanes.drop(self.connection.sock)
+        if "down" in ways:
+            lanes.drop(self.first_lane._sock)
+
+    def is_paused(self):
+        """Whether the server has taken in as much of a push as it wants for now."""
+        if self.first_lane.name == "shm":
+            return any(stream.part for stream in self.first_lane._channel._streams)
+        return self.connection._paused
+
+    def complete(self, first):
+        """The other member pushes, and each contribution of the round counts once."""
+        with self.beating():
+            self.whole([1, 2], first, self.push(self.other, 2))
+
+    def waits_on(self, first):
+        """For leases a push is not answered; its lane stays, and so does its session: then the round goes on."""
+        with self.beating():
+            assert not wait([first], 3 * LEASE).done
+        self.is_whole()
+
+    def is_whole(self):
+        """The first lane is the one that is used."""
+        assert self.lane(self.here) is self.first_lane
+        assert self.first_lane._why is None
+
+
+# ---- Connections that are silent ----
+
+QUICKLY = {
+    "before a push": [("tcp", UP), ("tcp", BOTH), ("tls", DOWN), ("relay", UP), ("shm", BOTH)],
+    "while an answer is awaited": [("tcp", BOTH), ("shm", DOWN)],
+    "in the middle of a push": [("tcp", BOTH), ("relay", UP), ("shm", UP)],
+}
+"""When, how and in which direction a connection becomes silent, in `make test`; all others in `make soak`."""
+
+
+@pytest.mark.parametrize(
+    ("when", "how", "ways"),
+    [
+        pytest.param(
+            when, how, ways, id=f"{when}-{how}-{'-'.join(ways)}", marks=[] if (how, ways) in quick else pytest.mark.soak
+        )
+        for when, quick in QUICKLY.items()
+        for how in ("tcp", "tls", "relay", "shm")
+        for ways in (UP, DOWN, BOTH)
+        if (when, ways) != ("while an answer is awaited", UP)
+    ],
+)
+def test_what_is_sent_on_a_silent_connection_is_sent_again(stack, certificates, when, how, ways):
+    """A push, or an answer, on a connection whose packets vanish, one way or both, goes by the same lane anew.
+
+    It counts once, also where the server never gets the rest of it, and an answer is asked for before the round is
+    over. The server keeps nothing of the old connection, whose end it cannot be told; what comes late there is known.
+    """
+    site = Place(stack, how, certificates, **(LARGE if "middle" in when else {}))
+    if when == "before a push":
+        site.round()
+        site.silence(ways)
+    first = site.push(site.here, 1)
+    if when == "while an answer is awaited":
+        site.job.arrived(site.here)
+    if when == "in the middle of a push":
+        eventually(site.is_paused)
+    if when != "before a push":
+        site.silence(ways)
+    if when != "in the middle of a push":  # there the server reads on when the other one has pushed
+        with site.beating():
+            eventually(lambda: site.lane(site.here) is not site.first_lane)
+    site.complete(first)
+    assert site.first_lane._why is not None
+    assert site.lane(site.here).name == site.first_lane.name
+    (new,) = site.open([site.here.session])
+    assert new is not site.connection
+    if when == "before a push":
+        if site.proxy is not None:
+            site.proxy.go_on()
+        site.round()
+
+
+def test_what_arrives_late_counts_once(stack):
+    """The rest of a push arrives on the old connection after it was sent again on another, within the round."""
+    site = Place(stack, "relay", elements=SIZE // 4, variables=8)
+    site.silence(DOWN)
+    first = site.push(site.here, 1)
+    with site.beating():
+        eventually(lambda: site.lane(site.here) is not site.first_lane)
+    site.proxy.go_on()
+    site.complete(first)
+    site.round()
+
+
+# ---- What is no silence ----
+
+
+@pytest.mark.parametrize("size", [{}, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("name", ["tcp", "shm"])
+def test_a_round_that_waits_for_others_breaks_no_lane(stack, name, size):
+    """For leases nobody says anything, or the server reads no more of a push: the connection stays."""
+    site = Place(stack, name, **size)
+    first = site.push(site.here, 1)
+    site.waits_on(first)
+    site.complete(first)
+
+
+@ON_ONE_LANE
+def test_a_push_that_has_not_begun_breaks_no_lane(stack, name):
+    """Of values that a device still computes nothing has left: the server knows nothing of the push, and is silent."""
+    site = Place(stack, name)
+    whole = site.payload(1)
+    late = Payload((), whole.size)
+    first = site.server.push(site.said(site.here), late)
+    site.waits_on(first)
+    for offset, buffer in whole.chunks:
+        late.add(offset, buffer)
+    site.complete(first)
+
+
+class Elsewhere(Site):
+    """The same, with the server in a process of its own."""
+
+    def __init__(self, stack, lane):
+        self.lease = LEASE
+        command = [sys.executable, "-m", "psserver", "--port", "0"]
+        self.process = stack.enter_context(forks.Forked[str](command, stdout=subprocess.PIPE, text=True))
+        stack.callback(self.process.kill)
+        address = self.process.stdout.readline().partition("listening on ")[2].split()[0]
+        self.begin(stack, address, lane, Security(), 2, 64, 1)
+
+
+@ON_ONE_LANE
+def test_a_server_that_stands_still_breaks_no_lane(stack, name):
+    """It answers no beat either: it is waited for, and the round goes on by the same connection."""
+    site = Elsewhere(stack, name)
+    here, other = site.workers
+    lane = site.lane(here)
+    first = site.push(here, 1)
+    site.job.arrived(here)
+    site.process.send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as beats:
+        beat = beats.submit(site.server.beat, here.session, -1, b"")
+        time.sleep(3 * LEASE)
+        site.process.send_signal(signal.SIGCONT)
+        beat.result(20.0)
+    with site.beating():
+        site.whole([1, 2], first, site.push(other, 2))
+    assert site.lane(here) is lane
+    assert lane._why is None
+
+
+@pytest.mark.soak
+def test_a_network_that_is_cut_as_a_whole_breaks_no_lane(stack):
+    """As long as no beat is answered either; when it is there again the round goes on."""
+    site = Place(stack, "tcp")
+    first = site.push(site.here, 1)
+    site.job.arrived(site.here)
+    site.silence(BOTH)
+    # The system asks for signs of life after a second, and then every second.
+    assert not wait([first], 4.0).done
+    site.is_whole()
+    for sock in (site.first_lane._sock, site.connection.sock):
+        lanes.take_again(sock)
+    site.complete(first)
+
+
+# ---- gRPC's own connection ----
+
+
+def test_a_silent_connection_of_grpc_costs_no_session(stack):
+    """Another one is made, and a beat arrives on it, before the lease has ended."""
+    lease = 2.0
+    site = Site(stack, "grpc", elements=64, lease=lease, clock=time.monotonic)
+    here, other = site.workers
+    first = site.push(here, 1)
+    site.job.arrived(here)
+    assert len([lanes.drop(sock) for sock in lanes.connections(site.thread.port)]) >= 2
+    with site.beating():
+        deadline = time.monotonic() + 2 * lease
+        while time.monotonic() < deadline:
+            site.core.tick()
+            time.sleep(lease / 20)
+        assert {session.state for session in site.core.status().sessions if session.member.task in WORKERS} == {"open"}
+        site.whole([1, 2], first, site.push(other, 2))
+
+
+# ---- Jobs of processes ----
+
+
+def lose(rounds, when):
+    """Sums of integers; on the way the first worker loses what arrives on its connections."""
+    from tests.kit import lanes
+
+    lanes_lose = lanes.losing()
+
+    def grpc_loses():
+        ports = [int(CONFIG.cluster.address(task).rpartition(":")[2]) for task in CONFIG.cluster.tasks("ps")]
+        for sock in lanes.connections(*ports):
+            lanes.drop(sock)
+
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        small = ps.Variable(np.zeros(5), name="small")
+        large = ps.Variable(np.zeros(400_000), name="large")
+    for step in range(rounds):
+        if ME == 0 and step in when:
+            {"lanes": lanes_lose, "grpc": grpc_loses}[when[step]]()
+        value = (step + 1.0) * (ME + 1)
+        strategy.run(lambda value=value: add_all([(small, np.full(5, value)), (large, np.full(400_000, value))]))
+        expected = 3.0 * sum(range(1, step + 2))
+        assert all((found == expected).all() for found in (small.numpy(), large.numpy()))
+    say("sums", [float(small[0]), float(large.numpy().min())])
+
+
+@pytest.mark.parametrize(
+    ("lane", "what"),
+    [
+        ("tcp", "lanes"),
+        *(
+            pytest.param(*each, marks=pytest.mark.soak)
+            for each in (("shm", "lanes"), ("grpc", "grpc"), ("tcp", "grpc"))
+        ),
+    ],
+)
+def test_a_job_goes_on_when_connections_become_silent(tmp_path, lane, what):
+    """All of a worker's, with both servers, in the middle of the job: the sums are exact, and all end with 0."""
+    with ProcessCluster(lose, tmp_path, (8, {2: what, 5: what}), ps=2, workers=2, timeouts=QUICK, lane=lane) as job:
+        for task in (W0, W1):
+            assert job.hear(task, "sums") == [3.0 * 36] * 2
+        if what == "lanes":
+            assert f"the {lane} lane to {PS0} is broken: nothing has come on it for" in job.errors(W0)
+        job.finish()
