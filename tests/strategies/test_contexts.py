@@ -200,7 +200,7 @@ ANYWHERE = {name: lambda s, name=name: getattr(s.extended, name) for name in ATT
     "local_results": lambda s: s.experimental_local_results(3),
     "make_numpy_dataset": lambda s: s.experimental_make_numpy_dataset(np.zeros(4)).size,
     "distribute_dataset": lambda s: type(s.experimental_distribute_dataset([np.zeros(4)])),
-    "datasets_from_function": lambda s: type(s.experimental_distribute_datasets_from_function(lambda context: [])),
+    "datasets_from_function": lambda s: type(s.experimental_distribute_datasets_from_function(lambda c: [np.zeros(4)])),
     "assign_to_logical_device": lambda s: s.experimental_assign_to_logical_device(3, 0),
     "split_to_logical_devices": lambda s: s.experimental_split_to_logical_devices(3, []),
     "replicate_to_logical_devices": lambda s: s.experimental_replicate_to_logical_devices(3),

@@ -46,15 +46,8 @@ def test_a_sum_is_over_all_replicas(strategy):
     in_replicas(strategy, lambda replica: total.update_state(np.full((2, 2), replica, "float32")))
     expected += 4 * n * (n - 1) / 2
     reduced = lambda: ps.get_replica_context().all_reduce("sum", np.ones(2))  # noqa: E731
-    for value, added in (
-        ([1, 2], 3),
-        (0.5, 0.5),
-        (v, 3),
-        (reduced, 2 * n),
-        (np.int64(0), 0),
-        (np.float32(2**24), 2**24),
-        (np.ones(3, "float16"), 3),
-    ):
+    given = [([1, 2], 3), (0.5, 0.5), (v, 3), (reduced, 2 * n), (np.int64(0), 0), (np.float32(2**24), 2**24)]
+    for value, added in (*given, (np.ones(3, "float16"), 3)):
         strategy.run(lambda x=value: total.update_state(x() if callable(x) else x))
         expected += added * n
         assert total.result() == expected
@@ -197,20 +190,6 @@ def test_between_all_scores_an_area_is_exact(pairs):
     assert auc.result() == pytest.approx(area, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"curve": "roc"}, "write 'ROC' or 'PR'"),
-        ({"summation_method": "left"}, "write 'interpolation', 'minoring' or 'majoring'"),
-        ({"thresholds": [0.5, 1.5]}, "must lie between 0 and 1"),
-        ({"num_thresholds": 1}, "take at least 2"),
-    ],
-)
-def test_a_curve_is_described(arguments, says):
-    """What is none is refused before a variable is made."""
-    refused(ValueError, says, lambda: ps.metrics.AUC(**arguments))
-
-
 # ---- Predictions and labels, as Keras computes them ----
 
 M = ps.metrics
@@ -252,8 +231,6 @@ KERAS = {
 }
 """What the classes of `keras.metrics` of these names give, without weights and with `WEIGHTS`: Keras 3.15.1 on
 TensorFlow 2.21.0, floatx float64."""
-
-"""The same with `WEIGHTS_OF_EACH`."""
 
 
 def made(strategy, make):
@@ -368,6 +345,18 @@ def test_thresholds_are_between_0_and_1(thresholds):
             kind(thresholds)
     refused(ValueError, "threshold is nan, and must be a finite number", lambda: M.BinaryAccuracy(threshold=np.nan))
     assert M.BinaryAccuracy("logits", threshold=0).name == "logits"
+
+
+def test_a_curve_is_described():
+    """What is none is refused before a variable is made."""
+    for arguments, says in (
+        ({"curve": "roc"}, "write 'ROC' or 'PR'"),
+        ({"summation_method": "left"}, "write 'interpolation', 'minoring' or 'majoring'"),
+        ({"thresholds": [0.5, 1.5]}, "must lie between 0 and 1"),
+        ({"num_thresholds": 1}, "take at least 2"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            M.AUC(**arguments)
 
 
 def test_a_metric_has_a_checkpoint(tmp_path):

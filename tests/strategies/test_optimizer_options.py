@@ -189,17 +189,9 @@ def test_the_rate_of_now_can_be_read(strategy):
 
 # ---- What may be changed later ----
 
-CHANGES = {
-    "learning_rate": (1.0, 2),
-    "weight_decay": (0.5, np.float32(0.25)),
-    "clipnorm": (2.0, 1),
-    "clipvalue": (2.0, 1),
-    "global_clipnorm": (2.0, 1),
-    "ema_momentum": (0.5, 0.25),
-    "ema_overwrite_frequency": (3, 2),
-    "loss_scale_factor": (2.0, 4),
-    "momentum": (0.5, 0.25),
-}
+CHANGES = {"learning_rate": (1.0, 2), "weight_decay": (0.5, np.float32(0.25)), "loss_scale_factor": (2.0, 4)}
+CHANGES |= dict.fromkeys(("clipnorm", "clipvalue", "global_clipnorm"), (2.0, 1))
+CHANGES |= {"ema_momentum": (0.5, 0.25), "momentum": (0.5, 0.25), "ema_overwrite_frequency": (3, 2)}
 
 
 @once(strategy=["mirrored-2", "servers-1x2"], name=CHANGES)
@@ -286,13 +278,8 @@ OWN_RANGES = {
     O.Adadelta: {"rho": (-0.5,), "epsilon": (-1,)},
     O.Ftrl: {"learning_rate_power": (1,), "l1_regularization_strength": (-1,), "beta": (-1,)},
 }
-ALL_RANGES = {
-    "weight_decay": (-1.0,),
-    "clipnorm": (0,),
-    "clipvalue": (0,),
-    "ema_momentum": (2.0,),
-    "loss_scale_factor": (0, -1),
-}
+ALL_RANGES = {"weight_decay": (-1,), "clipnorm": (0,), "clipvalue": (0,), "ema_momentum": (2,)}
+ALL_RANGES["loss_scale_factor"] = (0, -1)
 WORDS = ["x", "0.1", True, np.ones(2), [0.1]]
 NOT_FINITE = [np.nan, np.inf, -np.inf, 10**400]
 
@@ -494,37 +481,19 @@ class Given(Schedule):
 RETURNS = r"the schedule Given returns .* one number for each step"
 ALONE = r"does not assign its variable.*write v\.assign_sub"
 MISTAKES = {
-    "a state of its own": (lambda: Heavy(0.1), Heavy.update, 1, "Heavy.velocity is assigned", "keep it in a slot"),
-    "a schedule's": (lambda: SGD(Counting()), Counting.__call__, 1, "Counting.calls is assigned", "keep it in a slot"),
-    "a result": (
-        lambda: Returning(0.1),
-        Returning.update,
-        0,
-        "Returning.update returns",
-        "a value, which is lost; assign",
-    ),
-    "a generator": (lambda: Generating(0.1), Generating.update, 0, "Generating.update returns", "generator"),
-    "a coroutine": (lambda: Awaiting(0.1), Awaiting.update, 0, "Awaiting.update returns", "coroutine"),
-    "slots": (
-        lambda: Short(0.1),
-        Short.update,
-        0,
-        "Short.update",
-        r"called with \(v, gradient, iterations, m, s\): too many",
-    ),
-    "no assignment": (lambda: Idle(0.1), Idle.update, 0, "Idle.update", ALONE),
-    "only decay": (lambda: Idle(0.1, weight_decay=0.5), Idle.update, 0, "Idle.update", ALONE),
-    "only sums": (lambda: Idle(0.1, gradient_accumulation_steps=2), Idle.update, 0, "Idle.update", ALONE),
-    "noise": (
-        lambda: Noisy(0.1),
-        Noisy.update,
-        1,
-        "Noisy.update makes an array (float32[3])",
-        "add it to the gradient",
-    ),
-    "no rate": (lambda: SGD(Given(None)), None, 0, "", RETURNS),
-    "a word": (lambda: SGD(Given("fast")), None, 0, "", RETURNS),
-    "a vector": (lambda: SGD(Given(lambda step: step * np.ones(2))), None, 0, "", RETURNS),
+    "a state of its own": (Heavy, {}, 1, "Heavy.velocity is assigned", "keep it in a slot"),
+    "a state of a schedule": (Counting, {}, 1, "Counting.calls is assigned", "keep it in a slot"),
+    "a result": (Returning, {}, 0, "Returning.update returns", "a value, which is lost; assign it"),
+    "a generator": (Generating, {}, 0, "Generating.update returns", "generator"),
+    "a coroutine": (Awaiting, {}, 0, "Awaiting.update returns", "coroutine"),
+    "too few slots": (Short, {}, 0, "Short.update", r"called with \(v, gradient, iterations, m, s\): too many"),
+    "no assignment": (Idle, {}, 0, "Idle.update", ALONE),
+    "only decay": (Idle, {"weight_decay": 0.5}, 0, "Idle.update", ALONE),
+    "only sums": (Idle, {"gradient_accumulation_steps": 2}, 0, "Idle.update", ALONE),
+    "noise": (Noisy, {}, 1, "Noisy.update makes an array (float32[3])", "add it to the gradient"),
+    "no rate": (Given, {"given": None}, None, "", RETURNS),
+    "a word": (Given, {"given": "fast"}, None, "", RETURNS),
+    "a vector": (Given, {"given": lambda step: step * np.ones(2)}, None, "", RETURNS),
 }
 
 
@@ -534,10 +503,13 @@ def test_a_mistake_is_told_where_it_is(strategy, name):
     What decay or accumulation assign does not count, nor does a slot."""
     if name == "noise" and kind_of(strategy) != "embedded":
         pytest.skip("it is not traced here: each call has noise of its own")
-    (make, method, ahead, first, text), v = MISTAKES[name], variable(strategy)
+    (kind, options, ahead, first, text), v = MISTAKES[name], variable(strategy)
+    rule = issubclass(kind, Optimizer)
+    optimizer = kind(0.1, **options) if rule else SGD(kind(**options))
     with pytest.raises(ps.errors.ProgramError, match=text) as caught:
-        apply(strategy, make(), ([1.0] * 3, v))
-    assert str(caught.value).startswith((line(method, ahead) if method else "") + first)
+        apply(strategy, optimizer, ([1.0] * 3, v))
+    where = "" if ahead is None else line(kind.update if rule else kind.__call__, ahead)
+    assert str(caught.value).startswith(where + first)
     assert value(v) == [0.0] * 3
 
 

@@ -65,7 +65,8 @@ def test_it_is_in_shards(strategy, table):
 
 
 def test_a_variable_has_a_partitioner_of_its_own(strategy):
-    """It wins over the strategy's; False leaves whole what that would cut."""
+    """It wins over the strategy's; False leaves whole what that would cut. Names are unique: of the whole,
+    and of shards where somebody has taken such a name."""
     value = np.arange(16.0, dtype="float32").reshape(8, 2)
     with strategy.scope():
         own = ps.Variable(value, name="own", partitioner=P.FixedShardsPartitioner(4))
@@ -78,6 +79,13 @@ def test_a_variable_has_a_partitioner_of_its_own(strategy):
     same(whole, FIRST)
     strategy.run(lambda: optimizer.apply_gradients([(np.ones((8, 2), "float32"), own)]))
     np.testing.assert_allclose(own.numpy(), value - np.float32(0.1), rtol=1e-5, atol=1e-6)
+    with strategy.scope():
+        taken = ps.Variable(1.0, name="names/part_1")
+        first, second = (ps.Variable(FIRST, name="names") for _ in range(2))
+        later = ps.Variable(1.0, name="names/part_0")
+    names = [v.name for v in (taken, first, second, later, *first.variables, *second.variables)]
+    assert len(set(names)) == len(names)
+    assert (first.name, second.name) == ("names", "names_1")
 
 
 def test_partitioners_that_make_no_sense_are_refused(strategy, table):
@@ -101,21 +109,15 @@ def test_partitioners_that_make_no_sense_are_refused(strategy, table):
         ps.ParameterServerStrategy(variable_partitioner=P.FixedShardsPartitioner)
 
 
-def test_names_are_unique(strategy):
-    """Of the whole, and of shards where somebody has taken such a name."""
-    with strategy.scope():
-        taken = ps.Variable(1.0, name="names/part_1")
-        first, second = (ps.Variable(FIRST, name="names") for _ in range(2))
-        later = ps.Variable(1.0, name="names/part_0")
-    names = [v.name for v in (taken, first, second, later, *first.variables, *second.variables)]
-    assert len(set(names)) == len(names)
-    assert (first.name, second.name) == ("names", "names_1")
+KEYS = [3, -1, np.int64(9), slice(3, 7), slice(-2, None), slice(None), slice(None, None, -1), slice(8, 2, -3)]
+KEYS += [slice(5, 5), slice(0, 4), slice(4, 7), slice(6, 3, -1), slice(2, 100, 4), (slice(1, 3), 1), (-2, slice(1, 2))]
+KEYS += [(slice(9, None, -9), 0), None, ..., [1, 8], np.arange(10) > 4, (), (..., 1), slice(2, None, -1), True]
 
 
-def test_it_reads_as_an_array(table):
-    same(table.numpy(), FIRST)
-    same(table.read_value(), FIRST)
-    same(table * 2 + table, FIRST * 3)
+def test_it_reads_as_an_array(strategy, table):
+    """And is indexed as one, in cross-replica context and in each replica."""
+    for found, expected in ((table.numpy(), FIRST), (table.read_value(), FIRST), (table * 2 + table, FIRST * 3)):
+        same(found, expected)
     same(np.square(table), FIRST**2)
     same(np.sum(table, axis=0), FIRST.sum(axis=0))
     same(list(table), FIRST)
@@ -124,15 +126,6 @@ def test_it_reads_as_an_array(table):
     assert len(table) == ROWS
     assert table.numpy() is table.numpy()  # as long as nothing has changed it
     assert not table.numpy().flags.writeable
-
-
-KEYS = [3, -1, np.int64(9), slice(3, 7), slice(-2, None), slice(None), slice(None, None, -1), slice(8, 2, -3)]
-KEYS += [slice(5, 5), slice(0, 4), slice(4, 7), slice(6, 3, -1), slice(2, 100, 4), (slice(1, 3), 1), (-2, slice(1, 2))]
-KEYS += [(slice(9, None, -9), 0), None, ..., [1, 8], np.arange(10) > 4, (), (..., 1), slice(2, None, -1), True]
-
-
-def test_it_is_indexed_as_an_array(strategy, table):
-    """In cross-replica context, and in each replica."""
     for key in KEYS:
         same(table[key], FIRST[key])
         for found in in_replicas(strategy, lambda replica, key=key: np.asarray(table[key])):

@@ -121,17 +121,6 @@ def test_what_replicas_see_of_a_variable_merges_to_it(strategy):
         assert all(isinstance(x, ps.PerReplica) for x in (mixed, turned))
 
 
-def test_local_results_are_a_tuple(strategy):
-    """One for each local replica; of what is not distributed the value alone; of a nest one nest for each."""
-    n = replicas(strategy)
-    x = numbered(strategy)
-    assert strategy.experimental_local_results(x) == tuple(range(n))
-    assert strategy.experimental_local_results("text") == ("text",)
-    assert strategy.experimental_local_results(None) == (None,)
-    found = strategy.experimental_local_results({"a": x, "b": "same"})
-    assert found == tuple({"a": i, "b": "same"} for i in range(n))
-
-
 def test_in_finds_a_value_in_its_container(strategy):
     """The documents' expression, of what `run` returned, of its parts, of variables and of their copies. A copy's
     container is its variable, in every context in which one gets hold of it."""
@@ -194,7 +183,8 @@ def test_a_function_returns_values_of_one_replica(strategy):
 
 def test_what_is_shown_of_values(strategy):
     """One line for each replica, after the name of their kind. A per-replica value says how to make an array of it; a
-    mirrored one is as good as an array."""
+    mirrored one is as good as an array. Local results are a tuple: of each replica, of what is not distributed the
+    value alone, of a nest one nest for each."""
     for made in (by_replica(strategy, lambda i: i), strategy.extended.broadcast_to(5, numbered(strategy))):
         lines = repr(made).splitlines()
         if replicas(strategy) == 1:
@@ -206,6 +196,9 @@ def test_what_is_shown_of_values(strategy):
     if replicas(strategy) > 1:
         refused(TypeError, r"strategy\.reduce", lambda: np.add(numbered(strategy), 1))
     assert np.add(strategy.extended.broadcast_to(np.float32(2.0), numbered(strategy)), 1.0) == 3.0
+    n, x, local = replicas(strategy), numbered(strategy), strategy.experimental_local_results
+    assert (local(x), local("text"), local(None)) == (tuple(range(n)), ("text",), (None,))
+    assert local({"a": x, "b": "same"}) == tuple({"a": i, "b": "same"} for i in range(n))
 
 
 LEAVES = st.one_of(st.none(), st.text(max_size=2), st.binary(max_size=2), st.integers(), st.floats(allow_nan=False))
