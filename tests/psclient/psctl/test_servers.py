@@ -36,7 +36,6 @@ class Beside:
         self.job = Job(Servers(list(cores), cores, clock, "nowhere", False))
         self.threads = [stack.enter_context(ServerThread(one, ServerConfig(one.task), grace=0.0)) for one in cores]
         self._call = call
-
         self.addresses = ",".join(thread.address for thread in self.threads)
 
     def __call__(self, *args: str, address: str = "") -> tuple[Any, str]:
