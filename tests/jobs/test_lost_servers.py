@@ -5,20 +5,25 @@ With copies the job goes on meanwhile, bit for bit; without, every process ends 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import signal
+import socket
 import sys
+import threading
 import time
 
 import numpy as np
+import psutil
 import pytest
 
 import psclient as ps
 from psserver.state.sessions import DEPUTY_BEATS
 from pstesting import forks
 from pstesting.in_process import InProcessCluster
+from pstesting.network import Relay
 from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import DIRECTORY, ME, gate, say
 from tests.kit.faulty_servers import dies, fail, flips
@@ -298,8 +303,8 @@ def everything():
     say("is", train_rows(strategy, ME, goes_on)[0])
 
 
-def train_rows(strategy, worker, goes_on):
-    """Trains large and small variables, rows that miss updates, and a table whose keys come and go.
+def train_rows(strategy, worker, goes_on, dense=True):
+    """Trains rows that miss updates, a table whose keys come and go, and, if asked, large and small variables.
 
     One worker reads what the other one does not. `goes_on` says before each step whether it is made.
     """
@@ -309,7 +314,7 @@ def train_rows(strategy, worker, goes_on):
         small = ps.Variable(np.full(5, 0.1, "float32"), name="small")
         cut = ps.Variable(np.zeros((40, 2), "float32"), name="cut")
         table = de.get_variable("table", dim=2, admission=de.CounterFilter(2), eviction=de.GlobalStepEvict(8))
-        optimizer = ps.optimizers.Adam(0.01)
+        optimizer = ps.optimizers.Adam(0.01) if dense else ps.optimizers.Adagrad(0.5)
     draw, number, seen = np.random.default_rng(worker), 0, []
 
     def step(number):
@@ -317,11 +322,12 @@ def train_rows(strategy, worker, goes_on):
         table.look_ahead(keys + 1)
         found = table.lookup(keys)
         grads = [
-            (draw.standard_normal(5).astype("float32"), small),
             (ps.IndexedSlices(draw.standard_normal((5, 2)).astype("float32"), keys % 40), cut),
             (found.gradient(draw.standard_normal(found.values.shape).astype("float32")), table),
         ]
-        if number % 16 == 0:
+        if dense:
+            grads.append((draw.standard_normal(5).astype("float32"), small))
+        if dense and number % 16 == 0:
             grads.append((np.full(300_000, 0.3 + worker, "float32"), large))
         optimizer.apply_gradients(grads)
         return float(np.sum(found.values))
@@ -373,3 +379,82 @@ def test_copies_need_rounds_that_are_the_same_everywhere(environ, consistency):
         ps.ParameterServerStrategy(cluster_resolver=cluster.resolver(), consistency=consistency)
     assert "PS_REPLICATION=1 needs rounds that have the same contributions on all servers" in str(refused.value)
     assert "take consistency=ps.Sync(), or set PS_REPLICATION=0" in str(refused.value)
+
+
+# ---- Servers that do not reach one another ----
+
+APART = "127.0.0.2"
+"""An address of this host at which no server listens, and so no lane: servers that are told it vote over gRPC."""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(b"", marks=pytest.mark.soak), b"HTTP/1.1 400 Bad Request\r\nServer: nobody we know of here\r\n\r\n"],
+)
+def test_servers_that_are_cut_off_for_a_while(tmp_path, stack, words):
+    """Rounds wait, `psctl status` says why, and once the servers reach each other again all go on.
+
+    At the address of a server's lane another program answers, as with forwarded ports: votes go over gRPC.
+    """
+    relays = [Relay(stack, APART), Relay(stack, APART)]
+    between = [relay.address for relay in relays]
+    # What is cut is found when a call has ended; and nobody is lost on a machine that others use.
+    timeouts = dataclasses.replace(QUICK, server=SECONDS)
+    keys = {**KEYS, "replication": 0, "timeouts": timeouts, "gates": ["go 3"], "between": between}
+    with ProcessCluster(learn, tmp_path, (8, [3]), **keys) as job:
+        for server in (PS0, PS1):
+            answer_all(stack, APART, lane_port(job, server), words)
+        for relay, server in zip(relays, (PS0, PS1), strict=True):
+            relay.lead_to(job.cluster.addresses[server])
+        for task in (W0, W1):
+            job.hear(task, "at", 3)
+        for one, other in ((PS0, PS1), (PS1, PS0)):
+            assert f"{one} votes over gRPC at {other}: its lane cannot be reached (" in job.errors(one)
+        for relay in relays:
+            relay.cut()
+        job.open("go 3")
+        job.until(lambda: [missed for missed, _ in _missed(job)] == [[1], [0]])
+        waits = _missed(job)
+        assert f"it has not reached {PS1} for " in problems(job)["cut_off", str(PS0)]
+        assert _missed(job) == waits
+        assert not job.said(W0, "is")
+        for relay in relays:
+            relay.mend()
+        for task in (W0, W1):
+            assert job.hear(task, "is") == values(8)
+        job.finish()
+
+
+def _missed(job):
+    """The servers that each server does not reach, and its last round."""
+    found = []
+    for task in (PS0, PS1):
+        with job.server(task) as server:
+            status = server.status()
+            found.append(([missed.server for missed in status.missed], status.round))
+    return found
+
+
+def lane_port(job, server):
+    """The port of a server's tcp lane, as the system knows it."""
+    listens = psutil.Process(job.cluster.processes[server].pid).net_connections("tcp")
+    ports = {found.laddr.port for found in listens if found.status == psutil.CONN_LISTEN}
+    [port] = ports - {int(job.cluster.addresses[server].rpartition(":")[2])}
+    return port
+
+
+def answer_all(stack, host, port, words):
+    """Says some words to whoever connects, and hangs up."""
+    listener = stack.enter_context(socket.create_server((host, port)))
+
+    def answer():
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            with sock:
+                sock.sendall(words)
+
+    threading.Thread(target=answer, daemon=True).start()
+    stack.callback(listener.shutdown, socket.SHUT_RDWR)

@@ -209,7 +209,7 @@ def rows(stops):
 
     shards = ps.experimental.partitioners.FixedShardsPartitioner(2)
     strategy = ps.ParameterServerStrategy(devices=["cpu:0"], variable_partitioner=shards)
-    say("is", train_rows(strategy, ME, goes_on))
+    say("is", train_rows(strategy, ME, goes_on, False))
 
 
 @pytest.mark.parametrize("lost", [PS1, pytest.param(PS0, marks=pytest.mark.soak)], ids=str)
@@ -221,7 +221,7 @@ def test_rows_and_tables_are_the_same_whatever_servers_do(tmp_path, lost):
     stops = [4, 6, 20, 34]
     shards = ps.experimental.partitioners.FixedShardsPartitioner(2)
     expected = in_threads(
-        lambda strategy, worker: train_rows(strategy, worker, lambda number: number < 38),
+        lambda strategy, worker: train_rows(strategy, worker, lambda number: number < 38, False),
         devices=["cpu:0"],
         variable_partitioner=shards,
     )
