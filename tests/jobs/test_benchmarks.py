@@ -45,7 +45,6 @@ PACKAGES = {
 
 
 def run(words: list[str], file: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Runs a benchmark to its end; its figures are in the file then."""
     command = [sys.executable, str(BENCHMARKS / words[0]), *words[1:], "--json", str(file)]
     return forks.run(command, capture_output=True, text=True, timeout=SECONDS, env={**os.environ, **environ})
 
@@ -140,7 +139,6 @@ def check_curves(found: Any, said: str) -> None:
 
 
 def has(package: str) -> bool:
-    """Whether one of the Pythons can import a package."""
     question = f"import sys; from importlib.util import find_spec; sys.exit(find_spec({package!r}) is None)"
     return any(not forks.run([python, "-c", question], check=False).returncode for python in PYTHONS)
 
@@ -209,7 +207,7 @@ def test_a_quick_run_writes_its_figures(tmp_path: Path, stack: ExitStack, name: 
     found = json.loads(file.read_text(encoding="utf-8"))
     assert found[what], "there are none"
     for figure, value in figures(found):
-        assert is_ordered(value) if isinstance(value, dict) else value is not None, figure
+        assert not isinstance(value, dict) or is_ordered(value), figure
     if check:
         check(found, done.stdout + done.stderr)
     assert not places["disk"] or not os.listdir(places["disk"])
@@ -253,7 +251,6 @@ def test_who_cannot_make_hosts_is_told(tmp_path: Path) -> None:
 
 @pytest.fixture
 def rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module that all peers' programs share."""
     monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
     monkeypatch.delitem(sys.modules, "rounds", raising=False)
     import rounds

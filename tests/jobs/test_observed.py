@@ -193,7 +193,6 @@ def collector(environ: MutableMapping[str, str]) -> Iterator[Collector]:
 
 
 def trains(rounds: int, *lanes: str) -> None:
-    """Makes some rounds, each worker by its lane, and then one of a value that no kernel sums."""
     strategy = ps.ParameterServerStrategy(lane=lanes[ME] if lanes else None)
     with strategy.scope():
         v = ps.Variable(np.zeros(1 << 12, "float32"), name="v")
@@ -212,36 +211,22 @@ def trains(rounds: int, *lanes: str) -> None:
 
 
 def reduces() -> None:
-    """Makes rounds for all servers' variables, over gRPC."""
     strategy = ps.ParameterServerStrategy(lane="grpc")
     with strategy.scope():
         v = ps.Variable(np.zeros(1 << 12, "float32"), name="v")
         w = ps.Variable(np.zeros(1 << 12, "float32"), name="w")
     for _ in range(3):
-        strategy.run(both, args=(v, w, np.ones(1 << 12, "float32")))
+        strategy.run(lambda: add_all([(each, np.ones(1 << 12, "float32")) for each in (v, w)]))
         v.numpy()
     strategy.close()
 
 
-def both(v: ps.Variable, w: ps.Variable, value: object) -> None:
-    """One section that changes two variables."""
-
-    def merge(strategy, value):
-        for each in (v, w):
-            total = strategy.extended.reduce_to("sum", value, each)
-            strategy.extended.update(each, lambda x, total: x.assign_add(total), (total,))
-
-    ps.get_replica_context().merge_call(merge, (value,))
-
-
 def one(spans: list[Told], name: str, process: object) -> Told:
-    """The one span of a name and a process."""
     (found,) = [span for span in spans if (span.name, span.process) == (name, str(process))]
     return found
 
 
 def within(spans: list[Told], name: str, above: Told) -> list[Told]:
-    """The spans of a name whose parent is this one."""
     return [span for span in spans if (span.name, span.parent) == (name, above.id)]
 
 
@@ -304,7 +289,7 @@ def test_servers_that_vote_are_of_one_trace(collector, environ, tmp_path):
     """One worker, two servers and the chief, over gRPC to the collector too: each server's round and vote are there."""
     environ |= {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.grpc, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
     keys = {"ps": 2, "workers": 1, "chief": "driver", "traces": "otlp"}
-    with ProcessCluster(reduces, tmp_path, (), helpers=[both], **keys) as job:
+    with ProcessCluster(reduces, tmp_path, **keys) as job:
         job.finish()
     traces = collector.traces()
     assert len(traces) == 3
@@ -427,7 +412,6 @@ def test_metrics_lead_to_traces(collector, tmp_path):
 
 
 def exemplars(url: str) -> dict[str, tuple[str, str]]:
-    """The trace and span of an exemplar of each phase."""
     request = Request(url, headers={"Accept": "application/openmetrics-text; version=1.0.0"})
     with urlopen(request, timeout=10) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
