@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pswire.cluster import JOBS, ClusterSpec, Task, TFConfig, check_address, check_cluster, parse_tf_config
 from pswire.errors import ConfigError
+from tests.kit.cases import search
 
 CLUSTER = {"ps": ["a:1", "b:2"], "worker": ["c:3"], "chief": ["d:4"]}
 WORKER = {"type": "worker", "index": 0}
@@ -84,19 +85,13 @@ BAD: dict[str, tuple[str, str]] = {
         config({**CLUSTER, "ps": {"0": "a:1", "00": "b:1"}}),
         r"cluster\['ps'\].*twice: '0', '00'",
     ),
-    "indices with a gap": (
-        config({**CLUSTER, "ps": {"0": "a:1", "2": "b:2"}}),
-        r"cluster\['ps'\].*without gaps",
-    ),
+    "indices with a gap": (config({**CLUSTER, "ps": {"0": "a:1", "2": "b:2"}}), r"cluster\['ps'\].*without gaps"),
     "workers with a gap": (
         config({**CLUSTER, "worker": {"0": "a:1", "2": "b:2", "3": "c:3"}}),
         r"cluster\['worker'\].*without gaps",
     ),
     "no worker to drive": (config({"ps": ["a:1"], "worker": {"1": "a:1"}}), r"cluster\['worker'\].*without gaps"),
-    "a number without end": (
-        '{"task": ' + "9" * 5000 + "}",
-        "not JSON",
-    ),
+    "a number without end": ('{"task": ' + "9" * 5000 + "}", "not JSON"),
     "lists without end": ("[" * 100_000, "not JSON"),
     "an address without port": (config({**CLUSTER, "ps": ["a"]}), r"cluster\['ps'\]: 'a' is no address"),
     "an address without host": (config({**CLUSTER, "ps": [":1"]}), "':1' is no address; write host:port"),
@@ -148,18 +143,13 @@ JSON = st.recursive(
 )
 
 
-@given(JSON | st.builds(lambda cluster, task: {"cluster": cluster, "task": task}, JSON, JSON))
-def test_any_json_is_read_or_refused(data: Any) -> None:
-    """No JSON text does anything but be read, or raise ConfigError."""
-    try:
-        parse_tf_config(json.dumps(data))
-    except ConfigError:
-        pass
+CONFIGS = JSON | st.builds(lambda cluster, task: {"cluster": cluster, "task": task}, JSON, JSON)
 
 
-@given(st.text(max_size=20))
+@given(CONFIGS.map(json.dumps) | st.text(max_size=20))
+@search(2)
 def test_any_text_is_read_or_refused(text: str) -> None:
-    """No text does anything but be read, or raise ConfigError."""
+    """No text, JSON or other, does anything but be read, or raise ConfigError."""
     try:
         parse_tf_config(text)
     except ConfigError:

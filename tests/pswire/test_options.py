@@ -1,4 +1,4 @@
-"""Options that are said once: fields of a dataclass as flags of a command."""
+"""Options that are said once, as flags of a command; numbers of bytes, and names, as people write them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from click.testing import CliRunner
 
 from psserver.config import ServerConfig, server_config
 from pswire.cluster import Task
+from pswire.errors import ConfigError
 from pswire.flags import flags
+from pswire.limits import refuse_unknown
 from pswire.options import LIST, SWITCH, WHOLE, flag_name, option, options_of, said
 from pswire.server_options import ServerOptions
+from pswire.sizes import human, parse_bytes
 
 
 @dataclass(frozen=True)
@@ -69,3 +72,57 @@ def test_a_server_has_the_defaults_of_its_options(name):
     assert flag_name(name) == "--" + name.replace("_", "-")
     told, made = server_config({}), ServerConfig(Task("ps", 0))
     assert name == "checkpoint_root" or getattr(told, name) == getattr(made, name)
+
+
+# ---- Numbers of bytes ----
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("17", 17), ("1KiB", 1024), ("1.5 GiB", 3 << 29), ("2GB", 2 * 10**9), ("3mib", 3 << 20)],
+)
+def test_sizes(text: str, size: int) -> None:
+    """Binary and decimal units mean what they say."""
+    assert parse_bytes(text, "--memory-limit") == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "4 Gi", "1,5GiB"])
+def test_what_is_no_size(text: str) -> None:
+    """Nothing is guessed."""
+    with pytest.raises(ConfigError, match="--memory-limit"):
+        parse_bytes(text, "--memory-limit")
+
+
+@pytest.mark.parametrize(("text", "wrong"), [("abc", "no size"), ("0", "too little"), ("1023KiB", "too little")])
+def test_a_size_may_have_a_least(text: str, wrong: str) -> None:
+    """What is no size, and what is less, is told the least; nobody is sent to 0, which is less too."""
+    with pytest.raises(ConfigError, match=f"--in-flight .*{wrong}.*at least 1 MiB$"):
+        parse_bytes(text, "--in-flight", 1 << 20)
+    assert parse_bytes("1MiB", "--in-flight", 1 << 20) == 1 << 20
+
+
+@pytest.mark.parametrize("text", ["0 bytes", "1023 bytes", "1 KiB", "1.5 MiB", "7 GiB", "2048 TiB"])
+def test_sizes_are_read_as_they_are_written(text: str) -> None:
+    """What people are shown means the same on a command line."""
+    size = parse_bytes(text.removesuffix("bytes"), "here")
+    assert human(size) == text
+
+
+# ---- Names ----
+
+
+@pytest.mark.parametrize(
+    ("known", "hint"),
+    [(["lease", "round"], "did you mean lease?"), (["b", "a"], "known are a, b"), ([], "known are none")],
+)
+def test_a_name_that_is_not_known_is_refused(known, hint):
+    """With the one that may be meant, or all that there are, be it none."""
+    with pytest.raises(ConfigError) as caught:
+        refuse_unknown(["leese"], known, "key")
+    assert str(caught.value) == f"key leese is unknown; {hint}"
+
+
+def test_names_that_are_known_pass():
+    """All of them, or none at all."""
+    refuse_unknown(["b", "a"], ["a", "b", "c"], "key")
+    refuse_unknown([], [], "key")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -69,16 +71,12 @@ def check_parts(parts: Sequence[Part], sizes: Sequence[int], part_bytes: int) ->
 # ---- Parts ----
 
 
-@given(SIZES, PART_SIZES, st.integers(1, STEPS))
-def test_parts_cover_the_payload_in_order(sizes: list[int], part_bytes: int, steps: int) -> None:
-    """Without gap or overlap, at aligned places; none is too large, and no tensor that fits one is cut."""
-    chunks, size, _ = content(sizes)
-    check_parts(list(parts_of(Payload(chunks, size), part_bytes, steps)), sizes, part_bytes)
-
-
 @given(SIZES, PART_SIZES, st.integers(1, STEPS), st.lists(st.integers(0, 2), max_size=12))
 def test_a_payload_is_cut_as_it_grows(sizes: list[int], part_bytes: int, steps: int, turns: list[int]) -> None:
-    """However adding and cutting take turns it is cut alike: others may have been told of the same parts."""
+    """However adding and cutting take turns it is cut alike: others may have been told of the same parts.
+
+    Parts have no gap or overlap, and lie at aligned places; none is too large, and no tensor that fits one is cut.
+    """
     chunks, size, _ = content(sizes)
     payload, rest = Payload((), size), list(chunks)
     cutter, parts = Cutter(payload, part_bytes, steps), list[Part]()
@@ -190,13 +188,13 @@ def test_who_waits_is_told_once(offsets: list[int], late: int) -> None:
     """As soon as all bytes before its place are there, whatever the order in which they began to wait; not before."""
     payload, told = Payload((), 8 * ALIGN), list[int]()
     for place, offset in enumerate(offsets[late:]):
-        payload.reach(offset, lambda place=place: told.append(place + late))  # type: ignore[misc]
+        payload.reach(offset, partial(told.append, place + late))
     for step in range(8):
         payload.add(step * ALIGN, memoryview(bytes(ALIGN)))
         ready = [p for p, offset in enumerate(offsets) if p >= late and offset <= payload.end]
         assert sorted(told) == ready
     for place, offset in enumerate(offsets[:late]):
-        payload.reach(offset, lambda place=place: told.append(place))  # type: ignore[misc]
+        payload.reach(offset, partial(told.append, place))
     payload.add(0, memoryview(bytes(8 * ALIGN)))
     assert sorted(told) == [place for place, offset in enumerate(offsets) if offset <= 8 * ALIGN]
 
@@ -219,45 +217,28 @@ def test_who_is_told_may_wait_again_and_add() -> None:
 def test_all_who_wait_are_told_whatever_the_threads() -> None:
     """While one thread adds, others wait for each byte of it: each is told, and once."""
     count = 200
-    payload, told = Payload((), count * ALIGN), [0] * (4 * count)
+    payload, told = Payload((), count * ALIGN), list[int]()
     ready = threading.Barrier(5)
 
     def wait(first: int) -> None:
         ready.wait()
         for step in range(count):
-            place = first * count + step
-            payload.reach((step + 1) * ALIGN, lambda place=place: _count(told, place))  # type: ignore[misc]
+            payload.reach((step + 1) * ALIGN, partial(told.append, first * count + step))
 
     def add() -> None:
         ready.wait()
         for step in range(count):
             payload.add(step * ALIGN, memoryview(bytes(ALIGN)))
 
-    _together(add, *(lambda first=first: wait(first) for first in range(4)))  # type: ignore[misc]
-    assert told == [1] * len(told)
+    _together(add, *(partial(wait, first) for first in range(4)))
+    assert sorted(told) == [*range(4 * count)]
 
 
-def _count(told: list[int], place: int) -> None:
-    told[place] += 1
-
-
-def _together(*works: object) -> None:
+def _together(*works: Callable[[], object]) -> None:
     """Runs works in threads, to their ends; raises what one raised."""
-    errors: list[BaseException] = []
-
-    def run(work: object) -> None:
-        try:
-            work()  # type: ignore[operator]
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(works)) as pool:
+        for each in [pool.submit(work) for work in works]:
+            each.result()
 
 
 # ---- What is sent again ----
@@ -291,23 +272,21 @@ def test_attempts_complete_each_other(sizes: list[int], data: st.DataObject) -> 
 
 def test_attempts_come_at_once() -> None:
     """Each in a thread of its own, while the first goes on, too: exact bytes, and nothing twice."""
-    whole = bytes(ramp(400 * ALIGN, 3))
+    whole, ready = bytes(ramp(400 * ALIGN, 3)), threading.Barrier(4)
+
+    def send(kept: Payload, payload: Payload, step: int) -> None:
+        ready.wait()
+        if payload is not kept:
+            kept.follow(payload)
+        for chunk in cut_at(whole, range(0, 400, step)):
+            payload.add(*chunk)
+
     for _ in range(5):
-        kept, ready = Payload((), len(whole)), threading.Barrier(4)
-        reached = threading.Event()
+        kept, reached = Payload((), len(whole)), threading.Event()
         kept.reach(len(whole), reached.set)
 
-        def send(payload: Payload, step: int, follows: bool, kept=kept, ready=ready) -> None:  # type: ignore[no-untyped-def]
-            ready.wait()
-            if follows:
-                kept.follow(payload)
-            for chunk in cut_at(whole, range(0, 400, step)):
-                payload.add(*chunk)
-
-        _together(
-            lambda kept=kept, send=send: send(kept, 7, False),
-            *(lambda step=step, send=send: send(Payload((), len(whole)), step, True) for step in (1, 3, 11)),
-        )
+        others = [Payload((), len(whole)) for _ in range(3)]
+        _together(*(partial(send, kept, *each) for each in zip((kept, *others), (7, 1, 3, 11), strict=True)))
         assert kept.whole
         assert reached.is_set()
         assert joined(kept) == whole

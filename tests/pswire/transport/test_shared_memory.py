@@ -7,7 +7,6 @@ import gc
 import itertools
 import mmap
 import os
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,9 +38,17 @@ def content(number: int, size: int) -> bytes:
     return bytes((number * 31 + at) % 251 for at in range(size))
 
 
-def freeing(places: list[int]) -> Callable[[int, int], None]:
-    """Notes the places that are free."""
-    return lambda place, size: places.append(place)
+def shared(ring: int | None = None) -> tuple[SharedArena, SharedView, list[int], memoryview]:
+    """The ends of one segment, the places that the reader has freed, and its memory as the writer has it."""
+    ours, theirs = segment()
+    freed: list[int] = []
+    more = () if ring is None else (ring,)
+    return (
+        SharedArena(ours.memory, *more),
+        SharedView(theirs.memory, lambda place, size: freed.append(place), *more),
+        freed,
+        ours.memory,
+    )
 
 
 # ---- Segments ----
@@ -104,10 +111,7 @@ class Sharing(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        ours, theirs = segment()
-        self.ring = SharedArena(ours.memory)
-        self.freed: list[int] = []
-        self.mirror = SharedView(theirs.memory, freeing(self.freed))
+        self.ring, self.mirror, self.freed, _ = shared()
         self.known: dict[int, tuple[bytes, int]] = {}  # by place: what is there, and how many have still to free it
         self.keys: dict[str, int] = {}
         self.count = 0
@@ -195,8 +199,7 @@ TestSharing = Sharing.TestCase
 
 def test_what_has_no_room_has_no_place() -> None:
     """Until something is freed."""
-    ours, _ = segment()
-    ring = SharedArena(ours.memory)
+    ring, *_ = shared()
     whole = memoryview(bytes(SIZE))
     assert ring.put([whole], SIZE) == 0
     assert ring.put([whole[:1]], 1) is None
@@ -207,8 +210,7 @@ def test_what_has_no_room_has_no_place() -> None:
 
 def test_several_readers_free_one_place() -> None:
     """It is written once, and used again when the last of them needs it no more; its key then means something new."""
-    ours, _ = segment()
-    ring = SharedArena(ours.memory)
+    ring, _, _, memory = shared()
     first, second = (memoryview(content(number, 100)) for number in (1, 2))
     assert [ring.put([first], 100, "key") for _ in range(3)] == [0] * 3
     for _ in range(2):
@@ -216,15 +218,13 @@ def test_several_readers_free_one_place() -> None:
         assert ring.put([second], 100) not in (0, None)
     ring.free(0)
     assert ring.put([second], 100, "key") == 0
-    assert bytes(ours.memory[:100]) == second
+    assert bytes(memory[:100]) == second
 
 
 @pytest.mark.parametrize("held", [0, SIZE // 2])
 def test_a_crowded_memory_is_read_by_copies(held: int) -> None:
     """While half of it is held, more is copied and free at once; who lets go of what was read gets it where it is."""
-    freed: list[int] = []
-    _, theirs = segment()
-    mirror = SharedView(theirs.memory, freeing(freed))
+    _, mirror, freed, _ = shared()
     kept = mirror.read(0, held) if held else None
     place, size = SIZE // 2, SIZE // 4
     view = mirror.read(place, size)
@@ -242,9 +242,7 @@ def test_a_crowded_memory_is_read_by_copies(held: int) -> None:
 @given(st.integers(-1, SIZE + LINE), st.integers(1, SIZE + LINE))
 def test_nothing_outside_is_looked_at(place: int, size: int) -> None:
     """Nor between lines, nor where somebody looks already."""
-    _, theirs = segment()
-    freed: list[int] = []
-    mirror = SharedView(theirs.memory, freeing(freed))
+    _, mirror, freed, _ = shared()
     if place >= 0 and place % LINE == 0 and place + size <= SIZE:
         view = mirror.read(place, size)
         assert len(view) == size
@@ -287,9 +285,8 @@ def test_what_is_reserved_is_read_where_it_is() -> None:
 
 def test_what_is_not_reserved_is_not_lent() -> None:
     """What lies elsewhere, in the ring, in two places, or between the places that the other end takes."""
-    ours, _ = segment()
-    ring = SharedArena(ours.memory, RING)
-    assert ring.lend([ours.memory[RING : RING + ALIGN]]) is None
+    ring, _, _, memory = shared(RING)
+    assert ring.lend([memory[RING : RING + ALIGN]]) is None
     memory, place = ring.reserve(4 * ALIGN) or pytest.fail("there is no room")
     whole = memory[place : place + ALIGN]
     for other in (
@@ -306,17 +303,14 @@ def test_what_is_not_reserved_is_not_lent() -> None:
 @pytest.mark.parametrize(("place", "size"), [(RING - LINE, 2 * LINE), (RING + 1, 1), (SIZE - ALIGN, 2 * ALIGN)])
 def test_nothing_is_read_across_the_end_of_the_ring(place: int, size: int) -> None:
     """Nor between the places behind it, nor behind the segment."""
-    _, theirs = segment()
-    mirror = SharedView(theirs.memory, freeing([]), RING)
+    _, mirror, *_ = shared(RING)
     with pytest.raises(InvalidRequest):
         mirror.read(place, size)
 
 
 def test_what_a_fork_may_look_at_is_not_freed() -> None:
     """Until what was kept for it is let go of; what is read afterwards, and what nobody looks at any more, is."""
-    _, theirs = segment()
-    freed: list[int] = []
-    mirror = SharedView(theirs.memory, freeing(freed))
+    _, mirror, freed, _ = shared()
     before = mirror.read(0, LINE)
     kept = mirror.keep()
     after = mirror.read(LINE, LINE)

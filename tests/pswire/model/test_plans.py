@@ -1,4 +1,4 @@
-"""Plans with rows: their identity, where they run on rows, and what is no plan."""
+"""Plans: their identity, rows and compression in them, and what is refused; changes of consistency as join points."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import pytest
 
 from pswire.errors import InvalidRequest, ProgramError
 from pswire.limits import PART_BYTES
+from pswire.model.changes import Change
+from pswire.model.compression import Codec
+from pswire.model.log import Member
 from pswire.model.plan import (
     Apply,
     Operand,
@@ -21,15 +24,14 @@ from pswire.model.plan import (
     VariableSpec,
 )
 from pswire.model.program import Input, Node, Program
+from pswire.model.tables import ROWS
 from pswire.model.tensor import TensorSpec
+from tests.kit.rig import WORKERS, scaling
+
+# ---- Rows ----
 
 TABLE, NUMBER = TensorSpec("float32", (4, 2)), TensorSpec("float32", ())
-STEP = Program(
-    (Input("variable", TABLE), Input("value", TABLE), Input("operand", NUMBER)),
-    (Node("multiply", (1, 2)), Node("subtract", (0, 3))),
-    ((0, 4),),
-    (),
-)
+STEP = replace(scaling(TABLE), outputs=())
 DECAY = Program((Input("variable", TABLE), Input("value", TABLE)), (Node("multiply", (0, 1)),), ((0, 2),), ())
 NORM = Program(
     (Input("variable", TABLE), Input("value", TABLE)),
@@ -170,3 +172,113 @@ def test_reduced_rows_come_behind_what_is_whole():
     assert [ref for ref, _ in plan.given(0)] == [OTHER]
     assert [ref for ref, _ in plan.given_rows(0)] == [G]
     assert (plan.given(1), plan.given_rows(1)) == ([], [])
+
+
+# ---- Compression ----
+
+TENSOR = TensorSpec("float32", (300, 2))
+SUM = Reduction("sum", TENSOR, (0,), "'w'")
+CODECS = (Codec("float16"), Codec("bfloat16"), Codec("int8"), Codec("topk", 0.1), Codec("topk", 0.2))
+
+
+def plan_of(*reductions):
+    return Plan(reductions, returned=(Ref("reduction", 0),))
+
+
+def test_a_plan_that_compresses_nothing_has_the_id_that_it_had():
+    """Of versions that know no compression; else a job could not be gone on with beside them."""
+    assert plan_of(SUM, replace(SUM, form="rows")).id.hex()[:16] == "a46101c89195c045"
+
+
+def test_each_codec_makes_another_plan():
+    """Also each ratio, and which of the reductions it is."""
+    plans = [plan_of(SUM, SUM), *(plan_of(replace(SUM, codec=codec), SUM) for codec in CODECS)]
+    plans += [plan_of(SUM, replace(SUM, codec=CODECS[0])), plan_of(replace(SUM, codec=Codec("topk", 0.1 + 1e-12)), SUM)]
+    assert len({plan.id for plan in plans}) == len(plans) == len({plan.describe({}) for plan in plans})
+
+
+@pytest.mark.parametrize(
+    ("codec", "whole", "row"),
+    [
+        (Codec("float16"), 1200, 4),
+        (Codec("bfloat16"), 1200, 4),
+        (Codec("int8"), 600 + 3 * 4, 2 + 4),
+        (Codec("topk", 0.1), 60 * 8, 8),
+        (Codec("topk", 0.0001), 8, 8),
+        (Codec("topk", 1.0), 600 * 8, 8),
+    ],
+    ids=str,
+)
+def test_a_contribution_takes_so_many_bytes(codec, whole, row):
+    """Of an array, and of one row."""
+    assert codec.nbytes(TENSOR) == replace(SUM, codec=codec).nbytes == whole
+    assert codec.row_bytes(TENSOR) == row
+
+
+@pytest.mark.parametrize(
+    "reduction",
+    [
+        replace(SUM, codec=Codec("int8"), op="first"),
+        replace(SUM, codec=Codec("int8"), tensor=TensorSpec("int64", (4,))),
+        replace(SUM, codec=Codec("int8"), tensor=TensorSpec("complex64", (4,))),
+        replace(SUM, codec=Codec("int8"), form="keys", tensor=TensorSpec("float32", (ROWS, 2))),
+        *(replace(SUM, codec=Codec("topk", ratio)) for ratio in (0.0, -1.0, 1.5, float("nan"), float("inf"))),
+        replace(SUM, codec=Codec("int8", 0.5)),
+    ],
+    ids=str,
+)
+def test_what_has_no_codec_is_refused(reduction):
+    """A server verifies each plan."""
+    with pytest.raises(InvalidRequest, match="no codec"):
+        plan_of(reduction).verify({}, 1)
+
+
+def test_compressed_plans_stream_by_what_is_sent():
+    """From a part on that is sent; not elements by their places, which can be refused before anything is written."""
+    large = TensorSpec("float32", (PART_BYTES,))  # four parts
+    streams = {codec: plan_of(replace(SUM, tensor=large, codec=codec)).streams for codec in CODECS}
+    assert streams == {codec: frozenset({0} if codec.kind != "topk" else ()) for codec in CODECS}
+    less = TensorSpec("float32", (PART_BYTES // 2,))
+    assert plan_of(replace(SUM, tensor=less)).streams == {0}
+    assert plan_of(replace(SUM, tensor=less, codec=Codec("int8"))).streams == frozenset()
+
+
+# ---- Changes of consistency ----
+
+CHANGES = {
+    "ps.Sync()": Change(0, 0, "whole"),
+    "ps.Sync(whole_rounds=False)": Change(1, 5, "sync"),
+    "ps.Sync(nonfinite='skip', backup_workers=2)": Change(2, 7, "whole", 2, 0, "skip"),
+    "ps.Async()": Change(3, 8, "async"),
+    "ps.BoundedStaleness(4, nonfinite='raise')": Change(4, 9, "bounded", 0, 4, "raise"),
+}
+
+
+@pytest.mark.parametrize("said", CHANGES)
+def test_a_change_survives_its_join_point(said):
+    """And says what a script says for it."""
+    change = CHANGES[said]
+    assert Change.parse(str(change)) == change
+    assert change.said == said
+
+
+@pytest.mark.parametrize("text", ["", "save", "dataset:1", "change:1:2:never:0:0:apply", "change:1:2:async:0:0", "x"])
+def test_other_join_points_are_no_changes(text):
+    """Nor is what nobody says."""
+    assert Change.parse(text) is None
+
+
+def test_two_ask_for_the_same_wherever_they_are():
+    """The round is each one's own; all else is the change."""
+    change = CHANGES["ps.Async()"]
+    assert change.same(replace(change, round=99))
+    assert not change.same(replace(change, number=9))
+    assert not change.same(replace(change, nonfinite="skip"))
+
+
+def test_a_member_is_moved():
+    """Its task, session and replicas stay."""
+    member = Member(WORKERS[0], 3, 2, "whole", 1)
+    assert CHANGES["ps.BoundedStaleness(4, nonfinite='raise')"].moved(member) == Member(
+        WORKERS[0], 3, 2, "bounded", 0, 4
+    )
