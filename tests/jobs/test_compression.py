@@ -11,8 +11,6 @@ import pytest
 
 import psclient as ps
 from pstesting import InProcessCluster
-from pstesting.processes import QUICK, W0, W1, ProcessCluster
-from pstesting.script import ME, gate, say
 from tests.kit.internals import PART_BYTES
 from tests.kit.references import CODECS, Worker
 from tests.kit.workers import in_threads
@@ -26,7 +24,6 @@ HALVES = ps.experimental.partitioners.FixedShardsPartitioner(2)
 
 @contextmanager
 def opened(servers=1, devices=None, **options):
-    """A strategy with servers in this process; its scope is entered."""
     with (
         InProcessCluster(servers=servers) as cluster,
         ps.ParameterServerStrategy(devices=devices, cluster_resolver=cluster.resolver(), **options) as strategy,
@@ -223,26 +220,6 @@ def test_the_first_contribution_of_a_section_alone_is_compressed():
         assert np.asarray(second).tobytes() == two.tobytes()
 
 
-@pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize("choice", ["skip", "raise"])
-def test_what_is_not_finite_is_seen_and_leaves_the_residual(name, choice):
-    """The round is skipped, or an error, as without compression; training goes on with what was left over before."""
-    how, worker = CODECS[name], Worker(CODECS[name], (300,))
-    bad, value = np.full(300, np.float32(1)), np.zeros(300, "float32")
-    bad[7] = np.nan
-    given = gradients(300, 3)
-    with opened(compression=how, consistency=ps.Sync(nonfinite=choice)) as strategy:
-        w, optimizer = ps.Variable(value), ps.optimizers.SGD(1.0)
-        for gradient in (given[0], bad, *given[1:]):
-            try:
-                step(strategy, optimizer, (gradient, w))
-            except ps.errors.NonfiniteError:
-                assert (choice, gradient is bad) == ("raise", True)
-            if gradient is not bad:
-                value = value - worker.send(gradient)
-        assert w.numpy().tobytes() == value.tobytes()
-
-
 def test_a_dynamic_loss_scale_sees_what_is_not_finite():
     """It leaves the step out, and halves the scale."""
     with opened(compression=ps.compression.Float16()) as strategy:
@@ -373,26 +350,39 @@ class Job:
         return self.w.tobytes()
 
 
-def test_two_workers_train_as_the_reference_does():
-    """With each codec, in every round, and both have the same; it comes to the solution all the same."""
-    expected = [Job(how) for how in CODECS.values()]
+def with_each_codec(*rounds):
+    """Each worker trains a variable for each codec for so many rounds: the bits after each, and its residuals."""
 
     def learn(strategy, worker):
         with strategy.scope():
             made = [ps.Variable(np.zeros(40, "float32"), name=n, compression=how) for n, how in CODECS.items()]
             optimizer = ps.optimizers.SGD(RATE)
         bits, own = [], data(worker)
-        for _ in range(ROUNDS):
+        for _ in range(rounds[worker]):
             pairs = [(slope(w.numpy(), *own), w) for w in made]
             strategy.run(lambda pairs=pairs: optimizer.apply_gradients(pairs))
             bits.append([w.numpy().tobytes() for w in made])
         return bits, [w.feedback.residual.tobytes() for w in made]
 
-    found = in_threads(learn)
+    return in_threads(learn)
+
+
+def test_two_workers_train_as_the_reference_does():
+    """With each codec, in every round, and both have the same; it comes to the solution all the same."""
+    expected = [Job(how) for how in CODECS.values()]
+    found = with_each_codec(ROUNDS, ROUNDS)
     bits = [[job.round() for job in expected] for _ in range(ROUNDS)]
     assert found == [(bits, [job.workers[worker].residual.tobytes() for job in expected]) for worker in range(2)]
     for job in expected:
         assert np.abs(job.w - np.arange(40)).max() < 1e-3, "of numbers up to 39"
+
+
+def test_a_worker_that_ends_takes_its_residual_along():
+    """The other one goes on with its own, and with nothing of that."""
+    expected = [Job(how) for how in CODECS.values()]
+    (bits, left), _ = with_each_codec(9, 4)
+    assert bits == [[job.round((0, 1)[: 1 + (n < 4)]) for job in expected] for n in range(9)]
+    assert left == [job.workers[0].residual.tobytes() for job in expected]
 
 
 @pytest.mark.parametrize("resume", ["first", "then"])
@@ -433,36 +423,6 @@ def test_a_job_goes_on_with_the_sum_of_its_residuals(tmp_path, resume):
     _, (bits, left) = in_threads(lambda *one: learn(*one, resume), servers=2, **keys)
     assert bits == [expected.round() for _ in range(7)]
     assert left == two.residual.tobytes()
-
-
-def learn_until(rounds, stops):
-    """Regression by SGD; the bits of the variable after each round."""
-    strategy = ps.ParameterServerStrategy(compression=ps.compression.Int8())
-    with strategy.scope():
-        w = ps.Variable(np.zeros(40, "float32"), name="w")
-        optimizer = ps.optimizers.SGD(0.1)
-    x, y = data(ME)
-    while strategy.round < rounds:
-        if [ME, strategy.round] == stops:
-            say("at", strategy.round)
-            gate("never")
-        step = slope(w.numpy(), x, y)
-        strategy.run(lambda step=step: optimizer.apply_gradients([(step, w)]))
-        say("bits", w.numpy().tobytes().hex())
-    say("left", w.feedback.residual.tobytes().hex())
-
-
-def test_a_worker_that_dies_takes_its_residual_along(tmp_path):
-    """The other one goes on with its own, and with nothing of that."""
-    expected = Job(CODECS["int8"])
-    keys = {"helpers": [data, slope], "ps": 1, "workers": 2, "timeouts": QUICK, "gates": ["never"]}
-    with ProcessCluster(learn_until, tmp_path, (9, [1, 4]), chief="driver", **keys) as job:
-        job.hear(W1, "at", 4)
-        job.kill(W1)
-        left = job.hear(W0, "left")
-        bits = [expected.round() for _ in range(4)] + [expected.round((0,)) for _ in range(5)]
-        assert [bytes.fromhex(said) for said in job.said(W0, "bits")] == bits
-        assert bytes.fromhex(left) == expected.workers[0].residual.tobytes()
 
 
 def test_a_compressed_round_streams():

@@ -399,47 +399,6 @@ def test_a_call_returns_once_its_array_may_be_changed(lane):
     assert in_threads(send_ahead, servers=1, lane=lane) == [expected] * 2
 
 
-def waits_for_worker_1(fit, send, more=lambda strategy: None, size=1, **keys):
-    """Worker 0 sends as many rounds as fit, while worker 1 is late, and waits with one more; returns what both have.
-
-    Args:
-        fit: how many rounds fit.
-        send: `send(strategy, v, number)` makes a round.
-        more: `more(strategy)` is called before the round that does not fit.
-    """
-    full, over = threading.Event(), threading.Event()
-
-    def fill(strategy, worker):
-        with strategy.scope():
-            v = ps.Variable(np.zeros(size), name="v")
-        send(strategy, v, 0)
-        strategy.backend.settle()
-        if worker:
-            meet(full)
-            time.sleep(0.5)
-            assert not over.is_set()
-        for number in range(1, fit + 1):
-            send(strategy, v, number)
-        if not worker:
-            full.set()
-            more(strategy)
-        send(strategy, v, 100)
-        over.set()
-        return strategy.round, float(v.numpy().min()), float(v.numpy().max())
-
-    return in_threads(fill, servers=1, **keys)
-
-
-def test_a_call_waits_where_the_window_is_full():
-    """For the oldest round; no more than a window is ever kept for resends."""
-
-    def send(strategy, v, number):
-        strategy.run(lambda: add(v, np.ones(1)))
-
-    found = waits_for_worker_1(WINDOW, send)
-    assert found == [(WINDOW + 2, 2.0 * (WINDOW + 2), 2.0 * (WINDOW + 2))] * 2
-
-
 def test_a_step_that_waits_too_often_is_told_where(caplog):
     """Once, with the lines."""
 
@@ -495,17 +454,30 @@ def test_two_arrays_alternate(lane):
 @pytest.mark.parametrize(("lane", "broken"), [("grpc", False), ("shm", True), ("tcp", True)])
 def test_a_large_round_is_not_waited_for(lane, broken):
     """A third one is: its array is still in a round. What lay in a lane that broke is sent again from where it is."""
+    two, three = threading.Event(), threading.Event()
 
-    def send(strategy, v, number):
-        def step():
+    def send(strategy, worker):
+        with strategy.scope():
+            v = ps.Variable(np.zeros(LARGE), name="v")
+
+        def step(number):
             buffer = strategy.buffer(v)
             buffer[:] = number
             add(v, buffer)
 
-        strategy.run(step)
-
-    def more(strategy):
-        if broken:
+        strategy.run(step, (0,))
+        strategy.backend.settle()
+        if worker:  # it is late
+            meet(two)
+            time.sleep(0.5)
+            assert not three.is_set()
+        strategy.run(step, (1,))
+        strategy.run(step, (2,))
+        two.set()
+        if broken and not worker:
             strategy._session.lane(0).close("the test breaks it")
+        strategy.run(step, (100,))
+        three.set()
+        return strategy.round, float(v.numpy().min()), float(v.numpy().max())
 
-    assert waits_for_worker_1(2, send, more, size=LARGE, lane=lane) == [(4, 206.0, 206.0)] * 2
+    assert in_threads(send, servers=1, lane=lane) == [(4, 206.0, 206.0)] * 2
