@@ -16,7 +16,10 @@ CHEAP = [1, 4, 11]
 
 @BOTH
 def test_the_job_goes_on_without_a_server(lost, caplog):
-    """It is killed while rounds are made; nobody restarts, and every round has counted once on what is left."""
+    """It is killed while rounds are made; nobody restarts, and every round has counted once on what is left.
+
+    A worker that is started again, and a chief, find the other one.
+    """
     with World() as job:
         job.rounds(10)
         job.kill(lost)
@@ -24,25 +27,25 @@ def test_the_job_goes_on_without_a_server(lost, caplog):
         assert job.finish() == [job.steps] * 2
     for task in (W0, W1, CHIEF):
         assert f"{task} goes on without {lost}: was lost (nothing listens there any more" in caplog.text
+    with World() as job:
+        job.rounds(5)
+        job.kill(lost)
+        job.until(lambda: job.gone == {lost.index})
+        job.kill(W1, CHIEF)
+        job.start(CHIEF, W1)
+        job.until(lambda: job.workers[W1].joined)
+        job.rounds(5)
+        zero, one = job.finish()
+        assert zero == job.steps
+        assert one < job.steps
 
 
 @BOTH
 def test_a_server_that_wakes_up_too_late_answers_nobody(lost, caplog):
-    """It was paused for longer than a lease. The others have gone on; it is told so, and ends."""
-    with World() as job:
-        job.rounds(10)
-        job.pause(lost)
-        job.rounds(10)
-        job.resume(lost)
-        job.until(lambda: not job.process(lost).alive)
-        assert job.process(lost).outlived
-        assert f"{lost} ends: the job goes on without it: it was lost" in caplog.text
-        assert job.finish() == [job.steps] * 2
+    """One that was paused for less than a lease is waited for: nobody goes on without it.
 
-
-@BOTH
-def test_a_server_that_was_paused_for_a_moment_is_waited_for(lost, caplog):
-    """For less than a lease: nobody goes on without it."""
+    After a longer pause the others have gone on; it is told so, and ends.
+    """
     with World() as job:
         job.rounds(10)
         before = job.round
@@ -51,8 +54,14 @@ def test_a_server_that_was_paused_for_a_moment_is_waited_for(lost, caplog):
         assert job.round <= before + 1
         job.resume(lost)
         job.rounds(5)
+        assert "goes on without" not in caplog.text
+        job.pause(lost)
+        job.rounds(10)
+        job.resume(lost)
+        job.until(lambda: not job.process(lost).alive)
+        assert job.process(lost).outlived
+        assert f"{lost} ends: the job goes on without it: it was lost" in caplog.text
         assert job.finish() == [job.steps] * 2
-    assert "goes on without" not in caplog.text
 
 
 def test_a_server_and_its_copy():
@@ -80,49 +89,36 @@ def test_a_worker_and_a_server_are_lost_at_the_same_time(lost):
             assert job.finish()[0] == job.steps
 
 
-def test_who_comes_later_finds_those_that_are_left():
-    """A worker that is started again, and a chief, after server 0 is gone."""
-    with World() as job:
-        job.rounds(5)
-        job.kill(PS0)
-        job.until(lambda: job.gone == {0})
-        job.kill(W1, CHIEF)
-        job.start(CHIEF, W1)
-        job.until(lambda: job.workers[W1].joined)
-        job.rounds(5)
-        zero, one = job.finish()
-        assert zero == job.steps
-        assert one < job.steps
+def open_half(job: World) -> None:
+    """Worker 1 is started again; meanwhile it has opened a session on one server, and not on the other."""
+    job.rounds(5)
+    job.kill(W1)
+    job.start(W1)
+    opens = job.workers[W1].session
+    job.until(lambda: opens.number)
+    assert not opens.incarnations
 
 
 @BOTH
 def test_a_server_is_lost_while_a_worker_opens_its_session(lost):
     """Between two servers. The one that keeps the sessions now knows only the worker's dead process, which has a lease.
 
-    The worker waits for that, and takes part.
+    The worker waits for that, and takes part. Without copies it learns of the loss as all others do, and not only when
+    `PS_TIMEOUT_START` is over.
     """
     with World() as job:
-        job.rounds(5)
-        job.kill(W1)
-        job.start(W1)
-        opens = job.workers[W1].session
-        job.until(lambda: opens.number)
-        assert not opens.incarnations
+        open_half(job)
         job.kill(lost)
         job.until(lambda: job.workers[W1].joined)
         job.rounds(5)
         assert job.finish()[0] == job.steps
-
-
-def test_servers_that_are_no_neighbours():
-    """Of four servers two go, one after the other; what each had lies on the next one."""
-    with World(servers=4) as job:
-        job.rounds(5)
-        job.kill(PS0)
-        job.until(lambda: job.gone == {0})
-        job.kill(PS2)
-        job.until(lambda: job.gone == {0, 2})
-        assert job.finish() == [job.steps] * 2
+    with World(copies=0) as job:
+        open_half(job)
+        job.kill(PS1)
+        began = job.scheduler.now
+        job.until(lambda: W1 in job.failures())
+        assert job.scheduler.now - began < QUICK.lease
+        assert_lost(job.failures()[W1], PS1, "")
 
 
 @pytest.mark.parametrize("heir", ["started", "standing by"])
@@ -194,8 +190,14 @@ def assert_lost(error: PSError, server: Task, why: str) -> None:
 
 
 @BOTH
-def test_without_copies_a_server_that_pauses_is_waited_for(lost, caplog):
-    """For two leases: nobody ends, no session does, and all goes on where it was."""
+def test_a_server_that_is_silent_for_too_long_is_lost(lost, caplog):
+    """One that pauses for two leases is waited for: nobody ends, no session does, and all goes on where it was.
+
+    After `PS_TIMEOUT_SERVER` every process ends, and says which server, for how long, and by which setting. Nobody
+    knows what another server has missed: a new job begins, and has nothing of the old one. But nobody could write to
+    the log that server 0 is lost, and it is not: its variables count, with all rounds that were complete, what was
+    under way at most once, and all that the next lives do.
+    """
     with World(copies=0) as job:
         job.rounds(5)
         before = job.round
@@ -205,11 +207,6 @@ def test_without_copies_a_server_that_pauses_is_waited_for(lost, caplog):
         job.resume(lost)
         assert job.finish() == [job.steps] * 2
     assert "is complete without" not in caplog.text
-
-
-@BOTH
-def test_a_server_that_is_silent_for_too_long_is_lost(lost):
-    """After `PS_TIMEOUT_SERVER` every process ends, and says which server, for how long, and by which setting."""
     with World(copies=0, timeouts=with_lease(2.0, server=6.0)) as job:
         job.rounds(5)
         job.pause(lost)
@@ -218,21 +215,8 @@ def test_a_server_that_is_silent_for_too_long_is_lost(lost):
         job.until(lambda: len(job.failures()) == 3, 2.0)
         for error in job.failures().values():
             assert_lost(error, lost, "for 6 s (PS_TIMEOUT_SERVER")
-
-
-@BOTH
-def test_a_job_whose_server_was_silent_for_too_long_is_started_again(lost):
-    """Nobody knows what another server has missed: a new job begins, and has nothing of the old one.
-
-    But nobody could write to the log that server 0 is lost, and it is not: its variables count, with all rounds that
-    were complete, what was under way at most once, and all that the next lives do.
-    """
-    with World(copies=0, timeouts=with_lease(2.0, server=6.0)) as job:
-        job.rounds(5)
-        job.pause(lost)
-        job.until(lambda: len(job.failures()) == 3)
         job.resume(lost)
-        before, job.lives = job.lives, [] if lost == PS1 else job.lives
+        old, job.lives = job.lives, [] if lost == PS1 else job.lives
         job.deaths |= {W0: 1, W1: 1}
         job.start(CHIEF, W0, W1)
         job.until(lambda: all(job.workers[task].made for task in (W0, W1)))
@@ -240,23 +224,7 @@ def test_a_job_whose_server_was_silent_for_too_long_is_started_again(lost):
         assert (first == 0) == (lost == PS1)
         job.rounds(5)
         job.finish()
-        assert {worker.last for worker in before[:2]} == {4}
-
-
-def test_who_opens_its_sessions_learns_that_a_server_is_lost():
-    """As all others do, and not only when `PS_TIMEOUT_START` is over."""
-    with World(copies=0) as job:
-        job.rounds(5)
-        job.kill(W1)
-        job.start(W1)
-        opens = job.workers[W1].session
-        job.until(lambda: opens.number)
-        assert not opens.incarnations
-        job.kill(PS1)
-        began = job.scheduler.now
-        job.until(lambda: W1 in job.failures())
-        assert job.scheduler.now - began < QUICK.lease
-        assert_lost(job.failures()[W1], PS1, "")
+        assert {worker.last for worker in old[:2]} == {4}
 
 
 # ---- Servers that do not reach one another ----
