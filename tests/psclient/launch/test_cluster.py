@@ -76,7 +76,7 @@ def test_all_processes_are_told_what_is_asked_for(script):
     words = cluster.processes[Task("ps", 0)].args
     assert words[words.index("--log-level") + 1] == "debug"
     assert any(f"http://127.0.0.1:{port}/metrics" in line for line in cluster.output(Task("ps", 0)))
-    for task, kind, place in ((WORKERS[0], "worker", 1), (WORKERS[1], "worker", 2), (Task("chief", 0), "chief", 3)):
+    for task, kind, place in ((Task("chief", 0), "chief", 1), (WORKERS[0], "worker", 2), (WORKERS[1], "worker", 3)):
         assert cluster.output(task) == [f"{kind} 1 10 127.0.0.1 {port + place}"]
 
 
@@ -153,7 +153,7 @@ def test_the_code_is_the_failing_task_s(script, text, code, said):
     """A signal's is 128 more. The report is our last line or the last traceback, whatever is logged in the end."""
     outcome, _ = run(script(text), workers=1)
     assert outcome.code == code
-    assert outcome.report.splitlines()[-1].startswith(said)
+    assert outcome.report.splitlines()[0 if said.startswith(FAILED) else -1].startswith(said)
 
 
 def test_the_one_to_blame_is_shown(script):
