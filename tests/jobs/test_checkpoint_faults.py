@@ -17,28 +17,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import psclient as ps
 from pstesting import forks
 from pstesting.clock import Clock
 from pswire.checkpoint import storage
 from tests.kit.contributions import by_keys, create_part, keyed, part_of
 from tests.kit.internals import (
     BUCKETS,
-    Apply,
     CheckpointError,
     Chief,
     ClusterSpec,
     Contribution,
     DamagedCheckpoint,
     Epoch,
-    Input,
     Node,
     Payload,
-    Plan,
-    Program,
     ProgramError,
-    Reduction,
-    Ref,
     RemoteServer,
     RestoreOrder,
     ServerLost,
@@ -47,7 +40,6 @@ from tests.kit.internals import (
     Snapshotted,
     TableSpec,
     Task,
-    TensorSpec,
     Timeouts,
     Turn,
     address_in,
@@ -70,10 +62,10 @@ from tests.kit.rig import (
     eventually,
     manifest_of,
     serving,
+    sum_into,
     together,
 )
 from tests.kit.storage import BUCKET, object_store
-from tests.kit.workers import in_threads
 
 DYING = Path(__file__).parent.parent / "kit" / "faulty_servers.py"
 CALM = Timeouts(lease=60.0, call=10.0, round=180.0)
@@ -151,6 +143,18 @@ def save(root, number, value):
 
 # ---- Servers that die ----
 
+
+def save_until(point, job, worker, plan):
+    """Two servers save, as far as they get; returns their shards, if all are there."""
+    for server in (0, 1):
+        worker.push(plan, server=server)
+    if "manifest" not in point:
+        return []
+    shards = [server.snapshot(job.token, plan.id, "").result(SOON) for server in job.verbs]
+    job.verbs[0].snapshot(job.token, plan.id, assembled(shards, plan.snapshot).text())
+    return shards
+
+
 SHARD = ["before a shard", "in a shard", "naming a shard"]
 MANIFEST = ["before the manifest", "in the manifest", "naming the manifest", "after the manifest"]
 """Server 0 writes it."""
@@ -169,12 +173,7 @@ def test_a_server_that_dies_in_a_save(tmp_path, point, task):
     with processes(root, {task: point}) as (servers, started):
         job, worker = job_on(servers, 2.0)
         plan = job.approve(checkpoint("run/ckpt-2", (0, 1)), worker)
-        for server in (0, 1):
-            worker.push(plan, server=server)
-        if "manifest" in point:
-            asked = [server.snapshot(job.token, plan.id, "") for server in job.verbs]
-            text = manifest_of([future.result(SOON) for future in asked])
-            asked = [job.verbs[0].snapshot(job.token, plan.id, text)]
+        save_until(point, job, worker, plan)
         is_killed(servers, started[task])
     done = point == "after the manifest"
     assert newest(root) == (("run/ckpt-2", 2.0) if done else ("run/ckpt-1", 1.0))
@@ -335,12 +334,10 @@ def test_a_save_whose_round_fails(tmp_path):
     """The chief is told by the servers, says so in the log, and completes the next one."""
     root = str(tmp_path)
     with serving("grpc", 2, root) as servers, driving(servers) as worker:
-        spec = TensorSpec("int64", (3,))
         variable = worker.job.variable(worker, np.zeros(3, "int64"), (0, 1), saved_as="")
-        power = Program((Input("variable", spec), Input("value", spec)), (Node("pow", (0, 1)),), ((0, 2),), ())
-        applied = Apply(0, (0, 1), (Ref("variable", variable.id), Ref("reduction", 0)))
-        saved = SnapshotOrder("run/ckpt-1", (0, 1))
-        failing = Plan((Reduction("sum", spec, (0, 1)),), (), (power,), (applied,), (), saved)
+        plan = sum_into(variable, returned=False)
+        power = replace(plan.programs[0], nodes=(Node("pow", (0, 1)),))
+        failing = replace(plan, programs=(power,), snapshot=SnapshotOrder("run/ckpt-1", (0, 1)))
         for future in order(worker, failing):
             assert isinstance(future.exception(SOON), ProgramError)
         (entry,) = eventually(lambda: snapshotted(worker))
@@ -621,12 +618,7 @@ def test_a_server_that_dies_in_a_delta(tmp_path, task, point):
         job.restore(worker, "run")
         train(range(50, 400), 3.0)
         plan = job.approve(checkpoint("run/ckpt-2", (0, 1), json.dumps({"base": "ckpt-1"}), worker.round), worker)
-        for server in (0, 1):
-            worker.push(plan, server=server)
-        if "manifest" in point:
-            shards = [server.snapshot(job.token, plan.id, "").result(SOON) for server in job.verbs]
-            assert [shard.tables[0].since for shard in shards] == [2, 2]
-            job.verbs[0].snapshot(job.token, plan.id, assembled(shards, plan.snapshot).text())
+        assert {shard.tables[0].since for shard in save_until(point, job, worker, plan)} <= {2}
         is_killed(servers, started[task])
     with serving("core", 1, root) as servers:
         job, worker, train = job_with_a_table(servers)
@@ -634,48 +626,3 @@ def test_a_server_that_dies_in_a_delta(tmp_path, task, point):
         assert servers.cores[0].machine.store.tables()[0].table.state().equals(expected)
         job.save(worker, "run/ckpt-3")
     assert files(root) == whole(1) | whole(3, 1)
-
-
-def train(strategy, worker, resume, stop):
-    """Trains to a number of steps, and saves behind each, mostly deltas."""
-    de = ps.dynamic_embedding
-    with strategy.scope():
-        table = de.get_variable("users", 2, admission=de.CounterFilter(2), eviction=de.GlobalStepEvict(5))
-        optimizer = ps.optimizers.Adagrad(0.1)
-        optimizer.build([table])
-    checkpoint = ps.train.Checkpoint(table=table, optimizer=optimizer)
-    manager = ps.train.CheckpointManager(
-        checkpoint, "run", 1, step_counter=optimizer.iterations, delta_interval=1, full_every=4
-    )
-    if resume:
-        manager.restore_or_initialize()
-    data = strategy.experimental_distribute_dataset(ps.ArrayDataset(np.arange(120) ** 2 % 37).batch(12))
-
-    def step(keys):
-        rows = table.lookup(keys)
-        optimizer.apply_gradients([(rows.gradient(np.cos(rows.values)), table)])
-
-    for keys in data:
-        if int(optimizer.iterations) == stop:
-            break
-        strategy.run(step, args=(keys,))
-        manager.save()
-        manager.sync()
-    keys, rows = table.export()
-    return keys.tolist(), rows.tobytes(), int(optimizer.iterations), len(manager.checkpoints)
-
-
-@pytest.mark.ci
-def test_a_job_goes_on_from_a_delta(tmp_path):
-    """Two workers, one server more after six of nine steps; bit for bit as the job that was not stopped."""
-
-    def trained(name, resume, stop, servers=2):
-        make = partial(train, resume=resume, stop=stop)
-        found, other = in_threads(make, servers=servers, root=tmp_path / name, deterministic=True)
-        assert found == other
-        return found
-
-    expected = trained("whole", False, 9)
-    (*_, steps, kept) = trained("cut", False, 6)
-    assert (steps, kept) == (6, 2)  # a whole one after four, and a delta
-    assert trained("cut", True, 9, servers=3) == expected

@@ -102,34 +102,44 @@ class Losses:
 
     def lose(self, number, way, next_way):
         """Worker 1, which has pushed to one server, is lost, and started again once a round is over without it."""
-        round, process = self._job.hear(W1, "stalled")
-        relays = self._directory / "relays"
+        job = self._job
+        round, pid = job.hear(W1, "stalled")
+        relays, go_on = self._directory / "relays", self._directory / f"go on {pid}"
         relays.unlink(missing_ok=True)
         if next_way == "cut":
             relays.write_text(json.dumps([relay.address for relay in self._relays]))
-        getattr(self, f"_{way}")(number, round, self._directory / f"go on {process}")
+        match way:
+            case "kill":
+                job.kill(W1)
+                self._await(round)
+            case "replace":
+                job.kill(W1)
+            case "stop":
+                job.pause(W1)
+                self._await(round)
+                go_on.touch()
+                job.resume(W1)  # it pushes the rest, and is told
+                assert job.exited(W1) == 1
+            case "cut":
+                self._cut(number, round, go_on)
+            case "duplicate":
+                # Another process of the task waits for the lease of the first one, which then pushes the rest.
+                first = job.cluster.processes[W1]
+                self._stack.callback(first.kill)
+                job.pause(W1)
+                job.start(W1)
+                job.until(lambda: len(job.said(W1, "open")) == number + 2)
+                go_on.touch()
+                first.send_signal(signal.SIGCONT)
+                assert first.wait(SECONDS) == 1
+        if way in ("kill", "stop", "duplicate"):
+            self.out.append(round)
         if way != "duplicate":
-            self._job.start(W1)  # where it is replaced, at once
-        self._job.hear(W1, "open")
+            job.start(W1)  # where it is replaced, at once
+        job.hear(W1, "open")
 
     def _await(self, round):
         self._job.until(lambda: max(self._job.said(W0, "did")) >= round)
-
-    def _kill(self, number, round, go_on):
-        self._job.kill(W1)
-        self._await(round)
-        self.out.append(round)
-
-    def _replace(self, number, round, go_on):
-        self._job.kill(W1)
-
-    def _stop(self, number, round, go_on):
-        self._job.pause(W1)
-        self._await(round)
-        go_on.touch()
-        self._job.kill(W1, signal.SIGCONT)  # it pushes the rest, and is told
-        assert self._job.exited(W1) == 1
-        self.out.append(round)
 
     def _cut(self, number, round, go_on):
         """From the server that has its push late, or from both. While server 0 hears it, the others wait for it."""
@@ -151,18 +161,6 @@ class Losses:
         else:
             self._await(round)
             self._job.kill(W1)
-
-    def _duplicate(self, number, round, go_on):
-        """Another process of the task waits for the lease of the first one, which then pushes the rest, and is told."""
-        first = self._job.cluster.processes[W1]
-        self._stack.callback(first.kill)
-        self._job.pause(W1)
-        self._job.start(W1)
-        self._job.until(lambda: len(self._job.said(W1, "open")) == number + 2)
-        go_on.touch()
-        first.send_signal(signal.SIGCONT)
-        assert first.wait(SECONDS) == 1
-        self.out.append(round)
 
 
 @pytest.mark.parametrize(
