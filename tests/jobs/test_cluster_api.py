@@ -130,7 +130,6 @@ def asked(strategy):
 
 
 def rows_of(strategy, ids):
-    """A per-replica array of each replica's number, three times."""
     return strategy.run(lambda i: np.full(3, i), (ids,))
 
 
@@ -157,7 +156,6 @@ def alone():
     ids=str,
 )
 def found(request, tmp_path_factory):
-    """What each of several processes found, each with so many replicas, with two servers."""
     keys = {"helpers": [trained, asked, rows_of], "ps": 2, "workers": len(request.param)}
     with ProcessCluster(program, tmp_path_factory.mktemp("job"), (request.param,), **keys) as job:
         said = [job.hear(task, "found") for task in job.runners]
@@ -167,7 +165,6 @@ def found(request, tmp_path_factory):
 
 @pytest.fixture
 def training(found, alone):
-    """What two processes of two replicas found in training, and what one did."""
     if len(found) != 2 or found[0]["trained"]["ids"] != [[0, 4], [1, 4]]:
         pytest.skip("these tests are of two processes of two replicas")
     return [process["trained"] for process in found], alone["trained"]

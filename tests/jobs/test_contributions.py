@@ -103,7 +103,6 @@ EMPTY = ps.IndexedSlices(np.empty((0, WIDTH), "float32"), [])
 
 
 def tables_of(strategy):
-    """A variable, and a table without a size."""
     with strategy.scope():
         emb = ps.Variable(np.zeros((SIZE, WIDTH), "float32"), name="emb")
         users = ps.dynamic_embedding.get_variable("users", dim=WIDTH, initializer=0)

@@ -38,7 +38,6 @@ def run(words: list[str], cwd: Path, seconds: float = SECONDS) -> str:
 
 
 def standalone(cwd: Path, *args: str, ps: int = 2, workers: int = 2, seconds: float = SECONDS) -> str:
-    """What a cluster printed."""
     return run(["psworker", "--standalone", "--ps", str(ps), "--workers", str(workers), *args], cwd, seconds)
 
 
@@ -178,7 +177,6 @@ FEW_NAMES = ("--files", str(FILES), "--batch", str(BATCH), "--width", str(WIDTH)
 
 @pytest.fixture(scope="module")
 def embeddings():
-    """The script, as a module."""
     with loaded("embeddings") as module:
         yield module
 
@@ -190,7 +188,6 @@ def auc_of(out):
 
 
 def sizes_of(out):
-    """How many names have rows after each epoch."""
     return [int(size) for size in re.findall(r"(\d+) names have rows", out)]
 
 
@@ -286,14 +283,12 @@ FEW_RATINGS = ("--users", "100", "--items", "40", "--ratings", "8000", "--batch"
 
 @pytest.fixture(scope="module")
 def ratings():
-    """What makes and reads ratings."""
     with loaded("ratings") as module:
         yield module
 
 
 @pytest.fixture(scope="module")
 def recommender(ratings):
-    """The script, as a module."""
     with loaded("recommender") as module:
         yield module
 
@@ -311,7 +306,6 @@ def best(out):
 
 
 def losses(out):
-    """The loss of each epoch."""
     return np.array([float(loss) for loss in re.findall(r"epoch .*  loss (\S+)", out)])
 
 

@@ -74,7 +74,6 @@ def train(bound, epochs, paces, stops):
 
 
 def rows_of(job, *tasks):
-    """The examples that were taken in each pass, in order."""
     found = {}
     for task in tasks:
         for epoch, rows, _ in job.said(task, "took"):

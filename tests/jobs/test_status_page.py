@@ -31,7 +31,6 @@ def directory(tmp_path_factory):
 
 
 def watched(name: str) -> None:
-    """Makes rounds until it is told to end."""
     strategy = ps.ParameterServerStrategy()
     with strategy.scope():
         v = ps.Variable(np.zeros(1 << 12, "float32"), name=name)
@@ -44,7 +43,6 @@ def watched(name: str) -> None:
 
 
 def psctl(*args: str, code: int | None = None, **environ: str) -> Any:
-    """What `psctl` says in JSON."""
     done = shell(["psctl", "--json", *args], Path.cwd(), **environ)
     assert code in (None, done.code), done.err
     return json.loads(done.out)

@@ -58,7 +58,6 @@ def numbers(read) -> list[int]:
 
 @contextmanager
 def opened(directory, servers=1, memory=MEMORY, **options):
-    """A cluster whose tables may lie in a directory, and a strategy."""
     tier = {"tier_path": str(directory), "tier_memory": memory} if directory else {}
     with (
         InProcessCluster(servers, **tier) as cluster,
@@ -84,8 +83,6 @@ def made(strategy, optimizer, name="users"):
 
 
 def train(strategy, table, optimizer, data):
-    """A pass over some batches of keys."""
-
     def step(keys):
         rows = table.lookup(keys)
         optimizer.apply_gradients([(rows.gradient(np.ones_like(rows.values)), table)])

@@ -63,7 +63,6 @@ def gradients(weights, x, y, integers, total):
 
 
 def train(strategy, worker):
-    """The weights of each case."""
     found = {}
     for case, (kind, dtype, rounds, integers) in CASES.items():
         with strategy.scope():
