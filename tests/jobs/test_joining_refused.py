@@ -154,9 +154,7 @@ IN_USE = r"another process is /job:worker/task:1 of this job; end it first, or j
     [
         pytest.param({}, "out/ps-0", OF_A_SERVER, id="of a server"),
         pytest.param({}, "out/worker-1", OF_THE_CLUSTER, id="of a worker of the cluster"),
-        pytest.param(
-            {}, "other/worker-1", OF_OTHERS, id="of another cluster"
-        ),
+        pytest.param({}, "other/worker-1", OF_OTHERS, id="of another cluster"),
         pytest.param({"workers": TWO[:1], "taken": Task("worker", 1)}, "out/worker-1", IN_USE, id="that is in use"),
     ],
 )
