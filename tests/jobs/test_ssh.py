@@ -65,7 +65,6 @@ def agents() -> list[psutil.Process]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(server: Sshd) -> Iterator[None]:
-    """After each test no agent, no task and no connection is there."""
     yield
     eventually(lambda: not server.connections(), lambda: str(server.connections()))
 
@@ -183,14 +182,17 @@ def test_codes_and_reports_are_those_of_a_local_cluster(
 
 @pytest.mark.usefixtures("leaves_soon")
 def test_a_task_that_fails_is_started_again(cluster: Callable[..., SshCluster]) -> None:
-    """On its host, and a server at its address."""
-    text = "import socket\nif me and not os.path.exists('m'):\n    open('m', 'w')\n    sys.exit(3)\nprint(me)"
-    with cluster(text, restarts=2) as running:
+    """On its host, and a server at its address; with the variables of this package, and the working directory."""
+    text = (
+        "import socket\nif me and not os.path.exists('m'):\n    open('m', 'w')\n    sys.exit(3)\n"
+        "print(me, os.environ['PS_TIMEOUT_CALL'], os.getcwd() == os.path.dirname(os.path.abspath('script.py')))"
+    )
+    with cluster(text, restarts=2, timeouts=Timeouts(call=77.0)) as running:
         before = dict(running.addresses)
         running.kill(Task("ps", 1))
         assert running.wait(SOON) == Outcome(0)
         assert running.addresses == before
-        assert running.output(Task("worker", 1)) == ["1"]
+        assert running.output(Task("worker", 1)) == ["1 77.0 True"]
 
 
 def python(directory: Path, *lines: str) -> str:
@@ -260,10 +262,3 @@ def test_flags_that_do_not_go_together(hosts: Path, flags: str, said: str) -> No
     done = shell(["psworker", *flags.format(hosts=hosts).split(), "script.py"], hosts.parent)
     (line,) = done.errors
     assert (done.code, said in line) == (2, True), done.err
-
-
-def test_timeouts_are_handed_on(cluster: Callable[..., SshCluster]) -> None:
-    """With the variables of this package, and the working directory."""
-    text = "print(os.environ['PS_TIMEOUT_CALL'], os.getcwd() == os.path.dirname(os.path.abspath('script.py')))"
-    with cluster(text, timeouts=Timeouts(call=77.0)) as running:
-        eventually(lambda: running.output(Task("worker", 1)) == ["77.0 True"])
