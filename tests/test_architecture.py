@@ -21,38 +21,27 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("pswire", "psserver", "psclient", "pstesting")
 ROOMS = tuple(house.ROOMS.values())
 
+
+def modules(room: str, names: str) -> set[str]:
+    return {f"{room}.{name}" for name in names.split()}
+
+
 ONLY_IN = {
-    "grpc": {
-        "psserver.transport.grpc_service",
-        "psserver.transport.server",
-        "psserver.transport.health",
-        "psserver.transport.small_requests",
-        "psclient._src.transport.retries",
-        "psclient._src.transport.grpc_calls",
-        "pswire.transport.grpc_channel",
-        "psserver.transport.joining",
-        "psserver.transport.peers",
-        "psclient._src.transport.remote_server",
-        "psclient.psctl.health",
-        "pstesting.faults",
-    },
+    "grpc": modules("psserver.transport", "grpc_service server health small_requests joining peers")
+    | modules("psclient._src.transport", "retries grpc_calls remote_server")
+    | {"pswire.transport.grpc_channel", "psclient.psctl.health", "pstesting.faults"},
     "cupy": {"psserver.devices", "psclient._src.devices"},
     "grpc_health": {"psserver.transport.health", "psclient.psctl.health"},
     "grpc_reflection": {"psserver.transport.health"},
     "prometheus_client": {"pswire.telemetry.prometheus"},
-    "google": {
-        "psserver.transport.grpc_service",
-        "psclient._src.transport.remote_server",
-        "psclient._src.transport.plain_calls",
-        "pswire.encoding.mapper",
-        "pswire.encoding.verbs",
-    },
+    "google": modules("psclient._src.transport", "remote_server plain_calls")
+    | {"psserver.transport.grpc_service", "pswire.encoding.mapper", "pswire.encoding.verbs"},
     "cryptography": {"pswire.security.certificates", "psclient.psctl.certificate_authority"},
     "opentelemetry": {"pswire.traces.tracer"},
     "pickle": set(),
     "marshal": set(),
     "torch": set(),
-    "jax": {f"psclient.jax.{name}" for name in ("arrays", "parameters", "rows", "state", "trees")},
+    "jax": modules("psclient.jax", "arrays parameters rows state trees"),
     "flax": {"psclient.jax.modules"},
 }
 HAVE_ROOMS = {"torch": "psclient.torch", "jax": "psclient.jax"}
@@ -64,15 +53,8 @@ FORBIDDEN = {
     "psclient": {"psserver", "pstesting"},
     "pstesting": set(),
 }
-HAVE_LOCKS = {
-    "pswire.transport.payload",
-    "pswire.transport.shared_memory",
-    "pswire.transport.tls_socket",
-    "pswire.transport.sockets",
-    "pswire.transport.traffic",
-    "pswire.telemetry.web_server",
-    "pswire.security.rotation",
-    "pswire.telemetry.page.sampler",
+HAVE_LOCKS = modules("pswire.transport", "payload shared_memory tls_socket sockets traffic") | {
+    *("pswire.telemetry.web_server", "pswire.telemetry.page.sampler", "pswire.security.rotation")
 }
 """What is filled by one thread and read by another needs one; of the contract only the port of metrics starts some."""
 
@@ -141,8 +123,10 @@ def sideways(module: str) -> set[str]:
 
 
 def test_packages_do_not_look_sideways():
-    """psclient -> pswire <- psserver: the sides never import each other, and the contract neither."""
+    """psclient -> pswire <- psserver: the sides never import each other, nor pswire them; nor are there circles."""
     assert {module: found for module in MODULES if (found := sideways(module))} == {}
+    order = graphlib.TopologicalSorter({module: imported_modules(module) for module in MODULES})
+    order.prepare()
 
 
 @pytest.mark.parametrize("library", sorted(ONLY_IN))
@@ -203,30 +187,22 @@ def test_the_environment_is_read_where_configuration_is():
 
 
 def test_each_room_imports_what_the_plan_says():
-    """No more, and no less: a permission that nobody needs is a door that somebody will take."""
+    """No more, and no less: a permission that nobody needs is a door; and each room is above all that it imports."""
     found: dict[str, set[str]] = {name: set() for name in house.ROOMS}
     for module in MODULES:
         found[room_of(module)] |= {room_of(name) for name in imported_modules(module)}
     assert {name: names - {name} for name, names in found.items()} == {r.name: {*r.imports} for r in ROOMS}
-
-
-def test_imports_go_down():
-    """Each room is on a floor above all that it imports, so that there is no circle of rooms."""
     assert [(r.name, name) for r in ROOMS for name in r.imports if house.ROOMS[name].floor >= r.floor] == []
 
 
 def test_each_package_is_a_room():
-    """A package without a row in the plan is built where nobody decided it; reserved names wait for theirs."""
+    """One without a row in the plan is built where nobody decided it; docs/architecture.md names every room."""
     packages = {name for name, path in MODULES.items() if path.name == "__init__.py"}
     inner = {"psserver.programs.kernels", "pswire.pb"}
     assert packages - inner <= house.ROOMS.keys()
     assert not house.RESERVED.keys() & house.ROOMS.keys()
     floors = [room.floor for room in ROOMS]
     assert all(min(floors) <= floor <= max(floors) + 1 for floor in house.RESERVED.values())
-
-
-def test_the_document_names_every_room():
-    """Who looks for something finds in docs/architecture.md in which room it is: what the room's docstring says."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     table = re.findall(r"^\| `([\w./]+)` \|", text, flags=re.MULTILINE)
     assert [name for name in house.ROOMS if name.replace(".", "/") not in {row.rstrip("/") for row in table}] == []
@@ -263,15 +239,7 @@ def test_a_room_can_be_held_in_the_head():
     assert (crowded, long, large) == ([], [], {})
 
 
-def test_no_circles():
-    """Modules have an order in which each can be understood from those before it."""
-    order = graphlib.TopologicalSorter({module: imported_modules(module) for module in MODULES})
-    order.prepare()
-
-
-def public(
-    tree: ast.Module | ast.ClassDef,
-) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+def public(tree: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
     for node in tree.body:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
@@ -292,10 +260,7 @@ def silent_names(module: str) -> list[str]:
 
 
 def test_public_names_say_what_they_are():
-    """Every module, public class, function and method has a docstring.
-
-    Methods of a class with a base may have it there.
-    """
+    """Every module, public class, function and method has a docstring; methods with a base may have it there."""
     assert {module: silent for module in MODULES if (silent := silent_names(module))} == {}
 
 

@@ -1,20 +1,27 @@
-"""The image and the compose file, as far as they can be read without a daemon: what runs in them is ours and fits."""
+"""Images and the compose file, as far as they can be read without a daemon, and the locks that pin what is in them."""
 
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import shlex
 import shutil
 import subprocess
+import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 import yaml
+from packaging.markers import Environment, default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from psclient.psctl.cli import command as psctl
-from tests.kit.internals import GLIBC_TUNABLES, Task, check_addresses, parse_tf_config, spare_name, task_name
+from tests.kit.internals import GLIBC_TUNABLES, check_addresses, parse_tf_config, spare_name, task_name
 from tests.kit.internals import psserver_command as psserver
 from tests.kit.internals import psworker_command as psworker
 
@@ -40,7 +47,6 @@ def parse(words: list[str]) -> click.Context:
 
 
 def stages() -> dict[str, str]:
-    """The instructions of each stage of the Dockerfile, by its name."""
     found = {}
     for text in DOCKERFILE.split("\nFROM ")[1:]:
         first, _, rest = text.partition("\n")
@@ -49,47 +55,39 @@ def stages() -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("target", ["cpu", "gpu"])
-def test_images_are_for_nobody_in_particular(target: str) -> None:
-    """They run without root, their program gets the signals, and their probe and their command are commands of ours."""
-    lines = stages()[target].splitlines()
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_images_are_for_nobody_in_particular(kind: str) -> None:
+    """They run without root, their program gets the signals, and their probe and their command are commands of ours.
+
+    Packages come from the locks, each by its digest, what builds the wheel as well, and nothing is looked for. Compiled
+    files have no dates in them, all files that of the commit, and so has the user's entry.
+    """
+    build, final = stages()[f"{kind}-build"], stages()[kind]
+    lines = final.splitlines()
     assert "USER 10001:10001" in lines
     assert not any(line.startswith("ENTRYPOINT") for line in lines)
     (command,) = [json.loads(line.removeprefix("CMD ")) for line in lines if line.startswith("CMD")]
     (probe,) = [json.loads(line.partition(" CMD ")[2]) for line in lines if line.startswith("HEALTHCHECK")]
     assert (parse(command).params["host"], probe[:2]) == ("0.0.0.0", ["psctl", "health"])
     parse(probe)
-    assert f"GLIBC_TUNABLES={GLIBC_TUNABLES}" in stages()[target].split()
-
-
-@pytest.mark.parametrize("kind", ["cpu", "gpu"])
-def test_an_image_has_what_is_pinned(kind: str) -> None:
-    """Packages come from the locks, each by its digest, what builds the wheel as well, and nothing is looked for."""
-    for line in stages()[f"{kind}-build"].split("&&"):
+    assert f"GLIBC_TUNABLES={GLIBC_TUNABLES}" in final.split()
+    for line in build.split("&&"):
         words = line.split()
         if words[:1] and words[0].endswith("/pip") and words[1] in ("install", "wheel"):
             assert "--no-deps" in words
             assert ("--require-hashes" in words) != ("--no-index" in words)
-    assert "-r locks/build.lock" in stages()[f"{kind}-build"]
-
-
-def test_an_image_names_no_time() -> None:
-    """Compiled files have no dates in them, all files that of the commit, and so has the user's entry."""
-    for kind in ("cpu", "gpu"):
-        build, final = stages()[f"{kind}-build"], stages()[kind]
-        assert build.count("--no-compile") == 2
-        assert "compileall -q -f --invalidation-mode unchecked-hash" in build
-        assert build.index("compileall") < build.index('touch --no-dereference --date="@${SOURCE_DATE_EPOCH}"')
-        assert final.index("ARG SOURCE_DATE_EPOCH") < final.index("useradd")
+    assert "-r locks/build.lock" in build
+    assert build.count("--no-compile") == 2
+    assert "compileall -q -f --invalidation-mode unchecked-hash" in build
+    assert build.index("compileall") < build.index('touch --no-dereference --date="@${SOURCE_DATE_EPOCH}"')
+    assert final.index("ARG SOURCE_DATE_EPOCH") < final.index("useradd")
 
 
 def test_what_is_copied_is_let_through() -> None:
     """Each file that the Dockerfile copies from the repository is there, and .dockerignore does not hide it."""
     let = {line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line[:1] == "!"}
-    copied = [
-        line.split()[1:-1] for line in DOCKERFILE.splitlines() if line.startswith("COPY") and "--from" not in line
-    ]
-    names = {name for words in copied for name in words if name != "."}
+    copied = [line for line in DOCKERFILE.splitlines() if line.startswith("COPY") and "--from" not in line]
+    names = {name for line in copied for name in line.split()[1:-1] if name != "."}
     assert names == {"docker/requirements.py", "locks"}
     packages = {"psclient", "psserver", "pswire", "LICENSE", "README.md", "pyproject.toml", "examples"}
     assert let == names | packages
@@ -97,36 +95,33 @@ def test_what_is_copied_is_let_through() -> None:
 
 
 def test_each_container_is_a_task_of_one_cluster() -> None:
-    """Two servers, two workers and a chief, which agree on the cluster; servers are where it says they are."""
-    configs = {name: parse_tf_config(service["environment"]["TF_CONFIG"]) for name, service in TASKS.items()}
+    """All agree on the cluster and where servers are; each sees its own key, to read, and the CA's key is elsewhere."""
+    configs = {name: parse_tf_config(service["environment"].get("TF_CONFIG", "")) for name, service in RUNS.items()}
+    tasks = {name: config.task for name, config in configs.items() if config}
     clusters = [config.cluster for config in configs.values() if config]
     assert clusters == [clusters[0]] * 5
-    tasks = {name: config.task for name, config in configs.items() if config}
-    assert set(tasks.values()) == {Task("ps", 0), Task("ps", 1), Task("worker", 0), Task("worker", 1), Task("chief", 0)}
+    assert {*tasks} == {*TASKS}
+    assert sorted(map(task_name, tasks.values())) == ["chief-0", "ps-0", "ps-1", "worker-0", "worker-1"]
     for name, task in tasks.items():
         if task.job == "ps":
             assert clusters[0].task_address("ps", task.index) == f"{name}:2222"
-
-
-def test_each_container_sees_its_own_key() -> None:
-    """The CA's key and each task's are on volumes of their own, and a task has the one of its own, to read."""
     (words,) = [shlex.split(part) for part in SERVICES["certs"]["command"][2].split("&&") if "psctl" in part]
     made = parse(words).params
     assert (made["ps"], made["workers"], made["extra_ps"]) == (2, 2, len(RUNS) - len(TASKS))
     volumes = dict(volume.split(":", 1) for volume in SERVICES["certs"]["volumes"])
-    for service in RUNS.values():
-        config = parse_tf_config(service["environment"].get("TF_CONFIG", ""))
-        name = task_name(config.task) if config else spare_name(0)
+    for name, service in RUNS.items():
+        owner = task_name(tasks[name]) if name in tasks else spare_name(0)
         mine = [volume for volume in service["volumes"] if volume.startswith("certs")]
-        assert mine == [f"certs-{name}:/certs:ro"]
-        assert volumes[f"certs-{name}"] == f"/out/{name}"
+        assert mine == [f"certs-{owner}:/certs:ro"]
+        assert volumes[f"certs-{owner}"] == f"/out/{owner}"
     assert set(COMPOSE["volumes"]) == {*volumes, "checkpoints"}
 
 
 def test_containers_may_do_little() -> None:
     """A root that nobody writes on, no new privileges, no capabilities but what changes owners, no network outside.
 
-    Prometheus alone is reached from the host, and from there alone.
+    Prometheus alone is reached from the host, and from there alone. Memory, processors, processes and log are limited;
+    libraries compute in as many threads as there are processors.
     """
     for name, service in SERVICES.items():
         assert service["read_only"] is True
@@ -136,17 +131,11 @@ def test_containers_may_do_little() -> None:
         root = str(service.get("user", "10001")).startswith("0")
         assert root == (name == "certs")
         assert ("networks" in service, "ports" in service) == (name == "prometheus", name == "prometheus")
+        assert set(service["logging"]["options"]) == {"max-size", "max-file"}
+        assert name == "certs" or {"cpus", "mem_limit", "pids_limit"} <= set(service)
     assert SERVICES["certs"]["network_mode"] == "none"
     assert COMPOSE["networks"] == {"default": {"internal": True}, "outside": None}
     assert all(port.startswith("127.0.0.1:") for port in SERVICES["prometheus"]["ports"])
-
-
-def test_containers_may_use_so_much() -> None:
-    """Of memory, processors, processes and log; libraries compute in as many threads as there are processors."""
-    for name, service in SERVICES.items():
-        assert set(service["logging"]["options"]) == {"max-size", "max-file"}
-        if name != "certs":
-            assert {"cpus", "mem_limit", "pids_limit"} <= set(service)
     for service in RUNS.values():
         assert service["environment"]["OMP_NUM_THREADS"] == service["cpus"]
 
@@ -210,3 +199,117 @@ def test_commands_are_ours() -> None:
                 "ps-1": "service_healthy",
             }
             assert not context.params["script"] or (ROOT / context.params["script"]).exists()
+
+
+MADE: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "make_locks.py"))
+WANTED: dict[str, list[str]] = MADE["requirements"]()
+LOCKS = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "locks").glob("*.lock"))}
+PYTHONS = ("3.11", "3.12", "3.13")
+DIGEST = re.compile(r"--hash=sha256:[0-9a-f]{64}")
+
+
+def pins(lock: str) -> list[Requirement]:
+    """The lines of a lock; a line without a digest, or with anything but one version, is a failure."""
+    found = []
+    for line in LOCKS[lock].replace("\\\n", " ").splitlines():
+        if line.startswith("#"):
+            continue
+        text, *digests = line.split("--hash=")
+        assert len(DIGEST.findall(line)) == len(digests) > 0, line
+        requirement = Requirement(text.strip())
+        (specifier,) = requirement.specifier
+        assert (specifier.operator, specifier.version[-2:] != ".*") == ("==", True), line
+        found.append(requirement)
+    return found
+
+
+def environment(python: str) -> Environment:
+    about = default_environment()
+    about.update(python_version=python, python_full_version=f"{python}.0", implementation_version=f"{python}.0")
+    return about
+
+
+def versions(lock: str, python: str) -> dict[str, str]:
+    """The version of each package that a Python gets; two of one package are a failure."""
+    found: dict[str, str] = {}
+    for pin in pins(lock):
+        if pin.marker is None or pin.marker.evaluate(dict(environment(python))):
+            name = canonicalize_name(pin.name)
+            assert name not in found, f"{lock} has two versions of {name} for Python {python}"
+            (specifier,) = pin.specifier
+            found[name] = specifier.version
+    return found
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize("lock", sorted(LOCKS))
+def test_a_lock_has_what_is_asked_for(lock: str, python: str) -> None:
+    """Each requirement of pyproject.toml is pinned, to a version that it allows: else `make lock` has to be run."""
+    assert set(LOCKS) == set(WANTED)
+    pinned = versions(lock, python)
+    for line in WANTED[lock]:
+        asked = Requirement(line)
+        version = pinned.get(canonicalize_name(asked.name))
+        assert version is not None, f"locks/{lock}.lock lacks {asked}: run make lock"
+        assert asked.specifier.contains(version, prereleases=True), f"{asked.name} {version} is not {asked}: make lock"
+
+
+@pytest.mark.parametrize("lock", sorted(LOCKS))
+def test_a_lock_is_complete(lock: str) -> None:
+    """What pinned packages require, as far as these releases are installed here, is pinned beside them, and fits."""
+    python = "{}.{}".format(*sys.version_info)
+    pinned, looked = versions(lock, python), 0
+    for name, version in pinned.items():
+        try:
+            installed = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if installed.version != version:
+            continue
+        looked += 1
+        for requirement in map(Requirement, installed.requires or ()):
+            if requirement.marker is None or requirement.marker.evaluate({**environment(python), "extra": ""}):
+                found = pinned.get(canonicalize_name(requirement.name), "")
+                assert found, f"{name} needs {requirement}, which is not pinned"
+                assert requirement.specifier.contains(found, prereleases=True), f"{name}: {requirement}, not {found}"
+    if not looked:
+        pytest.skip(f"none of the releases of locks/{lock}.lock is installed here")
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_locks_agree(python: str) -> None:
+    """A package has one version in all of them, so that extras can be installed together."""
+    found: dict[str, tuple[str, str]] = {}
+    for lock in LOCKS:
+        for name, version in versions(lock, python).items():
+            first = found.setdefault(name, (version, lock))
+            assert first[0] == version, f"{name} is {first[0]} in {first[1]} and {version} in {lock}"
+
+
+@pytest.mark.parametrize(
+    ("extras", "expected"),
+    [
+        ([], ["runtime"]),
+        (["examples"], ["examples"]),
+        (["gpu", "s3"], ["gpu", "s3"]),
+        *((["examples", extra], []) for extra in ("gpus", "torch", "dist")),
+    ],
+)
+def test_an_image_installs_locks(extras: list[str], expected: list[str]) -> None:
+    """The runtime's, or those of its extras, each of which has the runtime's packages; or it says which there are."""
+    script = [sys.executable, str(ROOT / "docker" / "requirements.py"), *extras]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [f"-r locks/{name}.lock" for name in expected]
+    assert done.returncode == int(not expected)
+    assert expected or f"no lock of an extra '{extras[1]}'; there are examples, gpu, " in done.stderr
+    for name in expected:
+        assert set(versions("runtime", "3.12").items()) <= set(versions(name, "3.12").items())
+
+
+def test_the_site_needs_no_test_tools(tmp_path: Path) -> None:
+    """`make docs`, where nothing is installed yet, installs the extra `docs` and no other."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    done = subprocess.run(["make", "-n", "docs"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"install -e '(.*)'", done.stdout) == [".[docs]"]

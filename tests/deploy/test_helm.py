@@ -28,19 +28,11 @@ OPEN = {"environment", "timeouts", "global"}
 
 
 def template(values: dict[str, Any], release: str = RELEASE) -> list[Manifest]:
-    """What the chart makes of values."""
     return helm(program(), CHART, release, values, NAMESPACE)
 
 
 def of(objects: list[Manifest], kind: str) -> list[Manifest]:
-    """The objects of a kind."""
     return [item for item in objects if item["kind"] == kind]
-
-
-def test_the_chart_has_nothing_that_helm_minds() -> None:
-    """`helm lint --strict` passes, which takes warnings for errors."""
-    done = subprocess.run([program(), "lint", "--strict", str(CHART)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_schema_and_the_values_have_the_same_keys() -> None:
@@ -82,6 +74,12 @@ def test_wrong_values_are_refused(values: str) -> None:
     assert WRONG[values] in str(error.value).replace("/", ".")  # as Helm 4 has it, and as Helm 3 had
 
 
+def test_the_chart_has_nothing_that_helm_minds() -> None:
+    """`helm lint --strict` passes, which takes warnings for errors."""
+    done = subprocess.run([program(), "lint", "--strict", str(CHART)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("controller", ["job", "statefulset", "jobset", "tfjob"])
 def test_two_releases_share_nothing(controller: str) -> None:
     """In one namespace no object of theirs has the same name, and no pod of one mounts what is the other's."""
@@ -101,27 +99,20 @@ def test_two_releases_share_nothing(controller: str) -> None:
 
 
 def test_cert_manager_makes_what_psctl_certs_makes() -> None:
-    """A certificate for each task, with its name, that of metrics, and both usages; a spare server's names all servers.
-
-    The pods of a kind see those of their kind, and the token.
-    """
+    """One for each task, with both usages; a spare server's names all; pods see those of their kind, and a token."""
     variant = "helm/cert-manager"
     objects = rendered(variant)
     certificates = {item["spec"]["secretName"]: item["spec"] for item in of(objects, "Certificate")}
     servers = [certificate_name(f"ps-{index}") for index in range(VARIANTS[variant].servers)]
     tokens = {item["metadata"]["name"] for item in of(objects, "Secret")}
     for pod in all_pods(variant):
-        task = pod.environ["TASK"]
+        task, spare = pod.environ["TASK"], "TF_CONFIG" not in pod.environ
         mine = certificates[f"{RELEASE}-{task}-tls"]
-        spare = "TF_CONFIG" not in pod.environ
         assert mine["dnsNames"] == [certificate_name(task), certificate_name(METRICS), *(servers if spare else [])]
         assert {"server auth", "client auth"} <= set(mine["usages"])
         (volume,) = [volume for volume in pod.spec["volumes"] if volume["name"] == "certificates"]
-        files = {
-            item["path"]: (source["secret"]["name"], item["key"])
-            for source in volume["projected"]["sources"]
-            for item in source["secret"]["items"]
-        }
+        secrets = [source["secret"] for source in volume["projected"]["sources"]]
+        files = {item["path"]: (secret["name"], item["key"]) for secret in secrets for item in secret["items"]}
         assert files[f"{task}.crt"] == (f"{RELEASE}-{task}-tls", "tls.crt")
         assert files[f"{task}.key"] == (f"{RELEASE}-{task}-tls", "tls.key")
         assert files["ca.crt"][1] == "ca.crt"
@@ -136,16 +127,15 @@ def test_who_signs_may_be_somebody_else() -> None:
     """With an issuer of the cluster's there is no CA in the namespace."""
     issuer = {"name": "corporate", "kind": "ClusterIssuer"}
     objects = template({"certificates": {"source": "cert-manager", "issuer": issuer, "tokenSecret": "mine"}})
-    assert not of(objects, "Issuer")
-    assert not of(objects, "Secret")
-    assert {tuple(sorted(item["spec"]["issuerRef"].items())) for item in of(objects, "Certificate")} == {
-        (("group", "cert-manager.io"), ("kind", "ClusterIssuer"), ("name", "corporate"))
-    }
-    assert not any(item["spec"].get("isCA") for item in of(objects, "Certificate"))
+    assert not of(objects, "Issuer") + of(objects, "Secret")
+    for certificate in (made := of(objects, "Certificate")):
+        assert certificate["spec"]["issuerRef"] == issuer | {"group": "cert-manager.io"}
+        assert not certificate["spec"].get("isCA")
+    assert made
 
 
 def test_prometheus_finds_every_task_and_names_the_job() -> None:
-    """The monitor selects one Service, which selects all pods at their port of metrics; the job is the release."""
+    """The monitor selects one Service of all pods; the job is the release; alarms are the committed file's."""
     objects = rendered("helm/cert-manager")
     (monitor,), everyone = of(objects, "ServiceMonitor"), pods(objects)
     wanted = monitor["spec"]["selector"]["matchLabels"].items()
@@ -158,11 +148,7 @@ def test_prometheus_finds_every_task_and_names_the_job() -> None:
     assert service["metadata"]["labels"][monitor["spec"]["jobLabel"]] == RELEASE
     (policy,) = [item for item in of(objects, "NetworkPolicy") if item["metadata"]["name"].endswith("-tasks")]
     assert policy["spec"]["ingress"][0]["ports"] == [{"protocol": "TCP", "port": 9090}]
-
-
-def test_the_chart_s_alarms_are_those_of_the_document() -> None:
-    """What the PrometheusRule has is what the file for Prometheus without an operator has."""
-    (rules,) = of(rendered("helm/cert-manager"), "PrometheusRule")
+    (rules,) = of(objects, "PrometheusRule")
     path = CHART.parent / "prometheus" / "alarms.yaml"
     assert rules["spec"] == yaml.safe_load(path.read_text(encoding="utf-8"))
 
@@ -177,13 +163,8 @@ def test_checkpoints_at_a_url_need_no_volume() -> None:
     assert all(pod.environ["AWS_REGION"] == "eu-central-1" for pod in pods(objects))
     kept = template({"checkpoints": {"existingClaim": "mine"}})
     assert not of(kept, "PersistentVolumeClaim")
-    claims = {
-        volume["persistentVolumeClaim"]["claimName"]
-        for pod in pods(kept)
-        for volume in pod.spec["volumes"]
-        if "persistentVolumeClaim" in volume
-    }
-    assert claims == {"mine"}
+    claims = [volume.get("persistentVolumeClaim", {}) for pod in pods(kept) for volume in pod.spec["volumes"]]
+    assert {claim["claimName"] for claim in claims if claim} == {"mine"}
 
 
 def test_what_is_installed_says_what_to_do_next(tmp_path: Path) -> None:

@@ -1,16 +1,24 @@
 """The manifests of Kubernetes and the chart: valid, restricted, and each pod is the task that its TF_CONFIG says.
 
-No cluster runs here. What is tried is what can be without one: schemas, and what the kubelet makes of the environment.
-`test_cluster.py` applies them to a real one, where there is one.
+What can be tried without a cluster is schemas, and what the kubelet makes of the environment. Where
+`PS_TEST_KUBECONFIG` names a cluster, each variant is applied in a namespace of its own that is removed after: the API
+server has to take every object, and the controllers have to make every pod, which the Pod Security Standard
+"restricted" may refuse. With `PS_TEST_IMAGE`, an image with the examples that the nodes have, the job trains as well.
 """
 
 from __future__ import annotations
 
 import base64
+import copy
+import json
+import os
+import secrets
 import shutil
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator, MutableMapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +31,7 @@ from psclient import KubernetesClusterResolver, TFConfigClusterResolver
 from psclient.cluster_resolver import task_of
 from psclient.psctl.cli import command as psctl
 from pswire.telemetry.prometheus import HEALTH
-from tests.kit.internals import (
-    ABANDONED,
-    OUTLIVED,
-    SERVER_LOST,
-    ConfigError,
-    check_addresses,
-    code_of,
-    parse_tf_config,
-    spare_name,
-    task_name,
-)
-from tests.kit.internals import psserver_command as psserver
-from tests.kit.internals import psworker_command as psworker
+from tests.kit import internals as inside
 from tests.kit.kubernetes import (
     CUSTOM,
     KUBERNETES,
@@ -57,19 +53,15 @@ from tests.kit.kubernetes import (
 VERSION = kubernetes_validate.latest_version()
 INSTANCE, COMPONENT = "app.kubernetes.io/instance", "app.kubernetes.io/component"
 INDEX = "batch.kubernetes.io/job-completion-index"
+COMMANDS = {"psserver": inside.psserver_command, "psworker": inside.psworker_command}
 BY_KUSTOMIZE = [variant for variant, found in VARIANTS.items() if found.values is None]
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
-def tasks(variant: str) -> list[Pod]:
-    """The pods that are tasks from the start: all but spare servers."""
-    return [pod for pod in all_pods(variant) if "TF_CONFIG" in pod.environ]
-
-
-def spares(variant: str) -> list[Pod]:
-    """The pods that wait for the place of a server."""
-    return [pod for pod in all_pods(variant) if "TF_CONFIG" not in pod.environ]
+def tasks(variant: str, spare: bool = False) -> list[Pod]:
+    """The pods that are tasks from the start; or spare servers, which wait for a place."""
+    return [pod for pod in all_pods(variant) if ("TF_CONFIG" not in pod.environ) == spare]
 
 
 def jobs(variant: str) -> Iterator[Manifest]:
@@ -80,6 +72,12 @@ def jobs(variant: str) -> Iterator[Manifest]:
                 yield job
 
 
+@cache
+def assert_valid(text: str) -> None:
+    """Each object is looked at once; most are the same in many variants."""
+    kubernetes_validate.validate(json.loads(text), VERSION, strict=True)
+
+
 @every_variant
 def test_manifests_fit_the_schemas_of_kubernetes(variant: str) -> None:
     """Every object has only fields that the newest Kubernetes has, of the right types."""
@@ -87,10 +85,10 @@ def test_manifests_fit_the_schemas_of_kubernetes(variant: str) -> None:
         if item["kind"] in CUSTOM:
             assert item["apiVersion"] == CUSTOM[item["kind"]]
         else:
-            kubernetes_validate.validate(item, VERSION, strict=True)
-        for name, _, template in templates(item):
-            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": template["spec"]}
-            kubernetes_validate.validate(pod, VERSION, strict=True)
+            assert_valid(json.dumps(item))
+        for _, _, template in templates(item):
+            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": template["spec"]}
+            assert_valid(json.dumps(pod))
 
 
 @pytest.mark.parametrize("variant", BY_KUSTOMIZE)
@@ -110,55 +108,38 @@ def test_kustomize_renders_what_is_tested(variant: str) -> None:
 
 @every_variant
 def test_each_pod_is_a_task_of_one_cluster(variant: str, environ: MutableMapping[str, str]) -> None:
-    """Our resolver reads the same cluster in every pod; each task is one pod, and servers are where it says."""
-    servers, workers = VARIANTS[variant].servers, VARIANTS[variant].workers
+    """Both resolvers read the same cluster in every pod, with `TF_CONFIG` and, but for TFJob, by the hostname."""
     found, clusters = Counter[str](), []
     for pod in tasks(variant):
+        config = inside.parse_tf_config(pod.environ["TF_CONFIG"])
+        assert config is not None
         environ["TF_CONFIG"] = pod.environ["TF_CONFIG"]
         resolver = TFConfigClusterResolver()
-        config = parse_tf_config(pod.environ["TF_CONFIG"])
-        assert config is not None
         assert (resolver.task_type, resolver.task_id) == (config.task.job, config.task.index)
         if config.task.job == "ps":
             assert resolver.cluster_spec().task_address("ps", config.task.index) == f"{pod.address}:2222"
         else:
             assert task_of(resolver) == config
-        assert pod.environ["TASK"] == task_name(config.task)
+        assert pod.environ["TASK"] == inside.task_name(config.task)
         found[str(config.task)] += 1
         clusters.append(config.cluster)
+        if "tfjob" not in variant:
+            given = {job: config.cluster.num_tasks(job) for job in config.cluster.jobs}
+            environ["HOSTNAME"] = pod.name
+            for name in ("TF_CONFIG", "JOB_COMPLETION_INDEX"):
+                environ.pop(name, None)
+            if index := pod.metadata.get("annotations", {}).get(INDEX):
+                environ["JOB_COMPLETION_INDEX"] = index
+            by_name = KubernetesClusterResolver(given)
+            assert (by_name.task_type, by_name.task_id) == (config.task.job, config.task.index)
+            cluster = by_name.cluster_spec()
+            assert cluster.job_tasks("ps") == config.cluster.job_tasks("ps")
+            assert {job: cluster.num_tasks(job) for job in cluster.jobs} == given
     assert set(found.values()) == {1}
     assert all(cluster == clusters[0] for cluster in clusters)
-    assert {job: clusters[0].num_tasks(job) for job in clusters[0].jobs} == {
-        "ps": servers,
-        "worker": workers,
-        "chief": 1,
-    }
-    assert sum(found.values()) == servers + workers + 1
-
-
-BY_OTHERS = ("tfjob", "helm/tfjob")
-"""Variants whose operator writes `TF_CONFIG`, and makes a Service for each task."""
-
-
-@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant not in BY_OTHERS])
-def test_the_hostname_tells_what_the_cluster_of_each_pod_says(variant: str, environ: MutableMapping[str, str]) -> None:
-    """`KubernetesClusterResolver` finds the same task and the same servers without `TF_CONFIG`."""
-    found = 0
-    for pod in tasks(variant):
-        config = parse_tf_config(pod.environ["TF_CONFIG"])
-        assert config is not None
-        given = {job: config.cluster.num_tasks(job) for job in config.cluster.jobs}
-        environ["HOSTNAME"] = pod.name
-        environ.pop("JOB_COMPLETION_INDEX", None)
-        if "annotations" in pod.metadata and INDEX in pod.metadata["annotations"]:
-            environ["JOB_COMPLETION_INDEX"] = pod.metadata["annotations"][INDEX]
-        resolver = KubernetesClusterResolver(given)
-        assert (resolver.task_type, resolver.task_id) == (config.task.job, config.task.index)
-        cluster = resolver.cluster_spec()
-        assert cluster.job_tasks("ps") == config.cluster.job_tasks("ps")
-        assert {job: cluster.num_tasks(job) for job in cluster.jobs} == given
-        found += 1
-    assert found == VARIANTS[variant].servers + VARIANTS[variant].workers + 1
+    counts = {"ps": VARIANTS[variant].servers, "worker": VARIANTS[variant].workers, "chief": 1}
+    assert {job: clusters[0].num_tasks(job) for job in clusters[0].jobs} == counts
+    assert sum(found.values()) == sum(counts.values())
 
 
 @every_variant
@@ -166,15 +147,17 @@ def test_spare_servers_wait_for_a_place(variant: str) -> None:
     """They tell all servers of the cluster an address, which is theirs; and no probe ends one that waits."""
     (servers,) = {
         tuple(config.cluster.task_address("ps", index) for index in range(VARIANTS[variant].servers))
-        for config in (parse_tf_config(pod.environ["TF_CONFIG"]) for pod in tasks(variant))
+        for config in (inside.parse_tf_config(pod.environ["TF_CONFIG"]) for pod in tasks(variant))
         if config
     }
-    waiting = spares(variant)
-    assert [pod.environ["TASK"] for pod in waiting] == [spare_name(index) for index in range(VARIANTS[variant].spares)]
+    waiting = tasks(variant, spare=True)
+    assert [pod.environ["TASK"] for pod in waiting] == [
+        inside.spare_name(index) for index in range(VARIANTS[variant].spares)
+    ]
     for pod in waiting:
         words = [expanded(word, pod.environ) for word in pod.container["args"]]
-        flags = psserver.make_context("psserver", words).params
-        assert check_addresses(flags["join"], "--join") == servers
+        flags = inside.psserver_command.make_context("psserver", words).params
+        assert inside.check_addresses(flags["join"], "--join") == servers
         assert (flags["advertise"], flags["port"], flags["until_done"]) == (f"{pod.address}:2222", 2222, True)
         assert pod.environ["PS_REPLICATION"] == "1"
         assert not {"startupProbe", "livenessProbe"} & set(pod.container)  # it serves no metrics yet
@@ -184,43 +167,43 @@ def test_spare_servers_wait_for_a_place(variant: str) -> None:
 def test_each_pod_sees_its_own_key(variant: str) -> None:
     """Of the Secret with everybody's certificates a container sees the files of its task, and no others."""
     for pod in all_pods(variant):
-        mounts = {
-            mount["mountPath"]: mount for mount in pod.container["volumeMounts"] if mount["name"] == "certificates"
-        }
+        mounts = [mount for mount in pod.container["volumeMounts"] if mount["name"] == "certificates"]
         seen = {
-            path: mount.get("subPath") or expanded(mount["subPathExpr"], pod.environ) for path, mount in mounts.items()
+            mount["mountPath"]: mount.get("subPath") or expanded(mount["subPathExpr"], pod.environ) for mount in mounts
         }
         task = pod.environ["TASK"]
         expected = {"tls.crt": f"{task}.crt", "tls.key": f"{task}.key", "ca.crt": "ca.crt", "token": "token"}
         assert seen == {f"/certs/{file}": key for file, key in expected.items()}
-        assert all(mount["readOnly"] for mount in mounts.values())
+        assert all(mount["readOnly"] for mount in mounts)
         told = {pod.environ[name] for name in ("PS_TLS_CERT", "PS_TLS_KEY", "PS_TLS_CA", "PS_TOKEN_FILE")}
         assert told == set(seen)
 
 
-@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if not issued(variant)])
-def test_the_secret_has_what_is_mounted(variant: str, tmp_path: Path) -> None:
-    """Of what `psctl certs` makes for so many tasks make-secret makes a Secret, with the files of each pod."""
+def made_secret(variant: str, directory: Path) -> Manifest:
+    """The Secret that make-secret makes of what `psctl certs` makes for a variant."""
     counts = VARIANTS[variant]
     numbers = {"--ps": counts.servers, "--workers": counts.workers, "--extra-ps": counts.spares}
     words = [str(word) for pair in numbers.items() for word in pair]
-    made = CliRunner().invoke(psctl, ["certs", str(tmp_path), *words])
+    made = CliRunner().invoke(psctl, ["certs", str(directory), *words])
     assert made.exit_code == 0, made.output
-    command = [str(KUBERNETES / "make-secret"), str(tmp_path)]
+    command = [str(KUBERNETES / "make-secret"), str(directory)]
     command += [secret_name(variant)] if secret_name(variant) != "certificates" else []
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    secret = yaml.safe_load(done.stdout)
-    kubernetes_validate.validate(secret, VERSION, strict=True)
+    return yaml.safe_load(done.stdout)
+
+
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if not issued(variant)])
+def test_the_secret_has_what_is_mounted(variant: str, tmp_path: Path) -> None:
+    secret = made_secret(variant, tmp_path)
+    assert_valid(json.dumps(secret))
     names = [pod.environ["TASK"] for pod in all_pods(variant)]
     files = {f"{task}.{end}": tmp_path / task / f"tls.{end}" for task in names for end in ("crt", "key")}
     files |= {name: tmp_path / names[0] / name for name in ("ca.crt", "token")}
-    assert {key: base64.b64decode(value) for key, value in secret["data"].items()} == {
-        key: path.read_bytes() for key, path in files.items()
-    }
-    assert {volume["secret"]["secretName"] for pod in all_pods(variant) for volume in pod.spec["volumes"][:1]} == {
-        secret["metadata"]["name"]
-    }
+    found = {key: base64.b64decode(value) for key, value in secret["data"].items()}
+    assert found == {key: path.read_bytes() for key, path in files.items()}
+    mounted = {volume["secret"]["secretName"] for pod in all_pods(variant) for volume in pod.spec["volumes"][:1]}
+    assert mounted == {secret["metadata"]["name"]}
 
 
 def test_no_secret_is_made_of_nothing(tmp_path: Path) -> None:
@@ -232,48 +215,39 @@ def test_no_secret_is_made_of_nothing(tmp_path: Path) -> None:
 
 @every_variant
 def test_pods_are_restricted(variant: str) -> None:
-    """What the Pod Security Standard "restricted" asks for, a root that nobody writes on, and no token of the API."""
+    """As "restricted" asks, with a root that nobody writes on, as many threads as cores, and copies elsewhere."""
     accounts = [item for item in rendered(variant) if item["kind"] == "ServiceAccount"]
     assert [account["automountServiceAccountToken"] for account in accounts] == [False]
     for pod in all_pods(variant):
-        inside = pod.container["securityContext"]
-        assert inside == {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        }
-        whole = pod.spec["securityContext"]
-        assert (whole["runAsNonRoot"], whole["runAsUser"], whole["seccompProfile"]) == (
-            True,
-            10001,
-            {"type": "RuntimeDefault"},
-        )
+        drop = {"drop": ["ALL"]}
+        assert pod.container["securityContext"] == {
+            "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": drop
+        }  # fmt: skip
+        whole, profile = pod.spec["securityContext"], {"type": "RuntimeDefault"}
+        assert (whole["runAsNonRoot"], whole["runAsUser"], whole["seccompProfile"]) == (True, 10001, profile)
         assert pod.spec["automountServiceAccountToken"] is False
         assert pod.spec["serviceAccountName"] == accounts[0]["metadata"]["name"]
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod.spec)
         kinds = {kind for volume in pod.spec["volumes"] for kind in volume if kind != "name"}
         assert kinds <= {"secret", "projected", "persistentVolumeClaim", "emptyDir"}
-        assert {"cpu", "memory"} <= set(pod.container["resources"]["requests"])
+        asked = pod.container["resources"]["requests"]
+        assert {"cpu", "memory"} <= set(asked)
         assert "memory" in pod.container["resources"]["limits"]
+        assert pod.environ["OMP_NUM_THREADS"] == ("1" if asked["cpu"].endswith("m") else asked["cpu"])
+        server = pod.metadata["labels"][COMPONENT] == "ps"
+        assert pod.environ.get("PS_DOMAIN") == (NODE if server else None)
 
 
 @every_variant
-def test_commands_are_ours(variant: str) -> None:
-    """Every container runs a program that takes these flags; servers listen on the ports that policies let through."""
+def test_commands_are_ours_and_servers_are_ready_when_they_serve(variant: str) -> None:
+    """With flags that they take, and ports that policies let through; the kubelet asks at the port of metrics."""
     for item in rendered(variant):
         for container in containers(item):
             (program,), args = container["command"], container.get("args", [])
-            found = {"psserver": psserver, "psworker": psworker}[program].make_context(program, list(args))
+            flags = COMMANDS[program].make_context(program, list(args)).params
             if program == "psserver":
-                flags = found.params
                 assert (flags["host"], flags["data_port"], flags["until_done"]) == ("0.0.0.0", 2223, True)
-                ports = {port["containerPort"] for port in container["ports"]}
-                assert ports == {2222, 2223, 9090}
-
-
-@every_variant
-def test_servers_are_ready_when_they_serve(variant: str) -> None:
-    """The kubelet asks what gRPC's health service would say, at the port of metrics; it is alive while metrics come."""
+                assert {port["containerPort"] for port in container["ports"]} == {2222, 2223, 9090}
     for pod in all_pods(variant):
         if pod.metadata["labels"][COMPONENT] != "ps":
             assert "readinessProbe" not in pod.container
@@ -285,16 +259,6 @@ def test_servers_are_ready_when_they_serve(variant: str) -> None:
         if "livenessProbe" in pod.container:
             alive = pod.container["livenessProbe"]["httpGet"]
             assert (alive["path"], ports[alive["port"]]) == ("/metrics", 9090)
-
-
-@every_variant
-def test_libraries_compute_in_as_many_threads_as_cores_are_asked_for(variant: str) -> None:
-    """A container sees all cores of its node; and copies of variables go to other nodes than theirs."""
-    for pod in all_pods(variant):
-        asked = pod.container["resources"]["requests"]["cpu"]
-        assert pod.environ["OMP_NUM_THREADS"] == ("1" if asked.endswith("m") else asked)
-        server = pod.metadata["labels"][COMPONENT] == "ps"
-        assert pod.environ.get("PS_DOMAIN") == (NODE if server else None)
 
 
 @every_variant
@@ -333,46 +297,41 @@ def selectors(tree: Any, way: str = "") -> Iterator[tuple[str, dict[str, str]]]:
 
 @every_variant
 def test_jobs_of_one_namespace_do_not_find_each_other(variant: str) -> None:
-    """Each selector names the job, as does each pod: another job's pods are not taken for this one's."""
+    """Each selector names the job, as does each pod; port 53 is open to all: a resolver has no labels."""
     objects = rendered(variant)
     found = [(item["kind"], *each) for item in objects for each in selectors(item.get("spec", {}))]
-    kinds = {kind for kind, _, _ in found}
-    assert {"NetworkPolicy", "PodDisruptionBudget"} < kinds
+    assert {"NetworkPolicy", "PodDisruptionBudget"} < {kind for kind, _, _ in found}
     for kind, way, selector in found:
         assert selector.get(INSTANCE) == instance(variant), f"{kind}{way} selects pods of every job: {selector}"
     assert {pod.metadata["labels"][INSTANCE] for pod in pods(objects)} == {instance(variant)}
-
-
-@every_variant
-def test_names_are_looked_up_wherever_the_resolver_is(variant: str) -> None:
-    """A resolver on the node has no labels: port 53 is open to all addresses, and OpenShift's port to its namespace."""
-    (policy,) = [
-        item
-        for item in rendered(variant)
-        if item["kind"] == "NetworkPolicy" and "Egress" in item["spec"]["policyTypes"]
-    ]
+    policies = [item["spec"] for item in objects if item["kind"] == "NetworkPolicy"]
+    (egress,) = [policy["egress"] for policy in policies if "Egress" in policy["policyTypes"]]
     dns = [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]
-    assert {"ports": dns} in policy["spec"]["egress"]
-    closed = [rule for rule in policy["spec"]["egress"] if rule["ports"] != dns]
-    assert all(rule["to"] for rule in closed)
+    assert {"ports": dns} in egress
+    assert all(rule["to"] for rule in egress if rule["ports"] != dns)
 
 
 @every_variant
 def test_what_others_are_to_blame_for_counts_for_nobody(variant: str) -> None:
     """Jobs of clients ignore a server's loss, those of servers that they were outlived; a wrong setting ends each job.
 
-    Where nobody starts the servers again, a job that is given up ends as well. TFJob looks at no code.
+    A StatefulSet starts its pods again, with an empty server that waits; in other variants they stay ended, and a job
+    that is given up ends as well. TFJob looks at no code. In a JobSet a Job that its own rule has ended ends the
+    others: no server waits for workers that nobody starts again.
     """
-    wrong = code_of(ConfigError(""))
-    again = "StatefulSet" in {item["kind"] for item in rendered(variant)}
+    wrong = inside.code_of(inside.ConfigError(""))
+    again = variant in ("base", "overlays/larger", "helm/statefulset")
+    assert ("StatefulSet" in {item["kind"] for item in rendered(variant) if containers(item)}) == again
+    policies = {pod.spec.get("restartPolicy") for pod in all_pods(variant)}
+    assert policies == ({None, "Never"} if again else {None} if "tfjob" in variant else {"Never"})
     for job in jobs(variant):
         (container,) = job["spec"]["template"]["spec"]["containers"]
         rules = [rule for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
         actions = {code: rule["action"] for rule in rules for code in rule["onExitCodes"]["values"]}
         server = container["command"] == ["psserver"]
         chief = job["spec"]["template"]["metadata"]["labels"][COMPONENT] == "chief"
-        expected = {wrong: "FailJob", OUTLIVED if server else SERVER_LOST: "Ignore"}
-        assert actions == expected | ({ABANDONED: "FailJob"} if chief and not again else {})
+        expected = {wrong: "FailJob", inside.OUTLIVED if server else inside.SERVER_LOST: "Ignore"}
+        assert actions == expected | ({inside.ABANDONED: "FailJob"} if chief and not again else {})
         assert {rule["onExitCodes"]["containerName"] for rule in rules} == {container["name"]}
         assert {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]} in [
             rule | {"onPodConditions": [{"type": each["type"]} for each in rule["onPodConditions"]]}
@@ -380,25 +339,85 @@ def test_what_others_are_to_blame_for_counts_for_nobody(variant: str) -> None:
             if "onPodConditions" in rule
         ]
     for item in rendered(variant):
+        if item["kind"] == "JobSet":
+            (rule,) = item["spec"]["failurePolicy"]["rules"]
+            assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+            assert rule["name"].isalnum()  # what its schema asks for
+            assert item["spec"]["failurePolicy"]["maxRestarts"] > 0
         if item["kind"] == "TFJob":
             assert {spec["restartPolicy"] for spec in item["spec"]["tfReplicaSpecs"].values()} == {"OnFailure"}
+    assert ("jobset" in variant) == ("JobSet" in {item["kind"] for item in rendered(variant)})
 
 
-@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if "jobset" in variant])
-def test_a_jobset_fails_as_a_whole_where_no_restart_helps(variant: str) -> None:
-    """A Job that its own rule has ended ends the others: no server waits for workers that nobody starts again."""
-    (jobset,) = [item for item in rendered(variant) if item["kind"] == "JobSet"]
-    (rule,) = jobset["spec"]["failurePolicy"]["rules"]
-    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
-    assert rule["name"].isalnum()  # what its schema asks for
-    assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
+KUBECONFIG, IMAGE = os.environ.get("PS_TEST_KUBECONFIG", ""), os.environ.get("PS_TEST_IMAGE", "")
+SECONDS, TRAINING_SECONDS = 120, 900
+WORKERS = ("worker", "worker-0")
+"""With what the name of the workers' Job ends: of a JobSet there may be several."""
 
 
-@every_variant
-def test_servers_end_for_good_but_in_the_base(variant: str) -> None:
-    """A StatefulSet starts its pods again, with an empty server that waits; in the other variants they stay ended."""
-    kinds = {item["kind"] for item in rendered(variant) if containers(item)}
-    again = variant in ("base", "overlays/larger", "helm/statefulset")
-    assert ("StatefulSet" in kinds) == again
-    policies = {pod.spec.get("restartPolicy") for pod in all_pods(variant)}
-    assert policies == ({None, "Never"} if again else {None} if "tfjob" in variant else {"Never"})
+def kubectl(*words: str, given: object = None, seconds: float = SECONDS) -> str:
+    """What kubectl prints, if it does not fail."""
+    program = shutil.which("kubectl")
+    assert program, "PS_TEST_KUBECONFIG is set, and there is no kubectl"
+    command = [program, "--kubeconfig", KUBECONFIG, f"--request-timeout={SECONDS}s", *words]
+    text = None if given is None else json.dumps(given)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def namespace() -> Iterator[str]:
+    """A namespace that takes only restricted pods; it and all in it are removed after."""
+    if not KUBECONFIG:
+        pytest.skip("no PS_TEST_KUBECONFIG: the manifests are applied to no cluster")
+    name = f"paramserver-test-{secrets.token_hex(4)}"
+    labels = yaml.safe_load((KUBERNETES / "base" / "namespace.yaml").read_text(encoding="utf-8"))["metadata"]["labels"]
+    made = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
+    kubectl("create", "-f", "-", given=made)
+    try:
+        yield name
+    finally:
+        kubectl("delete", "namespace", name, f"--timeout={SECONDS}s", seconds=2 * SECONDS)
+
+
+def applied(variant: str, namespace: str) -> list[Manifest]:
+    """The objects of a variant as they are applied here; skips the test where the cluster has no such kinds."""
+    objects = [copy.deepcopy(item) for item in rendered(variant) if item["kind"] != "Namespace"]
+    for group in {CUSTOM[item["kind"]].partition("/")[0] for item in objects if item["kind"] in CUSTOM}:
+        if not kubectl("api-resources", f"--api-group={group}", "--output=name").strip():
+            pytest.skip(f"the cluster serves no {group}")
+    for item in objects:
+        item["metadata"]["namespace"] = namespace
+        if item["kind"] == "PersistentVolumeClaim":
+            item["spec"]["accessModes"] = ["ReadWriteOnce"]  # a cluster for tests often has nothing else, and one node
+        for container in containers(item):
+            container["image"] = IMAGE or container["image"]
+    return objects
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_cluster_takes_the_manifests(variant: str, namespace: str, tmp_path: Path) -> None:
+    """It takes each object, and its controllers make each pod; where there is an image, the workers' Job completes."""
+    objects = applied(variant, namespace)
+    if not issued(variant):
+        kubectl("apply", "--namespace", namespace, "-f", "-", given=made_secret(variant, tmp_path))
+    kubectl("apply", "-f", "-", given={"apiVersion": "v1", "kind": "List", "items": objects})
+    label = f"--selector=app.kubernetes.io/instance={instance(variant)}"
+    expected, until = len(all_pods(variant)), time.monotonic() + SECONDS
+    found: list[str] = []
+    while len(found) < expected and time.monotonic() < until:
+        time.sleep(1)
+        found = kubectl("get", "pods", "--namespace", namespace, label, "--output=name").split()
+    events = "" if len(found) >= expected else kubectl("get", "events", "--namespace", namespace)
+    assert len(found) >= expected, events
+    if IMAGE and "tfjob" not in variant and "gpu" not in variant:
+        # A JobSet's Jobs do not have the labels of their pods.
+        jobs = json.loads(kubectl("get", "jobs", "--namespace", namespace, "--output=json"))["items"]
+        (worker,) = [one["metadata"]["name"] for one in jobs if one["metadata"]["name"].endswith(WORKERS)]
+        kubectl(
+            *("wait", f"job/{worker}", "--namespace", namespace, "--for=condition=complete"),
+            f"--timeout={TRAINING_SECONDS}s",
+            f"--request-timeout={TRAINING_SECONDS}s",
+            seconds=2 * TRAINING_SECONDS,
+        )

@@ -38,23 +38,15 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-# ---- The schema ----
-
-
 def test_the_keys_are_the_attributes() -> None:
-    """What a cluster can be told, a file can tell: each attribute has a key, and each key an attribute."""
+    """What a cluster can be told, a file can tell; `tools/make_schema.py` has been run since keys changed."""
     properties = schema()["properties"]
     assert {*properties} == {field.name for field in dataclasses.fields(LaunchConfig)}
     for name, owner in (("server", ServerOptions), ("timeouts", Timeouts)):
         assert {*properties[name]["properties"]} == {field.name for field in dataclasses.fields(owner)}
     assert {*properties["security"]["properties"]} == set(FLAGS) == {*vars(SecurityOptions())} - {"token"}
-
-
-def test_the_committed_schema_is_what_the_code_says() -> None:
-    """`python tools/make_schema.py` has been run since the keys changed, and it is a schema."""
-    committed = json.loads((ROOT / "configs" / "schema.json").read_text(encoding="utf-8"))
-    assert committed == schema()
-    jsonschema.Draft202012Validator.check_schema(committed)
+    assert json.loads((ROOT / "configs" / "schema.json").read_text(encoding="utf-8")) == schema()
+    jsonschema.Draft202012Validator.check_schema(schema())
 
 
 OWNERS = {None: LaunchConfig, **SECTIONS}
@@ -82,11 +74,7 @@ def test_the_schema_and_the_loader_refuse_the_same(place: tuple[str | None, str,
         refuse(key, value, name)
 
 
-# ---- What a file may say ----
-
-
 def test_a_file_says_everything(tmp_path: Path) -> None:
-    """Each key of the file is an attribute of the cluster."""
     path = written(
         tmp_path,
         "ps: 3\nworkers: 4\nchief: none\nrestarts: 2\nscript: a.py\nargs: [--epochs, 3]\nlane: tcp\n"
@@ -152,53 +140,36 @@ def test_bad_files_are_refused(tmp_path: Path, text: str) -> None:
     assert BAD[text] in str(error.value)
     assert str(error.value).startswith(str(path))
     assert "\n" not in str(error.value)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    """A path that is not there is an error about that path."""
     with pytest.raises(ConfigError, match=r"cannot read .*none\.yaml: No such file"):
         load_launch_config(tmp_path / "none.yaml")
 
 
-# ---- The files in configs/ ----
-
-
-def test_the_committed_files_are_those_that_are_promised() -> None:
-    """One for each way to run a local cluster."""
+def test_committed_files_are_clusters() -> None:
+    """Each way to run a local cluster has one, which fits the schema that it names, and names a script that exists."""
     names = {"local", "two-by-two", "gpu", "async", "tls", "standalone", "elastic"}
     assert {path.stem for path in FILES} == names
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_committed_files_are_clusters(path: Path) -> None:
-    """Every file in configs/ can be read, fits the schema that it names, and names a script that exists."""
-    jsonschema.validate(yaml.safe_load(path.read_text(encoding="utf-8")), schema())
-    assert "# yaml-language-server: $schema=schema.json" in path.read_text(encoding="utf-8")
-    assert (ROOT / load_launch_config(path).script).exists()
-
-
-def has_gpu() -> bool:
-    return any(device.startswith("gpu") for device in map(str, local_devices(None)))
+    for path in FILES:
+        jsonschema.validate(yaml.safe_load(path.read_text(encoding="utf-8")), schema())
+        assert "# yaml-language-server: $schema=schema.json" in path.read_text(encoding="utf-8")
+        assert (ROOT / load_launch_config(path).script).exists()
 
 
 OTHER_MODES = {"async.yaml", "elastic.yaml", "standalone.yaml", "tls.yaml", "two-by-two.yaml"}
-"""They start what other files start, in modes that the tests of integration train in."""
+"""They start what other files start, in modes that tests of jobs train in."""
+
+OFTEN = [pytest.param(path, marks=pytest.mark.soak if path.name in OTHER_MODES else ()) for path in FILES]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=pytest.mark.soak if path.name in OTHER_MODES else ()) for path in FILES],
-    ids=lambda path: path.name,
-)
+@pytest.mark.parametrize("path", OFTEN, ids=lambda path: path.name)
 def test_committed_files_train(path: Path, tmp_path: Path) -> None:
     """psworker runs what the file says to its end, and nothing is left."""
-    if load_launch_config(path).server.device != "cpu" and not has_gpu():
+    config = load_launch_config(path)
+    if config.server.device != "cpu" and not any(str(device).startswith("gpu") for device in local_devices(None)):
         pytest.skip("no CUDA device: the file is only read")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    if load_launch_config(path).security.tls_cert:
+    if config.security.tls_cert:
         made = shell(["psctl", "certs", "certs", "--ps", "2", "--workers", "2"], tmp_path)
         assert made.code == 0, made.err
-    config = load_launch_config(path)
     words = ["psworker", "--config", str(path), config.script, *config.args, "--epochs", "1"]
     done = shell(words, tmp_path, SECONDS)
     assert done.code == 0, done.err

@@ -64,13 +64,11 @@ def run(*words: str | Path, cwd: Path, seconds: float = 300, **environ: str) -> 
 
 
 def tracked() -> set[str]:
-    """The files that git knows, and that are there."""
     listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
     return {name for name in listed if (ROOT / name).exists()}
 
 
 def wheel() -> Path:
-    """The wheel, of which there is one."""
     (path,) = DIST.glob("*.whl")
     return path
 
@@ -89,20 +87,22 @@ def interpreter(version: str) -> str:
 
 
 def test_a_wheel_has_the_packages_and_nothing_else() -> None:
-    """Each file of the four packages that git knows, their generated code among it, and what describes the wheel."""
+    """Each file of the four packages that git knows, their generated code among it, and what describes the wheel.
+
+    An sdist has all that git knows but how CI starts. The tools are in an environment of their own, with none of ours.
+    """
     with zipfile.ZipFile(wheel()) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert names == {name for name in tracked() if name.split("/")[0] in PACKAGES}
     assert {f"{name}/py.typed" for name in PACKAGES} | {"pswire/pb/parameter_server_pb2.py"} <= names
     assert wheel().name.endswith("-py3-none-any.whl")  # no native code: kernels are compiled where they run
-
-
-def test_an_sdist_has_what_builds_and_tests_it() -> None:
-    """All that git knows but how CI starts: documents, configurations, locks and tests are there to be read and run."""
     (path,) = DIST.glob("*.tar.gz")
-    with tarfile.open(path) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
+    with tarfile.open(path) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
     assert names == {name for name in tracked() if not name.startswith(".ci/")} | {"PKG-INFO"}
+    assert TOOLS.is_file(), "run it by make dist-check"
+    found = run(TOOLS, "-c", "import importlib.util as u; print(u.find_spec('psclient'))", cwd=Path(sys.prefix))
+    assert found == "None\n"
 
 
 def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
@@ -138,13 +138,15 @@ def test_a_wheel_installs_in_an_empty_environment(version: str, tmp_path: Path) 
 
 
 def test_bills_of_materials_are_valid(tmp_path: Path) -> None:
-    """Each is what CycloneDX's schema says, which refuses one that is not; each package has its version and digests."""
+    """By CycloneDX's schema, which refuses others; with versions and digests, and the same bytes again."""
+    run(TOOLS, ROOT / "tools" / "make_sbom.py", tmp_path, cwd=ROOT, SOURCE_DATE_EPOCH=os.environ["SOURCE_DATE_EPOCH"])
     bills = sorted(DIST.glob("*.cdx.json"))
     assert {path.name for path in bills} >= {"paramserver-runtime.cdx.json", "paramserver-gpu.cdx.json"}
     broken = tmp_path / "broken.cdx.json"
     broken.write_text(bills[0].read_text(encoding="utf-8").replace('"version"', '"versions"'), encoding="utf-8")
     assert run(TOOLS, "-c", VALIDATION, *bills, broken, cwd=ROOT).split() == [str(broken)]
     for path in bills:
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes()
         bill = json.loads(path.read_text(encoding="utf-8"))
         lock = (ROOT / "locks" / path.name.replace("paramserver-", "").replace(".cdx.json", ".lock")).read_text("utf-8")
         pinned = {line.split()[0] for line in lock.splitlines() if "==" in line}
@@ -152,21 +154,3 @@ def test_bills_of_materials_are_valid(tmp_path: Path) -> None:
         assert bill["metadata"]["component"]["name"] == "paramserver"
         for one in bill["components"]:
             assert all(place["hashes"] for place in one["externalReferences"]), one["name"]
-
-
-def test_bills_of_materials_are_the_same_each_time(tmp_path: Path) -> None:
-    """Made again, they are the same bytes."""
-    run(TOOLS, ROOT / "tools" / "make_sbom.py", tmp_path, cwd=ROOT, **_epoch())
-    for path in DIST.glob("*.cdx.json"):
-        assert (tmp_path / path.name).read_bytes() == path.read_bytes()
-
-
-def _epoch() -> dict[str, str]:
-    return {"SOURCE_DATE_EPOCH": os.environ["SOURCE_DATE_EPOCH"]}
-
-
-def test_this_python_has_no_part_in_it() -> None:
-    """The tools are in an environment of their own, which has none of ours."""
-    assert TOOLS.is_file(), "run it by make dist-check"
-    found = run(TOOLS, "-c", "import importlib.util as u; print(u.find_spec('psclient'))", cwd=Path(sys.prefix))
-    assert found == "None\n"

@@ -93,14 +93,10 @@ def test_of_several_turns_the_medians_count() -> None:
     took.append([Timed(1.0, 9.0, 7.0), Timed(2.0, 3.0, 2.0)])
     found = middle([[*zip(cells, turn, strict=True)] for turn in took])
     assert found == [(cells[0], Timed(2.0, 2.0, 6.0)), (cells[1], Timed(2.0, 2.0, 2.0))]
-
-
-def test_cells_of_one_job_are_alike() -> None:
-    """Those of several lanes cannot be timed in one, nor those with sums and those without."""
-    with pytest.raises(ValueError, match="one lane"):
-        time_cells([Cell("tcp", 1, Workload(1)), Cell("grpc", 1, Workload(1))])
+    with pytest.raises(ValueError, match="one lane"):  # cells of one job are alike
+        time_cells([cells[0], replace(cells[0], lane="grpc")])
     with pytest.raises(ValueError, match="aggregation"):
-        time_cells([Cell("tcp", 2, Workload(1)), Cell("tcp", 2, Workload(1), aggregation=True)])
+        time_cells([cells[1], replace(cells[1], aggregation=True)])
 
 
 def test_a_real_job_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,10 +104,7 @@ def test_a_real_job_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "WARM_ROUNDS", 30)
     monkeypatch.setattr(jobs, "MOST_ROUNDS", 60)
     small, large = time_cells([Cell("tcp", 1, Workload(1, 4000.0)), Cell("tcp", 1, Workload(1, 16e6, 8))])
-    for timed in (small, large):
-        assert 0 < timed.server < 10
-        assert 0 < timed.worker < 10
-        assert 0 < timed.wall < 10
+    assert all(0 < seconds < 10 for timed in (small, large) for seconds in (timed.server, timed.worker, timed.wall))
     assert large.wall > small.wall
     assert large.server > small.server
 
@@ -131,10 +124,7 @@ def ask(*words: object) -> str:
 
 
 def test_as_many_servers_as_are_worth_it(planned: Plan) -> None:
-    """Twice as many halve what the links take, and not what a worker computes.
-
-    Copies are pushed and answered as well; a backup worker makes up for one that is slow.
-    """
+    """Twice as many halve what the links take alone; copies cost, and a backup worker makes up for one that is slow."""
     found = planned
     tried = {each.servers: each for each in found.tried}
     assert list(tried) == [1, 2, 4, 8]
@@ -157,7 +147,7 @@ def test_as_many_servers_as_are_worth_it(planned: Plan) -> None:
 
 
 def test_what_sums_of_a_host_give() -> None:
-    """Four workers of one host have one link, which either all use, or one of them."""
+    """Four workers of a host have one link, which all use or one; where handing over is dear, servers are fewer."""
     shared = replace(JOB, per_host=4, costs=replace(FREE, hand=1e-6), worth=0.3)
     found = planning.plan(shared)
     assert found.summed is not None
@@ -168,13 +158,9 @@ def test_what_sums_of_a_host_give() -> None:
     assert not replace(shared, rows=1e6, dimension=8, ids=100).sums
     for price in ("part", "hand", "hand_byte"):
         assert replace(shared, costs=replace(FREE, **{price: 1e-9})).sums
-
-
-def test_sums_are_worth_fewer_servers() -> None:
-    """Whoever sends for its host takes what all others hand over for each of them."""
-    found = planning.plan(replace(JOB, workers=8, per_host=4, costs=replace(FREE, hand=0.05), worth=0.3))
-    assert found.summed is not None
-    assert (found.chosen.servers, found.summed.servers) == (2, 1)
+    dear = planning.plan(replace(JOB, workers=8, per_host=4, costs=replace(FREE, hand=0.05), worth=0.3))
+    assert dear.summed is not None
+    assert (dear.chosen.servers, dear.summed.servers) == (2, 1)
 
 
 def test_servers_have_room() -> None:
@@ -327,7 +313,7 @@ def test_nonsense_ends_a_connection_and_no_more(word: bytes) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--peer", "127.0.0.1:1"], "127.0.0.1:1 does not answer ([Errno 111] Connection refused); run psctl calibra"),
+        (["--peer", "127.0.0.1:1"], "127.0.0.1:1 does not answer ([Errno 111] Connection refused); run psctl"),
         (["--peer", "here"], "--peer: 'here' is no address"),
         (["--answer", "many"], "--answer: '0.0.0.0:many' is no address"),
         (["--answer", "192.0.2.1:5000"], "nothing can listen at 192.0.2.1:5000"),

@@ -40,16 +40,15 @@ def train(cluster, worker, sums):
         sums[worker] = v.numpy().tolist()
 
 
-def ours(before):
-    """The threads that have come since and that are not gRPC's, which keeps some of its own for a while."""
-    return [
-        one.name for one in set(threading.enumerate()) - before if "grpc" not in repr(getattr(one, "_target", None))
-    ]
-
-
 def test_workers_in_threads_train_on_servers_in_threads(tmp_path):
     """Two workers and two servers in this process, over real connections; nothing of it is left."""
     before, sums = set(threading.enumerate()), {}
+
+    def ours():
+        """The threads that have come since and that are not gRPC's, which keeps some of its own for a while."""
+        threads = set(threading.enumerate()) - before
+        return [one.name for one in threads if "grpc" not in repr(getattr(one, "_target", None))]
+
     with InProcessCluster(servers=2, workers=2, checkpoint_root=tmp_path) as cluster:
         assert len({*cluster.addresses}) == 2
         workers = [threading.Thread(target=train, args=(cluster, worker, sums)) for worker in range(2)]
@@ -58,7 +57,7 @@ def test_workers_in_threads_train_on_servers_in_threads(tmp_path):
         for thread in workers:
             thread.join()
     assert sums == {0: [-15.0] * 3, 1: [-15.0] * 3}
-    until(lambda: not ours(before), 60, lambda: f"{ours(before)} are left")
+    until(lambda: not ours(), 60, lambda: f"{ours()} are left")
 
 
 def test_leases_end_in_one_process(tmp_path):
@@ -204,10 +203,7 @@ def test_a_script_fails_as_a_start_does(tmp_path, text):
 
 
 def test_forks_differ_as_processes_do(script):
-    """Of two processes that are forked one after another each has an order of its own in sets of strings.
-
-    A process with other variables of Python's is started by itself.
-    """
+    """Each has an order of its own in sets of strings; one with other variables of Python's is started by itself."""
     found = {run(Forked, COMMANDS["text"], child_environ(1, None))[0]["hash"] for _ in SEEDS}
     assert len(found) == len(SEEDS)
     environ = child_environ(1, None, {"PYTHONHASHSEED": "77"})

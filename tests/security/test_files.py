@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from cryptography.x509.oid import ExtendedKeyUsageOID
+from cryptography.x509.oid import ExtendedKeyUsageOID as Usage
 
 from psclient.psctl.cli import command
 from tests.kit import internals as inside
@@ -79,38 +79,27 @@ def test_a_wrong_file(certificates: Certificates, tmp_path: Path, case: str) -> 
         options(tmp_path).read("worker-0")
 
 
-SERVER, CLIENT, ANY = (
-    ExtendedKeyUsageOID.SERVER_AUTH,
-    ExtendedKeyUsageOID.CLIENT_AUTH,
-    ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE,
-)
 NEAR = r"tls.crt is good until 20\d\d-.*, and no longer; .*--renew"
 ALONE = r"tls.crt has no extended key usage clientAuth: .*several servers; .*both usages.*psctl certs"
 
 
-@pytest.mark.parametrize(
-    ("name", "days", "usages", "warned"),
-    [
-        ("worker-0", 15, [], ""),
-        ("worker-0", 13, [], NEAR),
-        ("ps-0", 100, [SERVER], ALONE),
-        ("ps-0", 100, [SERVER, CLIENT], ""),
-        ("ps-0", 100, [SERVER, ANY], ""),
-        ("ps-0", 100, [], ""),
-        ("worker-0", 100, [SERVER], ""),
-    ],
-    ids=["days", "an end that is near", "a server for servers alone", "both", "any", "none", "a worker"],
-)
+WARNED: dict[str, tuple[str, int, list[Any], str]] = {
+    "days": ("worker-0", 15, [], ""),
+    "an end that is near": ("worker-0", 13, [], NEAR),
+    "a server for servers alone": ("ps-0", 100, [Usage.SERVER_AUTH], ALONE),
+    "both": ("ps-0", 100, [Usage.SERVER_AUTH, Usage.CLIENT_AUTH], ""),
+    "any": ("ps-0", 100, [Usage.SERVER_AUTH, Usage.ANY_EXTENDED_KEY_USAGE], ""),
+    "none": ("ps-0", 100, [], ""),
+    "a worker": ("worker-0", 100, [Usage.SERVER_AUTH], ""),
+}
+
+
+@pytest.mark.parametrize("case", WARNED)
 def test_what_is_good_for_a_while_is_warned_of(
-    certificates: Certificates,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    name: str,
-    days: int,
-    usages: list[Any],
-    warned: str,
+    certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
 ) -> None:
     """With the file, and what to do: a job may run longer than its certificates, and servers are clients of others."""
+    name, days, usages, warned = WARNED[case]
     own = write(certificates.signed([f"{name}.paramserver"], -1, days, usages=usages), tmp_path)
     mine = replace(options(certificates.out), tls_cert=own.tls_cert, tls_key=own.tls_key).read(name)
     assert mine.expiry == pytest.approx(time.time() + days * 86400, abs=100)
@@ -144,9 +133,6 @@ def test_the_environment_and_flags(certificates: Certificates) -> None:
     assert flagged == replace(given, tls_cert="mine.crt")
     alone = inside.SecurityOptions(token=token).read("worker-0")
     assert (alone.token, alone.tls) == (token, False)
-
-
-# ---- psctl certs ----
 
 
 def certs(*args: object, code: int = 0, **environ: str) -> str:

@@ -56,9 +56,6 @@ def two(tmp_path: Path) -> Two:
     return Two(tmp_path)
 
 
-# ---- What it says ----
-
-
 def test_beats_and_divergence_of_an_outsider_are_its_own(two: Two) -> None:
     """It waits in no round, whatever plan it says; that it has diverged ends with its session."""
     for member in two.members:
@@ -84,7 +81,7 @@ REFUSED: dict[str, tuple[Callable[[Two], object], str]] = {
     "an epoch to come": (lambda two: two.propose(None, "", inside.Start(3, 0), member=True), "epoch 3 is not known"),
     "a late epoch": (
         lambda two: two.propose(None, "", inside.Start(1 << 63, 0), member=True),
-        f"epoch {1 << 63} is not kno",
+        f"epoch {1 << 63} is not known",
     ),
     # What is no entry at which newcomers wait is not kept: all that watch the log are told of it, in one message.
     "a word": (lambda two: two.propose(None, "x", None), NOWHERE),
@@ -118,9 +115,6 @@ def test_what_an_outsider_says_is_refused(two: Two, case: str) -> None:
     worker = two.members[0]
     with pytest.raises(inside.NoCheckpoint):
         two.cores[0].restore(worker.session, "x", worker.turn(), inside.RestoreOrder("open")).result(SOON)
-
-
-# ---- What it costs ----
 
 
 @contextmanager

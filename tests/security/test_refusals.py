@@ -129,9 +129,6 @@ def test_who_looks(certificates: Certificates, name: str) -> None:
                         look()
 
 
-# ---- What a member may not do ----
-
-
 @pytest.fixture(scope="module")
 def members(certificates: Certificates) -> Iterator[Members]:
     """A server, and for each task its connection and its session."""
@@ -205,9 +202,6 @@ def test_a_session_of_another_is_not_opened(certificates: Certificates) -> None:
         first.beat(77, -1, b"")
 
 
-# ---- The tcp lane ----
-
-
 def stranger(thread: inside.ServerThread, security: inside.Security | None, name: str = "ps-0.paramserver") -> Any:
     """A connection to the data port, whose handshake is over on this side; None for no TLS."""
     sock = socket.create_connection(("127.0.0.1", thread._server._lanes.port), SOON)
@@ -277,9 +271,6 @@ def test_a_lane_to_another_server(certificates: Certificates) -> None:
             stranger(thread, certificates.of("worker-0"), "ps-1.paramserver")
         with pytest.raises(ssl.SSLCertVerificationError):
             stranger(thread, certificates.of_other("worker-0"))
-
-
-# ---- Those that say nothing ----
 
 
 def test_a_handshake_that_does_not_go_on(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from psclient.psctl.certificate_authority import Authority
 from pstesting import forks
 from pstesting.network import Relay
 from pstesting.processes import CALM, PS0, PS1, SECONDS, W0, W1, ProcessCluster
-from pstesting.script import say  # in the program below, which is a source  # in the programs below, which are sources
+from pstesting.script import say  # in the programs below, which are sources
 from pswire.transport.grpc_channel import open_channel, stub
 from tests.kit import internals as inside
 from tests.kit.certificates import Certificates, listening, options
@@ -62,10 +62,10 @@ def digests(directory: Path, lane: str = "shm", relays: Sequence[Relay] = (), **
             relay.lead_to(job.cluster.addresses[server])
         job.finish()
         (first,), (second,) = (job.said(task, "digest") for task in (W0, W1))
-        used = "grpc" if relays else lane
-        assert f"{used} lane to {PS0}" in job.errors(W0)
+        assert f"{lane} lane to {PS0}" in job.errors(W0)
+        votes = "grpc" if relays else lane  # relays lie between servers
         for one, other in ((PS0, PS1), (PS1, PS0)):
-            assert lane != "tcp" or f"{one} votes at {other}, lane {used}" in job.errors(one)
+            assert lane != "tcp" or f"{one} votes at {other}, lane {votes}" in job.errors(one)
     return {first, second}
 
 
@@ -82,11 +82,7 @@ SOAK += [pytest.param("tcp", True, marks=pytest.mark.soak)]
 def test_a_secured_cluster_trains(
     certificates: Certificates, tmp_path: Path, stack: ExitStack, without: set[str], lane: str, relayed: bool
 ) -> None:
-    """With certificates and a token, on every lane, it ends with the same bits, and by itself; a chief task drives.
-
-    Servers vote, and each shows its own certificate as a client: encrypted on the tcp lane, and over gRPC where that
-    cannot be reached. What lies between passes bytes on, and reads none.
-    """
+    """It ends as without, on every lane; servers vote encrypted on the tcp lane, or over gRPC where that is shut."""
     # At another address of this host there is no lane.
     relays = [Relay(stack, "127.0.0.2") for _ in range(2)] if relayed else []
     found = digests(tmp_path, lane, relays, security=options(certificates.out), chief="driver")

@@ -49,9 +49,6 @@ def served(job):
         yield found
 
 
-# ---- Codes ----
-
-
 def test_a_code_is_good_for_an_hour():
     """To the second, and for the job of its token. Each digit counts: the end, the tag, and the proof."""
     code = make_code(TOKEN, NOW)
@@ -66,9 +63,6 @@ def test_a_code_is_good_for_an_hour():
             assert check_code(TOKEN, changed, NOW) in ("wrong", "other job"), place
     for wrong in ("x", "1-2-3", "é" * 80, "-" * 200, "1" * 100_000, code[:-1]):
         assert check_code(TOKEN, wrong, NOW) == "malformed"
-
-
-# ---- Who may look ----
 
 
 def test_the_link_opens_the_page_and_the_cookie_keeps_it_open(served):
@@ -155,9 +149,6 @@ def test_metrics_need_no_code(served):
     assert got.status == 200
     assert "paramserver_server_rounds_total" in got.text
     assert "alert" not in got.text
-
-
-# ---- What is shown ----
 
 
 def test_nothing_is_loaded_from_elsewhere_and_nothing_leaks(served):

@@ -102,29 +102,29 @@ def test_schedules_are_functions_of_the_step(strategy, name):
         assert_near(on_servers(strategy, psj.optax.sgd(rate, momentum=0.5)), expected)
 
 
-def test_clipping_is_an_option(strategy):
-    """`global_clipnorm` stands for a chain with `clip_by_global_norm`."""
+def test_clipping_is_an_option_and_masks_may_be_trees(strategy):
+    """`global_clipnorm` stands for a chain with `clip_by_global_norm`; a mask of another structure is refused."""
     expected = alone(optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)))
     assert_near(on_servers(strategy, psj.optax.adam(1e-2, global_clipnorm=0.1)), expected)
-
-
-def test_masks_may_be_trees(strategy):
-    """Or are refused where they are of another structure."""
     mask = decays(PARAMS)
     found = on_servers(strategy, psj.optax.adamw(1e-3, weight_decay=0.5, mask=mask), steps=3)
     assert_near(found, alone(optax.adamw(1e-3, weight_decay=0.5, mask=mask), steps=3))
     with pytest.raises(ValueError, match="the leaves of mask lack params/out"):
         on_servers(strategy, psj.optax.adamw(1e-3, mask={"dense": mask["dense"]}))
+    with pytest.raises(
+        TypeError, match=r"is a transformation of optax.*write psj\.optax\.adagrad.*psj\.optax\.sgd with"
+    ):
+        on_servers(strategy, optax.adam(1e-3))
 
 
 @pytest.mark.parametrize(
     ("make", "error", "word"),
     [
-        (lambda: psj.optax.adam(1e-3, mu_dtype="bfloat16"), ValueError, "dtype is 'bfloat16'; slots are of the parame"),
+        (lambda: psj.optax.adam(1e-3, mu_dtype="bfloat16"), ValueError, "dtype is 'bfloat16'; slots are of the"),
         (
             lambda: psj.optax.sgd(1e-3, 0.9, False, "bfloat16"),
             ValueError,
-            "dtype is 'bfloat16'; slots are of the param",
+            "dtype is 'bfloat16'; slots are of the",
         ),
         (lambda: psj.optax.lamb, AttributeError, r"psj\.optax has no 'lamb'; servers run adagrad, adam, adamw, sgd by"),
         (lambda: psj.optax.adam(1e-3, b1=1), ValueError, "b1 is 1, and must be at least 0 and less than 1"),
@@ -134,13 +134,6 @@ def test_what_servers_cannot_run_is_refused_by_name(make, error, word):
     """Slots of other dtypes than the parameter's, optimizers that are not here, numbers out of range."""
     with pytest.raises(error, match=word):
         make()
-
-
-def test_a_transformation_of_optax_is_refused(strategy):
-    with pytest.raises(
-        TypeError, match=r"is a transformation of optax.*write psj\.optax\.adagrad.*psj\.optax\.sgd with"
-    ):
-        on_servers(strategy, optax.adam(1e-3))
 
 
 def test_names_and_defaults_are_those_of_optax():

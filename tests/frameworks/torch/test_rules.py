@@ -200,7 +200,12 @@ def test_half_precision_is_rounded_once_in_a_step(strategy, dtype):
 @pytest.mark.parametrize(
     ("given", "options", "error", "word"),
     [
-        (torch.optim.Adamax, {}, ValueError, "do not run torch.optim.adamax.Adamax.*SGD, Adam, AdamW, Adagrad, RMSpr"),
+        (
+            torch.optim.Adamax,
+            {},
+            ValueError,
+            "do not run torch.optim.adamax.Adamax.*SGD, Adam, AdamW, Adagrad, RMSprop",
+        ),
         (torch.optim.LBFGS, {}, ValueError, "do not run torch.optim.lbfgs.LBFGS"),
         (type("Mine", (torch.optim.SGD,), {}), {}, ValueError, "do not run .*Mine"),
         (torch.optim.SGD([torch.zeros(1, requires_grad=True)]), {}, TypeError, "give its class and its arguments"),

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,14 +37,19 @@ ROUNDS = 12
 
 
 def values(job: SimulatedJob) -> list[float]:
-    return [
-        float(np.asarray(server.core.machine.store.value(server.index))[0]) for server in job.servers if server.alive
-    ]
+    """The first number of each server's variable, on the servers that live."""
+    living = [server for server in job.servers if server.alive]
+    return [float(np.asarray(server.core.machine.store.value(server.index))[0]) for server in living]
+
+
+def trained(cluster: Cluster, rounds: int = ROUNDS) -> Any:
+    """What was seen of a job."""
+    return SimulatedJob(cluster, rounds).train()
 
 
 def test_one_round_takes_the_sum_of_its_parts() -> None:
     """With one worker and one server one piece of work follows the other."""
-    seen = SimulatedJob(Cluster(1, Workload(1, dense=4000.0), COSTS), ROUNDS).train()
+    seen = trained(Cluster(1, Workload(1, dense=4000.0), COSTS))
     lane, small = LANE, 4200.0
     work = lane.send + lane.receive + COSTS.round + lane.answer + lane.take + COSTS.step
     moved = small * (lane.send_byte + lane.receive_byte + lane.answer_byte + lane.take_byte)
@@ -51,17 +57,14 @@ def test_one_round_takes_the_sum_of_its_parts() -> None:
     assert seen.round_seconds == pytest.approx(work + moved + kernel + 2 * lane.latency, rel=1e-3)
 
 
-def test_all_contributions_count_once() -> None:
+@pytest.mark.parametrize(("mode", "staleness"), [("sync", 0), ("whole", 0), ("async", 0), ("bounded", 2)])
+def test_all_contributions_count_once(mode: str, staleness: int) -> None:
     """Every mode makes the rounds that its workers make, and sums them exactly."""
-    for mode, backup, staleness in (("sync", 0, 0), ("whole", 0, 0), ("async", 0, 0), ("bounded", 0, 2)):
-        job = SimulatedJob(
-            Cluster(3, Workload(2), COSTS, mode=mode, backup_workers=backup, staleness=staleness), ROUNDS
-        )
-        job.train()
-        assert values(job) == [3.0 * ROUNDS] * 2, mode
-        assert {task: len(times) for task, times in job.times.items()} == {
-            Task("worker", index): ROUNDS for index in range(3)
-        }
+    job = SimulatedJob(Cluster(3, Workload(2), COSTS, mode=mode, staleness=staleness), ROUNDS)
+    job.train()
+    assert values(job) == [3.0 * ROUNDS] * 2
+    counts = {task: len(times) for task, times in job.times.items()}
+    assert counts == {Task("worker", index): ROUNDS for index in range(3)}
 
 
 def test_a_thousand_workers_ask_servers_for_their_state_seldom(calls_of: Callable[..., Calls]) -> None:
@@ -69,9 +72,8 @@ def test_a_thousand_workers_ask_servers_for_their_state_seldom(calls_of: Callabl
 
     Here the first worker takes seconds until it gives its own.
     """
-    workers, servers = 20, 2
-    calls = calls_of("status", Core)
-    job = SimulatedJob(Cluster(workers, Workload(servers), COSTS, slow={0: 1e5}), 1)
+    workers, calls = 20, calls_of("status", Core)
+    job = SimulatedJob(Cluster(workers, Workload(2), COSTS, slow={0: 1e5}), 1)
     with pytest.raises(RuntimeError, match="10 s have passed"):
         job.train(10.0)
     asked = Counter(core.task.index for (core,) in calls)
@@ -110,7 +112,7 @@ def test_two_runs_are_equal() -> None:
 def test_a_round_takes_what_the_links_of_servers_let_through(servers: int) -> None:
     """All workers share a server's link, as connections do: pushes are there at one time, and answers leave then."""
     rate, dense, workers = 1e8, 4e6, 4
-    seen = SimulatedJob(Cluster(workers, Workload(servers, dense), FREE, rate=rate), ROUNDS).train()
+    seen = trained(Cluster(workers, Workload(servers, dense), FREE, rate=rate))
     one = dense / servers / (OF_FRAMES * rate)
     assert seen.round_seconds == pytest.approx(2 * workers * one, rel=0.08)
     assert "links" in seen.bottleneck
@@ -118,10 +120,7 @@ def test_a_round_takes_what_the_links_of_servers_let_through(servers: int) -> No
 
 @pytest.mark.parametrize("dense", [4e6, 16e6])
 def test_workers_of_a_host_send_one_sum(dense: float) -> None:
-    """So a server's link has as many contributions as there are hosts, and what is applied is of all workers.
-
-    What is large does not stream then.
-    """
+    """A server's link has one contribution of each host, which does not stream; what is applied is of all workers."""
     rate, hosts, per_host = 1e8, 3, 4
     cluster = Cluster(hosts * per_host, Workload(2, dense), FREE, rate=rate, per_host=per_host, aggregation=True)
     job = SimulatedJob(cluster, ROUNDS)
@@ -133,8 +132,8 @@ def test_workers_of_a_host_send_one_sum(dense: float) -> None:
 def test_what_is_handed_over_takes_its_price() -> None:
     """Of a sum of two the other one's contribution and answer pass twice, between three pieces of work of either."""
     costs = replace(COSTS, cores=0, part=70 * US, hand=500 * US, hand_byte=1e-8)
-    alone = SimulatedJob(Cluster(1, Workload(1), costs), ROUNDS).train()
-    two = SimulatedJob(Cluster(2, Workload(1), costs, per_host=2, aggregation=True), ROUNDS).train()
+    alone = trained(Cluster(1, Workload(1), costs))
+    two = trained(Cluster(2, Workload(1), costs, per_host=2, aggregation=True))
     handed = 4 * (costs.hand + 4000 * costs.hand_byte) + 2 * LANE.latency
     assert two.round_seconds - alone.round_seconds == pytest.approx(handed + 2 * costs.part, rel=0.02)
 
@@ -173,10 +172,9 @@ def test_who_leaves_is_told_nothing_of_an_end_that_others_saw_first(calls_of: Ca
 def test_a_straggler_holds_all_up_but_with_backup_workers() -> None:
     """And with bounded staleness it lets the others get ahead by so many rounds, and no more."""
     step = Workload(1, step=0.010)
-    alike = SimulatedJob(Cluster(4, step, COSTS), 30).train()
     slow = Cluster(4, step, COSTS, slow={0: 4.0})
-    held = SimulatedJob(slow, 30).train()
-    backed = SimulatedJob(replace(slow, backup_workers=1), 30).train()
+    jobs = Cluster(4, step, COSTS), slow, replace(slow, backup_workers=1)
+    alike, held, backed = (trained(job, 30) for job in jobs)
     assert held.round_seconds == pytest.approx(4 * alike.round_seconds, rel=0.2)
     assert backed.round_seconds == pytest.approx(alike.round_seconds, rel=0.1)
     job = SimulatedJob(replace(slow, mode="bounded", staleness=3), 30)
@@ -225,10 +223,8 @@ def test_a_worker_that_is_killed_is_left_out_after_its_lease() -> None:
 
 def test_processes_of_one_host_share_its_cores() -> None:
     """Twice the workers on one core take twice the time."""
-    one = replace(COSTS, cores=1)
-    few, many = (
-        SimulatedJob(Cluster(count, Workload(1, step=0.01), one, one_host=True), ROUNDS).train() for count in (2, 4)
-    )
+    one, work = replace(COSTS, cores=1), Workload(1, step=0.01)
+    few, many = (trained(Cluster(count, work, one, one_host=True)) for count in (2, 4))
     assert many.round_seconds == pytest.approx(2 * few.round_seconds, rel=0.1)
     assert many.bottleneck == "the host's processors"
     assert many.use[many.bottleneck] == pytest.approx(1.0, abs=0.05)
@@ -236,26 +232,19 @@ def test_processes_of_one_host_share_its_cores() -> None:
 
 def test_no_other_process_has_the_core_within_a_message() -> None:
     """Parts come one after the other; after the last a core comes to who waits, for a price."""
-    scheduler, done = Scheduler(), list[tuple[str, float]]()
+    scheduler, done = Scheduler(), dict[str, float]()
     host = Host(scheduler, cores=1, switch=0.5)
-    one, other = Strand(host), Strand(host)
 
     def note(name: str) -> None:
-        done.append((name, scheduler.now))
+        done[name] = scheduler.now
 
-    for strand, name in ((one, "one"), (other, "other")):
+    for strand, name in ((Strand(host), "one"), (Strand(host), "other")):
         strand.do_part(1.0, note, f"{name}, begun")
         strand.do(1.0, note, f"{name}, whole")
         strand.do(1.0, note, f"{name}, next")
     scheduler.run(lambda: len(done) == 6)
-    assert done == [
-        ("one, begun", 1.5),
-        ("one, whole", 2.5),
-        ("other, begun", 4.0),
-        ("other, whole", 5.0),
-        ("one, next", 6.5),
-        ("other, next", 8.0),
-    ]
+    one = {"one, begun": 1.5, "one, whole": 2.5, "one, next": 6.5}
+    assert done == one | {"other, begun": 4.0, "other, whole": 5.0, "other, next": 8.0}
 
 
 def test_a_cost_model_is_written_and_read(tmp_path: Path) -> None:
