@@ -90,8 +90,11 @@ def test_rows_are_reduced_as_whole_arrays_are(members, op, dtype, part_bytes):
     assert (whole == expected).all()
 
 
-@pytest.mark.parametrize("op", ["sum", "mean", "first"])
-@pytest.mark.parametrize("program", [adding(TABLE), DECAY], ids=["on rows", "whole"])
+@pytest.mark.parametrize(
+    ("op", "program"),
+    [("sum", adding(TABLE)), ("mean", adding(TABLE)), ("first", DECAY), ("mean", DECAY)],
+    ids=["sum on rows", "mean on rows", "first whole", "mean whole"],
+)
 def test_an_update_of_rows_is_that_of_the_whole(kernels, op, program):
     """On rows and on a whole array that is made of them: of integers the same bits as a dense round."""
     dense = Plan((Reduction(op, TABLE, (0,)),), (), (program,), (Apply(0, (0,), (V, G)),))

@@ -295,7 +295,7 @@ def test_a_compiler_that_fails_is_told_of_once(monkeypatch, caplog):
             assert same_bits(first.assigned[0], second.assigned[0])
         kernels.close()
         assert len(caplog.records) == told
-        assert bool(kernels.compiler.texts) == told
+        assert told or kernels.compiler.texts == ()
     assert "what the compiler says" in caplog.text
 
 

@@ -1,16 +1,18 @@
-"""Sessions and their leases, with a clock that the test turns."""
+"""Sessions and their leases, with a clock that the test turns; and who has opened which: one answer for all who ask."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from psserver.registry import REMEMBERED, Registry
+from psserver.registry import LANE_TOKEN_BYTES, REMEMBERED, Registry
 from psserver.state.sessions import DRAWN, MAX_TERM, Membership
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Diverged, Fenced, Forbidden, InvalidRequest, NewcomerDiverged, TaskTaken
 from pswire.model.log import Epoch, Member
 from pswire.model.status import Pace
-from pswire.security.session_numbers import count_of, is_made_for
+from pswire.security.session_numbers import COUNT_BITS, count_of, is_made_for, number_for
 from tests.kit.rig import CHIEF, WORKERS
 
 A, B, C = WORKERS[:3]
@@ -359,9 +361,9 @@ def test_who_takes_part_has_a_lease_to_come_where_another_server_keeps_the_sessi
     members.know(now, False, "job", 90.0)
     members.take_over(1 << DRAWN, 100.0)
     assert states(members) == {now.session: "open", absent.session: "open"}
-    assert members.open(A, 1, False, now.session, 90.1, job="job")[0] == now.session
+    assert members.open(A, 1, False, now.session, 100.1, job="job")[0] == now.session
     with pytest.raises(TaskTaken):
-        members.open(A, 1, False, 999, 90.1, job="job")
+        members.open(A, 1, False, 999, 100.1, job="job")
     assert members.open(B, 1, False, absent.session, 105.0, job="job")[0] == absent.session
     for moment in (104.0, 108.0, 112.0):
         members.touch(now.session, moment)
@@ -504,3 +506,121 @@ def test_what_a_process_asks_by_its_beats_is_news_for_the_chief():
     assert members.version == before
     members.beat(workers[0], (-1, b""), 1.0, str, Pace(5, 5, 5, True, True))
     assert members.version == before + 1
+
+
+@pytest.fixture
+def registry():
+    """A server's on which one session may be open at a time; there are none so far."""
+    return Registry(Task("ps", 1), limit=1)
+
+
+def owners(registry, *numbers):
+    return [found and found.task for found in map(registry.find, numbers)]
+
+
+def test_a_session_is_of_the_task_that_opened_it_first(registry):
+    """Another task is refused, and changes nothing; the same one may say it again."""
+    registry.enter(7, A)
+    before = registry.find(7)
+    registry.enter(7, A)
+    with pytest.raises(Forbidden, match=r"session 7 is /job:worker/task:0's.*restart /job:worker/task:1"):
+        registry.enter(7, B)
+    assert registry.find(7) == before
+    assert owners(registry, 7, 8) == [A, None]
+
+
+def test_each_session_has_a_token_of_its_own(registry):
+    """It is drawn by lot, and stays the same for as long as the session is known."""
+    for number in range(REMEMBERED):
+        registry.enter(number, A)
+    tokens = {registry.lane_token(number) for number in range(REMEMBERED)}
+    assert {len(token) for token in tokens} == {LANE_TOKEN_BYTES}
+    assert len(tokens) == REMEMBERED
+    token = registry.lane_token(0)
+    registry.retire([0])
+    registry.enter(0, A)
+    assert registry.lane_token(0) == token
+
+
+def test_one_job_has_so_many_sessions(registry):
+    """One more is refused, and those that are known may open theirs again. Those of a job that is over count no more:
+    they do nothing, and are nobody else's; their processes are told so, and not that they are strangers."""
+    for number in range(REMEMBERED):
+        registry.enter(number, A)
+    with pytest.raises(ConfigError, match=f"started {REMEMBERED} times already.*--max-sessions"):
+        registry.enter(REMEMBERED, A)
+    registry.enter(0, A)
+    assert owners(registry, 0, REMEMBERED) == [A, None]
+    registry.retire([0, 1, 999])
+    with pytest.raises(Fenced, match="its job is over"):
+        registry.check(0, None)
+    with pytest.raises(Forbidden):
+        registry.enter(0, B)
+    assert owners(registry, 0, 999) == [A, None]
+    registry.enter(REMEMBERED, B)
+    registry.check(REMEMBERED, None)
+
+
+def test_a_server_for_years_remembers_so_many(registry):
+    """Of jobs that are over the oldest sessions are forgotten first, their tokens with them."""
+    for number in range(3 * REMEMBERED):
+        registry.enter(number, A)
+        registry.retire([number])
+    assert owners(registry, 2 * REMEMBERED - 1, 2 * REMEMBERED) == [None, A]
+    assert len(registry._sessions) == len(registry._past) == REMEMBERED
+
+
+def test_the_epoch_says_whose_its_members_are(registry):
+    """Whoever opened them before; also where the session is opened after the epoch has begun."""
+    epoch = Epoch(1, (Member(A, 7, 1), Member(B, 8, 1)))
+    registry.enter(7, A)
+    registry.check(7, epoch)
+    registry.enter(8, A)
+    with pytest.raises(Forbidden, match=r"session 8 is /job:worker/task:1's, and /job:worker/task:0 has opened it"):
+        registry.check(8, epoch)
+    registry.check(7, epoch)
+    registry.check(8, Epoch(2, (Member(A, 8, 1),)))
+    with pytest.raises(Fenced, match="not opened here"):
+        registry.check(9, epoch)
+
+
+def test_a_number_is_of_the_task_that_it_was_made_for():
+    """All servers see that in it; it is long enough that hardly any is another task's as well, and is never another."""
+    made = [number_for(task, (7 << 60) + 5, count) for task in WORKERS for count in range(1, 200)]
+    assert len(set(made)) == len(made)
+    assert max(made) < 1 << 64
+    for task in WORKERS:
+        mine = [number for number in made if is_made_for(task, number)]
+        assert [count_of(number) for number in mine] == [*range(1, 200)]
+    ahead = [number_for(A, 0, (1 << COUNT_BITS) - 1 + more) for more in range(3)]
+    assert len({*ahead, number_for(A, 0, 1)}) == 4
+    assert all(is_made_for(A, number) for number in ahead)
+
+
+def test_a_task_takes_back_its_own_number(registry):
+    """Also one of a job that is over; with a new token, so that lanes that were opened before are no longer of it."""
+    number = number_for(A, 1 << 63, 1)
+    for retired in (False, True):
+        registry.enter(number, B) if not retired else registry.retire([number])
+        if retired:
+            registry._sessions[number] = replace(registry.find(number), task=B)
+        before, version = registry.find(number), registry.ends
+        registry.enter(number, A)
+        assert owners(registry, number) == [A]
+        assert registry.find(number).lane_token != before.lane_token
+        assert registry.ends > version
+        registry.check(number, Epoch(1, (Member(A, number, 1),)))
+        with pytest.raises(Forbidden, match="restart /job:worker/task:1"):
+            registry.enter(number, B)
+
+
+def test_a_server_takes_back_its_incarnation(registry):
+    """It is drawn by lot, and made for nobody; a session that was made for its task no server takes."""
+    server, incarnation, made = Task("ps", 0), (1 << 63) + 12345, number_for(A, 1 << 63, 1)
+    registry.enter(incarnation, B)
+    registry.enter(incarnation, server)
+    registry.enter(made, A)
+    for number, task in ((incarnation, B), (incarnation, Task("ps", 2)), (made, server)):
+        with pytest.raises(Forbidden):
+            registry.enter(number, task)
+    assert owners(registry, incarnation, made) == [server, A]

@@ -345,20 +345,23 @@ def test_runs(pages):
     assert len(firsts) == sum(1 for n in pages if n - 1 not in pages)
 
 
-def test_a_tier_that_nobody_uses_has_no_thread(directory):
-    """It ends without being closed, as the arrays of a server that is dropped; it keeps no array alive, and the files
-    of those that are gone are closed."""
-    tier = Tier(str(directory), BOUND)
+def test_files_go_with_their_arrays(tier):
+    """A tier keeps no array alive, and closes the files of those that are gone."""
     before = len(list(Path("/proc/self/fd").iterdir()))
     array = array_of(tier, 100)
-    array.fill(1)
     assert tier.nbytes > 0
-    (thread,) = [each for each in threading.enumerate() if each.name == "tier"]
     del array
     gc.collect()
     assert tier.nbytes == 0
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
-    del tier
+
+
+def test_a_tier_that_nobody_uses_has_no_thread(directory):
+    """It ends without being closed, as the arrays of a server that is dropped."""
+    array = array_of(Tier(str(directory), BOUND), 100)
+    array.fill(1)
+    (thread,) = [each for each in threading.enumerate() if each.name == "tier"]
+    del array
     gc.collect()
     eventually(lambda: not thread.is_alive())
 

@@ -705,7 +705,7 @@ def attacked(request: pytest.FixtureRequest) -> Iterator[tuple[str, Site]]:
     assert not surprises
 
 
-@search(1.5, suppress=(HealthCheck.function_scoped_fixture,))
+@search(suppress=(HealthCheck.function_scoped_fixture,))
 @given(st.booleans(), st.lists(SAID, min_size=1, max_size=8), st.binary(max_size=64))
 def test_whatever_is_sent_others_are_served(
     attacked: tuple[str, Site], known: bool, messages: list[tuple[int, int, bytes | str, int, int, int]], rest: bytes
