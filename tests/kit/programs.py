@@ -19,35 +19,10 @@ from psserver.programs import interpreter
 from psserver.programs.kernels.row_steps import ROW_DTYPES, split_rows
 from pswire.model.row_updates import ALONG_ROWS, refusal, row_shape
 from tests.conftest import KERNELS
-from tests.kit.internals import (
-    DTYPES,
-    OPS,
-    Apply,
-    Array,
-    Attr,
-    Contribution,
-    Input,
-    Kernels,
-    Member,
-    MemberShare,
-    Node,
-    Operand,
-    Payload,
-    Plan,
-    PreparedPlan,
-    Program,
-    ProgramError,
-    ReadyRound,
-    ReduceOp,
-    Reduction,
-    Ref,
-    TensorSpec,
-    infer,
-    parts_of,
-    spec_of,
-)
+from tests.kit import internals as inside
+from tests.kit.contributions import round_of, share
+from tests.kit.internals import DTYPES, OPS, Array, Attr, Input, Kernels, Node, Plan, Program, ProgramError, TensorSpec
 from tests.kit.internals import ServerDevice as Device
-from tests.kit.rig import WORKERS
 
 FLOATS = [0.0, -0.0, 1.0, -1.5, 3.25, 0.1, -7.0, 1e-30, 1e30, np.inf, -np.inf, np.nan]
 COMPLEX = [*FLOATS, 1j, 3 - 4j, complex(-0.0, 1e30), complex(np.inf, -2.0), complex(0.5, np.nan)]
@@ -69,7 +44,7 @@ def numbers(dtype: str, size: int, seed: int) -> Array:
 
 def same_bits(one: Array, other: Array) -> bool:
     """Whether two arrays are equal to the last bit and sign; any NaN is as good as another."""
-    if spec_of(one) != spec_of(other):
+    if inside.spec_of(one) != inside.spec_of(other):
         return False
     if one.dtype.kind in "biu":
         return one.tobytes() == other.tobytes()
@@ -91,18 +66,18 @@ def traced(
     return found.program, [origin for origin in found.origins if isinstance(origin, np.ndarray)]
 
 
-def plan_of(program: Program, op: ReduceOp = "sum", returned: bool = True) -> Plan:
+def plan_of(program: Program, op: inside.ReduceOp = "sum", returned: bool = True) -> Plan:
     """A plan of one update: variables by number, values as reductions, operands, everything returned."""
     counts = {"variable": 0, "value": 0, "operand": 0}
     kinds: dict[str, Any] = {"variable": "variable", "value": "reduction", "operand": "operand"}
     refs = []
     for item in program.inputs:
-        refs.append(Ref(kinds[item.kind], counts[item.kind]))
+        refs.append(inside.Ref(kinds[item.kind], counts[item.kind]))
         counts[item.kind] += 1
-    reductions = tuple(Reduction(op, item.spec, (0,)) for item in program.inputs if item.kind == "value")
-    operands = tuple(Operand(item.spec, (0,)) for item in program.inputs if item.kind == "operand")
-    results = tuple(Ref("result", n) for n in range(len(program.outputs))) if returned else ()
-    return Plan(reductions, operands, (program,), (Apply(0, (0,), tuple(refs)),), results)
+    reductions = tuple(inside.Reduction(op, item.spec, (0,)) for item in program.inputs if item.kind == "value")
+    operands = tuple(inside.Operand(item.spec, (0,)) for item in program.inputs if item.kind == "operand")
+    results = tuple(inside.Ref("result", n) for n in range(len(program.outputs))) if returned else ()
+    return Plan(reductions, operands, (program,), (inside.Apply(0, (0,), tuple(refs)),), results)
 
 
 def job_of(
@@ -110,15 +85,11 @@ def job_of(
     contributions: Sequence[Sequence[Array | None]],
     operands: Sequence[Array] = (),
     part_bytes: int = 1 << 20,
-) -> ReadyRound:
+) -> inside.ReadyRound:
     """A round of a plan: for each worker what it contributes to each reduction, or None, cut into parts."""
-    parts = []
-    for place, arrays in enumerate(contributions):
-        packed = Payload.pack([*operands, *(array for array in arrays if array is not None)])
-        chunks = [(at, memoryview(b"".join(buffers))) for at, buffers in parts_of(packed, part_bytes)]
-        said = Contribution(place + 1, 1, 4, plan.id, tuple(float((place + 1) * (a is not None)) for a in arrays))
-        parts.append(MemberShare(Member(WORKERS[place], place + 1, 1), said, Payload(chunks, packed.size)))
-    return ReadyRound(4, PreparedPlan(plan, 0), tuple(parts), (), lambda: "the section")
+    given = [tuple(float((place + 1) * (a is not None)) for a in own) for place, own in enumerate(contributions)]
+    sent = zip(contributions, given, strict=True)
+    return round_of(plan, *(share(n, plan, own, operands, each, part_bytes) for n, (own, each) in enumerate(sent)))
 
 
 @dataclass(frozen=True)
@@ -131,7 +102,9 @@ class Outcome:
     found: NonfiniteValues
 
 
-def run(job: ReadyRound, kernels: Kernels, values: Mapping[int, Array], alone: Set[int] = frozenset()) -> Outcome:
+def run(
+    job: inside.ReadyRound, kernels: Kernels, values: Mapping[int, Array], alone: Set[int] = frozenset()
+) -> Outcome:
     """Runs a round that commits all at the end; kernels may write into the arrays of variables that are `alone`."""
     execution = Execution(job, kernels)
     assigned, ready = execution.step({id: values.get(id) for id in execution.reads()}, alone, lambda id: None)
@@ -167,7 +140,7 @@ def programs(draw: Any, shapes: Sequence[tuple[int, ...]] = ((7,), (2, 3), (0,),
         args = tuple(draw(st.integers(0, len(specs) - 1)) for _ in range(OPS[name].arity))
         attrs = _ATTRS.get(name, lambda *_: {})(draw, specs[args[0]], shape)
         try:
-            specs.append(infer(name, [specs[arg] for arg in args], attrs))
+            specs.append(inside.infer(name, [specs[arg] for arg in args], attrs))
             nodes.append(Node(name, args, tuple(sorted(attrs.items()))))
         except ProgramError:
             pass  # These do not go together; another one comes.
@@ -243,7 +216,7 @@ def row_programs(draw: Any, shapes: Sequence[tuple[int, ...]]) -> Program:
         attrs = {"astype": (("dtype", draw(some)),), "broadcast_to": (("shape", shape),)}.get(name, ())
         attrs = along(shape) if name in ALONG_ROWS else attrs
         try:
-            spec = infer(name, [specs[arg] for arg in args], dict(attrs))
+            spec = inside.infer(name, [specs[arg] for arg in args], dict(attrs))
         except ProgramError:
             continue  # These do not go together; another one comes.
         if spec.dtype in ROW_DTYPES:

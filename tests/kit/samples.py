@@ -6,120 +6,20 @@ Maps have one item: they have no order on the wire.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import Message
 
+from pswire import api
 from pswire.encoding.mapper import Codec
-from pswire.model import compression
-from pswire.model.chunks import Chunk, ChunkAsk, Chunks
-from pswire.model.closures import (
-    ClosureName,
-    ClosureOrder,
-    ClosureQueue,
-    ClosureResult,
-    Failure,
-    Fetched,
-    Piece,
-    Taken,
-)
-from pswire.model.places import Moved, Offered, Spare
-from tests.kit.internals import (
-    BY_NAME,
-    EMPTY,
-    LFU,
-    LRU,
-    RESTS,
-    STEP,
-    STILL,
-    UNTIL_ENDED,
-    Apply,
-    Approved,
-    Begun,
-    CBFFilter,
-    Constant,
-    Contribution,
-    CounterFilter,
-    CreateBatchReply,
-    Created,
-    CreateReply,
-    Difference,
-    Digest,
-    Done,
-    Enlisted,
-    Epoch,
-    EpochClosed,
-    Examples,
-    GlobalStepEvict,
-    Gone,
-    Happened,
-    Input,
-    JobStarted,
-    L2WeightEvict,
-    LogEntry,
-    Lost,
-    Member,
-    MissedPeer,
-    Node,
-    Normal,
-    Opened,
-    OpenRound,
-    Operand,
-    Others,
-    Pace,
-    PartOf,
-    Payload,
-    PlacedVariable,
-    Plan,
-    Position,
-    ProbabilityFilter,
-    ProcessStatus,
-    Program,
-    PSError,
-    PullReply,
-    Reduction,
-    Ref,
-    Registry,
-    RestoreCommit,
-    RestoreOrder,
-    RestoreReply,
-    Return,
-    RoundReply,
-    RowRead,
-    SavedTable,
-    SavedTensor,
-    Saving,
-    ServerStatus,
-    SessionState,
-    Shard,
-    ShardOf,
-    SlotTensor,
-    SnapshotOrder,
-    Snapshotted,
-    Start,
-    Started,
-    TablePart,
-    TableRead,
-    TableSpec,
-    Task,
-    TensorSpec,
-    Testimony,
-    TimeToLive,
-    Trim,
-    TruncatedNormal,
-    Turn,
-    Uniform,
-    VariableSpec,
-    Vote,
-    Watched,
-    WorkerProgress,
-    Zeros,
-    messages,
-    pb,
-)
+from pswire.model import chunks, closures, compression, log, places, plan, program, saved, status, tables
+from pswire.servers import votes
+from tests.kit import internals as inside
+from tests.kit.internals import BY_NAME, EMPTY, Enlisted, Others, Payload, PSError, Task, TensorSpec, messages, pb
 from tests.kit.tap import spell
 
 PS = Task("ps", 3)
@@ -136,61 +36,81 @@ SESSION = 0x1234_5678_9ABC
 
 CHIEF, WORKER, EVALUATOR = Task("chief", 0), Task("worker", 300), Task("evaluator", 2)
 VECTOR, MATRIX, SCALAR = TensorSpec("float32", (3,)), TensorSpec("bfloat16", (2, 0, 70_000)), TensorSpec("int64", ())
-POSITIONS = (Position(1, 2, 3), Position(70_000, 1 << 40, 1 << 41, (Examples(1 << 40, 1, 3), Examples(4, 200, 300))))
-START = Start(5, 1 << 33, POSITIONS)
+POSITIONS = (
+    log.Position(1, 2, 3),
+    log.Position(70_000, 1 << 40, 1 << 41, (log.Examples(1 << 40, 1, 3), log.Examples(4, 200, 300))),
+)
+START = log.Start(5, 1 << 33, POSITIONS)
 MEMBERS = (
-    Member(WORKER, SESSION, 4, "sync", 2),
-    Member(EVALUATOR, 9, 1, "async"),
-    Member(Task("worker", 2), 12, 1, "bounded", 0, 3),
+    log.Member(WORKER, SESSION, 4, "sync", 2),
+    log.Member(EVALUATOR, 9, 1, "async"),
+    log.Member(Task("worker", 2), 12, 1, "bounded", 0, 3),
 )
-EPOCH = Epoch(6, MEMBERS, "dataset:1", START)
+EPOCH = log.Epoch(6, MEMBERS, "dataset:1", START)
 PLAN_ID = bytes(range(32))
-VARIABLE = PlacedVariable(150, VariableSpec("dense/kernel:0", VECTOR, True, "kernel"), (0, 3))
+VARIABLE = plan.PlacedVariable(150, plan.VariableSpec("dense/kernel:0", VECTOR, True, "kernel"), (0, 3))
 ALONE = replace(VARIABLE, spec=replace(VARIABLE.spec, alone=True))
-PART = PlacedVariable(153, VariableSpec("table/part_1", VECTOR, shard=ShardOf("table", 3, 1 << 33)), (1,))
-SCRATCH = PlacedVariable(151, VariableSpec("scratch", MATRIX, False, ""), (1,))
-
-
-def _part(id: int, part: TablePart) -> PlacedVariable:
-    """A part of a dynamic table, or of what lies beside one."""
-    return PlacedVariable(id, VariableSpec(f"{part.whole}/part_1", part.tensor, part=part), (1,))
-
-
-USERS = TableSpec(
-    (3,), "float16", "int64", Uniform(-0.25, 0.5), CounterFilter(4), LRU(), 70_003, 1 << 34, "zeros", 5, 6
+PART = plan.PlacedVariable(
+    153, plan.VariableSpec("table/part_1", VECTOR, shard=plan.ShardOf("table", 3, 1 << 33)), (1,)
 )
-ITEMS = TableSpec(
+SCRATCH = plan.PlacedVariable(151, plan.VariableSpec("scratch", MATRIX, False, ""), (1,))
+
+
+def _part(id: int, part: tables.TablePart) -> plan.PlacedVariable:
+    """A part of a dynamic table, or of what lies beside one."""
+    return plan.PlacedVariable(id, plan.VariableSpec(f"{part.whole}/part_1", part.tensor, part=part), (1,))
+
+
+USERS = tables.TableSpec(
+    (3,),
+    "float16",
+    "int64",
+    tables.Uniform(-0.25, 0.5),
+    tables.CounterFilter(4),
+    tables.LRU(),
+    70_003,
+    1 << 34,
+    "zeros",
+    5,
+    6,
+)
+ITEMS = tables.TableSpec(
     shape=(),
     dtype="float64",
     key_dtype="uint64",
-    initializer=Normal(0.1, 0.2),
-    admission=CBFFilter(7, 70_001, 0.03125, 8),
-    eviction=LFU(0.75),
+    initializer=tables.Normal(0.1, 0.2),
+    admission=tables.CBFFilter(7, 70_001, 0.03125, 8),
+    eviction=tables.LFU(0.75),
     memory_limit=1 << 33,
     seed=(1 << 64) - 1,
     hash_seed=1 << 63,
 )
-TAGS = TableSpec(
-    (9,), "float32", "int64", TruncatedNormal(-1.5, 2.5), ProbabilityFilter(0.0625), GlobalStepEvict(70_002)
+TAGS = tables.TableSpec(
+    (9,),
+    "float32",
+    "int64",
+    tables.TruncatedNormal(-1.5, 2.5),
+    tables.ProbabilityFilter(0.0625),
+    tables.GlobalStepEvict(70_002),
 )
-COUNTS = TableSpec((2,), "int64", initializer=Constant(9), eviction=L2WeightEvict(2.5))
-TIMES = TableSpec((2,), "uint8", initializer=Zeros(), eviction=TimeToLive(8.5))
-SLOT = SlotTensor("users/accumulator", "float64", (2, 300), 0.125)
+COUNTS = tables.TableSpec((2,), "int64", initializer=tables.Constant(9), eviction=tables.L2WeightEvict(2.5))
+TIMES = tables.TableSpec((2,), "uint8", initializer=tables.Zeros(), eviction=tables.TimeToLive(8.5))
+SLOT = tables.SlotTensor("users/accumulator", "float64", (2, 300), 0.125)
 TABLES = (
-    _part(160, TablePart("users", USERS, 300, 424)),
-    _part(161, TablePart("users", USERS, 300, 424, SLOT)),
-    _part(162, TablePart("items", ITEMS, 0, 1024)),
-    _part(163, TablePart("tags", TAGS, 0, 1)),
-    _part(164, TablePart("counts", COUNTS, 1, 2)),
-    _part(165, TablePart("times", TIMES, 1023, 1)),
+    _part(160, tables.TablePart("users", USERS, 300, 424)),
+    _part(161, tables.TablePart("users", USERS, 300, 424, SLOT)),
+    _part(162, tables.TablePart("items", ITEMS, 0, 1024)),
+    _part(163, tables.TablePart("tags", TAGS, 0, 1)),
+    _part(164, tables.TablePart("counts", COUNTS, 1, 2)),
+    _part(165, tables.TablePart("times", TIMES, 1023, 1)),
 )
 """Dynamic tables with every kind of first values, of filters and of evictions."""
 
-PROGRAM = Program(
-    inputs=(Input("variable", VECTOR), Input("value", MATRIX), Input("operand", SCALAR)),
+PROGRAM = program.Program(
+    inputs=(program.Input("variable", VECTOR), program.Input("value", MATRIX), program.Input("operand", SCALAR)),
     nodes=(
-        Node("multiply", (0, 300)),
-        Node(
+        program.Node("multiply", (0, 300)),
+        program.Node(
             "every_kind_of_attribute",
             (1,),
             (
@@ -206,58 +126,64 @@ PROGRAM = Program(
     assigns=((1, 4), (2, 300)),
     outputs=(3, 301),
 )
-PLAN = Plan(
+PLAN = plan.Plan(
     reductions=(
-        Reduction("sum", VECTOR, (0, 1), "gradient of 'w'"),
-        Reduction("mean", SCALAR, (2,), "loss"),
-        Reduction("first", MATRIX, (3,), "statistics"),
-        Reduction("sum", MATRIX, (0,), "gradient of 'table'", "rows"),
-        Reduction("mean", VECTOR, (1,), "gradient of 'v'", codec=compression.Codec("topk", 0.25)),
-        Reduction("sum", MATRIX, (0,), "gradient of 'table'", "rows", compression.Codec("int8")),
-        Reduction("sum", VECTOR, (1,), "gradient of 'u'", codec=compression.Codec("float16")),
-        Reduction("sum", VECTOR, (1,), "gradient of 'x'", codec=compression.Codec("bfloat16")),
+        plan.Reduction("sum", VECTOR, (0, 1), "gradient of 'w'"),
+        plan.Reduction("mean", SCALAR, (2,), "loss"),
+        plan.Reduction("first", MATRIX, (3,), "statistics"),
+        plan.Reduction("sum", MATRIX, (0,), "gradient of 'table'", "rows"),
+        plan.Reduction("mean", VECTOR, (1,), "gradient of 'v'", codec=compression.Codec("topk", 0.25)),
+        plan.Reduction("sum", MATRIX, (0,), "gradient of 'table'", "rows", compression.Codec("int8")),
+        plan.Reduction("sum", VECTOR, (1,), "gradient of 'u'", codec=compression.Codec("float16")),
+        plan.Reduction("sum", VECTOR, (1,), "gradient of 'x'", codec=compression.Codec("bfloat16")),
     ),
-    operands=(Operand(SCALAR, (1, 2)),),
+    operands=(plan.Operand(SCALAR, (1, 2)),),
     programs=(PROGRAM,),
     applies=(
-        Apply(7, (0, 2), (Ref("variable", 150), Ref("reduction", 1), Ref("operand", 2)), sparse="lazy"),
-        Apply(8, (1,), (Ref("variable", 151),), sparse="exact", optional=True),
-        Apply(9, (1,), (Ref("variable", 152),), sparse="closed"),
+        plan.Apply(
+            7, (0, 2), (plan.Ref("variable", 150), plan.Ref("reduction", 1), plan.Ref("operand", 2)), sparse="lazy"
+        ),
+        plan.Apply(8, (1,), (plan.Ref("variable", 151),), sparse="exact", optional=True),
+        plan.Apply(9, (1,), (plan.Ref("variable", 152),), sparse="closed"),
     ),
-    returned=(Ref("result", 3), Ref("reduction", 1 << 32)),
-    snapshot=SnapshotOrder("run/ckpt-7", (0, 1, 2, 3), 41, '{"objects": {}}', 6),
-    restore=RestoreCommit("run/ckpt-6", (3, 2), Turn(11, 12, 13), "d1ge57"),
+    returned=(plan.Ref("result", 3), plan.Ref("reduction", 1 << 32)),
+    snapshot=plan.SnapshotOrder("run/ckpt-7", (0, 1, 2, 3), 41, '{"objects": {}}', 6),
+    restore=plan.RestoreCommit("run/ckpt-6", (3, 2), plan.Turn(11, 12, 13), "d1ge57"),
     nonfinite="skip",
     copied=True,
 )
-RAISING = Plan(nonfinite="raise")
-OF_TABLES = Plan(
-    reductions=(Reduction("sum", TABLES[0].spec.tensor, (1,), "gradient of 'users'", "keys"),),
-    trims=(Trim(162, (1, 2), 70_004), Trim(163, (3,), 0)),
+RAISING = plan.Plan(nonfinite="raise")
+OF_TABLES = plan.Plan(
+    reductions=(plan.Reduction("sum", TABLES[0].spec.tensor, (1,), "gradient of 'users'", "keys"),),
+    trims=(plan.Trim(162, (1, 2), 70_004), plan.Trim(163, (3,), 0)),
 )
-ENTRIES: tuple[LogEntry, ...] = (
-    JobStarted(
+ENTRIES: tuple[log.LogEntry, ...] = (
+    log.JobStarted(
         77, (INCARNATION, 1), "the-job", ("ps-0:2222", "[::1]:2223"), (1, 0), ("worker-0:0", "worker-1:0"), "chief-0:0"
     ),
-    Created(VARIABLE),
-    Created(SCRATCH),
-    Created(PART),
-    Created(PlacedVariable(152, VariableSpec("own", SCALAR), (2,))),
-    Approved(PLAN),
-    Approved(RAISING),
-    EpochClosed(EPOCH),
-    EpochClosed(Epoch(7, MEMBERS[1:], STEP, None, MEMBERS[:1], 7, Return(3, INCARNATION, 6, True, 44, "ps3:1"))),
-    Started(START),
-    Snapshotted(PLAN_ID, 41, "root/run/ckpt-7", "no room"),
-    Lost(2, "it was silent"),
-    Gone(3, "was lost"),
-    Done(),
+    log.Created(VARIABLE),
+    log.Created(SCRATCH),
+    log.Created(PART),
+    log.Created(plan.PlacedVariable(152, plan.VariableSpec("own", SCALAR), (2,))),
+    log.Approved(PLAN),
+    log.Approved(RAISING),
+    log.EpochClosed(EPOCH),
+    log.EpochClosed(
+        log.Epoch(7, MEMBERS[1:], log.STEP, None, MEMBERS[:1], 7, log.Return(3, INCARNATION, 6, True, 44, "ps3:1"))
+    ),
+    log.Started(START),
+    log.Snapshotted(PLAN_ID, 41, "root/run/ckpt-7", "no room"),
+    log.Lost(2, "it was silent"),
+    log.Gone(3, "was lost"),
+    log.Done(),
 )
 SESSIONS = (
-    SessionState(MEMBERS[0], "open", "plan:00ff", 1.5, False, Pace(7, 9, 8, True, page="http://worker-0:9103/"), 77.5),
-    SessionState(Member(CHIEF, 10, 0, "sync"), "lost", "", 0.25, True),
+    status.SessionState(
+        MEMBERS[0], "open", "plan:00ff", 1.5, False, status.Pace(7, 9, 8, True, page="http://worker-0:9103/"), 77.5
+    ),
+    status.SessionState(log.Member(CHIEF, 10, 0, "sync"), "lost", "", 0.25, True),
 )
-PROCESS = ProcessStatus(
+PROCESS = status.ProcessStatus(
     1234567890.5,
     1 << 31,
     {"numpy": "2.0.0"},
@@ -268,23 +194,23 @@ PROCESS = ProcessStatus(
     98.75,
     "http://ps-3:9100/",
 )
-STATUS = ServerStatus(
+STATUS = api.ServerStatus(
     server=3,
     incarnation=INCARNATION,
     log=17,
     epoch=EPOCH,
     round=-1,
     positions=POSITIONS,
-    waiting=(OpenRound(18, "reduce sum", (WORKER, EVALUATOR), True),),
+    waiting=(status.OpenRound(18, "reduce sum", (WORKER, EVALUATOR), True),),
     variables=19,
     nbytes=20,
     memory_limit=21,
     chief=2.5,
-    places=(WorkerProgress(WORKER, 22, POSITIONS[:1], 21),),
+    places=(status.WorkerProgress(WORKER, 22, POSITIONS[:1], 21),),
     program_version=23,
     held=24,
     snapshot_limit=25,
-    saving=(Saving("run/ckpt-7", -3, 26),),
+    saving=(status.Saving("run/ckpt-7", -3, 26),),
     sessions=SESSIONS,
     incarnations=(INCARNATION, 27),
     over=True,
@@ -292,13 +218,13 @@ STATUS = ServerStatus(
     device="gpu:0",
     process=PROCESS,
     job="the-job",
-    missed=(MissedPeer(1, 40, 6.5, "nothing listens there"),),
-    differences=(Difference(1, 64, ("v", "w"), 3, 2),),
+    missed=(status.MissedPeer(1, 40, 6.5, "nothing listens there"),),
+    differences=(status.Difference(1, 64, ("v", "w"), 3, 2),),
     gap=4,
     gone=(3, 5),
     losses=(5, 3, 3, 5),
-    spares=(Spare("ps9:1", "rack-9", 3), Spare("ps8:1")),
-    moved=(Moved(3, "ps3:2"),),
+    spares=(places.Spare("ps9:1", "rack-9", 3), places.Spare("ps8:1")),
+    moved=(places.Moved(3, "ps3:2"),),
     domain="rack-2",
     phases={"waiting": 2.5},
     table_rows={"users": 300},
@@ -308,40 +234,28 @@ STATUS = ServerStatus(
     tier_resident=1 << 30,
     tier_memory=(1 << 30) + 1,
 )
-HAPPENED = Happened(2.5, "push", "worker 300, session 7", "Fenced: it ended")
-BARE = ServerStatus(0, INCARNATION, 0, None, 0, (), (), 0, 0, 0, float("inf"), program_version=0, process=PROCESS)
+HAPPENED = status.Happened(2.5, "push", "worker 300, session 7", "Fenced: it ended")
+BARE = api.ServerStatus(0, INCARNATION, 0, None, 0, (), (), 0, 0, 0, float("inf"), program_version=0, process=PROCESS)
 
 
-ROWS = (RowRead(152, b"\x07" + bytes(7)),)
-HINTS = RowRead(160, bytes(range(8, 24))), RowRead(1 << 34, bytes(range(24, 32)))
-QUESTIONS = TableRead(160, "size"), TableRead(162, "keys", 300, 424), TableRead(1 << 35, "rows", 1023, 1)
+ROWS = (api.RowRead(152, b"\x07" + bytes(7)),)
+HINTS = api.RowRead(160, bytes(range(8, 24))), api.RowRead(1 << 34, bytes(range(24, 32)))
+QUESTIONS = api.TableRead(160, "size"), api.TableRead(162, "keys", 300, 424), api.TableRead(1 << 35, "rows", 1023, 1)
 
 
-def contribution(**said: Any) -> Contribution:
+def contribution(**said: Any) -> api.Contribution:
     """What a worker says in a round."""
-    full = Contribution(
-        SESSION,
-        6,
-        41,
-        PLAN_ID,
-        (1.0, 0.5, -3.25),
-        True,
-        POSITIONS,
-        (150, 1 << 35),
-        True,
-        -1,
-        (2, 300),
-        rows=(3, 1 << 33),
-        lookups=(RowRead(151, bytes(range(16))),),
+    full = api.Contribution(
+        SESSION, 6, 41, PLAN_ID, (1.0, 0.5, -3.25), True, POSITIONS, (150, 1 << 35), True, -1, (2, 300)
     )
-    full = replace(full, first_values=(151, 1 << 36), previous=40)
-    return replace(full, **said)
+    rows = {"rows": (3, 1 << 33), "lookups": (api.RowRead(151, bytes(range(16))),)}
+    return replace(full, **{"first_values": (151, 1 << 36), "previous": 40, **rows, **said})
 
 
-def reply(payload: Payload = EMPTY) -> RoundReply:
+def reply(payload: Payload = EMPTY) -> api.RoundReply:
     """What a server says of a round."""
     warnings = "a value is not finite", "another warning"
-    return RoundReply(41, EPOCH, True, (WORKER, CHIEF), payload, warnings, (EVALUATOR,), (0, 4), 45)
+    return api.RoundReply(41, EPOCH, True, (WORKER, CHIEF), payload, warnings, (EVALUATOR,), (0, 4), 45)
 
 
 def small() -> Payload:
@@ -391,47 +305,44 @@ def error(name: str) -> PSError:
 
 
 _SESSION_AND_VERSION = (SESSION, 40, -70_000)
-_OPENED = Opened(SESSION, INCARNATION, 0x1122_3344_5566, 3, "gpu:0", 9, 8, "rack-7", True)
-_PACE = Pace(30, 61, 32)
-_CREATED = CreateReply(150, (0, 3), True, True)
+_OPENED = api.Opened(SESSION, INCARNATION, 0x1122_3344_5566, 3, "gpu:0", 9, 8, "rack-7", True)
+_PACE = status.Pace(30, 61, 32)
+_CREATED = api.CreateReply(150, (0, 3), True, True)
 _CREATE = (SESSION, 12, -1, VARIABLE.spec, (0, 3))
 _BATCH = (VARIABLE, replace(VARIABLE, id=151, servers=(3,)))
 _VALUE = Payload.pack([np.array([1.5, -2, 3], np.float32)])
-_LARGE = VariableSpec("table", TensorSpec("uint8", (LARGE,)), False)
-_TURN = Turn(42, 6, 2)
-_RESTORED = RestoreReply("run/ckpt-6", POSITIONS, '{"format": 1}', {"ckpt-5": "a wrong checksum"})
-_PREPARE = RestoreOrder("prepare", {"kernel": 150}, True, True, {"ckpt-4": "a missing shard"}, 4)
-_LEAST = Contribution(1, 0, 0, b"", start=7)
-_PULL_OF_TABLES = Sample("Pull", "of tables", (SESSION, (), 41, (), QUESTIONS), PullReply(41, small(), (9, 0, 1 << 33)))
+_LARGE = plan.VariableSpec("table", TensorSpec("uint8", (LARGE,)), False)
+_TURN = plan.Turn(42, 6, 2)
+_RESTORED = api.RestoreReply("run/ckpt-6", POSITIONS, '{"format": 1}', {"ckpt-5": "a wrong checksum"})
+_PREPARE = api.RestoreOrder("prepare", {"kernel": 150}, True, True, {"ckpt-4": "a missing shard"}, 4)
+_LEAST = api.Contribution(1, 0, 0, b"", start=7)
+_PULL_OF_TABLES = Sample(
+    "Pull", "of tables", (SESSION, (), 41, (), QUESTIONS), api.PullReply(41, small(), (9, 0, 1 << 33))
+)
 _PUSH_OF_KEYS = Sample(
     "Push",
     "of keys",
-    (contribution(seconds=1 << 31, lookups=(RowRead(160, bytes(range(8))),), hints=HINTS), small()),
+    (contribution(seconds=1 << 31, lookups=(api.RowRead(160, bytes(range(8))),), hints=HINTS), small()),
     reply(small()),
 )
 
-_PIECE = Piece(70_000, 16, b"a piece")
-_FAILURE = Failure("step", "ValueError", TEXT, "/job:worker/task:300")
-_NAME = ClosureName(2001, 2002, 2003, (2001, 1 << 35))
-_ORDER = ClosureOrder(2001, "step", (1998, 1 << 35), _PIECE, ("step(x)", "batches()"), 17, True, (1990, 1 << 36))
-_QUEUE = ClosureQueue(2001, 31, 32, 33, 1999, 18, _FAILURE)
-_TOLD = ClosureResult(2001, _PIECE, "ValueError", TEXT)
-_HOST = 0x0FED_CBA9_8765_4321
-_PARTS = (contribution(host=_HOST), Contribution(9, 6, 41, PLAN_ID, (0.0, 0.0, 0.0), observes=True, host=_HOST))
-_ASKED = ChunkAsk(
-    2001,
-    2002,
-    1 << 33,
-    1 << 34,
-    2003,
-    (Position(2001, 2004, 2005, (Examples(2006, 2007, 2008),)),),
-    2009,
-    True,
-    (2010, 1 << 35),
-    (2011, 1 << 36),
-    True,
+_PIECE = closures.Piece(70_000, 16, b"a piece")
+_FAILURE = closures.Failure("step", "ValueError", TEXT, "/job:worker/task:300")
+_NAME = closures.ClosureName(2001, 2002, 2003, (2001, 1 << 35))
+_ORDER = closures.ClosureOrder(
+    2001, "step", (1998, 1 << 35), _PIECE, ("step(x)", "batches()"), 17, True, (1990, 1 << 36)
 )
-_HANDED = Chunks((Chunk(1 << 37, 2012, Examples(2013, 2014, 2015)),), True, (Position(2016, 2017, 2018),))
+_QUEUE = closures.ClosureQueue(2001, 31, 32, 33, 1999, 18, _FAILURE)
+_TOLD = closures.ClosureResult(2001, _PIECE, "ValueError", TEXT)
+_HOST = 0x0FED_CBA9_8765_4321
+_PARTS = (contribution(host=_HOST), api.Contribution(9, 6, 41, PLAN_ID, (0.0, 0.0, 0.0), observes=True, host=_HOST))
+_BEGINS = (log.Position(2001, 2004, 2005, (log.Examples(2006, 2007, 2008),)),)
+_ASKED = chunks.ChunkAsk(
+    2001, 2002, 1 << 33, 1 << 34, 2003, _BEGINS, 2009, True, (2010, 1 << 35), (2011, 1 << 36), True
+)
+_HANDED = chunks.Chunks(
+    (chunks.Chunk(1 << 37, 2012, log.Examples(2013, 2014, 2015)),), True, (log.Position(2016, 2017, 2018),)
+)
 
 _SPAN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -439,117 +350,127 @@ SAMPLES = (
     Sample("Open", "full", (WORKER, 4, SESSION, True, "async", "the-job", 8, 0, 0), _OPENED),
     Sample("Open", "bounded", (WORKER, 4, SESSION, False, "bounded", "the-job", 8, 0, 3), _OPENED),
     Sample("Open", "whole", (WORKER, 4, SESSION, False, "whole", "the-job", 8, 2, 0), _OPENED),
-    Sample("Open", "least", (CHIEF, 0, 0, False, "sync", "", 0, 0, 0), Opened(1, INCARNATION, 0, 0, "cpu")),
+    Sample("Open", "least", (CHIEF, 0, 0, False, "sync", "", 0, 0, 0), api.Opened(1, INCARNATION, 0, 0, "cpu")),
     Sample("Enlist", "full", (WORKER, SESSION), Enlisted(Task("worker", 301), True)),
     Sample("Enlist", "least", (None, 1), Enlisted(Task("worker", 0), False)),
     Sample("Beat", "full", (SESSION, 41, PLAN_ID, _PACE, 40), True),
-    Sample("Beat", "leaving", (SESSION, 42, PLAN_ID, Pace(30, 62, 32, True, True, True, True), 0), False),
-    Sample("Beat", "at rest", (SESSION, -1, b"", _PACE, RESTS), False),
-    Sample("Beat", "least", (SESSION, -1, b"", STILL, 0), False),
+    Sample("Beat", "leaving", (SESSION, 42, PLAN_ID, status.Pace(30, 62, 32, True, True, True, True), 0), False),
+    Sample("Beat", "at rest", (SESSION, -1, b"", _PACE, api.RESTS), False),
+    Sample("Beat", "least", (SESSION, -1, b"", status.STILL, 0), False),
     Sample("Leave", "full", (SESSION, "it failed")),
     Sample("Leave", "least", (SESSION, "")),
-    Sample("Create", "to name it", (*_CREATE, None), CreateReply(150, (0, 3), False, False)),
+    Sample("Create", "to name it", (*_CREATE, None), api.CreateReply(150, (0, 3), False, False)),
     Sample("Create", "full", (SESSION, 12, 150, VARIABLE.spec, (0, 3), _VALUE), _CREATED),
     Sample(
         "Create",
         "large",
         (1, 0, 0, _LARGE, (), Payload.pack([np.full(LARGE, 7, np.uint8)])),
-        CreateReply(0, (), False, False),
+        api.CreateReply(0, (), False, False),
     ),
     Sample("Create", "refused", (*_CREATE, _VALUE), error("VariableMismatch")),
-    Sample("CreateBatch", "full", (SESSION, _BATCH), CreateBatchReply(2, (150, 151), (151,), error("MemoryLimit"))),
-    Sample("CreateBatch", "least", (1, ()), CreateBatchReply(0)),
-    Sample("CreateBatch", "alone", (SESSION, (ALONE,)), CreateBatchReply(1, (150,))),
-    Sample("CreateBatch", "of tables", (SESSION, TABLES), CreateBatchReply(6, (160, 161, 162, 163, 164, 165))),
+    Sample("CreateBatch", "full", (SESSION, _BATCH), api.CreateBatchReply(2, (150, 151), (151,), error("MemoryLimit"))),
+    Sample("CreateBatch", "least", (1, ()), api.CreateBatchReply(0)),
+    Sample("CreateBatch", "alone", (SESSION, (ALONE,)), api.CreateBatchReply(1, (150,))),
+    Sample("CreateBatch", "of tables", (SESSION, TABLES), api.CreateBatchReply(6, (160, 161, 162, 163, 164, 165))),
     Sample("Propose", "full", (SESSION, PLAN, "plan:00ff", START, "")),
     Sample("Propose", "least", (SESSION, None, "", None, "")),
     Sample("Propose", "of tables", (SESSION, OF_TABLES, "plan:00ff", None, "")),
     Sample("Propose", "traced", (SESSION, RAISING, "", None, _SPAN)),
     Sample(
-        "Watch", "full", _SESSION_AND_VERSION, Watched(-70_001, 40, ENTRIES, (PLAN, Plan(nonfinite="raise")), SESSIONS)
+        "Watch",
+        "full",
+        _SESSION_AND_VERSION,
+        api.Watched(-70_001, 40, ENTRIES, (PLAN, plan.Plan(nonfinite="raise")), SESSIONS),
     ),
-    Sample("Watch", "least", (0, 0, UNTIL_ENDED), Watched(0, 0, (), (), ())),
-    Sample("Watch", "traced", (SESSION, 40, 7), Watched(8, 40, (), (RAISING,), (), {RAISING.id.hex(): _SPAN})),
+    Sample("Watch", "least", (0, 0, api.UNTIL_ENDED), api.Watched(0, 0, (), (), ())),
+    Sample("Watch", "traced", (SESSION, 40, 7), api.Watched(8, 40, (), (RAISING,), (), {RAISING.id.hex(): _SPAN})),
     Sample("Watch", "refused", _SESSION_AND_VERSION, error("Fenced")),
     Sample("Approve", "full", (0x1122_3344_5566, 40, ENTRIES), 40 + len(ENTRIES)),
     Sample("Approve", "least", (1, 0, ()), 0),
     Sample("Push", "full", (contribution(), small()), reply(small())),
-    Sample("Push", "least", (_LEAST, EMPTY), RoundReply(0, Epoch(0, ()), False, (), EMPTY)),
+    Sample("Push", "least", (_LEAST, EMPTY), api.RoundReply(0, log.Epoch(0, ()), False, (), EMPTY)),
     Sample("Push", "large", (contribution(), large(LARGE)), reply(large(LARGE))),
     Sample("Push", "growing", (contribution(), small()), reply(small()), grows=True),
     Sample("Push", "refused", (contribution(), small()), error("Diverged")),
     _PUSH_OF_KEYS,
-    Sample("Pull", "full", (SESSION, (150, 1 << 35), 41, ROWS, ()), PullReply(41, small())),
-    Sample("Pull", "least", (0, (), -1, (), ()), PullReply(-1, EMPTY)),
-    Sample("Pull", "large", (SESSION, (1,), 0, (), ()), PullReply(0, large(LARGE))),
+    Sample("Pull", "full", (SESSION, (150, 1 << 35), 41, ROWS, ()), api.PullReply(41, small())),
+    Sample("Pull", "least", (0, (), -1, (), ()), api.PullReply(-1, EMPTY)),
+    Sample("Pull", "large", (SESSION, (1,), 0, (), ()), api.PullReply(0, large(LARGE))),
     Sample("Pull", "refused", (SESSION, (1,), 0, (), ()), error("RoundTimeout")),
     _PULL_OF_TABLES,
     Sample(
         "Snapshot",
         "full",
         (0x1122_3344_5566, PLAN_ID, '{"format": 1}'),
-        Shard(
+        saved.Shard(
             "root/run",
             "ps-3.safetensors",
             41,
             POSITIONS,
             (
-                SavedTensor("w", VECTOR, "c0ffee"),
-                SavedTensor("m", MATRIX, ""),
-                SavedTensor("table/part_1", VECTOR, "", ShardOf("table", 3, 1 << 33)),
+                saved.SavedTensor("w", VECTOR, "c0ffee"),
+                saved.SavedTensor("m", MATRIX, ""),
+                saved.SavedTensor("table/part_1", VECTOR, "", plan.ShardOf("table", 3, 1 << 33)),
             ),
             1 << 36,
         ),
     ),
-    Sample("Snapshot", "least", (1, b"", ""), Shard("", "", 0, (), ())),
+    Sample("Snapshot", "least", (1, b"", ""), saved.Shard("", "", 0, (), ())),
     Sample(
         "Snapshot",
         "of tables",
         (0x1122_3344_5566, PLAN_ID, '{"format": 1}'),
-        Shard(
+        saved.Shard(
             "root/run",
             "ps-3.safetensors",
             41,
             (),
-            (SavedTensor("users/part_1", VECTOR, "c0ffee", part=PartOf("users", 300)),),
-            tables=(SavedTable("users", USERS, (SLOT,), 39, 40), SavedTable("items", ITEMS, (), -1, 42)),
+            (saved.SavedTensor("users/part_1", VECTOR, "c0ffee", part=saved.PartOf("users", 300)),),
+            tables=(saved.SavedTable("users", USERS, (SLOT,), 39, 40), saved.SavedTable("items", ITEMS, (), -1, 42)),
         ),
     ),
     Sample("Restore", "full", (SESSION, "run", _TURN, _PREPARE), _RESTORED),
-    Sample("Restore", "opens", (SESSION, "run", _TURN, RestoreOrder("open", {}, False)), RestoreReply("run/1", ())),
-    Sample("Restore", "looks", (0, "", Turn(), RestoreOrder("look", None, False)), RestoreReply("", ())),
+    Sample(
+        "Restore", "opens", (SESSION, "run", _TURN, api.RestoreOrder("open", {}, False)), api.RestoreReply("run/1", ())
+    ),
+    Sample("Restore", "looks", (0, "", plan.Turn(), api.RestoreOrder("look", None, False)), api.RestoreReply("", ())),
     Sample("Schedule", "full", (SESSION, _ORDER), _QUEUE),
-    Sample("Schedule", "least", (1, ClosureOrder()), ClosureQueue(0, settled=0)),
-    Sample("Take", "full", (SESSION, ("step(x)", "batches()"), _TOLD, 1 << 33), Taken(_NAME, "step", 99, _PIECE, True)),
-    Sample("Take", "least", (1, (), None, 0), Taken()),
-    Sample("Fetch", "full", (SESSION, 2001, 1 << 33), Fetched("failed", _PIECE, _FAILURE)),
-    Sample("Fetch", "cancelled", (SESSION, 2001, 16), Fetched("cancelled", Piece(), _FAILURE)),
-    Sample("Fetch", "least", (1, 1, 0), Fetched("done")),
+    Sample("Schedule", "least", (1, closures.ClosureOrder()), closures.ClosureQueue(0, settled=0)),
+    Sample(
+        "Take",
+        "full",
+        (SESSION, ("step(x)", "batches()"), _TOLD, 1 << 33),
+        closures.Taken(_NAME, "step", 99, _PIECE, True),
+    ),
+    Sample("Take", "least", (1, (), None, 0), closures.Taken()),
+    Sample("Fetch", "full", (SESSION, 2001, 1 << 33), closures.Fetched("failed", _PIECE, _FAILURE)),
+    Sample("Fetch", "cancelled", (SESSION, 2001, 16), closures.Fetched("cancelled", closures.Piece(), _FAILURE)),
+    Sample("Fetch", "least", (1, 1, 0), closures.Fetched("done")),
     Sample("HandOut", "full", (SESSION, _ASKED), _HANDED),
-    Sample("HandOut", "least", (1, ChunkAsk(0, 0, 0, 0)), Chunks()),
+    Sample("HandOut", "least", (1, chunks.ChunkAsk(0, 0, 0, 0)), chunks.Chunks()),
     Sample("Push", "of chunks", (contribution(chunks=(_HANDED.chunks[0].ticket, 3)), small()), reply(small())),
     Sample("Push", "of a closure", (contribution(closure=_NAME), small()), reply(small())),
     Sample("Push", "traced", (contribution(trace=_SPAN), small()), reply(small())),
-    Sample("Offer", "full", (Spare("ps9:1", "rack-9", 3),), Offered(3, ("ps0:1", "ps1:1"), True)),
-    Sample("Offer", "least", (Spare("ps9:1"),), Offered()),
+    Sample("Offer", "full", (places.Spare("ps9:1", "rack-9", 3),), places.Offered(3, ("ps0:1", "ps1:1"), True)),
+    Sample("Offer", "least", (places.Spare("ps9:1"),), places.Offered()),
     Sample("Move", "full", (3, "ps9:1", 1 << 40), "ps9:1"),
     Sample("Move", "least", (0, "", 0), "ps9:1"),
     Sample("Push", "alone", (contribution(alone=True), small()), reply(small())),
     Sample("Push", "of a host", (contribution(host=_HOST, parts=_PARTS), small()), reply(small())),
     Sample("Status", "full", (), STATUS),
     Sample("Status", "least", (), BARE),
-    Sample("Recent", "full", (), (HAPPENED, Happened(0.25, "close", ""))),
+    Sample("Recent", "full", (), (HAPPENED, status.Happened(0.25, "close", ""))),
     Sample("Recent", "least", (), ()),
-    *(Sample("Beat", f"refused {name}", (SESSION, 41, PLAN_ID, STILL, 0), error(name)) for name in BY_NAME),
+    *(Sample("Beat", f"refused {name}", (SESSION, 41, PLAN_ID, status.STILL, 0), error(name)) for name in BY_NAME),
 )
 
 
 VOTES = (
-    Vote(77, 41, PLAN_ID, 6, 2, frozenset((SESSION, 9)), closed=-1),
-    Vote(77, 42, PLAN_ID, 6, error=error("MemoryLimit"), closed=40),
-    Vote(77, 64, PLAN_ID, 6, 0, frozenset((9,)), closed=63, digest=Digest(62, (0, 300), (1 << 63, 7))),
-    Vote(77, 44, PLAN_ID, 6, whole=frozenset((9, 10)), sums=(frozenset((9, 1 << 40)), frozenset((10,)))),
-    Testimony(77, 3, (Vote(77, 43, PLAN_ID, 6, 1, frozenset((9,)), closed=42),), 2),
+    votes.Vote(77, 41, PLAN_ID, 6, 2, frozenset((SESSION, 9)), closed=-1),
+    votes.Vote(77, 42, PLAN_ID, 6, error=error("MemoryLimit"), closed=40),
+    votes.Vote(77, 64, PLAN_ID, 6, 0, frozenset((9,)), closed=63, digest=votes.Digest(62, (0, 300), (1 << 63, 7))),
+    votes.Vote(77, 44, PLAN_ID, 6, whole=frozenset((9, 10)), sums=(frozenset((9, 1 << 40)), frozenset((10,)))),
+    votes.Testimony(77, 3, (votes.Vote(77, 43, PLAN_ID, 6, 1, frozenset((9,)), closed=42),), 2),
 )
 """What another server says."""
 
@@ -565,9 +486,9 @@ def lane_samples(nbytes: int, refused: Sequence[str]) -> list[Sample]:
         refused: classes of errors.
     """
     return [
-        Sample("Pull", "full", (SESSION, (150, 1 << 35), 41, ROWS, ()), PullReply(41, small())),
-        Sample("Pull", "least", (SESSION, (), -1, (), ()), PullReply(-1, EMPTY)),
-        Sample("Pull", "large", (SESSION, (1,), 0, (), ()), PullReply(0, large(nbytes))),
+        Sample("Pull", "full", (SESSION, (150, 1 << 35), 41, ROWS, ()), api.PullReply(41, small())),
+        Sample("Pull", "least", (SESSION, (), -1, (), ()), api.PullReply(-1, EMPTY)),
+        Sample("Pull", "large", (SESSION, (1,), 0, (), ()), api.PullReply(0, large(nbytes))),
         Sample("Push", "full", (contribution(), small()), reply(small())),
         Sample("Push", "least", (contribution(weights=(), want=()), EMPTY), reply()),
         Sample("Push", "large", (contribution(), large(nbytes)), reply(large(nbytes))),
@@ -603,6 +524,15 @@ def plain(value: Any) -> Any:
     return value
 
 
+def walk(message: Message) -> Iterator[Message]:
+    """A message and all within it."""
+    yield message
+    for field, value in message.ListFields():
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            for below in value if field.is_repeated else (value,):
+                yield from walk(below)
+
+
 # ---- The server ----
 
 
@@ -622,7 +552,7 @@ class Fixed:
 
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
-        self.registry = Registry(PS)
+        self.registry = inside.Registry(PS)
         self.heard: list[tuple[Any, ...]] = []
         self.others: Others | None = None
         self.holds = False
@@ -653,7 +583,7 @@ class Fixed:
         self.heard.append((server, incarnation))
         self.registry.enter(incarnation, Task("ps", server))
 
-    def hear(self, server: int, vote: Vote) -> None:
+    def hear(self, server: int, vote: votes.Vote) -> None:
         """Keeps another server's vote."""
         self.heard.append((server, vote))
 
@@ -663,12 +593,12 @@ class Fixed:
     def miss(self, server: int, reason: str) -> None:
         """As `meet`."""
 
-    def status(self) -> ServerStatus:
+    def status(self) -> api.ServerStatus:
         """Without what the process tells, which the rim knows."""
-        found: ServerStatus = self.now()
+        found: api.ServerStatus = self.now()
         return replace(found, process=None)
 
-    def push(self, contribution: Contribution, payload: Payload, begun: Begun | None = None) -> Future[Any]:
+    def push(self, contribution: api.Contribution, payload: Payload, begun: api.Begun | None = None) -> Future[Any]:
         """Answers when all of the contribution is there."""
         self.asked.append((contribution, payload))
         payload.reader = self.reader

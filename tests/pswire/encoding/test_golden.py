@@ -54,35 +54,14 @@ from pswire.security.identity import Security
 from pswire.transport.parts import parts_of
 from pswire.transport.sockets import Kind, Message
 from pswire.transport.traffic import LaneName
-from tests.kit.samples import (
-    DATA_PATH,
-    DATA_PORT,
-    IN_FLIGHT,
-    INCARNATION,
-    LANE_TOKEN,
-    LARGE,
-    PEER,
-    PEER_INCARNATION,
-    PROCESS,
-    PS,
-    SAMPLES,
-    SESSION,
-    TOKEN,
-    VOTES,
-    Fixed,
-    Sample,
-    contribution,
-    lane_samples,
-    plain,
-    reply,
-    small,
-)
+from tests.kit import samples
+from tests.kit.samples import INCARNATION, PEER, SAMPLES, SESSION, VOTES, plain, walk
 from tests.kit.tap import SECONDS, BareClient, BareServer, Call, Heard, Tap, ask, read, split
 
 FILE = Path(__file__).parent / "golden" / "wire.json"
 EMPTY: dict[str, Any] = {"calls": {}, "servers": {}, "streams": {}, "lanes": {}}
 GOLDEN: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else EMPTY
-SECURITY = Security(token=TOKEN)
+SECURITY = Security(token=samples.TOKEN)
 BY_SAMPLE = {str(sample): sample for sample in SAMPLES}
 OPEN = BY_SAMPLE["Open full"]
 
@@ -95,22 +74,22 @@ def connect(
 ) -> RemoteServer:
     """A client, whose lanes say by themselves nothing for minutes."""
     timeouts = Timeouts(lease=lease, call=SECONDS, round=SECONDS, start=SECONDS)
-    server = RemoteServer(address, PS, timeouts, lane=lane, security=SECURITY, streams=streams)
+    server = RemoteServer(address, samples.PS, timeouts, lane=lane, security=SECURITY, streams=streams)
     stack.callback(server.close)
     return server
 
 
-def serve(stack: ExitStack, core: Fixed, in_flight: int = IN_FLIGHT) -> ServerThread:
+def serve(stack: ExitStack, core: samples.Fixed, in_flight: int = samples.IN_FLIGHT) -> ServerThread:
     """A server without what is random, and without what is of this process and of now."""
     patch = stack.enter_context(pytest.MonkeyPatch.context())
     # Of the registry alone: the name of the Unix socket is from chance as ever, else tests at a time would share it.
-    patch.setattr(registry, "secrets", SimpleNamespace(token_bytes=lambda count: LANE_TOKEN[:count]))
-    patch.setattr(grpc_service.Service, "process", lambda self: PROCESS)
-    config = ServerConfig(PS, security=SECURITY, shared_memory=IN_FLIGHT, in_flight=in_flight)
+    patch.setattr(registry, "secrets", SimpleNamespace(token_bytes=lambda count: samples.LANE_TOKEN[:count]))
+    patch.setattr(grpc_service.Service, "process", lambda self: samples.PROCESS)
+    config = ServerConfig(samples.PS, security=SECURITY, shared_memory=samples.IN_FLIGHT, in_flight=in_flight)
     return stack.enter_context(ServerThread(core, config, grace=0.0))
 
 
-def make(server: RemoteServer, sample: Sample) -> Any:
+def make(server: RemoteServer, sample: samples.Sample) -> Any:
     """Makes a call by the client's method; gives the answer, or the error that is raised, as a plain value."""
     try:
         method = re.sub(r"\B(?=[A-Z])", "_", sample.verb).lower()
@@ -134,11 +113,11 @@ class Wire:
     """
 
     def __init__(self, stack: ExitStack) -> None:
-        self.core = Fixed()
+        self.core = samples.Fixed()
         thread = serve(stack, self.core)
         lanes = thread._server._lanes
         stack.callback(setattr, lanes, "path", lanes.path)  # which the server removes at its end
-        lanes.port, lanes.path = DATA_PORT, DATA_PATH  # always the same, and nobody is there
+        lanes.port, lanes.path = samples.DATA_PORT, samples.DATA_PATH  # always the same, and nobody is there
         self.address = thread.address
         channel = grpc.insecure_channel(self.address, options=[("grpc.use_local_subchannel_pool", 1)])
         self.raw = partial(ask, stack.enter_context(channel))
@@ -153,7 +132,7 @@ class Wire:
         assert plain(self.core.asked) == plain([sample.args])
         return {**call.asked(), **call.answered()}
 
-    def make(self, server: RemoteServer, sample: Sample, before: Callable[[], object] = lambda: None) -> None:
+    def make(self, server: RemoteServer, sample: samples.Sample, before: Callable[[], object] = lambda: None) -> None:
         """Makes a call of a session."""
         if sample.verb != "Open":
             self.core.tell(OPEN)
@@ -175,7 +154,7 @@ class Wire:
             server = connect(stack, self.address, streams=True)
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             self.make(server, sample, lambda: patch.setattr(CallStream, "_messages", messages))
-        metadata = {INCARNATION_KEY: str(INCARNATION), TOKEN_KEY: bearer(TOKEN)}
+        metadata = {INCARNATION_KEY: str(INCARNATION), TOKEN_KEY: bearer(samples.TOKEN)}
         call = self.raw(Call(VERBS["Exchange"].path, dict(sorted(metadata.items())), sent))
         assert plain(self.core.asked) == plain([sample.args] * 2)
         return {**call.asked(), **call.answered()}
@@ -217,7 +196,7 @@ def test_both_ends_of_a_stream_say_the_golden_bytes(wire: Wire, name: str) -> No
 
 # ---- Between servers ----
 
-HEARD = [(PEER.index, PEER_INCARNATION), *((PEER.index, vote) for vote in VOTES)]
+HEARD = [(PEER.index, samples.PEER_INCARNATION), *((PEER.index, vote) for vote in VOTES)]
 """What the core is told of another server: who it is, and what it said."""
 
 
@@ -225,7 +204,9 @@ def vote_at(stack: ExitStack, address: str) -> None:
     """Another server introduces itself, and votes."""
     connected = threading.Event()
     core: Any = SimpleNamespace(
-        incarnation=PEER_INCARNATION, meet=lambda server: connected.set(), miss=lambda *args: pytest.fail(str(args))
+        incarnation=samples.PEER_INCARNATION,
+        meet=lambda server: connected.set(),
+        miss=lambda *args: pytest.fail(str(args)),
     )
     peers = Peers(core, ServerConfig(PEER, security=SECURITY))
     stack.callback(peers.close)
@@ -252,11 +233,11 @@ ALIVE_LEASE = 1.0
 """Seconds; of a client that the server tells every quarter of them that it is there."""
 
 
-def talk(core: Fixed, server: RemoteServer, tap: Tap, samples: list[Sample]) -> None:
+def talk(core: samples.Fixed, server: RemoteServer, tap: Tap, calls: list[samples.Sample]) -> None:
     """Makes calls one after another, on a lane; the memory of each is free before the next."""
     core.tell(OPEN)
     make(server, OPEN)
-    for sample in samples:
+    for sample in calls:
         core.tell(sample)
         assert make(server, sample) == plain(sample.answer)
         assert plain(core.asked) == plain([sample.args])
@@ -264,23 +245,23 @@ def talk(core: Fixed, server: RemoteServer, tap: Tap, samples: list[Sample]) -> 
         tap.until(lambda heard: heard.quiet)
 
 
-def talk_on(stack: ExitStack, lane: LaneName, samples: list[Sample], lost: int = -1) -> list[Heard]:
+def talk_on(stack: ExitStack, lane: LaneName, calls: list[samples.Sample], lost: int = -1) -> list[Heard]:
     """What is said in some calls on a lane."""
-    core = Fixed()
+    core = samples.Fixed()
     thread = serve(stack, core)
     tap = Tap(stack, thread._server._lanes, lane, lost)
-    talk(core, connect(stack, thread.address, lane), tap, samples)
+    talk(core, connect(stack, thread.address, lane), tap, calls)
     return tap.heard
 
 
 def on_tcp(stack: ExitStack) -> list[Heard]:
     """All calls and all errors; a payload of several parts."""
-    return talk_on(stack, "tcp", lane_samples(LARGE, list(BY_NAME)))
+    return talk_on(stack, "tcp", samples.lane_samples(samples.LARGE, list(BY_NAME)))
 
 
 def on_shm(stack: ExitStack) -> list[Heard]:
     """The same calls; data in shared memory, each part a place of it."""
-    return talk_on(stack, "shm", lane_samples(200_001, ["MemoryLimit"]))
+    return talk_on(stack, "shm", samples.lane_samples(200_001, ["MemoryLimit"]))
 
 
 def again(stack: ExitStack) -> list[Heard]:
@@ -293,7 +274,7 @@ def waiting(stack: ExitStack) -> list[Heard]:
     words: list[tuple[int, bool]] = []
     patch = stack.enter_context(pytest.MonkeyPatch.context())
     patch.setattr(Silence, "word", lambda self, received, paused, *rest: words.append((received, paused)))
-    core, sample = Fixed(), BY_SAMPLE["Pull full"]
+    core, sample = samples.Fixed(), BY_SAMPLE["Pull full"]
     thread = serve(stack, core)
     tap = Tap(stack, thread._server._lanes, "tcp")
     server = connect(stack, thread.address, "tcp", ALIVE_LEASE)
@@ -311,10 +292,10 @@ def waiting(stack: ExitStack) -> list[Heard]:
 
 def by_hand(lease: float) -> list[bytes]:
     """What a client says that pushes a contribution in parts, as bytes: a hello, the push, and two parts."""
-    payload = reply(small()).payload
+    payload = samples.reply(samples.small()).payload
     data = b"".join(b"".join(buffers) for _, buffers in parts_of(payload))
-    hello = pb.LaneHello(session=SESSION, token=LANE_TOKEN, lease=lease, protocol=PROTOCOL)
-    header = messages.contribution_to_pb(contribution(), len(data))
+    hello = pb.LaneHello(session=SESSION, token=samples.LANE_TOKEN, lease=lease, protocol=PROTOCOL)
+    header = messages.contribution_to_pb(samples.contribution(), len(data))
     pieces = [data[:16], data[16:32], data[32:]]
     pushed = [
         Message(kind, 5, said, 16 * at, len(pieces[at])).head() + pieces[at]
@@ -325,11 +306,13 @@ def by_hand(lease: float) -> list[bytes]:
 
 def crowded(stack: ExitStack) -> list[Heard]:
     """A server that has enough of a contribution says how far it has read, and that it reads no more for now."""
-    core = Fixed()
+    core = samples.Fixed()
     thread = serve(stack, core, in_flight=16)
     core.tell(OPEN)
     make(connect(stack, thread.address), OPEN)
-    sample = Sample("Push", "in parts", (contribution(), small()), reply(small()))
+    sample = samples.Sample(
+        "Push", "in parts", (samples.contribution(), samples.small()), samples.reply(samples.small())
+    )
     core.tell(sample)
     core.reader = 8
     client = BareClient(stack, thread._server._lanes.port)
@@ -340,7 +323,7 @@ def crowded(stack: ExitStack) -> list[Heard]:
     client.hear(Kind.ALIVE)
     client.say(last)
     ((said, payload),) = core.asked
-    assert plain(said) == plain(contribution())
+    assert plain(said) == plain(samples.contribution())
     assert not payload.whole
     payload.discard()
     client.hear(Kind.ANSWER)
@@ -349,19 +332,19 @@ def crowded(stack: ExitStack) -> list[Heard]:
 
 def beats(stack: ExitStack) -> list[Heard]:
     """A process that does nothing beats over gRPC first, and then on its lane, where it may be refused."""
-    core = Fixed()
+    core = samples.Fixed()
     thread = serve(stack, core)
     tap = Tap(stack, thread._server._lanes, "tcp")
     server = connect(stack, thread.address, "tcp")
     core.tell(OPEN)
     make(server, OPEN)
-    first = Sample("Beat", "first", (SESSION, -1, b"", STILL, 0), False)
+    first = samples.Sample("Beat", "first", (SESSION, -1, b"", STILL, 0), False)
     again = (SESSION, -1, b"", None)
-    refused = Sample("Beat", "refused", first.args, Fenced("this session was ended", "/job:worker/task:3"))
+    refused = samples.Sample("Beat", "refused", first.args, Fenced("this session was ended", "/job:worker/task:3"))
     for sample, *asked in (
         (first, first.args),
         (first, again),
-        (Sample("Beat", "to drive", first.args, True), again),
+        (samples.Sample("Beat", "to drive", first.args, True), again),
         (refused, again, first.args),
     ):
         core.tell(sample)
@@ -372,7 +355,7 @@ def beats(stack: ExitStack) -> list[Heard]:
 
 def stranger(stack: ExitStack) -> list[Heard]:
     """Who has not the session's token is told nothing."""
-    core = Fixed()
+    core = samples.Fixed()
     thread = serve(stack, core)
     core.tell(OPEN)
     make(connect(stack, thread.address), OPEN)
@@ -385,7 +368,7 @@ def stranger(stack: ExitStack) -> list[Heard]:
 
 def servers(stack: ExitStack) -> list[Heard]:
     """Another server votes, on the tcp lane."""
-    core = Fixed()
+    core = samples.Fixed()
     thread = serve(stack, core)
     tap = Tap(stack, thread._server._lanes, "tcp")
     vote_at(stack, thread.address)
@@ -428,17 +411,14 @@ HEADERS: Mapping[str, type[Protobuf]] = {
     "AskFrame": pb.ExchangeHeader,
 }
 
-LANE_HEADERS: Mapping[int, type[Protobuf] | None] = {
+LANE_HEADERS: Mapping[int, type[Protobuf]] = {
     Kind.HELLO: pb.LaneHello,
-    Kind.WELCOME: None,
     Kind.PUSH: pb.PushHeader,
     Kind.PULL: pb.PullRequest,
     Kind.PART: pb.RoundHeader,
     Kind.REFUSAL: pb.Refusal,
-    Kind.FREED: None,
     Kind.ALIVE: pb.LaneAlive,
     Kind.VOTE: pb.ServerVote,
-    Kind.BEAT: None,
 }
 
 
@@ -463,16 +443,6 @@ def messages_of_lanes() -> Iterator[tuple[int, Protobuf | None]]:
                 kind, header, _ = split(told)
                 known = LANE_HEADERS.get(kind)
                 yield kind, known.FromString(header) if known is not None else None
-
-
-def walk(message: Protobuf) -> Iterator[Protobuf]:
-    """A message and all within it."""
-    yield message
-    for field, value in message.ListFields():
-        if field.message_type is None or field.message_type.GetOptions().map_entry:
-            continue
-        for below in value if field.is_repeated else (value,):
-            yield from walk(below)
 
 
 def every_field() -> set[str]:

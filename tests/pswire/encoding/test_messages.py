@@ -1,301 +1,193 @@
-"""Our values as protobuf, and the table that both gRPC rims share."""
+"""Our values as protobuf: the table of values and messages, the classes of the values and the .proto agree; and the
+table that both gRPC rims share.
+"""
 
 from __future__ import annotations
 
 import re
-import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import replace
-from typing import Any, get_args
+from functools import cache
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
+from google.protobuf.descriptor import EnumDescriptor
+from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pswire.api import (
-    Contribution,
-    PullReply,
-    RestoreOrder,
-    RestoreReply,
-    RestoreStage,
-    RoundReply,
-    RowRead,
-    TableQuestion,
-    TableRead,
-    Watched,
-)
+from pswire.api import Contribution, CreateBatchReply, PullReply, RoundReply
 from pswire.cluster import JOBS, Task
-from pswire.encoding import messages
-from pswire.encoding.mapper import Codec
-from pswire.encoding.verbs import ERROR_KEY, STATUS, TASK_KEY, VERBS, batches, fitting, parse, refusal, refused
+from pswire.encoding import messages, verbs
+from pswire.encoding.mapper import Codec, Mapper
 from pswire.errors import BY_NAME, InvalidRequest, PSError, ServerLost
 from pswire.limits import MAX_PLAN_BYTES, Timeouts
-from pswire.model.log import (
-    Approved,
-    Created,
-    Done,
-    Epoch,
-    EpochClosed,
-    JobStarted,
-    Member,
-    Mode,
-    Position,
-    Snapshotted,
-    Start,
-    Started,
-)
-from pswire.model.plan import (
-    REDUCE_OPS,
-    REF_KINDS,
-    Apply,
-    Form,
-    Operand,
-    PlacedVariable,
-    Plan,
-    Reduction,
-    Ref,
-    RestoreCommit,
-    ShardOf,
-    SnapshotOrder,
-    Trim,
-    Turn,
-    VariableSpec,
-)
-from pswire.model.program import INPUT_KINDS, PROGRAM_VERSION, Input, Node, Program
-from pswire.model.saved import PartOf, SavedTable, SavedTensor, Shard
-from pswire.model.status import Happened, OpenRound, ProcessStatus, Saving, ServerStatus, SessionState, WorkerProgress
-from pswire.model.tables import (
-    KEY_DTYPES,
-    LFU,
-    LRU,
-    MAX_COUNT,
-    MAX_MEMORY,
-    MIN_CAPACITY,
-    RANDOM_DTYPES,
-    CBFFilter,
-    Constant,
-    CounterFilter,
-    GlobalStepEvict,
-    L2WeightEvict,
-    Normal,
-    ProbabilityFilter,
-    SlotTensor,
-    TablePart,
-    TableSpec,
-    TimeToLive,
-    TruncatedNormal,
-    Uniform,
-    Unknown,
-    Zeros,
-)
+from pswire.model import tables
+from pswire.model.log import Epoch, LogEntry
+from pswire.model.plan import Operand, ShardOf, VariableSpec
+from pswire.model.program import PROGRAM_VERSION, Attr
+from pswire.model.status import Saving, WorkerProgress
+from pswire.model.tables import SlotTensor, TablePart, TableSpec
 from pswire.model.tensor import DTYPES, TensorSpec
 from pswire.pb import parameter_server_pb2 as pb
-from pswire.transport.payload import EMPTY
-from tests.kit.samples import ROUND
+from pswire.servers import votes
+from pswire.servers.votes import Vote
+from pswire.transport.payload import EMPTY, Payload
+from tests.kit import samples
+from tests.kit.samples import ROUND, plain, walk
 
-U32, U64 = st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 64) - 1)
-S64 = st.integers(-(1 << 63), (1 << 63) - 1)
-REAL = st.floats(allow_nan=False)
-REAL_VALUES = st.floats(-99, 99)
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-BYTES = st.binary(max_size=32)
-
-
-def tuples(items: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
-    return st.lists(items, max_size=3).map(tuple)
-
-
-def maps(keys: st.SearchStrategy[Any], values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[Any, Any]]:
-    """Of one item at most: they have no order on the wire."""
-    return st.dictionaries(keys, values, max_size=1)
-
-
-SERVERS = tuples(U32)
-TENSORS = st.builds(TensorSpec, st.sampled_from(sorted(DTYPES)), tuples(st.integers(0, 1000)))
-NAMES = st.text(string.ascii_letters + "/_:0", min_size=1, max_size=12)
-SHARDS_OF = st.builds(ShardOf, NAMES, st.integers(0, 9), st.integers(1 << 10, 1 << 40))
-_ROWS = st.builds(
-    TensorSpec, st.sampled_from(sorted(DTYPES)), st.lists(st.integers(1, 9), min_size=1, max_size=8).map(tuple)
-)
-_LOW, _HIGH, _COUNT = st.floats(-9, 0), st.floats(0, 9), st.integers(1, 255)
-_SHAPES = st.lists(st.integers(1, 9), max_size=3).map(tuple)
-TABLES = st.builds(
-    TableSpec,
-    shape=_SHAPES,
-    dtype=st.sampled_from(RANDOM_DTYPES),
-    key_dtype=st.sampled_from(KEY_DTYPES),
-    initializer=st.one_of(
-        st.builds(Zeros),
-        st.builds(Constant, _LOW),
-        *(st.builds(kind, _LOW, _HIGH) for kind in (Uniform, Normal, TruncatedNormal)),
-    ),
-    admission=st.one_of(
-        st.none(),
-        st.builds(CounterFilter, _COUNT),
-        st.builds(CBFFilter, _COUNT, _COUNT, st.floats(1e-9, 0.5), _COUNT),
-        st.builds(ProbabilityFilter, st.floats(0, 1)),
-    ),
-    eviction=st.one_of(
-        st.none(),
-        st.builds(LRU),
-        st.builds(LFU, st.floats(0, 1)),
-        st.builds(GlobalStepEvict, _COUNT),
-        st.builds(L2WeightEvict, _HIGH),
-        st.builds(TimeToLive, _HIGH),
-    ),
-    capacity=st.integers(MIN_CAPACITY, MAX_COUNT),
-    memory_limit=st.integers(0, MAX_MEMORY),
-    refused=st.sampled_from(get_args(Unknown)),
-    seed=U64,
-    hash_seed=U64,
-)
-SLOTS = st.builds(SlotTensor, NAMES.map("{}/slot".format), st.sampled_from(RANDOM_DTYPES), _SHAPES, REAL_VALUES)
-PARTS = st.builds(TablePart, NAMES, TABLES, st.integers(0, 900), st.integers(1, 100), st.none() | SLOTS)
-SPECS = st.one_of(
-    st.builds(VariableSpec, NAMES, TENSORS, st.booleans(), st.none() | st.just("") | NAMES),
-    st.builds(VariableSpec, NAMES, _ROWS, st.booleans(), st.none(), SHARDS_OF),
-    PARTS.map(lambda part: VariableSpec("part", part.tensor, part=part)),
-)
-VARIABLES = st.builds(PlacedVariable, U64, SPECS, SERVERS)
-ATTRS = st.none() | st.booleans() | S64 | REAL | TEXT | tuples(S64)
-PROGRAMS = st.builds(
-    Program,
-    tuples(st.builds(Input, st.sampled_from(INPUT_KINDS), TENSORS)),
-    tuples(st.builds(Node, TEXT, tuples(U32), tuples(st.tuples(TEXT, ATTRS)))),
-    tuples(st.tuples(U32, U32)),
-    tuples(U32),
-)
-TURNS = st.builds(Turn, U64, U64, U64)
-REFS = st.builds(Ref, st.sampled_from(REF_KINDS), U64)
-PLANS = st.builds(
-    Plan,
-    reductions=tuples(
-        st.builds(Reduction, st.sampled_from(REDUCE_OPS), TENSORS, SERVERS, TEXT, st.sampled_from(get_args(Form)))
-    ),
-    operands=tuples(st.builds(Operand, TENSORS, SERVERS)),
-    programs=tuples(PROGRAMS),
-    applies=tuples(st.builds(Apply, U32, SERVERS, tuples(REFS))),
-    returned=tuples(REFS),
-    snapshot=st.none() | st.builds(SnapshotOrder, TEXT, SERVERS),
-    restore=st.none() | st.builds(RestoreCommit, TEXT, SERVERS, TURNS, TEXT),
-    trims=tuples(st.builds(Trim, U64, SERVERS, U64)),
-)
-TASKS = st.builds(Task, st.sampled_from(JOBS), U32)
-POSITIONS = tuples(st.builds(Position, U32, U64, U64))
-STARTS = st.builds(Start, U64, U64, POSITIONS)
-MEMBERS = st.builds(Member, TASKS, U64, U32, st.sampled_from(get_args(Mode)), U32)
-EPOCHS = st.builds(Epoch, U64, tuples(MEMBERS), TEXT, st.none() | STARTS)
-ENTRIES = st.one_of(
-    st.builds(JobStarted, U64, tuples(U64)),
-    st.builds(Created, VARIABLES),
-    st.builds(Approved, PLANS),
-    st.builds(EpochClosed, EPOCHS),
-    st.builds(Started, STARTS),
-    st.builds(Snapshotted, BYTES, U64, TEXT, TEXT),
-    st.just(Done()),
-)
-SESSIONS = st.builds(SessionState, MEMBERS, TEXT, TEXT, REAL, st.booleans())
-WATCHED = st.builds(Watched, S64, U64, tuples(ENTRIES), tuples(PLANS), tuples(SESSIONS))
-ROUNDS = st.builds(OpenRound, U64, TEXT, tuples(TASKS), st.booleans())
-PROCESSES = st.builds(
-    ProcessStatus,
-    REAL,
-    U64,
-    maps(TEXT, TEXT),
-    U32,
-    TEXT,
-    maps(U64, TEXT),
-    maps(TEXT, U64),
-)
-STATUSES = st.builds(
-    ServerStatus,
-    server=U32,
-    incarnation=U64,
-    log=U64,
-    epoch=st.none() | EPOCHS,
-    round=S64,
-    positions=POSITIONS,
-    waiting=tuples(ROUNDS),
-    variables=U64,
-    nbytes=U64,
-    memory_limit=U64,
-    chief=st.floats(0, allow_nan=False),
-    places=tuples(st.builds(WorkerProgress, TASKS, S64, POSITIONS, U64)),
-    program_version=U32,
-    held=U64,
-    snapshot_limit=U64,
-    saving=tuples(st.builds(Saving, TEXT, S64, U64)),
-    sessions=tuples(SESSIONS),
-    incarnations=tuples(U64),
-    over=st.booleans(),
-    broken=TEXT,
-    device=TEXT,
-    process=st.none() | PROCESSES,
-)
-ORDERS = st.builds(
-    RestoreOrder,
-    st.sampled_from(get_args(RestoreStage)),
-    st.none() | maps(TEXT, U64),
-    st.booleans(),
-    st.booleans(),
-)
-RESTORED = st.builds(RestoreReply, TEXT, POSITIONS, TEXT)
-SAVED = st.builds(
-    SavedTensor, TEXT, TENSORS, TEXT, st.none() | SHARDS_OF, st.none() | st.builds(PartOf, NAMES, st.integers(0, 1023))
-)
-SAVED_TABLES = st.builds(SavedTable, NAMES, TABLES, tuples(SLOTS), S64, U64)
-SHARDS = st.builds(Shard, TEXT, TEXT, U64, POSITIONS, tuples(SAVED), U64, tuples(SAVED_TABLES))
-ROW_READS = st.builds(RowRead, U64, BYTES)
-QUESTIONS = st.builds(TableRead, U64, st.sampled_from(get_args(TableQuestion)), U32, U32)
-CONTRIBUTIONS = st.builds(
-    Contribution,
-    *(U64, U64, U64, BYTES, tuples(REAL), st.booleans(), POSITIONS, tuples(U64)),
-    rows=tuples(U64),
-    lookups=tuples(ROW_READS),
-    seconds=U64,
-)
-REPLIES = st.builds(RoundReply, U64, EPOCHS, st.booleans(), tuples(TASKS), st.just(EMPTY))
-PULLED = st.builds(PullReply, S64, st.just(EMPTY), tuples(U64))
-
-PAIRS: dict[str, tuple[st.SearchStrategy[Any], Codec[Any, Any]]] = {
-    "tensor": (TENSORS, messages.TENSOR),
-    "variable": (VARIABLES, messages.VARIABLE),
-    "program": (PROGRAMS, messages.PROGRAM),
-    "plan": (PLANS, messages.PLAN),
-    "epoch": (EPOCHS, messages.EPOCH),
-    "entry": (ENTRIES, messages.ENTRY),
-    "watched": (WATCHED, messages.WATCHED),
-    "status": (STATUSES, messages.STATUS),
-    "happened": (st.builds(Happened, REAL, TEXT, TEXT, TEXT), messages.HAPPENED),
-    "process": (PROCESSES, messages.MAPPER.pairs[ProcessStatus]),
-    "turn": (TURNS, messages.TURN),
-    "order": (ORDERS, messages.ORDER),
-    "restored": (RESTORED, messages.RESTORED),
-    "shard": (SHARDS, messages.SHARD),
-    "contribution": (
-        CONTRIBUTIONS,
-        Codec(pb.PushHeader, lambda c: messages.contribution_to_pb(c, 8), messages.contribution_from_pb),
-    ),
-    "rows": (ROW_READS, messages.ROW_READ),
-    "question": (QUESTIONS, messages.TABLE_READ),
-    "round": (REPLIES, ROUND),
-    "pull": (PULLED, Codec(pb.PullHeader, messages.pull_to_pb, lambda m: messages.pull_from_pb(m, EMPTY))),
+MAPPED = messages.MAPPER.pairs
+BY_HAND: dict[Any, Codec[Any, Any]] = {
+    Contribution: Codec(pb.PushHeader, lambda c: messages.contribution_to_pb(c, 8), messages.contribution_from_pb),
+    RoundReply: ROUND,
+    PullReply: Codec(pb.PullHeader, messages.pull_to_pb, lambda m: messages.pull_from_pb(m, EMPTY)),
+    CreateBatchReply: Codec(pb.CreateBatchReply, messages.batch_to_pb, messages.batch_from_pb),
+    PSError: Codec(pb.Refusal, verbs.refusal_to_pb, verbs.refusal_from_pb),
+    Vote: Codec(pb.ServerVote, lambda v: messages.said_to_pb(v, samples.PEER_INCARNATION), messages.said_from_pb),
+    votes.Testimony: Codec(pb.Testimony, messages.testimony_to_pb, messages.testimony_from_pb),
 }
+PAIRS = MAPPED | BY_HAND
+
+# ---- Any value of a class ----
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+ANY = {
+    Field.TYPE_BOOL: st.booleans(),
+    Field.TYPE_STRING: TEXT,
+    Field.TYPE_BYTES: st.binary(max_size=32),
+    Field.TYPE_DOUBLE: st.floats(allow_nan=False),
+    Field.TYPE_UINT32: st.integers(0, (1 << 32) - 1),
+    **dict.fromkeys((Field.TYPE_UINT64, Field.TYPE_FIXED64), st.integers(0, (1 << 64) - 1)),
+    **dict.fromkeys((Field.TYPE_INT32, Field.TYPE_SINT32), st.integers(-(1 << 31), (1 << 31) - 1)),
+    **dict.fromkeys((Field.TYPE_INT64, Field.TYPE_SINT64), st.integers(-(1 << 63), (1 << 63) - 1)),
+}
+"""Scalars by the type of the message's field."""
+
+SMALL = ANY | dict.fromkeys((Field.TYPE_UINT32, Field.TYPE_UINT64), st.integers(1, 255))
+SMALL |= {Field.TYPE_DOUBLE: st.floats(1e-9, 0.5)}
+"""Scalars that no check of tables refuses."""
 
 
-@pytest.mark.parametrize("kind", PAIRS)
+def tuples(items: st.SearchStrategy[Any], least: int = 0, most: int = 3) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(items, min_size=least, max_size=most).map(tuple)
+
+
+@cache
+def values_of(kind: Any) -> st.SearchStrategy[Any]:
+    """Any value of a class of the table, or of a union of such."""
+    if kind in CHECKED:
+        return CHECKED[kind]
+    if kind not in PAIRS:  # it is in its union, where its message is that of its only field
+        return st.builds(kind, *map(values_of, get_type_hints(kind).values()))
+    if kinds := get_args(kind):
+        return st.one_of(*map(values_of, kinds))
+    return built(kind, PAIRS[kind].message)
+
+
+def built(kind: type, message: type[Message], scalars: Any = ANY, **given: Any) -> st.SearchStrategy[Any]:
+    """Values of a class whose fields are any that the message's can have, but for those that are given."""
+    fields = {**message.DESCRIPTOR.fields_by_name}
+    fields["join_point"], fields["payload"] = fields.get("entry"), None
+    hints = {name: hint for name, hint in get_type_hints(kind).items() if name not in given}
+    found = {name: value_of(hint, fields[name], scalars) for name, hint in hints.items()}
+    return st.builds(kind, **found, **given)
+
+
+def value_of(hint: Any, field: Any, scalars: Any) -> st.SearchStrategy[Any]:
+    """Any value of a field of a class, which travels as a field of a message."""
+    inner = get_args(hint)
+    if NoneType in inner:
+        there = [one for one in inner if one is not NoneType]
+        within = [built(one, MAPPED[one].message, scalars) if scalars is SMALL else values_of(one) for one in there]
+        return st.none() | (st.one_of(*within) if there[0] in MAPPED else value_of(there[0], field, scalars))
+    if hint in messages.MAPPER.enums:
+        return st.sampled_from(inner)
+    if get_origin(hint) is Mapping:  # of one item at most: they have no order on the wire
+        key, value = (scalars[field.message_type.fields_by_name[name].type] for name in ("key", "value"))
+        return st.dictionaries(key, value, max_size=1)
+    if hint in CHECKED or hint in MAPPED:
+        return values_of(hint)
+    if inner and inner[-1] is Ellipsis:
+        return tuples(value_of(inner[0], field, scalars))
+    if inner:
+        return st.tuples(*(value_of(*each, scalars) for each in zip(inner, field.message_type.fields, strict=True)))
+    return scalars[field.type]
+
+
+NAMES = st.from_regex(r"[a-z/_:0]{1,12}", fullmatch=True)
+_SHAPES = tuples(st.integers(1, 9))
+_LOW, _HIGH = st.floats(-9, 0), st.floats(0, 9)
+CHECKED: dict[Any, st.SearchStrategy[Any]] = {
+    Task: st.builds(Task, st.sampled_from(JOBS), ANY[Field.TYPE_UINT32]),
+    tuple[str, Attr]: st.tuples(
+        TEXT,
+        st.none()
+        | st.booleans()
+        | ANY[Field.TYPE_INT64]
+        | ANY[Field.TYPE_DOUBLE]
+        | TEXT
+        | tuples(ANY[Field.TYPE_INT64]),
+    ),
+    TensorSpec: st.builds(TensorSpec, st.sampled_from(sorted(DTYPES)), tuples(st.integers(0, 1000))),
+    SlotTensor: st.builds(
+        SlotTensor, NAMES.map("{}/slot".format), st.sampled_from(tables.RANDOM_DTYPES), _SHAPES, st.floats(-99, 99)
+    ),
+    ShardOf: st.builds(ShardOf, NAMES, st.integers(0, 9), st.integers(1 << 10, 1 << 40)),
+    tables.Initializer: st.one_of(
+        st.builds(tables.Zeros),
+        st.builds(tables.Constant, _LOW),
+        *(st.builds(kind, _LOW, _HIGH) for kind in (tables.Uniform, tables.Normal, tables.TruncatedNormal)),
+    ),
+}
+CHECKED[TableSpec] = built(
+    TableSpec,
+    pb.TableSpec,
+    SMALL,
+    shape=_SHAPES,
+    dtype=st.sampled_from(tables.RANDOM_DTYPES),
+    capacity=st.integers(tables.MIN_CAPACITY, tables.MAX_COUNT),
+    memory_limit=st.integers(0, tables.MAX_MEMORY),
+    seed=ANY[Field.TYPE_UINT64],
+    hash_seed=ANY[Field.TYPE_UINT64],
+)
+CHECKED[TablePart] = st.builds(
+    TablePart, NAMES, CHECKED[TableSpec], st.integers(0, 900), st.integers(1, 100), st.none() | CHECKED[SlotTensor]
+)
+_ROWS = st.builds(TensorSpec, st.sampled_from(sorted(DTYPES)), tuples(st.integers(1, 9), 1, 8))
+CHECKED[VariableSpec] = st.one_of(
+    st.builds(VariableSpec, NAMES, CHECKED[TensorSpec], st.booleans(), st.none() | st.just("") | NAMES),
+    st.builds(VariableSpec, NAMES, _ROWS, st.booleans(), st.none(), CHECKED[ShardOf]),
+    CHECKED[TablePart].map(lambda part: VariableSpec("part", part.tensor, part=part)),
+)
+"""What is checked when it is read: values that pass."""
+
+CHECKED[Payload] = st.just(EMPTY)
+CHECKED[Contribution] = built(
+    Contribution, pb.PushHeader, previous=st.integers(-1, 1 << 62), trace=st.just(""), parts=st.just(())
+)
+
+KINDS = [kind for kind, pair in PAIRS.items() if pair in vars(messages).values()] + [
+    Contribution,
+    RoundReply,
+    PullReply,
+]
+"""The classes of messages that are sent by themselves, and of some that are in many."""
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: getattr(kind, "__name__", "LogEntry"))
 @given(data=st.data())
-def test_values_arrive_as_they_were(kind: str, data: st.DataObject) -> None:
+def test_values_arrive_as_they_were(kind: Any, data: st.DataObject) -> None:
     """Each value comes back equal, to the last bit: its repr, from which ids are made, is the same."""
-    values, pair = PAIRS[kind]
-    value = data.draw(values)
+    value, pair = data.draw(values_of(kind)), PAIRS[kind]
     sent = pair.to_pb(value).SerializeToString()
     assert repr(pair.from_pb(pair.message.FromString(sent))) == repr(value)
 
 
-@given(st.lists(st.sampled_from(range(3)), max_size=8), st.lists(REPLIES, min_size=3, max_size=3))
-def test_answers_are_the_same_where_some_of_them_is_kept(turns: list[int], replies: list[RoundReply]) -> None:
+@given(st.lists(st.sampled_from(range(3)), max_size=8), st.tuples(*[values_of(RoundReply)] * 3))
+def test_answers_are_the_same_where_some_of_them_is_kept(turns: list[int], replies: tuple[RoundReply, ...]) -> None:
     """Whatever came before: what is kept of an answer is used for one that says the same, and for no other."""
     encoder, decoder = messages.RoundEncoder(), messages.RoundDecoder()
     for turn in turns:
@@ -316,11 +208,137 @@ def test_an_epoch_is_read_once() -> None:
     assert [first.number, third.number] == [0, 1]
 
 
-@given(PLANS)
-def test_a_plan_keeps_its_id(plan: Plan) -> None:
-    """A server computes the id that the client did."""
-    assert messages.PLAN.from_pb(messages.PLAN.to_pb(plan)).id == plan.id
+# ---- The table has every field of the .proto ----
 
+REQUESTS: list[type[Message]] = [
+    *(
+        pb.OpenRequest,
+        pb.BeatRequest,
+        pb.BeatReply,
+        pb.LeaveRequest,
+        pb.CreateHeader,
+        pb.ProposeRequest,
+        pb.WatchRequest,
+    ),
+    *(pb.ApproveRequest, pb.ApproveReply, pb.PullRequest, pb.SnapshotRequest, pb.RestoreRequest, pb.RecentReply),
+    *(pb.Part, pb.CreateFrame, pb.PushFrame, pb.RoundFrame, pb.PullFrame, pb.LaneHello, pb.LaneAlive),
+    *(pb.IntroduceRequest, pb.IntroduceReply, pb.ExchangeHeader, pb.AskFrame, pb.AnswerFrame, pb.BeatReply),
+    *(pb.CreateBatchRequest, pb.ScheduleRequest, pb.TakeRequest, pb.FetchRequest, pb.HandOutRequest),
+    pb.EnlistRequest,
+    *(pb.OfferRequest, pb.MoveRequest, pb.MoveReply),
+]
+"""What the rims write themselves: the arguments of a verb, and the envelopes of payloads."""
+
+OF_THE_RIMS = {
+    f"paramserver.v1.OpenReply.{name}"
+    for name in ("data_port", "data_path", "lane_token", "in_flight", "buffer_bytes", "protocol")
+} | {"paramserver.v1.EnlistReply.protocol", "paramserver.v1.OfferReply.protocol"}
+"""What the rims add to a message of the table: no core knows of it."""
+
+OF_SENDERS = {"paramserver.v1.ServerVote.session"}
+"""What says who has sent it, and is read by the rim."""
+
+OF_PAYLOADS = {f"paramserver.v1.{name}.size" for name in ("PushHeader", "RoundHeader", "PullHeader")}
+"""What is read for the payload, and not for the value."""
+
+
+def values() -> Iterator[tuple[Codec[Any, Any], Any]]:
+    """The values of the samples that are messages of their own, each with its pair."""
+    for value in (value for sample in samples.SAMPLES for value in (*sample.args, sample.answer)):
+        if type(value) in PAIRS:
+            yield PAIRS[type(value)], value
+    for entry in samples.ENTRIES:
+        yield PAIRS[LogEntry], entry
+    for variable in (*samples.TABLES, samples.ALONE):
+        yield messages.VARIABLE, variable
+    for question in samples.QUESTIONS:
+        yield messages.TABLE_READ, question
+    yield messages.HAPPENED, samples.HAPPENED
+    for said in samples.VOTES:
+        yield PAIRS[Vote], said
+    yield PAIRS[votes.Testimony], samples.VOTES[-1]
+
+
+def fields() -> set[str]:
+    """The fields of all messages that the table is for."""
+    kinds = [kind for name, kind in pb.DESCRIPTOR.message_types_by_name.items() if getattr(pb, name) not in REQUESTS]
+    return {field.full_name for kind in kinds for field in kind.fields} - OF_THE_RIMS
+
+
+def without_each(message: Message, known: set[str]) -> Iterator[tuple[str, Message]]:
+    """For each field that is set in a message, or below it, and is not known: its name, and the message without it."""
+    for index, below in enumerate(walk(message)):
+        for field, _ in below.ListFields():
+            if field.full_name in known:
+                continue
+            less = deepcopy(message)
+            next(found for n, found in enumerate(walk(less)) if n == index).ClearField(field.name)
+            yield field.full_name, less
+
+
+def is_other(pair: Codec[Any, Any], message: Message, value: Any) -> bool:
+    """Whether a message is another value than one that is known, or is refused."""
+    try:
+        return bool(plain(pair.from_pb(message)) != plain(value))
+    except InvalidRequest:
+        return True
+
+
+def test_each_field_of_each_message_is_mapped_once() -> None:
+    """All fields of the .proto are written; without any of them the value is another, and with all the same."""
+    written, read = set(), set()
+    for pair, value in values():
+        message = pair.to_pb(value)
+        assert type(message) is pair.message
+        came = pair.from_pb(message)
+        assert plain(came) == plain(value if type(value) not in (RoundReply, PullReply) else came)
+        for name, less in without_each(message, read):
+            written.add(name)
+            read |= {name} if is_other(pair, less, came) else set()
+    assert written == fields()
+    assert read == fields() - OF_PAYLOADS - OF_SENDERS
+
+
+def test_each_message_has_one_value() -> None:
+    """No two rows are for the same message, and none is without: it is in the table, or the rims write it."""
+    kinds = [pair.message for pair in PAIRS.values()]
+    assert len(kinds) == len({*kinds})
+    within = {pb.Numbers, pb.Assign, pb.NamedTensor, pb.Sessions}  # parts of others: their values are tuples
+    assert {*kinds, *REQUESTS, *within} == {getattr(pb, name) for name in pb.DESCRIPTOR.message_types_by_name}
+
+
+def test_each_number_of_an_enumeration_has_a_word() -> None:
+    """All but an unspecified 0, which is never sent; the words are those of the .proto."""
+    enums: list[EnumDescriptor] = list(pb.DESCRIPTOR.enum_types_by_name.values())
+    enums += [enum for kind in pb.DESCRIPTOR.message_types_by_name.values() for enum in kind.enum_types]
+    words = [
+        {v.number: v.name.rpartition("_")[2].lower() for v in enum.values if not v.name.endswith("UNSPECIFIED")}
+        for enum in enums
+    ]
+    assert sorted(map(str, words)) == sorted(str(dict(found)) for found in messages.MAPPER.enums.values())
+
+
+def test_a_class_that_its_message_does_not_fit_is_no_row() -> None:
+    """A field that the message has not is found when the table is made, not when somebody sends it."""
+    with pytest.raises(KeyError, match="task"):
+        Mapper().pair(WorkerProgress, pb.Saving)
+
+
+def test_what_is_within_needs_no_row() -> None:
+    """A class whose fields are those of its message comes into the table with the first one that has it."""
+    assert messages.MAPPER.pairs[Saving].message is pb.Saving
+    assert messages.MAPPER.pairs[type(samples.PROCESS)].message is pb.ProcessStatus
+
+
+def test_a_row_comes_before_those_that_it_is_in() -> None:
+    """A class that came into the table by its fields alone gets no checks later: they would not be made."""
+    mapper = Mapper()
+    mapper.pair(Operand, pb.Operand)
+    with pytest.raises(ValueError, match="TensorSpec'> is in the table"):
+        mapper.pair(TensorSpec, pb.TensorSpec, check=TensorSpec.check)
+
+
+# ---- What is no value ----
 
 SPEC = pb.TensorSpec(dtype="float32")
 REFUSED: dict[str, Message] = {
@@ -364,7 +382,7 @@ REFUSED |= NEWER | {
     "unknown question 0 to a table": pb.TableRead(),
     "unknown question 4 to a table": pb.TableRead(what=4),  # type: ignore[arg-type]
 }
-READERS: dict[Any, Callable[[Any], Any]] = {p.message: p.from_pb for p in messages.MAPPER.pairs.values()}
+READERS: dict[Any, Callable[[Any], Any]] = {p.message: p.from_pb for p in MAPPED.values()}
 
 
 @pytest.mark.parametrize("words", REFUSED)
@@ -387,7 +405,7 @@ def test_what_a_newer_version_has_is_refused(words: str) -> None:
 def test_any_bytes_are_read_or_refused(kind: type[Message], data: bytes) -> None:
     """No bytes do anything but be read, or raise InvalidRequest."""
     try:
-        READERS[kind](parse(kind, data))
+        READERS[kind](verbs.parse(kind, data))
     except InvalidRequest:
         pass
 
@@ -395,7 +413,7 @@ def test_any_bytes_are_read_or_refused(kind: type[Message], data: bytes) -> None
 def test_bytes_that_are_no_message_are_named() -> None:
     """A malformed message is refused with its size and what it should have been."""
     with pytest.raises(InvalidRequest, match="2 bytes are no OpenRequest"):
-        parse(pb.OpenRequest, b"\xff\xff")
+        verbs.parse(pb.OpenRequest, b"\xff\xff")
 
 
 # ---- The table of the rims ----
@@ -404,26 +422,26 @@ def test_bytes_that_are_no_message_are_named() -> None:
 def test_the_table_of_verbs_is_the_protocol() -> None:
     """Table and .proto have the same verbs, in the same order, with the same streams, requests and deadlines."""
     service = pb.DESCRIPTOR.services_by_name["ParameterServer"]
-    assert [(v.path, v.streams) for v in VERBS.values()] == [
+    assert [(v.path, v.streams) for v in verbs.VERBS.values()] == [
         (f"/{service.full_name}/{m.name}", (m.client_streaming, m.server_streaming)) for m in service.methods
     ]
-    assert [v.request.DESCRIPTOR for v in VERBS.values() if not v.streams[0]] == [
+    assert [v.request.DESCRIPTOR for v in verbs.VERBS.values() if not v.streams[0]] == [
         m.input_type for m in service.methods if not m.client_streaming
     ]
-    assert {v.deadline for v in VERBS.values()} <= {"", *Timeouts.__dataclass_fields__}
-    assert {v.late for v in VERBS.values()} <= set(BY_NAME)
+    assert {v.deadline for v in verbs.VERBS.values()} <= {"", *Timeouts.__dataclass_fields__}
+    assert {v.late for v in verbs.VERBS.values()} <= set(BY_NAME)
 
 
 def test_every_error_has_a_status() -> None:
     """Table and tree of errors have the same names."""
-    assert list(STATUS) == list(BY_NAME)
+    assert list(verbs.STATUS) == list(BY_NAME)
 
 
 @given(st.sampled_from(sorted(BY_NAME)), TEXT, st.sampled_from(["", "/job:worker/task:1"]))
 def test_errors_cross(name: str, text: str, task: str) -> None:
     """An error arrives with its class, its message and its task."""
-    _, details, metadata = refusal(BY_NAME[name](text, task))
-    came = refused(details, metadata)
+    _, details, metadata = verbs.refusal(BY_NAME[name](text, task))
+    came = verbs.refused(details, metadata)
     assert type(came) is BY_NAME[name]
     assert (came.message, came.task) == (text, task)
 
@@ -431,7 +449,7 @@ def test_errors_cross(name: str, text: str, task: str) -> None:
 @given(st.text(max_size=5000), st.text(max_size=20))
 def test_no_text_of_an_error_breaks_the_answer(text: str, task: str) -> None:
     """Metadata are plain ASCII, and details short enough for a header, whatever the error says."""
-    _, details, metadata = refusal(PSError(text, task))
+    _, details, metadata = verbs.refusal(PSError(text, task))
     assert len(details.encode()) <= 2048
     assert all(value.isascii() and value.isprintable() for _, value in metadata)
 
@@ -442,16 +460,16 @@ def test_errors_of_other_versions() -> None:
     class Burnt(ServerLost):
         pass
 
-    assert refusal(Burnt("x"))[2] == ((ERROR_KEY, "ServerLost"),)
-    assert type(refused("x", [(ERROR_KEY, "Newer"), (TASK_KEY, "t")])) is PSError
-    assert refused("Socket closed", []) is None
+    assert verbs.refusal(Burnt("x"))[2] == ((verbs.ERROR_KEY, "ServerLost"),)
+    assert type(verbs.refused("x", [(verbs.ERROR_KEY, "Newer"), (verbs.TASK_KEY, "t")])) is PSError
+    assert verbs.refused("Socket closed", []) is None
 
 
 @given(st.lists(st.integers(0, 30), max_size=20))
 def test_batches_fit(sizes: list[int]) -> None:
     """Batches have all messages, in order; each fits its limit, unless it is a single one."""
     messages = [pb.PushFrame(header=bytes(size)) for size in sizes]
-    cut = list(batches(messages, 40))
+    cut = list(verbs.batches(messages, 40))
     assert [m for batch in cut for m in batch] == messages
     assert all(len(batch) == 1 or sum(m.ByteSize() for m in batch) <= 40 for batch in cut)
     assert len(cut) == 1 or all(cut)
@@ -462,6 +480,6 @@ def test_what_fits_is_the_first_batch(sizes: list[int]) -> None:
     """And no more of the rest is made than the one that does not fit."""
     messages = [pb.PushFrame(header=bytes(size)) for size in sizes]
     made: list[pb.PushFrame] = []
-    found = fitting((made.append(message) or message for message in messages), 40)  # type: ignore[func-returns-value]
-    assert found == next(batches(messages, 40))
+    found = verbs.fitting((made.append(message) or message for message in messages), 40)  # type: ignore[func-returns-value]
+    assert found == next(verbs.batches(messages, 40))
     assert len(made) <= len(found) + 1

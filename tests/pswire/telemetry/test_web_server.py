@@ -10,8 +10,8 @@ import pytest
 
 from pswire.telemetry import web_server
 from pswire.telemetry.page import sampler
-from tests.kit.rig import SOON, WORKERS, Job, serving
-from tests.kit.telemetry import page_of
+from tests.kit.rig import SOON, WORKERS, Job, eventually, serving
+from tests.kit.telemetry import Served, page_of
 
 
 @pytest.fixture
@@ -24,10 +24,16 @@ def job(tmp_path):
         yield found
 
 
-def raw(port: int, data: bytes) -> bytes:
+def connected(served: Served, data: bytes = b"") -> socket.socket:
+    """A connection on which some bytes were sent."""
+    found = socket.create_connection(("127.0.0.1", served.port), SOON)
+    found.sendall(data)
+    return found
+
+
+def raw(served: Served, data: bytes) -> bytes:
     """What the server answers to some bytes."""
-    with socket.create_connection(("127.0.0.1", port), SOON) as connection:
-        connection.sendall(data)
+    with connected(served, data) as connection:
         found = b""
         try:
             while piece := connection.recv(1 << 16):
@@ -54,7 +60,7 @@ def test_a_request_is_bounded(job, monkeypatch, data, status):
     monkeypatch.setattr(web_server, "SILENT_SECONDS", SOON)
     with page_of(job) as served:
         began = time.monotonic()
-        answer = raw(served.port, data)
+        answer = raw(served, data)
         assert time.monotonic() - began < SOON / 2, "it waited for more"
         # Where it has not read all, the system may drop the answer.
         assert answer == b"" or status in answer.split(b"\r\n")[0], answer[:200]
@@ -66,8 +72,7 @@ def test_silent_connections_keep_nobody_out(job, monkeypatch):
     monkeypatch.setattr(web_server, "MAX_CONNECTIONS", 6)
     monkeypatch.setattr(web_server, "HASTE_SECONDS", 0.2)
     with page_of(job) as served:
-        slow = [socket.create_connection(("127.0.0.1", served.port), SOON) for _ in range(6)]
-        slow[0].sendall(b"GET / HT")
+        slow = [connected(served, b"GET / HT" if n == 0 else b"") for n in range(6)]
         time.sleep(0.5)
         for _ in range(3):
             assert served.look().status == 200
@@ -79,7 +84,7 @@ def test_silent_connections_keep_nobody_out(job, monkeypatch):
 def test_who_is_slow_is_let_go_of(job, monkeypatch):
     """A byte now and then is no request: the whole of it has its time."""
     monkeypatch.setattr(web_server, "SILENT_SECONDS", 0.6)
-    with page_of(job) as served, socket.create_connection(("127.0.0.1", served.port), SOON) as slow:
+    with page_of(job) as served, connected(served) as slow:
         began = time.monotonic()
         try:
             while time.monotonic() - began < SOON:
@@ -95,15 +100,13 @@ def test_beyond_the_budget_there_is_an_answer(job, monkeypatch):
     monkeypatch.setattr(web_server, "MAX_CONNECTIONS", 3)
     monkeypatch.setattr(web_server, "HASTE_SECONDS", 60.0)
     with page_of(job) as served:
-        busy = [socket.create_connection(("127.0.0.1", served.port), SOON) for _ in range(3)]
-        answer = raw(served.port, b"")
+        busy = [connected(served) for _ in range(3)]
+        answer = raw(served, b"")
         assert b"503" in answer
         assert b"try again" in answer
         for each in busy:
             each.close()
-        deadline = time.monotonic() + SOON
-        while served.look().status != 200:
-            assert time.monotonic() < deadline
+        eventually(lambda: served.look().status == 200)
 
 
 def test_so_many_pages_are_live_and_no_more(job, monkeypatch):
@@ -111,31 +114,26 @@ def test_so_many_pages_are_live_and_no_more(job, monkeypatch):
     monkeypatch.setattr(web_server, "MAX_STREAMS", 2)
     with page_of(job) as served:
         request = f"GET /events?code={served.code} HTTP/1.0\r\n\r\n".encode()
-        streams = [socket.create_connection(("127.0.0.1", served.port), SOON) for _ in range(2)]
+        streams = [connected(served, request) for _ in range(2)]
         for each in streams:
-            each.sendall(request)
             assert b"200" in each.recv(100)
         got = served.get(f"/events?code={served.code}")
         assert (got.status, got.headers["Retry-After"]) == (503, "10")
         assert served.look().status == 200
         for each in streams:
             each.close()
-        deadline = time.monotonic() + SOON
-        with socket.create_connection(("127.0.0.1", served.port), SOON) as last:
-            last.sendall(request)
-            found = last.recv(100)
-        while b"200" not in found:
-            assert time.monotonic() < deadline
-            with socket.create_connection(("127.0.0.1", served.port), SOON) as last:
-                last.sendall(request)
-                found = last.recv(100)
+
+        def is_live() -> bool:
+            with connected(served, request) as last:
+                return b"200" in last.recv(100)
+
+        eventually(is_live)
 
 
 def test_the_end_of_the_server_ends_its_streams(job):
     """At once: nobody has to leave first."""
     with page_of(job) as served:
-        stream = socket.create_connection(("127.0.0.1", served.port), SOON)
-        stream.sendall(f"GET /events?code={served.code} HTTP/1.0\r\n\r\n".encode())
+        stream = connected(served, f"GET /events?code={served.code} HTTP/1.0\r\n\r\n".encode())
         assert b"200" in stream.recv(100)
         began = time.monotonic()
     found = b""

@@ -12,7 +12,6 @@ from pswire.pb import parameter_server_pb2 as pb
 from pswire.traces.options import TraceOptions
 from pswire.traces.trace_ids import StepName, trace_id
 from pswire.traces.traceparent import labels_of, well_formed
-from tests.kit.samples import contribution
 
 SPAN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -60,10 +59,7 @@ def test_a_peers_malformed_trace_is_none(text):
     assert messages.contribution_from_pb(header).trace == ""
 
 
-def test_a_trace_travels_as_it_is():
-    """In the header of a push; and a header without one is as it was."""
-    said = contribution(trace=SPAN)
-    assert messages.contribution_from_pb(messages.contribution_to_pb(said, 8)) == said
+def test_lines_of_a_log_name_their_trace():
     assert labels_of(SPAN) == {"trace_id": SPAN[3:35], "span_id": SPAN[36:52]}
 
 
