@@ -235,9 +235,8 @@ def test_differences_are_told(run, saved, tmp_path):
     assert (said["b"]["a"]["dtype"], said["b"]["b"]["dtype"]) == ("float64", "float32")
     assert said["new"]["a"] is None
     assert said["z"]["b"] is None
-    a = write_checkpoint(tmp_path / "a", {"v": np.array([1.0])})
-    b = write_checkpoint(tmp_path / "b", {"v": np.array([np.inf])})
-    assert run("diff", "--json", a, b).json["tensors"][0]["largest"] == "inf"
+    finite, infinite = (write_checkpoint(tmp_path / str(value), {"v": np.array([value])}) for value in (1.0, np.inf))
+    assert run("diff", "--json", finite, infinite).json["tensors"][0]["largest"] == "inf"
 
 
 SHAPES = array_shapes(min_dims=1, max_dims=1, max_side=4)

@@ -48,14 +48,14 @@ def test_what_cannot_be_loaded_says_so(tmp_path):
     there.mkdir()
     (there / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
     (there / "entry_points.txt").write_text(
-        "[paramserver.psctl]\nmend = nowhere.at_all:mend\nstatus = nowhere:status\n"
+        "[paramserver.psctl]\nmend = unheard_of.at_all:mend\nstatus = unheard_of:status\n"
     )
     path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
     done = shell(["psctl", "mend"], tmp_path, PYTHONPATH=path)
     assert (done.code, done.out) == (2, "")
     (line,) = done.err.splitlines()
-    assert "psctl: error: psctl mend cannot be loaded (No module named 'nowhere')" in line
-    assert "uninstall nowhere.at_all" in line
+    assert "psctl: error: psctl mend cannot be loaded (No module named 'unheard_of')" in line
+    assert "uninstall unheard_of.at_all" in line
     listed = shell(["psctl", "--help"], tmp_path, PYTHONPATH=path)
     assert listed.code == 0, listed.err
     assert {"mend", "status", "top"} <= {line.split()[0] for line in listed.out.splitlines() if line.strip()}
