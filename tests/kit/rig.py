@@ -39,7 +39,7 @@ def core(
     server: int = 0,
     incarnation: int = 0,
     memory_limit: int = 0,
-    root: Path | str = "nowhere",
+    root: Path | str = "/dev/null/nowhere",
     clock: Callable[[], float] | None = None,
     submit: Callable[[Callable[[], object]], object] = at_once,
     lease: float = 10.0,
