@@ -459,7 +459,7 @@ def test_a_script_of_one_step_is_told_at_its_end(kind, caplog):
 @KINDS
 def test_nothing_at_all_is_told_at_once(kind, caplog):
     """A checkpoint of another program: before a step is made with values that nobody restored; and only once."""
-    path = save(kind, lambda: ps.optimizers.Adagrad(0.1), w=np.ones(3))
+    path = save(kind, lambda: ps.optimizers.Adagrad(0.1), of_another_program=np.ones(3))
     with opened(kind) as strategy:
         with strategy.scope():
             many = [ps.Variable(0.0, name=f"v{number}") for number in range(12)]
