@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import combinations, count
-from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -487,6 +487,7 @@ class Model(RuleBasedStateMachine):
         self.attempts: list[Attempt] = []
         self.votes: list[tuple[int, int, Vote]] = []
         self.patch = pytest.MonkeyPatch()
+        self.root = TemporaryDirectory(prefix="paramserver-model-")
         self.workers: list[Worker] = []
         self.drivers: list[Driver] = []
         self.dead: set[int] = set()
@@ -538,7 +539,7 @@ class Model(RuleBasedStateMachine):
             self.patch.setattr("pswire.model.plan.PART_BYTES", 0)
         self.work = [deque() for _ in range(servers)]
         self.cores = [
-            core(number, 0, 0, Path("nowhere"), self.clock, queue.append, LEASE)
+            core(number, 0, 0, self.root.name, self.clock, queue.append, LEASE)
             for number, queue in enumerate(self.work)
         ]
         for number, one in enumerate(self.cores):
@@ -1053,6 +1054,7 @@ class Model(RuleBasedStateMachine):
                 self._replay()
         finally:
             self.patch.undo()
+            self.root.cleanup()
             for strand in self.strands:
                 strand.kill()
 
