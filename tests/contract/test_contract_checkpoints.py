@@ -80,7 +80,7 @@ def forgotten(job):
 
 
 def asked(job, plan):
-    """Who waits for the first server's shard."""
+    """A process waits for the first server's shard."""
     return job.servers.cores[0].machine.snapshots._saves[plan.id].shard._done_callbacks
 
 
@@ -243,7 +243,7 @@ def test_a_manifest_needs_a_shard(job, worker):
 
 
 def test_what_is_over_is_told_at_once(job, worker):
-    """To a chief that asks for it: it failed, or there never was such a plan, or it is of an old job. Nobody in the new
+    """A chief that asks for it is told that it failed, was never planned, or is of an old job. Nobody in the new
     one can ask for a save of the old one, and none counts against those that it may order."""
     job.variable(worker, np.array(1))
     plan = job.order(worker, "run/ckpt-1")
@@ -263,7 +263,7 @@ def test_what_is_over_is_told_at_once(job, worker):
 
 
 def test_shards_are_written_without_a_chief(job, worker):
-    """What a save holds is let go of as soon as it is in the files; a chief is needed for the manifest alone."""
+    """A save lets go of its values as soon as they are in the files; the manifest alone needs a chief."""
     job.variable(worker, np.array(1))
     job.order(worker, "run/ckpt-1")
     eventually(lambda: len(files(job)) == 2)
@@ -347,7 +347,7 @@ def refusing(variable, servers=(0,)):
 
 @pytest.mark.parametrize("copies", [(0,), BOTH], ids=["on one server", "on all"])
 def test_a_round_that_fails_has_no_checkpoint(job, worker, copies):
-    """Whoever asks for its shard is told, before and after; what other servers have written goes with the failure."""
+    """Processes that ask for its shard are told, before and after; shards of other servers go with the failure."""
     variable = job.variable(worker, np.array(3), copies)
     plan = job.approve(refusing(variable, copies), worker)
     asked = [server.snapshot(job.token, plan.id, "") for server in job.verbs]
@@ -364,7 +364,7 @@ def test_a_round_that_fails_has_no_checkpoint(job, worker, copies):
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_round_that_nobody_can_make_any_more(job, mode):
-    """Its maker has reached one server and died: the other one says so once another round is over there. What other
+    """The worker that made it died after reaching one server: the other server says so after its next round. What other
     asynchronous workers do says nothing of it; the next save of who came back does."""
     one, other = job.join(A, B, mode=mode)
     variable = job.variable(one, np.array(1), (1,))

@@ -23,6 +23,7 @@ from tests.kit.internals import (
     WorkerProgress,
 )
 from tests.kit.rig import (
+    NOWHERE,
     SOON,
     WORKERS,
     Job,
@@ -487,7 +488,7 @@ def test_the_gap_is_bounded_and_nobody_waits_within_it(count, k, steps, eager):
     No answer is out while another worker that counts is more than k rounds behind; none waits while nobody is; and
     once all others have gone nothing waits at all, and each push was counted once.
     """
-    with serving("core", 1, "/dev/null/nowhere") as servers:
+    with serving("core", 1, NOWHERE) as servers:
         job = Job(servers)
         workers = job.join(*WORKERS[:count], mode="bounded", k=k)
         variable, plan = job.adder(workers[0])

@@ -30,6 +30,10 @@ SOON = 60.0
 T = TypeVar("T")
 
 
+NOWHERE = "/dev/null/nowhere"
+"""A checkpoint root in which nothing can be saved: a test that saves says where."""
+
+
 def at_once(work: Callable[[], object]) -> None:
     """Runs array work in the caller's thread."""
     work()
@@ -39,7 +43,7 @@ def core(
     server: int = 0,
     incarnation: int = 0,
     memory_limit: int = 0,
-    root: Path | str = "/dev/null/nowhere",
+    root: Path | str = NOWHERE,
     clock: Callable[[], float] | None = None,
     submit: Callable[[Callable[[], object]], object] = at_once,
     lease: float = 10.0,

@@ -281,7 +281,7 @@ def test_what_differs_from_a_server_that_is_lost_is_forgotten(copies):
 
 def come_back(copies):
     """Server 1 is back as another process, without its variables; returns it, and what the others have of these."""
-    new, number = core(1, 777, 0, "/dev/null/nowhere", copies.clock), copies.job.epoch.number + 1
+    new, number = core(1, 777, clock=copies.clock), copies.job.epoch.number + 1
     new.others = Mail(1, copies.votes)
     epoch = replace(copies.job.epoch, number=number, returns=Return(1, 777, number, True, copies.worker.round))
     others = [one for one in copies.cores if one.server != 1]
