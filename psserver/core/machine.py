@@ -137,7 +137,7 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         self.runner = Runner(self.store, self.rounds, self.snapshots, self.restores, kernels, self.tally, self.waiters)
         self._admission = Admission(self.task, self.registry, self.members, self.rounds, self.runner, self.log)
         self._links = Links(self.task, self.rounds)
-        self._spares = Spares(self.task)
+        self._spares = Spares(self.task, self.log.moved)
         self._token = self._job = 0
         self.began = self._ticked = clock()
 

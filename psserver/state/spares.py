@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from pswire.cluster import Task, check_address
@@ -18,10 +19,12 @@ class Spares:
 
     Args:
         task: this server, for messages.
+        moved: the addresses of servers that have moved: a process that is a server now waits no more.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, moved: Mapping[int, str]) -> None:
         self._task = str(task)
+        self._moved = moved
         self._known: dict[str, tuple[Spare, float]] = {}
 
     def offer(self, spare: Spare, now: float) -> int:
@@ -81,7 +84,12 @@ class Spares:
 
     def waiting(self, now: float) -> tuple[Spare, ...]:
         """Returns the processes that are there, in the order in which they came."""
-        return tuple(spare for spare, seen in self._known.values() if now - seen <= SPARE_SECONDS)
+        servers = set(self._moved.values())
+        return tuple(
+            spare
+            for address, (spare, seen) in self._known.items()
+            if now - seen <= SPARE_SECONDS and address not in servers
+        )
 
     def _forget(self, now: float) -> None:
         for address in [address for address, (_, seen) in self._known.items() if now - seen > SPARE_SECONDS]:

@@ -1,0 +1,24 @@
+"""Processes that wait for the place of a server."""
+
+from __future__ import annotations
+
+import pytest
+
+from psserver.state.spares import Spares
+from pswire.cluster import Task
+from pswire.errors import ConfigError
+from pswire.model.places import Spare
+
+
+def test_a_process_that_has_become_the_server_waits_no_more():
+    """Its server may move on at once, though the process said a moment ago that it waits."""
+    moved = dict[int, str]()
+    spares = Spares(Task("ps", 1), moved)
+    for address in ("a:1", "b:1"):
+        spares.offer(Spare(address), 0.0)
+    assert spares.give(0, "a:1", 0.1) == "a:1"
+    with pytest.raises(ConfigError, match="/job:ps/task:0 moves to a:1 already"):
+        spares.give(0, "b:1", 0.2)
+    moved[0] = "a:1"
+    assert [spare.address for spare in spares.waiting(0.3)] == ["b:1"]
+    assert spares.give(0, "b:1", 0.3) == "b:1"
