@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, as_completed
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -79,14 +80,17 @@ class Servers:
         return self._find(keeper_of).move(server, address)
 
     def _each(self, ask: Callable[[RemoteServer], Looked]) -> list[Looked]:
-        looked = self._ask_each(ask)
-        newest = newest_of(found.status for found in looked if found.status)
-        moved = [each for each in newest.moved if each.server < len(looked)] if newest and not newest.over else []
-        return self._ask_each(ask) if follow_moves(self._remote, moved) else looked
+        looks, found, followed = self._begin(ask), list[ServerStatus](), False
+        for look in as_completed(looks):
+            # Nobody waits for an answer from where a server was: the first that tells of its move ends that call.
+            found += [status] if (status := look.result().status) else []
+            newest = newest_of(found)
+            moved = [each for each in newest.moved if each.server < len(looks)] if newest and not newest.over else []
+            followed = bool(follow_moves(self._remote, moved)) or followed
+        return [look.result() for look in (self._begin(ask) if followed else looks)]
 
-    def _ask_each(self, ask: Callable[[RemoteServer], Looked]) -> list[Looked]:
-        futures = [self._threads.submit(partial(ask, server)) for server in self._remote]
-        return [future.result() for future in futures]
+    def _begin(self, ask: Callable[[RemoteServer], Looked]) -> list[Future[Looked]]:
+        return [self._threads.submit(partial(ask, server)) for server in self._remote]
 
     def variables(self) -> list[PlacedVariable]:
         """The variables of the job, in the order in which they were created.
