@@ -10,9 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from psclient._src import context, nest
+from psclient._src.conversions import to_dlpack, to_torch
 from psclient._src.devices import AnyArray, Device, Value, as_array, to_device, to_numpy
 from psclient._src.values import DistributedValues
 from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
+
+_CPU_OF_DLPACK = (1, 0)  # kDLCPU, and its number
 
 
 class HostArray(np.ndarray[Any, np.dtype[Any]]):
@@ -102,6 +105,22 @@ class Readable(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
         return np.array(self.numpy(), dtype=dtype, copy=copy)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return to_dlpack(self.numpy(), **options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _CPU_OF_DLPACK
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Value], types: object, args: Any = (), kwargs: Any = None) -> Value:
+        # Beside a tensor a number is a number, as one of NumPy is, and an array is a tensor.
+        def theirs(leaf: Value) -> Value:
+            if not isinstance(leaf, Readable):
+                return leaf
+            return leaf.numpy().item() if not leaf.shape else to_torch(np.array(leaf.numpy()))
+
+        return func(*nest.map_structure(theirs, args), **nest.map_structure(theirs, kwargs or {}))
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: object, **kwargs: Any) -> Value:
         if any(isinstance(out, Readable) for out in kwargs.get("out", ())):

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
+from psclient._src import conversions
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.model.tensor import Array
@@ -231,12 +232,15 @@ def as_array(value: object) -> AnyArray:
     Args:
         value: an array of NumPy or CuPy, or of another library on CPU or CUDA (PyTorch, JAX), or whatever
             `numpy.asarray` takes.
+
+    Raises:
+        TypeError: as of `conversions.on_host`.
     """
-    if isinstance(value, np.ndarray) or _is_cupy(value):
+    if (type(value) is np.ndarray and value.dtype.isnative) or _is_cupy(value):
         return value
     if hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] == _ON_CUDA:
-        return _loaded_cupy().from_dlpack(value)
-    return np.asarray(value)
+        return _loaded_cupy().from_dlpack(value.detach() if conversions.is_torch(value) else value)
+    return conversions.on_host(value)
 
 
 def to_numpy(array: AnyArray) -> Array:

@@ -1,6 +1,6 @@
-"""Nests: tuples, lists, dicts, named tuples and dataclasses, to any depth. All else is a leaf, None too.
+"""Nests: tuples, lists, mappings, named tuples and dataclasses, to any depth. All else is a leaf, None too.
 
-Dicts keep the order of the first structure; the others need the same keys in any order. A dataclass
+Mappings keep the order of the first structure; the others need the same keys in any order. A dataclass
 takes part with the fields of its constructor; one whose class says `nest_leaf = True` is a leaf.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -43,8 +43,10 @@ class _Nest:
 _Opener = Callable[[Nest], _Nest]
 
 
-def _open_dict(value: dict[object, Nest]) -> _Nest:
+def _open_mapping(value: Mapping[object, Nest]) -> _Nest:
     def build(children: Sequence[Nest]) -> Nest:
+        if not isinstance(value, MutableMapping):  # a mappingproxy, a FrozenDict: made of a dict, as all of them are
+            return type(value)(dict(zip(value, children, strict=True)))  # type: ignore[call-arg]
         filled = copy.copy(value)  # keeps what subclasses carry, such as a default factory
         for key, child in zip(value, children, strict=True):  # `update` means something else to a Counter
             filled[key] = child
@@ -75,7 +77,7 @@ def _open_dataclass(value: Nest) -> _Nest:
 
 
 _KINDS: tuple[tuple[Callable[[type], bool], _Opener], ...] = (
-    (lambda kind: issubclass(kind, dict), _open_dict),
+    (lambda kind: issubclass(kind, Mapping) and not hasattr(kind, "nest_leaf"), _open_mapping),
     (lambda kind: issubclass(kind, tuple) and hasattr(kind, "_fields"), _open_named),
     (lambda kind: issubclass(kind, tuple | list), _open_sequence),
     (
@@ -104,7 +106,7 @@ def _find_children(kind: type) -> Callable[[Nest], Iterable[Nest]] | None:
         return None
     if opener is _open_sequence:
         return iter
-    return dict.values if opener is _open_dict else lambda value: opener(value).children
+    return dict.values if issubclass(kind, dict) else lambda value: opener(value).children
 
 
 children_of: Callable[[type], Callable[[Nest], Iterable[Nest]] | None] = lru_cache(maxsize=1024)(_find_children)
@@ -123,6 +125,22 @@ def flatten(nest: Nest) -> list[Leaf]:
         else:
             leaves += flatten(child)
     return leaves
+
+
+def paths(nest: Nest, path: str = "", is_leaf: IsLeaf | None = None) -> Iterator[tuple[str, Leaf]]:
+    """Yields the leaves of a nest with their paths, such as `['image'][0]`; that of a nest which is a leaf is empty.
+
+    Args:
+        nest: to be taken apart.
+        path: of the nest itself.
+        is_leaf: containers to treat as leaves.
+    """
+    node = None if is_leaf is not None and is_leaf(nest) else _open(nest)
+    if node is None:
+        yield path, nest
+        return
+    for key, child in zip(node.keys, node.children, strict=True):
+        yield from paths(child, path + node.step.format(key), is_leaf)
 
 
 def pack_sequence_as(structure: Nest, leaves: Sequence[object]) -> Nest:
@@ -191,8 +209,8 @@ def _matching(node: _Nest | None, first: Nest, other: Nest, path: str) -> Sequen
     found = _open(other)
     if node is None and found is None:
         return ()
-    both_dicts = isinstance(first, dict) and isinstance(other, dict)
-    if node and found and (type(first) is type(other) or both_dicts):
+    both_map = isinstance(first, Mapping) and isinstance(other, Mapping)
+    if node and found and (type(first) is type(other) or both_map):
         by_key = dict(zip(found.keys, found.children, strict=True))
         if by_key.keys() == set(node.keys):
             return [by_key[key] for key in node.keys]
@@ -204,6 +222,6 @@ def _describe(value: Nest) -> str:
     node, name = _open(value), type(value).__name__
     if node is None:
         return "None" if value is None else f"a leaf ({name})"
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return f"a {name} with keys {list(node.keys)}"
     return f"a {name} of {len(node.children)}"

@@ -8,10 +8,11 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
+from psclient._src.conversions import on_host, to_torch
 from psclient._src.devices import CPU
 from psclient._src.variables.kinds import Cell, SyncOnReadVariable
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
-from psclient.torch.parameters import as_array, as_tensor, name_of
+from psclient.torch.parameters import name_of
 from pswire.model.tensor import Array
 
 Mode = Literal["own", "mean"]
@@ -43,14 +44,14 @@ class BufferCell(Cell):
     @property
     def array(self) -> Any:
         """A copy of the buffer."""
-        found = as_array(self._buffer.detach().cpu().contiguous()).copy()
+        found = np.array(on_host(self._buffer))
         found.flags.writeable = False
         return found
 
     @array.setter
     def array(self, value: Array) -> None:
         with torch.no_grad():
-            self._buffer.copy_(as_tensor(np.array(value), self._buffer.dtype))
+            self._buffer.copy_(to_torch(np.array(value)))
 
 
 class ModuleBuffers:
@@ -84,12 +85,12 @@ class ModuleBuffers:
 
     def contributions(self) -> list[Array]:
         """Returns all that is averaged, in one array of each dtype, those of half precision in single."""
-        return [as_array(torch.cat([_wide(t).reshape(-1) for t in some]).cpu()) for some in _by_dtype(self.averaged)]
+        return [on_host(torch.cat([_wide(t).reshape(-1) for t in some])) for some in _by_dtype(self.averaged)]
 
     def take(self, means: Sequence[Array]) -> None:
         """Writes the means of what `contributions` gave."""
         for some, mean in zip(_by_dtype(self.averaged), means, strict=True):
-            whole = torch.from_numpy(np.array(mean))
+            whole = to_torch(np.array(mean))
             for tensor, own in zip(some, whole.split([t.numel() for t in some]), strict=True):
                 tensor.detach().copy_(own.view(tensor.shape))
 
@@ -109,7 +110,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 def _created(name: str, buffer: torch.Tensor) -> Variable:
     """Creates the variable of a buffer, which gets the first worker's value. In the strategy's scope."""
     try:
-        first = as_array(buffer.detach().cpu().contiguous()).copy()
+        first = np.array(on_host(buffer))
     except TypeError:
         raise ValueError(
             f"buffer {name!r} is {buffer.dtype}, which servers do not have; register it with persistent=False, or keep "

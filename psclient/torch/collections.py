@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from psclient._src.conversions import on_host
 from psclient._src.variables.variable import Variable
 from psclient.dynamic_embedding import get_variable
 from psclient.torch.embeddings import LookupModule, TableRows
-from psclient.torch.parameters import DTYPES, as_array
+from psclient.torch.parameters import DTYPES
 from pswire.model.tensor import Array
 
 
@@ -277,6 +278,6 @@ def _table(config: Any) -> Any:
         if init is not None:
             made = init(values)
             values = values if made is None else made
-        return as_array(values.to(dtype).contiguous())
+        return on_host(values.to(dtype).contiguous())
 
     return Variable(first, name=config.name)

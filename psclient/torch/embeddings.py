@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from psclient._src.conversions import on_host, to_torch
 from psclient._src.devices import to_numpy
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.lookup import LookedUpRows, RowReadable, gradient_of_all
-from psclient.torch.parameters import DTYPES, as_array, as_tensor
+from psclient.torch.parameters import DTYPES
 
 
 class TableRows:
@@ -47,7 +48,7 @@ class TableRows:
                 f"the rows of a {type(table).__name__} cannot be looked up; give a ps.Variable, or a table of "
                 "ps.dynamic_embedding.get_variable, which is created in strategy.scope()"
             )
-        if np.dtype(table.dtype) not in _TORCH_DTYPES:
+        if np.dtype(table.dtype) not in map(np.dtype, DTYPES.values()):
             raise TypeError(f"table {table.name!r} is of {table.dtype}; rows that are trained are floating")
         found = cls._known.get(id(table))
         if found is None:
@@ -69,8 +70,8 @@ class TableRows:
         """
         if not isinstance(ids, torch.Tensor):
             raise TypeError(f"ids of {self.table.name!r} are a {type(ids).__name__}; give a tensor: torch.tensor(ids)")
-        found = self.table.lookup(to_numpy(as_array(ids.detach().cpu())))
-        rows = as_tensor(np.array(to_numpy(found.values)), _dtype_of(self.table)).to(ids.device)
+        found = self.table.lookup(on_host(ids))
+        rows = to_torch(np.array(to_numpy(found.values))).to(ids.device)
         if torch.is_grad_enabled():
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self), found))
@@ -92,7 +93,7 @@ class TableRows:
         if not found:
             return None
         grads = [gradient if factor == 1 else gradient * factor for _, gradient in found]
-        return gradient_of_all([rows for rows, _ in found], [as_array(each.cpu().contiguous()) for each in grads])
+        return gradient_of_all([rows for rows, _ in found], [on_host(each) for each in grads])
 
     def forget(self) -> None:
         """Forgets gradients: a step has taken them, or they are not wanted. What was looked ahead stays."""
@@ -280,10 +281,3 @@ class HasRows(Protocol):
 def lookups_of(module: HasRows) -> Mapping[int, LookupModule]:
     """Returns the modules within a module whose rows are on servers, by their `id`."""
     return {id(each): each for each in module.modules() if isinstance(each, LookupModule)}
-
-
-_TORCH_DTYPES = {np.dtype(theirs): ours for ours, theirs in DTYPES.items()}
-
-
-def _dtype_of(table: RowReadable) -> torch.dtype:
-    return _TORCH_DTYPES[np.dtype(table.dtype)]

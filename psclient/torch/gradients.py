@@ -11,13 +11,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from psclient._src.conversions import on_host, to_torch
 from psclient._src.devices import Coming
 from psclient._src.distribute.reduction import Absent
 from psclient._src.rounds.buffers import Buffer
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.variable import Variable
 from psclient.torch.embeddings import TableRows
-from psclient.torch.parameters import Trained, as_array, as_tensor
+from psclient.torch.parameters import Trained
 from pswire.model.tensor import Array
 
 CHANGED = (
@@ -202,7 +203,7 @@ class Gradients:
     def _fill(self, some: Sequence[Trained], grads: Sequence[Any]) -> list[tuple[Array, torch.Tensor]]:
         """Copies gradients into the variables' buffers, which are the parameters' gradients from now on."""
         buffers = self._buffers([each.variable for each in some])
-        found = [(buffer.array, self._viewed(buffer, each.dtype)) for buffer, each in zip(buffers, some, strict=True)]
+        found = [(buffer.array, self._viewed(buffer)) for buffer in buffers]
         views = [view for _, view in found]
         with torch.no_grad():
             if views:
@@ -218,11 +219,11 @@ class Gradients:
     def _factor(self, each: Trained) -> float:
         return self.half_factor if each.dtype is torch.float16 else self.factor
 
-    def _viewed(self, buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
+    def _viewed(self, buffer: Buffer) -> torch.Tensor:
         """Returns the tensor over a buffer's memory."""
         view = self._views.get(buffer)
         if view is None:
-            view = self._views[buffer] = as_tensor(buffer.base, dtype)
+            view = self._views[buffer] = to_torch(buffer.base)
         return view
 
 
@@ -252,4 +253,4 @@ def absent(each: Trained) -> Absent:
 def _shown(tensor: torch.Tensor) -> Any:
     """Returns a tensor as reductions take it: of the host as an array of NumPy."""
     tensor = tensor.detach()
-    return as_array(tensor.contiguous()) if tensor.device.type == "cpu" else tensor
+    return on_host(tensor.contiguous()) if tensor.device.type == "cpu" else tensor

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from psclient._src import nest
+from psclient._src.conversions import is_text, to_torch
 from psclient._src.data.adapters import Weighed
+from psclient._src.devices import to_numpy
 from psclient._src.options import InputOptions
 from psclient.torch.embeddings import LookupModule
 from psclient.torch.optimizer import Optimizer
@@ -32,8 +33,9 @@ class Loader:
     One batch is kept back: its ids are named before the round of the batch in use, so that its rows come with that.
 
     Args:
-        loader: gives global batches, nests of tensors or arrays whose first dimension counts examples, anew each time:
-            a `DataLoader`, a `ps.ArrayDataset`, a list. A `DataLoader` that shuffles needs a generator with a seed.
+        loader: gives global batches, nests of tensors or arrays whose first dimension counts examples, and of lists of
+            texts, anew each time: a `DataLoader`, a `ps.ArrayDataset`, a list. A `DataLoader` that shuffles needs a
+            generator with a seed.
         optimizer: whose steps are made with the batches; or several.
         lookups: for modules of this package, whose rows are looked up, a function that returns what the module will be
             given, given a batch as the loop has it.
@@ -93,17 +95,24 @@ class Loader:
                 for each in self._optimizers:
                     each.begin_batch(len(totals), int(totals[0]) if len(totals) else 0)
                 if len(totals) or last is None:
-                    last = nest.map_structure(self._tensor, batch)
+                    last = nest.map_structure(self._given, batch)
                 yield last
         finally:
             for each in self._optimizers:
                 each.end_batches()
 
-    def _tensor(self, array: Any) -> torch.Tensor:
-        writable = array if array.flags.writeable else np.array(array)
-        return torch.from_numpy(writable).to(self._optimizers[0].device)
+    def _given(self, array: Any) -> torch.Tensor | list[Any]:
+        found = _tensor(array)
+        return found.to(self._optimizers[0].device) if isinstance(found, torch.Tensor) else found
 
 
 def _named(ids: Callable[[Any], Any], batch: Any) -> Any:
     """Returns what a module will be given with a batch."""
-    return ids(nest.map_structure(lambda array: torch.from_numpy(np.array(array)), batch[0]))
+    return ids(nest.map_structure(lambda array: _tensor(array.copy()), batch[0]))
+
+
+def _tensor(array: Any) -> torch.Tensor | list[Any]:
+    """Returns an array of a batch as torch's loader gives it: numbers as a tensor, texts as a list."""
+    found = to_numpy(array)
+    tensor: torch.Tensor | list[Any] = found.tolist() if is_text(found) else to_torch(found)
+    return tensor

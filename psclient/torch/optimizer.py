@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from psclient._src import context
 from psclient._src.config import threads_chosen, threads_of
+from psclient._src.conversions import on_host
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.variables.table_views import table_of
@@ -21,7 +22,7 @@ from psclient.optimizers import Optimizer as Rule
 from psclient.torch.buffers import Mode, ModuleBuffers, check_mode
 from psclient.torch.embeddings import LookupModule, lookups_of
 from psclient.torch.groups import Groups, rule_of
-from psclient.torch.parameters import Trained, as_array, check_parameter, name_of, paths_of, sparse_of
+from psclient.torch.parameters import Trained, check_parameter, name_of, paths_of, sparse_of
 from psclient.torch.state import ITERATIONS, GroupState, SlotState
 from psclient.torch.steps import Steps, weakly
 
@@ -174,7 +175,7 @@ class Optimizer(torch.optim.Optimizer):
         with self.strategy.scope():
             for p in parameters:
                 path, _ = self._paths[id(p)]
-                first = as_array(p.detach().cpu().contiguous())
+                first = on_host(p)
                 v = Variable(first, name=f"{self._prefix}{name_of(path)}")
                 each = Trained(path, p, v, id(p) in self._sparse)
                 self._groups.enter(v, group, each.by_rows)

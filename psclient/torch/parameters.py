@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from psclient._src.variables.variable import Variable
-from pswire.model.tensor import Array
 
 DTYPES: Mapping[torch.dtype, Any] = {
     torch.float16: np.float16,
@@ -117,23 +116,6 @@ def check_parameter(name: str, tensor: torch.Tensor) -> None:
             f"{what} is {tensor.dtype}, and steps are fractions; register it as a buffer, or make it one of "
             f"{', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
         )
-
-
-def as_array(tensor: torch.Tensor) -> Array:
-    """Returns a contiguous tensor of the host as an array over the same memory, which may be written."""
-    found = tensor.detach()
-    if found.dtype is torch.bfloat16:  # of which NumPy itself knows nothing
-        bits: Array = found.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-        return bits
-    whole: Array = found.numpy()
-    return whole
-
-
-def as_tensor(array: Array, dtype: torch.dtype) -> torch.Tensor:
-    """Returns an array as a tensor over the same memory; it must be writable, and of that dtype."""
-    if dtype is torch.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
 
 
 def sparse_of(module: torch.nn.Module) -> set[int]:

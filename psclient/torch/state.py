@@ -8,13 +8,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from psclient._src.conversions import on_host, to_torch
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.variables.variable import Variable
 from psclient.torch.groups import Groups
-from psclient.torch.parameters import DTYPES, Trained, as_array
+from psclient.torch.parameters import Trained
 from psclient.torch.rules import SGD, STEP, TorchRule
-from pswire.model.tensor import Array
 
 ITERATIONS = "iterations"
 """The key of the number of steps, of which torch's own optimizers know nothing."""
@@ -44,7 +44,7 @@ class SlotState:
 
     def _of(self, each: Trained) -> dict[str, torch.Tensor]:
         own = self._groups.state.of(each.variable)
-        found = {name: _tensor(v.numpy()) for name, v in own.saved()}
+        found = {name: to_torch(np.array(v.numpy())) for name, v in own.saved()}
         rule = self._groups.of(each.variable)
         if isinstance(rule, SGD):
             found.pop(STEP, None)  # of which torch's keeps none
@@ -89,7 +89,7 @@ class SlotState:
             slot = slots.get(name)
             if slot is None:
                 continue  # a count that is not kept of each parameter
-            array = _array(value).astype(slot.dtype)
+            array = on_host(value).astype(slot.dtype)
             if array.shape != slot.shape:
                 raise ValueError(
                     f"the state of parameter {each.name!r} has {name} of shape {array.shape}, and servers {slot.shape}"
@@ -130,13 +130,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return float(value)
     return list(map(_plain, value)) if isinstance(value, list | tuple) else value
-
-
-def _tensor(value: Array) -> torch.Tensor:
-    if value.dtype == DTYPES[torch.bfloat16]:
-        return torch.from_numpy(np.array(value).view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(np.array(value))
-
-
-def _array(value: Any) -> Array:
-    return as_array(value.detach().cpu().contiguous()) if isinstance(value, torch.Tensor) else np.asarray(value)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from psclient._src import context
+from psclient._src.conversions import on_host, to_torch
 from psclient._src.devices import Coming
 from psclient._src.distribute.reduction import Absent
 from psclient._src.distribute.strategy import Strategy
@@ -23,7 +24,7 @@ from psclient.torch.buffers import ModuleBuffers
 from psclient.torch.embeddings import TableRows
 from psclient.torch.gradients import Gradients
 from psclient.torch.groups import Groups
-from psclient.torch.parameters import Trained, as_array, as_tensor, names_of
+from psclient.torch.parameters import Trained, names_of
 from psclient.torch.rounds import Extra, Outgoing, StepRounds, values_of
 from pswire.errors import PSError
 from pswire.limits import PART_BYTES
@@ -108,7 +109,7 @@ class Steps:
         """Has rounds write values into the memory of parameters, where they are now, and sees their gradients."""
         for each in some:
             each.bind()
-        self._backend.reader.into([(each.variable, as_array(each.tensor)) for each in some if each.on_host])
+        self._backend.reader.into([(each.variable, on_host(each.tensor)) for each in some if each.on_host])
         self._fetch([each for each in some if not each.on_host])
 
     def release(self) -> None:
@@ -168,7 +169,7 @@ class Steps:
         """Gives variables the values of parameters that the script has changed, as it does in all workers."""
         with self.strategy.scope(), self._backend.together():
             for each in changed:
-                each.variable.assign(as_array(each.tensor.detach().cpu().contiguous()))
+                each.variable.assign(on_host(each.tensor))
         self.bind(changed)
 
     def _outgoing(self, trained: Sequence[Trained], scale: float | None, overflow: bool) -> Outgoing:
@@ -239,7 +240,7 @@ class Steps:
         """Copies values into parameters where rounds cannot write."""
         for each in some:
             with torch.no_grad():
-                each.tensor.copy_(as_tensor(np.array(each.variable.numpy()), each.dtype))
+                each.tensor.copy_(to_torch(np.array(each.variable.numpy())))
             each.version = each.tensor._version
 
     # ---- Before gradients are there ----

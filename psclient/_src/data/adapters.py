@@ -272,20 +272,39 @@ def source_of(dataset: object) -> Source:
 
 
 def _checked(item: object) -> Nest:
-    """A batch, its leaves NumPy or CuPy arrays; raises `ValueError` if it is none."""
-    leaves = nest.flatten(item)
-    for leaf in leaves:
+    """A batch, its leaves NumPy or CuPy arrays; a list of texts is one of objects.
+
+    Raises:
+        ValueError: it is no batch.
+        TypeError: a field is of what no array has.
+    """
+    leaves = []
+    for path, leaf in nest.paths(item, is_leaf=_is_texts):
+        where = f" at {path}" if path else ""
+        if _is_texts(leaf):
+            leaves.append(np.array(leaf, object))
+            continue
         if not getattr(leaf, "shape", ()):
             raise ValueError(
-                f"a batch holds a {type(leaf).__name__} without a batch dimension; batch the dataset: give arrays "
-                "whose first dimension counts the examples"
+                f"a batch holds a {type(leaf).__name__} without a batch dimension{where}; batch the dataset: give "
+                "arrays whose first dimension counts the examples"
             )
+        try:
+            leaves.append(as_array(leaf))
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"a batch cannot be shared out: its field{where} is no array: {error}") from error
     if len({leaf.shape[0] for leaf in leaves}) != 1:
         raise ValueError(
             f"the arrays of a batch need one and the same first dimension; theirs: {[tuple(x.shape) for x in leaves]}; "
             "batch the dataset first"
         )
-    return nest.map_structure(as_array, item)
+    rest = iter(leaves)
+    return nest.map_structure(lambda _: next(rest), item, is_leaf=_is_texts)
+
+
+def _is_texts(value: object) -> bool:
+    """Returns whether a value is a list with a text for each example, such as file names."""
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(each, str | bytes) for each in value)
 
 
 def _rows(batch: Nest, start: int, stop: int) -> Nest:

@@ -18,8 +18,9 @@ from typing import Protocol
 import numpy as np
 
 from psclient._src import nest
+from psclient._src.conversions import is_text
 from psclient._src.data.adapters import Batch, Source, source_of
-from psclient._src.devices import CPU, Device, to_device
+from psclient._src.devices import CPU, AnyArray, Device, to_device
 from psclient._src.nest import Nest
 from psclient._src.options import ArraySpec, AutoShardPolicy, InputContext, InputOptions, PerReplicaSpec
 from psclient._src.values import PerReplica
@@ -390,7 +391,7 @@ class _Distributed:
         """One nest for each local replica as one nest, on the replicas' devices or on the host."""
         on_host = not self._options.experimental_prefetch_to_device
         moved = [
-            nest.map_structure(partial(to_device, device=CPU if on_host else device), part)
+            nest.map_structure(partial(_on, CPU if on_host else device), part)
             for part, device in zip(parts, self._group.devices, strict=True)
         ]
         if len(moved) == 1:
@@ -593,6 +594,11 @@ class DistributedDatasetFromFunction(_Distributed):
 
 def _takes_hints(variable: object) -> bool:
     return getattr(variable, "takes_hints", False)
+
+
+def _on(device: Device, array: AnyArray) -> AnyArray:
+    """Returns an array of a batch on a device; texts stay on the host."""
+    return array if isinstance(array, np.ndarray) and is_text(array) else to_device(array, device)
 
 
 def _cut_up(index: int, examples: int, replicas: int) -> tuple[Examples, ...]:

@@ -1,0 +1,116 @@
+"""Arrays of other libraries as NumPy's, and NumPy's as theirs: the one conversion of the client.
+
+Libraries are known by the names of their classes, or once the program has imported them: none is imported here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from pswire.model.tensor import Array
+
+WITHOUT_NUMPY: Mapping[str, Any] = {
+    "bfloat16": ml_dtypes.bfloat16,
+    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
+    "float8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+    "float8_e5m2": ml_dtypes.float8_e5m2,
+    "float8_e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
+}
+"""Dtypes by their names in PyTorch, of which NumPy itself knows nothing: PyTorch gives and takes their bits."""
+
+
+def native(array: Array) -> Array:
+    """Returns an array in this machine's byte order: itself, or a copy."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def is_torch(value: object) -> bool:
+    """Returns whether a value is a tensor of PyTorch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def is_text(array: Array) -> bool:
+    """Returns whether an array has texts or other objects, which have no place on servers and devices."""
+    return array.dtype.kind in "OSUT"
+
+
+def on_host(value: object) -> Array:
+    """Returns an array of any library, or whatever `numpy.asarray` takes, in host memory; copies only if it must.
+
+    A tensor of PyTorch that needs a gradient gives its values, as `tensor.detach()` does.
+
+    Raises:
+        TypeError: NumPy has no such array: it is sparse, quantized, masked, or ragged; the message has the remedy.
+    """
+    if is_torch(value):
+        return _of_torch(value)
+    kind = type(value)
+    if kind.__module__.startswith("scipy.sparse"):
+        raise TypeError(f"a {kind.__name__} of SciPy is sparse, and an array is expected; give x.toarray()")
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise TypeError("an array has masked elements, which have no values; give x.filled(value)")
+    try:
+        found = np.asarray(value)
+    except ValueError as error:
+        if "inhomogeneous" in str(error):  # NumPy's word for lists of different lengths
+            raise TypeError(f"a {kind.__name__} has parts of different shapes, and is no array; pad them") from None
+        raise
+    return native(found)
+
+
+def _of_torch(value: Any) -> Array:
+    tensor = value.detach()
+    torch = sys.modules["torch"]
+    if tensor.layout != torch.strided:
+        raise TypeError(
+            "a tensor is sparse, and an array is expected; give x.to_dense(), or where rows are taken "
+            "ps.IndexedSlices(x.coalesce().values(), x.coalesce().indices()[0], x.shape)"
+        )
+    if tensor.is_quantized:
+        raise TypeError("a tensor is quantized, and an array is expected; give x.dequantize()")
+    if tensor.is_meta:
+        raise TypeError("a tensor is on the meta device, and has no values")
+    tensor = tensor.cpu().resolve_conj().resolve_neg()
+    dtype = WITHOUT_NUMPY.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None:
+        whole: Array = tensor.numpy()
+        return whole
+    bits: Array = tensor.view(getattr(torch, f"int{8 * tensor.itemsize}")).numpy().view(dtype)
+    return bits
+
+
+def to_torch(array: Array) -> Any:
+    """Returns an array as a tensor of PyTorch, which is imported: over the same memory, or over a copy.
+
+    A copy is made of what no tensor can be: read-only, flipped, or of another byte order.
+
+    Args:
+        array: of numbers.
+    """
+    torch = sys.modules["torch"]
+    found = native(array)
+    if not found.flags.writeable or any(stride < 0 or stride % found.itemsize for stride in found.strides):
+        found = np.array(found, order="C")
+    name = found.dtype.name
+    if name not in WITHOUT_NUMPY:
+        return torch.from_numpy(found)
+    return torch.from_numpy(found.view(f"int{8 * found.itemsize}")).view(getattr(torch, name))
+
+
+def to_dlpack(array: Array, **options: Any) -> Any:
+    """Returns a copy of an array as DLPack has it, for `__dlpack__`: nobody can change the array by it.
+
+    Args:
+        array: on the host.
+        options: of `__dlpack__`.
+    """
+    copy = np.array(array, order="C")
+    if copy.dtype.name in WITHOUT_NUMPY and "torch" in sys.modules:
+        return to_torch(copy).__dlpack__()
+    return copy.__dlpack__(**{name: value for name, value in options.items() if name == "max_version"})
