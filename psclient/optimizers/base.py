@@ -172,6 +172,16 @@ class Optimizer(Described):
                 "keeps; create another one"
             )
 
+    def slots_with(self, name: str, value: object) -> tuple[str, ...]:
+        """Returns the names of the slots that an optimizer with another value of an attribute keeps."""
+        if name not in self._slot_of:
+            return self.slots
+        return type(self).from_config(self.get_config() | {name: value}).slots
+
+    def prepare(self, name: str, value: object) -> None:
+        """Keeps the slots that another value of an attribute needs, for variables of which it keeps nothing yet."""
+        vars(self)["slots"] = self.slots_with(name, value)
+
     @property
     def learning_rate(self) -> Any:
         """The learning rate of now, a number: of a schedule, that of the next step.

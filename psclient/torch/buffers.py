@@ -60,23 +60,32 @@ class ModuleBuffers:
     All workers begin with those of the first. A checkpoint has the first worker's.
 
     Args:
-        module: has the buffers.
         mode: how those of the workers belong together.
         prefix: of the variables' names.
 
-    Raises:
-        ValueError: a buffer has a dtype that servers do not have, such as float8.
+    Attributes:
+        variables: of the buffers, by their names in the module.
+        by_id: the same by the `id` of the buffers.
     """
 
-    def __init__(self, module: torch.nn.Module, mode: Mode, prefix: str) -> None:
-        kept = {name_of(name) for name in module.state_dict(keep_vars=True)}
-        found = [(name_of(name), buffer) for name, buffer in module.named_buffers()]
-        self._tensors = [buffer for name, buffer in found if name in kept]
-        self._mode = mode
+    def __init__(self, mode: Mode, prefix: str) -> None:
+        self._mode, self._prefix = mode, prefix
+        self._tensors: list[torch.Tensor] = []
         self.variables: dict[str, Variable] = {}
-        for name, buffer in found:
-            if name in kept:
-                self.variables[name] = _created(f"{prefix}{name}", buffer)
+        self.by_id: dict[int, Variable] = {}
+
+    def add(self, module: torch.nn.Module) -> None:
+        """Adds those of a module that are not here yet. In the strategy's scope.
+
+        Raises:
+            ValueError: a buffer has a dtype that servers do not have, such as float8.
+        """
+        kept = {name_of(name) for name in module.state_dict(keep_vars=True)}
+        for path, buffer in module.named_buffers():
+            name = name_of(path)
+            if name in kept and name not in self.variables:
+                self.variables[name] = self.by_id[id(buffer)] = _created(f"{self._prefix}{name}", buffer)
+                self._tensors.append(buffer)
 
     @property
     def averaged(self) -> list[torch.Tensor]:

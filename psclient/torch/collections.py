@@ -136,6 +136,8 @@ class EmbeddingBagCollection(LookupModule):
         self._configs = list(tables)
         self._modes = [_pooling(config) for config in tables]
         self._tables = [TableRows.of(_table(config)) for config in tables]
+        for number, rows in enumerate(self._tables):
+            self.register_parameter(f"gate_{number}", rows.gate)
         self._weighted = is_weighted
         features = [feature for config in tables for feature in config.feature_names]
         self._names = [
@@ -207,8 +209,10 @@ class _Bags:
 
     def __init__(self, features: Any) -> None:
         keys = list(features.keys())
-        self._values, lengths = features.values(), features.lengths().reshape(len(keys), -1)
+        self._values, flat = features.values(), features.lengths().reshape(-1)
         weights = features.weights_or_none() if hasattr(features, "weights_or_none") else None
+        _check_lengths(keys, self._values, flat, weights)
+        lengths = flat.reshape(len(keys), -1)
         ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.sum(dim=1).cpu().cumsum(0)]).tolist()
         self._of: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
         for number, key in enumerate(keys):
@@ -229,6 +233,25 @@ class _Bags:
     def ids(self, names: Sequence[str]) -> torch.Tensor:
         """Returns the ids of some features, one behind another."""
         return torch.cat([self.of(name)[0] for name in names]) if names else self._values[:0]
+
+
+def _check_lengths(
+    keys: Sequence[str], values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None
+) -> None:
+    """Raises `ValueError` if the lengths of bags, or weights, are not those of the values."""
+    count, whole = len(values), int(lengths.sum())
+    if not keys or len(lengths) % len(keys):
+        raise ValueError(
+            f"features of {len(keys)} keys have {len(lengths)} lengths; give one for each feature and example: as many "
+            "for each key"
+        )
+    if whole != count or (len(lengths) and int(lengths.min()) < 0):
+        raise ValueError(
+            f"the lengths of {', '.join(map(repr, keys))} add up to {whole}, and there are {count} values; give the "
+            "number of ids of each feature and example, none of them below 0"
+        )
+    if weights is not None and len(weights) != count:
+        raise ValueError(f"there are {len(weights)} weights for {count} values; give one for each")
 
 
 def _pooling(config: Any) -> str:

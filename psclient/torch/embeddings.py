@@ -15,7 +15,7 @@ from psclient._src.conversions import on_host, to_torch
 from psclient._src.devices import to_numpy
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.lookup import LookedUpRows, RowReadable, gradient_of_all
-from psclient.torch.parameters import DTYPES
+from psclient.torch.parameters import DTYPES, Gate
 
 
 class TableRows:
@@ -25,6 +25,7 @@ class TableRows:
         table: a variable of rows on servers: static, in shards, or dynamic; or one of a group of tables.
 
     Attributes:
+        gate: stands for the rows among the parameters of modules, and for optimizers, which claim what they train.
         watch: called with these rows when a gradient of some has come; returns whether somebody trains them.
     """
 
@@ -32,7 +33,8 @@ class TableRows:
 
     def __init__(self, table: RowReadable) -> None:
         self.table = table
-        self.claim = torch.empty(0)  # who trains the rows has claimed it, as optimizers do with parameters
+        self.gate = Gate()
+        self._cleared = 0  # torch's count of changes of the gate's gradient, when a backward came last
         self.watch: Callable[[TableRows], Any] = lambda rows: False
         self._came: dict[int, tuple[LookedUpRows, torch.Tensor]] = {}  # leaves with gradients, by their ids
 
@@ -72,7 +74,7 @@ class TableRows:
             raise TypeError(f"ids of {self.table.name!r} are a {type(ids).__name__}; give a tensor: torch.tensor(ids)")
         found = self.table.lookup(on_host(ids))
         rows = to_torch(np.array(to_numpy(found.values))).to(ids.device)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self.gate.requires_grad:
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self), found))
         return rows, torch.from_numpy(found.places).to(ids.device)
@@ -81,6 +83,13 @@ class TableRows:
         """A gradient was added to that of rows; kept as long as the step is to come, if somebody trains them."""
         if self.watch(self):
             self._came[id(leaf)] = found, leaf
+
+    def begin_backward(self) -> None:
+        """A backward comes to its rows: gradients of the one before are forgotten where they were cleared since."""
+        if self.gate.grad is None or self.gate.grad._version != self._cleared:
+            self.forget()
+            self.gate.grad = torch.zeros_like(self.gate)
+            self._cleared = self.gate.grad._version
 
     @property
     def leaves(self) -> list[torch.Tensor]:
@@ -100,6 +109,7 @@ class TableRows:
         for _, leaf in self._came.values():
             leaf.grad = None
         self._came.clear()
+        self.gate.grad = None
 
 
 def _arrived(owner: weakref.ref[TableRows], found: LookedUpRows, leaf: torch.Tensor) -> None:
@@ -110,6 +120,12 @@ def _arrived(owner: weakref.ref[TableRows], found: LookedUpRows, leaf: torch.Ten
 
 class LookupModule(torch.nn.Module):
     """Base of modules whose rows are on servers."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Its rows are saved by `ps.train.Checkpoint`; the gates that stand for them have nothing."""
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """As of `_save_to_state_dict`."""
 
     @property
     def rows(self) -> list[TableRows]:
@@ -144,9 +160,16 @@ class OfOneTable(LookupModule):
         TypeError: it is no such table.
     """
 
-    def __init__(self, table: Any, padding_idx: int | None = None) -> None:
+    def __init__(self, table: Any = None, *sizes: Any, padding_idx: int | None = None, **others: Any) -> None:
         super().__init__()
+        if sizes or others or table is None or isinstance(table, int):
+            raise TypeError(
+                f"{type(self).__name__} takes a table in place of sizes and {', '.join(others) or 'options'}: "
+                "give a ps.Variable of shape (num_embeddings, embedding_dim), or a table of "
+                "ps.dynamic_embedding.get_variable, which is created in strategy.scope()"
+            )
         self._rows = TableRows.of(table)
+        self.gate = self._rows.gate
         self.padding_idx = padding_idx
 
     @property
@@ -176,6 +199,7 @@ class OfOneTable(LookupModule):
         """A module of the same table: there is one on the servers."""
         made = type(self).__new__(type(self))
         torch.nn.Module.__init__(made)
+        made.gate = self._rows.gate
         made.__dict__.update({name: value for name, value in vars(self).items() if name not in vars(made)})
         made.train(self.training)
         memo[id(self)] = made
@@ -234,12 +258,14 @@ class EmbeddingBag(OfOneTable):
 
     def __init__(
         self,
-        table: Any,
+        table: Any = None,
+        *sizes: Any,
         mode: Literal["sum", "mean", "max"] = "mean",
         include_last_offset: bool = False,
         padding_idx: int | None = None,
+        **others: Any,
     ) -> None:
-        super().__init__(table, padding_idx)
+        super().__init__(table, *sizes, padding_idx=padding_idx, **others)
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f"mode is {mode!r}; it is one of 'sum', 'mean' and 'max'")
         if len(self.table.shape) != 2:

@@ -28,8 +28,9 @@ CHANGED = (
 )
 
 SECOND = (
-    "the gradient of {} was computed by a second backward() before step(), which sends what one backward() has "
-    "computed; put all but the last backward() of a step in `with optimizer.accumulate():`"
+    "the gradient of {} was computed by a second backward() before step(), and that of the first one had left for the "
+    "servers while backward() went on; put all but the last backward() of a step in `with optimizer.accumulate():`, or "
+    "create the optimizer with early=False, where steps are left out: then gradients leave in step()"
 )
 
 LEFT = (
@@ -62,7 +63,8 @@ class Gradients:
         self.begin: Callable[[], dict[int, Coming] | None] = lambda: None
         self.factor = self.half_factor = 1.0
         self._versions: dict[int, int] = {}  # of each gradient that has come, by its parameter's id
-        self._came: set[int] = set()  # those of the last backward of this step
+        self._came: set[int] = set()  # the parameters to which a backward of this step has come
+        self._repeats = False  # True once there were several for a step: what leaves early might not be all
         self._tasks: dict[int, int] = {}  # of each table the backward that has come to its rows, by numbers of torch
         self._promised: dict[int, Coming] | None = None
         self._sent: dict[int, tuple[torch.Tensor, int]] = {}
@@ -93,12 +95,14 @@ class Gradients:
         if gradient is None:
             return  # another hook has taken it
         if key in self._came:
-            self._check_whole()
-            self.refuse(SECOND.format(repr(each.name)))
+            self._repeats = True
+            if self._promised is not None:
+                self._check_whole()
+                self.refuse(SECOND.format(repr(each.name)))
         self._versions[key] = gradient._version
         if self.accumulating:
             return
-        if not self._came:
+        if not self._came and not self._repeats:
             self._promised = self.begin()
         self._came.add(key)
         if self._promised is not None:
@@ -108,11 +112,10 @@ class Gradients:
 
     def arrived_at_rows(self, rows: TableRows) -> None:
         """A gradient was added to that of rows of a table, of which one backward may come to several."""
-        if self.accumulating:
-            return
         task = torch._C._current_graph_task_id()
-        if self._tasks.setdefault(id(rows), task) != task:
-            self.refuse(SECOND.format(f"rows of {rows.table.name!r}"))
+        if self._tasks.get(id(rows)) != task:
+            self._tasks[id(rows)] = task
+            rows.begin_backward()
 
     def keep(self, promised: Mapping[int, Coming], trained: Sequence[Trained]) -> None:
         """Gives gradients that were promised, one after the other; all are there.
@@ -139,8 +142,10 @@ class Gradients:
             key, gradient = id(each.tensor), each.tensor.grad
             if gradient is None:
                 without.append(each)
+                if key not in self._sent:
+                    continue  # module.zero_grad() has taken it
             known = self._sent.get(key, (gradient, self._versions.get(key)))
-            if known[1] is not None and (gradient is not known[0] or known[0] is None or known[0]._version != known[1]):
+            if known[1] is not None and (gradient is not known[0] or known[0]._version != known[1]):
                 self.refuse(CHANGED.format(repr(each.name)))
         return without
 

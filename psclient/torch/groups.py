@@ -48,6 +48,7 @@ class Groups(Configured):
         self.rule_0 = first
         self._made: dict[int, Optimizer] = {0: first}  # no list, which update functions would see
         self._of: dict[int, int] = {}
+        self._entered: list[tuple[Variable, int]] = []
         self._by_rows: set[int] = set()
         self._seen: dict[tuple[float | None, float | None], tuple[list[Settings], Settings]] = {}  # the last
         functions = StepFunctions(_begin, _measure, _measure_norm, _advance, _apply, self._settings_of, optional=True)
@@ -138,6 +139,7 @@ class Groups(Configured):
             by_rows: True if its gradients are rows: then its steps are not counted one by one.
         """
         self._of[id(v)] = group
+        self._entered.append((v, group))
         if by_rows:
             self._by_rows.add(id(v))
 
@@ -162,6 +164,8 @@ class Groups(Configured):
             AttributeError: it would need state that is not there.
         """
         rule, value = self._made[group], plain(value)
+        if not any(self.state.has(v) for v, of in self._entered if of == group):
+            rule.prepare(keys_of(rule).get(name, name), value)
         if name == LR:
             rule.learning_rate = value
         elif name == BETAS and not isinstance(rule, TorchRule):

@@ -22,9 +22,10 @@ from psclient.optimizers import Optimizer as Rule
 from psclient.torch.buffers import Mode, ModuleBuffers, check_mode
 from psclient.torch.embeddings import LookupModule, lookups_of
 from psclient.torch.groups import Groups, rule_of
-from psclient.torch.parameters import Trained, check_parameter, name_of, paths_of, sparse_of
+from psclient.torch.parameters import Gate, Trained, check_parameter, name_of, paths_of, sparse_of
 from psclient.torch.state import ITERATIONS, GroupState, SlotState
 from psclient.torch.steps import Steps, weakly
+from psclient.train.object_graph import register_kind
 
 Reduction = Literal["mean", "sum"]
 
@@ -101,15 +102,15 @@ class Optimizer(torch.optim.Optimizer):
             self.strategy, self._groups, reduction == "mean", early, weakly(self._refresh_rules), module
         )
         self._slots = SlotState(self.strategy, self._groups)
-        self._paths, self._sparse = paths_of(module), sparse_of(module)
-        self._lookups = lookups_of(module)
+        self._find()
         self._trained: dict[int, Trained] = {}
         self._rules: list[dict[str, Any]] = []  # of each group the hyperparameters that its rule has
         self._under_scaler = False
         try:
             super().__init__(self._given(params), defaults)
             with self.strategy.scope():
-                self._steps.buffers = ModuleBuffers(module, mode, prefix)
+                self._steps.buffers = ModuleBuffers(mode, prefix)
+                self._steps.buffers.add(module)
         except BaseException:
             self._steps.release()
             _give_back(self, [*(p for _, p in self._paths.values()), *_claims(self._lookups.values())])
@@ -125,8 +126,15 @@ class Optimizer(torch.optim.Optimizer):
         given = list(params)
         return given if given and all(isinstance(group, dict) for group in given) else [{"params": given}]
 
+    def _find(self) -> None:
+        """Looks at what the module has now: layers may have been added to it."""
+        module = self._steps.module
+        self._paths, self._sparse, self._lookups = paths_of(module), sparse_of(module), lookups_of(module)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, which all workers add alike; see `torch.optim.Optimizer.add_param_group`.
+
+        Layers that were added to the module are trained from here on; their buffers are in checkpoints then.
 
         Args:
             param_group: "params": parameters of the module, and modules such as `Embedding`; and hyperparameters.
@@ -134,7 +142,10 @@ class Optimizer(torch.optim.Optimizer):
         number = len(self.param_groups)
         given = param_group["params"]
         given = [given] if isinstance(given, torch.Tensor | torch.nn.Module) else list(given)
-        tables = [each for each in given if isinstance(each, LookupModule)]
+        self._find()
+        behind = {id(rows.gate): module for module in self._lookups.values() for rows in module.rows}
+        given = [behind.get(id(each), each) for each in given]
+        tables = list(dict.fromkeys(each for each in given if isinstance(each, LookupModule)))
         rest = [each for each in given if not isinstance(each, LookupModule)]
         with torch.no_grad():
             super().add_param_group({**param_group, "params": rest})
@@ -153,6 +164,9 @@ class Optimizer(torch.optim.Optimizer):
         for module in tables:
             self._enter_rows(module, number)
         self._steps.bind(made)
+        if self._steps.buffers is not None:
+            with self.strategy.scope():
+                self._steps.buffers.add(self._steps.module)
 
     def _check(self, parameters: Iterable[torch.Tensor], tables: Iterable[LookupModule]) -> None:
         for p in parameters:
@@ -160,7 +174,7 @@ class Optimizer(torch.optim.Optimizer):
             if not name:
                 raise ValueError(
                     f"a parameter of shape {tuple(p.shape)} is none of the module's, so that it has no name; give "
-                    "parameters of the module, or the module that has it"
+                    "parameters of the module, the module that has it, or add its layer to the module before"
                 )
             check_parameter(name, p)
             _check_free(p, self, f"parameter {name!r}")
@@ -168,7 +182,7 @@ class Optimizer(torch.optim.Optimizer):
             if id(module) not in self._lookups:
                 raise ValueError(f"a {type(module).__name__} is no part of the module whose rows are trained")
             for rows in module.rows:
-                _check_free(rows.claim, self, f"what is looked up in {rows.table.name!r}")
+                _check_free(rows.gate, self, f"what is looked up in {rows.table.name!r}")
 
     def _create(self, parameters: Iterable[torch.Tensor], group: int) -> list[Trained]:
         made = []
@@ -197,6 +211,19 @@ class Optimizer(torch.optim.Optimizer):
     def variables(self) -> Mapping[str, Variable]:
         """The variables of the parameters, by their names in the module."""
         return {each.name: each.variable for each in self._trained.values()}
+
+    def variable_of(self, parameter: torch.Tensor) -> Variable:
+        """Returns the variable of a parameter that it trains."""
+        return self._trained[id(parameter)].variable
+
+    def buffers_by_name(self, names: Mapping[int, str]) -> dict[str, Variable]:
+        """Returns the variables of buffers that are in checkpoints.
+
+        Args:
+            names: the names that they shall have, by the `id` of the buffers.
+        """
+        own = self._steps.buffers
+        return {} if own is None else {names[key]: v for key, v in own.by_id.items() if key in names}
 
     def trackable_children(self) -> Mapping[str, Any]:
         """Returns what `ps.train.Checkpoint` saves: parameters, buffers, tables, the state of the rules, and groups."""
@@ -345,6 +372,7 @@ class Optimizer(torch.optim.Optimizer):
         words = {name: value for name, value in self.defaults.items() if name not in numbers}
         super().load_state_dict({"state": {}, "param_groups": [words | group for group in groups]})
         try:
+            self._refresh_rules()  # a group may have state that the others have not, such as momentum
             keys = [key for group in groups for key in group["params"]]
             trained = [self._trained[id(p)] for group in self.param_groups for p in group["params"]]
             saved = [(each, state_dict["state"].get(key, {})) for key, each in zip(keys, trained, strict=True)]
@@ -392,7 +420,7 @@ def _share_threads(strategy: Strategy) -> None:
 
 def _claims(modules: Iterable[LookupModule]) -> list[torch.Tensor]:
     """Returns what an optimizer owns that trains the rows of modules."""
-    return [rows.claim for module in modules for rows in module.rows]
+    return [rows.gate for module in modules for rows in module.rows]
 
 
 def _check_free(tensor: torch.Tensor, optimizer: Optimizer, what: str) -> None:
@@ -406,6 +434,30 @@ def _check_free(tensor: torch.Tensor, optimizer: Optimizer, what: str) -> None:
             f"{what} is trained by another optimizer of psclient.torch; one optimizer trains a parameter, so leave it "
             "out here with params=[...], or add it there as a group"
         )
+
+
+def _children_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Returns what a checkpoint has of a module: variables, buffers and tables, by their names in it."""
+    found: dict[str, Any] = {}
+    owners: dict[int, Optimizer] = {}
+    for name, tensor in module.named_parameters():
+        owner = _owner(tensor)
+        if owner is None:
+            raise ValueError(
+                f"a checkpoint is given a module whose parameter {name_of(name)!r} no psclient.torch.Optimizer trains, "
+                "so that no server has it; create the optimizer before, with all parameters, or save the module by "
+                "torch.save"
+            )
+        owners[id(owner)] = owner
+        found |= {} if isinstance(tensor, Gate) else {name_of(name): owner.variable_of(tensor)}
+    buffers = {id(b): name_of(name) for name, b in module.named_buffers()}
+    for owner in owners.values():
+        found |= owner.buffers_by_name(buffers)
+    tables = [rows.table for each in lookups_of(module).values() for rows in each.rows]
+    return found | {table.name: table for table in tables}
+
+
+register_kind(torch.nn.Module, _children_of)
 
 
 def _give_back(optimizer: Optimizer, tensors: Iterable[torch.Tensor]) -> None:

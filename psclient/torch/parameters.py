@@ -23,6 +23,17 @@ COMPILED = "_orig_mod."
 """What `torch.compile` puts before the names of the module that it compiles."""
 
 
+class Gate(torch.nn.Parameter):
+    """A parameter without elements, which stands in a module for rows that are on servers.
+
+    `requires_grad` says whether they are trained; `grad` is there while they have gradients, so that
+    `module.zero_grad()` reaches those as well. It is in no state of a module.
+    """
+
+    def __new__(cls) -> Gate:
+        return super().__new__(cls, torch.empty(0))  # type: ignore[no-any-return, unused-ignore]
+
+
 class Trained:
     """A parameter of a module, which servers train.
 
@@ -91,7 +102,7 @@ def name_of(path: str) -> str:
 
 def paths_of(module: torch.nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
     """Returns the parameters of a module by `id`, and by what path: of several the first."""
-    return {id(p): (path, p) for path, p in module.named_parameters()}
+    return {id(p): (path, p) for path, p in module.named_parameters() if not isinstance(p, Gate)}
 
 
 def check_parameter(name: str, tensor: torch.Tensor) -> None:

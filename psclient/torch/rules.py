@@ -6,6 +6,7 @@ has torch's names, so that a `state_dict` goes both ways.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -42,6 +43,12 @@ class TorchRule(Optimizer):
     def _needed(self) -> tuple[str, ...]:
         """Returns the names of the slots that these hyperparameters need."""
         raise NotImplementedError
+
+    def slots_with(self, name: str, value: object) -> tuple[str, ...]:
+        """See the base: `_needed` says which."""
+        changed = copy.copy(self)
+        vars(changed)[name] = value
+        return changed._needed()
 
     def initial_slot(self, slot: str, v: Variable) -> Array:
         """A count for "step", else zeros of the parameter's shape."""

@@ -16,6 +16,8 @@ from psclient.torch.groups import Groups
 from psclient.torch.parameters import Trained
 from psclient.torch.rules import SGD, STEP, TorchRule
 
+MOMENTUM = "momentum_buffer"
+
 ITERATIONS = "iterations"
 """The key of the number of steps, of which torch's own optimizers know nothing."""
 
@@ -46,8 +48,9 @@ class SlotState:
         own = self._groups.state.of(each.variable)
         found = {name: to_torch(np.array(v.numpy())) for name, v in own.saved()}
         rule = self._groups.of(each.variable)
-        if isinstance(rule, SGD):
-            found.pop(STEP, None)  # of which torch's keeps none
+        if isinstance(rule, SGD):  # torch keeps no count, and no momentum before the first step
+            if STEP in found and not found.pop(STEP):
+                found.pop(MOMENTUM, None)
         elif isinstance(rule, TorchRule):
             count = found.pop(STEP, torch.tensor(self.iterations))
             found = {STEP: count.to(torch.float32), **found}
@@ -85,6 +88,8 @@ class SlotState:
                 f"{', '.join(slots) or 'nothing'} for a {type(self._groups.of(each.variable)).__name__}; load it into "
                 "an optimizer of the kind that has saved it"
             )
+        if STEP in slots and isinstance(self._groups.of(each.variable), SGD):
+            given[STEP] = np.int64(MOMENTUM in given)  # whether the next gradient is dampened
         for name, value in given.items():
             slot = slots.get(name)
             if slot is None:

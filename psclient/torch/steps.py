@@ -42,6 +42,7 @@ class Steps:
         module: has the parameters.
 
     Attributes:
+        module: as given.
         trained: the parameters, in the order in which they were registered.
         tables: the rows that are trained.
         buffers: those of the module; None if they are nobody else's concern.
@@ -64,7 +65,7 @@ class Steps:
         self._backend = cast(RemoteBackend, strategy.backend)
         self._groups = groups
         self._rounds = StepRounds(strategy, groups)
-        self._averages, self._early, self._refresh, self._module = averages, early, refresh, module
+        self._averages, self._early, self._refresh, self.module = averages, early, refresh, module
         self.trained: list[Trained] = []
         self.tables: list[TableRows] = []
         self.buffers: ModuleBuffers | None = None
@@ -150,7 +151,7 @@ class Steps:
     def _check_there(self, without: Sequence[Trained]) -> None:
         """Raises `RuntimeError` if the module has other parameters in place of those without a gradient."""
         for each in reversed(without):
-            each.check_in(self._module)
+            each.check_in(self.module)
 
     def _prepare(self, scale: float | None) -> None:
         self._refresh()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol, runtime_checkable
@@ -25,6 +25,20 @@ _PLAIN = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
 _CLOSED = (ModuleType, type, FunctionType, MethodType, BuiltinFunctionType, Strategy)
 _DATASETS = (DistributedDataset, DistributedDatasetFromFunction, DistributedIterator)
 """Their positions are in every checkpoint."""
+
+
+_OF_KINDS: dict[type, Callable[[Any], Mapping[str, Any]]] = {}
+"""What objects of other libraries lead to, by their kinds."""
+
+
+def register_kind(kind: type, children_of: Callable[[Any], Mapping[str, Any]]) -> None:
+    """Says what objects of another library lead to, which cannot have `trackable_children`.
+
+    Args:
+        kind: their class.
+        children_of: returns an object's children by name; raises `ValueError` where it has nothing on servers.
+    """
+    _OF_KINDS[kind] = children_of
 
 
 @runtime_checkable
@@ -112,7 +126,7 @@ def _is_saved(v: Variable) -> bool:
 
 def _says_state(thing: object) -> bool:
     """Returns whether an object says its state; one that says what is to be tracked of it is asked for that."""
-    tracked = hasattr(thing, "trackable_children")
+    tracked = hasattr(thing, "trackable_children") or isinstance(thing, tuple(_OF_KINDS))
     return isinstance(thing, Stateful) and not (tracked or isinstance(thing, _CLOSED))
 
 
@@ -126,6 +140,8 @@ def children(thing: object) -> Iterator[tuple[str, Any]]:
         yield from ((str(index), child) for index, child in enumerate(thing))
     elif hasattr(thing, "trackable_children"):
         yield from thing.trackable_children().items()
+    elif found := next((of for kind, of in _OF_KINDS.items() if isinstance(thing, kind)), None):
+        yield from found(thing).items()
     else:
         yield from getattr(thing, "__dict__", {}).items()
 
@@ -141,5 +157,6 @@ def _plain_state(path: str, state: object) -> Any:
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(
             f"state_dict() of {path!r} gives what cannot be written as JSON ({error}); keep arrays in variables, and "
-            "let state_dict give numbers, words, lists and dicts"
+            "let state_dict give numbers, words, lists and dicts; a module or optimizer of PyTorch is saved by the "
+            "psclient.torch.Optimizer that trains it: Checkpoint(optimizer=optimizer)"
         ) from error
