@@ -61,10 +61,12 @@ class Tracked:
     Attributes:
         variables: the variables that were found, by path.
         stateful: other objects with a state, by path.
+        unbuilt: the paths of optimizers that keep nothing yet: they have made no step.
     """
 
     variables: dict[str, Variable] = field(default_factory=dict)
     stateful: dict[str, Stateful] = field(default_factory=dict)
+    unbuilt: list[str] = field(default_factory=list)
 
     def states(self) -> dict[str, Any]:
         """The states of the other objects, by path.
@@ -104,6 +106,8 @@ def explore(root: Mapping[str, object]) -> Tracked:
             ahead.extend((f"{path}/{_escaped(name)}", child) for name, child in children(thing))
     paths = {id(variable): path for path, variable in found.variables.items()}
     for path, optimizer in optimizers:
+        if not state_of(optimizer).built:
+            found.unbuilt.append(path)
         kept = state_of(optimizer).by_path(lambda v: paths.get(id(v), v.name))
         found.variables |= {f"{path}/{name}": v for name, v in kept.items() if id(v) not in seen}
     return found

@@ -170,7 +170,8 @@ class LoadStatus:
         """Returns what the checkpoint has and nothing tracked takes: paths, or names where it has no paths.
 
         Args:
-            but_later: True to leave out, too, the values that variables have begun with since, tracked or not.
+            but_later: True to leave out, too, the values that variables have begun with since, tracked or not; and
+                those that wait for an optimizer's first step.
         """
         if self._manifest is None:
             return []
@@ -180,6 +181,8 @@ class LoadStatus:
         if self._manifest.objects:
             objects = self._manifest.objects.items()
             left = [path for path, name in objects if path != COUNTER and path not in taken and name not in later]
+            waiting = tuple(f"{path}/" for path in tracked.unbuilt) if but_later else ()
+            left = [path for path in left if not path.startswith(waiting)]
         else:
             names = set(self._given) | {v.name for v in taken.values()} | later
             left = [name for name in self._manifest.variables if name not in names]

@@ -41,7 +41,10 @@ FAILED_ROUND = (ProgramError, MemoryLimit)
 NO_TRACE = nullcontext()
 
 MANY_WAITS = 2
-"""Waits of a step above which the log says once at which lines they are."""
+"""Waits of a step above which it has waited too often."""
+
+MANY_STEPS = 3
+"""Steps, one after the other, that have to wait too often before the log says so, once."""
 
 
 class Window:
@@ -70,6 +73,7 @@ class Window:
         self._missing: list[set[Task]] = [set() for _ in session.servers]  # in the last round of each
         self._step_waits = 0
         self._lines: dict[str, None] = {}  # where this step has waited, each once
+        self._often = 0  # steps, one after the other, that have waited too often
         self._told = False
         self._thread = 0
 
@@ -166,13 +170,18 @@ class Window:
         self.take_in(self._group.round)
 
     def begin_step(self) -> None:
-        """A step begins, or the script ends: says once where the one before has waited too often."""
+        """A step begins, or the script ends: says once where each of the last steps has waited too often.
+
+        A step that does so alone is the last one of an epoch, after which the script looks at many values.
+        """
         self._measures.steps += 1
-        if self._step_waits > MANY_WAITS:
+        self._often = self._often + 1 if self._step_waits > MANY_WAITS else 0
+        if self._often == MANY_STEPS:
             self._told = True
             log.warning(
-                "a step has waited %d times for values of its rounds, at %s; each wait is a round trip. Look at values "
-                "once, at the end of a step, or not in every step",
+                "each of the last %d steps has waited several times for values of its rounds, the last one %d times, "
+                "at %s; each wait is a round trip. Look at values once, at the end of a step, or not in every step",
+                MANY_STEPS,
                 self._step_waits,
                 ", ".join(self._lines),
             )
