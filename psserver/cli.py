@@ -268,7 +268,9 @@ class Departure:
                 told = address
                 await asyncio.sleep(TICK)
         except PSError as error:
-            log.info("%s ends, and does not move before: %s", core.task, error)
+            log.log(
+                logging.INFO if told else logging.DEBUG, "%s ends, and does not move before: %s", core.task, error
+            )
         self._stopped.set()
 
 

@@ -56,6 +56,11 @@ class Groups(Configured):
 
     # ---- What an update sees ----
 
+    @classmethod
+    def label_of(cls, name: str, inner: str) -> str:
+        """As `param_groups` has it."""
+        return f"{LR if inner == 'learning_rate' else inner} of param_groups[{name.removeprefix('rule_')}]"
+
     def settings(self) -> Settings:
         """Returns what an update function sees of all rules, as of now."""
         rules, divisors = [rule.settings() for rule in self._made.values()], (self.divisor, self.half_divisor)

@@ -410,7 +410,7 @@ class Runner:
             # Of what several servers have agreed on, none may do otherwise.
             if (execution.halfway or job.voters) and self.broken is None:
                 error = self._fail_halfway(job, error)
-            log.warning("round %d failed: %s", job.round, error)
+            log.warning("round %d failed, which its workers are told in full: %.160s", job.round, error)
             record, waiters = self._rounds.fail(job, error)
         traced = self._tally.over(job, record, self._rounds.last, execution.ran, now)
         self._execution = None

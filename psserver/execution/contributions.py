@@ -239,15 +239,14 @@ class Contributions:
         for ref, operand in self._prepared.operands:
             pieces = first.take(ref, operand.tensor)
             for sender in unsure:
-                self._check_equal(ref, pieces, sender, sender.take(ref, operand.tensor))
+                self._check_equal(operand.label or f"operand {ref.index}", pieces, sender, sender.take(ref, operand.tensor))
             yield ref, join(pieces, operand.tensor)
 
-    def _check_equal(self, ref: Ref, expected: Sequence[Array], sender: Sender, pieces: Sequence[Array]) -> None:
+    def _check_equal(self, what: str, expected: Sequence[Array], sender: Sender, pieces: Sequence[Array]) -> None:
         if _bytes(pieces) != _bytes(expected):
             raise Diverged(
-                f"operand {ref.index} differs: {self.senders[0].task} sent {_show(expected)}, "
-                f"{sender.task} sent {_show(pieces)}. What an update function takes besides "
-                "variables and reduced values must be the same on every process"
+                f"{what} differs: {self.senders[0].task} has {_show(expected)}, {sender.task} has {_show(pieces)}; "
+                "give it the same value on every worker, or reduce it first"
             )
 
     def reached(self, reductions: Numbers) -> int:

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from pswire.model.plan import Apply, PlacedVariable, Plan, Reduction, describe_ref
 from pswire.model.program import Node, Program
 
-LONG = 400
+LONG = 160
 """Most characters of a section in a message."""
 
 
@@ -40,13 +40,18 @@ class PlanText(str):
             list(_update(index, apply, plan.programs[apply.program], variables))
             for index, apply in enumerate(plan.applies)
         ]
-        yield [[f"operand {i} is {one.tensor}{_places(one.servers)}"] for i, one in enumerate(plan.operands)]
+        operands = enumerate(plan.operands)
+        yield [[f"operand {i}{_in_brackets(one.label)} is {one.tensor}{_places(one.servers)}"] for i, one in operands]
         yield [[f"{describe_ref(ref, variables)} comes back"] for ref in plan.returned]
         made = plan.snapshot
         yield [[f"a checkpoint {made.path!r} of round {made.round} is made"]] if made else []
         yield [[f"what NaN and infinity do to it is {plan.nonfinite!r}"]] if plan.nonfinite != "apply" else []
         read = plan.restore
         yield [[f"{read.path!r} is restored, {read.turn}, choice {read.choice}"]] if read else []
+
+
+def _in_brackets(label: str) -> str:
+    return f" ({label})" if label else ""
 
 
 def _places(servers: Sequence[int]) -> str:

@@ -182,10 +182,12 @@ class Operand:
     Attributes:
         tensor: dtype and shape.
         servers: servers that use it.
+        label: the hyperparameters that it is, or is computed from, or the variables that it is for; for messages.
     """
 
     tensor: TensorSpec
     servers: tuple[int, ...]
+    label: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)

@@ -841,12 +841,14 @@ class Codec(_message.Message):
     def __init__(self, kind: _Optional[_Union[Codec.Kind, str]] = ..., ratio: _Optional[float] = ...) -> None: ...
 
 class Operand(_message.Message):
-    __slots__ = ("tensor", "servers")
+    __slots__ = ("tensor", "servers", "label")
     TENSOR_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
     tensor: TensorSpec
     servers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, tensor: _Optional[_Union[TensorSpec, _Mapping]] = ..., servers: _Optional[_Iterable[int]] = ...) -> None: ...
+    label: str
+    def __init__(self, tensor: _Optional[_Union[TensorSpec, _Mapping]] = ..., servers: _Optional[_Iterable[int]] = ..., label: _Optional[str] = ...) -> None: ...
 
 class Apply(_message.Message):
     __slots__ = ("program", "servers", "args", "sparse", "optional")

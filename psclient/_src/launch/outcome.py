@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,8 +12,12 @@ from psclient._src.processes.process import describe_exit, exit_code
 from pswire.cluster import Task
 from pswire.telemetry import logging_setup
 
+SUMMARY = 240
+"""Characters of a failure in one line."""
+
 _TRACEBACK = "Traceback (most recent call last)"
 _VERDICTS = ("psworker: ", "psserver: ", _TRACEBACK)
+_HEAD = re.compile(r"^psworker: \S+: (error: )?")
 _LOGGED = re.compile(r"\d\d:\d\d:\d\d [DIWEC] ")
 
 
@@ -30,6 +35,13 @@ class Outcome:
     code: int
     task: Task | None = None
     report: str = ""
+
+    @property
+    def summary(self) -> str:
+        """The failure in one line, for those who have seen what the task printed; "" where there is none."""
+        heading, *said = self.report.splitlines() or [""]
+        last = re.sub(_HEAD, "", said[-1]) if said else ""
+        return textwrap.shorten(f"{heading} {last}", SUMMARY, placeholder=" ...") if self.report else ""
 
 
 @dataclass(frozen=True)

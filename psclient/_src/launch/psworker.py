@@ -355,7 +355,7 @@ def run_cluster(invocation: Invocation, config: LaunchConfig) -> int:
         outcome = cluster.wait()
     printer.finish()
     if outcome.report:
-        _report(outcome.report)
+        _report(outcome.summary)  # the printer has shown the rest
     return outcome.code
 
 

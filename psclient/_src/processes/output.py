@@ -34,6 +34,7 @@ PREFIX_COLUMNS = 12
 
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _CURSOR = re.compile(r"\x1b\[[0-9;?]*[A-Za-ln-z]")
+_ERROR = re.compile(r"(psworker: \S+: error: )(.*?)( \(\S+:\d+\))?")
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 
 
@@ -174,6 +175,7 @@ class Printer:
         self._bars: dict[Task, str] = {}
         self._shown: dict[Task, float] = {}
         self._gone = False
+        self._said: dict[str, Task] = {}  # errors that ended a process, each with the first of those that it ended
         self._lock = threading.Lock()  # guards all of the above, and the terminal
 
     def __call__(self, line: Line) -> None:
@@ -205,9 +207,17 @@ class Printer:
         stream = self._err if line.error else self._out
         # A line in JSON says itself whose it is, and is for a program.
         prefix = "" if line.error and logging_setup.read(line.text) else self._prefix(line.task)
-        stream.write(f"{prefix}{line.text}\n")
+        stream.write(f"{prefix}{self._once(line)}\n")
         stream.flush()
         self._draw_bar()
+
+    def _once(self, line: Line) -> str:
+        """Returns a line as it is shown: of an error that ends all workers the first one says what it is."""
+        found = _ERROR.fullmatch(line.text)
+        if found is None:
+            return line.text
+        first = self._said.setdefault(found[2], line.task)
+        return line.text if first == line.task else f"{found[1]}the same error as of {first}"
 
     def _show_bar(self, line: Line) -> None:
         if self._terminal:

@@ -140,7 +140,7 @@ class Section:
         self._floating: set[int] = set()  # reductions that get their place where they are used
         self._local: list[LocalValue | HostValue] = []
         self._feedback: list[Feedback | None] = []  # of each reduction whose contributions are compressed
-        self._operands: list[tuple[Array, tuple[int, ...]]] = []
+        self._operands: list[tuple[Array, tuple[int, ...], str]] = []  # each with its servers, and its label
         self._programs = _Programs()
         self._shared: dict[tuple[int, tuple[int, ...]], Ref] = {}
         self._applies, self._results = list[Apply](), 0
@@ -325,11 +325,12 @@ class Section:
                     refs.append(origin.source)
                     continue
                 self._calls = None  # The next call may be given another array.
-                refs.append(self._operand(portable(np.array(origin.source)), servers))
+                refs.append(self._operand(portable(np.array(origin.source)), servers, _label_of_array(call)))
             else:
                 shared = self._shared.get((id(origin), servers))
                 if shared is None:
-                    shared = self._shared[id(origin), servers] = self._operand(origin, servers)
+                    shared = self._operand(origin, servers, call.trace.label(place))
+                    self._shared[id(origin), servers] = shared
                     self._sources.append((call.trace, place))
                 refs.append(shared)
         return refs
@@ -342,8 +343,8 @@ class Section:
                 "assign it with update_non_slot(variable.devices, ...)"
             )
 
-    def _operand(self, array: Array, servers: tuple[int, ...]) -> Ref:
-        self._operands.append((array, servers))
+    def _operand(self, array: Array, servers: tuple[int, ...], label: str = "") -> Ref:
+        self._operands.append((array, servers, label))
         return Ref("operand", len(self._operands) - 1)
 
     def pin(self, ref: Ref, servers: tuple[int, ...]) -> None:
@@ -422,8 +423,8 @@ class Section:
         operands = kept.operands(numbers)
         if operands is None:
             return False
-        places = (operand.servers for operand in kept.plan.operands)
-        self._operands = list(zip(operands, places, strict=True))
+        same_as = zip(operands, kept.plan.operands, strict=True)
+        self._operands = [(array, operand.servers, operand.label) for array, operand in same_as]
         if local:
             self._reductions, self._local = list(kept.plan.reductions), list(local)
             self._feedback = list(kept.feedback)
@@ -441,13 +442,13 @@ class Section:
         """Returns the section's plan and this process's data for it."""
         weights = tuple([local.weight for local in self._local])
         contributions = tuple([local.array for local in self._local])
-        operands = tuple([array for array, _ in self._operands])
+        operands = tuple([array for array, _, _ in self._operands])
         return Outgoing(self._whole or self._plan(), weights, contributions, operands, tuple(self._feedback))
 
     def _plan(self) -> Plan:
         return Plan(
             tuple(r if r.servers else replace(r, servers=self._place()) for r in self._reductions),
-            tuple(Operand(spec_of(array), servers) for array, servers in self._operands),
+            tuple(Operand(spec_of(array), servers, label) for array, servers, label in self._operands),
             self._programs.all,
             tuple(self._applies),
             tuple(sorted(self._returned)),
@@ -511,6 +512,13 @@ class _Programs:
             self._numbers[id(program)] = found
             self._kept.append(program)
         return found
+
+
+def _label_of_array(call: TracedCall) -> str:
+    """Returns for what an array is that an update function is given beside variables, for messages."""
+    names = [each.variable.name for each in call.inputs if isinstance(each, Given) and each.variable is not None]
+    shown = ", ".join(map(repr, names[:3])) + (" ..." if len(names) > 3 else "")
+    return f"an array given to the update of {shown}" if names else ""
 
 
 class _Inputs:

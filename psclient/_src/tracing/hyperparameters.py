@@ -71,6 +71,11 @@ class Configured:
                 )
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{why}")
 
+    @classmethod
+    def label_of(cls, name: str, inner: str) -> str:
+        """Returns a name for messages: of an attribute of a configured object that is its attribute."""
+        return f"{name.lstrip('_')}.{inner}"
+
     def settings(self) -> Settings:
         """Returns what an update function sees of it, as of now."""
         return self.settings_with()
@@ -125,7 +130,7 @@ class Settings:
         numbers: the numbers among the attributes, in order.
     """
 
-    def __init__(self, kind: type, names: tuple[str, ...], attributes: Mapping[str, object]) -> None:
+    def __init__(self, kind: Any, names: tuple[str, ...], attributes: Mapping[str, object]) -> None:
         self.kind = kind
         self._names = names
         self._attributes = attributes
@@ -150,6 +155,15 @@ class Settings:
         made.__dict__ = {name: _seen(value, number) for name, value in self._attributes.items()}
         vars(made)[_VIEW] = True
         return made
+
+    def names(self) -> Iterator[str]:
+        """Yields the names of the attributes that the numbers are, in order; of one of another object `rule.rate`."""
+        for name, value in self._attributes.items():
+            for leaf in nest.flatten(value):
+                if isinstance(leaf, Settings):
+                    yield from (self.kind.label_of(name, inner) for inner in leaf.names())
+                elif type(leaf) in NUMBERS:
+                    yield name.lstrip("_")
 
     def kinds(self) -> Iterator[type]:
         """The class, and those of configured objects among the attributes."""

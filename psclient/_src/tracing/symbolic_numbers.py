@@ -35,6 +35,7 @@ class Tape:
 
     def __init__(self, numbers: Sequence[Number]) -> None:
         self.values: list[Any] = list(numbers)
+        self._given = len(numbers)
         self.brought: list[Brought] = []
         self._steps: list[tuple[Callable[..., Any], tuple[int, ...]]] = []
         self._seen: list[tuple[int, object]] = []
@@ -56,6 +57,12 @@ class Tape:
         self.values.append(fn(*(self.values[place] for place in places)))
         self._steps.append((fn, places))
         return len(self.values) - 1
+
+    def sources(self, place: int) -> set[int]:
+        """Returns the places of the given numbers that a value is, or is computed from."""
+        if place < self._given:
+            return {place}
+        return {source for before in self._steps[place - self._given][1] for source in self.sources(before)}
 
     def see(self, scalar: Scalar) -> Any:
         """The value, for a function that looks at it."""

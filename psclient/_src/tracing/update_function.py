@@ -92,6 +92,7 @@ class Trace:
         tape: the computation from numbers.
         numbers: the numbers among that call's arguments.
         around: the names that the function read.
+        labels: names of the numbers among the arguments, for messages.
         names: of the variables in that call, if the function has asked for one; else None.
     """
 
@@ -101,8 +102,10 @@ class Trace:
         tape: Tape,
         numbers: list[Number],
         around: Surroundings,
+        labels: Sequence[str],
         names: tuple[str, ...] | None = None,
     ) -> None:
+        self._labels = labels
         self._names = names
         self._around = around
         self._traced = traced
@@ -131,6 +134,12 @@ class Trace:
             except OverflowError:  # Beyond an operand's dtype: a new trace says at which line, or takes another way.
                 return None
         return arrays
+
+    def label(self, place: int) -> str:
+        """Returns the names of the numbers that an input of the program is computed from; "" where it is no number."""
+        origin = self._traced.origins[place]
+        sources = self._tape.sources(origin.place) if isinstance(origin, ScalarOrigin) else ()
+        return ", ".join(dict.fromkeys(self._labels[source] for source in sorted(sources)))
 
     def same(self, given: Sequence[Given], numbers: list[Number]) -> TracedCall:
         """The same with other inputs, and with the numbers of the last call."""
@@ -232,7 +241,8 @@ class UpdateFunction:
         if around.unchanged() and any(one.is_number or around.name_of(one.value) is None for one in brought):
             _, tape_again, again = record()
             refuse_changing(brought, [*again.brought, *tape_again.brought])
-        return Trace(traced, tape, numbers, around, _names(given) if recording.named else None)
+        labels = _labels(self.__name__, args, kwargs)
+        return Trace(traced, tape, numbers, around, labels, _names(given) if recording.named else None)
 
     def _record(
         self,
@@ -308,6 +318,17 @@ def _tracer(recording: Recording, given: Sequence[Given], place: int) -> Tracer:
     if one.kind == "variable":
         return recording.variable(one.spec, one.variable.name, first)
     return (recording.value if one.kind == "value" else recording.argument)(one.spec, first)
+
+
+def _labels(function: str, args: Sequence[object], kwargs: Mapping[str, object]) -> list[str]:
+    """Returns the names of the numbers among the arguments of a function, for messages."""
+    found: list[str] = []
+    for leaf in nest.flatten((tuple(args), dict(kwargs))):
+        if isinstance(leaf, Settings):
+            found += leaf.names()
+        elif type(leaf) in NUMBERS:
+            found.append(f"a number that {function} is given")
+    return found
 
 
 def _names(given: Sequence[Given]) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, SupportsIndex, cast
+from typing import Any, ClassVar, SupportsIndex, cast
 
 import numpy as np
 
@@ -149,6 +149,8 @@ class TableGroup(Mapping[str, TableView]):
         table: the table that has all rows.
         names: names of the views, in the order of their numbers.
     """
+
+    nest_leaf: ClassVar[bool] = True
 
     def __init__(self, table: TableVariable, names: Sequence[str]) -> None:
         self.table = table
