@@ -268,9 +268,7 @@ class Departure:
                 told = address
                 await asyncio.sleep(TICK)
         except PSError as error:
-            log.log(
-                logging.INFO if told else logging.DEBUG, "%s ends, and does not move before: %s", core.task, error
-            )
+            log.log(logging.INFO if told else logging.DEBUG, "%s ends, and does not move before: %s", core.task, error)
         self._stopped.set()
 
 

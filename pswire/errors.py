@@ -99,6 +99,10 @@ class NewcomerDiverged(Diverged):
     """A process that joined a running job makes another sequence of sections than its members; it alone ends."""
 
 
+class ScriptFailed(PSError):
+    """A worker's script ended with an error, and nothing starts it again: its job ends with it."""
+
+
 class VariableMismatch(PSError, ValueError):
     """Two processes, or a checkpoint and a process, disagree on a variable."""
 
@@ -183,6 +187,7 @@ BY_NAME: dict[str, type[PSError]] = {
         Unauthenticated,
         Diverged,
         NewcomerDiverged,
+        ScriptFailed,
         VariableMismatch,
         LocalityError,
         ProgramError,

@@ -48,6 +48,10 @@ AGGREGATION = "PS_AGGREGATION"
 GRPC_STREAM = "PS_GRPC_STREAM"
 """The environment variable that says whether pushes and pulls over gRPC share a stream: 1, or 0."""
 
+SCRIPT_ERROR = "PS_SCRIPT_ERROR"
+"""The environment variable that says what an error does that ends a worker's script: it ends the job ("end", the
+default), or the worker leaves it ("leave"), since something is configured to start the worker again."""
+
 TF_CONFIG = "TF_CONFIG"
 """The environment variable that describes the cluster, and says which task of it this process is."""
 
@@ -265,6 +269,17 @@ def refused_from(environ: Mapping[str, str] = os.environ) -> Refused:
     said = environ.get(REFUSED) or REFUSALS[0]
     refuse_unknown([said], REFUSALS, REFUSED)
     return REFUSALS[REFUSALS.index(cast(Refused, said))]
+
+
+def ends_with_script(environ: Mapping[str, str] = os.environ) -> bool:
+    """Reads `PS_SCRIPT_ERROR`: True where an error that ends a worker's script ends the job."""
+    said = environ.get(SCRIPT_ERROR) or "end"
+    if said not in ("end", "leave"):
+        raise ConfigError(
+            f"{SCRIPT_ERROR}={said} is none of: end, where an error that ends a worker's script ends the job, and "
+            "leave, where something starts the worker again"
+        )
+    return said == "end"
 
 
 def replication_from(environ: Mapping[str, str] = os.environ) -> int:

@@ -239,7 +239,9 @@ class Contributions:
         for ref, operand in self._prepared.operands:
             pieces = first.take(ref, operand.tensor)
             for sender in unsure:
-                self._check_equal(operand.label or f"operand {ref.index}", pieces, sender, sender.take(ref, operand.tensor))
+                self._check_equal(
+                    operand.label or f"operand {ref.index}", pieces, sender, sender.take(ref, operand.tensor)
+                )
             yield ref, join(pieces, operand.tensor)
 
     def _check_equal(self, what: str, expected: Sequence[Array], sender: Sender, pieces: Sequence[Array]) -> None:

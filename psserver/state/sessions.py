@@ -15,7 +15,16 @@ from psserver.plans.divergence import compared
 from psserver.registry import Registry
 from psserver.state.changes import as_all, differing
 from pswire.cluster import Task
-from pswire.errors import ConfigError, Diverged, Fenced, InvalidRequest, NewcomerDiverged, PSError, TaskTaken
+from pswire.errors import (
+    ConfigError,
+    Diverged,
+    Fenced,
+    InvalidRequest,
+    NewcomerDiverged,
+    PSError,
+    ScriptFailed,
+    TaskTaken,
+)
 from pswire.limits import Timeouts
 from pswire.model.changes import Change
 from pswire.model.log import Epoch, Member, Mode
@@ -410,7 +419,7 @@ class Membership:
                 self._end(self._sessions[number], "hung")
 
     def leave(self, number: int, error: str) -> None:
-        """Ends a session, cleanly or with an error; a divergence ends all.
+        """Ends a session, cleanly or with an error; a divergence, or a script that failed for good, ends all.
 
         Raises:
             PSError: why the session cannot end cleanly: it has failed, or its task was started again.
@@ -425,8 +434,9 @@ class Membership:
         # A lost process that leaves cleanly has done its part: the goodbye holds.
         session.state = "open"
         self._end(session, "failed" if error else "left")
-        if error.startswith(Diverged.__name__) and self._takes_part(number):
-            self.fail_all(Diverged(error.partition(": ")[2]))
+        kind, _, why = error.partition(": ")
+        if kind in _OF_ALL and self._takes_part(number):
+            self.fail_all(_OF_ALL[kind](why))
 
     def expire(self, now: float) -> list[Task]:
         """Ends the sessions whose lease is over; returns their tasks.
@@ -540,6 +550,10 @@ def _told(positions: Iterable[tuple[Task, str]]) -> str:
     """Returns the tasks with their sections, in words."""
     tasks, sections = zip(*positions, strict=True)
     return "; ".join(f"{task} is at: {section}" for task, section in zip(tasks, compared(sections), strict=True))
+
+
+_OF_ALL = {kind.__name__: kind for kind in (Diverged, ScriptFailed)}
+"""Errors of one process that end all."""
 
 
 def diverged(round: int, positions: Iterable[tuple[Task, str]]) -> Diverged:

@@ -129,6 +129,7 @@ STATUS: dict[str, str] = {
     "Unauthenticated": "UNAUTHENTICATED",
     "Diverged": "ABORTED",
     "NewcomerDiverged": "ABORTED",
+    "ScriptFailed": "ABORTED",
     "VariableMismatch": "ALREADY_EXISTS",
     "LocalityError": "FAILED_PRECONDITION",
     "ProgramError": "INVALID_ARGUMENT",

@@ -20,7 +20,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from psclient._src.config import AGGREGATION, JOB, LANE, REPLICATION, TF_CONFIG, LaunchConfig, child_environ, job_from
+from psclient._src.config import (
+    AGGREGATION,
+    JOB,
+    LANE,
+    REPLICATION,
+    SCRIPT_ERROR,
+    TF_CONFIG,
+    LaunchConfig,
+    child_environ,
+    job_from,
+)
 from psclient._src.launch.outcome import Failure, Outcome
 from psclient._src.launch.restarts import Replacement, Restarts
 from psclient._src.processes.local_clusters import register
@@ -283,6 +293,7 @@ class Cluster:
     def _told(self, task: Task) -> dict[str, str]:
         """The variables that such a task gets, beside those of security."""
         how = {LANE: self.config.lane, AGGREGATION: self.config.aggregation, REPLICATION: str(self.config.replication)}
+        how |= {SCRIPT_ERROR: "leave"} if self.config.restarts else {}
         return {**how, JOB: self.job, TF_CONFIG: self.tf_config(task)}
 
     def _flags(self, task: Task) -> list[str]:

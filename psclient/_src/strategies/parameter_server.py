@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from psclient._src.config import (
     aggregation_from,
     check_aggregation,
     check_lane,
+    ends_with_script,
     job_from,
     lane_from,
     refused_from,
@@ -57,11 +59,17 @@ from psclient._src.transport.session import Session
 from psclient._src.variables.compression import Compression, check_compression
 from psclient._src.variables.partitioners import PartitionFn, check_partitioner
 from pswire.cluster import ClusterSpec, Task, TaskConfig
-from pswire.errors import CheckpointError, ConfigError, PSError, ServerGone, TaskTaken
+from pswire.errors import CheckpointError, ConfigError, PSError, ScriptFailed, ServerGone, TaskTaken
 from pswire.limits import Timeouts
 from pswire.security.identity import Security
 from pswire.security.names import task_name
 from pswire.transport.traffic import LaneName
+
+OF_SIGNALS = 128
+"""Exit codes above are those of processes that a signal ended."""
+
+SHOWN_CHARACTERS = 160
+"""Of an error that ended a script, for the other workers."""
 
 log = logging.getLogger("psclient")
 
@@ -154,6 +162,7 @@ class ParameterServerStrategy(Strategy):
         self._closing = threading.Lock()
         self._closed = False
         self._failed = False
+        self._raised: BaseException | None = None  # what has left its `with` block
         self._undone: PSError | None = None
         self._last_error = _last_error()
         try:
@@ -353,6 +362,27 @@ class ParameterServerStrategy(Strategy):
         # What nobody caught is remembered by the interpreter before it runs what is registered for its exit.
         return self._failed or _last_error() is not self._last_error
 
+    def _failure(self) -> str:
+        """Returns why this process leaves, if its script has failed: "" if not.
+
+        The others would train on without its part. So the job ends with it, unless it will be started again.
+        """
+        if not self._has_failed:
+            return ""
+        error = self._raised or _last_error()
+        ours = isinstance(error, PSError | KeyboardInterrupt | GeneratorExit | None)
+        told = isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > OF_SIGNALS
+        ends = self.task.job == "worker" and ends_with_script() and not (ours or told or self._alone)
+        if not ends:
+            return "the script failed"
+        what = textwrap.shorten(f"{type(error).__name__}: {error}", SHOWN_CHARACTERS, placeholder=" ...")
+        return f"{ScriptFailed.__name__}: the script of {self.task} ended with {what}"
+
+    @property
+    def _alone(self) -> bool:
+        """True if no other worker waits for what this one contributes."""
+        return not hasattr(self, "extended") or self._remote.group.alone
+
     def close(self) -> None:
         """Leaves the job; called at the end of the process if it is not called before.
 
@@ -371,7 +401,7 @@ class ParameterServerStrategy(Strategy):
         _open.discard(self)
         NOTICE.has_left(self._told_to_end)
         shutdown.unregister(self.close)
-        error = "the script failed" if self._has_failed else ""
+        error = self._failure()
         if not error and hasattr(self, "extended"):
             error = self._flush_last()
         if hasattr(self, "extended"):
@@ -417,9 +447,10 @@ class ParameterServerStrategy(Strategy):
         except CheckpointError as error:
             self._undone = CheckpointError(f"the last {error.message}", str(self.task))
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None = None, *rest: object) -> None:
         self._failed = self._failed or not (kind is None or issubclass(kind, Leaving))
-        super().__exit__(kind, *rest)
+        self._raised = error
+        super().__exit__(kind, error, *rest)
 
 
 def open_strategies() -> list[ParameterServerStrategy]:

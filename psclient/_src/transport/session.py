@@ -30,6 +30,7 @@ from pswire.errors import (
     Diverged,
     Fenced,
     PSError,
+    ScriptFailed,
     ServerGone,
     ServerLost,
     TaskTaken,
@@ -47,7 +48,7 @@ T = TypeVar("T")
 BEATS = 16
 """Times in a pause between two beats at which sessions beat: those of one time wake a server once for all of them."""
 
-FATAL = (ServerLost, Fenced, Diverged, ChiefLost)
+FATAL = (ServerLost, Fenced, Diverged, ScriptFailed, ChiefLost)
 """After one of these the session is over: its process has to start again."""
 
 
