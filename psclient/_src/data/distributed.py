@@ -262,15 +262,16 @@ class _Distributed:
             yield epoch
 
     def _pass(self, epoch: int) -> Iterator[Nest]:
-        index = self._enter(epoch)
-        if index is None:
-            return
-        self._under_way = epoch
         try:
+            index = self._enter(epoch)
+            if index is None:
+                return
+            self._under_way = epoch
             yield from self._batches(epoch, index)
-        except GeneratorExit:
-            # It is broken off: which replicas have no examples in its last batch is of no account from here on.
-            if self._under_way == epoch:
+        except BaseException:
+            # It is broken off, by the script, an interrupt, or an error of the dataset: which replicas have no
+            # examples in its last batch is of no account from here on.
+            if self._under_way in (epoch, None):
                 self._group.finish(self._number)
             raise
 

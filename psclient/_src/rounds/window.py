@@ -137,6 +137,7 @@ class Window:
         """
         if round.values is not None:
             return
+        self._session.owner.check()
         with self._taking:
             if round.values is not None:
                 return

@@ -1,4 +1,4 @@
-"""Values that forks of this process may look at: they stay as they are until the forks are gone."""
+"""Forks of this process: values that they may look at stay as they are, and calls of a fork are refused."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+
+from pswire.errors import PSError
 
 
 class Fork:
@@ -51,6 +53,22 @@ _THERE: list[Fork] = []
 
 _FOR_GOOD: list[object] = []
 """Objects for forks of which the system cannot tell whether they are alive."""
+
+
+class Owner:
+    """The process that has opened what no fork of it can use."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    def check(self) -> None:
+        """Raises `PSError` in a fork of the process: it would wait for answers that never come."""
+        if os.getpid() != self._process:
+            raise PSError(
+                "this process is a fork of the process that opened the strategy, and has none of its connections; do "
+                "in that process what needs servers (for a DataLoader num_workers=0), or start this one anew "
+                "(multiprocessing_context='spawn') with a strategy of its own"
+            )
 
 
 def watch(keep: Callable[[], Sequence[object]], forget: Callable[[], object]) -> None:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import grpc
 
 from psclient._src.transport.daemon_threads import check_startable
+from psclient._src.transport.forks import Owner
 from psclient._src.transport.staging import StagedParts
 from pswire.cluster import Task
 from pswire.encoding.verbs import (
@@ -148,6 +149,7 @@ class GrpcCalls:
         self._task = str(task)
         self._traffic = traffic["grpc"]
         self._security, self._interceptors = security, interceptors
+        self.owner = Owner()
         self._open = partial(open_channel, address, name=name, lease=lease)
         self._shown = security.newest()
         self._channel: grpc.Channel | None = self._open(security=self._shown)
@@ -245,6 +247,7 @@ class GrpcCalls:
 
     def _start(self, name: str, request: bytes | Iterator[bytes], seconds: float, future: bool = False) -> Any:
         """Starts a call; it is a future, or an iterator over the frames of its reply."""
+        self.owner.check()
         if not isinstance(request, bytes):
             check_startable()  # gRPC needs threads to send more than one message, and would wait for them for good
         stubs = self._stubs

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from psclient._src.devices import Device
 from psclient._src.transport.daemon_threads import Threads
+from psclient._src.transport.forks import Owner
 from psclient._src.transport.hosting import Hosting
 from psclient._src.transport.lane import Lane
 from psclient._src.transport.lane_reader import LaneReader
@@ -113,6 +114,7 @@ class Session(LogCalls):
         self._drives = drives
         self._patience = Patience(self.timeouts.lease, self.timeouts.beat)
         self._tell = broken
+        self.owner = Owner()
         self._broken: Future[None] = Future()
         self._ended = threading.Event()
         self._beats: list[threading.Thread] = []
@@ -212,6 +214,7 @@ class Session(LogCalls):
 
     def _unless_broken(self, work: Callable[[], T]) -> T:
         """Returns what a call gives that may wait for long, or what ends the session meanwhile."""
+        self.owner.check()
         future = self._threads.submit(work)
         both: tuple[Future[Any], ...] = (future, self._broken)
         wait(both, return_when=FIRST_COMPLETED)
@@ -365,7 +368,8 @@ class Session(LogCalls):
         return self._broken.exception() if self._broken.done() else None
 
     def check(self) -> None:
-        """Raises the error that ended this session, if one did."""
+        """Raises the error that ended this session, if one did; in a fork of the process that it cannot be used."""
+        self.owner.check()
         if self._broken.done():
             self.told = True
             self._broken.result()
