@@ -18,13 +18,14 @@ from psclient._src.distribute.strategy import Strategy
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.variables.table_views import table_of
 from psclient._src.variables.variable import Variable
+from psclient._src.weak import weakly
 from psclient.optimizers import Optimizer as Rule
 from psclient.torch.buffers import Mode, ModuleBuffers, check_mode
 from psclient.torch.embeddings import LookupModule, lookups_of
 from psclient.torch.groups import Groups, rule_of
 from psclient.torch.parameters import Gate, Trained, check_parameter, name_of, paths_of, sparse_of
 from psclient.torch.state import ITERATIONS, GroupState, SlotState
-from psclient.torch.steps import Steps, weakly
+from psclient.torch.steps import Steps
 from psclient.train.object_graph import register_kind
 
 Reduction = Literal["mean", "sum"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
@@ -20,6 +19,7 @@ from psclient._src.rounds.section import Section
 from psclient._src.variables.kinds import ServerVariable
 from psclient._src.variables.table_views import join_views, table_of
 from psclient._src.variables.variable import Variable
+from psclient._src.weak import weakly
 from psclient.torch.buffers import ModuleBuffers
 from psclient.torch.embeddings import TableRows
 from psclient.torch.gradients import Gradients
@@ -322,13 +322,3 @@ def _will_come(trained: Sequence[Trained]) -> bool:
     edge = torch.autograd.graph.get_gradient_edge
     return all(known(edge(each.tensor).node) for each in trained)
 
-
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that calls a method as long as its object is there, and does not keep that."""
-    found = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        bound = found()
-        return None if bound is None else bound(*args)
-
-    return call

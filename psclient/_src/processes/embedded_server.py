@@ -8,6 +8,7 @@ import secrets
 import subprocess
 
 from psclient._src.processes.process import start_server
+from psclient._src.weak import weakly
 from pswire.errors import ConfigError, Unreachable
 from pswire.limits import Timeouts
 from pswire.security.identity import TOKEN_BYTES, Security, SecurityOptions
@@ -47,7 +48,7 @@ class EmbeddedServer:
             )
         except ConfigError as error:
             raise Unreachable(f"the embedded server did not start: {error.message}", error.task) from error
-        os.register_at_fork(after_in_child=self._close)
+        os.register_at_fork(after_in_child=weakly(self._close))
         atexit.register(self.stop)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import logging
 import os
@@ -58,6 +59,7 @@ from psclient._src.transport.remote_server import RemoteServer, connect
 from psclient._src.transport.session import Session
 from psclient._src.variables.compression import Compression, check_compression
 from psclient._src.variables.partitioners import PartitionFn, check_partitioner
+from psclient._src.weak import weakly
 from pswire.cluster import ClusterSpec, Task, TaskConfig
 from pswire.errors import CheckpointError, ConfigError, PSError, ScriptFailed, ServerGone, TaskTaken
 from pswire.limits import Timeouts
@@ -160,6 +162,8 @@ class ParameterServerStrategy(Strategy):
         self._exporter: Exporter | None = None
         self._owner = os.getpid()
         self._closing = threading.Lock()
+        # The process, its signals and its threads do not keep a strategy that nobody has any more: see `__del__`.
+        self._closes, self._told = weakly(self.close), weakly(self._told_to_end)
         self._closed = False
         self._failed = False
         self._raised: BaseException | None = None  # what has left its `with` block
@@ -171,7 +175,7 @@ class ParameterServerStrategy(Strategy):
             self._failed = True
             self.close()
             raise
-        shutdown.register(self.close)
+        shutdown.register(self._closes)
         _open.add(self)
 
     def _connect(self) -> None:
@@ -191,7 +195,7 @@ class ParameterServerStrategy(Strategy):
             staleness=self._given.k if isinstance(self._given, BoundedStaleness) else 0,
             job=job,
             # Server 0 hears a farewell; no call waits any longer for the others, one of which may be lost.
-            broken=self._fail_calls,
+            broken=weakly(self._fail_calls),
             backup_workers=self._given.backup_workers,
             copied=copied,
         )
@@ -199,7 +203,7 @@ class ParameterServerStrategy(Strategy):
         if runs_script or (not cluster.tasks("chief") and task == Task("worker", 0)):
             self._begin_to_drive(partial(self._make_chief, security, runs_script))
         if task.job == "worker" and self._embedded is None:
-            self._deputy = Deputy(task, partial(self._make_chief, security), self._drives)
+            self._deputy = Deputy(task, partial(weakly(self._make_chief), security), weakly(self._drives))
             self._session.drive = self._deputy.told
         self._session.open()
         self._session.await_job()
@@ -208,15 +212,15 @@ class ParameterServerStrategy(Strategy):
         if self._aggregation == "host" and self._embedded is None:
             self._exchange.join_host()
         self._exporter.add_worker(self._exchange, self._servers)
-        self._exchange.group.departure.save = self._save_to_leave
+        self._exchange.group.departure.save = weakly(self._save_to_leave)
         if task.job == "worker":
-            NOTICE.take_part(self._told_to_end, self._timeouts.grace, saves_on_sigterm())
+            NOTICE.take_part(self._told, self._timeouts.grace, saves_on_sigterm())
         limits = [_memory_limit(server) for server in self._servers]
         placement = Placement(self._ps_strategy, limits, self._session.begun.copies)
         nonfinite = self.consistency.nonfinite
         self._remote = RemoteBackend(self._exchange, placement, nonfinite)
         self._remote.residuals.default = self._compression
-        self._remote.consistencies = self._is_apart
+        self._remote.consistencies = weakly(self._is_apart)
         super().__init__(TableExtended(self, self._remote, self._partitioner))
 
     def _is_apart(self, consistency: Consistency, name: str) -> bool:
@@ -399,8 +403,8 @@ class ParameterServerStrategy(Strategy):
                 return
             self._closed = True
         _open.discard(self)
-        NOTICE.has_left(self._told_to_end)
-        shutdown.unregister(self.close)
+        NOTICE.has_left(self._told)
+        shutdown.unregister(self._closes)
         error = self._failure()
         if not error and hasattr(self, "extended"):
             error = self._flush_last()
@@ -425,6 +429,11 @@ class ParameterServerStrategy(Strategy):
             self._embedded.stop()
         if self._undone is not None:
             raise self._undone
+
+    def __del__(self) -> None:
+        # Closing waits for servers, which whoever collects garbage shall not; and nothing here may take a lock.
+        if not getattr(self, "_closed", True) and os.getpid() == self._owner and not sys.is_finalizing():
+            _thread.start_new_thread(_close_dropped, (self,))
 
     def _flush_last(self) -> str:
         # What ends a script's last rounds is raised by nothing else.
@@ -451,6 +460,14 @@ class ParameterServerStrategy(Strategy):
         self._failed = self._failed or not (kind is None or issubclass(kind, Leaving))
         self._raised = error
         super().__exit__(kind, error, *rest)
+
+
+def _close_dropped(strategy: ParameterServerStrategy) -> None:
+    """Closes a strategy to which nothing refers any more."""
+    try:
+        strategy.close()
+    except PSError as error:
+        log.error("a strategy was dropped without close(), and does not leave cleanly: %s", error)
 
 
 def open_strategies() -> list[ParameterServerStrategy]:
