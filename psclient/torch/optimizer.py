@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -23,10 +24,15 @@ from psclient.optimizers import Optimizer as Rule
 from psclient.torch.buffers import Mode, ModuleBuffers, check_mode
 from psclient.torch.embeddings import LookupModule, lookups_of
 from psclient.torch.groups import Groups, rule_of
-from psclient.torch.parameters import Gate, Trained, check_parameter, name_of, paths_of, sparse_of
+from psclient.torch.parameters import Gate, Trained, check_parameter, limited_of, name_of, paths_of, sparse_of
 from psclient.torch.state import ITERATIONS, GroupState, SlotState
 from psclient.torch.steps import Steps
 from psclient.train.object_graph import register_kind
+
+log = logging.getLogger("psclient")
+
+LARGE_TABLE = 1 << 20
+"""Bytes of a parameter with sparse gradients from which on the log says that it travels as a whole."""
 
 Reduction = Literal["mean", "sum"]
 
@@ -130,7 +136,8 @@ class Optimizer(torch.optim.Optimizer):
     def _find(self) -> None:
         """Looks at what the module has now: layers may have been added to it."""
         module = self._steps.module
-        self._paths, self._sparse, self._lookups = paths_of(module), sparse_of(module), lookups_of(module)
+        self._paths, self._lookups = paths_of(module), lookups_of(module)
+        self._sparse, self._limited = sparse_of(module), limited_of(module)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, which all workers add alike; see `torch.optim.Optimizer.add_param_group`.
@@ -178,6 +185,12 @@ class Optimizer(torch.optim.Optimizer):
                     "parameters of the module, the module that has it, or add its layer to the module before"
                 )
             check_parameter(name, p)
+            if id(p) in self._limited and self.strategy.num_replicas_in_sync > 1:
+                raise ValueError(
+                    f"parameter {name!r} has max_norm={self._limited[id(p)]:g}, by which forward() changes rows in "
+                    "place, in each worker those of its own batch; leave max_norm out, and limit what was looked up: "
+                    "rows * (limit / rows.norm(dim=-1, keepdim=True).clamp(min=limit))"
+                )
             _check_free(p, self, f"parameter {name!r}")
         for module in tables:
             if id(module) not in self._lookups:
@@ -193,6 +206,13 @@ class Optimizer(torch.optim.Optimizer):
                 first = on_host(p)
                 v = Variable(first, name=f"{self._prefix}{name_of(path)}")
                 each = Trained(path, p, v, id(p) in self._sparse)
+                if each.by_rows and p.nbytes >= LARGE_TABLE:
+                    log.warning(
+                        "parameter %r has sparse gradients: their rows travel, but the whole parameter, %.1f MB, comes "
+                        "back in each step; take psclient.torch.Embedding or EmbeddingBag, whose rows alone travel",
+                        each.name,
+                        p.nbytes / 1e6,
+                    )
                 self._groups.enter(v, group, each.by_rows)
                 self._trained[id(p)] = each
                 made.append(each)

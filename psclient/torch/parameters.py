@@ -129,6 +129,12 @@ def check_parameter(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def limited_of(module: torch.nn.Module) -> dict[int, float]:
+    """Returns by the `id` of the parameter the `max_norm` of embeddings, whose forward changes rows in place."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return {id(m.weight): m.max_norm for m in module.modules() if isinstance(m, kinds) and m.max_norm is not None}
+
+
 def sparse_of(module: torch.nn.Module) -> set[int]:
     """Returns the `id`s of the parameters of `nn.Embedding(sparse=True)` and its bags: their gradients are sparse."""
     kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)

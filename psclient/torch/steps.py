@@ -321,4 +321,3 @@ def _will_come(trained: Sequence[Trained]) -> bool:
         return False
     edge = torch.autograd.graph.get_gradient_edge
     return all(known(edge(each.tensor).node) for each in trained)
-

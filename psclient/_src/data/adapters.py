@@ -47,6 +47,11 @@ class Source(Protocol):
         """True if each process shuffles for itself, so that no two see the same order."""
         ...
 
+    @property
+    def shares(self) -> str:
+        """The name of what gives each process a part of the data already; "" if nothing does."""
+        ...
+
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """The batches of a data epoch, from number `start` on; raises `ValueError` for one that is no batch."""
         ...
@@ -84,6 +89,7 @@ class Arrays:
     """
 
     order_is_own = False
+    shares = ""
 
     def __init__(self, dataset: ArrayDataset) -> None:
         if dataset.batch_size is None:
@@ -116,6 +122,7 @@ class Iterated:
     """
 
     order_is_own = False
+    shares = ""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -193,6 +200,8 @@ class Loader(Iterated):
         found = [getattr(owner, "generator", None) for owner in (sampler, dataset)]
         self._seeds = [(generator, generator.initial_seed()) for generator in found if generator is not None]
         self.order_is_own = type(sampler).__name__ in _SHUFFLING and found[0] is None
+        samplers = (sampler, dataset.batch_sampler)
+        self.shares = next((type(s).__name__ for s in samplers if getattr(s, "num_replicas", 1) > 1), "")
 
     def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Nest]]:
         for generator, seed in self._seeds:
@@ -216,6 +225,11 @@ class Weighed:
     def order_is_own(self) -> bool:
         """As of the dataset."""
         return self._source.order_is_own
+
+    @property
+    def shares(self) -> str:
+        """As of the dataset."""
+        return self._source.shares
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """The batches of a data epoch; as of the dataset."""

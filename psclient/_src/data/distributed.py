@@ -176,6 +176,13 @@ class DistributedIterator:
 
 _NOTHING = object()
 
+SHARED_TWICE = (
+    "the DataLoader has a {}, which gives each worker a part of the data, and each batch is shared among workers once "
+    "more, so that most of the data is never seen; leave the sampler out (shuffle=True, "
+    "generator=torch.Generator().manual_seed(0)), and give all workers the same global batches"
+)
+"""Says what is wrong with a sampler that shares data out."""
+
 
 class Optional:
     """A batch that may be missing.
@@ -437,6 +444,8 @@ class DistributedDataset(_Distributed):
                 f"a dataset knows no files here, so AutoShardPolicy.{policy.name} cannot share it out; use AUTO, or "
                 "experimental_distribute_datasets_from_function, and choose the files by input_pipeline_id"
             )
+        if self._source.shares and policy is not AutoShardPolicy.OFF:
+            raise ValueError(SHARED_TWICE.format(self._source.shares))
         self._warned = False
 
     def _batches(self, epoch: int, index: int) -> Iterator[Nest]:
