@@ -19,7 +19,7 @@ from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.variable import Variable
 from psclient.torch.embeddings import TableRows
 from psclient.torch.parameters import Trained
-from pswire.model.tensor import Array
+from pswire.model.tensor import Array, address_of
 
 CHANGED = (
     "the gradient of {} was changed between backward() and step(), as torch.nn.utils.clip_grad_norm_ does; it is this "
@@ -227,7 +227,7 @@ class Gradients:
     def _viewed(self, buffer: Buffer) -> torch.Tensor:
         """Returns the tensor over a buffer's memory."""
         view = self._views.get(buffer)
-        if view is None:
+        if view is None or view.data_ptr() != address_of(buffer.base) or not view.is_contiguous():
             view = self._views[buffer] = to_torch(buffer.base)
         return view
 

@@ -9,7 +9,9 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from psclient._src.conversions import on_host
 from psclient._src.variables.variable import Variable
+from pswire.model.tensor import Array
 
 DTYPES: Mapping[torch.dtype, Any] = {
     torch.float16: np.float16,
@@ -62,6 +64,20 @@ class Trained:
         """Takes the parameter's memory of now for the variable's."""
         self._address, self.version = self.tensor.data_ptr(), self.tensor._version
         self.on_host = self.device.type == "cpu" and self.tensor.is_contiguous()
+        self._memory = on_host(self.tensor) if self.on_host else None
+
+    def memory(self) -> Array | None:
+        """Returns the parameter's memory of now as a flat array that rounds may write; None where they cannot.
+
+        torch may give a parameter other memory at any time, as `share_memory` and `to` do: an address is good for one
+        look alone.
+        """
+        tensor = self.tensor
+        if self._memory is None or tensor.data_ptr() != self._address:
+            usable = tensor.device.type == "cpu" and tensor.is_contiguous()
+            same = (tuple(tensor.shape), tensor.dtype) == (self.shape, self.dtype)
+            return on_host(tensor) if usable and same else None
+        return self._memory
 
     @property
     def changed(self) -> bool:

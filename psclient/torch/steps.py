@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import numpy as np
@@ -21,6 +22,7 @@ from psclient._src.variables.table_views import join_views, table_of
 from psclient._src.variables.variable import Variable
 from psclient._src.weak import weakly
 from psclient.torch.buffers import ModuleBuffers
+from psclient.torch.changes import Changes
 from psclient.torch.embeddings import TableRows
 from psclient.torch.gradients import Gradients
 from psclient.torch.groups import Groups
@@ -69,6 +71,7 @@ class Steps:
         self.trained: list[Trained] = []
         self.tables: list[TableRows] = []
         self.buffers: ModuleBuffers | None = None
+        self._changes = Changes()
         self.gradients = Gradients(self._buffers, weakly(self._refuse))
         self.gradients.begin = weakly(self._begin)
         self.share = 1.0
@@ -110,8 +113,11 @@ class Steps:
         """Has rounds write values into the memory of parameters, where they are now, and sees their gradients."""
         for each in some:
             each.bind()
-        self._backend.reader.into([(each.variable, on_host(each.tensor)) for each in some if each.on_host])
+        self._backend.reader.into(
+            [(each.variable, partial(self._changes.memory, each) if each.on_host else None) for each in some]
+        )
         self._fetch([each for each in some if not each.on_host])
+        self._changes.note(self.trained)
 
     def release(self) -> None:
         """Sees no gradients any more, and lets go of the parameters."""
@@ -155,7 +161,7 @@ class Steps:
 
     def _prepare(self, scale: float | None) -> None:
         self._refresh()
-        changed = [each for each in self.trained if each.changed]
+        changed = self._changes.found(self.trained)
         for each in changed:
             each.check(each.tensor)
         if changed:
@@ -231,6 +237,7 @@ class Steps:
             torch.autograd.graph.increment_version([each.tensor for each in trained])
         for each in trained:
             each.version = each.tensor._version
+        self._changes.note(self.trained)
         self.gradients.end()
         for rows in self.tables:
             rows.forget()

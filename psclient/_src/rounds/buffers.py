@@ -174,6 +174,10 @@ def pack(arrays: Sequence[Array], buffers: Mapping[int, Buffer | None]) -> Paylo
     return Payload(chunks, end)
 
 
+Memory = Callable[[], Array | None]
+"""Returns where rounds write a variable's values: an array of its dtype and shape, contiguous; None for nowhere now."""
+
+
 class Targets:
     """The arrays of this process's variables, as far as they have any. Guarded by the lock of `ReadCache`.
 
@@ -181,12 +185,12 @@ class Targets:
     """
 
     def __init__(self) -> None:
-        self._arrays: dict[int, tuple[PlacedVariable, Array]] = {}
+        self._arrays: dict[int, tuple[PlacedVariable, Memory]] = {}
         self._outdated: set[int] = set()
 
-    def add(self, variable: PlacedVariable, array: Array) -> None:
-        """Gives a variable an array, of its dtype and shape, contiguous; in place of the one that it has."""
-        self._arrays[variable.id] = variable, array
+    def add(self, variable: PlacedVariable, memory: Memory) -> None:
+        """Gives a variable an array, in place of the one that it has; asked for each time that it is written."""
+        self._arrays[variable.id] = variable, memory
         self._outdated.add(variable.id)
 
     def remove(self, id: int) -> None:
@@ -201,7 +205,8 @@ class Targets:
         """Returns the arrays of some variables, each by its place among them."""
         if not self._arrays:
             return {}
-        return {place: self._arrays[id][1] for place, id in enumerate(ids) if id in self._arrays}
+        found = {place: self._arrays[id][1]() for place, id in enumerate(ids) if id in self._arrays}
+        return {place: array for place, array in found.items() if array is not None}
 
     def among(self, ids: Iterable[int]) -> list[PlacedVariable]:
         """Returns those of some variables that have arrays."""
@@ -224,5 +229,7 @@ class Targets:
     def write(self, variables: Collection[PlacedVariable], values: Collection[Array]) -> None:
         """Writes values that were read."""
         for variable, value in zip(variables, values, strict=True):
-            self._arrays[variable.id][1][...] = value
+            array = self._arrays[variable.id][1]()
+            if array is not None:
+                array[...] = value
         self.written(variable.id for variable in variables)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from psclient._src import context
+from psclient._src.rounds.buffers import Memory
 from psclient._src.rounds.rounds import Exchange
 from psclient._src.rounds.table_reads import contents
 from psclient._src.variables.kinds import ServerVariable
@@ -95,24 +97,24 @@ class VariableReader:
         """The next round that assigns a part of a table hints at these rows of it: see `ReadCache.hint`."""
         self._reads.hint(handle, *ids)
 
-    def into(self, arrays: Sequence[tuple[Variable, Array | None]]) -> None:
+    def into(self, memory: Sequence[tuple[Variable, Memory | None]]) -> None:
         """Has rounds write the values of variables into arrays, where they are now and after each round that assigns.
 
         A variable then comes with every such round, whether it was read or not, and no copy of it is kept here. What
         a round brings is written when its values are taken; see `take_all`.
 
         Args:
-            arrays: variables on servers, each with an array of its dtype and shape, contiguous; it replaces the one
-                before. None for no array any more.
+            memory: variables on servers, each with what says where its array is; it is asked each time, and replaces
+                the one before. None for no array any more.
         """
         targets = self._reads.targets
-        for variable, array in arrays:
+        for variable, where in memory:
             for part, rows in _parts(variable):
-                if array is None:
+                if where is None:
                     targets.remove(part.handle.id)
                 else:
-                    targets.add(part.handle, array[rows])
-        if any(array is not None for _, array in arrays):
+                    targets.add(part.handle, where if rows is ... else partial(_rows_of, where, rows))
+        if any(where is not None for _, where in memory):
             self.refresh()
 
     def refresh(self) -> None:
@@ -133,6 +135,11 @@ class VariableReader:
         """Sends what a read has to wait for; returns whether a replica reads."""
         self._sections.end_written(handles)
         return context.has_strategy() and not context.in_cross_replica_context()
+
+
+def _rows_of(memory: Memory, rows: Any) -> Array | None:
+    whole = memory()
+    return None if whole is None else whole[rows]
 
 
 def _parts(variable: Variable) -> list[tuple[ServerVariable, Any]]:
