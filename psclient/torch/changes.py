@@ -2,7 +2,7 @@
 
 torch counts changes in place, by `Tensor._version`. The rest is found by comparing memory with what it was when a step
 had ended. Up to `SMALL` bytes of parameters all of it is compared, in every step. Above that `SAMPLES` elements of each
-parameter are, and all of it in one step of `EVERY`: a change of few elements may be missed, and the next step undoes it.
+parameter are, and all of it in one step of `EVERY`: a change of few elements may be missed, and is undone by the step.
 """
 
 from __future__ import annotations
@@ -60,9 +60,8 @@ class Changes:
         if not whole and each.tensor.numel() > SAMPLES:
             return xxhash.xxh3_64_intdigest(on_host(torch.take(each.tensor.detach(), self._places_of(each))).tobytes())
         memory = each.memory()
-        return xxhash.xxh3_64_intdigest(
-            on_host(each.tensor).tobytes() if memory is None else memory.reshape(-1).view("uint8").data
-        )
+        found = on_host(each.tensor).tobytes() if memory is None else memory.reshape(-1).view("uint8").data
+        return xxhash.xxh3_64_intdigest(found)
 
     def _places_of(self, each: Trained) -> torch.Tensor:
         found = self._places.get(id(each))

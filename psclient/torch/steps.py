@@ -113,9 +113,8 @@ class Steps:
         """Has rounds write values into the memory of parameters, where they are now, and sees their gradients."""
         for each in some:
             each.bind()
-        self._backend.reader.into(
-            [(each.variable, partial(self._changes.memory, each) if each.on_host else None) for each in some]
-        )
+        memory = [partial(self._changes.memory, each) if each.on_host else None for each in some]
+        self._backend.reader.into([(each.variable, own) for each, own in zip(some, memory, strict=True)])
         self._fetch([each for each in some if not each.on_host])
         self._changes.note(self.trained)
 
