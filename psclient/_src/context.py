@@ -389,6 +389,22 @@ class _ScopeEntry(_ContextEntry):
         super().__enter__()
 
 
+def leave_to(depth: int) -> None:
+    """Leaves all contexts of the calling thread but so many, in which it was before; those that are left by now, too.
+
+    An interrupt may come between a context and the block that leaves it.
+    """
+    del _stack.entries[depth:]
+
+
+def leave_scope(depth: int) -> None:
+    """As `leave_to`, for a scope, within which nothing is left entered; raises `RuntimeError` if something was."""
+    inner = _stack.entries[depth + 1 :]
+    leave_to(depth)
+    if inner:
+        raise RuntimeError(f"a scope is left before a {inner[-1].context.kind} context that was entered in it")
+
+
 def get_strategy() -> Any:
     """Returns the strategy of the current context; outside of every scope the default strategy. In any context.
 

@@ -89,20 +89,23 @@ class ReplicaRunner:
             RunAgain: a section did; all replicas have ended.
         """
         context.require_cross_replica(self._strategy, "strategy.run")
-        if not self._busy.acquire(blocking=False):
-            raise RuntimeError(
-                "strategy.run is called while another run of this strategy is under way; other threads have to wait "
-                "until it has ended"
-            )
-        self._running += 1
+        before, mine = self._running, False
         try:
+            mine = self._busy.acquire(blocking=False)
+            if not mine:
+                raise RuntimeError(
+                    "strategy.run is called while another run of this strategy is under way; other threads have to "
+                    "wait until it has ended"
+                )
+            self._running = before + 1
             self._slice()  # It may have to wait for other processes: better here than in each replica.
             given = values.unwrap(context.arguments("run", args, kwargs), len(self.devices))
             alone = len(self.devices) == 1
             results = [self._run_here(fn, *given[0])] if alone else self._run_threads(fn, given)
         finally:
-            self._running -= 1
-            self._busy.release()
+            if mine:
+                self._running = before
+                self._busy.release()
         return values.regroup_results(results)
 
     def close(self) -> None:

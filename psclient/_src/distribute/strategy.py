@@ -32,6 +32,7 @@ from psclient._src.options import (
     ValueContext,
 )
 from psclient._src.processes import shutdown
+from psclient._src.processes.interrupts import HELD
 from psclient._src.variables.variable import Variable
 
 T = TypeVar("T")
@@ -124,7 +125,11 @@ class Strategy:
             TypeError: `args` is no tuple or list.
             ValueError: a distributed argument is of another number of replicas.
         """
-        return cast(T, self.extended.call_for_each_replica(fn, args, kwargs))
+        depth = context.depth()
+        try:
+            return cast(T, self.extended.call_for_each_replica(fn, args, kwargs))
+        finally:
+            context.leave_to(depth)
 
     def after_step(self, call: Callable[[], object]) -> None:
         """Calls a function once, when the next step is over. In any context.
@@ -404,27 +409,34 @@ class _Scope(threading.local):
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._entered: list[tuple[AbstractContextManager[None], bool]] = []
+        self._entered: list[tuple[int, bool]] = []  # how deep the thread stood before, and if it was in no scope
 
     def __enter__(self) -> Strategy:
-        outermost = not context.has_strategy()
-        entered = context.enter_strategy_scope(self._strategy)
-        entered.__enter__()
-        self._entered.append((entered, outermost))
-        return self._strategy
+        deep = len(self._entered)
+        try:
+            with HELD:
+                outermost, depth = not context.has_strategy(), context.depth()
+                context.enter_strategy_scope(self._strategy).__enter__()
+                self._entered.append((depth, outermost))
+            return self._strategy
+        except BaseException as error:  # an interrupt that was held: nobody will leave what is entered
+            if len(self._entered) > deep:
+                self.__exit__(type(error), error, None)
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        entered, outermost = self._entered.pop()
         try:
-            if outermost and (kind is None or issubclass(kind, Exception)):
-                # What was recorded before an error is done, as on the other processes; an interrupt waits for nobody.
-                self._flush(error)
-            elif outermost:
-                self._strategy.backend.drop()
+            with HELD:
+                _, outermost = self._entered[-1]
+                if outermost and (kind is None or issubclass(kind, Exception)):
+                    # What was recorded before an error is done, as on other processes; an interrupt waits for nobody.
+                    self._flush(error)
+                elif outermost:
+                    self._strategy.backend.drop()
         finally:
-            entered.__exit__(kind, error, trace)
+            context.leave_scope(self._entered.pop()[0])
 
     def _flush(self, error: BaseException | None) -> None:
         try:
