@@ -399,8 +399,7 @@ def leave_to(depth: int) -> None:
 
 def leave_scope(depth: int) -> None:
     """As `leave_to`, for a scope, within which nothing is left entered; raises `RuntimeError` if something was."""
-    inner = _stack.entries[depth + 1 :]
-    leave_to(depth)
+    inner, _stack.entries[depth:] = _stack.entries[depth + 1 :], []  # one line, for an interrupt to come before
     if inner:
         raise RuntimeError(f"a scope is left before a {inner[-1].context.kind} context that was entered in it")
 
