@@ -22,6 +22,7 @@ from psclient._src.distribute.reduction import SentRows
 from psclient._src.distribute.strands import Marks, PlanCutter, PlanPart
 from psclient._src.processes.aggregation.host_group import HostGroup
 from psclient._src.processes.aggregation.pushes import Pushes
+from psclient._src.processes.interrupts import HELD
 from psclient._src.rounds.awaited import Awaited
 from psclient._src.rounds.buffers import Buffer, Buffers
 from psclient._src.rounds.buffers import pack as pack_buffers
@@ -350,12 +351,13 @@ class Exchange:
             self.own.take_all()  # what lies on its way unused would leave no room on the lane for what streams
         window.make_room()
         strand = self._alone if alone else self._shared
-        round = self._push_all(outgoing, shares, observes, waits, unchanged, strand, traced)
-        window.add(round)
-        for buffer in buffers.values():
-            buffer.round = round
-        for each in coming:
-            each.when(partial(self._came, round))
+        with HELD:
+            round = self._push_all(outgoing, shares, observes, waits, unchanged, strand, traced)
+            window.add(round)
+            for buffer in buffers.values():
+                buffer.round = round
+            for each in coming:
+                each.when(partial(self._came, round))
         if waits:
             window.values(round)
         return round
@@ -420,8 +422,13 @@ class Exchange:
             if traced is not None:
                 traced.fail(error)
             if not isinstance(error, PSError):
-                # An interrupt: some servers have this contribution, and others wait for it.
-                self.session.end(Fenced(f"interrupted in round {strand.round}, which was on its way; restart"))
+                # A second interrupt: some servers have this contribution, and others wait for it.
+                self.session.end(
+                    Fenced(
+                        f"interrupted twice in round {strand.round}, which was on its way: this process's part of it "
+                        "is lost, and nobody can go on; restart"
+                    )
+                )
             raise
         line = "" if waits else users_line()
         number = strand.round if alone else group.round
