@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from psclient._src import context, nest
-from psclient._src.conversions import to_dlpack, to_torch
+from psclient._src.conversions import is_torch, to_dlpack, to_torch
 from psclient._src.devices import AnyArray, Device, Value, as_array, to_device, to_numpy
 from psclient._src.values import DistributedValues
 from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
@@ -235,11 +235,18 @@ def _refuse_in_place(value: Readable, op: str) -> NoReturn:
 
 def _operators() -> None:
     """Python's operators on values: the mixin would ask NumPy's ufuncs, which do not take CuPy arrays and variables."""
+
+    def beside(apply: Callable[..., Value], reflected: bool) -> Callable[[Readable, Any], Value]:
+        # To a tensor of PyTorch the operation is left: it asks `__torch_function__`.
+        if reflected:
+            return lambda self, other: NotImplemented if is_torch(other) else apply(read(other), read(self))
+        return lambda self, other: NotImplemented if is_torch(other) else apply(read(self), read(other))
+
     names = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift lt le eq ne gt ge"
     for name in names.split():
         apply = getattr(operator, f"__{name}__")
-        setattr(Readable, f"__{name}__", lambda self, other, apply=apply: apply(read(self), read(other)))
-        setattr(Readable, f"__r{name}__", lambda self, other, apply=apply: apply(read(other), read(self)))
+        setattr(Readable, f"__{name}__", beside(apply, False))
+        setattr(Readable, f"__r{name}__", beside(apply, True))
         if hasattr(Readable, f"__i{name}__"):
             setattr(Readable, f"__i{name}__", lambda self, other, name=name: _refuse_in_place(self, f"i{name}"))
             change = getattr(operator, f"__i{name}__")

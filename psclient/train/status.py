@@ -143,7 +143,10 @@ class LoadStatus:
 
     def warn(self) -> None:
         """Warns of what has found no place by now, if there is anything that nobody was told of, or expects."""
-        lists = self._unused(but_later=True), self._without()
+        try:
+            lists = self._unused(but_later=True), self._without()
+        except ValueError:  # what was tracked is there no more, such as the optimizer of a module
+            return
         if any(lists) and not self._partial and lists != self._told:
             log.warning("%s. If that is meant, expect_partial() of the status silences this", self._mismatch(*lists))
 
