@@ -1,0 +1,191 @@
+"""Ctrl-C in a loop, a scope or a pass over data: the same process goes on, with the values of whole rounds."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from psclient._src.processes.interrupts import HELD
+from tests.kit.strategies import opened
+
+
+def twice(*args, **kwargs):
+    """Ctrl-C, and once more."""
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+
+
+class Loop:
+    """Trains a number that each step adds one to, by a dataset or without; says what is wrong with it."""
+
+    def __init__(self, strategy):
+        self.strategy = strategy
+        with strategy.scope():
+            self.v = ps.Variable(np.zeros(1, "float32"))
+            self.optimizer = ps.optimizers.SGD(1.0)
+        self.data = strategy.experimental_distribute_dataset([np.ones((2, 1), "float32")] * 3)
+
+    def step(self):
+        self.strategy.run(lambda: self.optimizer.apply_gradients([(-np.ones(1, "float32"), self.v)]))
+        self.v.numpy()
+
+    def epoch(self):
+        for _ in self.data:
+            self.step()
+
+    def for_ever(self):
+        while True:
+            self.epoch()
+
+    def check(self, before, most):
+        """The interrupted call has made whole steps, and what follows makes all of its own."""
+        now = float(self.v.numpy()[0])
+        assert now in [before + n for n in range(most + 1)]
+        assert not ps.has_strategy()
+        self.step()
+        self.epoch()
+        assert float(self.v.numpy()[0]) == now + 4
+        assert float(self.strategy.reduce("MEAN", np.float32(1), axis=None)) == 1
+
+
+def test_an_interrupt_waits_for_the_end_of_a_block():
+    """It is raised there, once, by the handler that was there; a second one is raised at once, and ends no block."""
+    seen, before = [], signal.getsignal(signal.SIGINT)
+
+    def theirs(number, frame):
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    def within():
+        with HELD:
+            signal.raise_signal(signal.SIGINT)
+        assert seen == []
+
+    signal.signal(signal.SIGINT, theirs)
+    try:
+        with pytest.raises(KeyboardInterrupt), HELD:
+            within()
+        assert seen == [signal.SIGINT]
+        with pytest.raises(KeyboardInterrupt), HELD:
+            twice()
+        assert len(seen) == 2
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert len(seen) == 3
+        with HELD:  # another thread is none that it interrupts
+            worker = threading.Thread(target=lambda: HELD.__enter__())
+            worker.start()
+            worker.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_interrupt_while_a_round_is_sent_ends_the_session():
+    """The others wait for what this process has not sent: it says what is lost, and goes on no more."""
+    with opened("embedded-1") as strategy:
+        loop = Loop(strategy)
+        loop.step()
+        pushes = strategy.backend.exchange
+
+        pushes._said, said = twice, pushes._said
+        with pytest.raises(KeyboardInterrupt):
+            loop.step()
+        pushes._said = said
+        with pytest.raises(ps.errors.PSError, match=r"interrupted twice in round \d+, .*is lost, .*restart"):
+            loop.step()
+
+
+# ---- Errors of a dataset ----
+
+
+def test_a_pass_that_ends_by_an_error_is_over():
+    """Steps after it count; the next pass is as if it had not been."""
+    broken = True
+
+    class Data:
+        def __iter__(self):
+            for number in range(3):
+                if broken and number == fails_at:
+                    raise OSError("the disk is gone")
+                yield np.ones((2, 1), "float32")
+
+    with opened("servers-2x1") as strategy:
+        loop = Loop(strategy)
+        loop.data = strategy.experimental_distribute_dataset(Data())
+        for fails_at in (0, 1, 2):
+            broken = True
+            before = float(loop.v.numpy()[0])
+            with pytest.raises(OSError, match="the disk is gone"):
+                loop.epoch()
+            broken = False
+            loop.check(before, fails_at)  # batches are read ahead
+
+
+# ---- Forks and strategies that are dropped ----
+
+
+def test_a_fork_is_told_that_it_has_no_servers():
+    """At once, whatever it calls; a strategy of its own works there."""
+    with opened("embedded-1") as strategy:
+        loop = Loop(strategy)
+        loop.step()
+        calls = [loop.step, loop.epoch, lambda: loop.v.assign([2.0]), lambda: strategy.reduce("SUM", 1.0, axis=None)]
+        with strategy.scope():
+            table = ps.Variable(np.zeros((4, 2), "float32"))
+        calls.append(lambda: table.lookup([1]))
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            said = []
+            for call in calls:
+                try:
+                    call()
+                    said.append("nothing")
+                except BaseException as error:
+                    said.append(str(error))
+            os.write(writer, pickle.dumps(said))
+            os._exit(0)
+        os.close(writer)
+        with open(reader, "rb") as file:
+            said = pickle.loads(file.read())
+        os.waitpid(pid, 0)
+        assert len(said) == len(calls)
+        assert all("this process is a fork" in text and "num_workers=0" in text for text in said), said
+        loop.check(1.0, 0)
+
+
+def test_a_strategy_that_nothing_refers_to_is_closed():
+    """As in a notebook, whose cell makes another one: its server ends."""
+    import gc
+
+    def cell():
+        strategy = ps.ParameterServerStrategy(lane="tcp")
+        Loop(strategy).step()
+        return strategy._embedded._process
+
+    processes = [cell() for _ in range(2)]
+    gc.collect()
+    for process in processes:
+        process.wait(30)
+
+
+def test_random_moments_are_no_others():
+    """A real signal, in a loop of small steps."""
+    rng = random.Random(3)
+    with opened("servers-2x1") as strategy:
+        loop = Loop(strategy)
+        loop.epoch()
+        for _ in range(10):
+            button = threading.Timer(rng.uniform(0.001, 0.03), os.kill, (os.getpid(), signal.SIGINT))
+            button.start()
+            with pytest.raises(KeyboardInterrupt):
+                loop.for_ever()
+            button.join()
+            loop.check(float(loop.v.numpy()[0]), 0)
