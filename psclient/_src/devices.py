@@ -226,7 +226,7 @@ def is_array(value: object) -> bool:
     return isinstance(value, np.generic) or hasattr(value, "__dlpack_device__")
 
 
-def as_array(value: object) -> AnyArray:
+def as_array(value: Any) -> AnyArray:
     """Returns a value as a NumPy or CuPy array, where it lies; copies only if it must.
 
     Args:

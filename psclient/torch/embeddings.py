@@ -50,7 +50,7 @@ class TableRows:
                 f"the rows of a {type(table).__name__} cannot be looked up; give a ps.Variable, or a table of "
                 "ps.dynamic_embedding.get_variable, which is created in strategy.scope()"
             )
-        if np.dtype(table.dtype) not in map(np.dtype, DTYPES.values()):
+        if np.dtype(table.dtype) not in [np.dtype(each) for each in DTYPES.values()]:
             raise TypeError(f"table {table.name!r} is of {table.dtype}; rows that are trained are floating")
         found = cls._known.get(id(table))
         if found is None:

@@ -144,8 +144,8 @@ class Gradients:
                 without.append(each)
                 if key not in self._sent:
                     continue  # module.zero_grad() has taken it
-            known = self._sent.get(key, (gradient, self._versions.get(key)))
-            if known[1] is not None and (gradient is not known[0] or known[0]._version != known[1]):
+            sent, version = self._sent.get(key, (gradient, self._versions.get(key)))
+            if version is not None and (sent is None or gradient is not sent or sent._version != version):
                 self.refuse(CHANGED.format(repr(each.name)))
         return without
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster, until
+from pstesting.processes import CALM, CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, W2, ProcessCluster, until
 from pstesting.script import ME, add, gate, say
 from tests.kit.internals import ABANDONED, SERVER_LOST, RemoteServer, Task, start_server
 from tests.kit.shell import children, listens, open_files, shell, sockets_of
@@ -82,6 +82,7 @@ def train(servers, leaves=-1, fails=-1):
                 return
             gate("on")
             if fails == ME:
+                os.environ["PS_SCRIPT_ERROR"] = "leave"  # as if something started it again
                 raise ValueError("a slip")
 
 
@@ -264,3 +265,43 @@ def test_strategies_leave_nothing_in_their_process(tmp_path):
     (tmp_path / "program.py").write_text(call)
     done = shell(["python", "program.py"], tmp_path, SECONDS)
     assert (done.code, done.left) == (0, ()), done.err
+
+
+# ---- A script that fails ----
+
+
+def fail_alone(leaves):
+    if leaves:
+        os.environ["PS_SCRIPT_ERROR"] = "leave"
+    strategy = ps.ParameterServerStrategy()
+    with strategy.scope():
+        v = ps.Variable(np.zeros(1), name="v")
+        optimizer = ps.optimizers.SGD(1.0)
+    for step in range(12 if leaves else 10**6):
+        if step == 5 and ME == 1:
+            say("fails", float(v.numpy()[0]))
+            raise KeyError("my bug")
+        strategy.run(lambda: optimizer.apply_gradients([(-np.ones(1), v)]))
+    say("is", float(v.numpy()[0]))
+
+
+@pytest.mark.parametrize("ps_tasks", [1, 2])
+def test_a_script_that_fails_ends_its_job(tmp_path, ps_tasks):
+    """No round is made without its part; all processes end at once, and name the worker and its error."""
+    with ProcessCluster(fail_alone, tmp_path, (False,), ps=ps_tasks, workers=3, chief="driver") as job:
+        assert job.hear(W1, "fails") == 15.0
+        for task in (W0, W2):
+            assert job.exited(task, 10) == 1
+            assert f"the script of {W1} ended with KeyError: 'my bug'" in job.errors(task)
+        assert job.exited(W1) == 1
+        assert "KeyError: 'my bug'" in job.errors(W1)
+        assert "PS_REPLICATION" not in "".join(map(job.errors, (W0, W1, W2, CHIEF, PS0)))
+
+
+def test_others_go_on_where_something_starts_it_again(tmp_path):
+    """As `PS_SCRIPT_ERROR=leave` says, which launchers with restarts set."""
+    with ProcessCluster(fail_alone, tmp_path, (True,), workers=2, restarts=0) as job:
+        assert job.hear(W1, "fails") == 10.0
+        assert job.exited(W1) == 1
+        assert job.hear(W0, "is") == 10.0 + 7.0
+        assert job.exited(W0) == 0

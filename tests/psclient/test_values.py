@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,7 +18,7 @@ import psclient as ps
 from psclient._src import context, nest, values
 from psclient._src.arraylike import Mirrored
 from psclient._src.context import ReplicaContext
-from psclient._src.devices import CPU
+from psclient._src.devices import CPU, as_array
 from psclient._src.values import Component, DistributedValues, PerReplica
 from tests.kit.strategies import refused
 
@@ -329,3 +331,47 @@ def test_the_default_context_is_one_replica():
     assert replica.all_reduce("sum", {"a": 1}) == {"a": 1}
     given = object()
     assert replica.all_reduce("sum", given) is given
+
+
+class Frozen(Mapping):
+    """A mapping that cannot be changed, and is made of a dict."""
+
+    def __init__(self, of):
+        self._of = dict(of)
+
+    def __getitem__(self, key):
+        return self._of[key]
+
+    def __iter__(self):
+        return iter(self._of)
+
+    def __len__(self):
+        return len(self._of)
+
+
+def test_mappings_are_nests():
+    """Of any kind, which they keep, with what else they carry; each leaf has a path."""
+    user = UserDict(a=1, b=(2, 3))
+    user.name = "kept"
+    for given in (user, Frozen(user), MappingProxyType(dict(user)), dict(user)):
+        made = nest.map_structure(lambda x: -x, given)
+        assert type(made) is type(given)
+        assert {**made} == {"a": -1, "b": (-2, -3)}
+        assert [*nest.paths({"x": given})] == [("['x']['a']", 1), ("['x']['b'][0]", 2), ("['x']['b'][1]", 3)]
+        assert nest.map_structure(lambda x, y: x + y, given, {"b": (10, 20), "a": 30})["b"] == (12, 23)
+    assert nest.map_structure(lambda x: x, user).name == "kept"
+    assert user == {"a": 1, "b": (2, 3)}
+
+
+def test_arrays_of_other_libraries():
+    """In this machine's byte order; what NumPy has no array for is told with the remedy."""
+    swapped = as_array(np.arange(3, dtype=">f4"))
+    assert (swapped.dtype.isnative, swapped.tolist()) == (True, [0, 1, 2])
+    plain = np.arange(3.0)
+    assert as_array(plain) is plain
+    assert as_array(np.ma.masked_array(plain, [False] * 3)).tolist() == [0, 1, 2]
+    refused(TypeError, r"masked.*x\.filled", lambda: as_array(np.ma.masked_array(plain, [True, False, False])))
+    refused(TypeError, "parts of different shapes.*pad", lambda: as_array([[1, 2], [3]]))
+    sparse = pytest.importorskip("scipy.sparse")
+    for matrix in (sparse.eye(2).tocsr(), sparse.coo_array(np.eye(2))):
+        refused(TypeError, r"of SciPy is sparse.*x\.toarray\(\)", lambda matrix=matrix: as_array(matrix))

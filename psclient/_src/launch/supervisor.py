@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from psclient._src.config import child_environ
+from psclient._src.config import SCRIPT_ERROR, child_environ
 from psclient._src.launch.joining import JobIsOver, Joined, Joiner
 from psclient._src.launch.script import say
 from psclient._src.processes import process as starts
@@ -87,4 +87,4 @@ def _run(child: _Child, joined: Joined, arguments: Sequence[str]) -> int:
     """Runs the script once; returns the process's return code."""
     command = [sys.executable, "-P", "-m", "psclient", "--die-with-parent", str(os.getpid()), *arguments]
     here = len(joined.cluster.at_host_of(joined.task))
-    return child.run(command, child_environ(here, None, joined.variables()))
+    return child.run(command, child_environ(here, None, {**joined.variables(), SCRIPT_ERROR: "leave"}))

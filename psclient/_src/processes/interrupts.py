@@ -39,7 +39,7 @@ class Interrupts:
 
     def _stand_in_front(self) -> None:
         theirs = signal.getsignal(signal.SIGINT)
-        if callable(theirs) and theirs is not signal.SIG_DFL and theirs is not signal.SIG_IGN:
+        if callable(theirs):  # else SIGINT ends the process, or is ignored
             self._theirs = theirs
             signal.signal(signal.SIGINT, self._handle)
 

@@ -456,10 +456,10 @@ class ParameterServerStrategy(Strategy):
         except CheckpointError as error:
             self._undone = CheckpointError(f"the last {error.message}", str(self.task))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None = None, *rest: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._failed = self._failed or not (kind is None or issubclass(kind, Leaving))
-        self._raised = error
-        super().__exit__(kind, error, *rest)
+        self._raised = rest[0] if rest and isinstance(rest[0], BaseException) else None
+        super().__exit__(kind, *rest)
 
 
 def _close_dropped(strategy: ParameterServerStrategy) -> None:

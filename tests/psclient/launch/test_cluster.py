@@ -124,6 +124,7 @@ def test_the_first_failure_ends_all(script, log_format):
     assert (outcome.code, outcome.task) == (1, Task("worker", 1))
     assert outcome.report.startswith("psworker: /job:worker/task:1 failed (exit code 1):\nTraceback")
     assert outcome.report.endswith("ValueError: broken")
+    assert outcome.summary == "psworker: /job:worker/task:1 failed (exit code 1): ValueError: broken"
     assert "runpy" not in outcome.report
     assert "psclient" not in outcome.report
     assert cluster.processes[Task("worker", 0)].returncode == 128 + signal.SIGTERM

@@ -340,3 +340,13 @@ def test_a_line_of_a_log_is_never_broken():
     text = logging_setup.Json().format(record)
     lines, _ = relayed(text.encode() + b"\n")
     assert [line.text for line in lines] == [text]
+
+
+def test_one_error_that_ends_several_workers_is_said_once():
+    """The first line says what it is; others, from another place of the script too, that theirs is the same."""
+    out, other = io.StringIO(), Task("worker", 1)
+    printer = Printer(out, out, colour=False)
+    for task, text in ((WORKER, "all is lost (a.py:3)"), (other, "all is lost (a.py:9)"), (WORKER, "another (a.py:3)")):
+        printer(Line(task, True, f"psworker: {task}: error: {text}"))
+    said = [line.partition("error: ")[2] or line.partition("] ")[2] for line in out.getvalue().splitlines()]
+    assert said == ["all is lost (a.py:3)", f"the same error as of {WORKER}", "another (a.py:3)"]
