@@ -13,7 +13,7 @@ from psclient._src.devices import CPU
 from psclient._src.variables.kinds import Cell, SyncOnReadVariable
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from psclient.torch.parameters import name_of
-from pswire.model.tensor import Array
+from pswire.model.tensor import DTYPES, Array
 
 Mode = Literal["own", "mean"]
 """How the workers' buffers belong together: each keeps its own, or all have the mean of floating ones after a step."""
@@ -118,13 +118,12 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def _created(name: str, buffer: torch.Tensor) -> Variable:
     """Creates the variable of a buffer, which gets the first worker's value. In the strategy's scope."""
-    try:
-        first = np.array(on_host(buffer))
-    except TypeError:
+    first = np.array(on_host(buffer))
+    if first.dtype.name not in DTYPES:
         raise ValueError(
             f"buffer {name!r} is {buffer.dtype}, which servers do not have; register it with persistent=False, or keep "
             "it in another dtype"
-        ) from None
+        )
     made: Any = Variable(
         first,
         trainable=False,

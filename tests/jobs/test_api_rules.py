@@ -144,7 +144,7 @@ def test_what_was_recorded_before_an_error_is_done(single):
         kept[1].numpy()
 
 
-def test_an_interrupt_within_a_round_ends_the_session():
+def test_a_second_interrupt_within_a_round_ends_the_session():
     """The servers have its contribution: the next section would be taken for a resend, and its own lost."""
     with opened() as strategy:
         w = variable(strategy)
@@ -154,7 +154,7 @@ def test_an_interrupt_within_a_round_ends_the_session():
         with pytest.raises(KeyboardInterrupt):
             w.assign_add(1.0)
         strategy._exchange._stand_in = original
-        with pytest.raises(ps.errors.Fenced, match="interrupted in round"):
+        with pytest.raises(ps.errors.Fenced, match="interrupted twice in round 1"):
             w.assign_add(100.0)
 
 

@@ -137,7 +137,7 @@ PLAN = plan.Plan(
         plan.Reduction("sum", VECTOR, (1,), "gradient of 'u'", codec=compression.Codec("float16")),
         plan.Reduction("sum", VECTOR, (1,), "gradient of 'x'", codec=compression.Codec("bfloat16")),
     ),
-    operands=(plan.Operand(SCALAR, (1, 2)),),
+    operands=(plan.Operand(SCALAR, (1, 2), "rate of group 1"),),
     programs=(PROGRAM,),
     applies=(
         plan.Apply(

@@ -233,8 +233,8 @@ def test_a_step_in_one_worker_only():
 
     for found in outcomes(work):
         assert isinstance(found, ps.errors.PSError)
-        assert "update variable" in str(found)
-        assert "reduce sum" in str(found)
+        assert "reduce sum float64[3] for '2.bias'" in str(found)
+        assert "reduce sum float64[]" in str(found)
 
 
 def test_a_worker_that_ends_is_not_waited_for():

@@ -15,6 +15,7 @@ from psclient._src.distribute.reduction import combine
 from psclient._src.rounds.prepared import PlanShares
 from psclient._src.rounds.rounds import Outgoing
 from psclient._src.rounds.section import Section
+from psclient._src.rounds.window import MANY_STEPS
 from psserver.plans.prepared import PreparedPlan
 from pstesting import InProcessCluster
 from pswire.api import RoundReply
@@ -158,10 +159,11 @@ def test_lines_are_kept_until_they_are_said(alone):
     """Each once, and none after that: a script may never begin another step."""
     _, one, plan = alone
     window = one.exchange.window
-    for number in range(20):
-        value_of(one, send(one, plan, number))
-    assert len(window._lines) == 1
-    window.begin_step()
+    for _ in range(MANY_STEPS):
+        for number in range(5):
+            value_of(one, send(one, plan, number))
+        assert len(window._lines) == 1
+        window.begin_step()
     for number in range(5):
         value_of(one, send(one, plan, number))
     assert not window._lines
