@@ -192,17 +192,22 @@ with ps.ParameterServerStrategy().scope():
 """
 
 
+ERROR = r"psworker: /job:worker/task:\d: error: "
+
+
 def cluster(tmp_path, script: str, *flags: str) -> Done:
     (tmp_path / "script.py").write_text(script.lstrip())
     return shell(["psworker", "--standalone", *flags, "script.py"], tmp_path)
 
 
 def failed(done: Done, says: str) -> None:
-    """A whole cluster ended with a worker's failure, whose own line comes last."""
+    """A whole cluster ended with a worker's failure: its own line is there once, and the launcher's, cut, comes last."""
     assert done.code == 1, done.err
-    heading, line = done.err.splitlines()[-2:]
-    assert re.fullmatch(r"psworker: /job:worker/task:\d failed \(exit code 1\):", heading)
-    assert re.fullmatch(rf"psworker: /job:worker/task:\d: error: {says}", line), line
+    own = [line for line in done.err.splitlines() if re.fullmatch(rf"\[worker \d\] {ERROR}{says}", line)]
+    assert len(own) == 1, done.err
+    line = done.err.splitlines()[-1]
+    last = re.fullmatch(r"psworker: /job:worker/task:\d failed \(exit code 1\): (.{40,}?)( \.\.\.)?", line)
+    assert last and re.split(ERROR, own[0])[1].startswith(last[1]), line
     assert "Traceback" not in done.out + done.err
     assert not done.left
 

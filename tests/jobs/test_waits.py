@@ -506,8 +506,9 @@ def for_a_disk(site: Site) -> Iterator[Said]:
 
 @pytest.fixture(autouse=True)
 def heard(caplog, environ, leaves_soon):
-    """What background work says is no warning."""
+    """What background work says is no warning; a worker whose script fails is started again."""
     caplog.set_level("INFO")
+    environ["PS_SCRIPT_ERROR"] = "leave"
     environ["PS_TIMEOUT_WORD"] = str(PATIENT.word)
 
 
