@@ -201,13 +201,14 @@ def cluster(tmp_path, script: str, *flags: str) -> Done:
 
 
 def failed(done: Done, says: str) -> None:
-    """A whole cluster ended with a worker's failure: its own line is there once, and the launcher's, cut, comes last."""
+    """A whole cluster ended with a worker's failure: its own line is there once, and comes last, cut, once more."""
     assert done.code == 1, done.err
     own = [line for line in done.err.splitlines() if re.fullmatch(rf"\[worker \d\] {ERROR}{says}", line)]
     assert len(own) == 1, done.err
     line = done.err.splitlines()[-1]
     last = re.fullmatch(r"psworker: /job:worker/task:\d failed \(exit code 1\): (.{40,}?)( \.\.\.)?", line)
-    assert last and re.split(ERROR, own[0])[1].startswith(last[1]), line
+    assert last, line
+    assert re.split(ERROR, own[0])[1].startswith(last[1]), line
     assert "Traceback" not in done.out + done.err
     assert not done.left
 
