@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from psclient._src.distribute.strategy import Strategy
+from psclient._src.interrupts import INTERRUPTS
 from psclient.jax.parameters import Parameters, Reduction, Values, check_optimizer, strategy_of
 from psclient.jax.rows import Rows
 from psclient.jax.trees import Tree
@@ -155,6 +156,16 @@ class TrainState:
         """
         self._check_newest("apply_gradients")
         self._parameters.apply(grads, rows)
+        after = self._after(self.apply_fn)
+        if INTERRUPTS.held:  # the caller gets that in place of the new state, and goes on with this one
+            self._version, self._values = after._version, None
+        return after
+
+    def newest(self) -> TrainState:
+        """Returns the newest state, for a script that has lost it by an exception. In any context.
+
+        Makes no round.
+        """
         return self._after(self.apply_fn)
 
     def replace(self, **changes: Any) -> TrainState:
@@ -191,7 +202,8 @@ class TrainState:
         if self._version != self._parameters.version:
             raise RuntimeError(
                 f"{what} is called on a state of which there is a newer one, and servers have one value of each "
-                "parameter; go on with what apply_gradients returned: state = state.apply_gradients(grads=grads)"
+                "parameter; go on with what apply_gradients returned: state = state.apply_gradients(grads=grads); or, if "
+                "an exception has come between, with state = state.newest()"
             )
 
     def __repr__(self) -> str:

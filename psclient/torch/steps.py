@@ -14,6 +14,7 @@ from psclient._src.conversions import on_host, to_torch
 from psclient._src.devices import Coming
 from psclient._src.distribute.reduction import Absent
 from psclient._src.distribute.strategy import Strategy
+from psclient._src.interrupts import INTERRUPTS
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.rounds.buffers import Buffer
 from psclient._src.rounds.section import Section
@@ -78,6 +79,7 @@ class Steps:
         self.overflows = 0.0
         self._means_sent = 0
         self._under_way: Section | None = None  # of the round that was sent while backward went on
+        self._unfinished: Callable[[], None] | None = None  # ends a step whose round was sent
 
     # ---- What the optimizer calls ----
 
@@ -95,19 +97,24 @@ class Steps:
         """
         with context.within(self.strategy):
             context.require_cross_replica(self.strategy, "step")
+        self._finish()
         trained = self._active()
         self._check_there(self.gradients.check(trained))
         if self._under_way is not None:
-            section = self._check_sent(trained, scale)
+            section: Section | None = self._check_sent(trained, scale)
         else:
             self._prepare(scale)
-            if scale is not None and self._overflows(trained, overflow):
-                self._end(trained)
-                return
-            section = self._send(trained, scale, overflow)
-        self._backend.reader.take_all()
-        self._take(section, scale)
-        self._end(trained)
+            left_out = scale is not None and self._overflows(trained, overflow)
+            section = None if left_out else self._send(trained, scale, overflow)
+        self._forget_gradients()
+        self._unfinished = partial(self._end, section, trained, scale)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Ends the step whose round was sent, if there is one: an interrupt may have come while it was waited for."""
+        if self._unfinished is not None:
+            self._unfinished()
+            self._unfinished = None
 
     def bind(self, some: Sequence[Trained]) -> None:
         """Has rounds write values into the memory of parameters, where they are now, and sees their gradients."""
@@ -121,10 +128,14 @@ class Steps:
     def release(self) -> None:
         """Sees no gradients any more, and lets go of the parameters."""
         self.gradients.close()
+        if self._under_way is not None:
+            self._under_way = None
+            INTERRUPTS.release()
         self._backend.reader.into([(each.variable, None) for each in self.trained])
 
     def forget(self) -> None:
         """Forgets which gradients have come, and those of rows."""
+        self._finish()
         self.gradients.forget()
         for rows in self.tables:
             rows.forget()
@@ -142,6 +153,7 @@ class Steps:
 
     def begin_batch(self, examples: int, total: int) -> None:
         """A batch begins, of which this worker has a part."""
+        self._finish()
         self.refresh()
         workers = self._backend.group.share()[1]
         weighs = self._averages and not self._backend.group.alone
@@ -229,7 +241,16 @@ class Steps:
         if scale is not None:
             self.overflows = float(found[-1][0])
 
-    def _end(self, trained: Sequence[Trained]) -> None:
+    def _forget_gradients(self) -> None:
+        self.gradients.end()
+        for rows in self.tables:
+            rows.forget()
+
+    def _end(self, section: Section | None, trained: Sequence[Trained], scale: float | None) -> None:
+        """Waits for the round of a step, and takes its values; without a section the step was left out."""
+        if section is not None:
+            self._backend.reader.take_all()
+            self._take(section, scale)
         self.refresh()
         self._fetch([each for each in trained if not each.on_host])
         if trained:
@@ -237,9 +258,6 @@ class Steps:
         for each in trained:
             each.version = each.tensor._version
         self._changes.note(self.trained)
-        self.gradients.end()
-        for rows in self.tables:
-            rows.forget()
         self.strategy.begin_step()
         self._backend.reader.begin_step()
 
@@ -267,10 +285,12 @@ class Steps:
         trained = self._active()
         if not (self._early and _is_large(trained) and _will_come(trained)):
             return None
+        self._finish()
         self._prepare(None)
         sent = self._promise(trained)
         if sent is None:
             return None
+        INTERRUPTS.hold()  # until the step: a gradient that does not come would be missing to all
         self._under_way, promised = sent
         return promised
 
@@ -301,11 +321,14 @@ class Steps:
         if why:
             self._under_way = section
             self._refuse(f"gradients had left for the servers when {why}")
+        INTERRUPTS.release()
         return section
 
     def _refuse(self, why: str) -> NoReturn:
         """Raises an error; where gradients have left, which nobody can take back, this process has no part any more."""
         if self._under_way is not None:
+            self._under_way = None
+            INTERRUPTS.release()
             session = self._backend.group.session
             session.end(PSError(why, str(session.task)))
         raise RuntimeError(why)

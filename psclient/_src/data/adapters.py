@@ -17,6 +17,7 @@ import numpy as np
 from psclient._src import nest
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.devices import AnyArray, as_array, is_array
+from psclient._src.interrupts import waits
 from psclient._src.nest import Nest
 from psclient._src.options import ArraySpec
 
@@ -128,6 +129,7 @@ class Iterated:
         self._dataset = dataset
         self._spec: Nest | None = None
 
+    @waits
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """The batches of a data epoch; each is read when it is asked for, and once."""
         for index, item in self._items(epoch, start):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from psclient._src import context, values
 from psclient._src.context import ReplicaContext, StrategyFace
 from psclient._src.devices import Device, device_scope
+from psclient._src.interrupts import call, waits
 from psclient._src.nest import Nest
 
 CrossReplica = Callable[[Callable[[], Nest]], Nest]
@@ -118,7 +119,7 @@ class ReplicaRunner:
         device = self.devices[replica]
         here = ReplicaContext(self._strategy, replica, device, merge, self._slice)
         with context.enter_replica(here), device_scope(device):
-            return fn(*args, **kwargs)
+            return call(fn, *args, **kwargs)
 
     def _run_here(self, fn: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> Nest:
         failures: list[Exception | RunAgain] = []
@@ -248,6 +249,7 @@ class _Meeting:
                     error.add_note(where)
             self._changed.notify_all()
 
+    @waits
     def gather(self) -> list[_MergeRequest] | None:
         """Waits until all replicas wait, or all have ended.
 

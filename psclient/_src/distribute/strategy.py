@@ -21,6 +21,7 @@ from psclient._src.data.dynamic import DynamicDataset
 from psclient._src.devices import Value
 from psclient._src.distribute import extended_v1
 from psclient._src.distribute.backend import Backend
+from psclient._src.interrupts import INTERRUPTS
 from psclient._src.nest import Nest
 from psclient._src.options import (
     AutoShardPolicy,
@@ -32,7 +33,6 @@ from psclient._src.options import (
     ValueContext,
 )
 from psclient._src.processes import shutdown
-from psclient._src.processes.interrupts import HELD
 from psclient._src.variables.variable import Variable
 
 T = TypeVar("T")
@@ -412,29 +412,22 @@ class _Scope(threading.local):
         self._entered: list[tuple[int, bool]] = []  # how deep the thread stood before, and if it was in no scope
 
     def __enter__(self) -> Strategy:
-        deep = len(self._entered)
-        try:
-            with HELD:
-                outermost, depth = not context.has_strategy(), context.depth()
-                context.enter_strategy_scope(self._strategy).__enter__()
-                self._entered.append((depth, outermost))
-            return self._strategy
-        except BaseException as error:  # an interrupt that was held: nobody will leave what is entered
-            if len(self._entered) > deep:
-                self.__exit__(type(error), error, None)
-            raise
+        INTERRUPTS.guard()
+        outermost, depth = not context.has_strategy(), context.depth()
+        context.enter_strategy_scope(self._strategy).__enter__()
+        self._entered.append((depth, outermost))
+        return self._strategy
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            with HELD:
-                _, outermost = self._entered[-1]
-                if outermost and (kind is None or issubclass(kind, Exception)):
-                    # What was recorded before an error is done, as on other processes; an interrupt waits for nobody.
-                    self._flush(error)
-                elif outermost:
-                    self._strategy.backend.drop()
+            _, outermost = self._entered[-1]
+            if outermost and (kind is None or issubclass(kind, Exception)):
+                # What was recorded before an error is done, as on other processes; an interrupt waits for nobody.
+                self._flush(error)
+            elif outermost:
+                self._strategy.backend.drop()
         finally:
             context.leave_scope(self._entered.pop()[0])
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 import pswire
+from psclient._src.interrupts import calls_user
 from psclient._src.processes import shutdown
 from psclient._src.processes.sigterm import NOTICE
 from pswire.cluster import Task
@@ -96,6 +97,7 @@ def _run_as(script: str, program: Callable[[], object], task: Task | None, debug
     return code or shutdown.code_after(failures)
 
 
+@calls_user
 def _run(program: Callable[[], object]) -> int:
     try:
         program()

@@ -20,9 +20,9 @@ from psclient._src.devices import Coming
 from psclient._src.distribute.compressed import compress
 from psclient._src.distribute.reduction import SentRows
 from psclient._src.distribute.strands import Marks, PlanCutter, PlanPart
+from psclient._src.interrupts import INTERRUPTS
 from psclient._src.processes.aggregation.host_group import HostGroup
 from psclient._src.processes.aggregation.pushes import Pushes
-from psclient._src.processes.interrupts import HELD
 from psclient._src.rounds.awaited import Awaited
 from psclient._src.rounds.buffers import Buffer, Buffers
 from psclient._src.rounds.buffers import pack as pack_buffers
@@ -351,13 +351,13 @@ class Exchange:
             self.own.take_all()  # what lies on its way unused would leave no room on the lane for what streams
         window.make_room()
         strand = self._alone if alone else self._shared
-        with HELD:
-            round = self._push_all(outgoing, shares, observes, waits, unchanged, strand, traced)
-            window.add(round)
-            for buffer in buffers.values():
-                buffer.round = round
-            for each in coming:
-                each.when(partial(self._came, round))
+        INTERRUPTS.guard()
+        round = self._push_all(outgoing, shares, observes, waits, unchanged, strand, traced)
+        window.add(round)
+        for buffer in buffers.values():
+            buffer.round = round
+        for each in coming:
+            each.when(partial(self._came, round))
         if waits:
             window.values(round)
         return round

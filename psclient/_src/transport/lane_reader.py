@@ -13,6 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from typing import Any
 
+from psclient._src.interrupts import waits
 from psclient._src.transport.lane import Lane
 
 
@@ -65,8 +66,9 @@ class LaneReader:
                 self._turn.release()
         if not (future.done() or self._end.done()):
             # Another thread receives, or nothing that comes on a lane is waited for.
-            wait((future, self._end), max(until - time.monotonic(), 0), FIRST_COMPLETED)
+            _await((future, self._end), until)
 
+    @waits
     def _receive(self, taken: Sequence[Lane], future: Future[Any], until: float) -> None:
         """Receives on lanes that were taken over until there is an answer, or all are lost; gives lost ones back."""
         self._thread = threading.get_ident()
@@ -88,3 +90,8 @@ class LaneReader:
             for file in [file for file, lane in lanes.items() if lane.lost]:
                 poll.unregister(file)
                 lanes.pop(file).give_back(self._ring)
+
+
+@waits
+def _await(futures: Sequence[Future[Any]], until: float) -> None:
+    wait(futures, max(until - time.monotonic(), 0), FIRST_COMPLETED)

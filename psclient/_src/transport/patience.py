@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from psclient._src.interrupts import waits
 from pswire.errors import TaskTaken
 from pswire.limits import Timeouts
 
@@ -86,6 +87,7 @@ class Deadline:
         return self._end + self._patience.stood() - self._clock()
 
 
+@waits
 def until_free(call: Callable[[], T], timeouts: Timeouts, ended: threading.Event) -> T:
     """Repeats a call while another process has this task: if that is gone, until its lease is over.
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import grpc
 
+from psclient._src.interrupts import waits
 from pswire.cluster import Task
 from pswire.encoding.verbs import UNANSWERED, Verb, refused
 from pswire.errors import BY_NAME, ConfigError, InvalidRequest, PSError, ServerGone, ServerLost, Unreachable
@@ -85,6 +86,7 @@ class Attempts:
         self._life += 1
         self.opened, self._silent_since, self._lost_since = False, None, None
 
+    @waits
     def until_answered(self, verb: Verb, once: Callable[[float], T], extra: float = 0.0, ends: bool = False) -> T:
         """Repeats an attempt until it is answered, its deadline has passed, or the server is lost.
 

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from psclient._src.devices import Device
+from psclient._src.interrupts import waits
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.forks import Owner
 from psclient._src.transport.hosting import Hosting
@@ -212,6 +213,7 @@ class Session(LogCalls):
         """Opens the session on the server that keeps them; waits while another process has the task."""
         return until_free(partial(self._open_at, self.log_server, key), self.timeouts, self._ended)
 
+    @waits
     def _unless_broken(self, work: Callable[[], T]) -> T:
         """Returns what a call gives that may wait for long, or what ends the session meanwhile."""
         self.owner.check()
@@ -378,6 +380,7 @@ class Session(LogCalls):
         """Makes the deadline of waits that begin now; the time in which a server is silent does not count."""
         return self._patience.deadline(seconds)
 
+    @waits
     def pause(self, seconds: float) -> None:
         """Waits for some seconds; raises what ends the session meanwhile."""
         wait((self._broken,), seconds)
