@@ -112,7 +112,7 @@ class Early(Torch):
     """As `Torch`, with gradients that leave while backward goes on."""
 
     def __init__(self, strategy: Any) -> None:
-        super().__init__(strategy, 1_500_000)
+        super().__init__(strategy, 600_000)
 
 
 class Jax(Loop):

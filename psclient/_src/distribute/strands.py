@@ -6,7 +6,7 @@ others. A section that is wholly of one kind stays one plan.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set, Sized
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -34,11 +34,6 @@ class Marks:
 
     def __bool__(self) -> bool:
         return bool(self.reductions or self.applies or self.trims)
-
-    def cover(self, reductions: Sized, applies: Sized, trims: Sized) -> bool:
-        """Returns whether each worker makes all of these alone, which are all of the section's."""
-        found = (reductions, self.reductions), (applies, self.applies), (trims, self.trims)
-        return bool(self) and all(len(marked) >= len(some) for some, marked in found)
 
     @property
     def key(self) -> tuple[frozenset[int], ...]:

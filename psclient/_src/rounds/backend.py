@@ -415,12 +415,9 @@ class RemoteBackend(_RemoteVariables):
 
     def drop(self) -> None:
         """Forgets the calling thread's open section: what recorded it failed."""
-        section = self._mine()
-        if section is not None:
+        # The others wait in this section's round. If this process goes on, its next section is in that.
+        if self._mine() is not None:
             self._end_section()
-            if not section.is_alone:
-                # The other processes make this section's round. This one leaves it out, and is told so if it goes on.
-                self.group.skip_round()
 
     # ---- The end ----
 

@@ -377,10 +377,6 @@ class Group(Follower):
         if self._announced is not None and not self._announced.join_point:
             self._take_in(self._announced)
 
-    def skip_round(self) -> None:
-        """This process did not make a section that the others make: their round is over without it."""
-        self.round += 1
-
     def due(self, join_point: str) -> Epoch | None:
         """Returns the epoch whose new members begin when this process comes to a join point; None if there is none."""
         announced = self._announced
@@ -498,8 +494,7 @@ class Group(Follower):
             epoch = self._news.epochs[number]
             start = epoch.start or self._news.starts.get(number)
             if start is not None and epoch.session(self.session.number):
-                # Who begins with all others may have left out sections already.
-                self.epoch, self.round = epoch, start.round + (self.round if epoch.start else 0)
+                self.epoch, self.round = epoch, start.round
                 self.start = start.round
                 self._take_back(epoch)
                 self._taken_in = epoch.join_point

@@ -186,11 +186,6 @@ class Section:
         return len(self._applies)
 
     @property
-    def is_alone(self) -> bool:
-        """True if all that it has is of variables that each worker updates alone: nobody else makes its round."""
-        return self.marks is not None and self.marks.cover(self._reductions, self._applies, self._trims)
-
-    @property
     def flushed(self) -> bool:
         """True if the section has been sent."""
         return self._take is not None
