@@ -171,12 +171,9 @@ class Interrupts:
             sys.settrace(tracer)
 
     def _goes_on(self, frame: FrameType, event: str, arg: object) -> Any:
-        if frame is not self._outer:
-            return None
-        if event == "exception":  # of the call; it is caught here, or this frame returns
-            return self._goes_on
-        self._raise(frame)
-        return frame.f_trace
+        if frame is self._outer:  # at an opcode, an error of the call, or a return: all within the blocks of the call
+            self._raise(frame)
+        return None
 
     def _raise(self, frame: FrameType | None) -> None:
         theirs, self._held = self._held, None
@@ -191,6 +188,7 @@ class Interrupts:
     def _forget(self) -> None:
         """In a fork of the process: nothing that it holds is its own."""
         self._main, self._holds, self._held = threading.get_ident(), 0, None
+        self._unwatch()
 
 
 INTERRUPTS = Interrupts()

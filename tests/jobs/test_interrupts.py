@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
-import random
 import signal
-import threading
 
 import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src.processes.interrupts import HELD
+from tests.kit.interrupted import TIMES, check_alone, check_beside
 from tests.kit.strategies import opened
 
 
@@ -53,38 +51,6 @@ class Loop:
         self.epoch()
         assert float(self.v.numpy()[0]) == now + 4
         assert float(self.strategy.reduce("MEAN", np.float32(1), axis=None)) == 1
-
-
-def test_an_interrupt_waits_for_the_end_of_a_block():
-    """It is raised there, once, by the handler that was there; a second one is raised at once, and ends no block."""
-    seen, before = [], signal.getsignal(signal.SIGINT)
-
-    def theirs(number, frame):
-        seen.append(number)
-        raise KeyboardInterrupt
-
-    def within():
-        with HELD:
-            signal.raise_signal(signal.SIGINT)
-        assert seen == []
-
-    signal.signal(signal.SIGINT, theirs)
-    try:
-        with pytest.raises(KeyboardInterrupt), HELD:
-            within()
-        assert seen == [signal.SIGINT]
-        with pytest.raises(KeyboardInterrupt), HELD:
-            twice()
-        assert len(seen) == 2
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        assert len(seen) == 3
-        with HELD:  # another thread is none that it interrupts
-            worker = threading.Thread(target=lambda: HELD.__enter__())
-            worker.start()
-            worker.join()
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_a_second_interrupt_while_a_round_is_sent_ends_the_session():
@@ -176,16 +142,18 @@ def test_a_strategy_that_nothing_refers_to_is_closed():
         process.wait(30)
 
 
-def test_random_moments_are_no_others():
-    """A real signal, in a loop of small steps."""
-    rng = random.Random(3)
-    with opened("servers-2x1") as strategy:
-        loop = Loop(strategy)
-        loop.epoch()
-        for _ in range(10):
-            button = threading.Timer(rng.uniform(0.001, 0.03), os.kill, (os.getpid(), signal.SIGINT))
-            button.start()
-            with pytest.raises(KeyboardInterrupt):
-                loop.for_ever()
-            button.join()
-            loop.check(float(loop.v.numpy()[0]), 0)
+# ---- Random moments ----
+
+
+@pytest.mark.parametrize("kind", ["plain", "data"])
+@pytest.mark.parametrize("times", TIMES)
+def test_a_process_goes_on_after_interrupts_at_any_moment(tmp_path, kind, times):
+    """It has a server of its own, and the values of whole rounds."""
+    check_alone(kind, times, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["plain", "data"])
+@pytest.mark.parametrize("times", TIMES)
+def test_a_worker_goes_on_after_interrupts_at_any_moment(tmp_path, kind, times):
+    """The other one makes the same steps, and has the same values."""
+    check_beside(kind, times, tmp_path)

@@ -6,55 +6,82 @@ at all shows. It runs by itself, or in one worker of a job; `over` is a number t
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
+import os
 import random
 import signal
-from collections.abc import Callable
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 import psclient as ps
+from pstesting.processes import W0, W1, ProcessCluster
+from pstesting.script import ME, say
+from tests.kit.shell import shell
+
+TIMES = [50, pytest.param(1000, marks=pytest.mark.soak)]
+"""How often a test interrupts a loop."""
+
+SEED = 7
 
 SIZES = (3, 200_000)
-"""Numbers in the variables: one goes at once, the other streams."""
+"""Numbers in the variables."""
+
+AGAIN = 5.0
+"""Seconds after which an interrupt comes once more."""
+
+SECONDS = 900.0
+"""How long all of it may take."""
+
+STUCK = 100.0
+"""Seconds after which a step does not come to an end any more, and says where it stands."""
 
 
 class Loop:
-    """The face of all loops. `made` is the number of steps that variables have, of all workers together."""
+    """A script that trains, one step after the other. Used by one thread.
+
+    Attributes:
+        over: True if this worker asks all others to end, from its next step on.
+        rounds: rounds of a step.
+    """
+
+    rounds = 1
 
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
         self.over = False
-        """True if this worker asks all to end, from the next step on."""
 
     def step(self) -> None:
         raise NotImplementedError
 
     def values(self) -> list[Any]:
+        """The variables, the last of which is above 0 once a worker has asked all to end."""
         raise NotImplementedError
 
     def asked(self) -> bool:
-        """True once a worker has asked all to end."""
-        return float(np.asarray(self.values()[-1]).ravel()[0]) > 0
+        """Returns whether a worker has asked all to end."""
+        return bool(np.asarray(self.values()[-1])[0] > 0)
 
     def made(self) -> int:
-        *values, _ = map(np.asarray, self.values())
-        found = {float(number) for value in values for number in (value.min(), value.max())}
-        assert len(found) == 1, f"a round counts in part: {sorted(found)}"
-        assert found == {float(int(min(found)))}, found
+        """Returns how many steps the variables have, of all workers together."""
+        found = {float(end) for value in map(np.asarray, self.values()[:-1]) for end in (value.min(), value.max())}
+        assert len(found) == 1 and min(found).is_integer(), f"a round counts in part: {sorted(found)}"
         return int(min(found))
 
 
 class Plain(Loop):
-    """NumPy, over a dataset of three batches."""
+    """NumPy."""
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy)
         with strategy.scope():
             self.variables = [ps.Variable(np.zeros(size, "float32"), name=f"v{size}") for size in (*SIZES, 1)]
             self.optimizer = ps.optimizers.SGD(1.0)
-        self.sizes = (*SIZES, 1)
 
     def replica(self) -> None:
         grads = [np.full(size, -1, "float32") for size in SIZES]
@@ -69,7 +96,9 @@ class Plain(Loop):
 
 
 class Data(Plain):
-    """As `Plain`, in passes over a dataset."""
+    """As `Plain`, in passes over a dataset of three batches."""
+
+    rounds = 3
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy)
@@ -81,26 +110,28 @@ class Data(Plain):
 
 
 class Torch(Loop):
-    """PyTorch; gradients leave while backward goes on."""
+    """PyTorch."""
 
-    def __init__(self, strategy: Any, large: int = SIZES[1]) -> None:
+    large = SIZES[1]
+
+    def __init__(self, strategy: Any) -> None:
         super().__init__(strategy)
-        self.torch = torch = importlib.import_module("torch")
+        torch = importlib.import_module("torch")
         pst = importlib.import_module("psclient.torch")
 
         class Net(torch.nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                made = [torch.nn.Parameter(torch.zeros(size)) for size in (SIZES[0], large, large, 1)]
-                self.a, self.b, self.c, self.stop = made
+                self.small, self.a, self.b, self.stop = (torch.nn.Parameter(torch.zeros(size)) for size in sizes)
 
+        sizes = SIZES[0], self.large, self.large, 1
         self.net = Net()
         self.optimizer = pst.Optimizer(self.net, torch.optim.SGD, lr=1.0, strategy=strategy, reduction="sum")
 
     def step(self) -> None:
         net = self.net
         self.optimizer.zero_grad()
-        loss = -(net.a.sum() + net.b.sum() + net.c.sum() + float(self.over) * net.stop.sum())
+        loss = -(net.small.sum() + net.a.sum() + net.b.sum() + float(self.over) * net.stop.sum())
         loss.backward()
         self.optimizer.step()
 
@@ -111,8 +142,7 @@ class Torch(Loop):
 class Early(Torch):
     """As `Torch`, with gradients that leave while backward goes on."""
 
-    def __init__(self, strategy: Any) -> None:
-        super().__init__(strategy, 600_000)
+    large = 600_000
 
 
 class Jax(Loop):
@@ -144,7 +174,7 @@ LOOPS = {kind.__name__.lower(): kind for kind in (Plain, Data, Torch, Early, Jax
 
 
 class Button:
-    """Raises SIGINT at a random moment, by the handler that is there then.
+    """Raises SIGINT at random moments, by the handler that is there then; again, should it be swallowed, as by a callback.
 
     Args:
         seed: of the moments.
@@ -154,27 +184,41 @@ class Button:
     def __init__(self, seed: int, longest: float) -> None:
         self._rng = random.Random(seed)
         self._longest = longest
-        signal.signal(signal.SIGALRM, self._press)
+        signal.signal(signal.SIGALRM, self._interrupt)
 
     @staticmethod
-    def _press(number: int, frame: Any) -> None:
+    def _interrupt(number: int, frame: Any) -> None:
         handler: Any = signal.getsignal(signal.SIGINT)
         handler(signal.SIGINT, frame)
 
-    @staticmethod
-    def release() -> None:
+    def press(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, self._rng.uniform(1e-5, self._longest), AGAIN)
+
+    def release(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
-    def press(self) -> None:
-        signal.setitimer(signal.ITIMER_REAL, self._rng.uniform(1e-5, self._longest), 5.0)
 
+def interrupt(loop: Loop, times: int, seed: int, workers: int = 1) -> None:
+    """Interrupts a loop, and goes on, as the cells of a notebook do; fails where not all of it is of whole rounds.
 
-def interrupt(loop: Loop, times: int, seed: int, longest: float, rounds: int = 1, workers: int = 1, tell: Callable[..., Any] = lambda *rest: None) -> None:
-    """Interrupts a loop so often; each time it goes on, with whole rounds."""
-    button = Button(seed, longest)
+    Args:
+        loop: the loop.
+        times: number of interrupts.
+        seed: of their moments.
+        workers: number of workers, which all make the same steps.
+    """
+    for _ in range(3):
+        loop.step()
+    loop.made()
+    began = time.perf_counter()
+    for _ in range(10):
+        loop.step()
+    loop.made()
+    each = workers * loop.rounds
+    button = Button(seed, (time.perf_counter() - began) / 5)
     for number in range(times):
+        faulthandler.dump_traceback_later(STUCK, exit=True)
         before, whole = loop.made(), 0
-        tell(number, before)
         button.press()
         try:
             while True:
@@ -182,6 +226,56 @@ def interrupt(loop: Loop, times: int, seed: int, longest: float, rounds: int = 1
                 whole += 1
         except KeyboardInterrupt:
             button.release()
-        now = loop.made()
-        assert before + workers * rounds * whole <= now <= before + workers * rounds * (whole + 1), (number, before, whole, now)
-        assert not ps.has_strategy(), "a scope stays entered"
+        now, least = loop.made(), before + each * whole
+        assert least <= now <= least + each, f"interrupt {number}: {whole} steps have made {before} to {now}"
+        assert not ps.has_strategy(), f"interrupt {number}: a scope stays entered"
+    faulthandler.cancel_dump_traceback_later()
+
+
+# ---- Scripts, and what checks them ----
+
+
+def alone(kind: str, times: int) -> None:
+    """Interrupts a loop that trains with a server of its own."""
+    with ps.ParameterServerStrategy() as strategy:
+        loop = LOOPS[kind](strategy)
+        interrupt(loop, times, SEED)
+        before = loop.made()
+        loop.step()
+        assert loop.made() == before + loop.rounds
+
+
+def beside(kind: str, times: int) -> None:
+    """Interrupts the loop of worker 1, while worker 0 makes the same."""
+    with ps.ParameterServerStrategy() as strategy:
+        loop = LOOPS[kind](strategy)
+        if ME == 1:
+            interrupt(loop, times, SEED, workers=2)
+            loop.over = True
+            loop.step()
+        while not loop.asked():
+            loop.step()
+        say("made", loop.made())
+
+
+def check_alone(kind: str, times: int, directory: Path) -> None:
+    """One process; it ends as if nothing had been."""
+    text = f"from tests.kit.interrupted import alone\nalone({kind!r}, {times})\n"
+    (directory / "alone.py").write_text(text, encoding="utf-8")
+    done = shell(["python", "alone.py"], directory, SECONDS, PYTHONPATH=os.pathsep.join(sys.path))
+    assert (done.code, done.err) == (0, "")
+
+
+def check_beside(kind: str, times: int, directory: Path) -> None:
+    """Two workers, one of which is interrupted; both end as if nothing had been, with the same values."""
+
+    def program(kind: str, times: int) -> None:
+        from tests.kit.interrupted import beside
+
+        beside(kind, times)
+
+    with ProcessCluster(program, directory, (kind, times), workers=2) as job:
+        job.finish(SECONDS)
+        (first,), (second,) = job.said(W0, "made"), job.said(W1, "made")
+        # Passes of the two are not side by side any more: one of them may end some rounds before the other.
+        assert abs(first - second) <= 2 * (LOOPS[kind].rounds - 1)

@@ -1,0 +1,24 @@
+"""Ctrl-C at any moment of a loop with JAX: the same process goes on, with the values of whole rounds."""
+
+from __future__ import annotations
+
+import pytest
+
+from pstesting import forks
+from tests.kit.interrupted import TIMES, check_alone, check_beside
+
+
+@pytest.mark.parametrize("kind", ["jax"])
+@pytest.mark.parametrize("times", TIMES)
+def test_a_process_with_jax_goes_on_after_interrupts(tmp_path, kind, times):
+    """It has a server of its own. The state of before goes on where the new one is lost."""
+    with forks.having("jax", "psclient.jax"):
+        check_alone(kind, times, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["jax"])
+@pytest.mark.parametrize("times", TIMES)
+def test_a_worker_with_jax_goes_on_after_interrupts(tmp_path, kind, times):
+    """The other one makes the same steps, and has the same values."""
+    with forks.having("jax", "psclient.jax"):
+        check_beside(kind, times, tmp_path)
