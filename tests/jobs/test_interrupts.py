@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from tests.kit.interrupted import TIMES, check_alone, check_beside
+from tests.kit.interrupted import TIMES, check_alone, check_beside, check_idle, check_opens
 from tests.kit.strategies import opened
 
 
@@ -157,3 +157,17 @@ def test_a_process_goes_on_after_interrupts_at_any_moment(tmp_path, kind, times)
 def test_a_worker_goes_on_after_interrupts_at_any_moment(tmp_path, kind, times):
     """The other one makes the same steps, and has the same values."""
     check_beside(kind, times, tmp_path)
+
+
+@pytest.mark.parametrize("times", [10, pytest.param(200, marks=pytest.mark.soak)])
+def test_a_strategy_that_is_opened_or_closed_may_be_interrupted(tmp_path, times):
+    """Closing it works, another one may be opened, and no server is left."""
+    check_opens(times, tmp_path)
+
+
+# ---- A worker that stands ----
+
+
+def test_a_worker_that_stands_after_an_error_is_named(tmp_path):
+    """The others wait for it, and a wait may be interrupted; its next step is that of all."""
+    check_idle("plain", tmp_path)

@@ -21,7 +21,7 @@ import pytest
 
 import psclient as ps
 from pstesting.processes import W0, W1, ProcessCluster
-from pstesting.script import ME, say
+from pstesting.script import ME, gate, say
 from tests.kit.shell import shell
 
 TIMES = [50, pytest.param(1000, marks=pytest.mark.soak)]
@@ -219,8 +219,8 @@ def interrupt(loop: Loop, times: int, seed: int, workers: int = 1) -> None:
     for number in range(times):
         faulthandler.dump_traceback_later(STUCK, exit=True)
         before, whole = loop.made(), 0
-        button.press()
         try:
+            button.press()
             while True:
                 loop.step()
                 whole += 1
@@ -258,12 +258,68 @@ def beside(kind: str, times: int) -> None:
         say("made", loop.made())
 
 
+def idle(kind: str) -> None:
+    """Worker 1 stands after an error of its own for a while; worker 0, which waits for it, is interrupted."""
+    with ps.ParameterServerStrategy() as strategy:
+        loop = LOOPS[kind](strategy)
+        loop.step()
+        loop.made()
+        if ME == 1:
+            try:
+                strategy.run(lambda: [][0])
+            except IndexError:
+                say("idle")
+                gate("cell")
+        else:
+            try:
+                while True:
+                    loop.step()
+                    loop.made()
+            except KeyboardInterrupt:
+                say("interrupted")
+        while loop.made() < 20:
+            loop.step()
+        say("made", loop.made())
+
+
+def opens(times: int) -> None:
+    """Interrupts a strategy that is opened, trains and is closed, and closes it again."""
+    longest = 0.0
+    for number in range(-1, times):
+        button, strategy = Button(number, longest), None
+        faulthandler.dump_traceback_later(STUCK, exit=True)
+        began = time.perf_counter()
+        try:
+            if number >= 0:
+                button.press()
+            strategy = ps.ParameterServerStrategy()
+            loop = Plain(strategy)
+            loop.step()
+            loop.made()
+            strategy.close()
+            longest = longest or time.perf_counter() - began
+        except KeyboardInterrupt:
+            pass
+        button.release()
+        if strategy is not None:
+            strategy.close()
+    faulthandler.cancel_dump_traceback_later()
+
+
 def check_alone(kind: str, times: int, directory: Path) -> None:
     """One process; it ends as if nothing had been."""
-    text = f"from tests.kit.interrupted import alone\nalone({kind!r}, {times})\n"
-    (directory / "alone.py").write_text(text, encoding="utf-8")
-    done = shell(["python", "alone.py"], directory, SECONDS, PYTHONPATH=os.pathsep.join(sys.path))
-    assert (done.code, done.err) == (0, "")
+    _run(f"alone({kind!r}, {times})", directory)
+
+
+def check_opens(times: int, directory: Path) -> None:
+    """One process; nothing is left, and nothing is said."""
+    _run(f"opens({times})", directory)
+
+
+def _run(call: str, directory: Path) -> None:
+    (directory / "script.py").write_text(f"from tests.kit.interrupted import *\n{call}\n", encoding="utf-8")
+    done = shell(["python", "script.py"], directory, SECONDS, PYTHONPATH=os.pathsep.join(sys.path))
+    assert (done.code, done.err, done.left) == (0, "", ())
 
 
 def check_beside(kind: str, times: int, directory: Path) -> None:
@@ -279,3 +335,22 @@ def check_beside(kind: str, times: int, directory: Path) -> None:
         (first,), (second,) = job.said(W0, "made"), job.said(W1, "made")
         # Passes of the two are not side by side any more: one of them may end some rounds before the other.
         assert abs(first - second) <= 2 * (LOOPS[kind].rounds - 1)
+
+
+def check_idle(kind: str, directory: Path) -> None:
+    """Who waits names whom, and what to do, and may be interrupted; then both go on."""
+
+    def program(kind: str) -> None:
+        from tests.kit.interrupted import idle
+
+        idle(kind)
+
+    with ProcessCluster(program, directory, (kind,), gates=["cell"], workers=2) as job:
+        job.hear(W1, "idle")
+        word = job.hear_error(W0, f"for {W1}; if its script has stopped")
+        assert "run its next step, or close its strategy" in word
+        job.kill(W0, signal.SIGINT)
+        job.hear(W0, "interrupted")
+        job.open("cell")
+        job.finish()
+        assert job.said(W0, "made") == job.said(W1, "made") == [20]

@@ -32,6 +32,13 @@ class Awaited:
         chief = any(not item.approved for item in open_rounds) or bool(set(missing) & set(gone))
         return [*map(str, missing), *(["the chief"] if chief else [])] or [str(Task("ps", server))]
 
+    def reminder(self, server: int, round: int) -> str:
+        """Returns the line to log while a round is waited for."""
+        names = self.names(server)
+        idle = [name for name in names if "worker" in name]
+        remedy = "; if its script has stopped, as after Ctrl-C in a notebook, run its next step, or close its strategy"
+        return f"waits in round {round} for {', '.join(names)}{remedy if idle else ''}"
+
     def told(self, server: int) -> str:
         """Returns whom a round of a server waits for, in words, as far as it still answers."""
         try:

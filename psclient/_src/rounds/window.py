@@ -291,7 +291,7 @@ class Window:
             lambda: RoundTimeout(
                 f"round {number} did not complete within {session.round_limit:g} s: it waits for {awaited.told(server)}"
             ),
-            lambda: f"waits in round {number} for {', '.join(awaited.names(server))}",
+            lambda: awaited.reminder(server, number),
             lambda: "the chief" in awaited.names(server),
         )
 

@@ -36,6 +36,7 @@ from psclient._src.config import (
 from psclient._src.devices import local_devices
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.distribute.tables import TableExtended
+from psclient._src.interrupts import INTERRUPTS
 from psclient._src.options import BoundedStaleness, Consistency, Round, Sync
 from psclient._src.processes import shutdown
 from psclient._src.processes.blas import share_cores
@@ -148,6 +149,7 @@ class ParameterServerStrategy(Strategy):
         self._compression = check_compression(compression, "ParameterServerStrategy") or None
         self._timeouts = timeouts or timeouts_from()
         self._timeouts.check()
+        INTERRUPTS.guard()
         resolver = cluster_resolver or TFConfigClusterResolver()
         config = task_of(resolver)
         check_backup_workers(self._given.backup_workers, config)
@@ -163,11 +165,12 @@ class ParameterServerStrategy(Strategy):
         self._owner = os.getpid()
         self._closing = threading.Lock()
         # The process, its signals and its threads do not keep a strategy that nobody has any more: see `__del__`.
-        self._closes, self._told = weakly(self.close), weakly(self._told_to_end)
+        self._closes, self._told = weakly(self._close_at_end), weakly(self._told_to_end)
         self._closed = False
         self._failed = False
         self._raised: BaseException | None = None  # what has left its `with` block
         self._undone: PSError | None = None
+        self._at_end = False
         self._last_error = _last_error()
         try:
             self._connect()
@@ -363,8 +366,10 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def _has_failed(self) -> bool:
-        # What nobody caught is remembered by the interpreter before it runs what is registered for its exit.
-        return self._failed or _last_error() is not self._last_error
+        # What nobody caught is remembered by the interpreter before it runs what is registered for its exit. Where it is
+        # interactive, as in a notebook, that was an input of some time ago, behind which the user has gone on.
+        at_end = self._at_end and not hasattr(sys, "ps1")
+        return self._failed or (at_end and _last_error() is not self._last_error)
 
     def _failure(self) -> str:
         """Returns why this process leaves, if its script has failed: "" if not.
@@ -429,6 +434,10 @@ class ParameterServerStrategy(Strategy):
             self._embedded.stop()
         if self._undone is not None:
             raise self._undone
+
+    def _close_at_end(self) -> None:
+        self._at_end = True
+        self.close()
 
     def __del__(self) -> None:
         # Closing waits for servers, which whoever collects garbage shall not; and nothing here may take a lock.
