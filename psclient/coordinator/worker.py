@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psclient._src
+from psclient._src.interrupts import call
 from psclient._src.options import InputContext
 from psclient._src.processes.sigterm import NOTICE
 from psclient._src.strategies.parameter_server import ParameterServerStrategy, open_strategies
@@ -117,7 +118,7 @@ class Worker:
             args, kwargs, living = decode(content, self._resolve)
             self._values.forget(living)
             with self._exchange.closure(name), self._strategy.scope():
-                result = functions.named(taken.function)(*args, **kwargs)
+                result = call(functions.named(taken.function), *args, **kwargs)
                 return encode(result, f"what {taken.function} returned"), "", ""
         except FATAL:
             raise

@@ -202,8 +202,8 @@ class TrainState:
         if self._version != self._parameters.version:
             raise RuntimeError(
                 f"{what} is called on a state of which there is a newer one, and servers have one value of each "
-                "parameter; go on with what apply_gradients returned: state = state.apply_gradients(grads=grads); or, if "
-                "an exception has come between, with state = state.newest()"
+                "parameter; go on with what apply_gradients returned: state = state.apply_gradients(grads=grads); or, "
+                "if an exception has come between, with state = state.newest()"
             )
 
     def __repr__(self) -> str:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 import pickle
 import signal
+import threading
 
 import numpy as np
 import pytest
 
 import psclient as ps
+from psclient._src import interrupts
+from pstesting.in_process import InProcessCluster
+from pstesting.processes import W0, W1, ProcessCluster
+from pstesting.script import ME, say
 from tests.kit.interrupted import TIMES, check_alone, check_beside, check_idle, check_opens
-from tests.kit.strategies import opened
+from tests.kit.shell import free_port
+from tests.kit.strategies import opened, variable
 
 
 def twice(*args, **kwargs):
@@ -165,9 +173,150 @@ def test_a_strategy_that_is_opened_or_closed_may_be_interrupted(tmp_path, times)
     check_opens(times, tmp_path)
 
 
+# ---- Waits, and code of the user ----
+
+
+def nobody():
+    """An address at which nothing listens."""
+    return f"127.0.0.1:{free_port()}"
+
+
+def to_open(*servers, workers=1, worker=0, lane=None):
+    spec = ps.ClusterSpec({"ps": servers, "worker": ["127.0.0.1:0"] * workers})
+    resolver = ps.SimpleClusterResolver(spec, task_type="worker", task_id=worker)
+    return ps.ParameterServerStrategy(cluster_resolver=resolver, devices=["cpu:0"], lane=lane)
+
+
+@contextlib.contextmanager
+def two_workers(lane=None):
+    """The second of them; the first does nothing."""
+    with InProcessCluster(workers=2) as cluster, to_open(*cluster.addresses, workers=2):
+        worker = to_open(*cluster.addresses, workers=2, worker=1, lane=lane)
+        yield worker
+        interrupt = KeyboardInterrupt()
+        worker.__exit__(type(interrupt), interrupt, None)  # as at the end of its `with` block: it waits for nobody
+
+
+@contextlib.contextmanager
+def a_server_that_is_not_there():
+    yield lambda: to_open(nobody())
+
+
+@contextlib.contextmanager
+def a_second_server_that_is_not_there():
+    with InProcessCluster() as cluster:
+        yield lambda: to_open(*cluster.addresses, nobody())
+
+
+@contextlib.contextmanager
+def another_process_of_the_task():
+    with InProcessCluster() as cluster, to_open(*cluster.addresses):
+        yield lambda: to_open(*cluster.addresses)
+
+
+@contextlib.contextmanager
+def a_first_value():
+    with two_workers() as worker:
+        yield lambda: variable(worker).numpy()
+
+
+@contextlib.contextmanager
+def batches():
+    event = threading.Event()
+
+    class Data:
+        def __iter__(self):
+            event.wait()
+            yield np.ones((2, 1), "float32")
+
+    with opened("embedded-1") as strategy:
+        yield lambda: list(strategy.experimental_distribute_dataset(Data()))
+
+
+@contextlib.contextmanager
+def replicas():
+    event = threading.Event()
+    with opened("servers-2x2") as strategy:
+        try:
+            yield lambda: strategy.run(event.wait)
+        finally:
+            event.set()
+
+
+@contextlib.contextmanager
+def a_function_of_the_user():
+    with opened("embedded-1") as strategy:
+        yield lambda: strategy.run(threading.Event().wait)
+
+
+@contextlib.contextmanager
+def a_worker(lane):
+    with two_workers(lane) as worker:
+        yield lambda: worker.reduce("SUM", np.float32(1), axis=None).numpy()
+
+
+def a_worker_over_tcp():
+    return a_worker("tcp")
+
+
+def a_worker_over_grpc():
+    """Another thread receives the answers."""
+    return a_worker("grpc")
+
+
+WAITS = [
+    *(a_server_that_is_not_there, a_second_server_that_is_not_there, another_process_of_the_task, a_first_value),
+    *(batches, replicas, a_function_of_the_user),
+    *(a_worker_over_tcp, a_worker_over_grpc),
+]
+
+
+@pytest.mark.parametrize("what", WAITS, ids=lambda what: what.__name__)
+def test_what_waits_for_long_may_be_interrupted(what, monkeypatch):
+    """Once, whatever is waited for."""
+    monkeypatch.setattr(interrupts, "PATIENCE", 0.2)
+    with what() as call:
+        ctrl_c = threading.Timer(0.5, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
+        ctrl_c.start()
+        faulthandler.dump_traceback_later(20, exit=True)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        faulthandler.cancel_dump_traceback_later()
+        ctrl_c.join()
+
+
 # ---- A worker that stands ----
 
 
 def test_a_worker_that_stands_after_an_error_is_named(tmp_path):
     """The others wait for it, and a wait may be interrupted; its next step is that of all."""
     check_idle("plain", tmp_path)
+
+
+def notebook(how):
+    import code
+    import sys
+
+    from tests.kit.interrupted import Plain
+
+    strategy = ps.ParameterServerStrategy()
+    loop = Plain(strategy)
+    loop.step()
+    if ME == 1:
+        code.InteractiveConsole({"strategy": strategy}).push("strategy.run(lambda: [][0])")
+        assert isinstance(sys.last_value, IndexError)
+    loop.step()
+    say("made", loop.made())
+    if how == "closes":
+        strategy.close()
+    else:
+        sys.ps1 = "In [2]: "
+
+
+@pytest.mark.parametrize("how", ["closes", "ends"])
+def test_an_error_of_an_earlier_cell_is_not_the_end(tmp_path, how):
+    """The worker goes on after it, and leaves as if it had not been: it does not end the job of the others."""
+    with ProcessCluster(notebook, tmp_path, (how,), workers=2) as job:
+        job.finish()
+        assert job.said(W0, "made") == job.said(W1, "made") == [4]
+        assert "IndexError" in job.errors(W1)

@@ -70,8 +70,10 @@ class Loop:
     def made(self) -> int:
         """Returns how many steps the variables have, of all workers together."""
         found = {float(end) for value in map(np.asarray, self.values()[:-1]) for end in (value.min(), value.max())}
-        assert len(found) == 1 and min(found).is_integer(), f"a round counts in part: {sorted(found)}"
-        return int(min(found))
+        assert len(found) == 1, f"a round counts in part: {sorted(found)}"
+        (number,) = found
+        assert number.is_integer(), number
+        return int(number)
 
 
 class Plain(Loop):
@@ -174,7 +176,7 @@ LOOPS = {kind.__name__.lower(): kind for kind in (Plain, Data, Torch, Early, Jax
 
 
 class Button:
-    """Raises SIGINT at random moments, by the handler that is there then; again, should it be swallowed, as by a callback.
+    """Raises SIGINT at random moments, by the handler that is there then, and again if a callback has swallowed it.
 
     Args:
         seed: of the moments.

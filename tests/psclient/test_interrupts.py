@@ -15,7 +15,7 @@ import pytest
 
 from psclient._src import interrupts
 
-OURS = '''
+OURS = """
 import contextlib
 
 def comes(end=lambda: None):
@@ -78,7 +78,7 @@ def begins():
 def ends():
     INTERRUPTS.release()
     seen.append("ended")
-'''
+"""
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Protocol
 
 from psclient._src.config import LOCAL_HOST, child_environ
-from psclient._src.interrupts import waits
 from pswire.cluster import Task
 from pswire.errors import ConfigError, Unreachable
 from pswire.limits import Timeouts
@@ -147,7 +146,6 @@ def spawn(command: list[str], environ: dict[str, str], stdin: int, stderr: int |
     return popen(command, bufsize=0, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, env=environ, process_group=0)
 
 
-@waits
 def await_listening(process: Process, task: Task, timeouts: Timeouts) -> str:
     """Reads and returns the line that a server prints when it listens.
 

@@ -366,8 +366,8 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def _has_failed(self) -> bool:
-        # What nobody caught is remembered by the interpreter before it runs what is registered for its exit. Where it is
-        # interactive, as in a notebook, that was an input of some time ago, behind which the user has gone on.
+        # What nobody caught is remembered by the interpreter before it runs what is registered for its exit. Of an
+        # interactive one, such as a notebook's, that was an earlier input, after which the user has gone on.
         at_end = self._at_end and not hasattr(sys, "ps1")
         return self._failed or (at_end and _last_error() is not self._last_error)
 
