@@ -32,7 +32,7 @@ SEED = 7
 SIZES = (3, 200_000)
 """Numbers in the variables."""
 
-AGAIN = 5.0
+AGAIN = 30.0
 """Seconds after which an interrupt comes once more."""
 
 SECONDS = 900.0
@@ -287,12 +287,12 @@ def idle(kind: str) -> None:
 def opens(times: int) -> None:
     """Interrupts a strategy that is opened, trains and is closed, and closes it again."""
     longest = 0.0
-    for number in range(-1, times):
+    for number in range(-1, times + 1):  # the first one and the last one as they are
         button, strategy = Button(number, longest), None
         faulthandler.dump_traceback_later(STUCK, exit=True)
         began = time.perf_counter()
         try:
-            if number >= 0:
+            if 0 <= number < times:
                 button.press()
             strategy = ps.ParameterServerStrategy()
             loop = Plain(strategy)
@@ -321,7 +321,7 @@ def check_opens(times: int, directory: Path) -> None:
 def _run(call: str, directory: Path) -> None:
     (directory / "script.py").write_text(f"from tests.kit.interrupted import *\n{call}\n", encoding="utf-8")
     done = shell(["python", "script.py"], directory, SECONDS, PYTHONPATH=os.pathsep.join(sys.path))
-    assert (done.code, done.err, done.left) == (0, "", ())
+    assert (done.code, done.err, done.left) == (0, "", ()), done
 
 
 def check_beside(kind: str, times: int, directory: Path) -> None:
