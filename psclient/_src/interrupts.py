@@ -34,13 +34,13 @@ Handler = Callable[[int, FrameType | None], Any]
 
 def waits(function: F) -> F:
     """Marks a function that waits for others, perhaps for long, and that an interrupt may leave at any line."""
-    _WAITS.add(function.__code__)  # type: ignore[attr-defined]
+    _WAITS.add(function.__code__)
     return function
 
 
 def calls_user(function: F) -> F:
     """Marks a function that calls the user's code, and nothing else that is not of this package."""
-    _CALLS.add(function.__code__)  # type: ignore[attr-defined]
+    _CALLS.add(function.__code__)
     return function
 
 

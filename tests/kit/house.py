@@ -109,7 +109,7 @@ psclient.jax               16  wire.model psclient._src src.data src.variables s
 psclient.__main__          15  src.launch
 psclient.launch            12  pswire psclient._src src.processes src.launch
 psclient.torch             16  pswire wire.model psclient._src src.data src.distribute src.rounds src.tracing
-                                src.variables psclient.dynamic_embedding psclient.optimizers
+                                src.variables psclient.dynamic_embedding psclient.optimizers psclient.train
 pstesting                  16  pswire wire.model wire.security psserver psserver.programs wire.transport psclient._src
                                 src.processes src.transport psserver.transport psserver.core src.launch src.strategies
                                 psclient psserver.cli
@@ -180,6 +180,7 @@ IDLE = "a thread without work waits for some; nobody waits for it"
 ASKED = "as long as the user has asked for"
 
 BRIEF: dict[str, str] = {
+    "psclient._src.interrupts.Interrupts._remind": "a thread of its own, until a held interrupt is raised",
     # ---- Of clients ----
     "psclient._src.launch.agent._attend": "for its task, on purpose without an end; for a silent launcher a lease",
     "psclient._src.launch.agent._run": "for a task that has ended, or was killed",
@@ -240,7 +241,7 @@ BRIEF: dict[str, str] = {
     "psclient._src.transport.lane.Lane.__init__": "at most CONNECT_SECONDS for a server's welcome, then the next lane is taken",
     "psclient._src.transport.lane.Lane._turn": IDLE,
     "psclient._src.transport.lane_selector.LaneSelector.beat": "for a part of a lease; then the beat over gRPC says so",
-    "psclient._src.transport.lane_reader.LaneReader.wait": CALLER,
+    "psclient._src.transport.lane_reader._await": CALLER,
     "psclient._src.transport.lane_reader.LaneReader._receive": CALLER,
     "psclient._src.transport.lane_selector.LaneSelector.ask": CALLER,
     "psclient._src.transport.grpc_calls.GrpcCalls._answer": "one attempt of until_answered, which bounds it",

@@ -213,7 +213,6 @@ class Session(LogCalls):
         """Opens the session on the server that keeps them; waits while another process has the task."""
         return until_free(partial(self._open_at, self.log_server, key), self.timeouts, self._ended)
 
-    @waits
     def _unless_broken(self, work: Callable[[], T]) -> T:
         """Returns what a call gives that may wait for long, or what ends the session meanwhile."""
         self.owner.check()
@@ -380,7 +379,6 @@ class Session(LogCalls):
         """Makes the deadline of waits that begin now; the time in which a server is silent does not count."""
         return self._patience.deadline(seconds)
 
-    @waits
     def pause(self, seconds: float) -> None:
         """Waits for some seconds; raises what ends the session meanwhile."""
         wait((self._broken,), seconds)
@@ -444,6 +442,10 @@ class Session(LogCalls):
             self.end(error)
             self.check()
         return future.result()
+
+
+waits(Session.pause)
+waits(Session._unless_broken)
 
 
 def until_beat(pause: float, number: int, now: float) -> float:
