@@ -320,3 +320,31 @@ def test_an_error_of_an_earlier_cell_is_not_the_end(tmp_path, how):
         job.finish()
         assert job.said(W0, "made") == job.said(W1, "made") == [4]
         assert "IndexError" in job.errors(W1)
+
+
+def gives_up():
+    with ps.ParameterServerStrategy() as strategy:
+        with strategy.scope():
+            v = ps.Variable(np.zeros(2, "float32"), name="v")
+        errors = [ValueError(), KeyboardInterrupt()] if ME == 1 else []
+
+        def merge(strategy, value):
+            total = strategy.extended.reduce_to("sum", value, v)
+            if errors and v.numpy()[0] > 2:
+                raise errors.pop()
+            strategy.extended.update(v, lambda v, total: v.assign_add(total), (total,))
+
+        while v.numpy()[0] < 20:
+            try:
+                strategy.run(lambda: ps.get_replica_context().merge_call(merge, (np.ones(2, "float32"),)))
+            except (ValueError, KeyboardInterrupt) as error:
+                say("caught", type(error).__name__)
+        say("v", v.numpy())
+
+
+def test_a_section_that_one_worker_gives_up_is_made_by_its_next_one(tmp_path):
+    """An error, or an interrupt, of what it gave to `merge_call` leaves no gap in which the others wait for good."""
+    with ProcessCluster(gives_up, tmp_path, workers=2) as job:
+        job.finish()
+        assert job.said(W1, "caught") == ["KeyboardInterrupt", "ValueError"]
+        assert job.said(W0, "v") == job.said(W1, "v") == [[20, 20]]
