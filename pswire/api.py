@@ -171,6 +171,8 @@ class Contribution:
             sender included. Then `weights` are the sums of theirs, and `want` is what any of them wants.
         hints: rows of dynamic tables that the worker will look up with the round after the next one. Nothing is
             answered, and no result depends on them: a server whose rows lie in files reads them meanwhile.
+        batch: the global batch of which the sender computes its share, in words; "" where it does not say. All members
+            of a round that say it have to say the same.
     """
 
     session: int
@@ -196,6 +198,7 @@ class Contribution:
     host: int = 0
     parts: tuple[Contribution, ...] = ()
     hints: tuple[RowRead, ...] = ()
+    batch: str = ""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Loader:
     Args:
         loader: gives global batches, nests of tensors or arrays whose first dimension counts examples, and of lists of
             texts, anew each time: a `DataLoader`, a `ps.ArrayDataset`, a list. A `DataLoader` that shuffles needs a
-            generator with a seed.
+            generator with a seed; a step of workers whose global batches differ raises `Diverged`.
         optimizer: whose steps are made with the batches; or several.
         lookups: for modules of this package, whose rows are looked up, a function that returns what the module will be
             given, given a batch as the loop has it.

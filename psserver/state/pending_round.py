@@ -56,6 +56,7 @@ class PendingRound:
             then; it votes again once that has changed, or once another server does. None before.
         whole: True if contributions are taken in whole: some were used up of which nothing counts, or the round is to
             be made later.
+        batch: who was the first to say which global batch it reads, and in what words; None before.
     """
 
     plan_id: bytes
@@ -70,6 +71,7 @@ class PendingRound:
     agreed: Set[int] | None = None
     voted: tuple[frozenset[int], frozenset[int]] | None = None
     whole: bool = False
+    batch: tuple[Task, str] | None = None
     _lacking: int = 0  # the place in `members` of who was missing when it was last looked for
 
     @property
@@ -335,7 +337,7 @@ class PendingRound:
         dropped = [(self.parts[said.session].member, future) for said, future in self.waiters]
         self.parts.clear()
         self.waiters.clear()
-        self.plan_id, self.epoch = plan_id, epoch
+        self.plan_id, self.epoch, self.batch = plan_id, epoch, None
         return dropped
 
     def fail(self, error: PSError) -> list[Effect]:

@@ -8,8 +8,12 @@ from psserver.state.pending_round import PendingRound
 from psserver.state.sessions import diverged, newcomer_diverged
 from psserver.state.strands import Record
 from pswire.api import Contribution
+from pswire.cluster import Task
 from pswire.errors import Diverged, PSError
 from pswire.model.log import Epoch, Member
+
+MAX_WORDS = 160
+"""Most characters of a batch, in a member's words, that a message has."""
 
 
 class Sections:
@@ -38,6 +42,20 @@ class Sections:
         made = [(m.task, self._describe(record.plan_id)) for m in epoch.members if m.session in record.sessions]
         late = [(m.task, self._describe(said.plan_id)) for m in epoch.members if m.session == said.session]
         return diverged(said.round, [*made[:1], *late])
+
+
+def batches_differ(one: tuple[Task, str], other: tuple[Task, str]) -> Diverged:
+    """Returns the error of two members that compute shares of different global batches in one round.
+
+    Args:
+        one, other: a member, and the batch that it reads, in words.
+    """
+    (first, this), (second, that) = sorted([one, other])
+    return Diverged(
+        f"{first} and {second} read different global batches: {this[:MAX_WORDS]}, and {that[:MAX_WORDS]}. The "
+        "shuffle has no common seed, or the data differ: give all workers the same data, batch size and seed "
+        "(DataLoader: generator=torch.Generator().manual_seed(0), and no sampler that depends on the rank)"
+    )
 
 
 def joins(said: Contribution, epochs: Mapping[int, Epoch]) -> bool:

@@ -260,6 +260,7 @@ def contribution_to_pb(contribution: Contribution, size: int) -> pb.PushHeader:
         host=contribution.host,
         parts=[contribution_to_pb(part, 0) for part in contribution.parts],
         hints=map(ROW_READ.to_pb, contribution.hints),
+        batch=contribution.batch,
     )
 
 
@@ -289,6 +290,7 @@ def contribution_from_pb(message: pb.PushHeader) -> Contribution:
         message.host,
         tuple([contribution_from_pb(part) for part in message.parts]),
         tuple(map(ROW_READ.from_pb, message.hints)),
+        message.batch,
     )
 
 

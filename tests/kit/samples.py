@@ -137,7 +137,7 @@ PLAN = plan.Plan(
         plan.Reduction("sum", VECTOR, (1,), "gradient of 'u'", codec=compression.Codec("float16")),
         plan.Reduction("sum", VECTOR, (1,), "gradient of 'x'", codec=compression.Codec("bfloat16")),
     ),
-    operands=(plan.Operand(SCALAR, (1, 2), "rate of group 1"),),
+    operands=(plan.Operand(SCALAR, (1, 2), "lr"),),
     programs=(PROGRAM,),
     applies=(
         plan.Apply(
@@ -456,6 +456,7 @@ SAMPLES = (
     Sample("Move", "full", (3, "ps9:1", 1 << 40), "ps9:1"),
     Sample("Move", "least", (0, "", 0), "ps9:1"),
     Sample("Push", "alone", (contribution(alone=True), small()), reply(small())),
+    Sample("Push", "of a batch", (contribution(batch="batch 3 of epoch 1 has 64 examples"), small()), reply(small())),
     Sample("Push", "of a host", (contribution(host=_HOST, parts=_PARTS), small()), reply(small())),
     Sample("Status", "full", (), STATUS),
     Sample("Status", "least", (), BARE),

@@ -71,8 +71,9 @@ class Worker:
         empty: frozenset[int],
         fraction: float | None = None,
         returned: tuple[Examples, ...] = (),
+        batch: Any = None,
     ) -> None:
-        self.fraction = fraction
+        self.fraction, self.batch = fraction, batch
         self.next[dataset] = Position(dataset, epoch, index, returned)
         self.more, self.empty, self.others_more = more, empty, None
 

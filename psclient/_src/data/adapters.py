@@ -16,6 +16,7 @@ import numpy as np
 
 from psclient._src import nest
 from psclient._src.data.array_dataset import ArrayDataset
+from psclient._src.data.drawn import DrawnIndices
 from psclient._src.devices import AnyArray, as_array, is_array
 from psclient._src.interrupts import waits
 from psclient._src.nest import Nest
@@ -29,10 +30,13 @@ class Batch:
     Attributes:
         examples: number of examples that it has.
         rows: gives its examples from one number to another; fewer, or none, at its end.
+        chosen: says which examples these are, as far as the dataset knows: the same words on every worker for the same
+            examples. It may take as long as to read the indices.
     """
 
     examples: int
     rows: Callable[[int, int], Nest]
+    chosen: Callable[[], str] = lambda: ""
 
     @property
     def whole(self) -> Nest:
@@ -49,8 +53,8 @@ class Source(Protocol):
         ...
 
     @property
-    def shares(self) -> str:
-        """The name of what gives each process a part of the data already; "" if nothing does."""
+    def unfit(self) -> str:
+        """The reason why no batch may be shared among workers, for people; "" if there is none."""
         ...
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
@@ -90,7 +94,7 @@ class Arrays:
     """
 
     order_is_own = False
-    shares = ""
+    unfit = ""
 
     def __init__(self, dataset: ArrayDataset) -> None:
         if dataset.batch_size is None:
@@ -108,7 +112,12 @@ class Arrays:
 
     def batch(self, epoch: int, index: int) -> Batch:
         """Returns one batch; nothing is read before its `rows` is called."""
-        return Batch(self._dataset.examples(index), partial(self._dataset.rows, epoch, index))
+        return Batch(self._dataset.examples(index), partial(self._dataset.rows, epoch, index), self._chosen)
+
+    def _chosen(self) -> str:
+        arrays, seed = nest.flatten(self._dataset.arrays), self._dataset.seed
+        order = "in order" if seed is None else f"shuffled by seed {seed}"
+        return f"{len(arrays[0])} rows {order}, in {self._dataset.batches(0)} batches"
 
     def spec(self) -> Nest:
         """From the arrays; nothing is read, but for one example or batch where a function makes others of them."""
@@ -123,7 +132,7 @@ class Iterated:
     """
 
     order_is_own = False
-    shares = ""
+    unfit = ""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -135,7 +144,7 @@ class Iterated:
         for index, item in self._items(epoch, start):
             batch = self._described(item)
             if index >= start:
-                yield Batch(len(nest.flatten(batch)[0]), partial(_rows, batch))
+                yield Batch(len(nest.flatten(batch)[0]), partial(_rows, batch), self._chosen())
 
     def spec(self) -> Nest:
         """From a batch that was read before, or else from the first one of data epoch 0."""
@@ -145,6 +154,10 @@ class Iterated:
         if self._spec is None:
             raise ValueError(f"the {type(self._dataset).__name__} gives no batch, so there is none to describe")
         return self._spec
+
+    def _chosen(self) -> Callable[[], str]:
+        """Returns what says which examples the last item has."""
+        return lambda: ""
 
     def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Nest]]:
         """Yields all items from `start` on, and whichever come on the way; each with its number."""
@@ -167,7 +180,10 @@ class Listed(Iterated):
     def batch(self, epoch: int, index: int) -> Batch:
         """Reads one batch."""
         batch = self._described(self._item(epoch, index))
-        return Batch(len(nest.flatten(batch)[0]), partial(_rows, batch))
+        return Batch(len(nest.flatten(batch)[0]), partial(_rows, batch), self._chosen())
+
+    def _chosen(self) -> Callable[[], str]:
+        return lambda: f"of {self.count()} batches"
 
     def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Nest]]:
         for index in range(start, self.count()):
@@ -193,22 +209,32 @@ class Loader(Iterated):
     """The batches of a `DataLoader` of PyTorch.
 
     A generator of its own is seeded for each data epoch, with its first seed and the data epoch's number, so that
-    a process that resumes or joins sees the order that the others see.
+    a process that resumes or joins sees the order that the others see. The indices that its sampler draws are noted,
+    so that servers can compare the orders of all workers.
     """
 
     def __init__(self, dataset: Any) -> None:
         super().__init__(dataset)
+        self._drawn = DrawnIndices(dataset)
+        self._indices: object = None
         sampler = getattr(dataset.batch_sampler, "sampler", dataset.sampler)
         found = [getattr(owner, "generator", None) for owner in (sampler, dataset)]
         self._seeds = [(generator, generator.initial_seed()) for generator in found if generator is not None]
         self.order_is_own = type(sampler).__name__ in _SHUFFLING and found[0] is None
         samplers = (sampler, dataset.batch_sampler)
-        self.shares = next((type(s).__name__ for s in samplers if getattr(s, "num_replicas", 1) > 1), "")
+        shares = next((type(s).__name__ for s in samplers if getattr(s, "num_replicas", 1) > 1), "")
+        unordered = dataset.num_workers > 1 and not getattr(dataset, "in_order", True)
+        self.unfit = SHARED_TWICE.format(shares) if shares else UNORDERED if unordered else ""
 
     def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Nest]]:
         for generator, seed in self._seeds:
             generator.manual_seed(seed + epoch)
-        return super()._items(epoch, start)
+        for index, (item, indices) in enumerate(self._drawn.items()):
+            self._indices = indices
+            yield index, item
+
+    def _chosen(self) -> Callable[[], str]:
+        return partial(self._drawn.words, self._indices)
 
 
 class Weighed:
@@ -229,14 +255,14 @@ class Weighed:
         return self._source.order_is_own
 
     @property
-    def shares(self) -> str:
+    def unfit(self) -> str:
         """As of the dataset."""
-        return self._source.shares
+        return self._source.unfit
 
     def batches(self, epoch: int, start: int) -> Iterator[Batch]:
         """The batches of a data epoch; as of the dataset."""
         for batch in self._source.batches(epoch, start):
-            yield Batch(batch.examples, partial(_weighed, batch))
+            yield Batch(batch.examples, partial(_weighed, batch), batch.chosen)
 
     def spec(self) -> Nest:
         """As of the dataset; and of the numbers."""
@@ -246,6 +272,19 @@ class Weighed:
 def _weighed(batch: Batch, start: int, stop: int) -> Nest:
     return batch.rows(start, stop), np.full(max(min(stop, batch.examples) - start, 0), batch.examples)
 
+
+SHARED_TWICE = (
+    "the DataLoader has a {}, which gives each worker a part of the data, and each batch is shared among workers once "
+    "more, so that most of the data is never seen; leave the sampler out (shuffle=True, "
+    "generator=torch.Generator().manual_seed(0)), and give all workers the same global batches"
+)
+"""Says what is wrong with a sampler that shares data out."""
+
+UNORDERED = (
+    "the DataLoader has in_order=False: each worker would get its batches in another order, and share different ones "
+    "with the others; leave in_order=False out"
+)
+"""Says what is wrong with a loader whose batches come as soon as they are read."""
 
 _SHUFFLING = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
 

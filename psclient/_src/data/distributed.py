@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import Protocol
 
@@ -20,6 +20,7 @@ import numpy as np
 from psclient._src import nest
 from psclient._src.conversions import is_text
 from psclient._src.data.adapters import Batch, Source, source_of
+from psclient._src.data.progress import SharedBatch
 from psclient._src.devices import CPU, AnyArray, Device, to_device
 from psclient._src.nest import Nest
 from psclient._src.options import ArraySpec, AutoShardPolicy, InputContext, InputOptions, PerReplicaSpec
@@ -67,11 +68,12 @@ class DatasetGroup(Protocol):
         empty: frozenset[int],
         fraction: float | None = None,
         returned: tuple[Examples, ...] = (),
+        batch: SharedBatch | None = None,
     ) -> None:
         """Told what was taken: which batch is next, whether this worker has it, whose batch is empty.
 
         Also which fraction of the batch's examples this worker has, None where it does not know those of the others;
-        and which examples of earlier batches are to be handed out later.
+        which examples of earlier batches are to be handed out later; and the global batch, where all workers read it.
         """
         ...
 
@@ -176,12 +178,27 @@ class DistributedIterator:
 
 _NOTHING = object()
 
-SHARED_TWICE = (
-    "the DataLoader has a {}, which gives each worker a part of the data, and each batch is shared among workers once "
-    "more, so that most of the data is never seen; leave the sampler out (shuffle=True, "
-    "generator=torch.Generator().manual_seed(0)), and give all workers the same global batches"
-)
-"""Says what is wrong with a sampler that shares data out."""
+
+@dataclass(eq=False)
+class GlobalBatch:
+    """A global batch, of which each worker has its part.
+
+    Attributes:
+        epoch: the data epoch.
+        index: its number there.
+        batch: the batch.
+    """
+
+    epoch: int
+    index: int
+    batch: Batch
+
+    @cached_property
+    def words(self) -> str:
+        """Which batch it is: the same words on every worker that reads the same one."""
+        chosen = self.batch.chosen()
+        has = f"batch {self.index} of epoch {self.epoch} has {self.batch.examples} examples"
+        return f"{has} ({chosen})" if chosen else has
 
 
 class Optional:
@@ -317,6 +334,7 @@ class _Distributed:
         parts: Sequence[Nest] = (),
         examples: int = 0,
         returned: tuple[Examples, ...] = (),
+        batch: SharedBatch | None = None,
     ) -> None:
         """Tells the group what was taken; `examples` are those of all workers' parts, 0 where they are not known."""
         self._told = Position(self._number, epoch, index)
@@ -324,7 +342,7 @@ class _Distributed:
         sizes = [len(nest.flatten(part)[0]) for part in parts] or [0] * len(self._group.devices)
         empty = frozenset(i for i, size in enumerate(sizes) if not size)
         fraction = sum(sizes) / examples if examples else None
-        self._group.advance(self._number, epoch, index, more, empty, fraction, returned)
+        self._group.advance(self._number, epoch, index, more, empty, fraction, returned, batch)
 
     def _end(self, epoch: int) -> None:
         self._tell(epoch + 1, 0, False)
@@ -444,8 +462,8 @@ class DistributedDataset(_Distributed):
                 f"a dataset knows no files here, so AutoShardPolicy.{policy.name} cannot share it out; use AUTO, or "
                 "experimental_distribute_datasets_from_function, and choose the files by input_pipeline_id"
             )
-        if self._source.shares and policy is not AutoShardPolicy.OFF:
-            raise ValueError(SHARED_TWICE.format(self._source.shares))
+        if self._source.unfit and policy is not AutoShardPolicy.OFF:
+            raise ValueError(self._source.unfit)
         self._warned = False
 
     def _batches(self, epoch: int, index: int) -> Iterator[Nest]:
@@ -468,8 +486,9 @@ class DistributedDataset(_Distributed):
             parts = self._slices(batch)
             if self._options.lookups:
                 self._look_ahead(*map(self._slices, waiting))
-            index += 1
-            self._tell(*((epoch, index, True) if waiting else (epoch + 1, 0, False)), parts, batch.examples)
+            told, index = GlobalBatch(epoch, index, batch), index + 1
+            place = (epoch, index, True) if waiting else (epoch + 1, 0, False)
+            self._tell(*place, parts, batch.examples, batch=told)
             yield self._place(parts)
         self._end(epoch)
 
@@ -519,6 +538,11 @@ class DistributedDataset(_Distributed):
             )
         return found
 
+    @property
+    def _compared(self) -> bool:
+        """True if servers compare the batches of workers: all of them make each round together."""
+        return not self._group.backup_workers and self._group.slice() == self._group.share()
+
     def _slices(self, batch: Batch) -> list[Nest]:
         first, replicas = self._group.share()
         return cut(batch, first, len(self._group.devices), -(-batch.examples // replicas))
@@ -541,7 +565,7 @@ class DistributedDataset(_Distributed):
                 "has no share; give the dataset ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC)",
                 self._number,
             )
-        elif self._source.order_is_own and replicas > len(self._group.devices):
+        elif self._source.order_is_own and replicas > len(self._group.devices) and not self._compared:
             self._warned = True
             log.warning(
                 "dataset %d is shuffled by each process for itself, so that examples are seen twice or not at all; "

@@ -13,6 +13,15 @@ from pswire.model.log import Examples, Position
 NOBODY: frozenset[int] = frozenset()
 
 
+class SharedBatch(Protocol):
+    """A global batch that all workers read, and of which each computes its share."""
+
+    @property
+    def words(self) -> str:
+        """Which batch it is: the same words on every worker that reads the same one."""
+        ...
+
+
 @dataclass(eq=False)
 class Pass:
     """A pass over a dataset that is under way.
@@ -28,6 +37,7 @@ class Pass:
         fraction: of the examples of the batch in use those that this process has; None where that is not known.
         dealt: which examples of the batch in use each task has; empty where they are not handed out again.
         out: tasks that were left out of a round of updates with the batch in use, though they may live.
+        batch: the global batch in use; None where the others do not read the same one.
     """
 
     dataset: int
@@ -40,6 +50,7 @@ class Pass:
     given: bool = False
     dealt: Mapping[Task, tuple[Examples, ...]] = field(default_factory=dict)
     out: frozenset[Task] = frozenset()
+    batch: SharedBatch | None = None
 
 
 class Handed(Protocol):
@@ -130,13 +141,14 @@ class Progress:
         empty: frozenset[int],
         fraction: float | None = None,
         returned: tuple[Examples, ...] = (),
+        batch: SharedBatch | None = None,
     ) -> None:
         """Notes what an iterator took: see `DatasetGroup.advance`."""
         self._positions[dataset] = (Position(dataset, epoch, index, returned),)
         before = next((item for item in self._passes if item.dataset == dataset), None)
         worked = NOBODY if before is None or before.given else before.worked | (self._everybody - before.empty)
         self.finish(dataset)
-        self._passes.append(Pass(dataset, more, empty, worked, fraction))
+        self._passes.append(Pass(dataset, more, empty, worked, fraction, batch=batch))
         self.passing(True)
 
     def finish(self, dataset: int) -> None:
@@ -213,6 +225,11 @@ class Progress:
     def more(self) -> bool:
         """True if this process has a batch after the one in use."""
         return bool(self._passes) and self._passes[-1].more
+
+    @property
+    def batch(self) -> SharedBatch | None:
+        """The global batch in use; None where the others do not read the same one, or none is."""
+        return self._passes[-1].batch if self._passes else None
 
     @property
     def fraction(self) -> float | None:

@@ -328,7 +328,8 @@ class RemoteBackend(_RemoteVariables):
                 if self._section is None:
                     said, with_copies = self.exchange.session.nonfinite, self._placement.with_copies
                     marks = Marks() if self._creation.any_alone and not self.group.alone else None
-                    self._section = Section(len(self.parameter_devices), self._send, said, with_copies, marks)
+                    servers, batch = len(self.parameter_devices), self.group.batch
+                    self._section = Section(servers, self._send, said, with_copies, marks, batch)
                 elif not self._section.alive:
                     log.warning("a thread has ended within a scope; what it recorded there is lost")
                     self._section = None

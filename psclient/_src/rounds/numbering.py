@@ -9,9 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from psclient._src.data.progress import Pass
+from psclient._src.data.progress import Pass, SharedBatch
 from psclient._src.rounds.membership import Group
 from pswire.model.closures import ClosureName
+
+FIRST, EACH = 10, 100
+"""Rounds in which workers say which global batch they read: the first ones of a job, then one of so many. All of them
+know the numbers of the rounds, so that all say it in the same ones."""
+
+
+def _is_compared(round: int) -> bool:
+    return round < FIRST or round % EACH == 0
 
 
 @dataclass
@@ -33,15 +41,23 @@ class SharedRounds:
         """The next round."""
         return self.group.round
 
-    def said(self, observes: bool) -> dict[str, Any]:
-        """Returns what a contribution says of where this process stands: fields of `Contribution`."""
+    def said(self, observes: bool, batch: SharedBatch | None) -> dict[str, Any]:
+        """Returns what a contribution says of where this process stands: fields of `Contribution`.
+
+        Args:
+            observes: True if nothing of it shall count.
+            batch: the global batch that was in use when its section began; None for none that all workers read.
+        """
         group = self.group
+        # With backup workers a late one may be at a batch that the others have behind them.
+        compares = not (observes or group.alone or group.backup_workers) and _is_compared(self.round)
         return {
             "more": group.more,
             "positions": group.positions,
             "start": group.start,
             "chunks": () if observes else group.chunks,
             "host": 0 if group.alone or group.backup_workers else self.host,
+            "batch": batch.words if batch is not None and compares else "",
         }
 
     def sent(self, trains: bool) -> Pass | None:
@@ -65,7 +81,7 @@ class ClosureRounds:
     pushed: list[int]
     round: int = 0
 
-    def said(self, observes: bool) -> dict[str, Any]:
+    def said(self, observes: bool, batch: SharedBatch | None) -> dict[str, Any]:
         """Returns what a contribution says of where this process stands: which closure makes it."""
         return {"closure": self.name}
 
@@ -87,7 +103,7 @@ class OwnRounds:
     pushed: list[int]
     round: int = field(default=0)
 
-    def said(self, observes: bool) -> dict[str, Any]:
+    def said(self, observes: bool, batch: SharedBatch | None) -> dict[str, Any]:
         """Returns what a contribution says of where this process stands: that it is alone."""
         return {"alone": True}
 

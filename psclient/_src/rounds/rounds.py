@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+from psclient._src.data.progress import SharedBatch
 from psclient._src.devices import Coming
 from psclient._src.distribute.compressed import compress
 from psclient._src.distribute.reduction import SentRows
@@ -71,6 +72,7 @@ class Outgoing:
         feedback: for each reduction what compresses the contribution; None where it travels as it is.
         flawed: numbers of the reductions to which NaN or infinity is contributed, of those that were compressed.
         own: the `id` of each array that was made of what is sent; nobody changes them.
+        batch: the global batch that was in use when the section began; None for none that all workers read.
     """
 
     plan: Plan
@@ -80,6 +82,7 @@ class Outgoing:
     feedback: tuple[Feedback | None, ...] = ()
     flawed: frozenset[int] = frozenset()
     own: frozenset[int] = frozenset()
+    batch: SharedBatch | None = None
 
     def compressed(self) -> Outgoing:
         """Returns what is sent of it, which is compressed here, once; see `compress`."""
@@ -101,6 +104,7 @@ class Outgoing:
             part.of_reductions(self.contributions),
             part.of_operands(self.operands),
             part.of_reductions(self.feedback),
+            batch=self.batch,
         )
 
     def nonfinite(self) -> tuple[int, ...]:
@@ -528,7 +532,7 @@ class Exchange:
             seconds=int(time.time()) if timed else 0,
             trace=trace,
             hints=hints,
-            **strand.said(observes),
+            **strand.said(observes, outgoing.batch),
         )
 
     def _push(self, server: int, plan: Plan, said: Contribution, payload: Payload) -> Future[RoundReply]:

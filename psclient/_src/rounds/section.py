@@ -17,6 +17,7 @@ import numpy as np
 from psclient._src import context, nest
 from psclient._src.arraylike import LazyArray, LazyCopy, Mirrored, Readable
 from psclient._src.context import StrategyFace
+from psclient._src.data.progress import SharedBatch
 from psclient._src.devices import is_array, to_numpy
 from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine
 from psclient._src.distribute.sparse import how_sparse
@@ -124,6 +125,8 @@ class Section:
         nonfinite: what becomes of its updates if a contribution has NaN or infinity.
         with_copies: returns the servers that hold what lies on one, which are more where variables have copies.
         marks: takes what of it each worker makes alone; None where all of it is of one kind.
+        batch: the global batch in use. It is that of the section's beginning, which all workers have at the same place
+            of the program: a worker may look at a value, and so end the section, in another step than the others.
     """
 
     def __init__(
@@ -133,7 +136,9 @@ class Section:
         nonfinite: Nonfinite = "apply",
         with_copies: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda servers: servers,
         marks: Marks | None = None,
+        batch: SharedBatch | None = None,
     ) -> None:
+        self._batch = batch
         self._nonfinite, self._with_copies, self.marks = nonfinite, with_copies, marks
         self._servers, self._flush = servers, flush
         self._reductions: list[Reduction] = []
@@ -438,7 +443,8 @@ class Section:
         weights = tuple([local.weight for local in self._local])
         contributions = tuple([local.array for local in self._local])
         operands = tuple([array for array, _, _ in self._operands])
-        return Outgoing(self._whole or self._plan(), weights, contributions, operands, tuple(self._feedback))
+        plan, feedback = self._whole or self._plan(), tuple(self._feedback)
+        return Outgoing(plan, weights, contributions, operands, feedback, batch=self._batch)
 
     def _plan(self) -> Plan:
         return Plan(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 import psclient as ps
 import psclient.torch as pst
-from tests.kit.modules import apart, batches, job, mlp, share, steps, values
+from tests.kit.modules import apart, batches, job, mlp, seeded, share, steps, values
 
 EXAMPLES = 45
 
@@ -36,6 +38,107 @@ def epochs(module, optimizer, batches, count=3):
             (module(x) - y).square().mean().backward()
             optimizer.step()
     return seen
+
+
+def unseeded(worker, **options):
+    """A loader as scripts of one process have it; torch's source of chance is another one in each worker."""
+    return seeded(worker, lambda: torch.utils.data.DataLoader(data(), batch_size=16, shuffle=True, **options))
+
+
+def of_seed(worker):
+    return torch.utils.data.DataLoader(data(), 16, shuffle=True, generator=torch.Generator().manual_seed(worker))
+
+
+def weighted(worker):
+    sampler = torch.utils.data.WeightedRandomSampler(
+        [1.0] * EXAMPLES, EXAMPLES, generator=torch.Generator().manual_seed(worker)
+    )
+    return torch.utils.data.DataLoader(data(), 16, sampler=sampler)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (unseeded, "RandomSampler"),
+        (partial(unseeded, num_workers=1), "RandomSampler"),
+        (weighted, "WeightedRandomSampler"),
+        (of_seed, "RandomSampler"),
+        (lambda worker: loader(16 + worker), "has 16 examples"),
+        (lambda worker: loader(drop_last=bool(worker)), "of 2 batches"),
+        (lambda worker: [x for x, _ in batches(3 + worker)], "of 4 batches"),
+    ],
+)
+@pytest.mark.parametrize("several", [1, 2])
+def test_workers_that_read_different_batches_are_told(make, named, several):
+    """In the first step, on both workers: who they are, what differs, and what to do."""
+
+    def work(strategy, worker):
+        module = mlp()
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.1, strategy=strategy)
+        made = 0
+        try:
+            for batch in pst.Loader(make(worker), optimizer):
+                optimizer.zero_grad()
+                module(batch if isinstance(batch, torch.Tensor) else batch[0]).square().mean().backward()
+                optimizer.step()
+                made += 1
+        except ps.errors.Diverged as error:
+            return made, str(error)
+        return made, ""
+
+    for made, told in job(work, 2, several):
+        assert made == 0
+        assert "/job:worker/task:0 and /job:worker/task:1 read different global batches: " in told
+        assert named in told
+        assert "generator=torch.Generator().manual_seed(0)" in told
+
+
+def test_a_difference_that_comes_later_is_told():
+    """A worker in whose loader the seed changes between epochs is told in the next round of a hundred."""
+
+    def work(strategy, worker):
+        module, source = mlp(), torch.Generator().manual_seed(0)
+        sampler = torch.utils.data.RandomSampler(data(), generator=source)
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-3, strategy=strategy)
+        shared, made = pst.Loader(torch.utils.data.DataLoader(data(), 16, sampler=sampler), optimizer), 0
+        try:
+            for epoch in shared.epochs(40):
+                sampler.generator = torch.Generator().manual_seed(epoch * 2 + worker) if epoch > 20 else source
+                for x, y in shared:
+                    optimizer.zero_grad()
+                    (module(x) - y).square().mean().backward()
+                    optimizer.step()
+                    made += 1
+        except ps.errors.Diverged as error:
+            return made, str(error)
+        return made, ""
+
+    for made, told in job(work, 2):
+        assert made == 100
+        assert "batch 1 of epoch 33" in told
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (lambda worker: loader(), {}),
+        (lambda worker: loader(num_workers=1), {}),
+        (lambda worker: weighted(0), {}),
+        (of_seed, {"consistency": ps.Async()}),
+        (lambda worker: loader(16 + worker), {"consistency": ps.BoundedStaleness(2)}),
+        (lambda worker: loader(), {"consistency": ps.Sync(backup_workers=1)}),
+    ],
+)
+def test_equal_batches_and_workers_that_go_on_alone_hear_nothing(make, options, caplog):
+    """A common seed is enough; and who makes rounds alone, or may be left out of one, is not compared."""
+
+    def work(strategy, worker):
+        module = mlp()
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=1e-3, strategy=strategy)
+        return len(epochs(module, optimizer, pst.Loader(make(worker), optimizer), 5))
+
+    assert all(found >= 15 for found in job(work, 2, **options))
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
 
 
 def asks(strategy):

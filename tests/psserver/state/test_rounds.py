@@ -194,6 +194,54 @@ def test_a_divergence_closes_its_round(rounds):
     assert sessions(rounds.next_job()) == [1, 2]
 
 
+def reads(rounds, session, batch, round=0, **said):
+    """Pushes what a worker makes of a global batch; returns the future."""
+    future = Future()
+    given = Contribution(session, 1, round, PLAN.id, (1.0,), batch=batch, **said)
+    rounds.push(given, payload(PLAN, 0, [session], (1.0,), ()), future, 0.0)
+    return future
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_different_batches_are_a_divergence(rounds, order):
+    """Both members get one error, with both batches in words of a bounded length, whoever comes first."""
+    words = {1: "batch 3 has 64 examples", 2: "batch 3 has 32 examples" + "!" * 10_000}
+    futures = [reads(rounds, session, words[session]) for session in order]
+    errors = failed(rounds)
+    assert set(errors) == set(futures)
+    for error in errors.values():
+        assert isinstance(error, Diverged)
+        assert str(error).startswith(
+            "/job:worker/task:0 and /job:worker/task:1 read different global batches: batch 3 has 64 examples, and "
+            "batch 3 has 32 examples!"
+        )
+        assert "torch.Generator().manual_seed(0)" in str(error)
+        assert len(str(error)) < 600
+    assert rounds.next_job() is None
+    for session in (1, 2):
+        reads(rounds, session, "batch 4", 1)
+    assert sessions(rounds.next_job()) == [1, 2]
+
+
+@pytest.mark.parametrize("batches", [("a batch", "a batch"), ("a batch", ""), ("", "a batch")])
+def test_batches_are_compared_where_both_say_them(rounds, batches):
+    """Those that are equal, and one beside a worker that says nothing, make their round."""
+    for session, batch in enumerate(batches, 1):
+        reads(rounds, session, batch)
+    assert failed(rounds) == {}
+    assert sessions(rounds.next_job()) == [1, 2]
+
+
+def test_the_batches_of_a_sum_are_compared(rounds):
+    """Each part of a sum says its sender's own."""
+    host = {"round": 0, "plan_id": PLAN.id, "host": 7, "epoch": 1}
+    parts = [Contribution(session=s, weights=(1.0,), batch=f"batch {s}", **host) for s in (1, 2)]
+    future = Future()
+    said = Contribution(session=1, weights=(2.0,), parts=tuple(parts), **host)
+    rounds.push(said, payload(PLAN, 0, [3], (2.0,), ()), future, 0.0)
+    assert "batch 1, and batch 2" in str(failed(rounds)[future])
+
+
 @pytest.mark.parametrize("first", [1, 2])
 def test_a_left_out_round_is_a_divergence(rounds, first):
     """A member that goes on to a later one of this server has made another sequence, whoever of the two is first."""
