@@ -1,4 +1,4 @@
-"""The buffers of a module, such as the running means of BatchNorm: each worker's own, or means over all workers."""
+"""The buffers of a module, such as the running means of BatchNorm: the first worker's, means, or each worker's own."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from psclient._src.devices import CPU
 from psclient._src.variables.kinds import Cell, SyncOnReadVariable
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from psclient.torch.parameters import name_of
-from pswire.model.tensor import DTYPES, Array
+from psclient.torch.rounds import Extra
+from pswire.errors import InvalidRequest
+from pswire.model.plan import ReduceOp
+from pswire.model.tensor import Array, spec_of
 
-Mode = Literal["own", "mean"]
-"""How the workers' buffers belong together: each keeps its own, or all have the mean of floating ones after a step."""
+Mode = Literal["first", "mean", "own"]
+"""How the workers' buffers belong together: after a step all have the first worker's, or the mean of floating ones; or
+each keeps its own."""
 
 
 def check_mode(mode: object) -> Mode:
-    """Returns one of the two words; raises `ValueError` for anything else."""
+    """Returns one of the three words; raises `ValueError` for anything else."""
     for word in get_args(Mode):
         if mode == word:
             found: Mode = word
             return found
-    raise ValueError(f"buffers is {mode!r}; it is one of 'own' and 'mean'")
+    raise ValueError(f"buffers is {mode!r}; it is one of 'first', 'mean' and 'own'")
 
 
 class BufferCell(Cell):
@@ -57,7 +61,8 @@ class BufferCell(Cell):
 class ModuleBuffers:
     """The persistent buffers of a module, as variables of which each replica has a copy: they are in checkpoints.
 
-    All workers begin with those of the first. A checkpoint has the first worker's.
+    All workers begin with those of the first. A checkpoint has the first worker's, which are all workers' in the mode
+    "first".
 
     Args:
         mode: how those of the workers belong together.
@@ -88,20 +93,25 @@ class ModuleBuffers:
                 self._tensors.append(buffer)
 
     @property
-    def averaged(self) -> list[torch.Tensor]:
-        """The buffers that become means in each step."""
-        return [t for t in self._tensors if t.is_floating_point()] if self._mode == "mean" else []
+    def _shared(self) -> list[torch.Tensor]:
+        """The buffers that are the same on all workers after each step."""
+        if self._mode == "mean":
+            return [t for t in self._tensors if t.is_floating_point()]
+        return self._tensors if self._mode == "first" else []
 
-    def contributions(self) -> list[Array]:
-        """Returns all that is averaged, in one array of each dtype, those of half precision in single."""
-        return [on_host(torch.cat([_wide(t).reshape(-1) for t in some])) for some in _by_dtype(self.averaged)]
+    def contributions(self) -> list[Extra]:
+        """Returns all that is shared, in one array of each dtype."""
+        op: ReduceOp = "first" if self._mode == "first" else "mean"
+        shared = _by_dtype(self._shared)
+        return [Extra(op, on_host(torch.cat([_wide(t).reshape(-1) for t in some]))) for some in shared]
 
-    def take(self, means: Sequence[Array]) -> None:
-        """Writes the means of what `contributions` gave."""
-        for some, mean in zip(_by_dtype(self.averaged), means, strict=True):
-            whole = to_torch(np.array(mean))
+    def take(self, values: Sequence[Array]) -> None:
+        """Writes what `contributions` gave, as it is after the round."""
+        for some, value in zip(_by_dtype(self._shared), values, strict=True):
+            whole = to_torch(np.array(value))
             for tensor, own in zip(some, whole.split([t.numel() for t in some]), strict=True):
-                tensor.detach().copy_(own.view(tensor.shape))
+                # As BatchNorm itself does, without a new version: a graph that was made before can still be gone back.
+                tensor.data.copy_(own.view(tensor.shape))
 
 
 def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -112,18 +122,23 @@ def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a buffer as servers reduce it: half precision in single, truth values as numbers."""
+    if tensor.dtype is torch.bool:
+        return tensor.detach().to(torch.uint8)
     half = tensor.dtype in (torch.float16, torch.bfloat16)
     return tensor.detach().float() if half else tensor.detach()
 
 
 def _created(name: str, buffer: torch.Tensor) -> Variable:
     """Creates the variable of a buffer, which gets the first worker's value. In the strategy's scope."""
-    first = np.array(on_host(buffer))
-    if first.dtype.name not in DTYPES:
+    try:
+        first = np.array(on_host(buffer))
+        spec_of(first)
+    except (TypeError, InvalidRequest):
         raise ValueError(
             f"buffer {name!r} is {buffer.dtype}, which servers do not have; register it with persistent=False, or keep "
             "it in another dtype"
-        )
+        ) from None
     made: Any = Variable(
         first,
         trainable=False,

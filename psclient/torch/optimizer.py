@@ -61,8 +61,10 @@ class Optimizer(torch.optim.Optimizer):
         params: what is trained of the module, as torch's optimizers take it: parameters, or groups of parameters with
             hyperparameters of their own; modules such as `Embedding` may stand among parameters. None for all.
         strategy: the strategy that owns the variables; None for that of the scope.
-        buffers: "own": buffers, such as BatchNorm's means, stay each worker's own. "mean": floating ones are averaged
-            over workers in each step. Persistent ones are in checkpoints either way, as of the first worker.
+        buffers: of all persistent buffers, such as BatchNorm's means. "first": each step gives all workers those of the
+            first, as DDP does before each forward. "mean": floating ones are averaged over workers in each step. "own":
+            they stay each worker's own, as they always do where workers are asynchronous. They are in checkpoints in
+            any case, as of the first worker.
         reduction: "mean" of the workers' gradients, or their "sum".
         early: True if gradients may leave while backward goes on, where there is more than 4 MiB of them. They then
             leave as backward makes them, so that nothing may change them afterwards.
@@ -91,7 +93,7 @@ class Optimizer(torch.optim.Optimizer):
         params: Iterable[Any] | None = None,
         *,
         strategy: Strategy | None = None,
-        buffers: Mode = "own",
+        buffers: Mode = "first",
         reduction: Reduction = "mean",
         early: bool = True,
         prefix: str = "",

@@ -77,7 +77,7 @@ class Steps:
         self.gradients.begin = weakly(self._begin)
         self.share = 1.0
         self.overflows = 0.0
-        self._means_sent = 0
+        self._buffers_sent = 0
         self._under_way: Section | None = None  # of the round that was sent while backward went on
         self._unfinished: Callable[[], None] | None = None  # ends a step whose round was sent
 
@@ -196,7 +196,7 @@ class Steps:
         for table, gradient in self._rows():
             variables.append(table)
             gradients.append(gradient)
-        extras = self._means()
+        extras = self._of_buffers()
         if scale is not None:
             extras.append(Extra("sum", np.full(1, overflow, np.float32)))
         return Outgoing(variables, gradients, extras, skips=scale is not None)
@@ -217,11 +217,11 @@ class Steps:
     def _factor(self, table: Any) -> float:
         return self.gradients.half_factor if table.dtype == np.float16 else self.gradients.factor
 
-    def _means(self) -> list[Extra]:
+    def _of_buffers(self) -> list[Extra]:
         alone = self.buffers is None or self.strategy.num_replicas_in_sync == 1
-        means = [] if alone or self.buffers is None else self.buffers.contributions()
-        self._means_sent = len(means)
-        return [Extra("mean", array) for array in means]
+        found = [] if alone or self.buffers is None else self.buffers.contributions()
+        self._buffers_sent = len(found)
+        return found
 
     def _overflows(self, trained: Sequence[Trained], overflow: bool) -> bool:
         """Returns whether a step is to be left out, where servers cannot decide that: they see it in two rounds."""
@@ -235,9 +235,9 @@ class Steps:
 
     def _take(self, section: Section, scale: float | None) -> None:
         """Takes what rode in a round."""
-        found = values_of(section, self._means_sent + (scale is not None)) if self._means_sent or scale else []
-        if self.buffers is not None and self._means_sent:
-            self.buffers.take(found[: self._means_sent])
+        found = values_of(section, self._buffers_sent + (scale is not None)) if self._buffers_sent or scale else []
+        if self.buffers is not None and self._buffers_sent:
+            self.buffers.take(found[: self._buffers_sent])
         if scale is not None:
             self.overflows = float(found[-1][0])
 
@@ -300,7 +300,7 @@ class Steps:
         if not (plain and all(each.on_host and not each.by_rows and _is_whole(each.variable) for each in trained)):
             return None
         promised = {id(each.tensor): Coming(each.tensor.nbytes) for each in trained}
-        out = Outgoing([each.variable for each in trained], [*promised.values()], self._means())
+        out = Outgoing([each.variable for each in trained], [*promised.values()], self._of_buffers())
         return (self._rounds.send(out), promised) if self._rounds.is_known(out) else None
 
     def _check_sent(self, trained: Sequence[Trained], scale: float | None) -> Section:

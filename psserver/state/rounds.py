@@ -22,7 +22,7 @@ from psserver.state.chunks import ChunkQueue
 from psserver.state.clocks import Clocks
 from psserver.state.closure_rounds import ClosuresOver, same_closure, take_over
 from psserver.state.pending_round import PendingRound, Push, Waiter
-from psserver.state.sections import Sections, batches_differ, joins, only_newcomers
+from psserver.state.sections import Sections, different_batches, joins, only_newcomers
 from psserver.state.sessions import diverged
 from psserver.state.strands import (
     Given,
@@ -201,8 +201,8 @@ class Rounds:
             pending.doubtful.append(push)
             return
         self._check_plan(pending, said, member)
-        for part, each in senders:
-            self._check_batch(pending, part, each)
+        if (differ := different_batches(pending, senders)) is not None:
+            raise self._fail(pending, differ)
         for part, _ in senders:
             strand.came(part)
         self._take(pending, push, [each for _, each in senders], self._running == (key, said.round))
@@ -218,8 +218,7 @@ class Rounds:
         """Adds a push to its round, which runs or not; `members` are those who contribute with it."""
         shares, effects = pending.take(push, members, runs)
         self._effects += effects
-        plan = self.plans.get(push.said.plan_id)
-        if plan is not None:
+        if (plan := self.plans.get(push.said.plan_id)) is not None:
             for share in shares:
                 self._admit(pending, share, plan)
 
@@ -239,15 +238,6 @@ class Rounds:
             self._evict(pending, said, member)
             return
         raise self._fail(pending, self._sections.diverged(said.round, pending, member, self._describe(said.plan_id)))
-
-    def _check_batch(self, pending: PendingRound, said: Contribution, member: Member) -> None:
-        """Checks that all members that say which global batch they read say the same; else the round fails."""
-        if not said.batch or pending.error is not None:
-            return
-        if pending.batch is None:
-            pending.batch = member.task, said.batch
-        elif pending.batch[1] != said.batch:
-            raise self._fail(pending, batches_differ(pending.batch, (member.task, said.batch)))
 
     def _evict(self, pending: PendingRound, said: Contribution, member: Member) -> None:
         """Fails newcomers that came first, with another plan than an older member's."""
@@ -406,8 +396,7 @@ class Rounds:
     def _close(self, key: Key, number: int, record: Record) -> list[Waiter]:
         self._running = None
         self.last = number if key is None else self.last + (not isinstance(key, Own))
-        plan = self.plans.get(record.plan_id)
-        saves = plan is not None and plan.plan.snapshot is not None
+        saves = (plan := self.plans.get(record.plan_id)) is not None and plan.plan.snapshot is not None
         self.closed += key is None or saves
         strand = self.strands[key]
         if key is None:

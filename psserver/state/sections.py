@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from psserver.state.pending_round import PendingRound
 from psserver.state.sessions import diverged, newcomer_diverged
@@ -44,12 +44,22 @@ class Sections:
         return diverged(said.round, [*made[:1], *late])
 
 
-def batches_differ(one: tuple[Task, str], other: tuple[Task, str]) -> Diverged:
-    """Returns the error of two members that compute shares of different global batches in one round.
+def different_batches(pending: PendingRound, senders: Iterable[tuple[Contribution, Member]]) -> Diverged | None:
+    """Notes which global batch members read; returns the error of two that read different ones, None if none do.
 
     Args:
-        one, other: a member, and the batch that it reads, in words.
+        pending: the round.
+        senders: what members say that have come, which may be nothing of a batch.
     """
+    for said, member in senders:
+        if pending.batch is None and said.batch:
+            pending.batch = member.task, said.batch
+        elif pending.batch is not None and said.batch not in ("", pending.batch[1]) and pending.error is None:
+            return _batches_differ(pending.batch, (member.task, said.batch))
+    return None
+
+
+def _batches_differ(one: tuple[Task, str], other: tuple[Task, str]) -> Diverged:
     (first, this), (second, that) = sorted([one, other])
     return Diverged(
         f"{first} and {second} read different global batches: {this[:MAX_WORDS]}, and {that[:MAX_WORDS]}. The "

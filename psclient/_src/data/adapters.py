@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -42,6 +42,28 @@ class Batch:
     def whole(self) -> Nest:
         """All of its examples."""
         return self.rows(0, self.examples)
+
+
+@dataclass(eq=False)
+class GlobalBatch:
+    """A global batch, of which each worker has its part.
+
+    Attributes:
+        epoch: the data epoch.
+        index: its number there.
+        batch: the batch.
+    """
+
+    epoch: int
+    index: int
+    batch: Batch
+
+    @cached_property
+    def words(self) -> str:
+        """Which batch it is: the same words on every worker that reads the same one."""
+        chosen = self.batch.chosen()
+        has = f"batch {self.index} of epoch {self.epoch} has {self.batch.examples} examples"
+        return f"{has} ({chosen})" if chosen else has
 
 
 class Source(Protocol):

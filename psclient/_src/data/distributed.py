@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
 from typing import Protocol
 
@@ -19,8 +19,7 @@ import numpy as np
 
 from psclient._src import nest
 from psclient._src.conversions import is_text
-from psclient._src.data.adapters import Batch, Source, source_of
-from psclient._src.data.progress import SharedBatch
+from psclient._src.data.adapters import Batch, GlobalBatch, Source, source_of
 from psclient._src.devices import CPU, AnyArray, Device, to_device
 from psclient._src.nest import Nest
 from psclient._src.options import ArraySpec, AutoShardPolicy, InputContext, InputOptions, PerReplicaSpec
@@ -68,7 +67,7 @@ class DatasetGroup(Protocol):
         empty: frozenset[int],
         fraction: float | None = None,
         returned: tuple[Examples, ...] = (),
-        batch: SharedBatch | None = None,
+        batch: GlobalBatch | None = None,
     ) -> None:
         """Told what was taken: which batch is next, whether this worker has it, whose batch is empty.
 
@@ -177,28 +176,6 @@ class DistributedIterator:
 
 
 _NOTHING = object()
-
-
-@dataclass(eq=False)
-class GlobalBatch:
-    """A global batch, of which each worker has its part.
-
-    Attributes:
-        epoch: the data epoch.
-        index: its number there.
-        batch: the batch.
-    """
-
-    epoch: int
-    index: int
-    batch: Batch
-
-    @cached_property
-    def words(self) -> str:
-        """Which batch it is: the same words on every worker that reads the same one."""
-        chosen = self.batch.chosen()
-        has = f"batch {self.index} of epoch {self.epoch} has {self.batch.examples} examples"
-        return f"{has} ({chosen})" if chosen else has
 
 
 class Optional:
@@ -334,7 +311,7 @@ class _Distributed:
         parts: Sequence[Nest] = (),
         examples: int = 0,
         returned: tuple[Examples, ...] = (),
-        batch: SharedBatch | None = None,
+        batch: GlobalBatch | None = None,
     ) -> None:
         """Tells the group what was taken; `examples` are those of all workers' parts, 0 where they are not known."""
         self._told = Position(self._number, epoch, index)
@@ -538,11 +515,6 @@ class DistributedDataset(_Distributed):
             )
         return found
 
-    @property
-    def _compared(self) -> bool:
-        """True if servers compare the batches of workers: all of them make each round together."""
-        return not self._group.backup_workers and self._group.slice() == self._group.share()
-
     def _slices(self, batch: Batch) -> list[Nest]:
         first, replicas = self._group.share()
         return cut(batch, first, len(self._group.devices), -(-batch.examples // replicas))
@@ -565,7 +537,8 @@ class DistributedDataset(_Distributed):
                 "has no share; give the dataset ps.InputOptions(auto_shard_policy=ps.AutoShardPolicy.DYNAMIC)",
                 self._number,
             )
-        elif self._source.order_is_own and replicas > len(self._group.devices) and not self._compared:
+        # Where all workers make each round together, servers compare what they read.
+        elif self._source.order_is_own and (self._group.backup_workers or self._group.slice() != (first, replicas)):
             self._warned = True
             log.warning(
                 "dataset %d is shuffled by each process for itself, so that examples are seen twice or not at all; "

@@ -49,8 +49,8 @@ class SharedRounds:
             batch: the global batch that was in use when its section began; None for none that all workers read.
         """
         group = self.group
-        # With backup workers a late one may be at a batch that the others have behind them.
-        compares = not (observes or group.alone or group.backup_workers) and _is_compared(self.round)
+        # What observes was computed before this process came to the batch of the others.
+        compares = not observes and _is_compared(self.round)
         return {
             "more": group.more,
             "positions": group.positions,

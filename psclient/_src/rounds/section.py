@@ -138,8 +138,7 @@ class Section:
         marks: Marks | None = None,
         batch: SharedBatch | None = None,
     ) -> None:
-        self._batch = batch
-        self._nonfinite, self._with_copies, self.marks = nonfinite, with_copies, marks
+        self._nonfinite, self._with_copies, self.marks, self._batch = nonfinite, with_copies, marks, batch
         self._servers, self._flush = servers, flush
         self._reductions: list[Reduction] = []
         self._floating: set[int] = set()  # reductions that get their place where they are used
@@ -151,8 +150,7 @@ class Section:
         self._applies, self._results = list[Apply](), 0
         self._returned: set[Ref] = set()
         self._snapshot: SnapshotOrder | None = None
-        self._trims: list[Trim] = []
-        self._written: set[int] = set()
+        self._trims, self._written = list[Trim](), set[int]()
         self._calls: list[TracedCall] | None = []  # None once what is recorded depends on more than these.
         self._sources: list[tuple[Trace, int]] = []
         self._whole: Plan | None = None
@@ -440,11 +438,9 @@ class Section:
 
     def outgoing(self) -> Outgoing:
         """Returns the section's plan and this process's data for it."""
-        weights = tuple([local.weight for local in self._local])
-        contributions = tuple([local.array for local in self._local])
-        operands = tuple([array for array, _, _ in self._operands])
-        plan, feedback = self._whole or self._plan(), tuple(self._feedback)
-        return Outgoing(plan, weights, contributions, operands, feedback, batch=self._batch)
+        weights, arrays = tuple([one.weight for one in self._local]), tuple([one.array for one in self._local])
+        operands, feedback = tuple([array for array, _, _ in self._operands]), tuple(self._feedback)
+        return Outgoing(self._whole or self._plan(), weights, arrays, operands, feedback, batch=self._batch)
 
     def _plan(self) -> Plan:
         return Plan(

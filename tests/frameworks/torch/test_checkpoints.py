@@ -196,18 +196,83 @@ def buffers(module):
     return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
 
-def trained(mode, workers=2, count=4):
+def trained(mode=None, workers=2, count=4, **options):
+    said = {} if mode is None else {"buffers": mode}
+
     def work(strategy, worker):
         module = normed()
-        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.0, buffers=mode, strategy=strategy)
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.0, strategy=strategy, **said)
         steps(module, optimizer, share(batches(count), worker, workers))
         return buffers(module)
 
-    return job(work, workers, 2)
+    return job(work, workers, 2, **options)
+
+
+def test_all_workers_have_the_buffers_of_the_first():
+    """By default, as with DDP: after a step they are what the first worker alone makes of its part, of any dtype."""
+    mine, _, _ = trained("own", 3)
+    for found in (trained(workers=3), trained("first", 3)):
+        assert all(torch.equal(own[name], mine[name]) for own in found for name in mine)
+
+
+def test_asynchronous_workers_keep_their_buffers():
+    """No worker waits for another's, whatever the mode."""
+    one, other = trained(consistency=ps.Async())
+    assert not torch.equal(one["1.running_mean"], other["1.running_mean"])
+
+
+class Kinds(torch.nn.Module):
+    """Buffers of all kinds, each of which a forward changes; and one that has no element."""
+
+    KINDS = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
+
+    def __init__(self, value):
+        super().__init__()
+        self.layer = torch.nn.Linear(5, 3, dtype=torch.float64)
+        self.value = value
+        for number, dtype in enumerate(self.KINDS):
+            self.register_buffer(f"of_{number}", torch.zeros(2, 2, dtype=dtype))
+        self.register_buffer("empty", torch.zeros(0))
+        self.register_buffer("mask", torch.full((3,), -torch.inf))
+
+    def forward(self, x):
+        for number in range(len(self.KINDS)):
+            getattr(self, f"of_{number}").fill_(self.value)
+        return self.layer(x)
+
+
+def test_buffers_of_all_dtypes_are_the_first_workers():
+    """Numbers of any width, truth values, infinity, and nothing at all, to the last bit."""
+
+    def work(strategy, worker):
+        module = Kinds(1 - worker)
+        steps(module, pst.Optimizer(module, torch.optim.SGD, lr=0.1, strategy=strategy), share(batches(2), worker, 2))
+        return buffers(module)
+
+    for found in job(work, 2):
+        assert all(found[f"of_{number}"].eq(1).all() for number in range(len(Kinds.KINDS)))
+        assert found["mask"].tolist() == [-torch.inf] * 3
+
+
+def test_a_graph_from_before_a_step_can_be_gone_back():
+    """Buffers get their values as BatchNorm gives them: autograd does not take them for changed."""
+
+    def work(strategy, worker):
+        norm, head = torch.nn.BatchNorm1d(5, affine=False).double(), torch.nn.Linear(5, 1).double()
+        module = torch.nn.Sequential(norm, head)
+        optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.1, strategy=strategy)
+        x = batches(1)[0][0].requires_grad_()
+        normalized = norm(x)
+        head(normalized.detach()).sum().backward()
+        optimizer.step()
+        (normalized[0].sum()).backward()
+        return x.grad.isfinite().all()
+
+    assert all(job(work, 2))
 
 
 def test_buffers_are_each_workers_own_or_means():
-    """By default they differ; means have the same bits after each step, those of the whole batch."""
+    """Own ones differ; means have the same bits after each step, those of the whole batch."""
     one, other = trained("own")
     assert not torch.equal(one["1.running_mean"], other["1.running_mean"])
     assert int(one["1.num_batches_tracked"]) == int(other["1.num_batches_tracked"]) == 4
@@ -262,8 +327,8 @@ def test_checkpoints_have_those_of_the_first_worker(tmp_path, dtype):
 
 @pytest.mark.parametrize("persistent", [True, False])
 def test_a_buffer_that_servers_do_not_have(strategy, persistent):
-    """Is named, with its dtype; one that is not persistent stays this worker's own. A mode is 'own' or 'mean'."""
-    with pytest.raises(ValueError, match="buffers is 'sum'; it is one of 'own' and 'mean'"):
+    """Is named, with its dtype; one that is not persistent stays this worker's own. A mode is one of three."""
+    with pytest.raises(ValueError, match="buffers is 'sum'; it is one of 'first', 'mean' and 'own'"):
         pst.Optimizer(normed(), torch.optim.SGD, lr=0.01, buffers="sum", strategy=strategy)
     module = torch.nn.Linear(2, 2)
     module.register_buffer("scales", torch.ones(2).to(torch.float8_e4m3fn), persistent)

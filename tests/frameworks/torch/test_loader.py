@@ -93,8 +93,9 @@ def test_workers_that_read_different_batches_are_told(make, named, several):
         assert "generator=torch.Generator().manual_seed(0)" in told
 
 
-def test_a_difference_that_comes_later_is_told():
-    """A worker in whose loader the seed changes between epochs is told in the next round of a hundred."""
+@pytest.mark.parametrize(("since", "reached"), [(2, 6), (21, 100)])
+def test_a_difference_that_comes_later_is_told(since, reached):
+    """Seeds differ from some epoch on: told at once in the first ten rounds, then in the next one of a hundred."""
 
     def work(strategy, worker):
         module, source = mlp(), torch.Generator().manual_seed(0)
@@ -103,7 +104,7 @@ def test_a_difference_that_comes_later_is_told():
         shared, made = pst.Loader(torch.utils.data.DataLoader(data(), 16, sampler=sampler), optimizer), 0
         try:
             for epoch in shared.epochs(40):
-                sampler.generator = torch.Generator().manual_seed(epoch * 2 + worker) if epoch > 20 else source
+                sampler.generator = torch.Generator().manual_seed(epoch * 2 + worker) if epoch >= since else source
                 for x, y in shared:
                     optimizer.zero_grad()
                     (module(x) - y).square().mean().backward()
@@ -114,8 +115,8 @@ def test_a_difference_that_comes_later_is_told():
         return made, ""
 
     for made, told in job(work, 2):
-        assert made == 100
-        assert "batch 1 of epoch 33" in told
+        assert made == reached
+        assert f"batch {reached % 3} of epoch {reached // 3}" in told
 
 
 @pytest.mark.parametrize(

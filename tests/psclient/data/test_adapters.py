@@ -247,11 +247,13 @@ def test_who_shuffles_alone_is_warned(caplog):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: its DataLoader is not tested")
     data = torch.utils.data
     own = {"generator": torch.Generator().manual_seed(0)}
-    sampler = data.RandomSampler(range(4))
+    sampler, late = data.RandomSampler(range(4)), Worker(0, 1, 2)
+    late.backup_workers = 1
     for loader, worker, lines in (
         (data.DataLoader(range(4), batch_size=2, shuffle=True), Apart(0, 1, 2), 1),
         (data.DataLoader(range(4), batch_sampler=data.BatchSampler(sampler, 2, False)), Apart(0, 1, 2), 1),
         (data.DataLoader(range(4), batch_size=2, shuffle=True), Worker(0, 1, 2), 0),
+        (data.DataLoader(range(4), batch_size=2, shuffle=True), late, 1),
         (data.DataLoader(range(4), batch_size=2, shuffle=True), Apart(0, 2, 2), 0),
         (data.DataLoader(range(4), batch_size=2, shuffle=True, **own), Apart(0, 1, 2), 0),
         (data.DataLoader(range(4), batch_size=2, sampler=data.RandomSampler(range(4), **own)), Apart(0, 1, 2), 0),
