@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -40,9 +38,9 @@ def epochs(module, optimizer, batches, count=3):
     return seen
 
 
-def unseeded(worker, **options):
+def unseeded(worker):
     """A loader as scripts of one process have it; torch's source of chance is another one in each worker."""
-    return seeded(worker, lambda: torch.utils.data.DataLoader(data(), batch_size=16, shuffle=True, **options))
+    return seeded(worker, lambda: torch.utils.data.DataLoader(data(), batch_size=16, shuffle=True))
 
 
 def of_seed(worker):
@@ -60,7 +58,6 @@ def weighted(worker):
     ("make", "named"),
     [
         (unseeded, "RandomSampler"),
-        (partial(unseeded, num_workers=1), "RandomSampler"),
         (weighted, "WeightedRandomSampler"),
         (of_seed, "RandomSampler"),
         (lambda worker: loader(16 + worker), "has 16 examples"),
@@ -123,7 +120,6 @@ def test_a_difference_that_comes_later_is_told(since, reached):
     ("make", "options"),
     [
         (lambda worker: loader(), {}),
-        (lambda worker: loader(num_workers=1), {}),
         (lambda worker: weighted(0), {}),
         (of_seed, {"consistency": ps.Async()}),
         (lambda worker: loader(16 + worker), {"consistency": ps.BoundedStaleness(2)}),

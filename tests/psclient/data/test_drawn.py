@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -88,7 +91,6 @@ DIFFERENT: dict[str, Callable[[int], Any]] = {
     "RandomSampler without a seed": lambda w: data.DataLoader(range(48), 8, sampler=data.RandomSampler(range(48))),
     "WeightedRandomSampler, another seed": lambda worker: data.DataLoader(range(48), 8, sampler=weighted(worker)),
     "another seed": lambda worker: data.DataLoader(range(48), 8, shuffle=True, generator=seeded(worker)),
-    "processes": lambda w: data.DataLoader(range(48), 8, shuffle=True, generator=seeded(w), num_workers=2),
     "another batch size": lambda worker: data.DataLoader(range(48), 8 + worker),
     "drop_last": lambda worker: data.DataLoader(range(47), 8, drop_last=bool(worker)),
     "a batch sampler": lambda worker: data.DataLoader(range(48), batch_sampler=ByRank(worker)),
@@ -107,9 +109,6 @@ DIFFERENT: dict[str, Callable[[int], Any]] = {
 ALIKE: dict[str, Callable[[], Any]] = {
     "in order": lambda: data.DataLoader(range(48), 8),
     "a seed": lambda: data.DataLoader(range(48), 8, shuffle=True, generator=seeded(0)),
-    "a seed, in processes": lambda: data.DataLoader(
-        range(48), 8, shuffle=True, generator=seeded(0), num_workers=2, persistent_workers=True
-    ),
     "weights": lambda: data.DataLoader(range(48), 8, sampler=weighted(0)),
     "a batch sampler": lambda: data.DataLoader(range(48), batch_sampler=ByRank(1)),
     "indices of arrays": lambda: data.DataLoader(range(48), batch_sampler=[np.arange(8), torch.arange(8)]),
@@ -149,6 +148,22 @@ def test_words_are_of_the_indices_that_were_drawn():
     assert first == again
     assert first.removeprefix("SequentialSampler") == other.removeprefix("list")
     assert words(data.DataLoader(Stream(), 24)) == [f"batch {i} of epoch 0 has 24 examples" for i in range(2)]
+
+
+def read_in_processes() -> None:
+    """The script of a process that has no threads, so that it can be forked at any time."""
+    for options in ({}, {"persistent_workers": True, "prefetch_factor": 5}):
+        loader = data.DataLoader(range(48), 8, shuffle=True, generator=seeded(0), num_workers=2, **options)
+        worker = Worker()
+        batches = distributed(loader, worker)
+        for batch in (batch for _ in range(3) for batch in batches):
+            assert f"{zlib.crc32(repr(batch.tolist()).encode()):08x}" in worker.batch.words
+
+
+def test_indices_are_those_of_the_batch_where_processes_read():
+    """They are drawn ahead, and the sum is of those that this batch has, in each epoch."""
+    script = f"from {__name__} import read_in_processes; read_in_processes()"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 def test_a_script_finds_its_own_sampler():
