@@ -46,7 +46,8 @@ def on_host(value: object) -> Array:
     A tensor of PyTorch that needs a gradient gives its values, as `tensor.detach()` does.
 
     Raises:
-        TypeError: NumPy has no such array: it is sparse, quantized, masked, or ragged; the message has the remedy.
+        TypeError: NumPy has no such array: it is sparse, quantized, or masked; the message has the remedy.
+        ValueError: parts of a list have different shapes; NumPy's own error.
     """
     if is_torch(value):
         return _of_torch(value)
@@ -55,13 +56,7 @@ def on_host(value: object) -> Array:
         raise TypeError(f"a {kind.__name__} of SciPy is sparse, and an array is expected; give x.toarray()")
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         raise TypeError("an array has masked elements, which have no values; give x.filled(value)")
-    try:
-        found = np.asarray(value)
-    except ValueError as error:
-        if "inhomogeneous" in str(error):  # NumPy's word for lists of different lengths
-            raise TypeError(f"a {kind.__name__} has parts of different shapes, and is no array; pad them") from None
-        raise
-    return native(found)
+    return native(np.asarray(value))
 
 
 def _of_torch(value: Any) -> Array:

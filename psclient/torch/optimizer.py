@@ -16,6 +16,7 @@ from psclient._src import context
 from psclient._src.config import threads_chosen, threads_of
 from psclient._src.conversions import on_host
 from psclient._src.distribute.strategy import Strategy
+from psclient._src.pickling import Unpicklable
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.variables.table_views import table_of
 from psclient._src.variables.variable import Variable
@@ -40,7 +41,7 @@ _OWNERS: Any = WeakTensorKeyDictionary()
 """The optimizer that trains a parameter, weakly, by the parameter."""
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(Unpicklable, torch.optim.Optimizer):
     """An optimizer of torch whose `step` is a round: gradients go to the servers, parameters come back into place.
 
         optimizer = pst.Optimizer(net, ps.optimizers.Adam(1e-3), strategy=strategy)
@@ -83,6 +84,7 @@ class Optimizer(torch.optim.Optimizer):
         VariableMismatch: workers have different modules.
     """
 
+    pickle_remedy = "save its state_dict(), or make another one there, with a strategy of that process"
     _step_supports_amp_scaling = True
     param_groups: list[dict[str, Any]]  # torch has it so; without torch nobody else says it
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import pickle
 import signal
 import threading
 
@@ -102,37 +101,7 @@ def test_a_pass_that_ends_by_an_error_is_over():
             loop.check(before, fails_at)  # batches are read ahead
 
 
-# ---- Forks and strategies that are dropped ----
-
-
-def test_a_fork_is_told_that_it_has_no_servers():
-    """At once, whatever it calls; a strategy of its own works there."""
-    with opened("embedded-1") as strategy:
-        loop = Loop(strategy)
-        loop.step()
-        calls = [loop.step, loop.epoch, lambda: loop.v.assign([2.0]), lambda: strategy.reduce("SUM", 1.0, axis=None)]
-        with strategy.scope():
-            table = ps.Variable(np.zeros((4, 2), "float32"))
-        calls.append(lambda: table.lookup([1]))
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            said = []
-            for call in calls:
-                try:
-                    call()
-                    said.append("nothing")
-                except BaseException as error:
-                    said.append(str(error))
-            os.write(writer, pickle.dumps(said))
-            os._exit(0)
-        os.close(writer)
-        with open(reader, "rb") as file:
-            said = pickle.loads(file.read())
-        os.waitpid(pid, 0)
-        assert len(said) == len(calls)
-        assert all("this process is a fork" in text and "num_workers=0" in text for text in said), said
-        loop.check(1.0, 0)
+# ---- Strategies that are dropped ----
 
 
 def test_a_strategy_that_nothing_refers_to_is_closed():

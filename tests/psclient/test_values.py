@@ -371,7 +371,6 @@ def test_arrays_of_other_libraries():
     assert as_array(plain) is plain
     assert as_array(np.ma.masked_array(plain, [False] * 3)).tolist() == [0, 1, 2]
     refused(TypeError, r"masked.*x\.filled", lambda: as_array(np.ma.masked_array(plain, [True, False, False])))
-    refused(TypeError, "parts of different shapes.*pad", lambda: as_array([[1, 2], [3]]))
     sparse = pytest.importorskip("scipy.sparse")
     for matrix in (sparse.eye(2).tocsr(), sparse.coo_array(np.eye(2))):
         refused(TypeError, r"of SciPy is sparse.*x\.toarray\(\)", lambda matrix=matrix: as_array(matrix))

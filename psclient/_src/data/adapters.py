@@ -6,6 +6,7 @@ classes, so that none needs to be there.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -251,6 +252,10 @@ class Loader(Iterated):
     def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Nest]]:
         for generator, seed in self._seeds:
             generator.manual_seed(seed + epoch)
+        if getattr(self._dataset, "_iterator", None) is not None and self._dataset.generator is not None:
+            # Processes that are kept get their seed once, in the first pass: a number that is drawn before the order.
+            torch = sys.modules["torch"]
+            torch.empty((), dtype=torch.int64).random_(generator=self._dataset.generator)
         for index, (item, indices) in enumerate(self._drawn.items()):
             self._indices = indices
             yield index, item
@@ -363,7 +368,7 @@ def _checked(item: object) -> Nest:
             continue
         if not getattr(leaf, "shape", ()):
             raise ValueError(
-                f"a batch holds a {type(leaf).__name__} without a batch dimension{where}; batch the dataset: give "
+                f"a batch holds{where} a {type(leaf).__name__} without a batch dimension; batch the dataset: give "
                 "arrays whose first dimension counts the examples"
             )
         try:

@@ -23,6 +23,7 @@ from psclient._src.data.adapters import Batch, GlobalBatch, Source, source_of
 from psclient._src.devices import CPU, AnyArray, Device, to_device
 from psclient._src.nest import Nest
 from psclient._src.options import ArraySpec, AutoShardPolicy, InputContext, InputOptions, PerReplicaSpec
+from psclient._src.pickling import Unpicklable
 from psclient._src.values import PerReplica
 from pswire.model.log import Examples, Position
 from pswire.model.tensor import Array
@@ -138,7 +139,7 @@ class Passes:
     make_round: Callable[[], object] | None = None
 
 
-class DistributedIterator:
+class DistributedIterator(Unpicklable):
     """One pass over a distributed dataset. Used by one thread at a time.
 
     Args:
@@ -208,7 +209,7 @@ class Optional:
         return self._spec()
 
 
-class _Distributed:
+class _Distributed(Unpicklable):
     """Counts passes, and keeps the group informed. Used by one thread at a time."""
 
     def __init__(

@@ -141,7 +141,7 @@ class Backend(Protocol):
         ...
 
     def check_open(self) -> None:
-        """Raises `RuntimeError` once the strategy is closed."""
+        """Raises `RuntimeError` once the strategy is closed, and `PSError` in a process that it is of no use in."""
         ...
 
     def create(

@@ -32,13 +32,14 @@ from psclient._src.options import (
     RunOptions,
     ValueContext,
 )
+from psclient._src.pickling import Unpicklable
 from psclient._src.processes import shutdown
 from psclient._src.variables.variable import Variable
 
 T = TypeVar("T")
 
 
-class Strategy:
+class Strategy(Unpicklable):
     """A state and compute distribution policy on a list of devices.
 
     Methods for cross-replica context enter the strategy's scope by themselves where there is none.
@@ -390,6 +391,11 @@ class Strategy:
         self._container.end_step()
         self.backend.close()
         self.extended.shared.runner.close()
+
+    pickle_remedy = (
+        "let that process compute with arrays alone, or make a strategy of its own; and let no function or dataset "
+        "that is sent there hold this one"
+    )
 
     def __copy__(self) -> NoReturn:
         raise RuntimeError("a strategy cannot be copied, since both would make the same rounds; make another one")

@@ -92,7 +92,7 @@ class Notice:
         Args:
             launched: True if the launcher of a local cluster has started this process.
         """
-        self._ordinary = True
+        self._ordinary, self._process = True, os.getpid()
         signal.signal(signal.SIGTERM, self._handle)
         if launched:
             signal.signal(signal.SIGHUP, self._hang_up)
@@ -127,10 +127,13 @@ class Notice:
             self._anywhere = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        mine = os.getpid() == self._process  # a fork of the process has no part in the job
-        if mine and self._left:
+        if os.getpid() != self._process:
+            # A fork has no part in the job. What is raised might be lost in a callback there, and a `Pool` waits for it.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        if self._left:
             raise Leaving
-        if mine and self._parts and self._asked_at is None and not self._at_once:
+        if self._parts and self._asked_at is None and not self._at_once:
             self._asked_at = time.monotonic()
             # Nothing here may wait for a lock, which the interrupted code may hold.
             _thread.start_new_thread(self._count_down, ())
@@ -138,7 +141,7 @@ class Notice:
                 raise Leaving
             return
         signal.signal(number, signal.SIG_DFL)
-        if self._ordinary or (mine and self.leaving):
+        if self._ordinary or self.leaving:
             raise SystemExit(128 + number)
         os.kill(os.getpid(), number)
 

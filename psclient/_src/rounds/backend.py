@@ -78,12 +78,17 @@ class _RemoteVariables:
         """The processes that train together."""
         return self._exchange.group
 
+    def check_process(self) -> None:
+        """Raises `PSError` in a fork of the process that opened the strategy."""
+        self._exchange.session.owner.check()
+
     def close(self) -> None:
         """Closes the backend: nothing can be read, created or recorded any more."""
         self._closed = True
 
     def check_open(self) -> None:
-        """Raises `RuntimeError` once the strategy is closed."""
+        """Raises `RuntimeError` once the strategy is closed, and `PSError` in a fork of the process."""
+        self.check_process()
         if self._closed:
             raise RuntimeError("this strategy is closed; do what needs its servers before close(), or make another one")
 

@@ -125,7 +125,6 @@ class _Pulls:
         return self._session.hosting.home(variable.servers)
 
     def _answers(self, asked: Sequence[_Ask]) -> list[PullReply]:
-        self._session.owner.check()
         began = time.monotonic()
         while True:
             try:

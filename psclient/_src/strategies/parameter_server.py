@@ -11,6 +11,7 @@ import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 from psclient._src import context
@@ -269,6 +270,15 @@ class ParameterServerStrategy(Strategy):
                 server.fail(error)
 
     # ---- What it is ----
+
+    def scope(self) -> AbstractContextManager[Strategy]:
+        """As `Strategy.scope`.
+
+        Raises:
+            PSError: this process is a fork of the one that opened the strategy.
+        """
+        self._remote.check_process()
+        return super().scope()
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:

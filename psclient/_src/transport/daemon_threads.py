@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TypeVar
 
+from psclient._src.transport.forks import Owner
 from pswire.errors import PSError
 from pswire.transport.futures import settle
 
@@ -30,6 +31,7 @@ class Threads:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._owner = Owner()
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()  # guards the two counts
         self._idle = 0  # and not about to take what is in the queue
@@ -41,8 +43,10 @@ class Threads:
         """Runs a function; its result, or what it raises, is the future's.
 
         Raises:
-            PSError: no thread is idle, and none could be started.
+            PSError: no thread is idle, and none could be started; or this is a fork of the process, which has none of
+            its threads.
         """
+        self._owner.check()
         future: Future[T] = Future()
         with self._lock:
             try:

@@ -247,7 +247,6 @@ class GrpcCalls:
 
     def _start(self, name: str, request: bytes | Iterator[bytes], seconds: float, future: bool = False) -> Any:
         """Starts a call; it is a future, or an iterator over the frames of its reply."""
-        self.owner.check()
         if not isinstance(request, bytes):
             check_startable()  # gRPC needs threads to send more than one message, and would wait for them for good
         stubs = self._stubs
@@ -398,8 +397,9 @@ class GrpcCalls:
         self.failed.clear()
 
     def check(self) -> None:
-        """Raises what `fail` was told; anew, since one exception cannot be raised by two threads."""
-        if self._failure:
+        """Raises what `fail` was told, and in a fork of the process that the connection cannot be used."""
+        self.owner.check()
+        if self._failure:  # anew, since one exception cannot be raised by two threads
             raise type(self._failure)(self._failure.message, self._failure.task)
 
     def close(self) -> None:

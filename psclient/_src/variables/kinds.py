@@ -465,6 +465,7 @@ class SyncOnReadVariable(CopiedVariable):
         mine = self._mine()
         if mine is not None:
             return self.assign_copy(mine, how, value)
+        self.strategy.backend.check_open()
         if how != "assign":
             self._check_copied(how)
         if isinstance(value, DistributedValues) and not isinstance(value, Mirrored | Variable):

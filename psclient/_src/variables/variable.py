@@ -17,6 +17,7 @@ from psclient._src.context import StrategyFace
 from psclient._src.devices import Value, to_numpy
 from psclient._src.nest import Nest
 from psclient._src.options import Consistency
+from psclient._src.pickling import Unpicklable
 from psclient._src.variables.compression import Compressed, check_compression, is_compressible
 from psclient._src.variables.consistency import check_consistency, consistency_here, is_apart
 from psclient._src.variables.feedback import Feedback
@@ -212,7 +213,7 @@ def _first_value(initial_value: InitialValue, dtype: npt.DTypeLike | None) -> Ar
     return portable(np.asarray(to_numpy(value) if hasattr(value, "dtype") else value, dtype))
 
 
-class Variable(RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]  # Only NumPy's stub says ABC.
+class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]  # Only NumPy's stub says ABC.
     """A variable of the current strategy. Create it inside `strategy.scope()`, on every process alike.
 
     Arithmetic and NumPy functions use its value: in replica and cross-replica context a read-only array as
@@ -331,6 +332,8 @@ class Variable(RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]
     def value(self) -> Value:
         """Its value, as `read_value`."""
         return self.read_value()
+
+    pickle_remedy = "send its value, v.numpy(), or create it there, with a strategy of that process"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """A new variable beside this one, of the same value, whose name gets a number. In any context but update's."""

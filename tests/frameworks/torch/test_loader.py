@@ -8,7 +8,9 @@ import torch
 
 import psclient as ps
 import psclient.torch as pst
+from tests.kit.children import METHODS
 from tests.kit.modules import apart, batches, job, mlp, seeded, share, steps, values
+from tests.kit.strategies import refused
 
 EXAMPLES = 45
 
@@ -164,6 +166,45 @@ def test_parts_of_batches_count_by_their_examples():
     found = trained(3, size=22)
     assert [own for own, _ in found] == [[8, 8, 1] * 3, [8, 8, 8] * 3, [6, 6, 6] * 3]
     assert all(apart(own, expected) < 1e-6 for _, own in found)
+
+
+class Reading:
+    """Examples of which each reads a variable."""
+
+    def __init__(self, variable):
+        self.variable = variable
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.tensor(float(self.variable.numpy()[0]))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_loader_has_processes_of_its_own(method):
+    """However they are started, and kept or not: batches and steps are the same; one that reads a variable fails."""
+
+    def work(strategy, worker):
+        found = []
+        ways = [(0, False), (2, True)]  # each process that is not forked imports torch
+        for count, kept in [*ways, (2, False)] if method == "fork" else ways:
+            module = mlp()
+            optimizer = pst.Optimizer(module, torch.optim.SGD, lr=0.1, strategy=strategy, prefix=f"{count}{kept}/")
+            options = {"multiprocessing_context": method, "persistent_workers": kept} if count else {}
+            data = loader(num_workers=count, **options)
+            found.append((epochs(module, optimizer, pst.Loader(data, optimizer), 2), values(module)))
+        with strategy.scope():
+            v = ps.Variable(np.ones(1, "float32"))
+        reading = torch.utils.data.DataLoader(Reading(v), num_workers=2, multiprocessing_context=method)
+        error, says = (ps.PSError, "is a fork.*num_workers=0") if method == "fork" else (TypeError, "cannot be pickled")
+        refused(error, f"(?s){says}", lambda: next(iter(reading)))
+        assert v.numpy() == 1
+        return found
+
+    (found,) = job(work)
+    assert all(sizes == [16, 16, 13] * 2 for sizes, _ in found)
+    assert all(apart(own, found[0][1]) == 0 for _, own in found)
 
 
 @pytest.mark.parametrize("several", [False, True])

@@ -321,6 +321,7 @@ ENDS: dict[str, tuple[str, list[int], int, list[str]]] = {
     "a handler of the script's own is called": (f"{HUNG_UP}{MINE}say('ready')\nsleep()", [HUP], 3, ["mine"]),
     "another thread ends the process where it comes to a step": (PART + TRAIN + THREAD, [TERM], 0, []),
     "a fork of the process has no part in the job": (PART + FORK, [], 0, [str(int(TERM))]),
+    "nor has one under psworker, where an exit might be lost": (INSTALL + PART + FORK, [], 0, [str(int(TERM))]),
     "who only waits leaves at once": (f"{PART}with NOTICE.anywhere():\n    say('ready')\n    sleep()", [TERM], 0, []),
     "if it was told before, too": (f"{PART}{STEPS}with NOTICE.anywhere():\n    say('in')", [TERM], 0, []),
 }
