@@ -46,11 +46,15 @@ def on_host(value: object) -> Array:
     A tensor of PyTorch that needs a gradient gives its values, as `tensor.detach()` does.
 
     Raises:
-        TypeError: NumPy has no such array: it is sparse, quantized, or masked; the message has the remedy.
+        TypeError: NumPy has no such array: it is sparse, quantized, masked, deleted, or still traced; the message has
+            the remedy.
         ValueError: parts of a list have different shapes; NumPy's own error.
     """
     if is_torch(value):
         return _of_torch(value)
+    if isinstance(value, list | tuple) and any(map(_is_of_others, value)):
+        value = [on_host(part) for part in value]  # NumPy would ask the parts themselves, which cannot always
+    check_jax(value)
     kind = type(value)
     if kind.__module__.startswith("scipy.sparse"):
         raise TypeError(f"a {kind.__name__} of SciPy is sparse, and an array is expected; give x.toarray()")
@@ -59,7 +63,32 @@ def on_host(value: object) -> Array:
     return native(np.asarray(value))
 
 
+def _is_of_others(part: object) -> bool:
+    """Returns whether a part of a list is another library's array, or has such parts."""
+    return is_torch(part) or (isinstance(part, list | tuple) and any(map(_is_of_others, part)))
+
+
+def check_jax(value: Any) -> None:
+    """Raises `TypeError` if a value is an array of JAX without values that NumPy could have."""
+    jax: Any = sys.modules.get("jax")
+    arrays: Any = getattr(jax, "Array", ())
+    if not isinstance(value, arrays):
+        return
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            "an array of JAX is traced, and has no values yet; return it from the compiled function, and give what "
+            "that returns"
+        )
+    if value.is_deleted():
+        raise TypeError(
+            "an array of JAX is deleted: it was donated to a compiled function, or x.delete() was called; give what "
+            "the function returned, or a copy from before"
+        )
+
+
 def _of_torch(value: Any) -> Array:
+    if value.is_nested:
+        raise TypeError("a tensor is nested, and an array is expected; give torch.nested.to_padded_tensor(x, 0.0)")
     tensor = value.detach()
     torch = sys.modules["torch"]
     if tensor.layout != torch.strided:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -238,8 +239,12 @@ def as_array(value: Any) -> AnyArray:
     """
     if (type(value) is np.ndarray and value.dtype.isnative) or _is_cupy(value):
         return value
+    if conversions.is_torch(value):
+        on_cuda = value.is_cuda and value.layout is sys.modules["torch"].strided and not value.is_nested
+        return _loaded_cupy().from_dlpack(value.detach()) if on_cuda else conversions.on_host(value)
+    conversions.check_jax(value)
     if hasattr(value, "__dlpack_device__") and value.__dlpack_device__()[0] == _ON_CUDA:
-        return _loaded_cupy().from_dlpack(value.detach() if conversions.is_torch(value) else value)
+        return _loaded_cupy().from_dlpack(value)
     return conversions.on_host(value)
 
 

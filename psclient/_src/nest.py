@@ -11,7 +11,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 Nest = Any
 """A nest of leaves; written for the reader, since Python's types cannot say it."""
@@ -141,6 +143,28 @@ def paths(nest: Nest, path: str = "", is_leaf: IsLeaf | None = None) -> Iterator
         return
     for key, child in zip(node.keys, node.children, strict=True):
         yield from paths(child, path + node.step.format(key), is_leaf)
+
+
+def map_leaves(fn: Callable[[Leaf], T], nest: Nest, is_leaf: IsLeaf | None = None) -> list[T]:
+    """Returns what a function gives for each leaf, in the order of `flatten`.
+
+    Args:
+        fn: called with a leaf.
+        nest: to be taken apart.
+        is_leaf: containers to treat as leaves.
+
+    Raises:
+        TypeError: the function has refused a leaf; the message begins with the path of that.
+    """
+    found: list[T] = []
+    for path, leaf in paths(nest, is_leaf=is_leaf):
+        try:
+            found.append(fn(leaf))
+        except TypeError as error:
+            if not path:
+                raise
+            raise TypeError(f"at {path}: {error}") from error
+    return found
 
 
 def pack_sequence_as(structure: Nest, leaves: Sequence[object]) -> Nest:

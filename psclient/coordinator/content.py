@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from psclient._src.conversions import is_torch
 from psclient._src.devices import to_numpy
 from psclient._src.values import DistributedValues
 from psclient._src.variables.variable import Variable
@@ -60,11 +61,11 @@ class _Encoder:
         return {"scalar" if isinstance(value, np.generic) else "array": self._put(self._array(value, path))}
 
     def _array(self, value: Any, path: str) -> Array:
-        if hasattr(value, "__array__") or hasattr(value, "__cuda_array_interface__"):
+        if is_torch(value) or hasattr(value, "__array__") or hasattr(value, "__cuda_array_interface__"):
             try:
-                array = portable(to_numpy(value) if hasattr(value, "__cuda_array_interface__") else np.asarray(value))
+                array = portable(to_numpy(value))
                 spec_of(array)
-            except InvalidRequest as error:
+            except (TypeError, InvalidRequest) as error:
                 raise TypeError(f"{path}: {error}") from None
             return array
         what = f"the function {value.__name__}" if hasattr(value, "__name__") else f"a {type(value).__name__}"

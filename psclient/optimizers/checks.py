@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from psclient._src import values
+from psclient._src.conversions import is_torch
+from psclient._src.devices import as_array
 from psclient._src.distribute.reduction import Absent
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.lookup import place_of
@@ -109,7 +111,12 @@ def _check_gradient(gradient: object, v: Variable) -> None:
             own = own.with_shape(v.shape, lambda: f"the gradient of {place_of(v)}")
         if own is None:
             raise ValueError(f"the gradient of variable {v.name!r} is None; give zeros, or leave the pair out")
-        shape = tuple(own.shape) if hasattr(own, "shape") else np.shape(own)
+        if is_torch(own) or not hasattr(own, "dtype"):
+            try:
+                own = as_array(own)
+            except TypeError as error:
+                raise TypeError(f"the gradient of variable {v.name!r} is no array: {error}") from error
+        shape = tuple(own.shape)
         if shape != v.shape:
             raise ValueError(f"the gradient of variable {v.name!r} has shape {shape}, and the variable {v.shape}")
         if np.iscomplexobj(own) and v.dtype.kind != "c":

@@ -16,11 +16,10 @@ from psclient._src import context
 from psclient._src.config import threads_chosen, threads_of
 from psclient._src.conversions import on_host
 from psclient._src.distribute.strategy import Strategy
-from psclient._src.pickling import Unpicklable
+from psclient._src.lifetimes import Unpicklable, weakly
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.variables.table_views import table_of
 from psclient._src.variables.variable import Variable
-from psclient._src.weak import weakly
 from psclient.optimizers import Optimizer as Rule
 from psclient.torch.buffers import Mode, ModuleBuffers, check_mode
 from psclient.torch.embeddings import LookupModule, lookups_of

@@ -15,13 +15,13 @@ from psclient._src.devices import Coming
 from psclient._src.distribute.reduction import Absent
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.interrupts import INTERRUPTS
+from psclient._src.lifetimes import weakly
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.rounds.buffers import Buffer
 from psclient._src.rounds.section import Section
 from psclient._src.variables.kinds import ServerVariable
 from psclient._src.variables.table_views import join_views, table_of
 from psclient._src.variables.variable import Variable
-from psclient._src.weak import weakly
 from psclient.torch.buffers import ModuleBuffers
 from psclient.torch.changes import Changes
 from psclient.torch.embeddings import TableRows

@@ -62,7 +62,7 @@ src.cluster_resolver        4  pswire psclient._src
 src.data                    4  pswire wire.model psclient._src
 src.processes               4  pswire wire.model wire.security wire.telemetry psclient._src
 src.tracing                 4  pswire wire.model psclient._src
-src.variables               4  wire.model psclient._src
+src.variables               4  pswire wire.model psclient._src
 psclient.summary            4  psclient._src
 psclient.initializers       4  wire.model
 psclient.losses             4  psclient._src

@@ -374,3 +374,17 @@ def test_arrays_of_other_libraries():
     sparse = pytest.importorskip("scipy.sparse")
     for matrix in (sparse.eye(2).tocsr(), sparse.coo_array(np.eye(2))):
         refused(TypeError, r"of SciPy is sparse.*x\.toarray\(\)", lambda matrix=matrix: as_array(matrix))
+
+
+def test_a_leaf_that_is_refused_is_named():
+    """By its path in a nest; a nest that is a leaf has none. What a variable begins with is named by the variable."""
+    fields = {"a": [1, {"b": np.ma.masked_array([1], [True])}]}
+    refused(TypeError, r"^at \['a'\]\[1\]\['b'\]: an array has masked", lambda: nest.map_leaves(as_array, fields))
+    refused(TypeError, "^an array has masked", lambda: nest.map_leaves(as_array, fields["a"][1]["b"]))
+    assert nest.map_leaves(len, {"a": [1, 2], "b": "c"}, is_leaf=lambda value: isinstance(value, list)) == [2, 1]
+    for value, error in ((np.array(["a"]), ps.PSError), (fields["a"][1]["b"], TypeError)):
+        refused(
+            error,
+            "the initial value of variable 'first' is no array",
+            lambda value=value: ps.Variable(value, name="first"),
+        )

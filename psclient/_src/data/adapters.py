@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from psclient._src import nest
+from psclient._src.conversions import is_torch
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.data.drawn import DrawnIndices
 from psclient._src.devices import AnyArray, as_array, is_array
@@ -252,9 +253,10 @@ class Loader(Iterated):
     def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Nest]]:
         for generator, seed in self._seeds:
             generator.manual_seed(seed + epoch)
-        if getattr(self._dataset, "_iterator", None) is not None and self._dataset.generator is not None:
+        kept: object = getattr(self._dataset, "_iterator", None)
+        if kept is not None and self._dataset.generator is not None:
             # Processes that are kept get their seed once, in the first pass: a number that is drawn before the order.
-            torch = sys.modules["torch"]
+            torch: Any = sys.modules["torch"]
             torch.empty((), dtype=torch.int64).random_(generator=self._dataset.generator)
         for index, (item, indices) in enumerate(self._drawn.items()):
             self._indices = indices
@@ -360,21 +362,23 @@ def _checked(item: object) -> Nest:
         ValueError: it is no batch.
         TypeError: a field is of what no array has.
     """
-    leaves = []
+    leaves: list[AnyArray] = []
     for path, leaf in nest.paths(item, is_leaf=_is_texts):
         where = f" at {path}" if path else ""
         if _is_texts(leaf):
             leaves.append(np.array(leaf, object))
             continue
-        if not getattr(leaf, "shape", ()):
+        try:
+            has_examples = is_torch(leaf) or bool(getattr(leaf, "shape", None))
+            array = as_array(leaf) if has_examples else np.empty(())
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"a batch cannot be shared out: its field{where} is no array: {error}") from error
+        if not array.shape:
             raise ValueError(
                 f"a batch holds{where} a {type(leaf).__name__} without a batch dimension; batch the dataset: give "
                 "arrays whose first dimension counts the examples"
             )
-        try:
-            leaves.append(as_array(leaf))
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"a batch cannot be shared out: its field{where} is no array: {error}") from error
+        leaves.append(array)
     if len({leaf.shape[0] for leaf in leaves}) != 1:
         raise ValueError(
             f"the arrays of a batch need one and the same first dimension; theirs: {[tuple(x.shape) for x in leaves]}; "

@@ -39,7 +39,8 @@ class ArrayDataset:
     nest_leaf: ClassVar[bool] = True
 
     def __init__(self, arrays: Nest) -> None:
-        self.arrays = nest.map_structure(_stacked, arrays, is_leaf=lambda v: isinstance(v, list))
+        found = iter(nest.map_leaves(_stacked, arrays, is_leaf=_is_list))
+        self.arrays = nest.map_structure(lambda _: next(found), arrays, is_leaf=_is_list)
         sizes = {array.shape[:1] for array in nest.flatten(self.arrays)}
         if len(sizes) != 1 or sizes == {()}:
             shapes = [array.shape for array in nest.flatten(self.arrays)]
@@ -229,6 +230,10 @@ class ArrayDataset:
 
 def _each(rows: Nest, count: int) -> Iterator[Nest]:
     return (nest.map_structure(lambda array, i=i: array[i], rows) for i in range(count))
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
 
 
 def _stacked(leaf: Nest) -> Array:

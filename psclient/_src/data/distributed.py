@@ -21,9 +21,9 @@ from psclient._src import nest
 from psclient._src.conversions import is_text
 from psclient._src.data.adapters import Batch, GlobalBatch, Source, source_of
 from psclient._src.devices import CPU, AnyArray, Device, to_device
+from psclient._src.lifetimes import Unpicklable
 from psclient._src.nest import Nest
 from psclient._src.options import ArraySpec, AutoShardPolicy, InputContext, InputOptions, PerReplicaSpec
-from psclient._src.pickling import Unpicklable
 from psclient._src.values import PerReplica
 from pswire.model.log import Examples, Position
 from pswire.model.tensor import Array

@@ -309,7 +309,7 @@ class StrategyExtended:
     def reduce(self, op: ReduceOp, value: Any, axis: int | Sequence[int] | None) -> Any:
         """Reduces a value and returns it to every process at once; see `StrategyFace.reduce`."""
         with self._cross_replica("reduce"):
-            local = [self._local(op, leaf, axis) for leaf in nest.flatten(value)]
+            local = nest.map_leaves(lambda leaf: self._local(op, leaf, axis), value)
             return nest.pack_sequence_as(value, list(map(_reduced_here, self._here(local))))
 
     def gather(self, value: Nest, axis: SupportsIndex) -> Any:
@@ -317,7 +317,7 @@ class StrategyExtended:
         with self._cross_replica("gather"):
             number = check_axis(axis)
             local = len(self.worker_devices)
-            arrays = [[host_array(own) for own in of_each(leaf, local, own_value)] for leaf in nest.flatten(value)]
+            arrays = nest.map_leaves(lambda leaf: [*map(host_array, of_each(leaf, local, own_value))], value)
             first, replicas = self._backend.group.slice()
             # Replicas without examples give their empty arrays: what others hold back is no part of this.
             with self._backend.group.holding_back():

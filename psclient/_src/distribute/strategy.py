@@ -22,6 +22,7 @@ from psclient._src.devices import Value
 from psclient._src.distribute import extended_v1
 from psclient._src.distribute.backend import Backend
 from psclient._src.interrupts import INTERRUPTS
+from psclient._src.lifetimes import Unpicklable
 from psclient._src.nest import Nest
 from psclient._src.options import (
     AutoShardPolicy,
@@ -32,7 +33,6 @@ from psclient._src.options import (
     RunOptions,
     ValueContext,
 )
-from psclient._src.pickling import Unpicklable
 from psclient._src.processes import shutdown
 from psclient._src.variables.variable import Variable
 

@@ -7,8 +7,8 @@ import os
 import secrets
 import subprocess
 
+from psclient._src.lifetimes import weakly
 from psclient._src.processes.process import start_server
-from psclient._src.weak import weakly
 from pswire.errors import ConfigError, Unreachable
 from pswire.limits import Timeouts
 from pswire.security.identity import TOKEN_BYTES, Security, SecurityOptions

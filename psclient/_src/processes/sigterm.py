@@ -128,7 +128,7 @@ class Notice:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            # A fork has no part in the job. What is raised might be lost in a callback there, and a `Pool` waits for it.
+            # A fork has no part in the job. What is raised may be lost in a callback there, and a `Pool` waits for it.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if self._left:

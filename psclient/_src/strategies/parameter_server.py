@@ -38,6 +38,7 @@ from psclient._src.devices import local_devices
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.distribute.tables import TableExtended
 from psclient._src.interrupts import INTERRUPTS
+from psclient._src.lifetimes import weakly
 from psclient._src.options import BoundedStaleness, Consistency, Round, Sync
 from psclient._src.processes import shutdown
 from psclient._src.processes.blas import share_cores
@@ -61,7 +62,6 @@ from psclient._src.transport.remote_server import RemoteServer, connect
 from psclient._src.transport.session import Session
 from psclient._src.variables.compression import Compression, check_compression
 from psclient._src.variables.partitioners import PartitionFn, check_partitioner
-from psclient._src.weak import weakly
 from pswire.cluster import ClusterSpec, Task, TaskConfig
 from pswire.errors import CheckpointError, ConfigError, PSError, ScriptFailed, ServerGone, TaskTaken
 from pswire.limits import Timeouts

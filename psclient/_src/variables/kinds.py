@@ -140,7 +140,10 @@ def check_fits(name: str, spec: TensorSpec, how: str, value: Any) -> None:
     if type(value) in (bool, int, float, complex):
         dtype, shape = np.result_type(held, value), ()
     else:
-        array = value if isinstance(value, Readable) else as_array(value)
+        try:
+            array = value if isinstance(value, Readable) else as_array(value)
+        except TypeError as error:
+            raise TypeError(f"variable {name!r}: {error}") from error
         dtype, shape = array.dtype, tuple(array.shape)
     if how != "assign" and dtype.kind not in "OUSMm":
         dtype = np.result_type(held, dtype)

@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from psclient._src import context, values
+from psclient._src import context, nest, values
 from psclient._src.context import StrategyFace
-from psclient._src.devices import Value, to_numpy
+from psclient._src.devices import Value, as_array, is_array, to_numpy
+from psclient._src.lifetimes import Unpicklable
 from psclient._src.nest import Nest
 from psclient._src.options import Consistency
-from psclient._src.pickling import Unpicklable
 from psclient._src.variables.compression import Compressed, check_compression, is_compressible
 from psclient._src.variables.consistency import check_consistency, consistency_here, is_apart
 from psclient._src.variables.feedback import Feedback
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.partitioners import Cut, check_partitioner
 from psclient._src.variables.scatter import SCATTERS, RowWritable
+from pswire.errors import InvalidRequest
 from pswire.model.compression import FLOATS
 from pswire.model.plan import VariableSpec
 from pswire.model.tensor import Array, portable, spec_of
@@ -179,7 +180,12 @@ def _create_together(strategy: StrategyFace, requests: Nest) -> Any:
 
 
 def _create(strategy: StrategyFace, request: _Request) -> Any:
-    value = _first_value(request.initial_value, request.dtype)
+    try:
+        value = _first_value(request.initial_value, request.dtype)
+        spec_of(value)
+    except (TypeError, InvalidRequest) as error:
+        kind = InvalidRequest if isinstance(error, InvalidRequest) else TypeError
+        raise kind(f"the initial value of variable {request.name!r} is no array of numbers: {error}") from error
     if request.aggregation is VariableAggregation.MEAN and value.dtype.kind in "iub":
         raise ValueError(
             f"a variable of {value.dtype} cannot hold a mean; take a floating dtype, or aggregate by SUM or "
@@ -208,9 +214,10 @@ def _create(strategy: StrategyFace, request: _Request) -> Any:
 
 def _first_value(initial_value: InitialValue, dtype: npt.DTypeLike | None) -> Array:
     value: object = initial_value() if callable(initial_value) else initial_value
-    if dtype is None and not hasattr(value, "dtype") and np.asarray(value).dtype == np.float64:
+    array = to_numpy(value)
+    if dtype is None and not hasattr(value, "dtype") and array.dtype == np.float64:
         dtype = np.float32
-    return portable(np.asarray(to_numpy(value) if hasattr(value, "dtype") else value, dtype))
+    return portable(np.asarray(array, dtype))
 
 
 class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: ignore[metaclass]  # Only NumPy's stub says ABC.
@@ -470,6 +477,8 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
 
 
 def _assigned(variable: Any, how: str, value: Any) -> Any:
+    if isinstance(value, list | tuple) and context.update_lift() is None and any(map(is_array, nest.flatten(value))):
+        value = as_array(value)  # it is one value, and no nest of arguments
     # `update(v, ps.Variable.assign_add, (x,))` calls the method itself with what stands for the variable.
     return variable._assign(how, value) if isinstance(variable, Variable) else getattr(variable, how)(value)
 

@@ -1,8 +1,21 @@
-"""Objects that no pickle can hold, since what they stand for stays in this process, or on servers."""
+"""How long and where objects live: callbacks that keep nothing alive, and objects that only this process has."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn, SupportsIndex
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that calls a bound method as long as its object is there, and does not keep that."""
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = found()
+        return None if bound is None else bound(*args)
+
+    return call
 
 
 class Unpicklable:
