@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -46,6 +46,8 @@ class Loader:
         ValueError: optimizers are of different strategies.
     """
 
+    saved_by_name_alone: ClassVar[bool] = True
+
     def __init__(
         self,
         loader: Any,
@@ -75,6 +77,14 @@ class Loader:
         named = {module: partial(_named, ids) for module, ids in (lookups or {}).items()}
         options = InputOptions(experimental_prefetch_to_device=False, lookups=named)
         self._batches = self._strategy.experimental_distribute_dataset(Weighed(loader), options)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state in `ps.train.Checkpoint(data=loader)`, by which it goes on in any loop."""
+        return self._batches.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """The next batch is the one that followed when the checkpoint was saved that was restored."""
+        self._batches.load_state_dict(state_dict)
 
     def __len__(self) -> int:
         """The number of batches of an epoch, if the loader knows it."""

@@ -110,7 +110,7 @@ class FileBackend:
                 variable.share_out(value)
             else:
                 variable.assign(value)
-        self._backend.group.begin_at(found.manifest.positions)
+        self._backend.group.restore(found.manifest.positions)
         self._backend.first_value = Later(found, set(found.manifest.variables) - set(chosen), cast)
         set_aside(found.place, found.path, damaged)
         return _opened(path, found, damaged)

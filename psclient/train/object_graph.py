@@ -12,7 +12,6 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from psclient._src import values
-from psclient._src.data.distributed import DistributedDataset, DistributedDatasetFromFunction, DistributedIterator
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.variables.sharded import whole_of
 from psclient._src.variables.table_views import table_of
@@ -23,9 +22,6 @@ from pswire import strict_json
 
 _PLAIN = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
 _CLOSED = (ModuleType, type, FunctionType, MethodType, BuiltinFunctionType, Strategy)
-_DATASETS = (DistributedDataset, DistributedDatasetFromFunction, DistributedIterator)
-"""Their positions are in every checkpoint."""
-
 
 _OF_KINDS: dict[type, Callable[[Any], Mapping[str, Any]]] = {}
 """What objects of other libraries lead to, by their kinds."""
@@ -101,7 +97,8 @@ def explore(root: Mapping[str, object]) -> Tracked:
         elif isinstance(thing, Optimizer):
             optimizers.append((path, thing))
         elif _says_state(thing):
-            found.stateful[path] = thing
+            if "/" not in path or not getattr(thing, "saved_by_name_alone", False):
+                found.stateful[path] = thing
         else:
             ahead.extend((f"{path}/{_escaped(name)}", child) for name, child in children(thing))
     paths = {id(variable): path for path, variable in found.variables.items()}
@@ -136,7 +133,7 @@ def _says_state(thing: object) -> bool:
 
 def children(thing: object) -> Iterator[tuple[str, Any]]:
     """Returns what an object leads to, by name, key or index."""
-    if isinstance(thing, (*_CLOSED, *_DATASETS)):
+    if isinstance(thing, _CLOSED):
         return
     if isinstance(thing, Mapping):
         yield from ((str(key), child) for key, child in thing.items())

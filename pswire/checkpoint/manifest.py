@@ -37,6 +37,7 @@ FORMAT = 4
 Format 1, which is only read, has no checksums, sizes, objects or state."""
 
 _MAX_DATASET = (1 << 32) - 1
+_DIGEST = re.compile("[0-9a-f]{1,16}")
 
 _CHECKSUM = re.compile(r"xxh3:[0-9a-f]{32}")
 _ID = re.compile("[0-9a-f]{16}")
@@ -344,7 +345,10 @@ def _position(data: Any) -> Position:
     said = strict_json.fields(data)
     dataset, epoch, index = (strict_json.integer(strict_json.field(said, key)) for key in ("dataset", "epoch", "index"))
     returned = tuple(map(_examples, strict_json.items(said.get("returned", []))))
-    return Position(strict_json.integer(dataset, _MAX_DATASET), epoch, index, returned)
+    source = strict_json.text(said.get("source", "0"))
+    if not _DIGEST.fullmatch(source):
+        raise Malformed(f"{source[:80]!r} is no digest of a dataset")
+    return Position(strict_json.integer(dataset, _MAX_DATASET), epoch, index, returned, int(source, 16))
 
 
 def _examples(data: Any) -> Examples:
@@ -358,6 +362,8 @@ def _position_entry(position: Position) -> dict[str, Any]:
     said: dict[str, Any] = {"dataset": position.dataset, "epoch": position.epoch, "index": position.index}
     if position.returned:
         said["returned"] = [[each.index, each.first, each.stop] for each in position.returned]
+    if position.source:
+        said["source"] = f"{position.source:016x}"
     return said
 
 

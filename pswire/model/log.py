@@ -40,12 +40,16 @@ class Position:
         epoch: passes over it that were begun, minus one.
         index: the next global batch of that pass.
         returned: examples of batches before it that were left out of a round, and are to be handed out again.
+        source: a digest of the dataset and its options; 0 where it is not known.
+        restored: True while it comes from a checkpoint, and no loop has asked for it: else the dataset begins anew.
     """
 
     dataset: int
     epoch: int
     index: int
     returned: tuple[Examples, ...] = ()
+    source: int = 0
+    restored: bool = False
 
 
 @dataclass(frozen=True)

@@ -945,16 +945,20 @@ class Trim(_message.Message):
     def __init__(self, variable: _Optional[int] = ..., servers: _Optional[_Iterable[int]] = ..., rows: _Optional[int] = ...) -> None: ...
 
 class Position(_message.Message):
-    __slots__ = ("dataset", "epoch", "index", "returned")
+    __slots__ = ("dataset", "epoch", "index", "returned", "source", "restored")
     DATASET_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     RETURNED_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_FIELD_NUMBER: _ClassVar[int]
     dataset: int
     epoch: int
     index: int
     returned: _containers.RepeatedCompositeFieldContainer[Examples]
-    def __init__(self, dataset: _Optional[int] = ..., epoch: _Optional[int] = ..., index: _Optional[int] = ..., returned: _Optional[_Iterable[_Union[Examples, _Mapping]]] = ...) -> None: ...
+    source: int
+    restored: bool
+    def __init__(self, dataset: _Optional[int] = ..., epoch: _Optional[int] = ..., index: _Optional[int] = ..., returned: _Optional[_Iterable[_Union[Examples, _Mapping]]] = ..., source: _Optional[int] = ..., restored: _Optional[bool] = ...) -> None: ...
 
 class Examples(_message.Message):
     __slots__ = ("index", "first", "stop")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -92,7 +93,9 @@ def test_a_checkpoint_is_one_round_of_all_servers(uninterrupted):
     (path,) = before.said(W0, "saved")
     manifest = json.loads((root / path / "manifest.json").read_text())
     assert manifest["round"] == SAVED
-    assert manifest["positions"] == [{"dataset": 0, "epoch": 1, "index": SAVED - BATCHES}]
+    (position,) = manifest["positions"]
+    assert re.fullmatch("[0-9a-f]{16}", position.pop("source"))
+    assert position == {"dataset": 0, "epoch": 1, "index": SAVED - BATCHES}
     files = {entry["file"] for entry in manifest["tensors"].values()}
     assert {file.name for file in (root / path).iterdir()} == files | {"manifest.json"}
     assert len(files) == 2

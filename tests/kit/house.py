@@ -91,7 +91,7 @@ src.telemetry               7  pswire wire.model wire.security wire.telemetry wi
                                 src.telemetry.traces src.transport src.chief src.rounds
 psclient.psctl              8  pswire wire.model wire.security wire.transport wire.views psclient._src wire.checkpoint
                                 src.transport src.chief src.telemetry src.processes
-psclient.train              7  pswire wire.model wire.telemetry psclient._src wire.api src.data src.variables
+psclient.train              7  pswire wire.model wire.telemetry psclient._src wire.api src.variables
                                 wire.checkpoint src.distribute src.rounds psclient.optimizers
 src.launch                  8  pswire wire.model wire.security wire.telemetry wire.encoding psclient._src src.processes
                                 src.transport src.chief src.telemetry src.processes

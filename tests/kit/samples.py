@@ -37,7 +37,7 @@ SESSION = 0x1234_5678_9ABC
 CHIEF, WORKER, EVALUATOR = Task("chief", 0), Task("worker", 300), Task("evaluator", 2)
 VECTOR, MATRIX, SCALAR = TensorSpec("float32", (3,)), TensorSpec("bfloat16", (2, 0, 70_000)), TensorSpec("int64", ())
 POSITIONS = (
-    log.Position(1, 2, 3),
+    log.Position(1, 2, 3, source=(1 << 64) - 5, restored=True),
     log.Position(70_000, 1 << 40, 1 << 41, (log.Examples(1 << 40, 1, 3), log.Examples(4, 200, 300))),
 )
 START = log.Start(5, 1 << 33, POSITIONS)

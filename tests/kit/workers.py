@@ -72,10 +72,14 @@ class Worker:
         fraction: float | None = None,
         returned: tuple[Examples, ...] = (),
         batch: Any = None,
+        source: int = 0,
     ) -> None:
-        self.fraction, self.batch = fraction, batch
+        self.fraction, self.batch, self.source = fraction, batch, source
         self.next[dataset] = Position(dataset, epoch, index, returned)
         self.more, self.empty, self.others_more = more, empty, None
+
+    def restored(self, dataset: int) -> Position | None:
+        return None
 
     def finish(self, dataset: int) -> None:
         self.empty = frozenset()

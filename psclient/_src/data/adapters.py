@@ -6,12 +6,13 @@ classes, so that none needs to be there.
 
 from __future__ import annotations
 
+import hashlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from psclient._src import nest
 from psclient._src.conversions import is_torch
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.data.drawn import DrawnIndices
-from psclient._src.devices import AnyArray, as_array, is_array
+from psclient._src.devices import AnyArray, as_array, is_array, to_numpy
 from psclient._src.interrupts import waits
 from psclient._src.nest import Nest
 from psclient._src.options import ArraySpec
@@ -68,6 +69,18 @@ class GlobalBatch:
         return f"{has} ({chosen})" if chosen else has
 
 
+class Description(NamedTuple):
+    """What tells a dataset from others.
+
+    Attributes:
+        recipe: its kind and options, the same on workers that have different examples.
+        content: its size, and samples of what it has.
+    """
+
+    recipe: str
+    content: str
+
+
 class Source(Protocol):
     """A dataset of batches that can be begun at any data epoch and any batch."""
 
@@ -87,6 +100,10 @@ class Source(Protocol):
 
     def spec(self) -> Nest:
         """An `ArraySpec` for each array of the first batch; raises `ValueError` if there is none."""
+        ...
+
+    def described(self) -> Description:
+        """What tells the dataset from others; cheap, and the same in each process that makes it by the same calls."""
         ...
 
 
@@ -147,6 +164,11 @@ class Arrays:
         """From the arrays; nothing is read, but for one example or batch where a function makes others of them."""
         return self._dataset.spec()
 
+    def described(self) -> Description:
+        """The calls that have made it; samples of its arrays."""
+        arrays = nest.flatten(self._dataset.arrays)
+        return Description(f"ArrayDataset{self._dataset.recipe}", "; ".join(map(_sampled, arrays)))
+
 
 class Iterated:
     """The batches of what can be iterated again and again; those before the first wanted one are passed over.
@@ -183,6 +205,11 @@ class Iterated:
         """Returns what says which examples the last item has."""
         return lambda: ""
 
+    def described(self) -> Description:
+        """Its class; how many batches it has, where it says so."""
+        count = len(self._dataset) if isinstance(self._dataset, Sized) else "?"
+        return Description(type(self._dataset).__name__, f"{count} batches")
+
     def _items(self, epoch: int, start: int) -> Iterator[tuple[int, Nest]]:
         """Yields all items from `start` on, and whichever come on the way; each with its number."""
         return enumerate(self._dataset)
@@ -216,9 +243,17 @@ class Listed(Iterated):
     def _item(self, epoch: int, index: int) -> Nest:
         return self._dataset[index]
 
+    def described(self) -> Description:
+        """Samples of its first and its last batch; of a class of its own, which may read them anew, their number."""
+        ends = [self._dataset[0], self._dataset[-1]] if type(self._dataset) is list and self._dataset else []
+        some = [leaf for item in ends for leaf in nest.flatten(item)]
+        return Description("list", f"{self.count()} batches; {'; '.join(map(_sampled, some))}")
+
 
 class Indexed(Listed):
     """The batches of a `MapDataset` of grain, which shuffles anew where the numbers go on beyond its length."""
+
+    described = Iterated.described
 
     def _item(self, epoch: int, index: int) -> Nest:
         item = self._dataset[epoch * len(self._dataset) + index]
@@ -244,7 +279,8 @@ class Loader(Iterated):
         sampler = getattr(dataset.batch_sampler, "sampler", dataset.sampler)
         found = [getattr(owner, "generator", None) for owner in (sampler, dataset)]
         self._seeds = [(generator, generator.initial_seed()) for generator in found if generator is not None]
-        self.order_is_own = type(sampler).__name__ in _SHUFFLING and found[0] is None
+        self._sampler = type(sampler).__name__
+        self.order_is_own = self._sampler in _SHUFFLING and found[0] is None
         samplers = (sampler, dataset.batch_sampler)
         shares = next((type(s).__name__ for s in samplers if getattr(s, "num_replicas", 1) > 1), "")
         unordered = dataset.num_workers > 1 and not getattr(dataset, "in_order", True)
@@ -264,6 +300,16 @@ class Loader(Iterated):
 
     def _chosen(self) -> Callable[[], str]:
         return partial(self._drawn.words, self._indices)
+
+    def described(self) -> Description:
+        """Its options and seeds; the class and size of its dataset, samples of the tensors of a `TensorDataset`."""
+        loader, data = self._dataset, self._dataset.dataset
+        seeds = [seed for _, seed in self._seeds]
+        recipe = f"DataLoader({type(data).__name__}, {loader.batch_size}, {loader.drop_last}, {self._sampler}, {seeds})"
+        tensors = getattr(data, "tensors", ())
+        some = [_sampled(each) for each in tensors] if isinstance(tensors, tuple) else []
+        count = len(data) if hasattr(data, "__len__") else "?"
+        return Description(recipe, "; ".join([f"{count} examples", *some]))
 
 
 class Weighed:
@@ -296,6 +342,10 @@ class Weighed:
     def spec(self) -> Nest:
         """As of the dataset; and of the numbers."""
         return self._source.spec(), ArraySpec((None,), np.dtype(np.int64))
+
+    def described(self) -> Description:
+        """As of the dataset."""
+        return self._source.described()
 
 
 def _weighed(batch: Batch, start: int, stop: int) -> Nest:
@@ -395,6 +445,24 @@ def _is_texts(value: object) -> bool:
 
 def _rows(batch: Nest, start: int, stop: int) -> Nest:
     return nest.map_structure(lambda array: array[start:stop], batch)
+
+
+SAMPLES = 64
+"""Rows of an array by which it is told from others, and the most bytes of each."""
+
+
+def _sampled(array: Any) -> str:
+    """Returns the dtype and shape of an array, and a digest of some of its rows; of what is none its class alone."""
+    if not is_array(array) or not array.shape:
+        return type(array).__name__
+    rows = len(array)
+    where = np.unique(np.linspace(0, rows - 1, SAMPLES).astype(int)) if rows else ()
+    found = hashlib.blake2b(digest_size=8)
+    for row in where:
+        sample = to_numpy(as_array(array[row]))
+        said = repr(sample.tolist()).encode() if sample.dtype.hasobject else np.ascontiguousarray(sample).tobytes()
+        found.update(said[:SAMPLES])
+    return f"{array.dtype}{[*array.shape]} {found.hexdigest()}"
 
 
 def _spec_of(array: AnyArray) -> ArraySpec:

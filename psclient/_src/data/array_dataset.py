@@ -31,6 +31,7 @@ class ArrayDataset:
         arrays: the arrays.
         seed: of the last `shuffle`; None before the first.
         batch_size: examples of a batch; None where there are no batches.
+        recipe: the calls by which it was made of the arrays, the same on all workers.
 
     Raises:
         ValueError: the arrays do not have the same number of examples, or those of a list differ in shape.
@@ -47,6 +48,7 @@ class ArrayDataset:
             raise ValueError(f"the arrays of a dataset need one and the same first dimension; theirs: {shapes}")
         self.seed: int | None = None
         self.batch_size: int | None = None
+        self.recipe = ""
         self._begin(stages.Rows(self.arrays), None)
 
     def _begin(self, examples: Examples | None, batches: Batches | None) -> None:
@@ -55,6 +57,7 @@ class ArrayDataset:
 
     def _with(
         self,
+        step: str,
         examples: Examples | None = None,
         batches: Batches | None = None,
         seed: int | None = None,
@@ -62,6 +65,7 @@ class ArrayDataset:
     ) -> ArrayDataset:
         made = object.__new__(ArrayDataset)
         made.arrays = self.arrays
+        made.recipe = f"{self.recipe}.{step}"
         made.seed = self.seed if seed is None else seed
         made.batch_size = None if batches is None else batch_size or self.batch_size
         made._begin(examples, batches)
@@ -93,7 +97,7 @@ class ArrayDataset:
         """
         examples = self._unbatched("shuffle")
         self._check_end("shuffle")
-        return self._with(stages.Shuffled(examples, seed), seed=seed)
+        return self._with(f"shuffle({seed})", stages.Shuffled(examples, seed), seed=seed)
 
     def shard(self, num_shards: int, index: int) -> ArrayDataset:
         """Every `num_shards`-th example, or batch, from `index` on: one worker's part, for datasets from functions.
@@ -107,8 +111,8 @@ class ArrayDataset:
         if not 0 <= index < num_shards:
             raise ValueError(f"there is no shard {index} of {num_shards}; they are numbered from 0")
         if self._examples is not None:
-            return self._with(stages.Sharded(self._examples, num_shards, index))
-        return self._with(batches=stages.ShardedBatches(self._batched, num_shards, index))
+            return self._with("shard", stages.Sharded(self._examples, num_shards, index))
+        return self._with("shard", batches=stages.ShardedBatches(self._batched, num_shards, index))
 
     def repeat(self, count: int | None = None) -> ArrayDataset:
         """The examples, or batches, several times; where they were shuffled before, each time in another order.
@@ -125,8 +129,8 @@ class ArrayDataset:
             raise ValueError(f"a dataset cannot be repeated {count} times; give None, or -1, for ever")
         times = None if count == -1 else count
         if self._examples is not None:
-            return self._with(stages.Repeated(self._examples, times))
-        return self._with(batches=stages.RepeatedBatches(self._batched, times))
+            return self._with(f"repeat({times})", stages.Repeated(self._examples, times))
+        return self._with(f"repeat({times})", batches=stages.RepeatedBatches(self._batched, times))
 
     def map(self, map_func: Callable[..., Nest]) -> ArrayDataset:
         """What a function makes of each example, or of each batch.
@@ -140,8 +144,8 @@ class ArrayDataset:
                 of examples. What breaks that raises `ValueError` when it is read.
         """
         if self._examples is not None:
-            return self._with(stages.Mapped(self._examples, map_func))
-        return self._with(batches=stages.MappedBatches(self._batched, map_func))
+            return self._with("map", stages.Mapped(self._examples, map_func))
+        return self._with("map", batches=stages.MappedBatches(self._batched, map_func))
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> ArrayDataset:
         """Examples in batches.
@@ -157,7 +161,11 @@ class ArrayDataset:
         examples = self._unbatched("batch")
         if batch_size < 1:
             raise ValueError(f"a batch of {batch_size} examples is none")
-        return self._with(batches=stages.Batched(examples, batch_size, drop_remainder), batch_size=batch_size)
+        return self._with(
+            f"batch({batch_size}, {bool(drop_remainder)})",
+            batches=stages.Batched(examples, batch_size, drop_remainder),
+            batch_size=batch_size,
+        )
 
     def unbatch(self) -> ArrayDataset:
         """The examples of batches one by one, without what `drop_remainder` left out; they can be batched anew.
@@ -169,8 +177,8 @@ class ArrayDataset:
         """
         self._check_end("unbatch")
         if self._examples is not None:
-            return self._with(stages.Split(self._examples))
-        return self._with(stages.Unbatched(self._batched))
+            return self._with("unbatch", stages.Split(self._examples))
+        return self._with("unbatch", stages.Unbatched(self._batched))
 
     # ---- What it gives ----
 

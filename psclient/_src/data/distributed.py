@@ -6,14 +6,15 @@ reads its own slice of it, so that nothing has to be sent. A pass over a dataset
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -56,7 +57,19 @@ class DatasetGroup(Protocol):
         ...
 
     def position(self, dataset: int) -> Position | None:
-        """Returns where the group stood when this process joined, or what was restored; None at the beginning."""
+        """Returns where the group stood when this process joined, or what it goes on from; None at the beginning."""
+        ...
+
+    def restored(self, dataset: int) -> Position | None:
+        """Returns where a dataset stood in the checkpoint that was restored; None once it goes on, or begins anew."""
+        ...
+
+    def go_on(self, dataset: int, saved: int) -> None:
+        """A dataset goes on from where the one numbered `saved` stood in the checkpoint that was restored."""
+        ...
+
+    def forget(self, dataset: int) -> None:
+        """A dataset begins anew, wherever it stood in the checkpoint that was restored."""
         ...
 
     def advance(
@@ -69,11 +82,13 @@ class DatasetGroup(Protocol):
         fraction: float | None = None,
         returned: tuple[Examples, ...] = (),
         batch: GlobalBatch | None = None,
+        source: int = 0,
     ) -> None:
         """Told what was taken: which batch is next, whether this worker has it, whose batch is empty.
 
         Also which fraction of the batch's examples this worker has, None where it does not know those of the others;
-        which examples of earlier batches are to be handed out later; and the global batch, where all workers read it.
+        which examples of earlier batches are to be handed out later; the global batch, where all workers read it; and
+        the digest of the dataset.
         """
         ...
 
@@ -147,9 +162,22 @@ class DistributedIterator(Unpicklable):
         spec: returns `element_spec`.
     """
 
-    def __init__(self, batches: Iterator[Nest], spec: Callable[[], Nest]) -> None:
+    def __init__(self, batches: Iterator[Nest], dataset: _Distributed) -> None:
         self._batches = batches
-        self._spec = spec
+        self._dataset = dataset
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state in checkpoints: that of the dataset."""
+        return self._dataset.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Its next batch is the one that followed when the checkpoint was saved.
+
+        Args:
+            state: as of `state_dict`.
+        """
+        self._dataset.load_state_dict(state)
+        self._batches = self._dataset._going_on()
 
     def __iter__(self) -> DistributedIterator:
         return self
@@ -168,12 +196,12 @@ class DistributedIterator(Unpicklable):
     def get_next_as_optional(self) -> Optional:
         """Returns the next batch, if there is one: no end of a pass is an error."""
         batch = next(self._batches, _NOTHING)
-        return Optional(batch, self._spec)
+        return Optional(batch, lambda: self.element_spec)
 
     @property
     def element_spec(self) -> Nest:
         """The shapes and dtypes of a batch, as `element_spec` of the dataset."""
-        return self._spec()
+        return self._dataset.element_spec
 
 
 _NOTHING = object()
@@ -210,7 +238,14 @@ class Optional:
 
 
 class _Distributed(Unpicklable):
-    """Counts passes, and keeps the group informed. Used by one thread at a time."""
+    """Counts passes, and keeps the group informed. Used by one thread at a time.
+
+    Attributes:
+        saved_by_name_alone: a checkpoint has its state where it is given to it, and not where another object has it: an
+            evaluator that is restored goes over all of its test set.
+    """
+
+    saved_by_name_alone: ClassVar[bool] = True
 
     def __init__(
         self, source: Source, group: DatasetGroup, number: int, passes: Passes | None, options: InputOptions | None
@@ -224,13 +259,17 @@ class _Distributed(Unpicklable):
         self._under_way = -1
         self._seen: Position | None = None
         self._told: Position | None = None
+        self._digest = 0
+        self._went_on: Position | None = None
+        self._asks = False  # once a loop over `epochs` has asked where to go on
+        self._saved: int | None = None  # its number in the checkpoint that the script has it in
 
     def __iter__(self) -> DistributedIterator:
         """Begins the next data epoch; the iterator joins the group at its first batch."""
-        if self._passes.from_group:
+        if self._passes.from_group or self._saved is not None:
             self._position()
         epoch, self._next = self._next, self._next + 1
-        return DistributedIterator(self._pass(epoch), lambda: self.element_spec)
+        return DistributedIterator(self._pass(epoch), self)
 
     @property
     def element_spec(self) -> Nest:
@@ -250,18 +289,37 @@ class _Distributed(Unpicklable):
     def epochs(self, count: int) -> Iterator[int]:
         """The data epochs that are still to be done, so that a script that resumes or joins skips the others.
 
+        After a checkpoint was restored, the dataset goes on from its position there, if it is the same one: of the same
+        kind, size, options and examples. Another one begins anew, and the log says so.
+
         Args:
             count: of all data epochs, those included that are done.
 
         Returns:
-            Their numbers, up to `count - 1`; in each, iterate over the dataset once. Other datasets of the
-            strategy go on from where the group stands as well.
+            Their numbers, up to `count - 1`; in each, iterate over the dataset once. Who joins a running job goes on
+            from where the group stands, with the other datasets of the strategy as well.
         """
+        self._asks = True
         at = self._position()
         self._passes.from_group = True
-        for epoch in range((self._told or at).epoch, count):
+        first = (self._told or at).epoch
+        if first >= count and at == self._went_on:
+            log.warning("all %d passes over dataset %d are done, as the checkpoint has it", count, self._number)
+        for epoch in range(first, count):
             self._next = epoch
             yield epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state in checkpoints: its number, by which they have its position."""
+        return {"dataset": self._number}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The dataset goes on from its position in the checkpoint that was restored, in whatever loop.
+
+        Args:
+            state: as of `state_dict`.
+        """
+        self._saved = int(state["dataset"])
 
     def _pass(self, epoch: int) -> Iterator[Nest]:
         try:
@@ -280,14 +338,51 @@ class _Distributed(Unpicklable):
     def _batches(self, epoch: int, index: int) -> Iterator[Nest]:
         raise NotImplementedError
 
+    def _going_on(self) -> Iterator[Nest]:
+        """Yields the rest of the pass in which the checkpoint was saved."""
+        epoch = self._position().epoch
+        self._next = epoch + 1
+        yield from self._pass(epoch)
+
     def _position(self) -> Position:
         self._group.join(self._number)
+        self._go_on()
         at = self._standing()
-        if at != self._seen:  # this process has just joined, or restored a checkpoint
+        if at != self._seen:  # this process has just joined, or goes on from a checkpoint
             self._seen, self._told = at, None
-            if self._passes.from_group:
+            if self._passes.from_group or self._saved is not None:
                 self._next = at.epoch
         return at
+
+    def _go_on(self) -> None:
+        """Goes on from where a checkpoint was restored, if the script asks for that, and it is the same dataset."""
+        saved = self._number if self._saved is None and self._asks else self._saved
+        found = None if saved is None else self._group.restored(saved)
+        if saved is None or found is None:
+            return
+        if self._saved is None and found.source not in (0, self.digest):
+            log.warning(
+                "dataset %d begins anew: the checkpoint has the position of another dataset, which had other options, "
+                "or other examples; to go on from it all the same, give the dataset to the Checkpoint: data=dataset",
+                self._number,
+            )
+            self._group.forget(self._number)
+            return
+        self._group.go_on(self._number, saved)
+        self._seen = None
+        self._went_on = self._group.position(self._number)
+        log.info("dataset %d goes on with batch %d of pass %d, as saved", self._number, found.index, found.epoch)
+
+    @property
+    def digest(self) -> int:
+        """What tells the dataset from others, in 64 bits; not 0."""
+        if not self._digest:
+            said = "\n".join(self._described()).encode()
+            self._digest = int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big") or 1
+        return self._digest
+
+    def _described(self) -> Sequence[str]:
+        return self._source.described()
 
     def _standing(self) -> Position:
         """Where the group stood when this process joined, or where a checkpoint was restored to."""
@@ -299,7 +394,8 @@ class _Distributed(Unpicklable):
         if at.epoch > epoch:
             return None
         index = at.index if at.epoch == epoch else 0
-        if replace(self._told or at, returned=()) != Position(self._number, epoch, index):
+        told = self._told or at
+        if (told.epoch, told.index) != (epoch, index):
             # The pass before was broken off. Who joins at this batch must not be sent there.
             self._tell(epoch, index, True)
         return index
@@ -315,12 +411,12 @@ class _Distributed(Unpicklable):
         batch: GlobalBatch | None = None,
     ) -> None:
         """Tells the group what was taken; `examples` are those of all workers' parts, 0 where they are not known."""
-        self._told = Position(self._number, epoch, index)
+        self._told = Position(self._number, epoch, index, (), self.digest)
         # Where no batch is taken yet, nobody has examples.
         sizes = [len(nest.flatten(part)[0]) for part in parts] or [0] * len(self._group.devices)
         empty = frozenset(i for i, size in enumerate(sizes) if not size)
         fraction = sum(sizes) / examples if examples else None
-        self._group.advance(self._number, epoch, index, more, empty, fraction, returned, batch)
+        self._group.advance(self._number, epoch, index, more, empty, fraction, returned, batch, self.digest)
 
     def _end(self, epoch: int) -> None:
         self._tell(epoch + 1, 0, False)
@@ -579,6 +675,9 @@ class DistributedDatasetFromFunction(_Distributed):
     ) -> None:
         super().__init__(source_of(dataset_fn(input_context)), group, number, passes, options)
         self._context = input_context
+
+    def _described(self) -> Sequence[str]:
+        return "from a function", self._source.described().recipe  # each worker has examples of its own
 
     def _batches(self, epoch: int, index: int) -> Iterator[Nest]:
         return self._uneven(epoch, index, self._steps(epoch, index))

@@ -78,7 +78,7 @@ class Progress:
 
     Attributes:
         passing: told whether a pass is under way, each time that one goes on, or has ended.
-        restores: checkpoints whose positions were restored.
+        restores: positions of checkpoints that a dataset goes on from.
         handed: of each dataset whose batches are handed out, which this process has.
     """
 
@@ -92,6 +92,7 @@ class Progress:
         self.handed: dict[int, Handed] = {}
         self._begins: dict[int, tuple[Position, ...]] = {}
         self._positions: dict[int, tuple[Position, ...]] = {}
+        self._restored: dict[int, tuple[Position, ...]] = {}  # of checkpoints, for which no loop has asked yet
 
     @property
     def under_way(self) -> int | None:
@@ -104,7 +105,7 @@ class Progress:
         return tuple(each for dataset in sorted(self._positions) for each in self._positions[dataset])
 
     def position(self, dataset: int) -> Position | None:
-        """Returns where a dataset stood when this process joined, or in the checkpoint that was restored.
+        """Returns where a dataset stood when this process joined, or in the checkpoint from which it goes on.
 
         Where something was missing of several passes, it is the last one.
         """
@@ -116,21 +117,46 @@ class Progress:
         return self._begins.get(dataset, ())
 
     def begin_at(self, positions: Sequence[Position]) -> None:
-        """Datasets go on from these positions."""
-        self._begins = {}
+        """This process comes to others whose datasets stand at these positions."""
+        self._begins, self._restored = {}, {}
         for position in sorted(positions, key=lambda each: (each.dataset, each.epoch)):
-            self._begins[position.dataset] = (*self.begins(position.dataset), position)
-        self._positions.update(self._begins)
+            held = self._restored if position.restored else self._begins
+            held[position.dataset] = (*held.get(position.dataset, ()), position)
+        self._positions |= self._begins | self._restored
 
     def restore(self, positions: Sequence[Position]) -> None:
-        """Datasets go on from the positions of a checkpoint."""
+        """A checkpoint was restored that has these positions: datasets go on from them whose loops ask for it."""
+        self._restored = {}
+        for position in sorted(positions, key=lambda each: (each.dataset, each.epoch)):
+            before = self._restored.get(position.dataset, ())
+            self._restored[position.dataset] = (*before, replace(position, restored=True))
+        for dataset, found in self._restored.items():
+            # One that is in use stays where it is, and this is what others are told who come.
+            if all(each.restored for each in self._positions.get(dataset, ())):
+                self._positions[dataset] = found
+
+    def restored(self, dataset: int) -> Position | None:
+        """Returns where a dataset stood in the checkpoint that was restored; None once it goes on, or begins anew."""
+        found = self._restored.get(dataset)
+        return found[-1] if found else None
+
+    def go_on(self, dataset: int, saved: int) -> None:
+        """A dataset goes on from where one stood in the checkpoint that was restored."""
         self.restores += 1
-        self.begin_at(positions)
+        found = (replace(each, dataset=dataset, restored=False) for each in self._restored.pop(saved))
+        self._begins[dataset] = self._positions[dataset] = tuple(found)
+
+    def forget(self, dataset: int) -> None:
+        """A dataset begins anew, wherever it stood in the checkpoint that was restored."""
+        self._restored.pop(dataset, None)
+        self._positions.pop(dataset, None)
 
     def stand(self) -> None:
         """Asks where the datasets stand of which batches are handed out; called before a checkpoint."""
         for dataset, handed in self.handed.items():
-            self._positions[dataset] = handed.stands() or self._positions.get(dataset, ())
+            before = self._positions.get(dataset, ())
+            stands = [replace(each, source=before[-1].source if before else 0) for each in handed.stands()]
+            self._positions[dataset] = tuple(stands) or before
 
     def advance(
         self,
@@ -142,9 +168,11 @@ class Progress:
         fraction: float | None = None,
         returned: tuple[Examples, ...] = (),
         batch: SharedBatch | None = None,
+        source: int = 0,
     ) -> None:
         """Notes what an iterator took: see `DatasetGroup.advance`."""
-        self._positions[dataset] = (Position(dataset, epoch, index, returned),)
+        self._restored.pop(dataset, None)
+        self._positions[dataset] = (Position(dataset, epoch, index, returned, source),)
         before = next((item for item in self._passes if item.dataset == dataset), None)
         worked = NOBODY if before is None or before.given else before.worked | (self._everybody - before.empty)
         self.finish(dataset)

@@ -16,6 +16,7 @@ import pytest
 from psclient._src import nest, values
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.data.distributed import DistributedDataset, DistributedDatasetFromFunction, Passes
+from psclient._src.data.progress import Progress
 from psclient._src.devices import Device
 from psclient._src.options import AutoShardPolicy, InputContext, InputOptions
 from psclient._src.values import PerReplica
@@ -464,3 +465,26 @@ def test_who_was_left_out_takes_its_own_batch_once_more():
     assert rows(next(batches)) == [[2, 3]]
     worker.late = False
     assert next(batches, None) is None
+
+
+def test_who_joins_before_a_loop_asks_is_as_the_others_are():
+    """What was restored goes along as such: all begin anew, or go on, by their loops, which are the same."""
+    position = Position(0, 1, 2, (), 7)
+    one, joins = Progress(1), Progress(1)
+    one.restore((position,))
+    joins.begin_at(one.positions)
+    assert joins.position(0) is None
+    for each in (one, joins):
+        each.go_on(0, 0)
+        assert each.position(0) == position
+    joins.begin_at(one.positions)
+    assert joins.position(0) == position
+
+
+def test_a_dataset_in_use_stays_where_it_is_for_who_joins():
+    """Though a checkpoint was restored: its loop goes on, and asks for nothing."""
+    one, joins = Progress(1), Progress(1)
+    one.advance(0, 3, 4, True, frozenset(), None, (), 7)
+    one.restore((Position(0, 1, 2, (), 7),))
+    joins.begin_at(one.positions)
+    assert joins.position(0) == Position(0, 3, 4, (), 7)
