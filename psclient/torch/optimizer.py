@@ -28,6 +28,7 @@ from psclient.torch.parameters import Gate, Trained, check_parameter, limited_of
 from psclient.torch.state import ITERATIONS, GroupState, SlotState
 from psclient.torch.steps import Steps
 from psclient.train.object_graph import register_kind
+from psclient.train.states import register_generator
 
 log = logging.getLogger("psclient")
 
@@ -482,6 +483,11 @@ def _children_of(module: torch.nn.Module) -> dict[str, Any]:
 
 
 register_kind(torch.nn.Module, _children_of)
+register_generator(
+    torch.Generator,
+    lambda generator: generator.get_state().numpy(),
+    lambda generator, state: generator.set_state(torch.from_numpy(state)),
+)
 
 
 def _give_back(optimizer: Optimizer, tensors: Iterable[torch.Tensor]) -> None:

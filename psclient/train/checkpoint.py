@@ -19,6 +19,7 @@ from psclient.train.file_backend import FileBackend
 from psclient.train.object_graph import Tracked, check_trackable, children, explore
 from psclient.train.options import DEFAULT, CheckpointOptions
 from psclient.train.server_backend import ServerBackend
+from psclient.train.states import of_json
 from psclient.train.status import COUNTER, LoadStatus, NothingRestored
 from pswire.checkpoint.manifest import Manifest
 from pswire.checkpoint.reader import listed
@@ -30,9 +31,9 @@ class Checkpoint:
     """Saves and restores variables, optimizers, metrics and other state, by the paths at which they are reached.
 
     Variables are found in lists, tuples, dicts and the attributes of objects; of an optimizer all that it keeps, of an
-    object with `state_dict` and `load_state_dict` what these say. Datasets go on where they stood by themselves. With
-    servers a checkpoint has all variables of the job beside; what is not tracked is not restored, but for variables
-    that are created after a restore, which get the value that has their name.
+    object with `state_dict` and `load_state_dict` what these say, and random generators. A dataset that is given by
+    name goes on where it stood. With servers a checkpoint has all variables of the job beside; what is not tracked is
+    not restored, but for variables that are created after a restore, which get the value that has their name.
 
     Every process of a synchronous job makes the same calls, in cross-replica context or outside of every scope. Of
     asynchronous processes only the one whose `strategy.extended.should_checkpoint` is True saves.
@@ -273,7 +274,7 @@ class Checkpoint:
     def _load_states(self, opened: OpenedCheckpoint) -> None:
         for path, thing in self._explore().stateful.items():
             if path in opened.manifest.state:
-                thing.load_state_dict(opened.manifest.state[path])
+                thing.load_state_dict(of_json(opened.manifest.state[path]))
 
 
 def backend_of(strategy: Strategy) -> CheckpointBackend:

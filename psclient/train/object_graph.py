@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from psclient._src.variables.table_views import table_of
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from psclient.optimizers import Optimizer
 from psclient.optimizers.state import state_of
-from pswire import strict_json
+from psclient.train.states import Generator, is_generator, to_json
 
 _PLAIN = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic)
 _CLOSED = (ModuleType, type, FunctionType, MethodType, BuiltinFunctionType, Strategy)
@@ -42,7 +41,7 @@ class Stateful(Protocol):
     """An object that says itself what its state is."""
 
     def state_dict(self) -> Any:
-        """Its state: dicts with words as keys, lists, numbers, words, booleans and None."""
+        """Its state, of what `states.to_json` takes."""
         ...
 
     def load_state_dict(self, state: Any) -> Any:
@@ -68,9 +67,9 @@ class Tracked:
         """The states of the other objects, by path.
 
         Raises:
-            TypeError: one of them cannot be written as JSON.
+            TypeError: one of them would not come back as it is.
         """
-        return {path: _plain_state(path, thing.state_dict()) for path, thing in self.stateful.items()}
+        return {path: to_json(path, thing.state_dict()) for path, thing in self.stateful.items()}
 
 
 def explore(root: Mapping[str, object]) -> Tracked:
@@ -96,11 +95,13 @@ def explore(root: Mapping[str, object]) -> Tracked:
                 found.variables[path] = thing
         elif isinstance(thing, Optimizer):
             optimizers.append((path, thing))
+        elif is_generator(thing):
+            found.stateful[path] = Generator(thing)
         elif _says_state(thing):
             if "/" not in path or not getattr(thing, "saved_by_name_alone", False):
                 found.stateful[path] = thing
         else:
-            ahead.extend((f"{path}/{_escaped(name)}", child) for name, child in children(thing))
+            ahead.extend(_named(path, thing))
     paths = {id(variable): path for path, variable in found.variables.items()}
     for path, optimizer in optimizers:
         if not state_of(optimizer).built:
@@ -137,7 +138,7 @@ def children(thing: object) -> Iterator[tuple[str, Any]]:
         return
     if isinstance(thing, Mapping):
         yield from ((str(key), child) for key, child in thing.items())
-    elif isinstance(thing, list | tuple):
+    elif isinstance(thing, list | tuple | deque):
         yield from ((str(index), child) for index, child in enumerate(thing))
     elif hasattr(thing, "trackable_children"):
         yield from thing.trackable_children().items()
@@ -145,19 +146,38 @@ def children(thing: object) -> Iterator[tuple[str, Any]]:
         yield from found(thing).items()
     else:
         yield from getattr(thing, "__dict__", {}).items()
+        for name in _slots(type(thing)):
+            if hasattr(thing, name):
+                yield name, getattr(thing, name)
+
+
+def _slots(kind: type) -> Iterator[str]:
+    """Yields the names of attributes that stand in slots."""
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in sorted({*((slots,) if isinstance(slots, str) else slots)} - {"__dict__", "__weakref__"}):
+            private = name.startswith("__") and not name.endswith("__")
+            yield f"_{base.__name__.lstrip('_')}{name}" if private else name
+
+
+def _named(path: str, thing: object) -> Iterator[tuple[str, Any]]:
+    """Yields what an object leads to, by paths.
+
+    Raises:
+        ValueError: two keys are the same in words; or the items of a set have no names by which they come back.
+    """
+    names = set[str]()
+    for name, child in children(thing):
+        if name in names:
+            raise ValueError(f"{path!r} has two keys that are both {name!r} in a path, such as 1 and '1'; rename one")
+        names.add(name)
+        yield f"{path}/{_escaped(name)}", child
+    if isinstance(thing, set | frozenset) and not all(isinstance(item, (*_PLAIN, *_CLOSED)) for item in thing):
+        raise ValueError(
+            f"{path!r} is a set, whose items have no names by which they come back; make it a list or dict"
+        )
 
 
 def _escaped(name: str) -> str:
     """A part of a path; TensorFlow writes a slash in it in this way, too."""
     return str(name).replace("/", ".S")
-
-
-def _plain_state(path: str, state: object) -> Any:
-    try:
-        return strict_json.shallow(json.loads(json.dumps(state, allow_nan=False)))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(
-            f"state_dict() of {path!r} gives what cannot be written as JSON ({error}); keep arrays in variables, and "
-            "let state_dict give numbers, words, lists and dicts; a module or optimizer of PyTorch is saved by the "
-            "psclient.torch.Optimizer that trains it: Checkpoint(optimizer=optimizer)"
-        ) from error
