@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pswire.errors import ConfigError, PSError
+from pswire.limits import refuse_unknown
 
 EVALUATOR = "evaluator"
 """The job of a task that has no part in the training: it follows the checkpoints."""
@@ -235,6 +236,13 @@ class TaskSource(Protocol):
         """The index of this process in its job."""
 
 
+KEYS = ("cluster", "task", "rpc_layer", "session_master", "eval_session_master", "master", "environment", "job")
+"""Keys of `TF_CONFIG`. The last four are those of TensorFlow and of clouds, and say nothing here."""
+
+TASK_KEYS = ("type", "index", "trial", "cloud")
+"""Keys of its task; the last two are those of clouds."""
+
+
 class TFConfig:
     """The value of the environment variable `TF_CONFIG`; each part is checked when it is asked for.
 
@@ -242,11 +250,21 @@ class TFConfig:
         text: the JSON text; empty means that there is no cluster.
 
     Raises:
-        ConfigError: the text is no JSON object.
+        ConfigError: the text is no JSON object, or has a key that nobody knows, or a task without a cluster.
     """
 
     def __init__(self, text: str) -> None:
         self._data = _json_object(text)
+        refuse_unknown(self._data, KEYS, "TF_CONFIG: key")
+        task = self._data.get("task")
+        if task is not None and not isinstance(task, dict):
+            raise ConfigError(f'TF_CONFIG: \'task\' must be an object, {{"type": "worker", "index": 0}}, not {task!r}')
+        refuse_unknown(task or {}, TASK_KEYS, "TF_CONFIG: key of 'task'")
+        if task and not self._data.get("cluster"):
+            raise ConfigError(
+                f"TF_CONFIG says that this process is {task.get('type')} {task.get('index', 0)}, and has no cluster; "
+                'write "cluster": {"ps": ["host:port"], "worker": ["host:port"]} as well, or unset TF_CONFIG'
+            )
 
     def cluster_spec(self) -> ClusterSpec:
         """The cluster, an empty one where none is named; raises `ConfigError` for what cannot be one."""
@@ -280,8 +298,7 @@ class TFConfig:
 
     @property
     def _task(self) -> dict[str, Any]:
-        task = self._data.get("task")
-        return task if isinstance(task, dict) else {}
+        return self._data.get("task") or {}
 
 
 def _json_object(text: str) -> dict[str, Any]:

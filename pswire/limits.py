@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -164,6 +165,7 @@ class Timeouts:
         names = {TIMEOUT_PREFIX + field.name.upper(): field.name for field in dataclasses.fields(cls)}
         found = {key: environ[key] for key in sorted(environ) if key.startswith(TIMEOUT_PREFIX)}
         refuse_unknown(found, names, "environment variable")
+        _refuse_misspelt(environ)
         timeouts = dataclasses.replace(cls(), **{names[key]: parse_seconds(key, found[key]) for key in found})
         timeouts.check()
         return timeouts
@@ -190,6 +192,32 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> Non
             near = begins or difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known) or 'none'}"
             raise ConfigError(f"{what} {name} is unknown; {hint}")
+
+
+VARIABLES = frozenset(
+    f"PS_{name}"
+    for name in (
+        *("AGGREGATION", "DOMAIN", "GRPC_STREAM", "INSECURE", "JOB", "KERNEL_CACHE", "LANE", "LOG_FORMAT", "LOG_LEVEL"),
+        *("METRICS_HOST", "METRICS_PORT", "PORT", "REFUSED", "REPLICATION", "SAVE_ON_SIGTERM", "SCRIPT_ERROR"),
+        *("SERVERS", "TLS_CA", "TLS_CERT", "TLS_KEY", "TOKEN", "TOKEN_FILE", "TRACES"),
+    )
+)
+"""The environment variables of this library, but for those of `Timeouts`."""
+
+
+def _refuse_misspelt(environ: Mapping[str, str]) -> None:
+    """Raises `ConfigError` for a variable whose name is almost one of ours.
+
+    Others with our prefix may be anything's: of the command `ps`, or what Kubernetes says of a service that is called
+    ps, which has numbers, an address, or the word SERVICE.
+    """
+    for name in sorted(environ):
+        if not name.startswith("PS_") or name in VARIABLES or name.startswith(TIMEOUT_PREFIX):
+            continue
+        of_kubernetes = re.search("[0-9]|_SERVICE", name) or environ[name].startswith(("tcp://", "udp://"))
+        near = [] if of_kubernetes else difflib.get_close_matches(name, VARIABLES, 1, 0.85)
+        if near:
+            raise ConfigError(f"environment variable {name} is unknown; did you mean {near[0]}?")
 
 
 def parse_seconds(name: str, given: Any) -> float:

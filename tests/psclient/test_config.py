@@ -6,6 +6,7 @@ import logging
 import re
 import socket
 import sys
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -23,7 +24,7 @@ from psclient._src.telemetry.exporter import OF_CHIEFS, OF_WORKERS, Exporter
 from pstesting.script import add
 from pswire.cluster import Task
 from pswire.errors import ConfigError
-from pswire.limits import Timeouts
+from pswire.limits import TIMEOUT_PREFIX, VARIABLES, Timeouts
 from pswire.security.identity import Security
 from pswire.telemetry.metrics import PROCESS, ProcessReadings
 from pswire.telemetry.prometheus import Metrics
@@ -324,3 +325,28 @@ def test_a_page_without_sources_has_the_process_alone(expiry):
     build, end = Page(generate_latest(registry).decode()).ours
     assert build.samples[0].labels["task"] == "/job:worker/task:0"
     assert [sample.value for sample in end.samples] == ([expiry] if expiry else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("PS_REPLICATON", "PS_REPLICATION"), ("PS_TLS_CERTS", "PS_TLS_CERT"), ("PS_METRICS_PROT", "PS_METRICS_PORT")],
+)
+def test_a_variable_that_is_misspelt_is_told(name, meant):
+    """It would count as absent."""
+    with pytest.raises(ConfigError, match=f"environment variable {name} is unknown; did you mean {meant}?"):
+        timeouts_from({name: "1"})
+
+
+def test_variables_of_others_are_none_of_ours():
+    """Those of the command ps, and of a service of Kubernetes that is called ps."""
+    services = {"PS_SERVICE_HOST": "10.0.0.1", "PS_0_PORT": "tcp://10.0.0.1:2222", "PS_PORTS": "tcp://10.0.0.1:2222"}
+    assert timeouts_from({**services, "PS_FORMAT": "pid", "PS1": "$", "LS_LANE": "x"}) == timeouts_from({})
+
+
+def test_each_variable_of_ours_is_known():
+    """Whatever the source and the files for launchers name; those of tests are not ours."""
+    root = Path(__file__).parents[2]
+    files = [p for folder in ("psclient", "psserver", "pswire") for p in (root / folder).rglob("*.py")]
+    files += [p for folder in ("configs", "docker") for p in (root / folder).rglob("*") if p.is_file()]
+    found = {name for file in files for name in re.findall(r"\bPS_[A-Z_]*[A-Z]\b", file.read_text("utf-8", "ignore"))}
+    assert {name for name in found if not name.startswith(TIMEOUT_PREFIX)} - VARIABLES == set()

@@ -63,7 +63,7 @@ def test_addresses_by_index_are_in_numeric_order() -> None:
     assert ClusterSpec({"worker": keys}).job_tasks("worker") == [f"h:{index}" for index in range(12)]
 
 
-@pytest.mark.parametrize("text", ["", "  \n", "{}", '{"cluster": {}}', '{"task": {"type": "worker"}}'])
+@pytest.mark.parametrize("text", ["", "  \n", "{}", '{"cluster": {}}', '{"environment": "cloud"}'])
 def test_no_cluster(text: str) -> None:
     """Without a cluster there is none, and that is no error."""
     assert parse_tf_config(text) is None
@@ -104,7 +104,22 @@ BAD: dict[str, tuple[str, str]] = {
     "two chiefs": (config({**CLUSTER, "chief": ["a:1", "b:2"]}), "has 2 chiefs; it can have one"),
     "nobody who trains": (config({"ps": ["a:1"]}, {"type": "ps"}), "nobody would train"),
     "no task": (json.dumps({"cluster": CLUSTER}), "no task type: say which task"),
-    "a task of another kind": (config(task="worker"), "no task type: say which task"),
+    "a task of another kind": (config(task="worker"), "'task' must be an object, .* not 'worker'"),
+    "a task without a cluster": (
+        json.dumps({"task": {"type": "worker", "index": 1}}),
+        "says that this process is worker 1, and has no cluster; write",
+    ),
+    "a task of an empty cluster": (config(cluster={}), "has no cluster"),
+    "a misspelt cluster": (
+        json.dumps({"clusters": CLUSTER, "task": WORKER}),
+        "key clusters is unknown; did you mean cl",
+    ),
+    "the cluster of another system": (
+        json.dumps({"sparseCluster": CLUSTER, "task": WORKER}),
+        "key sparseCluster is unknown; did you mean cluster",
+    ),
+    "a misspelt task": (json.dumps({"cluster": CLUSTER, "taks": WORKER}), "key taks is unknown; did you mean task"),
+    "a misspelt index": (config(task={"type": "worker", "idx": 1}), "key of 'task' idx is unknown; did you mean index"),
     "a task without type": (config(task={"index": 0}), "no task type: say which task"),
     "an unknown type": (config(task={"type": "boss"}), "unknown task type 'boss'; known are chief"),
     "a type of another kind": (config(task={"type": ["worker"]}), "unknown task type"),
