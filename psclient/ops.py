@@ -137,12 +137,14 @@ def clip_by_value(t: Value, clip_value_min: Value, clip_value_max: Value) -> Val
     Source: `tf.clip_by_value`: `maximum(minimum(t, clip_value_max), clip_value_min)`.
 
     Args:
-        t: an array or number.
+        t: an array or number; of `IndexedSlices` the values are clipped.
         clip_value_min, clip_value_max: numbers, or arrays that can be broadcast to the shape of `t`.
 
     Raises:
         ValueError: a bound cannot be broadcast to the shape of `t`.
     """
+    if _is_slices(t):
+        return _with_values(t, clip_by_value(t.values, clip_value_min, clip_value_max))
     t = _array(t)
     clipped = np.maximum(np.minimum(t, clip_value_max), clip_value_min)
     if clipped.shape != t.shape:
@@ -156,10 +158,12 @@ def clip_by_norm(t: Value, clip_norm: Value, axes: Axis = None) -> Value:
     Source: `tf.clip_by_norm`: `t * clip_norm / max(norm, clip_norm)`.
 
     Args:
-        t: an array of floats.
+        t: an array of floats; of `IndexedSlices` the values are clipped.
         clip_norm: greatest norm, more than 0.
         axes: dimensions over which a norm is taken; None for all of them.
     """
+    if _is_slices(t):
+        return _with_values(t, clip_by_norm(t.values, clip_norm, axes))
     t = _array(t)
     squares = np.sum(np.square(t), axis=tuple(axes) if isinstance(axes, Sequence) else axes, keepdims=True)
     known = squares > 0
@@ -173,13 +177,15 @@ def global_norm(t_list: Sequence[Value | None]) -> Value:
     Source: `tf.linalg.global_norm`.
 
     Args:
-        t_list: arrays of floats, on one device; None is left out. Half precision is summed in float32.
+        t_list: arrays of floats, on one device; None is left out; `IndexedSlices` count by their values. Half precision
+            is summed in float32.
 
     Raises:
         TypeError: it is no list.
         ValueError: there is no array in it.
     """
-    given = [_single(_array(t)) for t in _listed("global_norm", t_list) if t is not None]
+    listed = [t for t in _listed("global_norm", t_list) if t is not None]
+    given = [_single(_array(t.values if _is_slices(t) else t)) for t in listed]
     if not given:
         raise ValueError("global_norm is given no arrays; give at least one that is not None")
     squares = [np.sum(np.square(t)) for t in given]
@@ -197,7 +203,7 @@ def clip_by_global_norm(
     Source: `tf.clip_by_global_norm`; Pascanu et al., "On the difficulty of training Recurrent Neural Networks", 2012.
 
     Args:
-        t_list: arrays of floats, on one device; None stays None.
+        t_list: arrays of floats, on one device; None stays None, and `IndexedSlices` stay such.
         clip_norm: greatest norm, more than 0.
         use_norm: the norm of the arrays where it is known; None to take `global_norm`.
 
@@ -211,8 +217,24 @@ def clip_by_global_norm(
     norm = _array(global_norm(given) if use_norm is None else use_norm)
     with np.errstate(divide="ignore", invalid="ignore"):
         factor = clip_norm * np.minimum(1.0 / norm, np.ones_like(norm) / clip_norm) + (norm - norm)
-    clipped = [None if t is None else (_array(t) * factor).astype(_array(t).dtype) for t in given]
-    return clipped, norm
+
+    def scaled(t: Value | None) -> Value | None:
+        if t is None:
+            return None
+        if _is_slices(t):
+            return _with_values(t, scaled(t.values))
+        return (_array(t) * factor).astype(_array(t).dtype)
+
+    return list(map(scaled, given)), norm
+
+
+def _is_slices(t: Value) -> bool:
+    """Returns whether it is `IndexedSlices`, which this room does not know."""
+    return hasattr(t, "indices") and hasattr(t, "dense_shape")
+
+
+def _with_values(t: Value, values: Value) -> Value:
+    return type(t)(values, t.indices, t.dense_shape)
 
 
 def _listed(what: str, arrays: Sequence[Value]) -> Sequence[Value]:

@@ -145,7 +145,7 @@ class DamagedCheckpoint(CheckpointError):
     """
 
 
-class NoCheckpoint(CheckpointError):
+class NoCheckpoint(CheckpointError, FileNotFoundError):
     """There is no complete checkpoint where one was looked for: a job that is to resume may start anew."""
 
 
