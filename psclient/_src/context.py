@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, SupportsIndex, cast
 
@@ -228,7 +229,9 @@ class ReplicaContext:
         if is_default(self.strategy):
             return value
         reduced = self.merge_call(_reduce_boxes, (op, Box(tuple(nest.flatten(value)))))
-        return nest.pack_sequence_as(value, reduced)
+        # All replicas are given the same rows; each has a result of its own, as of arrays.
+        own = [copy(leaf) if hasattr(leaf, "dense_shape") else leaf for leaf in reduced]
+        return nest.pack_sequence_as(value, own)
 
     def all_gather(self, value: Nest, axis: SupportsIndex) -> Nest:
         """Concatenates values over all replicas of all workers, and gives every replica the result.
@@ -433,7 +436,15 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def in_cross_replica_context() -> bool:
-    """Returns whether the calling thread is in cross-replica context; an update context is none."""
+    """Returns whether the calling thread is in cross-replica context, in which update functions are as well.
+
+    Source: `tf.distribute.in_cross_replica_context`.
+    """
+    return _current().kind in ("cross-replica", "update")
+
+
+def crosses_replicas() -> bool:
+    """Returns whether the calling thread is in cross-replica context, and in no update function."""
     return _current().kind == "cross-replica"
 
 

@@ -103,7 +103,7 @@ class Parameters:
         return Values(step, tuple(hosts), params)
 
     def _in_replica(self) -> tuple[int, list[Array]]:
-        if not context.in_cross_replica_context() and context.has_strategy():
+        if not context.crosses_replicas() and context.has_strategy():
             return self._fetch()
         # As a step of its own: asynchronous workers read anew what their last round has not brought.
         return self.strategy.run(self._fetch)

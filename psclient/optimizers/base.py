@@ -273,7 +273,7 @@ class Optimizer(Described):
         wholes = without_views([values.container(v) for v in variables])
         self._check_variables(wholes)
         with wholes[0].strategy.scope():
-            if context.in_cross_replica_context():
+            if context.crosses_replicas():
                 self._build(wholes[0].strategy, wholes)
             else:
                 context.require_replica("build").merge_call(self._build, args=(wholes,))
@@ -412,7 +412,7 @@ class Optimizer(Described):
         grads, variables = join_views([gradient for gradient, _ in pairs], [values.container(v) for _, v in pairs])
         self._check_variables(variables)
         with context.within(variables[0].strategy):
-            if context.in_cross_replica_context():
+            if context.crosses_replicas():
                 self._driver.apply_whole(variables[0].strategy, grads, variables)
             else:
                 replica = context.require_replica("apply_gradients")

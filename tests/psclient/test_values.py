@@ -231,7 +231,8 @@ def test_each_context_says_what_it_is():
                 with context.enter_strategy_scope(s):
                     assert state() == (s, True, False, True, True)
                 with context.enter_update(s):
-                    assert state() == (s, True, False, False, False)
+                    assert state() == (s, True, False, True, False)
+                    assert not context.crosses_replicas()
             assert state() == (s, True, True, False, False)
     assert state() == DEFAULT
 

@@ -55,7 +55,7 @@ def v(strategy):
 
 @pytest.mark.parametrize(
     ("where", "replica", "cross"),
-    [("scope", False, True), ("replica", True, False), ("merge", False, True), ("update", False, False)],
+    [("scope", False, True), ("replica", True, False), ("merge", False, True), ("update", False, True)],
 )
 def test_each_context_says_what_it_is(strategy, where, replica, cross):
     """The strategy is current in all of them; `has_strategy` knows no default one, whose scope changes nothing. The

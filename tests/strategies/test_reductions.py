@@ -594,3 +594,15 @@ def test_who_has_no_place_yet_sends_nothing():
 
     (found,) = Place(1, 1, total).gather([[np.ones(3), np.ones(3)]], 0)
     assert found.tolist() == one.tolist()
+
+
+def test_each_replica_has_reduced_rows_of_its_own(strategy):
+    """As of arrays: `experimental_local_results` gives one for each, with the same rows."""
+
+    def reduce():
+        here = ps.get_replica_context()
+        return here.all_reduce("SUM", ps.IndexedSlices(np.float32([[1.0]]), [here.replica_id_in_sync_group], (4, 1)))
+
+    found = strategy.experimental_local_results(strategy.run(reduce))
+    assert len(found) == replicas(strategy)
+    assert all(np.asarray(each).tolist() == np.asarray(found[0]).tolist() for each in found)

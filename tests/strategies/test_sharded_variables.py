@@ -368,3 +368,9 @@ def test_shards_go_round(how):
         assert [v.place for v in one.variables] == [(1,), (2,), (0,), (1,)]
         assert [v.place for v in slot.variables] == [v.place for v in one.variables]
         assert [v.place for v in two.variables] == [(2,), (0,), (1,), (2,)]
+
+
+def test_shards_are_made_by_a_partitioner():
+    """TensorFlow's constructor, of a list of variables, would stack them: the error names what makes shards."""
+    with pytest.raises(TypeError, match=r"ShardedVariable is what a strategy makes of a variable; .*partitioner"):
+        ps.ShardedVariable([ps.Variable(np.ones((1, 2))), ps.Variable(np.ones((1, 2)))])

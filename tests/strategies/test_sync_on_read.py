@@ -325,3 +325,12 @@ def test_tower_local_variables_are_saved_as_they_are_reduced(kind):
         checkpoint.restore(path).assert_consumed()
         assert [float(distribution.fetch(v)) for v in made.values()] == [3.0, 1.5]
         assert [copies_of(strategy, v) for v in made.values()] == [[1.5, 1.5], [1.5, 1.5]]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATION)
+def test_across_replicas_no_rows_are_changed(strategy, aggregation):
+    """Whatever the aggregation: each replica has rows of its own. TensorFlow refuses it as well."""
+    v, slices = on_read(strategy, aggregation, np.zeros(3, "float32")), ps.IndexedSlices(np.float32([1.0]), [0], (3,))
+    for how in ("scatter_add", "scatter_update", "scatter_min"):
+        with pytest.raises(ValueError, match=f"{how} of '{v.name}' in cross-replica context"):
+            getattr(v, how)(slices)

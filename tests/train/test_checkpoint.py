@@ -355,7 +355,7 @@ def test_restoring_nothing_says_so():
         assert "nothing was restored" in repr(status)
         with pytest.raises(AssertionError, match="no checkpoint"):
             status.assert_consumed()
-        with pytest.raises(ps.errors.NoCheckpoint):
+        with pytest.raises(FileNotFoundError):
             checkpoint.restore("run")
 
 

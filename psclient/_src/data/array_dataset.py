@@ -148,7 +148,7 @@ class ArrayDataset:
         return self._with("map", batches=stages.MappedBatches(self._batched, map_func))
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> ArrayDataset:
-        """Examples in batches.
+        """Examples in batches; of batches, several as one more dimension, as for several steps at once.
 
         Args:
             batch_size: examples of a batch over all replicas; of one replica's where a function makes
@@ -156,9 +156,9 @@ class ArrayDataset:
             drop_remainder: leave out a last batch that is smaller.
 
         Raises:
-            ValueError: the dataset is batched already.
+            ValueError: the last batch that is to be batched once more is smaller than the others.
         """
-        examples = self._unbatched("batch")
+        examples = stages.Whole(self._batched) if self._examples is None else self._examples
         if batch_size < 1:
             raise ValueError(f"a batch of {batch_size} examples is none")
         return self._with(
@@ -224,7 +224,7 @@ class ArrayDataset:
 
     def _unbatched(self, what: str) -> Examples:
         if self._examples is None:
-            raise ValueError(f"{what} comes before batch, and batch comes once; or call unbatch first")
+            raise ValueError(f"{what} comes before batch, or call unbatch first")
         return self._examples
 
     @property

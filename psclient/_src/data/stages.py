@@ -197,6 +197,35 @@ class Unbatched(Examples):
         return nest.map_structure(lambda array: array[own - first], rows)
 
 
+class Whole(Examples):
+    """Batches, each of them one example: what is batched once more.
+
+    Args:
+        before: the batches.
+
+    Raises:
+        ValueError: the last one has fewer examples.
+    """
+
+    def __init__(self, before: Batches) -> None:
+        self._before = before
+        self.size = before.count
+        self._each = before.examples(0)
+        endless = before.count >= ENDLESS
+        if before.count and not endless and before.examples(before.count - 1) != self._each:
+            raise ValueError(
+                f"batches of {self._each} are to be batched once more, and the last one has "
+                f"{before.examples(before.count - 1)} examples; call batch({self._each}, drop_remainder=True) before"
+            )
+
+    def take(self, epoch: int, chosen: Chosen) -> Nest:
+        taken = [self._before.rows(epoch, int(index), 0, self._each) for index in chosen]
+        if not taken:
+            blank = self._before.rows(epoch, 0, 0, 0)
+            return nest.map_structure(lambda array: np.empty((0, self._each, *array.shape[1:]), array.dtype), blank)
+        return nest.map_structure(lambda *arrays: np.stack(arrays), *taken)
+
+
 class Split(Examples):
     """The parts of examples that are arrays of one first dimension, one by one.
 

@@ -163,4 +163,4 @@ class MultiStepContext:
 
 def _across_replicas() -> bool:
     """Returns True in cross-replica context, and with the default strategy, whose one replica has all there is."""
-    return context.in_cross_replica_context() or not context.has_strategy()
+    return context.crosses_replicas() or not context.has_strategy()

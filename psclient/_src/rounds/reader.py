@@ -134,7 +134,7 @@ class VariableReader:
     def _begin(self, handles: Sequence[Handle]) -> bool:
         """Sends what a read has to wait for; returns whether a replica reads."""
         self._sections.end_written(handles)
-        return context.has_strategy() and not context.in_cross_replica_context()
+        return context.has_strategy() and not context.crosses_replicas()
 
 
 def _rows_of(memory: Memory, rows: Any) -> Array | None:

@@ -145,7 +145,7 @@ def check_place(backend: RemoteBackend, consistency: Consistency, coordinates: b
         ConfigError: the workers run what a coordinator schedules; a server knows no changes; variables have another
             consistency, with which it does not go together.
     """
-    if context.in_merge_call() or (context.has_strategy() and not context.in_cross_replica_context()):
+    if context.in_merge_call() or (context.has_strategy() and not context.crosses_replicas()):
         raise RuntimeError(
             "set_consistency is called between rounds, in cross-replica context: call it outside of run, merge_call "
             "and update"

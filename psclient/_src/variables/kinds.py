@@ -469,8 +469,11 @@ class SyncOnReadVariable(CopiedVariable):
         if mine is not None:
             return self.assign_copy(mine, how, value)
         self.strategy.backend.check_open()
-        if how != "assign":
-            self._check_copied(how)
+        if how != "assign" and self.aggregation not in (
+            VariableAggregation.MEAN,
+            VariableAggregation.ONLY_FIRST_REPLICA,
+        ):
+            raise self._across_replicas(how)
         if isinstance(value, DistributedValues) and not isinstance(value, Mirrored | Variable):
             raise ValueError(f"{self.name!r} is assigned a per-replica value in cross-replica context; give one value")
         self._check_aggregation("assigned")
@@ -481,19 +484,13 @@ class SyncOnReadVariable(CopiedVariable):
         mine = self._mine()
         if mine is not None:
             return mine._scatter_here(how, slices)
-        self._check_copied(how)
-        for copy in self.values:
-            copy.cell.scatter(how, slices.rows())
-        return self
+        raise self._across_replicas(how)
 
-    def _check_copied(self, how: str) -> None:
-        """Raises `ValueError` unless what is done to each copy is done to the aggregate."""
-        of_mean = self.aggregation is VariableAggregation.MEAN and how not in ("scatter_min", "scatter_max")
-        if not of_mean and self.aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
-            raise ValueError(
-                f"{how} of {self.name!r} in cross-replica context: an ON_READ variable has a value for each replica; "
-                f"call {how} in the function given to strategy.run, or assign the whole value"
-            )
+    def _across_replicas(self, how: str) -> ValueError:
+        return ValueError(
+            f"{how} of {self.name!r} in cross-replica context: an ON_READ variable has a value for each replica; call "
+            f"{how} in the function given to strategy.run, or assign the whole value"
+        )
 
     def refuse_update(self) -> NoReturn:
         """Raises `ValueError`: the copies of what is updated would not stay equal."""

@@ -290,7 +290,7 @@ class TableVariable(CutVariable):
                 part.hint_by([behind[each][number_of_part] for each in sorted(behind)])
 
     def _scatter_here(self, how: str, slices: IndexedSlices) -> Value:
-        replica = None if context.in_cross_replica_context() else context.get_replica_context()
+        replica = None if context.crosses_replicas() else context.get_replica_context()
         if replica is not None and context.has_strategy() and replica.num_replicas_in_sync > 1:
             raise ValueError(
                 f"{how} of table {self.name!r} in replica context, where each of {replica.num_replicas_in_sync} "

@@ -112,6 +112,11 @@ class _VariableType(type):
         consistency: Consistency | None = None,
         partitioner: Cut = None,
     ) -> Any:
+        if cls is not Variable:
+            raise TypeError(
+                f"{cls.__name__} is what a strategy makes of a variable; write ps.Variable(value) in strategy.scope(), "
+                "with a variable_partitioner of the strategy, or ps.Variable(value, partitioner=...), for shards"
+            )
         if context.in_update():
             raise RuntimeError("an update function cannot create variables; create them before, in strategy.scope()")
         synchronization, aggregation = _settled(synchronization, VariableAggregation(aggregation))
@@ -397,7 +402,7 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
         if lift is not None:
             return getattr(lift(self), how)(value)
         elsewhere = context.get_strategy() is not self.strategy  # refused there, with a message
-        if elsewhere or context.in_cross_replica_context() or not context.has_strategy():
+        if elsewhere or context.crosses_replicas() or not context.has_strategy():
             return self.strategy.extended.update(self, lambda v, x: getattr(v, how)(x), (self._taken(how, value),))
         replica = context.require_replica(how)
         if self.aggregation is VariableAggregation.NONE and replica.num_replicas_in_sync > 1:
@@ -437,7 +442,7 @@ class Variable(Unpicklable, RowWritable, metaclass=_VariableType):  # type: igno
 
     def _scatter_here(self, how: str, slices: IndexedSlices) -> Value:
         elsewhere = context.get_strategy() is not self.strategy  # refused there, with a message
-        if elsewhere or context.in_cross_replica_context() or not context.has_strategy():
+        if elsewhere or context.crosses_replicas() or not context.has_strategy():
             self._scatter(how, slices)
             return self
         replica = context.require_replica(how)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from psclient._src import nest
 from psclient._src.data.adapters import source_of
 from psclient._src.data.array_dataset import ArrayDataset
+from psclient._src.options import ArraySpec
 from tests.kit.strategies import refused
 
 
@@ -74,9 +75,8 @@ def test_what_makes_no_dataset_is_refused():
         with pytest.raises(ValueError, match="first dimension"):
             ArrayDataset(arrays)
     batched = ArrayDataset(np.zeros(4)).batch(2)
-    for wrong in (lambda: batched.batch(2), batched.shuffle):
-        with pytest.raises(ValueError, match="comes before batch"):
-            wrong()
+    with pytest.raises(ValueError, match="comes before batch"):
+        batched.shuffle()
     for shards, index in ((2, 2), (2, -1), (0, 0)):
         with pytest.raises(ValueError, match=f"there is no shard {index} of {shards}"):
             batched.shard(shards, index)
@@ -235,3 +235,15 @@ def test_examples_are_split_into_their_rows():
     for arrays in (np.arange(3), (np.zeros((3, 2)), np.zeros((3, 4)))):
         with pytest.raises(ValueError, match="unbatch splits examples along one and the same first dimension"):
             ArrayDataset(arrays).unbatch()
+
+
+def test_batches_are_batched_once_more():
+    """As one more dimension, wherever a pass begins; a shorter last batch would be no row of it."""
+    data = ArrayDataset(np.arange(16)).batch(2).batch(3)
+    assert [plain(each) for each in data][1:] == [[[6, 7], [8, 9], [10, 11]], [[12, 13], [14, 15]]]
+    assert [each.examples for each in source_of(data).batches(0, 1)] == [3, 2]
+    assert [plain(each.rows(1, 2)) for each in source_of(data).batches(0, 1)] == [[[8, 9]], [[14, 15]]]
+    assert data.spec() == ArraySpec((None, 2), np.dtype(int))
+    with pytest.raises(ValueError, match=r"the last one has 1 examples; call batch\(3, drop_remainder=True\) before"):
+        ArrayDataset(np.arange(16)).batch(3).batch(2)
+    assert len([*ArrayDataset(np.arange(16)).batch(3, drop_remainder=True).batch(2)]) == 3

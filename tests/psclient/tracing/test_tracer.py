@@ -17,6 +17,7 @@ from psclient import ops
 from psclient._src import nest
 from psclient._src.tracing.recorder import AssignedLeaf, OutputLeaf, Recording, trace
 from psclient._src.tracing.tracer import Tracer, VariableTracer
+from psclient._src.variables.indexed_slices import IndexedSlices
 from psserver.programs.interpreter import run
 from pswire.encoding import messages
 from pswire.errors import ProgramError
@@ -689,6 +690,12 @@ def test_clips_are_those_of_tensorflow():
     clipped, norm = ops.clip_by_global_norm([np.float32([3]), None, np.float32([[4]])], 2.5)
     assert ([clipped[0].tolist(), clipped[1], clipped[2].tolist()], norm) == ([[1.5], None, [[2.0]]], 5)
     assert ops.clip_by_global_norm([np.float32([3, 4])], 8.0)[0][0].tolist() == [3, 4]
+    rows = IndexedSlices(np.float32([[-2.0], [4.0]]), [3, 1], (5, 1))
+    (dense, slices), norm = ops.clip_by_global_norm([np.float32([4.0]), rows], 3.0)
+    assert (dense.tolist(), slices.values.tolist(), norm) == ([2.0], [[-1.0], [2.0]], 6.0)
+    for each in (slices, ops.clip_by_value(rows, -1, 1), ops.clip_by_norm(rows, 1.0)):
+        assert (each.indices.tolist(), each.dense_shape) == ([3, 1], (5, 1))
+        assert np.abs(each.values).max() <= 2
     assert ops.clip_by_global_norm([np.zeros(2)], 8.0)[0][0].tolist() == [0, 0]
     assert ops.clip_by_global_norm([np.float32([3, 4])], 2.5, use_norm=10.0)[0][0].tolist() == [0.75, 1.0]
     for bad in (np.inf, np.nan):

@@ -79,7 +79,7 @@ class Optimizer:
         grads, variables = [gradient for gradient, _ in pairs], [v for _, v in pairs]
         step = _checked_step(values.container(global_step), variables)
         with context.within(step.strategy):
-            if context.in_cross_replica_context():
+            if context.crosses_replicas():
                 self._apply_and_count(cast(Strategy, step.strategy), grads, variables, step)
             else:
                 # Replicas that were given one gradient object have a gradient each: it counts once for each.
