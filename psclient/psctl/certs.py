@@ -11,6 +11,7 @@ from psclient._src.config import tf_config_text
 from psclient.psctl.settings import CommandSettings, as_json, settings
 from pswire.cluster import EVALUATOR, ClusterSpec, Task, TFConfig
 from pswire.errors import ConfigError
+from pswire.given import read_small
 from pswire.security.names import ADMIN, spare_name, task_name
 
 DAYS = 365
@@ -87,7 +88,7 @@ def _tasks(
     ps: int | None, workers: int | None, has_chief: bool, evaluator: bool, cluster: Path | None
 ) -> Iterable[Task]:
     if ps is None and workers is None:
-        text = cluster.read_text(encoding="utf-8") if cluster else tf_config_text()
+        text = read_small(cluster).decode() if cluster else tf_config_text()
         tasks = _of_cluster(TFConfig(text).cluster_spec())
         if not tasks:
             raise ConfigError("no tasks are named; write --ps 2 --workers 2, --cluster FILE, or set TF_CONFIG")

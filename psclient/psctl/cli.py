@@ -21,6 +21,7 @@ from psclient.psctl.settings import CommandSettings, options
 from psclient.psctl.status import status
 from psclient.psctl.variables import read, variables
 from pswire.errors import ConfigError, PSError
+from pswire.given import printable
 
 GROUP = "paramserver.psctl"
 """The entry points by which other packages give `psctl` commands: it imports them when they are called."""
@@ -113,7 +114,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _fail(settings: CommandSettings, kind: str, text: str, task: str = "") -> int:
-    message = " ".join(text.split())
+    message = printable(" ".join(text.split()))
     if settings.json:
         say({"error": {"type": kind, "message": message, "task": task}})
     else:

@@ -9,9 +9,12 @@ from typing import Any
 
 import click
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from pswire.given import printable
 
 WIDTH = 200
 """Of tables in characters, where they go into a file or a pipe."""
@@ -23,13 +26,32 @@ def table(headings: Iterable[str], rows: Iterable[Sequence[str | Text]]) -> Tabl
     for heading in headings:
         made.add_column(heading, overflow="fold")
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*map(_plain, row))
     return made
+
+
+def _shown(each: RenderableType) -> RenderableType:
+    return _plain(each) if isinstance(each, str | Text) else each
+
+
+def _plain(cell: str | Text) -> str | Text:
+    """Returns a cell with what steers a terminal written out, before its width is measured."""
+    if isinstance(cell, str):
+        return printable(cell)
+    return cell if printable(cell.plain) == cell.plain else Text(printable(cell.plain), cell.style)
+
+
+class _Terminal(Console):
+    """Writes out whatever steers a terminal and is no style of ours, wherever it stands."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
 def terminal() -> Console:
     """Returns where we print: as wide as the terminal, or `WIDTH` characters where there is none."""
-    console = Console(markup=False, highlight=False)
+    console = _Terminal(markup=False, highlight=False)
     console.width = console.width if console.is_terminal else WIDTH
     return console
 
@@ -42,7 +64,7 @@ def breadth(table: Table) -> int:
 def show(*shown: RenderableType) -> None:
     """Prints texts and tables, as wide as the terminal; texts are not wrapped."""
     console = terminal()
-    for each in shown:
+    for each in map(_shown, shown):
         console.print(each, soft_wrap=isinstance(each, str | Text))
 
 

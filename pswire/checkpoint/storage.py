@@ -13,6 +13,7 @@ from typing import IO, Any, Protocol, TypeVar
 
 from pswire.checkpoint.manifest import MANIFEST
 from pswire.errors import CheckpointError, ConfigError
+from pswire.given import open_regular
 
 T = TypeVar("T")
 
@@ -122,7 +123,7 @@ class Directory:
 
     def open(self, path: str) -> IO[bytes]:
         """Implements `Storage.open`."""
-        return open(self.full(path), "rb", buffering=0)
+        return open(open_regular(self.full(path)), "rb", buffering=0)
 
     def size(self, path: str) -> int:
         """Implements `Storage.size`."""

@@ -11,10 +11,10 @@ import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from pswire.errors import ConfigError
+from pswire.given import read_small
 from pswire.options import flag_name, option, options_of
 from pswire.security.rotation import CertificateFiles, ServerContexts
 
@@ -223,6 +223,6 @@ def _file(path: str, name: str) -> str:
 
 def _read(flag: str, path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        return read_small(path)
     except OSError as error:
         raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}; {HOW}") from error

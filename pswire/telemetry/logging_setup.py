@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
+from pswire.given import printable
 from pswire.options import Option
 
 FORMATS = ("text", "json")
@@ -87,7 +88,7 @@ class Text(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         record.who = f"{_Process.task} " if self._named and _Process.task else ""
-        return super().format(record)
+        return printable(super().format(record))
 
 
 class Json(logging.Formatter):

@@ -127,7 +127,7 @@ def _with(current: Epoch, here: Sequence[Member], back: Return | None) -> Sequen
 
 def _can_wait(current: Epoch, here: Mapping[int, SessionState], started: Set[int]) -> bool:
     """Returns whether members may be asked to wait for a server: nobody is on the way in or out, and all know how."""
-    if current.leaving or not current.members:
+    if not current.members or any(member.session in here for member in current.leaving):
         return False
     return all(m.session in started and here[m.session].pace.knows_returns for m in current.members)
 

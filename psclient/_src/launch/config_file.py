@@ -15,6 +15,7 @@ import yaml
 
 from psclient._src.config import LaunchConfig, security_options, timeouts_from
 from pswire.errors import ConfigError
+from pswire.given import read_small
 from pswire.limits import Timeouts, refuse_unknown
 from pswire.options import BYTES, DEVICE, LIST, SECONDS, SWITCH, TEXT, WHOLE, Option, options_of
 from pswire.security.identity import SecurityOptions
@@ -87,11 +88,13 @@ def load_launch_config(path: Path) -> LaunchConfig:
         ConfigError: the file is not there, is no YAML, or says something unknown or impossible; it names the key.
     """
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), _Once)
+        data = yaml.load(read_small(path), _Once)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}") from error
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except RecursionError:
+        raise ConfigError(f"{path} is no configuration: its values lie too deep in each other") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     values = _checked(data, str(path))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pswire.cluster import is_loopback, join_address
 from pswire.errors import ConfigError
+from pswire.given import read_small
 from pswire.limits import refuse_unknown
 
 COUNTS = {"ps": "ps", "worker": "worker", "slots": "worker"}
@@ -66,7 +67,7 @@ def load_hosts(path: Path) -> tuple[Host, ...]:
         ConfigError: the file cannot be read, or says something unknown or impossible; it names the line.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_small(path).decode()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -436,3 +436,16 @@ def test_a_delta_is_compacted(run, job):
         path.unlink()
     assert job.restored("c-3", 2).state().equals(expected)
     assert run("ls", "--json", job.root).json["checkpoints"][0]["base"] is None
+
+
+def test_names_in_a_checkpoint_steer_no_terminal(run, tmp_path):
+    """Of tensors, objects, the library and the directory, in each command; a table is as wide as what it shows."""
+    evil = "\x1b]0;title\x07\x1b[2J"
+    name = f"{evil}v"
+    path = write_checkpoint(tmp_path / "run" / f"{evil}-1", {name: VALUES["w"]}, objects={f"m/{evil}": name})
+    manifest = path / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"library": f"{evil}library"}))
+    for command in (["show", path], ["ls", path.parent], ["verify", path], ["diff", path, path], ["show", path / "x"]):
+        done = run(*command)
+        assert not {"\x1b", "\x07"} & {*done.out, *done.err}, command
+        assert "\\x1b]0;title\\x07\\x1b[2J" in done.out + done.err, command
