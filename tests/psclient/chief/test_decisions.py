@@ -10,7 +10,19 @@ from psclient._src.chief.job_state import JobState
 from psclient._src.chief.leave_saves import LeaveSaves
 from pswire.api import Watched
 from pswire.model.changes import Change
-from pswire.model.log import STEP, Approved, Done, Epoch, EpochClosed, LogEntry, Member, Position, Start, Started
+from pswire.model.log import (
+    STEP,
+    Approved,
+    Done,
+    Epoch,
+    EpochClosed,
+    LogEntry,
+    Member,
+    Position,
+    Return,
+    Start,
+    Started,
+)
 from pswire.model.plan import Plan
 from pswire.model.status import OpenRound, Pace, ServerStatus, SessionState, WorkerProgress
 from tests.kit.rig import WORKERS
@@ -301,3 +313,13 @@ def test_nobody_begins_before_the_round_of_the_last_change():
         assert closed == EpochClosed(Epoch(3, (x, z), start=Start(3, 5, POSITIONS)))
     further = beginning.closed([status(places=(WorkerProgress(C, 7, ()),))])
     assert further.epoch.start == Start(3, 8)
+
+
+def test_a_server_is_taken_back_once_who_leaves_has_left():
+    """A member that has left holds nobody up for the rest of the job; one that is on its way is waited for."""
+    state = job(began(a, b), EpochClosed(Epoch(2, (a,), STEP, leaving=(b,))), Started(Start(2, 5)))
+    mine, back = replace(at(a), pace=Pace(knows_leaving=True, knows_returns=True)), Return(1, 9, 3)
+    assert decide(state, look(mine, at(b)), BOTH, back=back) == []
+    assert decide(state, look(mine, at(b, "left")), BOTH, back=back) == [
+        EpochClosed(Epoch(3, (a,), STEP, returns=back))
+    ]
