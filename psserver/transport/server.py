@@ -38,6 +38,9 @@ MAX_CALLS = 1024
 HANDSHAKE_MS = 10_000
 """Milliseconds that a client's gRPC handshake may take."""
 
+IDLE_MS = 30_000
+"""Milliseconds after which a connection without a call is closed: nobody knows whose it is. A client opens another."""
+
 LOOK_SECONDS = 5.0
 """Seconds between two looks at the files of certificates; each new connection looks as well."""
 
@@ -216,6 +219,7 @@ class ServerThread:
 def _options() -> list[tuple[str, int]]:
     return [
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.max_connection_idle_ms", IDLE_MS),
         ("grpc.max_concurrent_streams", MAX_CALLS),
         # Else a stream that nobody reads may send megabytes ahead: its window is 64 KiB, and that of a message which is
         # being read the message's size.

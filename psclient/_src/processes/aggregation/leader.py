@@ -35,6 +35,9 @@ from pswire.transport.payload import Payload
 
 log = logging.getLogger("psclient")
 
+QUIET_SECONDS = 60.0
+"""Seconds in which the log has one line at most of processes of another user."""
+
 Push = Callable[[int, Contribution, Payload], Future[RoundReply]]
 """Pushes to a server, by its index."""
 
@@ -125,6 +128,7 @@ class Leader:
         self._open: dict[tuple[int, int], _Gathering] = {}
         self._decided = dict[int, int]()  # for each server up to which round it is decided how they are sent
         self._rests, self._left = 1, 0
+        self._strangers, self._told = 0, float("-inf")  # who have come since the log told of them, and when it did
         self._adder = ThreadPoolExecutor(1, "host sums")
         self._bell, self._rope = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -294,12 +298,20 @@ class Leader:
         sock.setblocking(False)
         link = HostLink(sock, self._outbox, socket.SHUT_WR)
         if not link.is_ours:
-            log.warning("a process of another user came to the workers of this host, and was sent away")
             link.close()
+            self._tell_of_stranger()
             return
         self._selector.register(sock, selectors.EVENT_READ, partial(self._read, link))
         with self._lock:
             self._links.add(link)
+
+    def _tell_of_stranger(self) -> None:
+        """Says that a process of another user was sent away: once a minute, however often it comes."""
+        self._strangers += 1
+        if time.monotonic() - self._told >= QUIET_SECONDS:
+            times = "" if self._strangers == 1 else f" {self._strangers} times"
+            log.warning("a process of another user came to the workers of this host%s, and was sent away", times)
+            self._strangers, self._told = 0, time.monotonic()
 
     def _read(self, link: HostLink) -> None:
         try:
