@@ -42,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 from update import CASES, TABLE, Case, Traced, Update, adagrad, adam, sgd
 
-from psclient._src.devices import gpu_report
+from psclient._src.arrays.devices import gpu_report
 from psserver.devices import Device
 from psserver.execution.execution import Execution
 from psserver.programs.kernels.kernels import Kernels

@@ -53,8 +53,8 @@ from models import MODELS, SIZES
 from rich.console import Console
 
 import psclient as ps
+from psclient._src.arrays.devices import Device, namespace, to_device
 from psclient._src.config import GLIBC_TUNABLES
-from psclient._src.devices import Device, namespace, to_device
 from psclient._src.launch.cluster import Cluster
 from psclient._src.processes.output import Line
 from psclient._src.rounds.placement import PsStrategy

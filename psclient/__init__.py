@@ -25,7 +25,8 @@ from psclient._src.context import (
     in_cross_replica_context,
 )
 from psclient._src.data.array_dataset import ArrayDataset
-from psclient._src.data.distributed import DistributedDataset, DistributedIterator
+from psclient._src.data.distributed import DistributedDataset
+from psclient._src.data.iterators import DistributedIterator
 from psclient._src.distribute.strategy import Strategy, experimental_set_strategy
 from psclient._src.options import (
     ArraySpec,

@@ -30,7 +30,7 @@ ONLY_IN = {
     "grpc": modules("psserver.transport", "grpc_service server health small_requests joining peers")
     | modules("psclient._src.transport", "retries grpc_calls remote_server")
     | {"pswire.transport.grpc_channel", "psclient.psctl.health", "pstesting.faults"},
-    "cupy": {"psserver.devices", "psclient._src.devices"},
+    "cupy": {"psserver.devices", "psclient._src.arrays.devices"},
     "grpc_health": {"psserver.transport.health", "psclient.psctl.health"},
     "grpc_reflection": {"psserver.transport.health"},
     "prometheus_client": {"pswire.telemetry.prometheus"},

@@ -9,9 +9,10 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from psclient._src import context, nest
-from psclient._src.conversions import is_torch, to_dlpack, to_torch
-from psclient._src.devices import AnyArray, Device, Value, as_array, to_device, to_numpy
+from psclient._src import context
+from psclient._src.arrays import nest
+from psclient._src.arrays.conversions import is_torch, to_dlpack, to_torch
+from psclient._src.arrays.devices import AnyArray, Device, Value, as_array, to_device, to_numpy
 from psclient._src.values import DistributedValues
 from pswire.model.tensor import DTYPES, Array, TensorSpec, spec_of
 

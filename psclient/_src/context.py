@@ -17,9 +17,10 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, SupportsIndex, cast
 
-from psclient._src import nest, values
-from psclient._src.devices import CPU, Device, Value
-from psclient._src.nest import Leaf, Nest
+from psclient._src import values
+from psclient._src.arrays import nest
+from psclient._src.arrays.devices import CPU, Device, Value
+from psclient._src.arrays.nest import Leaf, Nest
 from psclient._src.options import ReduceOp, ReduceOpName
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from functools import partial
 
 import numpy.typing as npt
 
-from psclient._src import nest
-from psclient._src.nest import Leaf, Nest
+from psclient._src.arrays import nest
+from psclient._src.arrays.nest import Leaf, Nest
 from pswire.model.tensor import Array
 
 _NUMBERS = frozenset({bool, int, float, complex})

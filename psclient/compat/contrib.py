@@ -12,13 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, cast
 
-from psclient._src import arraylike, context, nest, values
+from psclient._src import arraylike, context, values
 from psclient._src.arraylike import read
+from psclient._src.arrays import nest
+from psclient._src.arrays.devices import Device, Value, to_device
+from psclient._src.arrays.nest import Nest
 from psclient._src.context import ReplicaContext
-from psclient._src.data.distributed import DistributedDatasetFromFunction, DistributedIterator
-from psclient._src.devices import Device, Value, to_device
+from psclient._src.data.distributed import DistributedDatasetFromFunction
+from psclient._src.data.iterators import DistributedIterator
 from psclient._src.distribute.strategy import Strategy
-from psclient._src.nest import Nest
 from psclient._src.variables.variable import Variable, VariableAggregation, on_read_scope
 
 _CPU = "/device:CPU:0"

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from psclient._src import nest
+from psclient._src.arrays import nest
+from psclient._src.arrays.nest import Nest
 from psclient._src.cluster_resolver.base import ClusterResolver
 from psclient._src.config import task_config
-from psclient._src.nest import Nest
 from psclient._src.strategies.parameter_server import ParameterServerStrategy
 from psclient._src.transport.session import Session
 from psclient.coordinator import functions

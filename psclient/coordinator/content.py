@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from psclient._src.conversions import is_torch
-from psclient._src.devices import to_numpy
+from psclient._src.arrays.conversions import is_torch
+from psclient._src.arrays.devices import to_numpy
 from psclient._src.values import DistributedValues
 from psclient._src.variables.variable import Variable
 from pswire.errors import InvalidRequest

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psclient._src
-from psclient._src.interrupts import call
+from psclient._src.interpreter.interrupts import call
 from psclient._src.options import InputContext
 from psclient._src.processes.sigterm import NOTICE
 from psclient._src.strategies.parameter_server import ParameterServerStrategy, open_strategies

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from psclient._src import context, values
+from psclient._src.arrays.nest import Nest
 from psclient._src.distribute.tables import TableExtended
-from psclient._src.nest import Nest
 from psclient._src.options import Consistency
 from psclient._src.variables.consistency import check_consistency
 from psclient._src.variables.table_views import KEY_BITS, MAX_VIEWS, TableGroup

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Unpack
 
 import numpy as np
 
-from psclient._src.devices import Value
+from psclient._src.arrays.devices import Value
 from psclient._src.variables.variable import Variable
 from psclient.jax.arrays import on_cpu
 from psclient.optimizers import Optimizer

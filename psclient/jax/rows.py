@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from psclient._src.devices import to_numpy
-from psclient._src.nest import Nest
+from psclient._src.arrays.devices import to_numpy
+from psclient._src.arrays.nest import Nest
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.lookup import LookedUpRows, RowReadable
 from psclient.jax.arrays import empty, to_host, to_jax

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from psclient._src.distribute.strategy import Strategy
-from psclient._src.interrupts import INTERRUPTS
+from psclient._src.interpreter.interrupts import INTERRUPTS
 from psclient.jax.parameters import Parameters, Reduction, Values, check_optimizer, strategy_of
 from psclient.jax.rows import Rows
 from psclient.jax.trees import Tree

@@ -6,7 +6,7 @@ import numpy as np
 
 from psclient._src import context
 from psclient._src.arraylike import read
-from psclient._src.devices import Value, as_array, device_of, device_scope
+from psclient._src.arrays.devices import Value, as_array, device_of, device_scope
 from psclient.losses.labels import broadcast_weights, floating
 
 

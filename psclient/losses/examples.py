@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from psclient._src.devices import AnyArray, Value, device_of, device_scope
+from psclient._src.arrays.devices import AnyArray, Value, device_of, device_scope
 from psclient.losses.labels import class_pair, floating, namespace_of, pair
 
 EPSILON = 1e-7

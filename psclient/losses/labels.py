@@ -7,7 +7,7 @@ from types import ModuleType
 import numpy as np
 
 from psclient._src.arraylike import read
-from psclient._src.devices import AnyArray, Value, as_array, device_of, namespace, to_device
+from psclient._src.arrays.devices import AnyArray, Value, as_array, device_of, namespace, to_device
 
 
 def beside(predictions: AnyArray, value: Value) -> AnyArray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from psclient._src.devices import Value, device_of, device_scope
+from psclient._src.arrays.devices import Value, device_of, device_scope
 from psclient.losses.labels import class_pair, floating, pair
 from psclient.metrics.averages import Mean
 from psclient.metrics.base import alike

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from psclient._src.devices import AnyArray, Value, device_of, device_scope
+from psclient._src.arrays.devices import AnyArray, Value, device_of, device_scope
 from psclient.losses.labels import pair
 from psclient.metrics.base import Metric, ratio, weighted
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from psclient._src import context
 from psclient._src.arraylike import read
-from psclient._src.devices import AnyArray, Value, as_array, device_of, device_scope, to_numpy
+from psclient._src.arrays.devices import AnyArray, Value, as_array, device_of, device_scope, to_numpy
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from psclient.losses.labels import broadcast_weights
 from pswire.model.tensor import Array

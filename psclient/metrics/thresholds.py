@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from psclient._src.devices import AnyArray, Value, device_of, device_scope, namespace
+from psclient._src.arrays.devices import AnyArray, Value, device_of, device_scope, namespace
 from psclient.losses.labels import floating, pair
 from psclient.metrics.base import Metric, alike, ratio, weighted
 from pswire.model.tensor import Array

@@ -10,7 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from psclient._src.arraylike import read
-from psclient._src.devices import AnyArray, Value, as_array, device_of, device_scope, namespace, to_device, to_numpy
+from psclient._src.arrays.devices import (
+    AnyArray,
+    Value,
+    as_array,
+    device_of,
+    device_scope,
+    namespace,
+    to_device,
+    to_numpy,
+)
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.lookup import LookedUpRows
 from psclient.nn.id_bags import IdBags

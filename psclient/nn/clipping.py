@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 
-from psclient._src.devices import AnyArray, device_of, device_scope, namespace
+from psclient._src.arrays.devices import AnyArray, device_of, device_scope, namespace
 from psclient._src.variables.lookup import LookedUpRows
 from psclient.nn.precision import check_floating, computed_in, take_gradient
 

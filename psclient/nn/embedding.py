@@ -6,7 +6,7 @@ import operator
 from typing import Any, get_args
 
 from psclient._src import context
-from psclient._src.nest import Nest
+from psclient._src.arrays.nest import Nest
 from psclient._src.variables.lookup import LookedUpRows, RowReadable
 from psclient._src.variables.sharded import CutVariable, whole_of
 from psclient.nn.bags import Bags, Combiner

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from psclient._src.arraylike import read
-from psclient._src.devices import as_array, is_array, to_numpy
+from psclient._src.arrays.devices import as_array, is_array, to_numpy
 from psclient.nn.sparse_tensor import SparseTensor
 from pswire.model.rows import Int64s
 from pswire.model.tensor import Array

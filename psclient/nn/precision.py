@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from psclient._src.arraylike import read
-from psclient._src.devices import AnyArray, Value, as_array, device_of, to_device
+from psclient._src.arrays.devices import AnyArray, Value, as_array, device_of, to_device
 from psclient._src.variables.lookup import LookedUpRows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from psclient._src.devices import AnyArray, device_of, device_scope, namespace
+from psclient._src.arrays.devices import AnyArray, device_of, device_scope, namespace
 from pswire.model.rows import Int64s, sum_groups
 
 _PIECE = 32

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from psclient._src.devices import as_array, to_numpy
+from psclient._src.arrays.devices import as_array, to_numpy
 from pswire.model.rows import Int64s
 from pswire.model.tensor import Array
 

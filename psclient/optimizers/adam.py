@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from psclient._src.devices import Value
+from psclient._src.arrays.devices import Value
 from psclient._src.variables.sparse_updates import Sparse
 from psclient._src.variables.variable import Variable
 from psclient.optimizers.base import Optimizer

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 import numpy as np
 
 from psclient._src import context, values
-from psclient._src.devices import Value
+from psclient._src.arrays.devices import Value
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.tracing.diagnostics import refuse_slots
 from psclient._src.tracing.hyperparameters import Settings, is_view

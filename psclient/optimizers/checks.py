@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from psclient._src import values
-from psclient._src.conversions import is_torch
-from psclient._src.devices import as_array
+from psclient._src.arrays.conversions import is_torch
+from psclient._src.arrays.devices import as_array
 from psclient._src.distribute.reduction import Absent
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.lookup import place_of

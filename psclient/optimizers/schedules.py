@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from psclient._src.devices import Value
+from psclient._src.arrays.devices import Value
 from psclient.optimizers.configs import CustomObjects, Described
 from psclient.optimizers.ranges import AT_LEAST_0, AT_LEAST_1, MORE_THAN_0, check_number
 

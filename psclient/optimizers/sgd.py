@@ -6,7 +6,7 @@ from typing import Unpack
 
 import numpy as np
 
-from psclient._src.devices import Value
+from psclient._src.arrays.devices import Value
 from psclient.optimizers.base import Optimizer
 from psclient.optimizers.options import LearningRate, Options
 from psclient.optimizers.ranges import FROM_0_TO_1, Range

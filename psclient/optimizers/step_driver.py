@@ -12,12 +12,12 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 
 from psclient._src import context
-from psclient._src.devices import Value
+from psclient._src.arrays.devices import Value
+from psclient._src.arrays.nest import Nest
 from psclient._src.distribute.backend import Uncompressed
 from psclient._src.distribute.reduction import Absent
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.distribute.template import TemplateCache
-from psclient._src.nest import Nest
 from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.variables.sharded import VariableOfShards, shards_of
 from psclient._src.variables.sparse_updates import Settle, Sparse, SparseUpdate

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
-from psclient._src.devices import Value
+from psclient._src.arrays.devices import Value
 from psclient._src.tracing.diagnostics import fail, refuse_result, refuse_step
 from psclient._src.tracing.tracer import VariableTracer
 from psclient._src.tracing.update_function import update_function

@@ -11,7 +11,7 @@ from psclient._src.config import tf_config_text
 from psclient.psctl.settings import CommandSettings, as_json, settings
 from pswire.cluster import EVALUATOR, ClusterSpec, Task, TFConfig
 from pswire.errors import ConfigError
-from pswire.given import read_small
+from pswire.security.given import read_small
 from pswire.security.names import ADMIN, spare_name, task_name
 
 DAYS = 365

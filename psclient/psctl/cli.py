@@ -21,7 +21,7 @@ from psclient.psctl.settings import CommandSettings, options
 from psclient.psctl.status import status
 from psclient.psctl.variables import read, variables
 from pswire.errors import ConfigError, PSError
-from pswire.given import printable
+from pswire.security.given import printable
 
 GROUP = "paramserver.psctl"
 """The entry points by which other packages give `psctl` commands: it imports them when they are called."""

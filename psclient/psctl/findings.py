@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from psclient._src.devices import GpuReport
+from psclient._src.arrays.devices import GpuReport
 from psclient.psctl.settings import ObservedCluster
 from pswire.cluster import check_address
 from pswire.security.identity import SecurityOptions

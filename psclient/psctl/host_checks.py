@@ -7,7 +7,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from psclient._src.devices import gpu_report
+from psclient._src.arrays.devices import gpu_report
 from psclient._src.transport.lane import SHARED
 from psclient.psctl.findings import Check, Finding, Host, Patient, fail, ok, warn
 from pswire.telemetry.views.numbers import size

@@ -14,7 +14,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from pswire.given import printable
+from pswire.security.given import printable
 
 WIDTH = 200
 """Of tables in characters, where they go into a file or a pipe."""

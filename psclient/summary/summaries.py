@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from psclient._src.arraylike import read
-from psclient._src.devices import to_numpy
+from psclient._src.arrays.devices import to_numpy
 from psclient.summary.encoding import buckets_of, bytes_tensor, scalar_summary, tensor_summary
 from psclient.summary.png import COLOR_TYPES, encode_png
 from psclient.summary.writer import write

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from psclient._src.conversions import on_host, to_torch
-from psclient._src.devices import CPU
+from psclient._src.arrays.conversions import on_host, to_torch
+from psclient._src.arrays.devices import CPU
 from psclient._src.variables.kinds import Cell, SyncOnReadVariable
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from psclient.torch.parameters import name_of

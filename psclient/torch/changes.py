@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
-from psclient._src.conversions import on_host
+from psclient._src.arrays.conversions import on_host
 from psclient.torch.parameters import Trained
 from pswire.model.tensor import Array
 

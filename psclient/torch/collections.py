@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from psclient._src.conversions import on_host
+from psclient._src.arrays.conversions import on_host
 from psclient._src.variables.variable import Variable
 from psclient.dynamic_embedding import get_variable
 from psclient.torch.embeddings import LookupModule, TableRows

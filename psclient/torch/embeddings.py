@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from psclient._src.conversions import on_host, to_torch
-from psclient._src.devices import to_numpy
+from psclient._src.arrays.conversions import on_host, to_torch
+from psclient._src.arrays.devices import to_numpy
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.lookup import LookedUpRows, RowReadable, gradient_of_all
 from psclient.torch.parameters import DTYPES, Gate

@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from psclient._src.conversions import on_host, to_torch
-from psclient._src.devices import Coming
+from psclient._src.arrays.conversions import on_host, to_torch
+from psclient._src.arrays.devices import Coming
 from psclient._src.distribute.reduction import Absent
 from psclient._src.rounds.buffers import Buffer
 from psclient._src.variables.indexed_slices import IndexedSlices

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from psclient._src.devices import Value
+from psclient._src.arrays.devices import Value
 from psclient._src.tracing.hyperparameters import Configured, Settings
 from psclient._src.tracing.update_function import update_function
 from psclient._src.variables.sparse_updates import Settle, Sparse

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from psclient._src import nest
-from psclient._src.conversions import is_text, to_torch
+from psclient._src.arrays import nest
+from psclient._src.arrays.conversions import is_text, to_torch
+from psclient._src.arrays.devices import to_numpy
 from psclient._src.data.adapters import Weighed
-from psclient._src.devices import to_numpy
 from psclient._src.options import InputOptions
 from psclient.torch.embeddings import LookupModule
 from psclient.torch.optimizer import Optimizer

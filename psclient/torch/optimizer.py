@@ -13,10 +13,10 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from psclient._src import context
+from psclient._src.arrays.conversions import on_host
 from psclient._src.config import threads_chosen, threads_of
-from psclient._src.conversions import on_host
 from psclient._src.distribute.strategy import Strategy
-from psclient._src.lifetimes import Unpicklable, weakly
+from psclient._src.interpreter.lifetimes import Unpicklable, weakly
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.variables.table_views import table_of
 from psclient._src.variables.variable import Variable

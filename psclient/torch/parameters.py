@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from psclient._src.conversions import on_host
+from psclient._src.arrays.conversions import on_host
 from psclient._src.variables.variable import Variable
 from pswire.model.tensor import Array
 

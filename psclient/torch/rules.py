@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from psclient._src.devices import Value
+from psclient._src.arrays.devices import Value
 from psclient._src.variables.variable import Variable
 from psclient.optimizers import Optimizer
 from pswire.model.tensor import Array

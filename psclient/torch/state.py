@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from psclient._src.conversions import on_host, to_torch
+from psclient._src.arrays.conversions import on_host, to_torch
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.variables.variable import Variable

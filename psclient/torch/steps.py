@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from psclient._src import context
-from psclient._src.conversions import on_host, to_torch
-from psclient._src.devices import Coming
+from psclient._src.arrays.conversions import on_host, to_torch
+from psclient._src.arrays.devices import Coming
 from psclient._src.distribute.reduction import Absent
 from psclient._src.distribute.strategy import Strategy
-from psclient._src.interrupts import INTERRUPTS
-from psclient._src.lifetimes import weakly
+from psclient._src.interpreter.interrupts import INTERRUPTS
+from psclient._src.interpreter.lifetimes import weakly
 from psclient._src.rounds.backend import RemoteBackend
 from psclient._src.rounds.buffers import Buffer
 from psclient._src.rounds.section import Section

@@ -434,9 +434,8 @@ class Membership:
         # A lost process that leaves cleanly has done its part: the goodbye holds.
         session.state = "open"
         self._end(session, "failed" if error else "left")
-        kind, _, why = error.partition(": ")
-        if kind in _OF_ALL and self._takes_part(number):
-            self.fail_all(_OF_ALL[kind](why))
+        if (kind := error.partition(": ")[0]) in _OF_ALL and self._takes_part(number):
+            self.fail_all(_OF_ALL[kind](error.partition(": ")[2]))
 
     def expire(self, now: float) -> list[Task]:
         """Ends the sessions whose lease is over; returns their tasks.

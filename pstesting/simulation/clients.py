@@ -13,9 +13,9 @@ from unittest import mock
 
 import numpy as np
 
+from psclient._src.arrays.devices import Device
 from psclient._src.chief import checkpoints, differences, driver, farewells, hung_members, returns, standby
 from psclient._src.chief.driver import Chief
-from psclient._src.devices import Device
 from psclient._src.rounds import counters, creation, first_values, read_cache, rounds
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.rounds import Exchange, Outgoing

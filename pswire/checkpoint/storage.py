@@ -13,7 +13,7 @@ from typing import IO, Any, Protocol, TypeVar
 
 from pswire.checkpoint.manifest import MANIFEST
 from pswire.errors import CheckpointError, ConfigError
-from pswire.given import open_regular
+from pswire.security.given import open_regular
 
 T = TypeVar("T")
 

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from pswire.errors import ConfigError
-from pswire.given import read_small
 from pswire.options import flag_name, option, options_of
+from pswire.security.given import read_small
 from pswire.security.rotation import CertificateFiles, ServerContexts
 
 PREFIX = "PS_"

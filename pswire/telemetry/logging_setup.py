@@ -14,8 +14,8 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
-from pswire.given import printable
 from pswire.options import Option
+from pswire.security.given import printable
 
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from psclient._src import devices
+from psclient._src.arrays import devices
 
 HERE = Path(__file__).parent
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src import context, devices
+from psclient._src import context
+from psclient._src.arrays import devices
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.distribute.replicas import ReplicaRunner
 from pstesting.clock import Clock

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src import devices
+from psclient._src.arrays import devices
 from psserver.programs.kernels.rows import apply_rows
 from pstesting.clock import Clock
 from pstesting.in_process import InProcessCluster

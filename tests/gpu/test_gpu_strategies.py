@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src import devices
+from psclient._src.arrays import devices
 from tests.kit.internals import WINDOW
 
 GPU = devices.Device("gpu", 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psclient._src import devices
+from psclient._src.arrays import devices
 
 if devices.available_gpus() == 0:  # before PyTorch is imported
     pytest.skip("no CUDA device, or CuPy is not installed (extra `gpu`)", allow_module_level=True)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src import interrupts
+from psclient._src.interpreter import interrupts
 from pstesting.in_process import InProcessCluster
 from pstesting.processes import W0, W1, ProcessCluster
 from pstesting.script import ME, say

@@ -26,14 +26,14 @@ PLAN = """
 pswire                      0
 pswire.model                1  pswire
 pswire.security             1  pswire
-pswire.telemetry            1  pswire
+pswire.telemetry            2  pswire wire.security
 pswire.traces               1  pswire
-pswire.telemetry.views      2  pswire wire.model wire.security
-pswire.telemetry.page       3  pswire wire.model wire.security wire.telemetry wire.views
+pswire.telemetry.views      3  pswire wire.model wire.security
+pswire.telemetry.page       4  pswire wire.model wire.security wire.telemetry wire.views
 pswire.transport            2  pswire wire.model wire.security
 pswire.servers              2  pswire wire.model
 pswire.api                  3  pswire wire.model wire.transport wire.servers
-pswire.checkpoint           4  pswire wire.model wire.api
+pswire.checkpoint           4  pswire wire.model wire.api wire.security
 pswire.encoding             4  pswire wire.model wire.servers wire.traces wire.transport wire.api
 psserver                    4  pswire wire.model wire.security wire.servers wire.traces wire.transport
 psserver.programs           5  pswire wire.model psserver
@@ -56,66 +56,71 @@ psserver.cli               11  pswire wire.model wire.security wire.telemetry ps
                                 psserver.transport psserver.core psserver.telemetry
 psserver.__main__          12  psserver.cli
 psclient.ops                2  wire.model
-psclient._src               3  pswire wire.model wire.security wire.telemetry wire.traces wire.transport
+src.arrays                  2  pswire wire.model
+src.interpreter             2
+psclient._src               3  pswire wire.model wire.security wire.telemetry wire.traces wire.transport src.arrays
 src.telemetry.traces        4  wire.traces
-src.cluster_resolver        4  pswire psclient._src
-src.data                    4  pswire wire.model psclient._src
-src.processes               4  pswire wire.model wire.security wire.telemetry psclient._src
-src.tracing                 4  pswire wire.model psclient._src
-src.variables               4  pswire wire.model psclient._src
-psclient.summary            4  psclient._src
+src.cluster_resolver        4  pswire psclient._src src.arrays
+src.data                    4  pswire wire.model psclient._src src.arrays src.interpreter
+src.processes               4  pswire wire.model wire.security wire.telemetry psclient._src src.interpreter
+src.tracing                 4  pswire wire.model psclient._src src.arrays
+src.variables               4  pswire wire.model psclient._src src.arrays src.interpreter
+psclient.summary            4  psclient._src src.arrays
 psclient.initializers       4  wire.model
-psclient.losses             4  psclient._src
-src.distribute              5  pswire wire.model psclient._src src.cluster_resolver src.data src.processes src.tracing
-                                src.variables
-src.transport               5  pswire wire.model wire.security wire.telemetry wire.transport psclient._src wire.api
-                                wire.encoding
+psclient.losses             4  psclient._src src.arrays
+src.distribute              5  pswire wire.model psclient._src src.arrays src.interpreter src.cluster_resolver src.data
+                                src.processes src.tracing src.variables
+src.transport               5  pswire wire.model wire.security wire.telemetry wire.transport psclient._src src.arrays
+                                src.interpreter wire.api wire.encoding
 src.processes.aggregation   5  pswire wire.model wire.transport wire.api wire.encoding
 psclient.cluster_resolver   5  src.cluster_resolver
-psclient.metrics            5  wire.model psclient._src src.variables psclient.losses
-psclient.nn                 5  wire.model psclient._src src.variables
+psclient.metrics            5  wire.model psclient._src src.arrays src.variables psclient.losses
+psclient.nn                 5  wire.model psclient._src src.arrays src.variables
 src.chief                   6  pswire wire.model wire.telemetry wire.api wire.checkpoint src.telemetry.traces
                                 src.transport
-src.rounds                  6  pswire wire.model wire.telemetry wire.transport psclient._src wire.api src.data
-                                src.processes src.tracing src.variables src.distribute src.telemetry.traces
-                                src.transport src.processes.aggregation
-psclient.optimizers         6  wire.model psclient._src src.tracing src.variables src.distribute
-psclient.compat.v1.train    7  wire.model psclient._src src.tracing src.variables src.distribute psclient.optimizers
+src.rounds                  6  pswire wire.model wire.telemetry wire.transport psclient._src src.arrays src.interpreter
+                                wire.api src.data src.processes src.tracing src.variables src.distribute
+                                src.telemetry.traces src.transport src.processes.aggregation
+psclient.optimizers         6  wire.model psclient._src src.arrays src.tracing src.variables src.distribute
+psclient.compat.v1.train    7  wire.model psclient._src src.arrays src.tracing src.variables src.distribute
+                                psclient.optimizers
 psclient.compat.v1          8  src.variables src.distribute psclient.compat.v1.train
 psclient.experimental      14  src.variables
 psclient.compression       14  src.variables
-psclient.dynamic_embedding  7  pswire wire.model psclient._src src.variables wire.checkpoint src.distribute
+psclient.dynamic_embedding  7  pswire wire.model psclient._src src.arrays src.variables wire.checkpoint src.distribute
                                 psclient.initializers
-psclient.compat             9  psclient._src src.data src.variables src.distribute psclient.compat.v1
+psclient.compat             9  psclient._src src.arrays src.data src.variables src.distribute psclient.compat.v1
 src.telemetry               7  pswire wire.model wire.security wire.telemetry wire.views wire.page psclient._src
                                 src.telemetry.traces src.transport src.chief src.rounds
-psclient.psctl              8  pswire wire.model wire.security wire.transport wire.views psclient._src wire.checkpoint
-                                src.transport src.chief src.telemetry src.processes
+psclient.psctl              8  pswire wire.model wire.security wire.transport wire.views psclient._src src.arrays
+                                wire.checkpoint src.transport src.chief src.telemetry src.processes
 psclient.train              7  pswire wire.model wire.telemetry psclient._src wire.api src.variables
                                 wire.checkpoint src.distribute src.rounds psclient.optimizers
-src.launch                  8  pswire wire.model wire.security wire.telemetry wire.encoding psclient._src src.processes
-                                src.transport src.chief src.telemetry src.processes
-src.strategies              8  pswire wire.model wire.security wire.transport wire.encoding psclient._src
-                                src.cluster_resolver src.processes src.variables src.distribute src.transport src.chief
-                                src.rounds src.telemetry
-psclient.coordinator       11  pswire wire.model wire.transport psclient._src src.cluster_resolver src.processes
-                                src.variables src.transport src.strategies
+src.launch                  8  pswire wire.model wire.security wire.telemetry wire.encoding psclient._src
+                                src.interpreter src.processes src.transport src.chief src.telemetry src.processes
+src.strategies              8  pswire wire.model wire.security wire.transport wire.encoding psclient._src src.arrays
+                                src.interpreter src.cluster_resolver src.processes src.variables src.distribute
+                                src.transport src.chief src.rounds src.telemetry
+psclient.coordinator       11  pswire wire.model wire.transport psclient._src src.arrays src.interpreter
+                                src.cluster_resolver src.processes src.variables src.transport src.strategies
 psclient                   15  pswire psclient.ops psclient._src src.data src.tracing src.variables psclient.summary
                                 psclient.coordinator src.distribute psclient.losses psclient.nn
                                 psclient.cluster_resolver psclient.metrics psclient.compat psclient.dynamic_embedding
                                 psclient.initializers psclient.compression psclient.experimental psclient.optimizers
                                 psclient.train src.strategies
-psclient.jax               16  wire.model psclient._src src.data src.variables src.distribute psclient.optimizers
+psclient.jax               16  wire.model psclient._src src.arrays src.interpreter src.data src.variables
+                                src.distribute psclient.optimizers
 psclient.__main__          15  src.launch
 psclient.launch            12  pswire psclient._src src.processes src.launch
-psclient.torch             16  pswire wire.model psclient._src src.data src.distribute src.rounds src.tracing
-                                src.variables psclient.dynamic_embedding psclient.optimizers psclient.train
+psclient.torch             16  pswire wire.model psclient._src src.arrays src.interpreter src.data src.distribute
+                                src.rounds src.tracing src.variables psclient.dynamic_embedding psclient.optimizers
+                                psclient.train
 pstesting                  16  pswire wire.model wire.security psserver psserver.programs wire.transport psclient._src
                                 src.processes src.transport psserver.transport psserver.core src.launch src.strategies
                                 psclient psserver.cli
 pstesting.simulation       16  pswire wire.servers wire.api wire.model wire.transport wire.telemetry wire.security
-                                psserver psserver.programs psserver.plans psserver.core psclient._src src.transport
-                                src.rounds src.processes.aggregation src.chief
+                                psserver psserver.programs psserver.plans psserver.core src.transport src.rounds
+                                src.processes.aggregation src.chief src.arrays
 pstesting.planner          17  pswire wire.transport psclient psclient.psctl pstesting pstesting.simulation
 """
 """For each room its floor, and what it imports; `wire.` is `pswire.`, and `src.` is `psclient._src.`."""
@@ -180,7 +185,7 @@ IDLE = "a thread without work waits for some; nobody waits for it"
 ASKED = "as long as the user has asked for"
 
 BRIEF: dict[str, str] = {
-    "psclient._src.interrupts.Interrupts._remind": "a thread of its own, until a held interrupt is raised",
+    "psclient._src.interpreter.interrupts.Interrupts._remind": "a thread of its own, until a held interrupt is raised",
     # ---- Of clients ----
     "psclient._src.launch.agent._attend": "for its task, on purpose without an end; for a silent launcher a lease",
     "psclient._src.launch.agent._run": "for a task that has ended, or was killed",

@@ -114,7 +114,7 @@ from psserver.programs.kernels.kernels import Kernels
 
 # ---- Workers ----
 
-from psclient._src.devices import available_gpus, Device as ClientDevice, Download, gpu_report, local_devices
+from psclient._src.arrays.devices import available_gpus, Device as ClientDevice, Download, gpu_report, local_devices
 from psclient._src.distribute.reduction import combine, SentRows
 from psclient._src.rounds.rounds import Exchange, Outgoing
 from psclient._src.transport.remote_server import connect, RemoteServer

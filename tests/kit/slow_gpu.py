@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from psclient._src import devices as client_arrays
+from psclient._src.arrays import devices as client_arrays
 from psserver import devices as server_arrays
 
 UNWRITTEN = 0xAA

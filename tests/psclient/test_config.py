@@ -14,9 +14,9 @@ import pytest
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, generate_latest
 
 import psclient as ps
-from psclient._src import devices
+from psclient._src.arrays import devices
+from psclient._src.arrays.devices import Device
 from psclient._src.config import LaunchConfig, aggregation_from, child_environ, metrics_from, task_config, timeouts_from
-from psclient._src.devices import Device
 from psclient._src.options import Async, AutoShardPolicy, InputContext, InputOptions, RunOptions, Sync, ValueContext
 from psclient._src.rounds import counters
 from psclient._src.rounds.counters import RoundCounters

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from psclient._src import interrupts
+from psclient._src.interpreter import interrupts
 
 OURS = """
 import contextlib

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src import context, nest, values
+from psclient._src import context, values
 from psclient._src.arraylike import Mirrored
+from psclient._src.arrays import nest
+from psclient._src.arrays.devices import CPU, as_array
 from psclient._src.context import ReplicaContext
-from psclient._src.devices import CPU, as_array
 from psclient._src.values import Component, DistributedValues, PerReplica
 from tests.kit.strategies import refused
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psclient as ps
-from psclient._src import nest, values
+from psclient._src import values
+from psclient._src.arrays import nest
 from tests.kit.strategies import by_replica, in_replicas, kind_of, merged, refused, replicas, variable
 
 here, ON_READ = ps.get_replica_context, ps.VariableSynchronization.ON_READ

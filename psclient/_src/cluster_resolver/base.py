@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from psclient._src.devices import available_gpus
+from psclient._src.arrays.devices import available_gpus
 from pswire.cluster import ClusterSpec
 from pswire.errors import ConfigError
 

@@ -1,6 +1,8 @@
 """Datasets: per-replica batches from arrays, PyTorch data loaders, Grain and iterables.
 
-distributed    distributed datasets and their iterators
+distributed    distributed datasets
+group          the workers that iterate together
+iterators      passes over them, batch by batch
 dynamic        datasets whose batches server 0 hands out
 array_dataset  `ArrayDataset`, batches of arrays in memory
 stages         what its methods make: examples and batches that can be begun anywhere

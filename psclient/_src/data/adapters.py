@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from psclient._src import nest
-from psclient._src.conversions import is_torch
+from psclient._src.arrays import nest
+from psclient._src.arrays.conversions import is_torch
+from psclient._src.arrays.devices import AnyArray, as_array, is_array, to_numpy
+from psclient._src.arrays.nest import Nest
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.data.drawn import DrawnIndices
-from psclient._src.devices import AnyArray, as_array, is_array, to_numpy
-from psclient._src.interrupts import waits
-from psclient._src.nest import Nest
+from psclient._src.interpreter.interrupts import waits
 from psclient._src.options import ArraySpec
 
 

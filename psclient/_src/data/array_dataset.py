@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from psclient._src import nest
+from psclient._src.arrays import nest
+from psclient._src.arrays.devices import to_numpy
+from psclient._src.arrays.nest import Nest
 from psclient._src.data import stages
 from psclient._src.data.stages import ENDLESS, Batches, Examples
-from psclient._src.devices import to_numpy
-from psclient._src.nest import Nest
 from psclient._src.options import ArraySpec
 from pswire.model.tensor import Array
 

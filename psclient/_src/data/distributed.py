@@ -11,230 +11,26 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
-from psclient._src import nest
-from psclient._src.conversions import is_text
+from psclient._src.arrays import nest
+from psclient._src.arrays.conversions import is_text
+from psclient._src.arrays.devices import CPU, AnyArray, Device, to_device
+from psclient._src.arrays.nest import Nest
 from psclient._src.data.adapters import Batch, GlobalBatch, Source, source_of
-from psclient._src.devices import CPU, AnyArray, Device, to_device
-from psclient._src.lifetimes import Unpicklable
-from psclient._src.nest import Nest
+from psclient._src.data.group import DatasetGroup, Passes
+from psclient._src.data.iterators import DistributedIterator
+from psclient._src.interpreter.lifetimes import Unpicklable
 from psclient._src.options import ArraySpec, AutoShardPolicy, InputContext, InputOptions, PerReplicaSpec
 from psclient._src.values import PerReplica
 from pswire.model.log import Examples, Position
 from pswire.model.tensor import Array
 
 log = logging.getLogger("psclient")
-
-
-class DatasetGroup(Protocol):
-    """The workers that iterate together, as one of them sees it."""
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """The local replicas' devices."""
-        ...
-
-    def join(self, dataset: int) -> None:
-        """Takes part, if it does not yet; waits until it learns where the group stands."""
-        ...
-
-    def boundary(self, dataset: int) -> None:
-        """Before each batch: takes in a newer epoch of membership."""
-        ...
-
-    def slice(self) -> tuple[int, int]:
-        """Returns the number of this process's first replica, and how many make rounds together, as of now."""
-        ...
-
-    def share(self) -> tuple[int, int]:
-        """Returns the number of this process's first replica among those that share the data, and their count."""
-        ...
-
-    def position(self, dataset: int) -> Position | None:
-        """Returns where the group stood when this process joined, or what it goes on from; None at the beginning."""
-        ...
-
-    def restored(self, dataset: int) -> Position | None:
-        """Returns where a dataset stood in the checkpoint that was restored; None once it goes on, or begins anew."""
-        ...
-
-    def go_on(self, dataset: int, saved: int) -> None:
-        """A dataset goes on from where the one numbered `saved` stood in the checkpoint that was restored."""
-        ...
-
-    def forget(self, dataset: int) -> None:
-        """A dataset begins anew, wherever it stood in the checkpoint that was restored."""
-        ...
-
-    def advance(
-        self,
-        dataset: int,
-        epoch: int,
-        index: int,
-        more: bool,
-        empty: frozenset[int],
-        fraction: float | None = None,
-        returned: tuple[Examples, ...] = (),
-        batch: GlobalBatch | None = None,
-        source: int = 0,
-    ) -> None:
-        """Told what was taken: which batch is next, whether this worker has it, whose batch is empty.
-
-        Also which fraction of the batch's examples this worker has, None where it does not know those of the others;
-        which examples of earlier batches are to be handed out later; the global batch, where all workers read it; and
-        the digest of the dataset.
-        """
-        ...
-
-    def finish(self, dataset: int) -> None:
-        """Told that a pass has ended; what was being iterated around it is in use again."""
-        ...
-
-    def made_round(self, dataset: int) -> bool:
-        """Returns whether this worker has made a round since `advance`, answered or not."""
-        ...
-
-    def any_more(self, dataset: int) -> bool | None:
-        """Returns whether any worker had a further batch in the last round since `advance`; None without a round.
-
-        Waits for the answers of this worker's rounds.
-        """
-        ...
-
-    @property
-    def backup_workers(self) -> int:
-        """The workers that a round of updates does not wait for. Without any nobody is late."""
-        ...
-
-    def returned(self, dataset: int) -> tuple[Examples, ...]:
-        """Returns the examples of the pass that were left out of a round, and are to be handed out again, in order.
-
-        The same on every worker. Waits for the answers of this worker's rounds.
-        """
-        ...
-
-    def left_out(self, dataset: int) -> bool:
-        """Returns whether this worker was left out of a round of updates since `advance`, though it lives.
-
-        Waits for the answers of its rounds.
-        """
-        ...
-
-    def is_behind(self, dataset: int) -> bool:
-        """Returns whether the others have made the next round of updates without this worker, and without its batch."""
-        ...
-
-    def deal(self, dataset: int, examples: Sequence[Examples]) -> None:
-        """Told, after `advance`, which examples each replica of all workers has in this batch.
-
-        Those of a worker that is left out of its round of updates are in `returned` afterwards.
-        """
-        ...
-
-
-@dataclass
-class Passes:
-    """State that the datasets of one strategy share.
-
-    Attributes:
-        from_group: True if this process counts its passes from where the group stands; else it counts
-            from 0, and the passes that the group has behind it give nothing.
-        make_round: makes a round with the other members, whatever it carries. Called by every member after a step in
-            which none was made, where the workers' data may end in different steps: no member can tell otherwise
-            whether another goes on. None if no process shares rounds with this one.
-    """
-
-    from_group: bool = False
-    make_round: Callable[[], object] | None = None
-
-
-class DistributedIterator(Unpicklable):
-    """One pass over a distributed dataset. Used by one thread at a time.
-
-    Args:
-        batches: yields the batches of the pass.
-        spec: returns `element_spec`.
-    """
-
-    def __init__(self, batches: Iterator[Nest], dataset: _Distributed) -> None:
-        self._batches = batches
-        self._dataset = dataset
-
-    def state_dict(self) -> dict[str, Any]:
-        """Its state in checkpoints: that of the dataset."""
-        return self._dataset.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Its next batch is the one that followed when the checkpoint was saved.
-
-        Args:
-            state: as of `state_dict`.
-        """
-        self._dataset.load_state_dict(state)
-        self._batches = self._dataset._going_on()
-
-    def __iter__(self) -> DistributedIterator:
-        return self
-
-    def __next__(self) -> Nest:
-        return next(self._batches)
-
-    def next(self) -> Nest:
-        """Returns the next batch, as `next(iterator)`; raises `StopIteration` at the end of the pass."""
-        return next(self._batches)
-
-    def get_next(self) -> Nest:
-        """Returns the next batch, as `next(iterator)`; raises `StopIteration` at the end of the pass."""
-        return next(self._batches)
-
-    def get_next_as_optional(self) -> Optional:
-        """Returns the next batch, if there is one: no end of a pass is an error."""
-        batch = next(self._batches, _NOTHING)
-        return Optional(batch, lambda: self.element_spec)
-
-    @property
-    def element_spec(self) -> Nest:
-        """The shapes and dtypes of a batch, as `element_spec` of the dataset."""
-        return self._dataset.element_spec
-
-
-_NOTHING = object()
-
-
-class Optional:
-    """A batch that may be missing.
-
-    Source: `tf.experimental.Optional`.
-
-    Args:
-        value: the batch.
-        spec: returns `element_spec`.
-    """
-
-    def __init__(self, value: object, spec: Callable[[], Nest]) -> None:
-        self._value = value
-        self._spec = spec
-
-    def has_value(self) -> bool:
-        """Returns whether there is a batch."""
-        return self._value is not _NOTHING
-
-    def get_value(self) -> Nest:
-        """Returns the batch; raises `ValueError` if there is none."""
-        if self._value is _NOTHING:
-            raise ValueError("the pass over the dataset has ended, and there is no batch; ask has_value() first")
-        return self._value
-
-    @property
-    def element_spec(self) -> Nest:
-        """The shapes and dtypes of a batch, as `element_spec` of the dataset."""
-        return self._spec()
 
 
 class _Distributed(Unpicklable):
@@ -338,7 +134,7 @@ class _Distributed(Unpicklable):
     def _batches(self, epoch: int, index: int) -> Iterator[Nest]:
         raise NotImplementedError
 
-    def _going_on(self) -> Iterator[Nest]:
+    def going_on(self) -> Iterator[Nest]:
         """Yields the rest of the pass in which the checkpoint was saved."""
         epoch = self._position().epoch
         self._next = epoch + 1

@@ -11,10 +11,11 @@ from dataclasses import replace
 from itertools import islice
 from typing import Protocol
 
+from psclient._src.arrays.nest import Nest
 from psclient._src.data.adapters import Batch, Indexable, indexable
-from psclient._src.data.distributed import DatasetGroup, DistributedDataset, Passes, cut
+from psclient._src.data.distributed import DistributedDataset, cut
+from psclient._src.data.group import DatasetGroup, Passes
 from psclient._src.data.progress import Handed
-from psclient._src.nest import Nest
 from psclient._src.options import InputOptions
 from pswire.limits import MAX_CHUNKS
 from pswire.model.chunks import Chunk, ChunkAsk, Chunks

@@ -15,9 +15,9 @@ from typing import Protocol
 
 import numpy as np
 
-from psclient._src import nest
-from psclient._src.devices import to_numpy
-from psclient._src.nest import Nest
+from psclient._src.arrays import nest
+from psclient._src.arrays.devices import to_numpy
+from psclient._src.arrays.nest import Nest
 from pswire.model.tensor import Array
 
 ENDLESS = 1 << 62

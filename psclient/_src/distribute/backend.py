@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from psclient._src.arrays.devices import Device, Value
+from psclient._src.arrays.nest import Nest
 from psclient._src.context import StrategyFace
 from psclient._src.data import dynamic
-from psclient._src.devices import Device, Value
 from psclient._src.distribute.reduction import LocalValue
-from psclient._src.nest import Nest
 from psclient._src.options import Consistency
 from psclient._src.variables.compression import Compressed
 from psclient._src.variables.feedback import Feedback

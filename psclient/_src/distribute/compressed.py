@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from psclient._src.devices import Coming, Pending
+from psclient._src.arrays.devices import Coming, Pending
 from psclient._src.distribute.reduction import SentRows
 from psclient._src.variables.feedback import Feedback
 from pswire.model.plan import Plan, Reduction

@@ -8,10 +8,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
-from psclient._src import context, nest
+from psclient._src import context
 from psclient._src.arraylike import HostArray, LazyArray, LazyCopy, Mirrored, Readable, read, reduced_array
+from psclient._src.arrays import nest
+from psclient._src.arrays.devices import Device, Value, is_array, local_devices, to_numpy
+from psclient._src.arrays.nest import Nest
 from psclient._src.context import StrategyFace
-from psclient._src.devices import Device, Value, is_array, local_devices, to_numpy
 from psclient._src.distribute.backend import Backend, Beside, ServerIds, Uncompressed, uncompressed
 from psclient._src.distribute.gathering import Place, check_axis, host_array, of_each
 from psclient._src.distribute.local import LocalBackend, apply_to_copies
@@ -19,7 +21,6 @@ from psclient._src.distribute.reduction import EVERYONE, LocalValue, check_array
 from psclient._src.distribute.replica_values import Fit, of_replicas, own_value
 from psclient._src.distribute.replicas import ReplicaRunner
 from psclient._src.distribute.template import HostValue, as_it_travels
-from psclient._src.nest import Nest
 from psclient._src.options import ReduceOp, ReduceOpName
 from psclient._src.values import DistributedValues, container, local_results, merge_copies
 from psclient._src.variables.compression import Compressed

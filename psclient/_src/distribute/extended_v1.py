@@ -7,13 +7,13 @@ from typing import Any
 
 from psclient._src import context, values
 from psclient._src.arraylike import Mirrored
+from psclient._src.arrays.devices import Value
+from psclient._src.arrays.nest import Leaf, Nest
 from psclient._src.context import StrategyFace
 from psclient._src.data.array_dataset import ArrayDataset
-from psclient._src.devices import Value
 from psclient._src.distribute import extended
 from psclient._src.distribute.backend import Beside
 from psclient._src.distribute.extended import bring
-from psclient._src.nest import Leaf, Nest
 from psclient._src.options import ReduceOp, ReduceOpName
 from psclient._src.variables.variable import Variable
 

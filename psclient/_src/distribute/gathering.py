@@ -17,7 +17,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from psclient._src.arraylike import Readable
-from psclient._src.devices import Value, to_numpy
+from psclient._src.arrays.devices import Value, to_numpy
 from psclient._src.distribute.reduction import check_value
 from psclient._src.values import DistributedValues, unwrap
 from pswire.limits import MAX_NDIM

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from psclient._src.devices import Device, empty_host
+from psclient._src.arrays.devices import Device, empty_host
 from psclient._src.variables.variable import Variable
 from pswire.model.tensor import DTYPES, Array
 

@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from psclient._src import context, nest, values
+from psclient._src import context, values
+from psclient._src.arrays import nest
+from psclient._src.arrays.devices import Device, Value, as_array, device_scope, to_device, to_numpy
+from psclient._src.arrays.nest import Leaf, Nest
 from psclient._src.context import StrategyFace
 from psclient._src.data.progress import Progress
-from psclient._src.devices import Device, Value, as_array, device_scope, to_device, to_numpy
 from psclient._src.distribute.backend import Beside, LocalContributions, ServerIds
 from psclient._src.distribute.host_buffers import HostBuffers
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.distribute.row_updates import update_rows
-from psclient._src.nest import Leaf, Nest
 from psclient._src.options import Consistency
 from psclient._src.tracing.diagnostics import refuse_result
 from psclient._src.variables.compression import Compressed

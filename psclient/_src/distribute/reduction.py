@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, SupportsIndex, cast
 
 import numpy as np
 
-from psclient._src.devices import (
+from psclient._src.arrays.devices import (
     AnyArray,
     Pending,
     Value,

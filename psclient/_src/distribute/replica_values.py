@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from psclient._src.arraylike import Mirrored, Readable
-from psclient._src.devices import Value
+from psclient._src.arrays.devices import Value
 from psclient._src.distribute.reduction import check_value
 from psclient._src.options import ReduceOp
 from psclient._src.values import DistributedValues, PerReplica, unwrap

@@ -13,10 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from psclient._src import context, values
+from psclient._src.arrays.devices import Device, device_scope
+from psclient._src.arrays.nest import Nest
 from psclient._src.context import ReplicaContext, StrategyFace
-from psclient._src.devices import Device, device_scope
-from psclient._src.interrupts import call, waits
-from psclient._src.nest import Nest
+from psclient._src.interpreter.interrupts import call, waits
 
 CrossReplica = Callable[[Callable[[], Nest]], Nest]
 """Runs a section: opens it, calls what it is given, flushes, and returns what the call returned; or `RunAgain`."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from psclient._src import nest
 from psclient._src.arraylike import Readable
-from psclient._src.devices import AnyArray, Device, to_device, to_numpy
-from psclient._src.nest import Leaf, Nest
+from psclient._src.arrays import nest
+from psclient._src.arrays.devices import AnyArray, Device, to_device, to_numpy
+from psclient._src.arrays.nest import Leaf, Nest
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import Cell, LocalVariable, ReplicaCopy
 from pswire.errors import ProgramError

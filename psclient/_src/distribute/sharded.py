@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
-from psclient._src import context, nest
+from psclient._src import context
+from psclient._src.arrays import nest
+from psclient._src.arrays.devices import Value
+from psclient._src.arrays.nest import Nest
 from psclient._src.context import StrategyFace
-from psclient._src.devices import Value
 from psclient._src.distribute import extended_v1
 from psclient._src.distribute.backend import Backend, Beside, ServerIds
 from psclient._src.distribute.extended import Colocation, Destination
 from psclient._src.distribute.reduction import LocalKeys, LocalRows, LocalValue, refuse_keys
 from psclient._src.distribute.template import HostValue
-from psclient._src.nest import Nest
 from psclient._src.values import container
 from psclient._src.variables.compression import Compressed
 from psclient._src.variables.feedback import Feedback

@@ -12,18 +12,20 @@ from typing import Any, NoReturn, Self, SupportsIndex, TypeVar, cast
 
 import numpy as np
 
-from psclient._src import context, nest, values
+from psclient._src import context, values
 from psclient._src.arraylike import HostArray
+from psclient._src.arrays import nest
+from psclient._src.arrays.devices import Value
+from psclient._src.arrays.nest import Nest
 from psclient._src.cluster_resolver.base import ClusterResolver
 from psclient._src.data.array_dataset import ArrayDataset
-from psclient._src.data.distributed import DistributedDataset, DistributedDatasetFromFunction, Passes
+from psclient._src.data.distributed import DistributedDataset, DistributedDatasetFromFunction
 from psclient._src.data.dynamic import DynamicDataset
-from psclient._src.devices import Value
+from psclient._src.data.group import Passes
 from psclient._src.distribute import extended_v1
 from psclient._src.distribute.backend import Backend
-from psclient._src.interrupts import INTERRUPTS
-from psclient._src.lifetimes import Unpicklable
-from psclient._src.nest import Nest
+from psclient._src.interpreter.interrupts import INTERRUPTS
+from psclient._src.interpreter.lifetimes import Unpicklable
 from psclient._src.options import (
     AutoShardPolicy,
     InputContext,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from psclient._src.arraylike import HostArray
-from psclient._src.devices import Coming, Pending
+from psclient._src.arrays.devices import Coming, Pending
 from psclient._src.distribute.reduction import Absent
 from psclient._src.distribute.strands import Marks
 from psclient._src.tracing.symbolic_numbers import Number

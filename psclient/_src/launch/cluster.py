@@ -261,10 +261,8 @@ class Cluster:
 
     def _server(self, task: Task, port: int) -> Process:
         config, more = self.config, self._options.variables() | self._servers_more
-        flags = self._server_flags(task)
-        return spawn_server(
-            task, port, config.server, config.timeouts, flags, subprocess.PIPE, config.ps + config.workers, more
-        )
+        flags, tasks = self._server_flags(task), config.ps + config.workers
+        return spawn_server(task, port, config.server, config.timeouts, flags, subprocess.PIPE, tasks, more)
 
     def _client(self, task: Task) -> Process:
         command = [sys.executable, "-P", "-m", "psclient", "--die-with-parent", str(os.getpid())]

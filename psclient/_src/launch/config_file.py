@@ -15,9 +15,9 @@ import yaml
 
 from psclient._src.config import LaunchConfig, security_options, timeouts_from
 from pswire.errors import ConfigError
-from pswire.given import read_small
 from pswire.limits import Timeouts, refuse_unknown
 from pswire.options import BYTES, DEVICE, LIST, SECONDS, SWITCH, TEXT, WHOLE, Option, options_of
+from pswire.security.given import read_small
 from pswire.security.identity import SecurityOptions
 from pswire.server_options import ServerOptions
 

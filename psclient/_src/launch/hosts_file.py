@@ -13,8 +13,8 @@ from pathlib import Path
 
 from pswire.cluster import is_loopback, join_address
 from pswire.errors import ConfigError
-from pswire.given import read_small
 from pswire.limits import refuse_unknown
+from pswire.security.given import read_small
 
 COUNTS = {"ps": "ps", "worker": "worker", "slots": "worker"}
 """Keys that say how many tasks of a job a host has."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 import pswire
-from psclient._src.interrupts import calls_user
+from psclient._src.interpreter.interrupts import calls_user
 from psclient._src.processes import shutdown
 from psclient._src.processes.sigterm import NOTICE
 from pswire.cluster import Task

@@ -7,7 +7,7 @@ import os
 import secrets
 import subprocess
 
-from psclient._src.lifetimes import weakly
+from psclient._src.interpreter.lifetimes import weakly
 from psclient._src.processes.process import start_server
 from pswire.errors import ConfigError, Unreachable
 from pswire.limits import Timeouts

@@ -12,8 +12,9 @@ from typing import TypeVar
 import numpy as np
 
 from psclient._src import context
+from psclient._src.arrays.devices import AnyArray, Device, Value
+from psclient._src.arrays.nest import Nest
 from psclient._src.context import StrategyFace
-from psclient._src.devices import AnyArray, Device, Value
 from psclient._src.distribute.backend import Beside, LocalContributions, ServerIds
 from psclient._src.distribute.host_buffers import HostBuffers
 from psclient._src.distribute.reduction import LocalValue
@@ -21,7 +22,6 @@ from psclient._src.distribute.replicas import RunAgain
 from psclient._src.distribute.residuals import Residuals
 from psclient._src.distribute.strands import Marks
 from psclient._src.distribute.template import TemplateCache
-from psclient._src.nest import Nest
 from psclient._src.options import Consistency
 from psclient._src.rounds.checkpoints import ServerCheckpoints
 from psclient._src.rounds.creation import NO_VALUE

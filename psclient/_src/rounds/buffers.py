@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from psclient._src.devices import Device, empty_host
+from psclient._src.arrays.devices import Device, empty_host
 from psclient._src.rounds.under_way import UnderWay
 from psclient._src.transport.lane import Lane
 from psclient._src.transport.staging import Sent

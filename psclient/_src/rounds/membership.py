@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
+from psclient._src.arrays.devices import Device
 from psclient._src.data.progress import Pass, Progress
-from psclient._src.devices import Device
 from psclient._src.processes.departure import Departure
 from psclient._src.processes.sigterm import NOTICE, Notice
 from psclient._src.transport.chunk_calls import ChunkCalls

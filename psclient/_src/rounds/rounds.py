@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+from psclient._src.arrays.devices import Coming
 from psclient._src.data.progress import SharedBatch
-from psclient._src.devices import Coming
 from psclient._src.distribute.compressed import compress
 from psclient._src.distribute.reduction import SentRows
 from psclient._src.distribute.strands import Marks, PlanCutter, PlanPart
-from psclient._src.interrupts import INTERRUPTS
+from psclient._src.interpreter.interrupts import INTERRUPTS
 from psclient._src.processes.aggregation.host_group import HostGroup
 from psclient._src.processes.aggregation.pushes import Pushes
 from psclient._src.rounds.awaited import Awaited
@@ -154,6 +154,12 @@ class Outgoing:
         if kept:
             hosts = [array if id(array) in buffers else array.copy() for array in hosts]
         return pack_buffers(hosts, buffers)
+
+
+TWICE = (
+    "interrupted twice in round {}, which was on its way: this process's part of it is lost, and nobody can go on; "
+    "restart"
+)
 
 
 class Exchange:
@@ -337,7 +343,8 @@ class Exchange:
         Raises:
             PSError: the reason why the round did not happen; the same on every process.
         """
-        plan, window = outgoing.plan, self.own if alone else self.window
+        plan = outgoing.plan
+        window, strand = (self.own, self._alone) if alone else (self.window, self._shared)
         first = plan.id not in self._prepared
         traced = None if self.traces is None else _flush(self.traces, plan, self.group, self._alone if alone else None)
         self._propose(plan, "" if traced is None else traced.text)
@@ -354,7 +361,6 @@ class Exchange:
         if plan.streams and not alone:
             self.own.take_all()  # what lies on its way unused would leave no room on the lane for what streams
         window.make_room()
-        strand = self._alone if alone else self._shared
         INTERRUPTS.guard()
         round = self._push_all(outgoing, shares, observes, waits, unchanged, strand, traced)
         window.add(round)
@@ -427,15 +433,9 @@ class Exchange:
                 traced.fail(error)
             if not isinstance(error, PSError):
                 # A second interrupt: some servers have this contribution, and others wait for it.
-                self.session.end(
-                    Fenced(
-                        f"interrupted twice in round {strand.round}, which was on its way: this process's part of it "
-                        "is lost, and nobody can go on; restart"
-                    )
-                )
+                self.session.end(Fenced(TWICE.format(strand.round)))
             raise
-        line = "" if waits else users_line()
-        number = strand.round if alone else group.round
+        number, line = strand.round if alone else group.round, "" if waits else users_line()
         passed = strand.sent(plan.trains)
         round = UnderWay(number, plan, shares, want, lookups, futures, group.epoch, passed, waits, line, alone, traced)
         if self.session.clock is not None:

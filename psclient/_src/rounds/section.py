@@ -14,16 +14,17 @@ from typing import cast
 
 import numpy as np
 
-from psclient._src import context, nest
+from psclient._src import context
 from psclient._src.arraylike import LazyArray, LazyCopy, Mirrored, Readable
+from psclient._src.arrays import nest
+from psclient._src.arrays.devices import is_array, to_numpy
+from psclient._src.arrays.nest import Leaf, Nest
 from psclient._src.context import StrategyFace
 from psclient._src.data.progress import SharedBatch
-from psclient._src.devices import is_array, to_numpy
 from psclient._src.distribute.reduction import EVERYONE, LocalValue, combine
 from psclient._src.distribute.sparse import how_sparse
 from psclient._src.distribute.strands import Marks
 from psclient._src.distribute.template import HostValue, SectionTemplate
-from psclient._src.nest import Leaf, Nest
 from psclient._src.rounds.rounds import Outgoing
 from psclient._src.tracing.hyperparameters import Settings
 from psclient._src.tracing.recorder import AssignedLeaf, OutputLeaf, Recording, Traced, trace

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from psclient._src import context
-from psclient._src.devices import CPU, local_devices
+from psclient._src.arrays.devices import CPU, local_devices
 from psclient._src.distribute.extended_v1 import StrategyExtended
 from psclient._src.distribute.local import LocalBackend
 from psclient._src.distribute.strategy import Strategy

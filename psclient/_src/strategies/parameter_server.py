@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from psclient._src import context
+from psclient._src.arrays.devices import local_devices
 from psclient._src.chief.deputy import Deputy
 from psclient._src.chief.driver import Chief
 from psclient._src.chief.standby import taken_over_by
@@ -34,11 +35,10 @@ from psclient._src.config import (
     security_from,
     timeouts_from,
 )
-from psclient._src.devices import local_devices
 from psclient._src.distribute.strategy import Strategy
 from psclient._src.distribute.tables import TableExtended
-from psclient._src.interrupts import INTERRUPTS
-from psclient._src.lifetimes import weakly
+from psclient._src.interpreter.interrupts import INTERRUPTS
+from psclient._src.interpreter.lifetimes import weakly
 from psclient._src.options import BoundedStaleness, Consistency, Round, Sync
 from psclient._src.processes import shutdown
 from psclient._src.processes.blas import share_cores

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, GeneratorType
 from typing import Any, NoReturn
 
-from psclient._src import nest
+from psclient._src.arrays import nest
 from psclient._src.tracing.guards import Surroundings
 from pswire.errors import ProgramError
 from pswire.model.tensor import Array

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from psclient._src import nest
+from psclient._src.arrays import nest
 from psclient._src.tracing.diagnostics import fail
 from psclient._src.tracing.symbolic_numbers import Number
 

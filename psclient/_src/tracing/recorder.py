@@ -18,8 +18,8 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from psclient._src import nest
-from psclient._src.devices import Value, to_numpy
+from psclient._src.arrays import nest
+from psclient._src.arrays.devices import Value, to_numpy
 from psclient._src.tracing.diagnostics import Brought, WrongDtype, fail, refuse_result, warn_of_large
 from psclient._src.tracing.guards import Surroundings
 from psclient._src.tracing.symbolic_numbers import Scalar, plain_number

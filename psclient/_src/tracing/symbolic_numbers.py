@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from psclient._src.devices import Value
+from psclient._src.arrays.devices import Value
 from psclient._src.tracing.diagnostics import Brought
 
 Number = bool | int | float | complex

@@ -13,8 +13,8 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from psclient._src.devices import Value
-from psclient._src.nest import Nest
+from psclient._src.arrays.devices import Value
+from psclient._src.arrays.nest import Nest
 from psclient._src.tracing.diagnostics import UnknownAttribute, fail, instead_of
 from psclient._src.tracing.symbolic_numbers import Scalar, plain_number
 from pswire.model.program import OPS, Attr

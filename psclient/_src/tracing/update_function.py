@@ -25,11 +25,12 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from psclient._src import context, nest
+from psclient._src import context
 from psclient._src.arraylike import Readable
+from psclient._src.arrays import nest
+from psclient._src.arrays.devices import Value
+from psclient._src.arrays.nest import Leaf, Nest
 from psclient._src.context import StrategyFace
-from psclient._src.devices import Value
-from psclient._src.nest import Leaf, Nest
 from psclient._src.tracing.diagnostics import fail, refuse_changing, users_function
 from psclient._src.tracing.guards import Surroundings
 from psclient._src.tracing.hyperparameters import NUMBERS, WORDS, Settings

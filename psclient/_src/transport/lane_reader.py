@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from typing import Any
 
-from psclient._src.interrupts import waits
+from psclient._src.interpreter.interrupts import waits
 from psclient._src.transport.lane import Lane
 
 

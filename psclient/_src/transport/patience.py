@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from psclient._src.interrupts import waits
+from psclient._src.interpreter.interrupts import waits
 from pswire.errors import TaskTaken
 from pswire.limits import Timeouts
 

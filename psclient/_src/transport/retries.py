@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import grpc
 
-from psclient._src.interrupts import waits
+from psclient._src.interpreter.interrupts import waits
 from pswire.cluster import Task
 from pswire.encoding.verbs import UNANSWERED, Verb, refused
 from pswire.errors import BY_NAME, ConfigError, InvalidRequest, PSError, ServerGone, ServerLost, Unreachable

@@ -15,8 +15,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import Any, TypeVar
 
-from psclient._src.devices import Device
-from psclient._src.interrupts import waits
+from psclient._src.arrays.devices import Device
+from psclient._src.interpreter.interrupts import waits
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.forks import Owner
 from psclient._src.transport.hosting import Hosting
@@ -91,13 +91,11 @@ class Session(LogCalls):
         self.task = task
         self.servers = tuple(servers)
         self.hosting = Hosting(task, self.servers)
-        self.copied = copied
-        self.replicas = replicas
+        self.copied, self.replicas = copied, replicas
         self.timeouts = timeouts or Timeouts()
         self._begin(consistency, backup_workers, staleness)
         self.job = job
-        self.number = 0
-        self.token = 0
+        self.number = self.token = 0
         self.incarnations: tuple[int, ...] = ()
         self.devices: tuple[str, ...] = ()
         """The devices on which the servers hold variables, in their order, as `/job:ps/task:0/device:CPU:0`."""
@@ -205,8 +203,8 @@ class Session(LogCalls):
         return answer if answer.session == self.number else None
 
     def _open_at(self, server: ParameterServer, session: int, term: int = 0) -> Opened:
-        mode, backup, staleness = self.consistency, self.backup_workers, self.staleness
-        how = self.replicas, session, self._drives, mode, self.job, term, backup, staleness
+        like = self.job, term, self.backup_workers, self.staleness
+        how = self.replicas, session, self._drives, self.consistency, *like
         return self.hosting.note(server.open(self.task, *how))
 
     def _open_first(self, key: int) -> Opened:
@@ -226,9 +224,8 @@ class Session(LogCalls):
     def _start_beating(self, index: int) -> None:
         self._patience.heard(index)
         beats = index, self.hosting.life(index), self.number
-        thread = threading.Thread(target=self._beat, args=beats, daemon=True, name=f"beat-{index}")
-        self._beats.append(thread)
-        thread.start()
+        self._beats.append(threading.Thread(target=self._beat, args=beats, daemon=True, name=f"beat-{index}"))
+        self._beats[-1].start()
 
     def _hold(self, index: int) -> None:
         """Holds a call at a server that is answered when the session ends, and ends when this process does.

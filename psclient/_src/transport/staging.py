@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from psclient._src.devices import Coming, Download, Pending
+from psclient._src.arrays.devices import Coming, Download, Pending
 from pswire.model.tensor import Array, align, as_bytes
 from pswire.transport.parts import Cutter, Part
 from pswire.transport.payload import Payload

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from psclient._src.devices import (
+from psclient._src.arrays.devices import (
     AnyArray,
     Device,
     as_array,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from psclient._src.devices import AnyArray, Device, device_of, device_scope, namespace, to_device
+from psclient._src.arrays.devices import AnyArray, Device, device_of, device_scope, namespace, to_device
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.keys import CountedKeys, KeySpace
 from pswire.model.rows import Rows

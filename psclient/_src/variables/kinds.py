@@ -17,8 +17,8 @@ import numpy as np
 
 from psclient._src import context
 from psclient._src.arraylike import Mirrored, Readable, read
+from psclient._src.arrays.devices import AnyArray, Device, Value, as_array, device_scope, namespace, to_device, to_numpy
 from psclient._src.context import StrategyFace
-from psclient._src.devices import AnyArray, Device, Value, as_array, device_scope, namespace, to_device, to_numpy
 from psclient._src.values import Component, DistributedValues, container
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.scatter import RowWritable, change

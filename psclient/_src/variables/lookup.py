@@ -12,8 +12,17 @@ import numpy.typing as npt
 
 from psclient._src import context
 from psclient._src.arraylike import Readable, read
-from psclient._src.devices import AnyArray, Value, as_array, device_of, device_scope, namespace, to_device, to_numpy
-from psclient._src.nest import Nest
+from psclient._src.arrays.devices import (
+    AnyArray,
+    Value,
+    as_array,
+    device_of,
+    device_scope,
+    namespace,
+    to_device,
+    to_numpy,
+)
+from psclient._src.arrays.nest import Nest
 from psclient._src.variables.indexed_slices import IndexedSlices
 from pswire.model.rows import Int64s, Rows, check_ids, group, sum_groups
 from pswire.model.tensor import Array

@@ -10,7 +10,7 @@ import numpy as np
 
 from psclient._src import context
 from psclient._src.arraylike import Mirrored
-from psclient._src.devices import AnyArray, device_of, device_scope, namespace, to_numpy
+from psclient._src.arrays.devices import AnyArray, device_of, device_scope, namespace, to_numpy
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.lookup import RowReadable, place_of
 from pswire.model.rows import Int64s, sum_groups

@@ -12,11 +12,12 @@ from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
-from psclient._src import context, nest
+from psclient._src import context
 from psclient._src.arraylike import LazyArray, Mirrored, Readable
+from psclient._src.arrays import nest
+from psclient._src.arrays.devices import AnyArray, Device, Value, as_array, is_array, to_device
+from psclient._src.arrays.nest import Nest
 from psclient._src.context import StrategyFace
-from psclient._src.devices import AnyArray, Device, Value, as_array, is_array, to_device
-from psclient._src.nest import Nest
 from psclient._src.values import DistributedValues
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.kinds import ServerVariable, check_fits, scatter_on_servers

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, SupportsIndex, cast
 
 import numpy as np
 
-from psclient._src.devices import AnyArray, Value, device_of, device_scope, namespace
-from psclient._src.nest import Nest
+from psclient._src.arrays.devices import AnyArray, Value, device_of, device_scope, namespace
+from psclient._src.arrays.nest import Nest
 from psclient._src.values import DistributedValues, local_results, per_replica
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.keyed_slices import KeyedSlices

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, SupportsIndex
 import numpy as np
 
 from psclient._src import context
-from psclient._src.devices import AnyArray, Value
+from psclient._src.arrays.devices import AnyArray, Value
 from psclient._src.variables.indexed_slices import IndexedSlices
 from psclient._src.variables.keyed_slices import KeyedSlices
 from psclient._src.variables.keys import CountedKeys, KeySpace

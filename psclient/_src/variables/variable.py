@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from psclient._src import context, nest, values
+from psclient._src import context, values
+from psclient._src.arrays import nest
+from psclient._src.arrays.devices import Value, as_array, is_array, to_numpy
+from psclient._src.arrays.nest import Nest
 from psclient._src.context import StrategyFace
-from psclient._src.devices import Value, as_array, is_array, to_numpy
-from psclient._src.lifetimes import Unpicklable
-from psclient._src.nest import Nest
+from psclient._src.interpreter.lifetimes import Unpicklable
 from psclient._src.options import Consistency
 from psclient._src.variables.compression import Compressed, check_compression, is_compressible
 from psclient._src.variables.consistency import check_consistency, consistency_here, is_apart

@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from psclient import cluster_resolver
+from psclient._src.arrays.devices import available_gpus
 from psclient._src.config import task_config
-from psclient._src.devices import available_gpus
 from psclient.cluster_resolver import (
     ClusterResolver,
     SimpleClusterResolver,

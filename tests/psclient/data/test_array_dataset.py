@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psclient._src import nest
+from psclient._src.arrays import nest
 from psclient._src.data.adapters import source_of
 from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.options import ArraySpec

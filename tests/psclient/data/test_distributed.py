@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psclient._src import nest, values
+from psclient._src import values
+from psclient._src.arrays import nest
+from psclient._src.arrays.devices import Device
 from psclient._src.data.array_dataset import ArrayDataset
-from psclient._src.data.distributed import DistributedDataset, DistributedDatasetFromFunction, Passes
+from psclient._src.data.distributed import DistributedDataset, DistributedDatasetFromFunction
+from psclient._src.data.group import Passes
 from psclient._src.data.progress import Progress
-from psclient._src.devices import Device
 from psclient._src.options import AutoShardPolicy, InputContext, InputOptions
 from psclient._src.values import PerReplica
 from pswire.model.log import Examples, Position

@@ -13,8 +13,8 @@ import pytest
 
 from psclient._src import context, values
 from psclient._src.arraylike import Mirrored
+from psclient._src.arrays.devices import Device
 from psclient._src.context import ReplicaContext
-from psclient._src.devices import Device
 from psclient._src.distribute.replicas import ReplicaRunner, RunAgain
 from psclient._src.options import ReduceOp
 from psclient._src.values import PerReplica

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psclient as ps
-from psclient._src import nest
+from psclient._src.arrays import nest
 from psclient.nn.segments import sum_segments
 from pswire.model.rows import group
 from tests.kit.strategies import refused

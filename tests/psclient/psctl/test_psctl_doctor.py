@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from psclient._src.devices import GpuReport
+from psclient._src.arrays.devices import GpuReport
 from psclient._src.processes.local_clusters import register
 from psclient._src.telemetry.observer import Servers
 from psclient.psctl.certificate_authority import Authority

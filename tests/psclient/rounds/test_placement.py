@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import psclient as ps
-from psclient._src.devices import Device
+from psclient._src.arrays.devices import Device
 from psclient._src.rounds.buffers import Buffers, pack
 from psclient._src.rounds.placement import Placement, held_bytes
 from psclient._src.transport.lane import Lane

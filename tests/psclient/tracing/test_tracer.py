@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from psclient import ops
-from psclient._src import nest
+from psclient._src.arrays import nest
 from psclient._src.tracing.recorder import AssignedLeaf, OutputLeaf, Recording, trace
 from psclient._src.tracing.tracer import Tracer, VariableTracer
 from psclient._src.variables.indexed_slices import IndexedSlices

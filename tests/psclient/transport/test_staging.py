@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import psclient as ps
-from psclient._src import devices
-from psclient._src.devices import Device, Download
+from psclient._src.arrays import devices
+from psclient._src.arrays.devices import Device, Download
 from psclient._src.distribute.reduction import combine
 from psclient._src.transport import staging
 from psclient._src.transport.staging import StagedParts

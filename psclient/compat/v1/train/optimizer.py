@@ -9,9 +9,9 @@ import numpy as np
 
 from psclient import optimizers
 from psclient._src import context, values
-from psclient._src.devices import Value
+from psclient._src.arrays.devices import Value
+from psclient._src.arrays.nest import Nest
 from psclient._src.distribute.strategy import Strategy
-from psclient._src.nest import Nest
 from psclient._src.tracing.update_function import update_function
 from psclient._src.variables.variable import Variable
 from psclient.optimizers.state import state_of

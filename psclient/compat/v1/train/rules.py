@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from psclient._src.devices import Value
+from psclient._src.arrays.devices import Value
 from psclient._src.variables.variable import Variable
 from psclient.optimizers import Adadelta, Adagrad, Ftrl, Optimizer
 from psclient.optimizers.options import LearningRate

@@ -8,7 +8,7 @@ import pytest
 
 from pswire.checkpoint.reader import open_saved
 from pswire.errors import CheckpointError, ConfigError
-from pswire.given import printable, read_small
+from pswire.security.given import printable, read_small
 from pswire.security.identity import SecurityOptions
 from tests.kit.storage import write_checkpoint
 from tests.psclient.psctl.test_checkpoint import VALUES

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
-from psclient._src import conversions
+from psclient._src.arrays import conversions
 from pswire.cluster import Task
 from pswire.errors import ConfigError
 from pswire.model.tensor import Array
