@@ -128,7 +128,7 @@ class Notice:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            # A fork has no part in the job. What is raised may be lost in a callback there, and a `Pool` waits for it.
+            # A fork, before it calls `_forget`: what is raised now would be lost in a callback of others.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if self._left:
@@ -144,6 +144,15 @@ class Notice:
         if self._ordinary or self.leaving:
             raise SystemExit(128 + number)
         os.kill(os.getpid(), number)
+
+    def _forget(self) -> None:
+        """In a fork of the process, which has no part in the job: signals end it where it is, as they do by default.
+
+        Those who have made the fork wait for its end, and it may be where no handler of Python's is ever called.
+        """
+        for number, own in ((signal.SIGTERM, self._handle), (signal.SIGHUP, self._hang_up)):
+            if signal.getsignal(number) == own:
+                signal.signal(number, signal.SIG_DFL)
 
     def _count_down(self) -> None:
         log.warning(
@@ -165,3 +174,5 @@ class Notice:
 
 NOTICE = Notice()
 """The notice of this process."""
+
+os.register_at_fork(after_in_child=NOTICE._forget)
