@@ -250,7 +250,7 @@ class TFConfig:
         text: the JSON text; empty means that there is no cluster.
 
     Raises:
-        ConfigError: the text is no JSON object, or has a key that nobody knows, or a task without a cluster.
+        ConfigError: the text is no JSON object, or has a key that nobody knows.
     """
 
     def __init__(self, text: str) -> None:
@@ -260,11 +260,6 @@ class TFConfig:
         if task is not None and not isinstance(task, dict):
             raise ConfigError(f'TF_CONFIG: \'task\' must be an object, {{"type": "worker", "index": 0}}, not {task!r}')
         refuse_unknown(task or {}, TASK_KEYS, "TF_CONFIG: key of 'task'")
-        if task and not self._data.get("cluster"):
-            raise ConfigError(
-                f"TF_CONFIG says that this process is {task.get('type')} {task.get('index', 0)}, and has no cluster; "
-                'write "cluster": {"ps": ["host:port"], "worker": ["host:port"]} as well, or unset TF_CONFIG'
-            )
 
     def cluster_spec(self) -> ClusterSpec:
         """The cluster, an empty one where none is named; raises `ConfigError` for what cannot be one."""
@@ -345,11 +340,15 @@ def task_config_of(source: TaskSource, where: str) -> TaskConfig | None:
     Raises:
         ConfigError: `check_cluster` refuses the cluster, the task is not said, or the cluster has no such task.
     """
-    cluster = source.cluster_spec()
+    cluster, job = source.cluster_spec(), source.task_type
+    if not cluster and job is not None:
+        raise ConfigError(
+            f"{where} says that this process is a {job}, and has no cluster; write "
+            '"cluster": {"ps": ["host:port"], "worker": ["host:port"]} as well, or leave the task out'
+        )
     if not cluster:
         return None
     check_cluster(cluster, where)
-    job = source.task_type
     if job is None:
         raise ConfigError(
             f"{where} has a cluster but no task type: say which task this process is, "

@@ -197,7 +197,8 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> Non
 VARIABLES = frozenset(
     f"PS_{name}"
     for name in (
-        *("AGGREGATION", "DOMAIN", "GRPC_STREAM", "INSECURE", "JOB", "KERNEL_CACHE", "LANE", "LOG_FORMAT", "LOG_LEVEL"),
+        *("AGGREGATION", "CERTS", "CHECKPOINTS", "DOMAIN", "GRPC_STREAM", "INSECURE", "JOB", "KERNEL_CACHE", "LANE"),
+        *("LOG_FORMAT", "LOG_LEVEL"),
         *("METRICS_HOST", "METRICS_PORT", "PORT", "REFUSED", "REPLICATION", "SAVE_ON_SIGTERM", "SCRIPT_ERROR"),
         *("SERVERS", "TLS_CA", "TLS_CERT", "TLS_KEY", "TOKEN", "TOKEN_FILE", "TRACES"),
     )

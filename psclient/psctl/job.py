@@ -90,7 +90,9 @@ class JobPlaces:
         found = {s.server: s for s in statuses if s.incarnation in newest.incarnations}
         self.servers: Mapping[int, ServerStatus] = {server: found[server] for server in sorted(found)}
         self.count = len(newest.incarnations)
-        self.moved = {moved.server: moved.address for moved in newest.moved}
+        # What all of them know: the one that is asked for the next move may be the last to hear of this one.
+        known = [each for each in newest.moved if all(each in status.moved for status in found.values())]
+        self.moved = {moved.server: moved.address for moved in known}
         # Each says to all servers that it is there; one that all servers have heard is known to the chief as well.
         self.spares = {spare.address: spare for status in statuses for spare in status.spares}
 

@@ -52,11 +52,18 @@ def different_batches(pending: PendingRound, senders: Iterable[tuple[Contributio
         senders: what members say that have come, which may be nothing of a batch.
     """
     for said, member in senders:
-        if pending.batch is None and said.batch:
+        if not said.batch:
+            continue
+        if pending.batch is None:
             pending.batch = member.task, said.batch
-        elif pending.batch is not None and said.batch not in ("", pending.batch[1]) and pending.error is None:
+        elif pending.error is None and _differ(said.batch, pending.batch[1]):
             return _batches_differ(pending.batch, (member.task, said.batch))
     return None
+
+
+def _differ(one: str, other: str) -> bool:
+    """Returns whether batches have different examples; their numbers differ after an interrupt in one worker, too."""
+    return one.partition(" has ")[2] != other.partition(" has ")[2]
 
 
 def _batches_differ(one: tuple[Task, str], other: tuple[Task, str]) -> Diverged:

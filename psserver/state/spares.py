@@ -57,7 +57,6 @@ class Spares:
         Raises:
             ConfigError: no such process waits.
         """
-        self._forget(now)
         task, waiting = Task("ps", server), self.waiting(now)
         for spare in waiting:
             if spare.place == server and address in ("", spare.address):
@@ -84,13 +83,14 @@ class Spares:
 
     def waiting(self, now: float) -> tuple[Spare, ...]:
         """Returns the processes that are there, in the order in which they came."""
-        servers = set(self._moved.values())
-        return tuple(
-            spare
-            for address, (spare, seen) in self._known.items()
-            if now - seen <= SPARE_SECONDS and address not in servers
-        )
+        self._forget(now)
+        return tuple(spare for spare, _ in self._known.values())
 
     def _forget(self, now: float) -> None:
-        for address in [address for address, (_, seen) in self._known.items() if now - seen > SPARE_SECONDS]:
-            del self._known[address]
+        """Forgets those of which nothing was heard, and those that are servers by now, for good."""
+        servers = set(self._moved.values())
+        self._known = {
+            address: (spare, seen)
+            for address, (spare, seen) in self._known.items()
+            if now - seen <= SPARE_SECONDS and address not in servers
+        }

@@ -403,7 +403,7 @@ def test_a_step_that_waits_too_often_is_told_where(caplog):
     """Once, with the lines."""
 
     def look(strategy, worker):
-        for _ in range(4):
+        for _ in range(6):
             strategy.run(lambda: None)
             for _ in range(2):
                 float(strategy.reduce("sum", 1.0, axis=None))

@@ -272,7 +272,7 @@ BRIEF: dict[str, str] = {
     "psclient._src.processes.output.Relay.close": "at most a second",
     "psclient._src.processes.output.Relay._run": IDLE,
     # ---- Of psctl: each command ends after --timeout, and names the server ----
-    "psclient._src.telemetry.observer.Servers._ask_each": "at most --timeout",
+    "psclient._src.telemetry.observer.Servers._each": "at most --timeout",
     "psclient.psctl.job._await": "at most --wait, then it says which server has not moved, and where to look",
     "psclient._src.telemetry.observer.Servers.variables": "at most --timeout",
     "psclient._src.telemetry.observer.Servers.read": "at most --timeout",

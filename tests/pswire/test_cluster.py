@@ -107,7 +107,7 @@ BAD: dict[str, tuple[str, str]] = {
     "a task of another kind": (config(task="worker"), "'task' must be an object, .* not 'worker'"),
     "a task without a cluster": (
         json.dumps({"task": {"type": "worker", "index": 1}}),
-        "says that this process is worker 1, and has no cluster; write",
+        "says that this process is a worker, and has no cluster; write",
     ),
     "a task of an empty cluster": (config(cluster={}), "has no cluster"),
     "a misspelt cluster": (

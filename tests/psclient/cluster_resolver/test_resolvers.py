@@ -254,7 +254,9 @@ def test_the_task_of_a_strategy():
     """The resolver's; without an index it is task 0; no cluster is no task; one that is not there is told."""
     assert task_of(SimpleClusterResolver(SPEC, task_type="worker", task_id=1)) == TaskConfig(SPEC, Task("worker", 1))
     assert task_of(SimpleClusterResolver(SPEC, task_type="worker")) == TaskConfig(SPEC, Task("worker", 0))
-    assert task_of(SimpleClusterResolver(ClusterSpec({}), task_type="boss")) is None
+    assert task_of(SimpleClusterResolver(ClusterSpec({}))) is None
+    with pytest.raises(ConfigError, match="SimpleClusterResolver says that this process is a boss, and has no cluster"):
+        task_of(SimpleClusterResolver(ClusterSpec({}), task_type="boss"))
     with pytest.raises(ConfigError, match="the cluster has no /job:worker/task:2: it has 1 ps, 2 worker; correct"):
         task_of(SimpleClusterResolver(SPEC, task_type="worker", task_id=2))
 

@@ -486,7 +486,7 @@ def test_who_joins_before_a_loop_asks_is_as_the_others_are():
 def test_a_dataset_in_use_stays_where_it_is_for_who_joins():
     """Though a checkpoint was restored: its loop goes on, and asks for nothing."""
     one, joins = Progress(1), Progress(1)
-    one.advance(0, 3, 4, True, frozenset(), None, (), 7)
+    one.advance(0, 3, 4, True, frozenset(), source=7)
     one.restore((Position(0, 1, 2, (), 7),))
     joins.begin_at(one.positions)
     assert joins.position(0) == Position(0, 3, 4, (), 7)

@@ -235,11 +235,11 @@ def test_batches_are_compared_where_both_say_them(rounds, batches):
 def test_the_batches_of_a_sum_are_compared(rounds):
     """Each part of a sum says its sender's own."""
     host = {"round": 0, "plan_id": PLAN.id, "host": 7, "epoch": 1}
-    parts = [Contribution(session=s, weights=(1.0,), batch=f"batch {s}", **host) for s in (1, 2)]
+    parts = [Contribution(session=s, weights=(1.0,), batch=f"batch {s} has {s} examples", **host) for s in (1, 2)]
     future = Future()
     said = Contribution(session=1, weights=(2.0,), parts=tuple(parts), **host)
     rounds.push(said, payload(PLAN, 0, [3], (2.0,), ()), future, 0.0)
-    assert "batch 1, and batch 2" in str(failed(rounds)[future])
+    assert "batch 1 has 1 examples, and batch 2 has 2" in str(failed(rounds)[future])
 
 
 @pytest.mark.parametrize("first", [1, 2])

@@ -22,3 +22,6 @@ def test_a_process_that_has_become_the_server_waits_no_more():
     moved[0] = "a:1"
     assert [spare.address for spare in spares.waiting(0.3)] == ["b:1"]
     assert spares.give(0, "b:1", 0.3) == "b:1"
+    spares.offer(Spare("c:1"), 0.4)
+    moved[0] = "b:1"
+    assert spares.give(0, "c:1", 0.5) == "c:1"
