@@ -150,6 +150,7 @@ def problems(job):
 # ---- Servers that are started again ----
 
 
+@pytest.mark.ci  # sim/test_returning_servers.py has it in simulated time
 @pytest.mark.parametrize(
     ("name", "home", "failing"), [("v", PS0, PS1), pytest.param("w", PS2, PS0, marks=pytest.mark.soak)], ids=str
 )

@@ -212,6 +212,7 @@ def rows(stops):
     say("is", train_rows(strategy, ME, goes_on, False))
 
 
+@pytest.mark.ci  # test_a_server_that_is_told_to_end_moves_before has variables
 @pytest.mark.parametrize("lost", [PS1, pytest.param(PS0, marks=pytest.mark.soak)], ids=str)
 def test_rows_and_tables_are_the_same_whatever_servers_do(tmp_path, lost):
     """One is lost, comes back, the other one moves, and then it is lost again, while tables grow and rows come and go.

@@ -193,6 +193,7 @@ def churn(rounds, lost, batch, rates):
     say("table", train(*range(rounds // 2, rounds)))
 
 
+@pytest.mark.ci  # psserver/tables/test_determinism.py has it for one server
 @pytest.mark.parametrize(
     ("rounds", "lost", "batch"), [(24, 3, 1000), pytest.param(10_000, 50, 3000, marks=pytest.mark.soak)]
 )

@@ -244,6 +244,7 @@ def kernels(directory, *servers):
     return sorted(found)
 
 
+@pytest.mark.ci  # psserver/programs/test_kept_kernels.py has the folder
 def test_a_host_compiles_a_kernel_once(tmp_path, environ):
     """Of two servers one compiles, with Numba but no SciPy; the other, and those of the next job, load by LLVM."""
     environ |= {"PS_KERNEL_CACHE": str(tmp_path / "kernels"), forks.EXECS: "1"}  # a fork has the compiler already
@@ -251,6 +252,7 @@ def test_a_host_compiles_a_kernel_once(tmp_path, environ):
     assert kernels(tmp_path / "second", PS0) == [(0, 1, ["llvmlite"])]
 
 
+@pytest.mark.ci  # as above
 def test_without_a_folder_every_server_compiles(tmp_path, environ):
     """`PS_KERNEL_CACHE=0`: nothing is written; and without it Numba comes without SciPy as well."""
     caches = tmp_path / "caches"

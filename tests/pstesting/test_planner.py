@@ -59,6 +59,7 @@ COSTS = replace(
 )
 
 
+@pytest.mark.ci  # the parts of the calibration have tests of their own
 @pytest.mark.parametrize("lanes", [("tcp",), pytest.param(("tcp", "grpc"), marks=pytest.mark.soak)])
 def test_known_costs_are_found(lanes: tuple[LaneName, ...]) -> None:
     """From cells that were timed without an error the fit tells what others take, of more workers and servers."""
@@ -79,6 +80,7 @@ def test_known_costs_are_found(lanes: tuple[LaneName, ...]) -> None:
             assert seen(cell, found).wall == pytest.approx(took, rel=0.1), cell
 
 
+@pytest.mark.ci  # as above
 def test_known_costs_of_sums_are_found() -> None:
     """From what rounds with sums took beyond those costs that were known before."""
     true = replace(COSTS, part=45 * US, hand=150 * US, hand_byte=2e-10)
@@ -146,6 +148,7 @@ def test_as_many_servers_as_are_worth_it(planned: Plan) -> None:
     assert found.backed.step_seconds < found.slow.step_seconds - 0.02
 
 
+@pytest.mark.ci  # a whole plan, of which each part has a test
 def test_what_sums_of_a_host_give() -> None:
     """Four workers of a host have one link, which all use or one; where handing over is dear, servers are fewer."""
     shared = replace(JOB, per_host=4, costs=replace(FREE, hand=1e-6), worth=0.3)
@@ -268,6 +271,7 @@ print(json.dumps([found.rate, found.latency]))
 """
 
 
+@pytest.mark.ci  # hosts are made, and measured
 def test_the_rate_of_the_slower_way_and_the_latency_of_a_link(stack: ExitStack) -> None:
     """Two hosts of 80 and 40 Mbit move 40, either way."""
     hosts = linked(stack, Host("one", 80e6), Host("two", 40e6))

@@ -66,6 +66,7 @@ def two_cells(lane: LaneName) -> list[list[Cell]]:
     return [[Cell(lane, 1, Workload(1, nbytes)) for nbytes in (measurements.SMALL, measurements.LARGE)]]
 
 
+@pytest.mark.ci  # it measures this machine
 @pytest.mark.parametrize("cells", ["two", pytest.param("all", marks=pytest.mark.soak)])
 def test_a_host_is_calibrated(tmp_path, monkeypatch, cells):
     """The file is a cost model: a push, a round and a byte cost something."""

@@ -59,7 +59,9 @@ def saved_thrice(root, spec, count=1, **values):
     return job, states
 
 
-@pytest.mark.parametrize(("name", "source"), [("counter", 1), *((name, 3) for name in SPECS)])
+@pytest.mark.parametrize(
+    ("name", "source"), [pytest.param("counter", 1, marks=pytest.mark.ci), *((name, 3) for name in SPECS)]
+)
 def test_any_number_of_servers_restores_it(tmp_path, name, source):
     """Whole, and with deltas upon it; with all counts, hands and filters; and goes on as if nothing had been."""
     job, states = saved_thrice(tmp_path, SPECS[name], source)
