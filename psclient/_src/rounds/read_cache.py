@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
@@ -11,6 +12,7 @@ from typing import TypeVar, cast
 
 import numpy as np
 
+from psclient._src.interpreter.lifetimes import weakly
 from psclient._src.rounds.awaited import Awaited
 from psclient._src.rounds.buffers import Targets
 from psclient._src.rounds.counters import RoundCounters
@@ -193,6 +195,7 @@ class ReadCache:
         # The lock guards what was read: replicas read in threads of their own.
         self._lock = threading.Lock()
         self._values: dict[int, Array] = {}
+        os.register_at_fork(after_in_child=weakly(self._forget_in_fork))
         self._seen: dict[int, int] = {}  # of each server the oldest round that values read before taking part have seen
         self._brought: set[int] = set()
         self._seen_as = session.change  # the consistency of then
@@ -321,6 +324,10 @@ class ReadCache:
             self._read.add(id)
             self._unasked.pop(id, None)
         return value
+
+    def _forget_in_fork(self) -> None:
+        """Forgets all values in a fork of the process, where no round would ever change them. Takes no lock."""
+        self._values = {}
 
     def begin_anew(self) -> None:
         """Forgets all values, where all rounds so far were applied for everybody: a change has begun."""
