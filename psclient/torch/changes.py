@@ -32,6 +32,7 @@ class Changes:
     def __init__(self) -> None:
         self._known: dict[int, int] = {}  # digests by the `id` of what is trained
         self._places: dict[int, torch.Tensor] = {}
+        self._bytes: dict[int, tuple[Array, memoryview]] = {}  # of what is trained its memory, and that in bytes
         self._steps = 0
         self._whole = True
 
@@ -56,12 +57,16 @@ class Changes:
         return known is not None and self._digest(each) != known
 
     def _digest(self, each: Trained) -> int:
+        memory = each.memory()
+        if self._whole and memory is not None:
+            seen = self._bytes.get(id(each))
+            if seen is None or seen[0] is not memory:
+                seen = self._bytes[id(each)] = memory, memory.reshape(-1).view("uint8").data
+            return xxhash.xxh3_64_intdigest(seen[1])
         whole = self._whole and each.tensor.device.type == "cpu"  # else all of it would have to come to the host
         if not whole and each.tensor.numel() > SAMPLES:
             return xxhash.xxh3_64_intdigest(on_host(torch.take(each.tensor.detach(), self._places_of(each))).tobytes())
-        memory = each.memory()
-        found = on_host(each.tensor).tobytes() if memory is None else memory.reshape(-1).view("uint8").data
-        return xxhash.xxh3_64_intdigest(found)
+        return xxhash.xxh3_64_intdigest(on_host(each.tensor).tobytes())
 
     def _places_of(self, each: Trained) -> torch.Tensor:
         found = self._places.get(id(each))
