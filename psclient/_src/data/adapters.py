@@ -70,7 +70,7 @@ class GlobalBatch:
 
 
 class Description(NamedTuple):
-    """What tells a dataset from others.
+    """The words that tell a dataset from others.
 
     Attributes:
         recipe: its kind and options, the same on workers that have different examples.
@@ -103,7 +103,7 @@ class Source(Protocol):
         ...
 
     def described(self) -> Description:
-        """What tells the dataset from others; cheap, and the same in each process that makes it by the same calls."""
+        """The words that tell it from others; cheap, and the same in each process that makes it by the same calls."""
         ...
 
 

@@ -92,8 +92,8 @@ class _Distributed(Unpicklable):
             count: of all data epochs, those included that are done.
 
         Returns:
-            Their numbers, up to `count - 1`; in each, iterate over the dataset once. Who joins a running job goes on
-            from where the group stands, with the other datasets of the strategy as well.
+            The numbers of these epochs, up to `count - 1`; in each, iterate over the dataset once. A worker that joins
+            a running job goes on from where the group stands, with the other datasets of the strategy as well.
         """
         self._asks = True
         at = self._position()
@@ -127,7 +127,7 @@ class _Distributed(Unpicklable):
         except BaseException:
             # It is broken off, by the script, an interrupt, or an error of the dataset: which replicas have no
             # examples in its last batch is of no account from here on.
-            if self._under_way in (epoch, None):
+            if self._under_way == epoch:
                 self._group.finish(self._number)
             raise
 
@@ -171,7 +171,7 @@ class _Distributed(Unpicklable):
 
     @property
     def digest(self) -> int:
-        """What tells the dataset from others, in 64 bits; not 0."""
+        """A digest of 64 bits that tells the dataset from others; not 0."""
         if not self._digest:
             said = "\n".join(self._described()).encode()
             self._digest = int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big") or 1

@@ -25,7 +25,7 @@ class DrawnIndices:
         self._noting = _Noting(self._sampler)
         cuts = type(self._sampler).__name__ == "BatchSampler"  # what another one draws
         self._name = type(self._sampler.sampler if cuts else self._sampler).__name__
-        # Of a dataset without numbers the sampler draws nothing that says which examples come.
+        # The sampler of a dataset without numbers draws nothing that says which examples come.
         self._noted = all(kind.__name__ != "IterableDataset" for kind in type(loader.dataset).__mro__)
 
     def items(self) -> Iterator[tuple[Any, object]]:
