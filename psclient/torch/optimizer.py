@@ -67,8 +67,8 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
             they stay each worker's own, as they always do where workers are asynchronous. They are in checkpoints in
             any case, as of the first worker.
         reduction: "mean" of the workers' gradients, or their "sum".
-        early: True if gradients may leave while backward goes on, where there is more than 4 MiB of them. They then
-            leave as backward makes them, so that nothing may change them afterwards.
+        early: True to send gradients while backward goes on, where there is more than 4 MiB of them. What was sent
+            counts: a step has to follow each backward.
         prefix: of the names of variables.
         options: arguments of a class of torch; and `clipnorm`, `clipvalue`, `global_clipnorm`, `sparse` and `settle`,
             as of `ps.optimizers`, which no class of torch has.
@@ -97,7 +97,7 @@ class Optimizer(Unpicklable, torch.optim.Optimizer):
         strategy: Strategy | None = None,
         buffers: Mode = "first",
         reduction: Reduction = "mean",
-        early: bool = True,
+        early: bool = False,
         prefix: str = "",
         **options: Any,
     ) -> None:

@@ -310,10 +310,10 @@ class Steps:
         if missing := self.gradients.missing(trained):
             why = (
                 f"backward has failed, or has given no gradient to {names_of(missing)}, which it seemed to come to; if "
-                "an autograd function returns None for it, create the optimizer with early=False"
+                "an autograd function returns None for it, create the optimizer without early=True"
             )
         elif scale is not None:
-            why = "a GradScaler is used for the first time; use it from the first step on, or early=False"
+            why = "a GradScaler is used for the first time; use it from the first step on, or leave early=True out"
         else:
             self._refresh()
             if self._rounds.changed:

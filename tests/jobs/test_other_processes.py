@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -52,6 +53,7 @@ class Job:
 
 @pytest.fixture
 def job(in_tmp_path):
+    gc.collect()  # servers that earlier tests ran in this process: a fork that collects a gRPC server hangs or crashes
     with opened("embedded-1") as strategy:
         found = Job(strategy)
         found.step()

@@ -115,6 +115,7 @@ class Torch(Loop):
     """PyTorch."""
 
     large = SIZES[1]
+    early = False
 
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy)
@@ -128,7 +129,8 @@ class Torch(Loop):
 
         sizes = SIZES[0], self.large, self.large, 1
         self.net = Net()
-        self.optimizer = pst.Optimizer(self.net, torch.optim.SGD, lr=1.0, strategy=strategy, reduction="sum")
+        options = {"lr": 1.0, "reduction": "sum", "early": self.early}
+        self.optimizer = pst.Optimizer(self.net, torch.optim.SGD, strategy=strategy, **options)
 
     def step(self) -> None:
         net = self.net
@@ -145,6 +147,7 @@ class Early(Torch):
     """As `Torch`, with gradients that leave while backward goes on."""
 
     large = 600_000
+    early = True
 
 
 class Jax(Loop):

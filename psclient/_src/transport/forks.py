@@ -55,15 +55,29 @@ _FOR_GOOD: list[object] = []
 """Objects for forks of which the system cannot tell whether they are alive."""
 
 
+class _Generation:
+    """How many forks lie between this process and the first that imported the package: no system call tells it."""
+
+    def __init__(self) -> None:
+        self.forks = 0
+        os.register_at_fork(after_in_child=self._count)
+
+    def _count(self) -> None:
+        self.forks += 1
+
+
+_GENERATION = _Generation()
+
+
 class Owner:
     """The process that has opened what no fork of it can use."""
 
     def __init__(self) -> None:
-        self._process = os.getpid()
+        self._generation = _GENERATION.forks
 
     def check(self) -> None:
         """Raises `PSError` in a fork of the process: it would wait for answers that never come."""
-        if os.getpid() != self._process:
+        if self._generation != _GENERATION.forks:
             raise PSError(
                 "this process is a fork of the process that opened the strategy, and has none of its connections; do "
                 "in that process what needs servers (for a DataLoader num_workers=0), or start this one anew "

@@ -45,8 +45,8 @@ def trained(module, optimizer, count, worker=0):
         optimizer.step()
 
 
-def sgd(strategy, module, lr=1e-4, **options):
-    return pst.Optimizer(module, torch.optim.SGD, lr=lr, strategy=strategy, **options)
+def sgd(strategy, module, lr=1e-4, early=True):
+    return pst.Optimizer(module, torch.optim.SGD, lr=lr, strategy=strategy, early=early)
 
 
 def assert_ends(work, match):
@@ -81,7 +81,7 @@ def test_a_server_updates_a_layer_before_backward_ends(lane):
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_early_gradients_change_no_bit(servers):
-    """Two workers compute the same with early=False, and wait once a step either way."""
+    """Two workers compute the same by default, and wait once a step either way."""
 
     def work(strategy, worker):
         found = []
@@ -126,7 +126,7 @@ def trained_beside(strategy, kind, lr, step, count, hook=None):
     """A module and its optimizer, and how far it is from a twin with torch's own after some steps of both."""
     module = Wide(3)
     alone = twin(module)
-    ours, theirs = pst.Optimizer(module, kind, lr=lr, strategy=strategy), kind(alone.parameters(), lr=lr)
+    ours, theirs = pst.Optimizer(module, kind, lr=lr, strategy=strategy, early=True), kind(alone.parameters(), lr=lr)
     for of, optimizer in ((module, ours), (alone, theirs)):
         if hook:
             of.layers[1].weight.register_hook(hook)
@@ -205,7 +205,7 @@ def test_small_gradients_leave_at_the_step(strategy):
     ],
 )
 def test_a_step_that_is_left_out_is_told(left, word):
-    """What has happened, and that early=False is for that: there gradients are forgotten, and the next step is made."""
+    """What has happened, and what to do. By default gradients are forgotten, and the next step is made."""
 
     def fail():
         raise KeyError(left)
@@ -229,14 +229,14 @@ def test_a_step_that_is_left_out_is_told(left, word):
 
     def work(strategy, worker):
         module, early = Wide(3), Wide(3)
-        leave(module, sgd(strategy, module, early=False), early=False)
+        leave(module, pst.Optimizer(module, torch.optim.SGD, lr=1e-4, strategy=strategy), early=False)
         alone = Wide(3)
         theirs = torch.optim.SGD(alone.parameters(), lr=1e-4)
         for _ in range(2):
             trained(alone, theirs, 1)
         assert apart(module, alone) < 1e-5
         optimizer = sgd(strategy, early)
-        with pytest.raises(RuntimeError, match=rf"left for the servers while .*{word}.*create .* with early=False"):
+        with pytest.raises(RuntimeError, match=rf"left for the servers while .*{word}.*create .* without early=True"):
             leave(early, optimizer, early=True)
 
     assert_ends(work, word)
@@ -260,7 +260,7 @@ def test_a_second_backward_is_told_where_gradients_have_left():
         twice(alone, torch.optim.SGD(alone.parameters(), lr=1e-4))
         assert apart(module, alone) < 1e-5
         module = Wide(3)
-        with pytest.raises(RuntimeError, match=r"by a second backward\(\) before step\(\).*accumulate.*early=False"):
+        with pytest.raises(RuntimeError, match=r"by a second backward\(\) before step\(\).*accumulate.*without early=True"):
             twice(module, sgd(strategy, module))
 
     assert_ends(work, r"the gradient of 'layers\.2\.weight' was computed by a second backward")
