@@ -78,6 +78,11 @@ def spec_of(array: Array) -> TensorSpec:
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+def can_travel(dtype: np.dtype[Any]) -> bool:
+    """Returns whether arrays of a dtype, in this machine's byte order, are what variables may have."""
+    return dtype in _NAMES
+
+
 def address_of(array: Array) -> int:
     """Returns the address of an array's first byte."""
     address: int = array.__array_interface__["data"][0]

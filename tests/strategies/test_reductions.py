@@ -140,12 +140,17 @@ def test_a_nest_is_reduced_leaf_by_leaf(strategy, op):
         assert strategy.round == before + 1
 
 
+UNKNOWN = (ml_dtypes.float8_e5m2, np.longdouble, np.clongdouble, [("field", "f4")], "M8[D]", object)
+"""Dtypes that no variable can have."""
+
+
 def test_what_cannot_be_reduced(strategy):
     """The same class of error on every strategy, however many replicas there are; nothing is broken by it. Shapes that
     differ need an axis: the error has both and what to write."""
     n, one = replicas(strategy), np.ones((2, 3))
     part = {"a": ps.PerReplica([1.0] * n), "b": "text"}
     bad = [(value, None, TypeError, ".") for value in (None, "text", object(), part, np.array(["a"]))]
+    bad += [({"a": of_each(strategy, [np.zeros(1, kind)] * 4)}, None, TypeError, r"^at \['a'\]: ") for kind in UNKNOWN]
     bad += [(ps.PerReplica([1.0] * 5), None, ValueError, ".")]
     bad += [(of_each(strategy, [one] * 4), axis, TypeError, "axis") for axis in ("a", 1.5, (0, None))]
     bad += [(of_each(strategy, [one] * 4), axis, ValueError, "axis") for axis in (2, -3, (0, 5), (0, 0), (1, -1))]
@@ -500,6 +505,7 @@ def test_what_cannot_be_gathered_is_refused(strategy):
         (rows, 2, ValueError, "axis 2 is none of an array of 2 dimensions"),
         (of_each(strategy, [1.0] * 4), 0, ValueError, "a scalar has no dimension"),
         (of_each(strategy, ["text"] * 4), 0, TypeError, "cannot be reduced; give an array or a number"),
+        (of_each(strategy, [np.ones(2, np.longdouble)] * 4), 0, TypeError, "dtype float128 cannot travel"),
     ):
         with pytest.raises(error, match=says):
             strategy.gather(value, axis)

@@ -28,7 +28,7 @@ from psclient._src.variables.keyed_slices import KeyedSlices
 from psclient._src.variables.keys import KeySpace
 from pswire.model.plan import Form, ReduceOp
 from pswire.model.rows import Int64s, Rows, group, row_specs, sum_groups
-from pswire.model.tensor import DTYPES, Array, TensorSpec
+from pswire.model.tensor import DTYPES, Array, TensorSpec, can_travel
 
 
 class SentRows(NamedTuple):
@@ -330,12 +330,14 @@ def _checked_axes(axis: SupportsIndex | Sequence[SupportsIndex] | None) -> tuple
 def check_value(value: Value) -> AnyArray:
     """The array or the number that a replica gives, as an array; raises `TypeError` for all else."""
     array = as_array(value)
-    if array.dtype.kind in "OUSMm":
-        raise TypeError(
-            f"a {type(value).__name__} cannot be reduced; give an array or a number from each replica, and of a nest "
-            "one leaf after another, or the whole nest to get_replica_context().all_reduce"
-        )
-    return array
+    if can_travel(array.dtype):
+        return array
+    if array.dtype.kind not in "OUSTMm":  # numbers, or records of them
+        raise TypeError(f"arrays of dtype {array.dtype} cannot travel; known are {', '.join(DTYPES)}")
+    raise TypeError(
+        f"a {type(value).__name__} cannot be reduced; give an array or a number from each replica, and of a nest one "
+        "leaf after another, or the whole nest to get_replica_context().all_reduce"
+    )
 
 
 def _over(axes: tuple[int, ...], array: AnyArray) -> AnyArray:
