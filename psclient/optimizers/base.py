@@ -44,7 +44,7 @@ class Optimizer(Described):
         slots: names of the state that each variable has beside it, in the order in which `update` takes it.
         learning_rate: may be changed between steps; that makes no new program, and neither does any other number that
             an optimizer has as an attribute. What says which state there is stays as it was created: `name`, `slots`,
-            `use_ema`, `gradient_accumulation_steps`, and whether the loss scale is a dynamic one.
+            `use_ema`, `gradient_accumulation_steps`, with that `sparse`, and whether the loss scale is a dynamic one.
 
     Args:
         learning_rate: step size: a number, a schedule, or a function without arguments that gives a number, the same
@@ -64,9 +64,10 @@ class Optimizer(Described):
             calls.
         sparse: what a step is to the rows that a gradient of rows does not have. "exact": what it is for the whole
             gradient, made up when a row is touched, read or saved; each value has the same bits. "lazy": nothing, also
-            where the optimizer would go on with momentum or decay. "dense": what it is for the whole gradient, which is
-            made. A step that is not elementwise, as of `Lamb`, is dense, and cannot be lazy. Dynamic tables have no
-            dense steps, and refuse what needs one.
+            where the optimizer would go on with momentum or decay; with `gradient_accumulation_steps` a row takes part
+            in a step if the sum of the gradients of one of its calls is not zero there. "dense": what it is for the
+            whole gradient, which is made. A step that is not elementwise, as of `Lamb`, is dense, and cannot be lazy.
+            Dynamic tables have no dense steps, and refuse what needs one.
         settle: how an exact step is made up. "replay": one after the other, with the same bits. "closed": many as one,
             within a few millionths, if there is a closed form: `SGD`, `Adam`, `AdamW`, `Nadam`, `RMSprop` and
             `Adadelta` have one.
@@ -165,7 +166,8 @@ class Optimizer(Described):
         scale = name == "loss_scale_factor" and any(
             isinstance(factor, DynamicLossScale) for factor in (value, self.loss_scale_factor)
         )
-        fixed = name in self._fixed or (name in self._fixed_once_built and self._state.built)
+        once_built = name in self._fixed_once_built or (name == "sparse" and bool(self.gradient_accumulation_steps))
+        fixed = name in self._fixed or (once_built and self._state.built)
         if (scale or fixed) and value is not (old := getattr(self, name)) and (scale or value != old):
             raise AttributeError(
                 f"{name} of this {type(self).__name__} is {old!r} and stays so, since it says what the optimizer "
@@ -286,7 +288,8 @@ class Optimizer(Described):
         refuse_slots(self)
         of = OneRow.of(v) if isinstance(v, TableVariable) else v
         slots = {slot: self.initial_slot(slot, cast(Variable, of)) for slot in self.slots}
-        return Needs(slots, self.use_ema, bool(self.gradient_accumulation_steps), self._running)
+        accumulates = bool(self.gradient_accumulation_steps)
+        return Needs(slots, self.use_ema, accumulates, self._running, accumulates and self.sparse == "lazy")
 
     @property
     def variables(self) -> list[Variable]:

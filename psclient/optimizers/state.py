@@ -12,6 +12,7 @@ from psclient._src.variables.variable import Variable, VariableAggregation
 from psclient.optimizers.loss_scale import DynamicLossScale
 from psclient.optimizers.step_functions import state_dtype
 from pswire.model.plan import VariableSpec
+from pswire.model.row_updates import row_shape
 from pswire.model.tensor import Array, spec_of
 
 APART = "async"
@@ -28,12 +29,14 @@ class Needs:
         average: True if it shall have a moving average.
         accumulator: True if the gradients of several calls make a step.
         running: True if the last slot is a number that goes by steps alone.
+        marks: True if a step of several calls is nothing to rows that none of these calls has.
     """
 
     slots: Mapping[str, Array]
     average: bool
     accumulator: bool
     running: bool = False
+    marks: bool = False
 
 
 @dataclass
@@ -48,6 +51,8 @@ class Own:
         accumulator: has the gradients of the calls before, if several make a step.
         running: True if the last slot is a number that goes by steps alone.
         staged: has the gradient of a call between its two rounds, if there ever were two.
+        marks: has the largest size in each row of the gradients of the calls before, if a step of several calls is
+            nothing to other rows.
     """
 
     variable: Variable
@@ -57,6 +62,7 @@ class Own:
     accumulator: Variable | None
     running: bool = False
     staged: Variable | None = None
+    marks: Variable | None = None
 
     @property
     def number(self) -> Variable | None:
@@ -70,12 +76,16 @@ class Own:
 
     def __iter__(self) -> Iterator[Variable]:
         """All that is beside the variable."""
-        yield from (x for x in (*self.slots, self.average, self.accumulator, self.staged) if x is not None)
+        yield from (x for x in (*self.slots, self.average, self.accumulator, self.marks, self.staged) if x is not None)
 
     def saved(self) -> Iterator[tuple[str, Variable]]:
         """Returns what checkpoints have of it, by the names of slots."""
         yield from zip(self.slot_names, self.slots, strict=True)
-        rest = (("average", self.average), ("gradient_accumulator", self.accumulator))
+        rest = (
+            ("average", self.average),
+            ("gradient_accumulator", self.accumulator),
+            ("accumulated_rows", self.marks),
+        )
         yield from ((name, v) for name, v in rest if v is not None)
 
 
@@ -223,7 +233,10 @@ class State:
         accumulator = None
         if needs.accumulator:
             accumulator = self._beside(v, "gradient_accumulator", np.zeros(v.shape, dtype))
-        return Own(v, tuple(needs.slots), slots, average, accumulator, needs.running)
+        marks = None
+        if needs.marks and v.shape:
+            marks = self._beside(v, "accumulated_rows", np.zeros(row_shape(v.shape), np.zeros((), dtype).real.dtype))
+        return Own(v, tuple(needs.slots), slots, average, accumulator, needs.running, marks=marks)
 
     def _saved_as(self, saved_as: str, name: str, value: Array, alone: bool) -> Variable:
         """Creates a variable that checkpoints do not have by its own name, where `colocate_vars_with` says.

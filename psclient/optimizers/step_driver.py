@@ -222,7 +222,9 @@ class StepDriver:
         step = SparseUpdate(
             self._functions.apply, rule.sparse, optional=optional, settle=rule.settle, of_optimizer=True
         )
-        for v, gradient, count in zip(variables, sums, given[0] if given else repeat(1), strict=False):
+        # A step of several calls changes rows that its last call does not have: in all other rows it is put off.
+        marking = SparseUpdate(self._functions.apply, "exact", optional=optional, of_optimizer=True, as_lazy=True)
+        for v, gradient, some, count in zip(variables, sums, rows, given[0] if given else repeat(1), strict=False):
             if not count:
                 continue
             own, now = state.of(v), begun[id(state.beside(v))]
@@ -230,7 +232,10 @@ class StepDriver:
             if own.number is not None:
                 extended.update(own.number, self._functions.advance, (mine, now))
             rest = (norms.get(id(v), measured.get("norm")), own.average, self._decays(v), own.updated, own.number)
-            extended.update(v, step, (mine, gradient, own.accumulator, now, *rest))
+            if own.marks is None:
+                extended.update(v, step, (mine, gradient, own.accumulator, now, *rest))
+            else:
+                extended.update(v, marking, (mine, gradient, own.accumulator, now, *rest, own.marks, some))
 
     def _settings_of(self, v: Variable, settings: Settings) -> Settings:
         return settings if self._functions.settings is None else self._functions.settings(v)

@@ -198,6 +198,8 @@ def apply(
     decays: bool,
     slots: Sequence[Updated],
     number: Updated | None = None,
+    marks: Updated | None = None,
+    of_rows: bool = False,
 ) -> None:
     """Makes a step of one variable; nothing of it, where `begun` says so.
 
@@ -210,6 +212,9 @@ def apply(
         decays: True if the variable takes part in weight decay.
         slots: the variable's slots, in order, but for that number.
         number: the slot that `advance` has moved, or None.
+        marks: the variable that has the rows of the calls before, if a step of several calls is for their rows alone;
+            else None.
+        of_rows: True if this call's gradient is of some rows; else all rows have one.
     """
     own = _unscaled(v, optimizer, gradient, begun.get("scale"))
     if "go" not in begun:
@@ -220,16 +225,30 @@ def apply(
     with np.errstate(all="ignore"):  # What is not finite is left out.
         whole = _whole(optimizer, own, accumulator)
         _change(v, optimizer, _clipped(optimizer, whole, norm), begun, average, decays, slots, number)
+        marked = None if marks is None else _marked(marks, own, of_rows)
+        changes = begun["go"] if marked is None else np.logical_and(begun["go"], marked.astype(bool))
         for x, old in zip(changing, before, strict=True):
-            x.assign(np.where(begun["go"], x.value(), old))
+            x.assign(np.where(changes, x.value(), old))
         if accumulator is not None:
-            _accumulate(accumulator, own, begun)
+            _accumulate(accumulator, accumulator.value() + own, begun)
+        if marks is not None:
+            _accumulate(marks, marked, begun)
 
 
-def _accumulate(accumulator: Updated, own: Value, begun: Mapping[str, Value]) -> None:
-    old = accumulator.value()
-    more = np.where(begun["finite"], old + own, old) if "finite" in begun else old + own
-    accumulator.assign(np.where(begun["go"], np.zeros_like(own), more))
+def _accumulate(kept: Updated, more: Value, begun: Mapping[str, Value]) -> None:
+    if "finite" in begun:
+        more = np.where(begun["finite"], more, kept.value())
+    # Zeros, and servers see that: so a row that no call of a step has needs no work.
+    kept.assign(np.where(begun["go"], np.less(more, more).astype(more.dtype), more))
+
+
+def _marked(marks: Updated, own: Value, of_rows: bool) -> Value:
+    """Returns what is zero in each row of which no call of this step has had a gradient."""
+    if not of_rows:
+        return np.ones_like(marks.value())
+    size = np.abs(own)
+    size = np.max(size, axis=tuple(range(1, len(own.shape))), keepdims=True) if len(own.shape) > 1 else size
+    return np.maximum(marks.value(), size)
 
 
 def _change(

@@ -130,11 +130,16 @@ def resting(program: Program, given: Collection[int]) -> tuple[int, ...]:
         program, given: as for `keeps_rows`, which holds of the program in such a row.
 
     Returns:
-        The inputs, all but one of those that are assigned; empty if there are none.
+        The inputs, some of those that are assigned, none that is not needed; empty if there are none.
     """
     targets = [target for target, _ in program.assigns]
     found = (tuple(n for n in targets if n != other) for other in targets)
-    return next((zero for zero in found if zero and _rests(program, {*given, *zero})), ())
+    zero = next((zero for zero in found if zero and _rests(program, {*given, *zero})), ())
+    for one in zero:  # a row of a gradient that is accumulated rests whatever its momentum is
+        fewer = tuple(n for n in zero if n != one)
+        if fewer and _rests(program, {*given, *fewer}):
+            zero = fewer
+    return zero
 
 
 def _rests(program: Program, zero: Collection[int]) -> bool:
@@ -192,6 +197,15 @@ def _both(args: Sequence[Known], attrs: Mapping[str, Attr]) -> Known:
     return "zero" if "zero" in args else "true" if args[0] == args[1] == "true" else None
 
 
+def _less(args: Sequence[Known], attrs: Mapping[str, Attr]) -> Known:
+    return "zero" if args[0] == args[1] == "zero" else None
+
+
+def _where(args: Sequence[Known], attrs: Mapping[str, Attr]) -> Known:
+    chosen, one, other = args
+    return other if chosen == "zero" else one if chosen == "true" else _equal_arms(args, attrs)
+
+
 def _equal_arms(args: Sequence[Known], attrs: Mapping[str, Attr]) -> Known:
     return args[-1] if args[-1] == args[-2] else None
 
@@ -209,5 +223,7 @@ _RULES: Mapping[str, Rule] = {
     "divide": _divide,
     "isfinite": _is_finite,
     "logical_and": _both,
-    **dict.fromkeys(("where", "maximum", "minimum"), _equal_arms),
+    "less": _less,
+    "where": _where,
+    **dict.fromkeys(("maximum", "minimum"), _equal_arms),
 }

@@ -250,3 +250,116 @@ def test_other_rounds_make_up_alike():
             expected = train(strategy, make, skip=True, count=servers)
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+# ---- A step of several calls, lazily ----
+
+CALLS = {
+    "SGD": (partial(O.SGD, 0.5), 2),
+    "momentum": (partial(O.SGD, 0.5, momentum=0.5, nesterov=True), 3),
+    "Adam": (partial(O.Adam, 0.1, amsgrad=True), 3),
+    "LazyAdam": (partial(O.LazyAdam, 0.1), 2),
+    "AdamW": (partial(O.AdamW, 0.1, weight_decay=0.1), 2),
+    "Nadam": (partial(O.Nadam, 0.1), 3),
+    "Adagrad": (partial(O.Adagrad, 0.1), 2),
+    "RMSprop": (partial(O.RMSprop, 0.1, centered=True, momentum=0.5), 2),
+    "Ftrl": (partial(O.Ftrl, 0.1), 3),
+    "Lion": (partial(O.Lion, 0.1), 2),
+    "averaged": (partial(O.SGD, 0.5, use_ema=True), 2),
+    "clipped by norm": (partial(O.SGD, 0.5, momentum=0.9, clipnorm=0.2), 3),
+    "clipped by all": (partial(O.SGD, 0.5, momentum=0.9, global_clipnorm=0.2), 2),
+    "dynamically scaled": (partial(O.Adam, 0.1, loss_scale_factor=O.DynamicLossScale(4.0)), 2),
+}
+"""Optimizers, and how many calls make a step."""
+
+WHERE = {
+    "servers-2x2": list(CALLS),
+    "sharded-3x1": ["momentum", "AdamW", "clipped by norm", "clipped by all"],
+    "mirrored-2": ["momentum", "RMSprop", "Ftrl", "averaged", "dynamically scaled"],
+    "default": ["Adam"],
+}
+
+
+def slices_of(step, calls, replica):
+    """The gradient of one call, or what those of several make together: they have other rows, and some the same."""
+    rows = [gradient(10 * step + call, replica) for call in calls]
+    return ps.IndexedSlices(np.concatenate([one.values for one in rows]), np.concatenate([one.indices for one in rows]))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name"), [(where, name) for where, names in WHERE.items() for name in names], indirect=["strategy"]
+)
+def test_a_lazy_step_of_several_calls_is_for_the_rows_of_all_of_them(strategy, name):
+    """It is the lazy step of their average: rows of the first calls take part, also where the last has others."""
+    make, count = CALLS[name]
+    start = np.random.default_rng(0).normal(size=SHAPE).astype("float32")
+    v, once = variable(strategy, start), variable(strategy, start)
+    with strategy.scope():
+        options = {} if name == "LazyAdam" else {"sparse": "lazy"}
+        accumulates, at_once = make(gradient_accumulation_steps=count, **options), make(**options)
+    for step in range(4):
+        for call in range(count):
+            in_replicas(
+                strategy, lambda replica, at=(step, [call]): accumulates.apply_gradients([(slices_of(*at, replica), v)])
+            )
+
+        def whole(replica, step=step):
+            given = slices_of(step, range(count), replica)
+            at_once.apply_gradients([(ps.IndexedSlices(given.values / np.float32(count), given.indices), once)])
+
+        in_replicas(strategy, whole)
+        np.testing.assert_allclose(v.numpy(), once.numpy(), rtol=2e-4, atol=1e-6, err_msg=f"step {step}")
+    assert (v.numpy() == start).any()
+    assert (v.numpy() != start).any()
+
+
+def test_whole_gradients_among_those_of_rows_are_of_every_row(strategy):
+    """In a step of several calls, one of which has a whole gradient; what one has for a row may be taken back."""
+    v = variable(strategy, np.zeros((3, 1), "float32"))
+    with strategy.scope():
+        optimizer = O.SGD(1.0, momentum=0.5, sparse="lazy", gradient_accumulation_steps=2)
+
+    def call(given):
+        in_replicas(strategy, lambda replica: optimizer.apply_gradients([(given, v)]))
+        return (v.numpy() / replicas(strategy)).ravel().tolist()
+
+    def row(place, value):
+        return ps.IndexedSlices(np.full((1, 1), value, "float32"), [place])
+
+    assert [call(row(0, 2.0)), call(row(2, 2.0))] == [[0, 0, 0], [-1, 0, -1]]
+    assert [call(row(1, 2.0)), call(row(1, -2.0))][1] == [-1, 0, -1]
+    assert [call(row(0, 4.0)), call(row(0, -4.0))][1] == [-1.5, 0, -1]  # its momentum goes on
+    assert [call(np.zeros((3, 1), "float32")), call(row(1, 2.0))][1] == [-1.75, -1, -1.5]  # and here that of all
+
+
+def test_a_checkpoint_between_the_calls_of_a_step_has_their_rows(in_tmp_path):
+    """What goes on from there makes the step that the job makes which was saved; `sparse` stays what it was."""
+
+    def started(path=""):
+        with strategy.scope():
+            v = ps.Variable(np.zeros(SHAPE, "float32"), name="v")
+            # It is restored by paths: the name is another one.
+            optimizer = O.Adam(0.1, sparse="lazy", gradient_accumulation_steps=2, name="of now" if path else "before")
+            optimizer.build([v])
+        checkpoint = ps.train.Checkpoint(v=v, optimizer=optimizer)
+        if path:
+            checkpoint.restore(path)
+        return v, optimizer, checkpoint
+
+    def calls(optimizer, v, first, stop):
+        for at in range(first, stop):
+            rows = ps.IndexedSlices(np.ones((1, SHAPE[1]), "float32"), [at])
+            strategy.run(lambda rows=rows: optimizer.apply_gradients([(rows, v)]))
+        return v.numpy()
+
+    with opened("servers-1x1") as strategy:
+        v, optimizer, checkpoint = started()
+        calls(optimizer, v, 0, 3)
+        path = checkpoint.save("ckpt")
+        expected = calls(optimizer, v, 3, 6)
+        with pytest.raises(AttributeError, match="sparse of this Adam is 'lazy' and stays so"):
+            optimizer.sparse = "exact"
+    for kind, found in (("servers-2x1", path), ("default", str(in_tmp_path / "runs" / path))):
+        with opened(kind) as strategy:
+            v, optimizer, _ = started(found)
+            np.testing.assert_array_equal(calls(optimizer, v, 3, 6), expected)

@@ -42,6 +42,10 @@ class RowsOfVariable(Readable):
     def _copy_on(self, device: Device) -> AnyArray:
         return to_device(self._cell.array, device)
 
+    def value(self) -> AnyArray:
+        """Their value, as `read_value`."""
+        return self.read_value()
+
     def assign(self, value: Any) -> RowsOfVariable:
         """Gives the rows a value."""
         return self._write("assign", value)

@@ -41,9 +41,9 @@ def how_sparse(
         why = why or "it takes the rows of one gradient, and each variable once"
     if table is not None and not given:
         refuse_whole_update(table, "it is given none; reduce IndexedSlices for the table, and pass what that returns")
+    if why and wish and (sparse == "lazy" or wish.as_lazy):
+        refuse_lazy_update([v.name for v in used], why)
     if sparse == "lazy":
-        if why:
-            refuse_lazy_update([v.name for v in used], why)
         return sparse
     if why is None and keeps_rows(program, given):
         return "dense"

@@ -44,6 +44,7 @@ class SparseUpdate:
         optional: True if it is left out where no process contributes to the gradient.
         settle: how what it is to other rows is made up, if it is exact.
         of_optimizer: True if it is an optimizer's step, and no function of the script.
+        as_lazy: True if it stands for a lazy update, and is refused where that would be.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class SparseUpdate:
         optional: bool = False,
         settle: Settle = "replay",
         of_optimizer: bool = False,
+        as_lazy: bool = False,
     ) -> None:
         self.fn = fn
         self.sparse = sparse
@@ -61,6 +63,7 @@ class SparseUpdate:
         self.optional = optional
         self.settle = settle
         self.of_optimizer = of_optimizer
+        self.as_lazy = as_lazy
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
 
     def __call__(self, *args: object, **kwargs: object) -> object:

@@ -179,6 +179,9 @@ late.
 LINE = 64
 """Bytes of a cache line."""
 
+LOOK = 16
+"""Updates after which a row is looked at again: it may have come to rest. What a look costs is little beside them."""
+
 FETCHED = 256
 """Most elements of a row that are fetched; the processor itself fetches the rest of a long one."""
 
@@ -214,7 +217,8 @@ def replay_source(form: RowForm, once: bool = False) -> str:
     `kernel(n, width, size, count, kept, ids, first, *pointers, *rooms, *bits)`: for each r below n, row `ids[r]` of
     every table has the updates from `first[r]` on, below `count`; number k takes element k of each scalar, of which
     `kept` are there. `bits` are the tables that may be zero, as unsigned numbers: a row that is zero in all of them
-    stays as it is. With `once` each row has one update, number `first[r]`.
+    stays as it is, which is looked at before its first update and after each `LOOK`. With `once` each row has one
+    update, number `first[r]`.
     """
     taken = [p for p in parameters(form) if p.role != "part"]
     own, zero = rooms(form, replayed=True), bits(form)
@@ -226,10 +230,13 @@ def replay_source(form: RowForm, once: bool = False) -> str:
     lines += ["    for r in range(n):"]
     lines += ["        " + line for line in (*_fetching(form), *_place(form))]
     if zero:
-        lines += ["        " + line for line in _zero(form, zero)]
+        lines += ["        " + line for line in _zero(form, zero, "continue")]
     lines += [f"        for k in range(first[r], {'first[r] + 1' if once else 'count'}):"]
     lines += [f"            v{p.value} = {_read(p.dtype, f'all_{p.name}[k]')}" for p in taken if p.single]
     lines += ["            " + line for line in _row(form, absent=form.sums)]
+    if zero and not once:
+        lines += [f"            if (k - first[r]) % {LOOK} == {LOOK - 1}:"]
+        lines += ["                " + line for line in _zero(form, zero, "break")]
     return "\n".join([*lines, "    return 0"]) + "\n"
 
 
@@ -248,8 +255,8 @@ def _place(form: RowForm) -> Iterator[str]:
     yield from (f"{p.name} = all_{p.name}[base : base + width]" for p in tables(form) if form.wide[p.value])
 
 
-def _zero(form: RowForm, zero: Sequence[Parameter]) -> Iterator[str]:
-    """Yields the lines that go on to the next row if this one is zero."""
+def _zero(form: RowForm, zero: Sequence[Parameter], then: str) -> Iterator[str]:
+    """Yields the lines that do something if a row is zero."""
     for p in zero:
         yield f"found{p.value} = {p.dtype}(0)" if form.wide[p.value] else f"found{p.value} = {p.name}[place]"
     wide = [p for p in zero if form.wide[p.value]]
@@ -257,7 +264,7 @@ def _zero(form: RowForm, zero: Sequence[Parameter]) -> Iterator[str]:
         yield "for i in range(base, base + width):"
         yield from (f"    found{p.value} |= {p.name}[i]" for p in wide)
     yield f"if {' and '.join(f'found{p.value} == 0' for p in zero)}:"
-    yield "    continue"
+    yield f"    {then}"
 
 
 def _fetching(form: RowForm, rows: Sequence[Parameter] = ()) -> Iterator[str]:

@@ -10,6 +10,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from psserver.programs.kernels.replay import Replay
+from psserver.programs.kernels.row_codegen import LOOK
 from psserver.programs.kernels.row_groups import Groups
 from psserver.programs.kernels.row_steps import ROW_DTYPES, split_rows
 from psserver.programs.kernels.rows import RowUpdate, apply_rows, resized, row_step
@@ -387,3 +388,24 @@ def test_rows_that_rest_are_left_alone(kernels):
     w, total = np.full((SIZE, 4), np.inf, "float32"), np.zeros((SIZE, 1), "float32")
     replay.run([w, total], [np.full(3, 0.5, "float32") for _ in operands], np.arange(SIZE), np.zeros(SIZE, int), 3)
     assert np.isinf(w).all()  # and not NaN, which infinity times zero would have been
+
+
+def test_a_row_that_comes_to_rest_is_left_alone_from_then_on(kernels):
+    """Its accumulator is emptied by an update that it has missed: the thousands of later ones are not computed."""
+
+    def fn(w, total, g, go):
+        kept = total + g
+        w.assign_sub(kept * go)
+        total.assign(np.where(go.astype(bool), np.less(kept, kept).astype("float32"), kept))
+
+    program, _ = traced(fn, [TensorSpec("float32", (SIZE, 4))] * 2, [TensorSpec("float32", s) for s in ((SIZE, 4), ())])
+    assert compiled(kernels, program, replayed=True)
+    w, total = np.zeros((SIZE, 4), "float32"), np.ones((SIZE, 4), "float32")
+    update = RowUpdate(kernels, program, np.empty(0, np.int64))
+    update.run([w, total, np.zeros((0, 4), "float32"), np.array(1, "float32")])
+    kept = [np.full(2 * LOOK, number, number.dtype) for number in map(np.asarray, update.scalars)]
+    for column in kept:
+        column[LOOK:] = np.nan if column.dtype.kind == "f" else column[0]  # zero times NaN is NaN
+    Replay(kernels, program).run([w, total], kept, np.arange(SIZE), np.zeros(SIZE, int), 2 * LOOK)
+    assert (w == -1).all()
+    assert not total.any()

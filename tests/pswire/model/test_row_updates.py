@@ -123,6 +123,7 @@ def updates(draw):
     inputs += [Input("value", TensorSpec(gradient, SHAPE)), Input("operand", TensorSpec(draw(some), ()))]
     specs, nodes = [item.spec for item in inputs], list[Node]()
     often = ["add", "subtract", "multiply", "divide", "where", "maximum", "minimum", "square", "sqrt", "abs", "astype"]
+    often += ["less"]
     for name in draw(st.lists(st.one_of(st.sampled_from(often), st.sampled_from(ELEMENTWISE)), min_size=1, max_size=8)):
         args = tuple(draw(st.integers(0, len(specs) - 1)) for _ in range(OPS[name].arity))
         attrs = {"dtype": draw(some)} if name == "astype" else {"shape": SHAPE} if name == "broadcast_to" else {}
