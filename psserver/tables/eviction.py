@@ -20,11 +20,26 @@ from pswire.model.hashing import BUCKET_BITS, BUCKETS, LOW_BITS, Hashes, buckets
 from pswire.model.rows import Int64s
 from pswire.model.tensor import Array
 
-SWEEP = 256
-"""Rows that the hands of all buckets pass in each round, about."""
-
 TURN = 64
 """Rounds in which each bucket has its turn, about. Rounds of a table need not follow one another."""
+
+FEWEST = 16
+"""Rows that a bucket's hand passes in its turn, at least."""
+
+MOST = 1 << 12
+"""Rows that it passes in its turn, at most: the hands of all buckets pass 65,536 in a round, whatever the backlog."""
+
+LAP, LAP_OF_VALUES = 64, 256
+"""Turns in which a hand goes round, at most, but for `MOST`; the second where values of rows are read for it."""
+
+SHARE = 2
+"""While it finds what is condemned it passes one of so many of its bucket's rows in a turn, but for `MOST`."""
+
+WORTH = 16
+"""A hand goes on in its turn if one of so many rows that it has just passed was condemned."""
+
+FURTHER = 4
+"""Then it passes so many times as many."""
 
 PER_CREATED = 2
 """Rows that a hand passes for each row that was created in its bucket."""
@@ -45,28 +60,41 @@ class Hands:
         buckets: the buckets that the table holds.
 
     Attributes:
+        buckets: the argument.
         at: uint64[buckets], the low bits of the hash at which each hand stands.
     """
 
     def __init__(self, buckets: range) -> None:
-        self._buckets = buckets
+        self.buckets = buckets
         self.at: Hashes = np.zeros(len(buckets), np.uint64)
 
-    def pass_over(self, round: int, created: Int64s, used: Int64s) -> tuple[Hashes, Hashes]:
-        """Moves the hands.
+    def due(self, round: int, created: Int64s, used: Int64s, laps: int) -> tuple[Int64s, Int64s]:
+        """Returns how many rows each hand passes in a round, and how many at most while it finds what is condemned.
 
         Args:
             round: the round.
             created: int64[BUCKETS], rows that it has created.
             used: int64[BUCKETS], entries.
+            laps: turns in which a hand goes round, at most.
+        """
+        numbers = np.arange(self.buckets.start, self.buckets.stop)
+        turn = numbers % TURN == combined(round) % TURN
+        used = used[numbers]
+        first = np.minimum(PER_CREATED * created[numbers] + turn * np.clip(used // laps, FEWEST, MOST), used)
+        return first, turn * np.clip(used // SHARE, FEWEST, MOST)
+
+    def move(self, passed: Int64s, used: Int64s) -> tuple[Hashes, Hashes]:
+        """Moves the hands.
+
+        Args:
+            passed: int64[buckets], how many rows each of them passes, about; at most those that are used.
+            used: int64[BUCKETS], entries.
 
         Returns:
             The first and the last hash of each interval that was passed, in order of the buckets.
         """
-        numbers = np.arange(self._buckets.start, self._buckets.stop)
-        turn = numbers % TURN == combined(round) % TURN
+        numbers = np.arange(self.buckets.start, self.buckets.stop)
         used = used[numbers]
-        passed = np.minimum(PER_CREATED * created[numbers] + turn * (SWEEP * TURN // BUCKETS), used)
         moving = np.flatnonzero(passed)
         widths = np.where(passed == used, _SPAN, _SPAN // np.maximum(used, 1) * passed)[moving].astype(np.uint64)
         at, span = self.at[moving], np.uint64(_SPAN)
@@ -88,14 +116,47 @@ def condemned(
     rows: Rows,
     judge: Judge,
     round: int,
-    intervals: tuple[Hashes, Hashes],
+    hands: Hands,
+    created: Int64s,
     settle: Callable[[Int64s], object],
 ) -> tuple[Hashes, Int64s]:
-    """Returns hashes and entries of rows in some intervals that a policy condemns; none that the round has touched.
+    """Moves the hands; returns hashes and entries of what a policy condemns there, none that the round has touched.
 
-    `settle` is called with the slots of rows whose values decide.
+    A hand that finds something goes on, until it finds little, or has passed the most of one turn: so a backlog leaves
+    in as many rounds whatever its size, and a round costs little where there is none. That is how Redis looks for
+    expired keys (`activeExpireCycle`), but for its bound: rows here, and time there, which differs between the servers
+    that hold copies of a table, and from run to run.
+
+    Args:
+        index, rows, judge: of the table.
+        round: the round.
+        hands: these are moved.
+        created: int64[BUCKETS], rows that the round has created.
+        settle: called with the slots of rows whose values decide.
     """
-    hashes, entries = index.scan(*intervals)
+    used, held = index.used.copy(), slice(hands.buckets.start, hands.buckets.stop)
+    passed, left = hands.due(round, created, used, LAP_OF_VALUES if judge.looks_at_values else LAP)
+    rest = used[held] - passed
+    found: list[tuple[Hashes, Int64s]] = []
+    while passed.any():
+        hashes, entries = index.scan(*hands.move(passed, used))
+        seen = in_buckets(hashes)[held]
+        hashes, entries = _condemned_among(hashes, entries, rows, judge, round, settle)
+        found.append((hashes, entries))
+        left = np.maximum(left - seen, 0)
+        # Rows lie closer before a hand than behind it: what it has just seen says how close.
+        further = np.minimum(passed * FURTHER, left * passed // np.maximum(seen, 1))
+        goes_on = in_buckets(hashes)[held] * WORTH >= seen
+        passed = np.where(goes_on, np.minimum(further, rest), 0)
+        rest -= passed
+    hashes = np.concatenate([np.empty(0, np.uint64), *(some for some, _ in found)])
+    order = np.argsort(hashes, kind="stable")
+    return hashes[order], np.concatenate([np.empty(0, np.int64), *(some for _, some in found)])[order]
+
+
+def _condemned_among(
+    hashes: Hashes, entries: Int64s, rows: Rows, judge: Judge, round: int, settle: Callable[[Int64s], object]
+) -> tuple[Hashes, Int64s]:
     is_old = entries > 0
     is_old[is_old] = rows.last[entries[is_old] - 1] != round
     hashes, entries = hashes[is_old], entries[is_old]

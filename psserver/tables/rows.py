@@ -68,7 +68,7 @@ class Rows:
         self._values = [tensor.value for tensor in tensors]
         self._books = ReservedArray((WORDS,), np.dtype(np.uint32), expected)
         self._holders: list[weakref.ref[Holder]] = []
-        self._free: Int64s = np.empty(0, np.int64)
+        self._free = self._room = np.empty(0, np.int64)  # the free slots, and the array that they begin
         self._looked = TRIM
         self.used = 0
 
@@ -194,18 +194,24 @@ class Rows:
         self.set_aside(slots)
         self.changed[slots] = 0
         self.used -= slots.size
-        self._free = np.concatenate([self._free, slots])
+        had, have = self._free.size, self._free.size + slots.size
+        if have > self._room.size:  # to copy all of them for each round would take long where many are free
+            self._room = np.empty(2 * have, np.int64)
+            self._room[:had] = self._free
+        self._room[had:have] = slots
+        self._free = self._room[:have]
         if self._free.size >= max(self._looked, len(self.books) // 2):
             self._trim()
 
     def _trim(self) -> None:
         """Takes the free slots at the end away; orders the others, so that the first ones are used first."""
-        self._free = np.sort(self._free)[::-1]
         top = len(self.books)
-        tail = int(np.argmin(np.append(self._free == np.arange(top - 1, top - 1 - self._free.size, -1), False)))
+        is_free = np.zeros(top + 1, np.bool_)  # to sort millions of slots takes ten times as long
+        is_free[self._free + 1] = True
+        tail = int(np.argmin(is_free[::-1]))
         for array in self._arrays if tail else ():
             array.resize(top - tail)
-        self._free = self._free[tail:].copy()
+        self._free = self._room = np.flatnonzero(is_free[1 : top + 1 - tail])[::-1].copy()
         self._looked = max(TRIM, self._free.size + (self._free.size >> 2))  # not again before there are many more
 
     def clear(self) -> None:
@@ -213,5 +219,5 @@ class Rows:
         self.tensors = [array.renewed() for array in self.tensors]
         self._books = self._books.renewed()
         self._holders.clear()
-        self._free = self._free[:0]
+        self._free = self._room = np.empty(0, np.int64)
         self.used = 0

@@ -387,8 +387,8 @@ class Table:
         contents.put(made.counted, made.counted_entries, made.counted_before)
         before = len(self)
         if contents.judge.condemns:
-            passed = contents.hands.pass_over(running.number, in_buckets(made.hashes), contents.index.used)
-            contents.drop(*condemned(contents.index, contents.rows, contents.judge, running.number, passed, settle))
+            of = contents.index, contents.rows, contents.judge, running.number, contents.hands
+            contents.drop(*condemned(*of, in_buckets(made.hashes), settle))
         if self.limited:
             self._shrink(1)
         if self.counted and self.limited:

@@ -124,6 +124,24 @@ def test_a_table_is_a_function_of_its_rounds(name, rounds):
     assert (one.evicted, one.refused) == (other.evicted, other.refused)
 
 
+@pytest.mark.parametrize("policy", [GlobalStepEvict(3), L2WeightEvict(0.1)], ids=["steps", "norm"])
+def test_a_backlog_leaves_alike(policy):
+    """As many rows in each round, and the same ones: compiled or not, on one server or several, also after a restore
+    between two rounds."""
+    spec = TableSpec((2,), eviction=policy, initializer=Normal(stddev=0.1))
+    one, other, plain = Parts(spec, compiled()), Parts(spec, compiled(), CUTS), Parts(spec, None)
+    for round in range(1, 26):
+        keys = np.arange(200_000) if round == 1 else np.arange(round % 4 * 1000, round % 4 * 1000 + 500)
+        for parts in (one, other, plain):
+            parts.step(round, keys)
+        if round in (8, 15):
+            other.restore((range(BUCKETS),) if round == 8 else CUTS)
+        assert one.evicted == other.evicted == plain.evicted
+    assert one.evicted > 5000
+    assert one.state().equals(other.state())
+    assert one.state().equals(plain.state())
+
+
 def test_the_order_of_arrival_makes_no_difference_to_the_rest():
     """Keys of one round in another order: the same state."""
     rng = np.random.default_rng(2)

@@ -7,6 +7,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
+from psserver.tables import eviction
 from psserver.tables.policies import limit_of, powers, shares_of
 from psserver.tables.table import Table
 from pswire.model.first_values import FirstValues
@@ -123,6 +124,34 @@ def test_what_is_condemned_leaves_in_time(eviction):
             assert len(table) == 3000
     assert sorted(table.keys().tolist()) == kept.tolist()
     assert table.evicted == 2000
+
+
+@pytest.mark.parametrize("rows", [20_000, 200_000])
+@pytest.mark.parametrize(("share", "rounds"), [(1.0, 200), (0.1, 300)])
+def test_a_backlog_leaves_in_as_many_rounds_whatever_its_size(rows, share, rounds):
+    """Also where most rows stay: three quarters of it are gone after these rounds, which mostly have one key."""
+    table, old = table_of(eviction=GlobalStepEvict(100)), int(rows * share)
+    touch(table, 1, np.arange(rows))
+    for round in range(100, 100 + rounds):
+        touch(table, round, np.arange(old, rows + 1) if round % 100 == 0 else np.array([rows]))
+    left = table.keys()
+    assert np.count_nonzero(left < old) < old / 4
+    assert np.count_nonzero(left >= old) == rows - old + 1
+
+
+@pytest.mark.parametrize("policy", [TimeToLive(50.0), L2WeightEvict(1.0)], ids=["time", "norm"])
+def test_a_round_evicts_so_many_rows_at_most(policy, monkeypatch):
+    """Whatever the backlog: here about 1,024 rows, 64 in each of 16 buckets; and it goes on until all is gone."""
+    monkeypatch.setattr(eviction, "MOST", 64)
+    table = table_of(eviction=policy, initializer=Constant(0.5))
+    touch(table, 1, np.arange(500_000), 1.0)
+    evicted = []
+    for round in range(2, 150):
+        opened = table.begin(round, np.array([0]))
+        table.arrays[0][opened.touched] = 2.0
+        evicted.append(table.commit(1000.0 + round))
+    assert max(evicted) < 1300
+    assert np.mean(evicted) > 900
 
 
 def test_creation_pays_for_the_hand():
