@@ -216,6 +216,11 @@ class TableTensor:
         return self.stored.table.in_memory if self.slot is None else 0
 
     @property
+    def reserved(self) -> int:
+        """Bytes of these that its filter takes, used or not; 0 of a tensor beside the rows."""
+        return self.stored.table.filter_bytes if self.slot is None else 0
+
+    @property
     def number(self) -> int:
         """The number of the tensor in its table, which gives it a place beside the rows where it has none yet."""
         if self.slot is None:

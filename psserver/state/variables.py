@@ -138,14 +138,18 @@ class Store:
         self.variables[variable.id] = variable
 
     def _check_room(self, spec: VariableSpec, nbytes: int) -> None:
-        if self.memory_limit and self.nbytes + nbytes > self.memory_limit:
-            ways = "raise --memory-limit" + (" or add a server" if nbytes <= self.memory_limit else "")
-            whose = "" if spec.part is None else " for its filter"
-            raise MemoryLimit(
-                f"variable {spec} needs {human(nbytes)}{whose}, and this server holds {human(self.nbytes)} of its "
-                f"limit of {human(self.memory_limit)}; {ways}",
-                str(self.task),
-            )
+        if not self.memory_limit or self.nbytes + nbytes <= self.memory_limit:
+            return
+        ways = "raise --memory-limit" + (" or add a server" if nbytes <= self.memory_limit else "")
+        needs = f"needs {human(nbytes)}" + ("" if spec.part is None else " for its filter")
+        needs = "has no room" if spec.part is not None and not nbytes else needs
+        reserved = self._tier_bytes + sum(tensor.reserved for tensor in self._parts.values())
+        of_these = f", {human(reserved)} of these reserved for filters and --tier-memory" if reserved else ""
+        raise MemoryLimit(
+            f"variable {spec} {needs}, and this server holds {human(self.nbytes)} of its limit of "
+            f"{human(self.memory_limit)}{of_these}; {ways}",
+            str(self.task),
+        )
 
     def _table_of(self, variable: PlacedVariable, part: TablePart) -> StoredTable:
         """Returns the table that a variable is a tensor of; a new one for its rows."""
@@ -160,8 +164,11 @@ class Store:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the variables of this server take, dynamic tables as they are now, and all of a tier."""
-        tier = self.native.tier.memory if self.native.tier else 0
-        return self._declared + tier + sum(tensor.nbytes for tensor in self._parts.values())
+        return self._declared + self._tier_bytes + sum(tensor.nbytes for tensor in self._parts.values())
+
+    @property
+    def _tier_bytes(self) -> int:
+        return self.native.tier.memory if self.native.tier else 0
 
     def tables(self) -> list[StoredTable]:
         """Returns the dynamic tables of which a part is here."""

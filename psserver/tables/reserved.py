@@ -30,7 +30,7 @@ NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Reserve address space alone. Python has had the name since 3.12; Linux has the number everywhere."""
 
 CHUNK = 2 << 20
-"""Bytes by which touched memory is counted and given back: a huge page."""
+"""Bytes by which memory is given back: a huge page."""
 
 ROOM = min(256 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 """Most bytes of address space that one array reserves: it has no more memory than the machine."""
@@ -126,6 +126,7 @@ class ReservedArray:
         self._row = prod(shape) * dtype.itemsize
         self.tier = tier
         self.moves = 0
+        self._reached = 0  # bytes from the beginning that may have memory
         self._file: MappedFile | None = None
         self._memory: mmap.mmap | None = None
         if tier is not None:
@@ -136,9 +137,12 @@ class ReservedArray:
                 self._reserve(room)
             except (OSError, ValueError, OverflowError):
                 room = 0
-        if huge and self._memory is not None:
+        if self._memory is not None and tier is None:
             with suppress(OSError):  # the system has none
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
+                if huge:
+                    self._memory.madvise(mmap.MADV_HUGEPAGE)
+                else:  # Where it gives them unasked, a table of one row would have a huge page.
+                    self._memory.madvise(mmap.MADV_NOHUGEPAGE, 0, min(CHUNK, len(self._memory)))
         self._all = np.frombuffer(self._memory, dtype) if self._memory else np.empty(0, dtype)
         self._all = self._all.reshape(-1, *shape)
         self.array: Array = self._all[:0]
@@ -158,8 +162,10 @@ class ReservedArray:
 
     @property
     def touched(self) -> int:
-        """Bytes of the rows, in whole chunks: the most that may have memory, or take of the disk."""
-        return -(-self.array.nbytes // CHUNK) * CHUNK
+        """Bytes that may have memory, in whole pages; of a file what may take of the disk, in whole chunks."""
+        if self._file is not None:
+            return -(-self.array.nbytes // CHUNK) * CHUNK
+        return -(-self._reached // PAGE) * PAGE
 
     def touch(self, rows: Int64s, use: Use, later: bool = False) -> None:
         """Rows are about to be used: begins to read those that lie on the disk alone.
@@ -216,6 +222,7 @@ class ReservedArray:
             self._give_back(rows)
         elif self._file is not None:
             self._file.reserve(rows * self._row)
+        self._reached = max(self._reached, rows * self._row)
         self.array = self._all[:rows]
 
     def _move(self, rows: int) -> None:
@@ -251,3 +258,4 @@ class ReservedArray:
         end = min(self.touched, self._all.nbytes)
         if self._memory is not None and end > start:
             self._memory.madvise(mmap.MADV_DONTNEED, start, end - start)
+            self._reached = start

@@ -108,12 +108,12 @@ class Rows:
 
     @property
     def touched(self) -> int:
-        """Bytes that the rows may have, of memory and of the disk, in whole chunks."""
+        """Bytes that the rows may have, of memory in whole pages, and of the disk in whole chunks."""
         return sum(array.touched for array in self._arrays)
 
     @property
     def in_memory(self) -> int:
-        """Bytes of memory that the rows may have, in whole chunks, without those that a tier bounds."""
+        """Bytes of memory that the rows may have, in whole pages, without those that a tier bounds."""
         return sum(array.touched for array in self._arrays if array.tier is None)
 
     @property

@@ -207,15 +207,19 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the table may have, of memory and of a tier's disk: rows in whole chunks, index, and filter."""
+        """Bytes that the table may have, of memory and of a tier's disk: rows, index, and filter."""
         return self.in_memory + self._contents.rows.touched - self._contents.rows.in_memory
 
     @property
     def in_memory(self) -> int:
         """Bytes of memory that the table may have, without the rows that a tier bounds for all tables."""
+        return self._contents.rows.in_memory + self._contents.index.nbytes + self.filter_bytes
+
+    @property
+    def filter_bytes(self) -> int:
+        """Bytes of these that a filter takes, which are counted from the beginning."""
         sketch = self._contents.filter
-        counters = sketch.counters.nbytes if isinstance(sketch, Sketch) else 0
-        return self._contents.rows.in_memory + self._contents.index.nbytes + counters
+        return sketch.counters.nbytes if isinstance(sketch, Sketch) else 0
 
     @property
     def arrays(self) -> list[Array]:

@@ -14,6 +14,8 @@ from psserver.state import held as module
 from psserver.state.held import HeldTable
 from psserver.state.variables import Store
 from psserver.tables import policies
+from psserver.tables.native import Native
+from psserver.tiers.paging import PAGE
 from pswire.api import TableRead
 from pswire.errors import InvalidRequest, MemoryLimit, VariableMismatch
 from pswire.limits import MAX_BESIDE, MAX_PARTS
@@ -22,6 +24,7 @@ from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.tables import LRU, MIN_CAPACITY, CBFFilter, Constant, SlotTensor, TableSpec
 from pswire.model.tensor import TensorSpec
 from tests.kit.contributions import part_of
+from tests.kit.tables import compiled
 
 
 def variable(id: int, size: int, servers: tuple[int, ...] = (1,)) -> PlacedVariable:
@@ -221,8 +224,8 @@ HALF = range(BUCKETS // 2)
 REST = range(BUCKETS // 2, BUCKETS)
 
 
-def store_of(limit: int = 0, server: int = 0) -> Store:
-    return Store(server, Device(), limit)
+def store_of(limit: int = 0, server: int = 0, native: Native | None = None) -> Store:
+    return Store(server, Device(), limit, native)
 
 
 def counting(keys: int) -> TableSpec:
@@ -252,6 +255,33 @@ def test_a_filter_that_does_not_fit_is_refused(keys, monkeypatch):
         held.declare(part_of(0, counting(keys)))
     assert (held.nbytes, held.variables) == (0, {})
     held.declare(part_of(0, counting(keys), server=1))  # which has to say for itself
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_small_tables_take_what_their_rows_take(is_compiled):
+    """Not what is reserved for them to grow: a hundred of one row, with a slot, and then a large one of the rest. What
+    has no room is refused; filters and a tier's memory are counted from the beginning, and the error says so."""
+    held = store_of(80 << 20, native=compiled() if is_compiled else None)
+    for n in range(0, 200, 2):
+        held.declare(part_of(n, SPEC, name=f"t{n}", table=f"t{n}"))
+        held.declare(part_of(n + 1, SPEC, slot=replace(SLOT, name=f"m{n}"), table=f"t{n}"))
+    for stored in held.tables():
+        stored.tensors[max(stored.tensors)].take_place(held.room())
+        stored.table.begin(1, np.arange(1), room=held.room())
+        stored.table.commit()
+    rows = sum(stored.table._contents.rows.in_memory for stored in held.tables())
+    assert rows == len(held.tables()) * 3 * PAGE  # rows, slots and what is known of them
+    assert rows < held.nbytes < 75 << 20
+    table = held.tables()[-1].table
+    with pytest.raises(MemoryLimit, match="the server's memory limit leaves"):
+        table.begin(2, np.arange(1 << 20), room=held.room())
+    table.begin(2, np.arange(30_000), room=held.room())
+    table.commit()
+    assert table.in_memory > 30_000 * table._contents.rows.row_bytes
+    held.declare(part_of(1000, counting(80_000), name="filtered", table="filtered"))
+    held.memory_limit = held.nbytes - 1
+    with pytest.raises(MemoryLimit, match="has no room, and .* KiB of these reserved for filters and --tier-memory;"):
+        held.declare(part_of(1001, SPEC, name="more", table="more"))
 
 
 def test_a_filter_for_which_there_is_no_memory(monkeypatch):
