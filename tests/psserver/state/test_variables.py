@@ -280,7 +280,7 @@ def test_small_tables_take_what_their_rows_take(is_compiled):
     assert table.in_memory > 30_000 * table._contents.rows.row_bytes
     held.declare(part_of(1000, counting(80_000), name="filtered", table="filtered"))
     held.memory_limit = held.nbytes - 1
-    with pytest.raises(MemoryLimit, match="has no room, and .* KiB of these reserved for filters and --tier-memory;"):
+    with pytest.raises(MemoryLimit, match=r"has no room, and .* KiB of these reserved for filters and --tier-memory;"):
         held.declare(part_of(1001, SPEC, name="more", table="more"))
 
 
