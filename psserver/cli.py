@@ -233,6 +233,7 @@ def _on(loop: asyncio.AbstractEventLoop, call: Callable[[], T]) -> T:
 class Departure:
     """The end of a server after SIGTERM: where a process waits for a place, its variables move there before.
 
+    Processes of the job that were told to end with it leave before: they finish a step, and may save a checkpoint.
     All methods are called on the event loop.
 
     Args:
@@ -246,9 +247,9 @@ class Departure:
         self._moving: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """Moves the server, and ends it then; ends it at once where it cannot move, and when it is called again."""
+        """Moves the server if it can, lets others leave, and ends it then; ends it at once when it is called again."""
         if self._moving is None and not self._stopped.is_set():
-            self._moving = asyncio.ensure_future(self._move())
+            self._moving = asyncio.ensure_future(self._leave())
         else:
             self._stopped.set()
 
@@ -257,9 +258,29 @@ class Departure:
         if self._moving is not None:
             self._moving.cancel()
 
-    async def _move(self) -> None:
+    async def _leave(self) -> None:
+        until = time.monotonic() + self._core.config.timeouts.grace
+        try:
+            await self._move(until)
+            await self._let_others_leave(until)
+        finally:
+            self._stopped.set()
+
+    async def _let_others_leave(self, until: float) -> None:
+        core, told = self._core, False
+        soon = time.monotonic() + core.config.timeouts.beat  # by then those say so who were told at the same time
+        while not core.machine.left.done() and time.monotonic() < until:
+            leaving = core.leaving()
+            if leaving and not told:
+                log.warning("%s was told to end: it stays while processes leave that were told as well", core.task)
+            if leaving:
+                told, soon = True, time.monotonic() + core.config.timeouts.beat
+            elif leaving is False or time.monotonic() > soon:
+                return
+            await asyncio.sleep(TICK)
+
+    async def _move(self, until: float) -> None:
         core, told = self._core, ""
-        until = time.monotonic() + core.config.timeouts.grace
         try:
             while not core.machine.left.done() and time.monotonic() < until:
                 address = core.move(core.server)  # again: who waits for a place may have got another one meanwhile
@@ -269,7 +290,6 @@ class Departure:
                 await asyncio.sleep(TICK)
         except PSError as error:
             log.log(logging.INFO if told else logging.DEBUG, "%s ends, and does not move before: %s", core.task, error)
-        self._stopped.set()
 
 
 def _mention_old_root(config: ServerConfig) -> None:

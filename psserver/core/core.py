@@ -379,6 +379,11 @@ class Core:
 
     # ---- What is there, and the end ----
 
+    def leaving(self) -> bool | None:
+        """As `Machine.leaving`."""
+        with self._lock:
+            return self.machine.leaving(self._clock())
+
     def status(self) -> ServerStatus:
         with self._lock:
             return self.machine.status(self._clock())

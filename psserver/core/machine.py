@@ -156,9 +156,13 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         effects += self.runner.next()
         effects += self.waiters.answers(now, self._admission.ended, self._admission.ends)
         effects += self.snapshots.hopeless()
-        if self.log.over and (not self.log.keeps or self.members.chief_left()):
+        if self._is_done():
             effects.append(Reply(self.done, None))
         return effects
+
+    def _is_done(self) -> bool:
+        """Returns True once the job has ended, and the chief has told everybody."""
+        return self.log.over and (not self.log.keeps or self.members.chief_left())
 
     def look(self, now: float) -> Outcome[None]:
         """Looks again: a payload has arrived up to an awaited offset."""
@@ -222,11 +226,17 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         if error is None and self.log.keeps:
             self.members.beat(session, (round, plan_id), now, self.log.describe, pace)
             error = self._admission.ended(session)
+        elif error is None:
+            self.members.hear(session, now, pace)
         if error is None and pace is not None:
             self.rounds.clocks.tell(session, clock)
         self.tally.signs += error is None
         drives = self.log.keeps and self.log.lost is None and self.members.is_to_drive(session, now)
         return (error, drives), UNCHANGED if pace is None else []
+
+    def leaving(self, now: float) -> bool | None:
+        """Returns True while a process of the job leaves that was told to end; None while one may be told so yet."""
+        return False if self._is_done() else self.members.leave_now(now)
 
     def leave(self, now: float, session: int, error: str) -> Outcome[None]:
         """Ends a process's session, cleanly or with an error."""

@@ -288,21 +288,40 @@ class Membership:
     def is_to_drive(self, number: int, now: float) -> bool:
         """Returns True if the chief is gone, nobody has taken its place in `DEPUTY_BEATS`, and this worker is to.
 
-        It is the lowest that lives and stays. Nobody takes the place of a coordinator, whose script is its own.
+        It is the lowest that lives and stays. Where all leave it is the one that asks, at once: they have seconds to
+        leave, and need a chief for it. Nobody takes the place of a coordinator, whose script is its own.
         """
         chief = self._sessions.chief
         if chief is None or chief.state == "left" or not self._held():
             return False
-        since = chief.seen if chief.parted is None else chief.parted
-        if (chief.state == "open" and not self._is_gone(chief, now)) or now - since < DEPUTY_BEATS * self._beat:
+        if chief.state == "open" and not self._is_gone(chief, now):
             return False
         scripts = [s.member for s in self._sessions.values() if not s.drives and s.member.task == chief.member.task]
         if chief.member.task.job == "chief" and any(member.alone for member in scripts):
             return False
         here, limit = self._sessions.open(), DEPUTY_BEATS * self._beat
-        lives = [s.member for s in here if now - s.seen <= limit and not s.pace.leaving]
-        workers = [member for member in lives if member.task.job == "worker"]
-        return bool(workers) and min(workers, key=lambda member: member.task).session == number
+        workers = [s for s in here if now - s.seen <= limit and s.member.task.job == "worker"]
+        stay = [s.member for s in workers if not s.pace.leaving]
+        since = chief.seen if chief.parted is None else chief.parted
+        if not stay:
+            return any(s.member.session == number for s in workers)
+        return now - since >= limit and min(stay, key=lambda member: member.task).session == number
+
+    def hear(self, number: int, now: float, pace: Pace | None) -> None:
+        """Notes a beat where another server keeps the sessions: whether its process was told to end."""
+        session = self._sessions.get(number)
+        if session is not None:
+            session.seen, session.pace = now, session.pace if pace is None else pace
+
+    def leave_now(self, now: float) -> bool | None:
+        """Returns True while a process leaves that was told to end, None while one is here that may be told so yet.
+
+        A chief is here until it has told that the job is over. Who beats no more is not: where another server keeps the
+        sessions, this one hears of no farewell.
+        """
+        limit = DEPUTY_BEATS * self._beat
+        here = [s for s in self._sessions.open_or_driving() if s.parted is None and now - s.seen <= limit]
+        return True if any(s.pace.leaving for s in here) else None if here else False
 
     def part(self, number: int, now: float) -> None:
         """Notes that the connection of a session has ended. Unless the process is heard of again, it has ended too."""

@@ -16,6 +16,7 @@ import numpy as np
 from psclient._src.arrays.devices import Device
 from psclient._src.chief import checkpoints, differences, driver, farewells, hung_members, returns, standby
 from psclient._src.chief.driver import Chief
+from psclient._src.processes import sigterm
 from psclient._src.rounds import counters, creation, first_values, read_cache, rounds
 from psclient._src.rounds.membership import Group
 from psclient._src.rounds.rounds import Exchange, Outgoing
@@ -40,7 +41,7 @@ T = TypeVar("T")
 
 TIMED = (
     *(counters, checkpoints, creation, differences, driver, first_values, hosting, hung_members, patience, read_cache),
-    *(reminder, returns, session, standby),
+    *(reminder, returns, session, sigterm, standby),
 )
 """Modules that look at the clock."""
 
@@ -154,6 +155,12 @@ class SimulatedSession(Session):
                         self._unheard(index, error)
 
         self._scheduler.spawn(beat)
+
+    def beat_now(self, index: int, by_itself: bool = False) -> None:
+        """As `Session.beat_now`: a process that stands still in it keeps its lock."""
+        while self._beating[index].locked():
+            self._scheduler.sleep(self.timeouts.beat / 100)
+        super().beat_now(index, by_itself)
 
     def _open_first(self, key: int) -> Opened:
         ended: Any = types.SimpleNamespace(wait=self._scheduler.sleep)

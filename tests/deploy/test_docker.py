@@ -21,7 +21,15 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from psclient.psctl.cli import command as psctl
-from tests.kit.internals import GLIBC_TUNABLES, check_addresses, parse_tf_config, spare_name, task_name
+from tests.kit.internals import (
+    GLIBC_TUNABLES,
+    LAST_SECONDS,
+    Timeouts,
+    check_addresses,
+    parse_tf_config,
+    spare_name,
+    task_name,
+)
 from tests.kit.internals import psserver_command as psserver
 from tests.kit.internals import psworker_command as psworker
 
@@ -115,6 +123,12 @@ def test_each_container_is_a_task_of_one_cluster() -> None:
         assert mine == [f"certs-{owner}:/certs:ro"]
         assert volumes[f"certs-{owner}"] == f"/out/{owner}"
     assert set(COMPOSE["volumes"]) == {*volumes, "checkpoints"}
+
+
+def test_containers_have_the_time_to_leave() -> None:
+    """Docker's own 10 s are less than a task may take that is told to end; a limit in seconds fits it."""
+    for service in RUNS.values():
+        assert int(service["stop_grace_period"].removesuffix("s")) >= Timeouts().grace + LAST_SECONDS
 
 
 def test_containers_may_do_little() -> None:

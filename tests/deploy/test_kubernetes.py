@@ -215,7 +215,10 @@ def test_no_secret_is_made_of_nothing(tmp_path: Path) -> None:
 
 @every_variant
 def test_pods_are_restricted(variant: str) -> None:
-    """As "restricted" asks, with a root that nobody writes on, as many threads as cores, and copies elsewhere."""
+    """As "restricted" asks, with a root that nobody writes on, as many threads as cores, and copies elsewhere.
+
+    A pod that is told to end has the time to leave its job.
+    """
     accounts = [item for item in rendered(variant) if item["kind"] == "ServiceAccount"]
     assert [account["automountServiceAccountToken"] for account in accounts] == [False]
     for pod in all_pods(variant):
@@ -228,6 +231,7 @@ def test_pods_are_restricted(variant: str) -> None:
         assert pod.spec["automountServiceAccountToken"] is False
         assert pod.spec["serviceAccountName"] == accounts[0]["metadata"]["name"]
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod.spec)
+        assert pod.spec["terminationGracePeriodSeconds"] >= inside.Timeouts().grace + inside.LAST_SECONDS
         kinds = {kind for volume in pod.spec["volumes"] for kind in volume if kind != "name"}
         assert kinds <= {"secret", "projected", "persistentVolumeClaim", "emptyDir"}
         asked = pod.container["resources"]["requests"]

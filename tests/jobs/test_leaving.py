@@ -66,8 +66,8 @@ def tell_to_end(job, *tasks):
 def test_a_worker_that_leaves_loses_no_example(tmp_path, backup_workers):
     """It ends with code 0 after few steps; the others share what is left, and each example of a pass counts once.
 
-    Another process of its task is taken in as any other. When all leave the job is over with them: chief and servers
-    end as after a script's end.
+    Another process of its task is taken in as any other. When all leave the job is over with them: chief and servers,
+    which are told as well and stay till then, end as after a script's end.
     """
     args = (60, 6, 1000, [[0, 3, "go"], [1, 2, "again"], [2, 3, "end"]], backup_workers)
     with ProcessCluster(visit, tmp_path, args, gates=["go", "again", "end"], **KEYS) as job:
@@ -89,7 +89,10 @@ def test_a_worker_that_leaves_loses_no_example(tmp_path, backup_workers):
         job.open("again")
         for task in ALL:
             job.hear(task, "at", [2, 3])
-        tell_to_end(job, *ALL)
+        tell_to_end(job, *ALL, CHIEF)
+        for server in (PS0, PS1):
+            job.kill(server, signal.SIGTERM)
+            job.hear_error(server, "it stays while processes leave")
         job.open("end")
         job.finish(SOON)
         for task in (W0, W2):

@@ -124,6 +124,7 @@ from psclient._src.transport.session import Session
 
 from psclient._src.chief.driver import Chief
 from psclient._src.config import child_environ, GLIBC_TUNABLES, LaunchConfig, security_from
+from psclient._src.processes.sigterm import LAST_SECONDS
 from psclient._src.launch.agent import LOST, MODULE
 from psclient._src.launch.cluster import Cluster, EVALUATOR
 from psclient._src.launch.outcome import Outcome

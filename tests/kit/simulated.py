@@ -27,6 +27,8 @@ from unittest import mock
 import numpy as np
 
 from psclient._src.chief import standby
+from psclient._src.processes import sigterm
+from psclient._src.processes.sigterm import Leaving, Notice
 from pstesting.simulation.clients import SimulatedChief, SimulatedProcess, SimulatedWorker, simulated_time
 from pstesting.simulation.clusters import Cluster
 from pstesting.simulation.costs import Costs, LaneCosts
@@ -65,6 +67,18 @@ SOON = 60.0
 _places = count()
 
 
+class Told(Notice):
+    """That a simulated process was told to end."""
+
+    def told(self, grace: float) -> None:
+        """SIGTERM has come."""
+        self._asked_at, self._grace = sigterm.time.monotonic(), grace
+
+    def leave(self) -> None:
+        """Ends the process where it stands."""
+        raise Leaving
+
+
 class TrainingWorker(SimulatedWorker):
     """A worker that trains until the job says how many rounds it makes; notes what each of them has left.
 
@@ -73,6 +87,7 @@ class TrainingWorker(SimulatedWorker):
         count, last: number of rounds that it has made; the last of them.
         joined: the round with which it began; None before.
         chief: the chief that it has become, if it has.
+        left: True once it has left, as it was told to end.
         hangs: what it waits for before it contributes again; its beats go on.
     """
 
@@ -88,12 +103,14 @@ class TrainingWorker(SimulatedWorker):
         self.joined: int | None = None
         self.chief: DrivingChief | None = None
         self.hangs: Future[None] | None = None
+        self.left = False
+        self.group.departure.notice = self._notice = Told()
         self.group.departure.hand_over = self._hand_over
         self.session.drive = self._take_the_chief_s_place
         self._job = job
 
     def _script(self) -> None:
-        job, workload, reads = self._job, self._cluster.workload, self.exchange.reads
+        workload, reads = self._cluster.workload, self.exchange.reads
         self.session.open()
         self.session.await_job()
         create, tensor = self.exchange.creation.create, workload.tensor
@@ -102,6 +119,19 @@ class TrainingWorker(SimulatedWorker):
         mine = np.full(tensor.shape, BASE**self.task.index, tensor.dtype)
         for variable in variables:
             reads.read(variable)
+        try:
+            self._train(variables, mine)
+        except Leaving:
+            self.left = True
+        self.exchange.settle()
+        self.session.leave()
+        if self.chief is not None:
+            if self._notice.leaving:
+                self.chief.chief.step_down()
+            self._job.scheduler.wait([self.chief.over])
+
+    def _train(self, variables: Sequence[Any], mine: Any) -> None:
+        job, workload, reads = self._job, self._cluster.workload, self.exchange.reads
         while self.group.round < job.last:
             self.spend(workload.step * job.luck.uniform(0.5, 1.5))
             self.exchange.begin_run()
@@ -120,10 +150,12 @@ class TrainingWorker(SimulatedWorker):
                 self.made[round] = values.pop()
             self.count, self.last = self.count + 1, round
             self._made(self.task)
-        self.exchange.settle()
-        self.session.leave()
-        if self.chief is not None:
-            job.scheduler.wait([self.chief.over])
+
+    def tell(self) -> None:
+        """It gets SIGTERM."""
+        self._notice.told(self._cluster.timeouts.grace)
+        for index in self.session.hosting.live:
+            self._job.scheduler.spawn(partial(self.session.beat_now, index))
 
     def _hand_over(self, path: str, state: str, returns: int) -> None:
         servers = tuple(range(len(self._job.servers)))
@@ -305,6 +337,14 @@ class World:
         for task in tasks:
             self.deaths[task] += 1
             self.process(task).kill()
+
+    def tell_to_end(self, *tasks: Task) -> None:
+        """The newest process of each task gets SIGTERM."""
+        for task in tasks:
+            if task.job == "chief":
+                self.chief.chief.step_down()
+            else:
+                self.workers[task].tell()
 
     def start(self, *tasks: Task) -> None:
         """Starts a new process of each task."""

@@ -14,7 +14,7 @@ hung_members  finds members that hold a round up for too long
 stalls        for how long the oldest round has waited, and for whom
 abandonment   when a job without live workers is given up
 discard       ends a job that nobody drives any more
-leave_saves   checkpoints that members ask for before they leave
+leaving       checkpoints that members ask for before they leave; a chief that is told to end with them
 deputy        takes the place of a chief that is gone, in a worker
 standby       waits until nobody drives the job
 counters      counts of a chief, for the metrics

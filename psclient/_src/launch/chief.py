@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import signal
 
 from psclient._src.chief.driver import Chief
 from psclient._src.chief.job_log import JobOver
 from psclient._src.chief.standby import stand_by, taken_over_by
+from psclient._src.processes.sigterm import NOTICE
 from psclient._src.telemetry.exporter import Exporter
 from psclient._src.transport.remote_server import connect, expect
 from pswire.cluster import Task, TaskConfig
@@ -28,7 +30,7 @@ def drive(
 ) -> None:
     """A chief without a script: drives the job until it is done, in the calling thread.
 
-    Where another process has taken its place it stands by.
+    Where another process has taken its place it stands by. At SIGTERM it ends with code 143, after members that leave.
 
     Args:
         config: the cluster and this task.
@@ -52,6 +54,8 @@ def drive(
                         over = _drives(chief, config.task)
                     case _:
                         over = True
+            if chief.stepped_down:
+                raise SystemExit(128 + signal.SIGTERM)
             return
         except JobOver as error:  # it was over by then, by a loss that nobody has told yet
             log.warning("%s goes on with nothing: %s", config.task, error)
@@ -63,7 +67,7 @@ def drive(
 def _takes_over(chief: Chief) -> bool:
     """Drives on to its end a job whose chief is gone; returns False if it may not be, or somebody was quicker."""
     try:
-        chief.drive(takes_over=True, waits=False)
+        chief.drive(takes_over=True, waits=False, notice=NOTICE)
     except TaskTaken:
         return False
     except ServerLost as error:
@@ -76,7 +80,7 @@ def _takes_over(chief: Chief) -> bool:
 def _drives(chief: Chief, task: Task) -> bool:
     """Drives a job to its end; returns False if another process does, in the place of this task."""
     try:
-        chief.drive(waits=False)
+        chief.drive(waits=False, notice=NOTICE)
     except TaskTaken:
         server = chief.log_server
         expect(server)
@@ -85,7 +89,7 @@ def _drives(chief: Chief, task: Task) -> bool:
             log.warning("%s drives the job in the place of %s, which stands by", other, task)
             return False
         try:
-            chief.drive()
+            chief.drive(notice=NOTICE)
         except TaskTaken:
             if taken_over_by(server, task) is None:
                 raise

@@ -1,5 +1,7 @@
 """SIGTERM: a worker that gets it finishes its step, and leaves its job where the next one begins, with exit code 0.
 
+A chief drives on while workers leave that were told as well.
+
 The handler only notes the signal. The thread that comes to the beginning of a step looks at the note, and ends the
 process there by `Leaving`. A second signal ends the process at once, as one does where nothing is to be left; so does
 the end of the grace period. A process that still closes some seconds later is ended without that. A third signal kills.
@@ -24,6 +26,10 @@ LAST_SECONDS = 3.0
 """Seconds that a process may take to close after its grace period: less than what schedulers give beyond that."""
 
 
+LEAVES = "leaves the job where its next step begins"
+"""What a worker does at SIGTERM."""
+
+
 class Leaving(SystemExit):
     """Ends a process that was told to end, where it leaves its job. The exit code is 0: nothing has failed."""
 
@@ -42,6 +48,7 @@ class Notice:
         self.saves = False
         self._asked_at: float | None = None
         self._grace = 0.0
+        self._does = LEAVES
         self._parts: list[Callable[[], object]] = []
         self._process = 0
         self._anywhere = False  # the main thread is where nothing is to be finished
@@ -60,7 +67,7 @@ class Notice:
         """True once half of the grace period is over: then it leaves, whether the others have taken that in or not."""
         return self._asked_at is not None and time.monotonic() > self._asked_at + self._grace / 2
 
-    def take_part(self, told: Callable[[], object], grace: float, saves: bool) -> None:
+    def take_part(self, told: Callable[[], object], grace: float, saves: bool, does: str = LEAVES) -> None:
         """This process has a part in a job, and leaves it before it ends.
 
         Under `python SCRIPT` the handler is set, unless the script has one of its own, or this is not the main thread.
@@ -69,8 +76,10 @@ class Notice:
             told: called in a thread of its own when SIGTERM comes.
             grace: seconds from then on after which the process ends, wherever it is.
             saves: True if a checkpoint is to be saved before.
+            does: what this process does then, for the log.
         """
         self._parts.append(told)
+        self._does = does
         self._process, self._grace, self.saves = os.getpid(), grace, saves
         in_main = threading.current_thread() is threading.main_thread()
         if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -156,8 +165,8 @@ class Notice:
 
     def _count_down(self) -> None:
         log.warning(
-            "told to end (SIGTERM): leaves the job where its next step begins, within %g s; a second signal ends this "
-            "process at once",
+            "told to end (SIGTERM): %s, within %g s; a second signal ends this process at once",
+            self._does,
             self._grace,
         )
         for told in [*self._parts]:

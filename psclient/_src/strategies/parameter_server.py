@@ -359,8 +359,9 @@ class ParameterServerStrategy(Strategy):
     # ---- The end ----
 
     def _told_to_end(self) -> None:
-        """SIGTERM has come: server 0 is told at once, and by it the chief."""
-        self._session.wakes[0].set()
+        """SIGTERM has come: all servers are told at once, and by the one that keeps the sessions the chief."""
+        for wake in self._session.wakes:
+            wake.set()
 
     def _save_to_leave(self) -> None:
         """Saves a checkpoint as the script's manager does; without one at `sigterm/ckpt-<round>`, by names."""

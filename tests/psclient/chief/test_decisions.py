@@ -7,8 +7,9 @@ from dataclasses import replace
 from psclient._src.chief.decisions import decide, undone
 from psclient._src.chief.epochs import Beginning
 from psclient._src.chief.job_state import JobState
-from psclient._src.chief.leave_saves import LeaveSaves
+from psclient._src.chief.leaving import LeaveSaves, StepDown
 from pswire.api import Watched
+from pswire.limits import Timeouts
 from pswire.model.changes import Change
 from pswire.model.log import (
     STEP,
@@ -201,6 +202,27 @@ def test_one_checkpoint_is_saved_for_all_who_leave_together():
     assert saves.may(15.1)
     saves.decided([EpochClosed(Epoch(3, (a,), STEP, None, (b, c), 2))], 15.1)
     assert saves.may(15.2), "that one ordered nothing"
+
+
+def test_a_chief_that_is_told_to_end_stays_while_members_leave():
+    """One that was told with it says so within a beat; nobody is waited for beyond the grace period."""
+    beat, grace = Timeouts().beat, Timeouts().grace
+    stays, leaves, gone = [paced(a), paced(b)], [paced(a, LEAVES), paced(b)], [at(a, "left"), at(b, "lost")]
+    alone = StepDown(Timeouts())
+    assert not alone.may(stays, 100.0)
+    assert not alone.may(stays, 100.0 + 0.9 * beat)
+    assert alone.may(stays, 100.0 + beat)
+    together = StepDown(Timeouts())
+    assert not together.may(stays, 100.0)
+    assert not together.may(leaves, 100.0 + 0.9 * beat)
+    assert not together.may(leaves, 120.0)
+    assert not together.may(stays, 120.0 + 0.9 * beat), "another one may be told yet"
+    assert together.may(stays, 120.0 + beat)
+    hung = StepDown(Timeouts())
+    assert not hung.may(leaves, 100.0)
+    assert not hung.may(leaves, 99.9 + grace)
+    assert hung.may(leaves, 100.0 + grace)
+    assert StepDown(Timeouts()).may(gone, 100.0), "nobody is here"
 
 
 # ---- Changes of the consistency, and where all members go on ----

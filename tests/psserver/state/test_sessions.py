@@ -479,6 +479,50 @@ def test_the_lowest_worker_that_lives_is_to_drive():
     assert not any(members.is_to_drive(number, 20.0) for number in workers[2:]), "somebody drives"
 
 
+def test_where_all_leave_the_one_that_asks_is_to_drive():
+    """At once after the chief is gone: nobody stays who could, and they need one to leave. Not while one stays."""
+    members, workers, chief = driven()
+    for number in workers[:2]:
+        members.beat(number, (-1, b""), 1.0, str, Pace(leaving=True))
+    members.leave(chief, "it was told to end")
+    assert not any(members.is_to_drive(number, 1.1) for number in workers), "worker 2 will, in two beats"
+    members.beat(workers[2], (-1, b""), 1.2, str, Pace(leaving=True))
+    assert all(members.is_to_drive(number, 1.2) for number in workers)
+    assert not members.is_to_drive(workers[0] + 1, 1.2)
+    members.leave(workers[1], "")
+    assert [members.is_to_drive(number, 1.2) for number in workers] == [True, False, True]
+    members, workers, chief = driven()
+    for number in workers:
+        members.beat(number, (-1, b""), 1.0, str, Pace(leaving=True))
+    members.part(chief, 0.0)
+    assert not members.is_to_drive(workers[0], 1.9), "it may be alive for a beat"
+    assert members.is_to_drive(workers[0], 2.0)
+
+
+def test_a_server_that_is_told_to_end_sees_whether_others_leave():
+    """True while one does, None while one may say so yet, or the chief has to tell of the end; then False."""
+    members, workers, chief = driven()
+    assert members.leave_now(1.0) is None
+    members.beat(workers[0], (-1, b""), 1.0, str, Pace(leaving=True))
+    assert members.leave_now(1.0) is True
+    members.leave(workers[0], "")
+    assert members.leave_now(1.0) is None
+    for number in workers[1:]:
+        members.leave(number, "")
+    assert members.leave_now(1.0) is None, "the chief is here"
+    members.leave(chief, "")
+    assert members.leave_now(1.0) is False
+    members, workers, chief = driven()  # of another server, which hears beats and no farewells
+    members.hear(workers[0], 3.0, Pace(leaving=True))
+    members.hear(workers[0], 4.0, None)
+    members.hear(workers[0] + 1, 4.0, Pace(leaving=True))
+    assert members.leave_now(8.0) is True
+    assert members.leave_now(8.1) is False
+    members.hear(workers[0], 8.2, None)
+    members.part(workers[0], 8.2)
+    assert members.leave_now(8.2) is False
+
+
 def test_nobody_drives_where_nothing_is_to_be_driven():
     """The chief has left, is only silent, or coordinates: then its script is its own; or there is no job."""
     members, workers, chief = driven()
