@@ -46,6 +46,9 @@ from pswire.telemetry import logging_setup
 TICK = 0.25
 """Seconds between two looks at leases and deadlines."""
 
+TELL_SECONDS = 3.0
+"""Seconds that a server stays whose job is over, for processes that wait for a place: they ask once a second."""
+
 LOOP_SECONDS = 2.0
 """Seconds that the status page waits for the event loop."""
 
@@ -200,7 +203,9 @@ async def serve(config: ServerConfig, until_done: bool = False, lifeline: bool =
             _mention_old_root(config)
             if page:
                 _say(f"psserver {config.task} serves metrics at {page.url}")
-            offer = StandingOffer(config, config.join, lambda: core.status().takes_part) if config.join else None
+            if config.join:
+                over = partial(loop.call_soon_threadsafe, stopped.set) if until_done else None
+                offer = StandingOffer(config, config.join, lambda: core.status().takes_part, over)
             departure = Departure(core, stopped)
             loop.add_signal_handler(signal.SIGTERM, departure.begin)
             alone = max(config.timeouts.alone, config.timeouts.lease)
@@ -270,7 +275,7 @@ class Departure:
         core, told = self._core, False
         soon = time.monotonic() + core.config.timeouts.beat  # by then those say so who were told at the same time
         while not core.machine.left.done() and time.monotonic() < until:
-            leaving = core.leaving()
+            leaving = core.seen(core.machine.leaving)
             if leaving and not told:
                 log.warning("%s was told to end: it stays while processes leave that were told as well", core.task)
             if leaving:
@@ -339,7 +344,10 @@ async def _thread(config: ServerConfig, name: str, does: str) -> AsyncIterator[T
 
 
 async def _until_end(core: Core, stopped: asyncio.Event, alone: float) -> None:
-    """Waits for a signal, until the job goes on without this server, and, unless `alone` is infinite, for its end."""
+    """Waits for a signal, until the job goes on without this server, and, unless `alone` is infinite, for its end.
+
+    Processes that wait for a place hear of the end before: nobody else could tell them.
+    """
     loop = asyncio.get_running_loop()
     for end in [core.machine.left, *([core.done] if alone < math.inf else [])]:
         end.add_done_callback(lambda _: loop.call_soon_threadsafe(stopped.set))
@@ -349,6 +357,9 @@ async def _until_end(core: Core, stopped: asyncio.Event, alone: float) -> None:
     for future in (ticker, waiter):
         if not future.cancel():
             future.result()
+    until = loop.time() + TELL_SECONDS
+    while not core.machine.left.done() and core.seen(core.machine.untold) and loop.time() < until:
+        await asyncio.sleep(TICK / 5)
 
 
 async def _tick(core: Core, alone: float) -> None:

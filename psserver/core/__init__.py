@@ -11,6 +11,6 @@ peers      the stimuli of other servers, a part of the machine's
 log        server 0's log: epochs, plans, checkpoints
 runner     runs rounds that are complete; catching_up puts some off, and makes them later
 waiting    calls that are answered later
-status     the status that `psctl` shows
+status     the status that `psctl` shows, and what else may be seen without a stimulus
 traces     the spans of rounds
 """

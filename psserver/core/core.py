@@ -131,9 +131,6 @@ class Core:
                 self.stimuli.refused(now, name, args, refusal)
             return answer, [] if effects is UNCHANGED else effects + self.machine.progress(now)
 
-    def _look(self) -> None:
-        self._enter(self.machine.look)
-
     def _carry_out(self, effects: list[Effect]) -> Work | None:
         """Carries out effects in order, and drops them; returns the work that the calling thread continues with."""
         next = None
@@ -148,7 +145,7 @@ class Core:
             elif isinstance(effect, Fail):
                 settle(effect.future, None, effect.error)
             elif isinstance(effect, Await):
-                effect.payload.reach(effect.offset, self._look)
+                effect.payload.reach(effect.offset, partial(self._enter, self.machine.look))
             elif isinstance(effect, Send):
                 if self.others is not None:
                     self.others.say(effect.server, effect.said)
@@ -228,6 +225,11 @@ class Core:
     def tick(self) -> None:
         """Ends the sessions whose lease is over. Must be called a few times per lease."""
         self._enter(self.machine.tick)
+
+    def seen(self, look: Callable[[float], T]) -> T:
+        """Returns what a look at the machine shows now, such as `machine.leaving`; it changes nothing."""
+        with self._lock:
+            return look(self._clock())
 
     def well(self) -> bool:
         """Returns True if the server is healthy: leases are checked in time, and no round has failed halfway."""
@@ -379,14 +381,8 @@ class Core:
 
     # ---- What is there, and the end ----
 
-    def leaving(self) -> bool | None:
-        """As `Machine.leaving`."""
-        with self._lock:
-            return self.machine.leaving(self._clock())
-
     def status(self) -> ServerStatus:
-        with self._lock:
-            return self.machine.status(self._clock())
+        return self.seen(self.machine.status)
 
     def recent(self) -> tuple[Happened, ...]:
         """Returns the last stimuli in words, the oldest first, without beats and ticks of the clock."""
@@ -397,8 +393,7 @@ class Core:
     @property
     def in_flight(self) -> int:
         """Bytes of contributions that are held and not used yet."""
-        with self._lock:
-            return self.machine.rounds.in_flight
+        return self.seen(lambda now: self.machine.rounds.in_flight)
 
     def close(self) -> None:
         """Fails all calls that wait, and closes the kernels. Answered calls lose nothing."""

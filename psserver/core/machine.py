@@ -27,7 +27,7 @@ from psserver.core.log import Log
 from psserver.core.peers import PeerStimuli
 from psserver.core.places import PlaceStimuli
 from psserver.core.runner import Runner
-from psserver.core.status import status_of
+from psserver.core.status import Looks, status_of
 from psserver.core.stimuli import WATCHED
 from psserver.core.waiting import Asked, Hold, Owed, Read, Waiters, Watch
 from psserver.effects import Await, Effect, Fail, Reply, Work
@@ -39,7 +39,7 @@ from psserver.state.counters import ServerCounters
 from psserver.state.first_values import FirstValues
 from psserver.state.key_tables import reading_ahead
 from psserver.state.rounds import Rounds
-from psserver.state.sessions import DRAWN, STILL_SECONDS, Membership
+from psserver.state.sessions import DRAWN, Membership
 from psserver.state.spares import Spares
 from psserver.state.variables import FirstValue, Store
 from psserver.tables.native import Native
@@ -84,7 +84,7 @@ def _tier_of(config: ServerConfig) -> Tier | None:
     return Tier(config.tier_path, config.tier_memory) if config.tier_path else None
 
 
-class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimuli):
+class Machine(Looks, PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimuli):
     """All state of a server. Each stimulus takes the time first, in monotonic seconds; a `PSError` refuses it.
 
     Args:
@@ -156,13 +156,9 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
         effects += self.runner.next()
         effects += self.waiters.answers(now, self._admission.ended, self._admission.ends)
         effects += self.snapshots.hopeless()
-        if self._is_done():
+        if self._is_done:
             effects.append(Reply(self.done, None))
         return effects
-
-    def _is_done(self) -> bool:
-        """Returns True once the job has ended, and the chief has told everybody."""
-        return self.log.over and (not self.log.keeps or self.members.chief_left())
 
     def look(self, now: float) -> Outcome[None]:
         """Looks again: a payload has arrived up to an awaited offset."""
@@ -227,16 +223,12 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
             self.members.beat(session, (round, plan_id), now, self.log.describe, pace)
             error = self._admission.ended(session)
         elif error is None:
-            self.members.hear(session, now, pace)
+            self.members.touch(session, now, pace)
         if error is None and pace is not None:
             self.rounds.clocks.tell(session, clock)
         self.tally.signs += error is None
         drives = self.log.keeps and self.log.lost is None and self.members.is_to_drive(session, now)
         return (error, drives), UNCHANGED if pace is None else []
-
-    def leaving(self, now: float) -> bool | None:
-        """Returns True while a process of the job leaves that was told to end; None while one may be told so yet."""
-        return False if self._is_done() else self.members.leave_now(now)
 
     def leave(self, now: float, session: int, error: str) -> Outcome[None]:
         """Ends a process's session, cleanly or with an error."""
@@ -253,10 +245,6 @@ class Machine(PeerStimuli, PlaceStimuli, ClosureStimuli, ChunkStimuli, JoinStimu
             self.tally.lost += 1
             log.warning("lost %s: no sign of life for %.0f s", task, self.members.lease)
         return None, []
-
-    def well(self, now: float) -> bool:
-        """Returns True if the server is healthy: leases are checked in time, and no round has failed halfway."""
-        return now - self._ticked < STILL_SECONDS and self.runner.broken is None
 
     # ---- Variables ----
 

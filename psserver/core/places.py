@@ -37,7 +37,7 @@ class PlaceStimuli:
 
     def offer(self, now: float, spare: Spare) -> tuple[Offered, list[Effect]]:
         """Notes a process that waits for a place; answers which it has got, and where the servers are."""
-        place = self._spares.offer(spare, now)
+        place = self._spares.offer(spare, now, self.log.over)
         return Offered(place, self.log.addresses if self.log.incarnations else (), self.log.over), []
 
     def move(self, now: float, server: int, address: str, token: int) -> tuple[str, list[Effect]]:

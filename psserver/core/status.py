@@ -11,7 +11,8 @@ from psserver.core.waiting import Waiters
 from psserver.plans.round import Own
 from psserver.state.counters import ServerCounters
 from psserver.state.rounds import Rounds
-from psserver.state.sessions import Membership
+from psserver.state.sessions import STILL_SECONDS, Membership
+from psserver.state.spares import Spares
 from psserver.state.variables import Store
 from pswire.model.places import Moved, Spare
 from pswire.model.status import MissedPeer, OpenRound, ServerStatus
@@ -80,3 +81,30 @@ def _explained(rounds: Rounds, runner: Runner, waiters: Waiters) -> tuple[OpenRo
     held = job.round if job is not None and not isinstance(job.strand, Own) else None
     waiting = [replace(w, section=f"{w.section}; {why}") if w.round == held else w for w in rounds.waiting()]
     return (*waiting, *waiters.held)
+
+
+class Looks:
+    """The part of a server's state machine that takes no stimuli."""
+
+    log: Log
+    members: Membership
+    runner: Runner
+    _spares: Spares
+    _ticked: float
+
+    @property
+    def _is_done(self) -> bool:
+        """True once the job has ended, and the chief has told everybody."""
+        return self.log.over and (not self.log.keeps or self.members.chief_left())
+
+    def well(self, now: float) -> bool:
+        """Returns True if the server is healthy: leases are checked in time, and no round has failed halfway."""
+        return now - self._ticked < STILL_SECONDS and self.runner.broken is None
+
+    def leaving(self, now: float) -> bool | None:
+        """Returns True while a process of the job leaves that was told to end; None while one may be told so yet."""
+        return False if self._is_done else self.members.leave_now(now)
+
+    def untold(self, now: float) -> bool:
+        """Returns True while a process waits for a place that does not know yet that the job is over."""
+        return self._is_done and self._spares.untold(now)

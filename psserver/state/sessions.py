@@ -88,6 +88,11 @@ class _SessionRecord:
         """Returns True if it waits in a round, and has another section there."""
         return self.waits[0] == waits[0] and self.waits[1] != waits[1] and self.state == "open" and not self.drives
 
+    @property
+    def last_sign(self) -> float:
+        """When it was last here: its last sign of life, or the end of its connection."""
+        return self.seen if self.parted is None else self.parted
+
     def vanished(self, beat: float) -> bool:
         """Returns True if its connection ended as it does with a process, and not as with a network that is cut."""
         return self.parted is not None and self.parted - self.seen <= PARTED_BEATS * beat
@@ -122,6 +127,23 @@ class _Sessions(dict[int, _SessionRecord]):
     def open(self) -> list[_SessionRecord]:
         """Returns those of them that take part in rounds."""
         return [session for session in self.values() if session.state == "open" and not session.drives]
+
+    def heirs(self, since: float) -> tuple[set[int], bool]:
+        """Returns the workers of which one may drive, by number, and whether they stay: the lowest, or all who leave.
+
+        Args:
+            since: the time since when they were heard of.
+        """
+        workers = [session for session in self.open() if session.seen >= since and session.member.task.job == "worker"]
+        stay = [session.member for session in workers if not session.pace.leaving]
+        if stay:
+            return {min(stay, key=lambda member: member.task).session}, True
+        return {session.member.session for session in workers}, False
+
+    def leave(self, since: float) -> bool | None:
+        """As `Membership.leave_now`, of those of which something was heard since a time."""
+        here = [s for s in self.open_or_driving() if s.parted is None and s.seen >= since]
+        return True if any(s.pace.leaving for s in here if not s.drives) else None if here else False
 
     def forget_ended(self) -> None:
         """Forgets the sessions that have ended."""
@@ -277,8 +299,7 @@ class Membership:
 
     def _is_gone(self, session: _SessionRecord, now: float) -> bool:
         """Returns False while the process of a session may be alive."""
-        silent = now - (session.seen if session.parted is None else session.parted)
-        return now - session.seen > self.lease or (session.parted is not None and silent >= self._beat)
+        return now - session.seen > self.lease or (session.parted is not None and now - session.parted >= self._beat)
 
     def _check_gone(self, rival: _SessionRecord, task: Task, now: float) -> None:
         """Raises `TaskTaken` while the process of a session may be alive."""
@@ -299,19 +320,9 @@ class Membership:
         scripts = [s.member for s in self._sessions.values() if not s.drives and s.member.task == chief.member.task]
         if chief.member.task.job == "chief" and any(member.alone for member in scripts):
             return False
-        here, limit = self._sessions.open(), DEPUTY_BEATS * self._beat
-        workers = [s for s in here if now - s.seen <= limit and s.member.task.job == "worker"]
-        stay = [s.member for s in workers if not s.pace.leaving]
-        since = chief.seen if chief.parted is None else chief.parted
-        if not stay:
-            return any(s.member.session == number for s in workers)
-        return now - since >= limit and min(stay, key=lambda member: member.task).session == number
-
-    def hear(self, number: int, now: float, pace: Pace | None) -> None:
-        """Notes a beat where another server keeps the sessions: whether its process was told to end."""
-        session = self._sessions.get(number)
-        if session is not None:
-            session.seen, session.pace = now, session.pace if pace is None else pace
+        limit = DEPUTY_BEATS * self._beat
+        heirs, stays = self._sessions.heirs(now - limit)
+        return number in heirs and (not stays or now - chief.last_sign >= limit)
 
     def leave_now(self, now: float) -> bool | None:
         """Returns True while a process leaves that was told to end, None while one is here that may be told so yet.
@@ -319,9 +330,7 @@ class Membership:
         A chief is here until it has told that the job is over. Who beats no more is not: where another server keeps the
         sessions, this one hears of no farewell.
         """
-        limit = DEPUTY_BEATS * self._beat
-        here = [s for s in self._sessions.open_or_driving() if s.parted is None and now - s.seen <= limit]
-        return True if any(s.pace.leaving for s in here) else None if here else False
+        return self._sessions.leave(now - DEPUTY_BEATS * self._beat)
 
     def part(self, number: int, now: float) -> None:
         """Notes that the connection of a session has ended. Unless the process is heard of again, it has ended too."""
@@ -502,12 +511,12 @@ class Membership:
         if change is not None:
             self._compare_changes()
 
-    def touch(self, number: int, now: float) -> None:
-        """Renews a session's lease: any call is a sign of life."""
+    def touch(self, number: int, now: float, pace: Pace | None = None) -> None:
+        """Renews a session's lease: any call is a sign of life. With a pace: another server keeps it."""
         session = self._sessions.get(number)
         if session is None:
             return
-        session.seen, session.parted = now, None
+        session.seen, session.parted, session.pace = now, None, pace or session.pace
         if not session.drives:
             self._hear(now)
 

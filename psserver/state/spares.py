@@ -26,9 +26,15 @@ class Spares:
         self._task = str(task)
         self._moved = moved
         self._known: dict[str, tuple[Spare, float]] = {}
+        self._told: set[str] = set()  # the addresses of those that know that the job is over
 
-    def offer(self, spare: Spare, now: float) -> int:
+    def offer(self, spare: Spare, now: float, over: bool = False) -> int:
         """Notes that a process is there; returns its place, `NOWHERE` for none.
+
+        Args:
+            spare: the process.
+            now: monotonic seconds.
+            over: True if it is told that the job is over.
 
         Raises:
             InvalidRequest: too many wait, or its address is none.
@@ -44,7 +50,15 @@ class Spares:
         if spare.place == NOWHERE and known is not None:
             spare = replace(spare, place=known[0].place)
         self._known[spare.address] = spare, now
+        if over:
+            self._told.add(spare.address)
+        else:
+            self._told.discard(spare.address)
         return spare.place
+
+    def untold(self, now: float) -> bool:
+        """Returns True while one is there that does not know yet that the job is over."""
+        return any(spare.address not in self._told for spare in self.waiting(now))
 
     def give(self, server: int, address: str, now: float) -> str:
         """Gives the place of a server to a process that waits; returns its address.
@@ -94,3 +108,4 @@ class Spares:
             for address, (spare, seen) in self._known.items()
             if now - seen <= SPARE_SECONDS and address not in servers
         }
+        self._told &= self._known.keys()

@@ -44,10 +44,14 @@ class Offers:
     Args:
         config: what it shows to them, and where it is.
         addresses: where some or all of them are, in their order.
+
+    Attributes:
+        knows_job: True once a server has told of a job.
     """
 
     def __init__(self, config: ServerConfig, addresses: Sequence[str]) -> None:
         self.addresses = self._homes = tuple(addresses)
+        self.knows_job = False
         self._config = config
         token = config.security.token
         self._metadata = ((TOKEN_KEY, bearer(token)),) if token else ()
@@ -74,6 +78,7 @@ class Offers:
             return None
         jobs = [answer for answer in answers if answer.addresses]
         if jobs:
+            self.knows_job = True
             self._go_on_at(jobs[0].addresses)
         found = next((answer.place for answer in answers if answer.place != NOWHERE), NOWHERE)
         return Offered(found, self.addresses, bool(jobs) and all(answer.over for answer in jobs))
@@ -111,7 +116,8 @@ def await_place(config: ServerConfig, until_done: bool, pause: Callable[[float],
         servers are.
 
     Raises:
-        ConfigError: no server answers, or they are of a version that does not know this.
+        ConfigError: no server answers, and none has told of a job before; or they are of a version that does not know
+            this.
         PSError: a server refuses this process.
     """
     offers, limits = Offers(config, config.join), config.timeouts
@@ -121,6 +127,11 @@ def await_place(config: ServerConfig, until_done: bool, pause: Callable[[float],
         while True:
             offered = offers.say(NOWHERE)
             now = time.monotonic()
+            if offered is None and now - heard > limit and offers.knows_job and until_done:
+                log.warning(
+                    "no server answers at %s for %g s: their job is over, or lost; waits no longer", where, limit
+                )
+                return NOWHERE, offers.addresses
             if offered is None and now - heard > limit:
                 raise ConfigError(
                     f"no server answers at {where} for {limit:g} s; name a job's servers in --join, in their order"
@@ -144,12 +155,20 @@ class StandingOffer:
         config: this server's configuration; its task has the place.
         addresses: where the servers are.
         taken: returns True once the job has taken it in.
+        over: called if the job is over before; None where that is of no interest.
     """
 
-    def __init__(self, config: ServerConfig, addresses: Sequence[str], taken: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        addresses: Sequence[str],
+        taken: Callable[[], bool],
+        over: Callable[[], object] | None = None,
+    ) -> None:
         self._offers = Offers(config, addresses)
         self._place = config.task.index
         self._taken = taken
+        self._over = over
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="offers itself", daemon=True)
         self._thread.start()
@@ -163,7 +182,10 @@ class StandingOffer:
         try:
             while not self._closed.is_set() and not self._taken():
                 try:
-                    self._offers.say(self._place)
+                    offered = self._offers.say(self._place)
+                    if offered is not None and offered.over and self._over is not None:
+                        self._over()
+                        return
                 except FINAL as error:
                     log.warning("a server refuses this process: %s", error)
                 self._closed.wait(PAUSE_SECONDS)

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 import psclient as ps
-from pstesting.processes import CHIEF, PS0, PS1, QUICK, W0, W1, ProcessCluster
+from pstesting.processes import CHIEF, PS0, PS1, QUICK, SECONDS, W0, W1, ProcessCluster
 from pstesting.script import ME, gate, say
 from tests.jobs.test_lost_servers import (
     KEYS,
@@ -75,19 +75,24 @@ def test_a_server_that_is_told_to_end_moves_before(tmp_path, moved):
                 job.kill(task)
                 job.start(task)
             job.hear(W1, "trains")  # it has found the servers, and is taken in
-            job.start(moved)  # at its old address, as whatever runs it does: it has no part in the job
+            job.start(
+                moved
+            )  # at its old address, as whatever runs it does: it has no part in the job, and ends with it
             lose(job, OTHER[moved])
             (tmp_path / "enough").touch()
             assert job.hear(W0, "is") == job.hear(W1, "is")
-            assert {job.exited(task) for task in (W0, W1, CHIEF)} == {0}
+            assert {job.exited(task) for task in (W0, W1, CHIEF, moved)} == {0}
 
 
 def test_who_waits_takes_the_place_of_a_server_that_stays_away(tmp_path):
-    """After a lease, one that does not fail with the copies; so the next loss is survived as well."""
+    """After a lease, one that does not fail with the copies; so the next loss is survived as well.
+
+    One that has got no place ends with the job, as the one that has.
+    """
     with ProcessCluster(learn, tmp_path, (None, [20]), **{**KEYS, "timeouts": QUICK}) as job:
         job.hear(W0, "at", 20)
-        near = waiting(job, tmp_path, domain=socket.gethostname())
-        with near, waiting(job, tmp_path) as (new,):
+        near = waiting(job, tmp_path, domain=socket.gethostname(), until_done=True)
+        with near as (unused,), waiting(job, tmp_path, until_done=True) as (new,):
             lose(job, PS0)
             job.hear_error(CHIEF, f"{PS0} moves to {new.address}")
             job.open("go 20")
@@ -98,6 +103,7 @@ def test_who_waits_takes_the_place_of_a_server_that_stays_away(tmp_path):
             job.start(PS1)
             all_go_on_with(job, PS1)
             enough(job, tmp_path)
+            assert [each.process.wait(SECONDS) for each in (unused, new)] == [0, 0]
 
 
 @pytest.mark.ci

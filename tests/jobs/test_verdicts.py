@@ -160,13 +160,15 @@ def test_of_two_chiefs_the_older_is_refused(tmp_path):
 
 def test_worker_0_leaves_a_job_that_it_drives(tmp_path):
     """In a cluster without a chief the next worker drives on, and worker 0 ends with code 0."""
-    with driven(tmp_path, KNOWN, rounds=40, chief="none") as job:
+    with driven(tmp_path, KNOWN, (0, 39), rounds=40, chief="none") as job:
         job.kill(W0, signal.SIGTERM)
         job.hear_error(W0, "told to end (SIGTERM)")
         job.open("0.2")
+        job.hear(W1, "at", [0, 39])
         assert job.exited(W0) == 0
         job.hear_error(W0, f"the chief in {W0} leaves")
         takes_over(job, W1)
+        job.open("0.39")
         job.hear(W1, "sums")
         assert {job.exited(task) for task in (W1, PS0, PS1)} == {0}
 

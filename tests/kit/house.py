@@ -120,7 +120,7 @@ pstesting                  16  pswire wire.model wire.security psserver psserver
                                 psclient psserver.cli
 pstesting.simulation       16  pswire wire.servers wire.api wire.model wire.transport wire.telemetry wire.security
                                 psserver psserver.programs psserver.plans psserver.core src.transport src.rounds
-                                src.processes.aggregation src.chief src.arrays
+                                src.processes src.processes.aggregation src.chief src.arrays
 pstesting.planner          17  pswire wire.transport psclient psclient.psctl pstesting pstesting.simulation
 """
 """For each room its floor, and what it imports; `wire.` is `pswire.`, and `src.` is `psclient._src.`."""
@@ -281,6 +281,7 @@ BRIEF: dict[str, str] = {
     "psclient.psctl.activity.top": ASKED,
     "psclient.psctl.activity._live": ASKED,
     # ---- Of servers: they wait for calls, and nobody for them; a client that waits for a server speaks itself ----
+    "psserver.cli.Departure._let_others_leave": "at most Timeouts.grace; it says before that processes leave",
     "psserver.cli.Departure._move": "at most Timeouts.grace; it says before to where the server moves",
     "psserver.cli._pause": "for a place, on purpose without an end where servers answer; it says so",
     "psserver.transport.joining._answer": "at most ASK_SECONDS",

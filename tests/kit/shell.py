@@ -347,7 +347,14 @@ class Waiting:
         process: the process.
     """
 
-    def __init__(self, job: ProcessCluster, directory: Path, domain: str = "elsewhere", **environ: str) -> None:
+    def __init__(
+        self,
+        job: ProcessCluster,
+        directory: Path,
+        domain: str = "elsewhere",
+        until_done: bool = False,
+        **environ: str,
+    ) -> None:
         port = free_port()
         self.address = f"{HOST}:{port}"
         self.said = directory / f"waiting-{port}.log"
@@ -358,7 +365,7 @@ class Waiting:
         kept["PS_TOKEN"] = job.cluster.security(W0).token
         with self.said.open("w") as file:
             self.process = forks.Forked[str](
-                [sys.executable, "-m", "psserver", *flags],
+                [sys.executable, "-m", "psserver", *flags, *["--until-done"] * until_done],
                 env={**kept, **CALM.environ(), **environ},
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -390,7 +397,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def waiting(job: ProcessCluster, directory: Path, count: int = 1, **keys: str) -> Iterator[list[Waiting]]:
+def waiting(job: ProcessCluster, directory: Path, count: int = 1, **keys: Any) -> Iterator[list[Waiting]]:
     """Processes that wait, and have said so to all servers."""
     made = [Waiting(job, directory, **keys) for _ in range(count)]
     try:

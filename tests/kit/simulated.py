@@ -127,7 +127,7 @@ class TrainingWorker(SimulatedWorker):
         self.session.leave()
         if self.chief is not None:
             if self._notice.leaving:
-                self.chief.chief.step_down()
+                self.chief.chief.steps_down.tell()
             self._job.scheduler.wait([self.chief.over])
 
     def _train(self, variables: Sequence[Any], mine: Any) -> None:
@@ -342,7 +342,7 @@ class World:
         """The newest process of each task gets SIGTERM."""
         for task in tasks:
             if task.job == "chief":
-                self.chief.chief.step_down()
+                self.chief.chief.steps_down.tell()
             else:
                 self.workers[task].tell()
 

@@ -25,7 +25,6 @@ from psclient._src.chief.job_log import JobLog, JobOver
 from psclient._src.chief.leaving import LeaveSaves, StepDown
 from psclient._src.chief.losses import Losses
 from psclient._src.chief.returns import Returns
-from psclient._src.processes.sigterm import Notice
 from psclient._src.transport.daemon_threads import Threads
 from psclient._src.transport.remote_server import RemoteServer, expect
 from psclient._src.transport.session import Session
@@ -43,9 +42,6 @@ if TYPE_CHECKING:
     from psclient._src.telemetry.traces.chief import ChiefTraces
 
 log = logging.getLogger("psclient.chief")
-
-DRIVES_ON = "drives the job on while workers leave that were told as well"
-"""What a chief does at SIGTERM."""
 
 PAUSE = 1.0
 """Seconds after which the chief looks again even if nothing was announced."""
@@ -67,7 +63,7 @@ class Chief:
     Attributes:
         task: the task that drives.
         page: URL of its status page, which its beats tell; "" for none.
-        stepped_down: True once it has ended before the job, since it was told to.
+        steps_down: tells it to end before the job does, because its process is to.
         traces: the traces of what it does; None where they are off.
     """
 
@@ -87,7 +83,7 @@ class Chief:
         self._failed = failed
         self.task = task
         self.page = ""
-        self.stepped_down = False
+        self.steps_down = StepDown(timeouts)
         self._job = job
         self._copied = copied
         self._servers = servers
@@ -105,8 +101,6 @@ class Chief:
         self._sessions: Sequence[SessionState] = ()  # as they were last seen; replaced, never changed
         self._reminder = Reminder(timeouts.word, self._say_who_is_missing)
         self._stop = threading.Event()
-        self._steps_down = threading.Event()
-        self._stepping_down = StepDown(timeouts)
         self._thread: threading.Thread | None = None
 
     def _begin(self) -> None:
@@ -186,21 +180,17 @@ class Chief:
 
         Args:
             abandon: end at once, because this process failed.
-            steps_down: as `step_down`, because this process leaves.
+            steps_down: end soon, because this process leaves: others drive on.
         """
         if abandon:
             self._stop.set()
         if steps_down:
-            self.step_down()
+            self.steps_down.tell()
         while self._thread and self._thread.is_alive():
             self._thread.join(self._timeouts.word)
             if self._thread.is_alive():
                 awaited = _told(undone(self._sessions, self._expected)) or "the servers to end the job"
                 log.warning("%s has done its part, and drives the job on: waits for %s", self.task, awaited)
-
-    def step_down(self) -> None:
-        """Ends soon, because this process was told to end: others drive on. Members that leave may do so first."""
-        self._steps_down.set()
 
     @property
     def is_driving(self) -> bool:
@@ -230,21 +220,16 @@ class Chief:
             log.error("the chief in %s failed: %s", self.task, error, exc_info=not isinstance(error, PSError))
             self._failed(error if isinstance(error, PSError) else PSError(f"the chief failed: {error!r}"))
 
-    def drive(self, takes_over: bool = False, waits: bool = True, notice: Notice | None = None) -> None:
+    def drive(self, takes_over: bool = False, waits: bool = True, begun: Callable[[], object] = lambda: None) -> None:
         """Drives in the calling thread until the job is done; raises `PSError` if that is impossible.
 
         Args:
             takes_over, waits: as `start`.
-            notice: tells it to step down.
+            begun: called once it is chief: from then on it may be told to step down.
         """
         self._open(takes_over, waits)
-        if notice is not None:
-            notice.take_part(self.step_down, self._timeouts.grace, False, DRIVES_ON)
-        try:
-            self._drive()
-        finally:
-            if notice is not None:
-                notice.has_left(self.step_down)
+        begun()
+        self._drive()
 
     def _open(self, takes_over: bool, waits: bool) -> None:
         self._takes_over = self._log.takes_over = takes_over
@@ -300,8 +285,7 @@ class Chief:
                     self._differences.tell(lost)
                     self._watching, self._version = None, 0
                     continue
-                if self._steps_down.is_set() and self._stepping_down.may(self._sessions, time.monotonic()):
-                    self.stepped_down = True
+                if self.steps_down.look(self._sessions, time.monotonic()):
                     log.warning("the chief in %s leaves, and another process drives the job on", self.task)
                     break
         except ServerLost as lost:
@@ -357,7 +341,7 @@ class Chief:
             wait(news, PAUSE / 4, FIRST_COMPLETED)
             if self._watching.done():
                 watched, self._watching = self._watching.result(), None
-            elif self._has_news() or self._steps_down.is_set() or time.monotonic() > until:
+            elif self._has_news() or self.steps_down.told or time.monotonic() > until:
                 watched = self._session.look(len(self._log.state.log))
             else:
                 continue

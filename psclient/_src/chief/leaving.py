@@ -1,4 +1,4 @@
-"""Members that leave: one checkpoint for all who are told to end at about the same time; a chief that is told with them."""
+"""Members that leave: one checkpoint for all who are told to end at about the same time; a chief that is told, too."""
 
 from __future__ import annotations
 
@@ -38,24 +38,36 @@ class StepDown:
 
     Args:
         timeouts: members told at the same time say so within a beat; the whole takes no longer than the grace period.
+
+    Attributes:
+        told: True once it was told.
+        over: True once it may end.
     """
 
     def __init__(self, timeouts: Timeouts) -> None:
+        self.told = self.over = False
         self._timeouts = timeouts
-        self._told: float | None = None
-        self._left = 0.0  # when the last of them was seen
+        self._began: float | None = None  # when this was seen
+        self._left = 0.0  # when the last member that leaves was seen
 
-    def may(self, sessions: Sequence[SessionState], now: float) -> bool:
-        """Returns whether it may end: nobody leaves, nor is about to. Called once it was told, and then for each look.
+    def tell(self) -> None:
+        """It is to end soon: others drive on. Any thread may say so."""
+        self.told = True
+
+    def look(self, sessions: Sequence[SessionState], now: float) -> bool:
+        """Returns whether it may end: it was told to, and nobody leaves, nor is about to.
 
         Args:
             sessions: of those who take part in rounds, as they are now.
             now: monotonic seconds.
         """
-        if self._told is None:
-            self._told = self._left = now
+        if not self.told:
+            return False
+        if self._began is None:
+            self._began = self._left = now
         here = [session for session in sessions if session.state == "open"]
         if any(session.pace.leaving for session in here):
             self._left = now
-        late = now - self._told >= self._timeouts.grace
-        return late or not here or now - self._left >= self._timeouts.beat
+        late = now - self._began >= self._timeouts.grace
+        self.over = late or not here or now - self._left >= self._timeouts.beat
+        return self.over

@@ -26,7 +26,7 @@ from psclient._src.transport.remote_server import RemoteServer, elsewhere, expec
 from psclient._src.transport.session import Session
 from pswire.cluster import Task
 from pswire.errors import PSError
-from pswire.model.log import EpochClosed, Gone, LogEntry, Return, Snapshotted
+from pswire.model.log import EpochClosed, Gone, JobStarted, LogEntry, Return, Snapshotted
 from pswire.model.places import NOWHERE, Spare
 from pswire.model.status import ServerStatus
 
@@ -130,16 +130,29 @@ class Returns:
                 self._log.take_back(server)
 
     def end(self) -> None:
-        """Tells the processes in the place of servers that are gone, which nobody has taken back, that all is over."""
-        for server in self._log.state.gone:
-            self._begin_to_look(server, self._servers[server].address)
+        """Tells processes that were started as servers, and that nobody has taken back, that all is over.
+
+        They are where a server was that is gone, or that has moved.
+        """
+        for server, there in enumerate(self._servers):
+            here = {there.address} if server in self._log.state.gone else set()
+            for address in sorted(here | self._homes_of(server) - {there.address}):
+                self._begin_to_look(server, address)
         wait([look.answer for look in self._looks.values()], LOOK_SECONDS)
         for look in self._looks.values():
             if look.answer.done() and look.answer.exception() is None:
+                if look.answer.result().incarnation in self._session.incarnations:
+                    continue  # another server by now
                 try:
                     self._log.prepare(look.there)
                 except PSError as error:
                     log.info("%s does not know of the end: %s", Task("ps", look.server), error)
+
+    def _homes_of(self, server: int) -> set[str]:
+        """Returns where a server was before it moved."""
+        begun = next(iter(self._log.state.log), None)
+        first = begun.addresses[server : server + 1] if isinstance(begun, JobStarted) else ()
+        return {self._homes[server], *first}
 
     def close(self) -> None:
         """Closes the connections to processes that are no server."""

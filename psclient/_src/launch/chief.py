@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Callable
+from functools import partial
 
 from psclient._src.chief.driver import Chief
 from psclient._src.chief.job_log import JobOver
@@ -17,6 +19,9 @@ from pswire.limits import Refused, Timeouts
 from pswire.security.identity import Security
 
 log = logging.getLogger("psworker")
+
+DRIVES_ON = "drives the job on while workers leave that were told as well"
+"""What a chief does at SIGTERM."""
 
 
 def drive(
@@ -42,32 +47,35 @@ def drive(
     while True:
         servers = connect(config.cluster, timeouts, security=security, drives=True, refused=refused, copied=copied)
         chief = Chief(config.task, servers, config.cluster, timeouts, job=job, copied=copied)
+        # Before it has driven, and while it stands by, SIGTERM ends it at once.
+        begun = partial(NOTICE.take_part, chief.steps_down.tell, timeouts.grace, False, DRIVES_ON)
         exporter = Exporter(config.task, security)
         exporter.add_chief(chief)
         try:
-            over = not standby and _drives(chief, config.task)
+            over = not standby and _drives(chief, config.task, begun)
             while not over:
                 match stand_by(servers if copied else servers[:1], config.task, timeouts, begins=not standby):
                     case "gone":
-                        over = _takes_over(chief)
+                        over = _takes_over(chief, begun)
                     case "none":
-                        over = _drives(chief, config.task)
+                        over = _drives(chief, config.task, begun)
                     case _:
                         over = True
-            if chief.stepped_down:
+            if chief.steps_down.over:
                 raise SystemExit(128 + signal.SIGTERM)
             return
         except JobOver as error:  # it was over by then, by a loss that nobody has told yet
             log.warning("%s goes on with nothing: %s", config.task, error)
         finally:
+            NOTICE.has_left(chief.steps_down.tell)
             chief.close()
             exporter.stop()
 
 
-def _takes_over(chief: Chief) -> bool:
+def _takes_over(chief: Chief, begun: Callable[[], object]) -> bool:
     """Drives on to its end a job whose chief is gone; returns False if it may not be, or somebody was quicker."""
     try:
-        chief.drive(takes_over=True, waits=False, notice=NOTICE)
+        chief.drive(takes_over=True, waits=False, begun=begun)
     except TaskTaken:
         return False
     except ServerLost as error:
@@ -77,10 +85,10 @@ def _takes_over(chief: Chief) -> bool:
     return True
 
 
-def _drives(chief: Chief, task: Task) -> bool:
+def _drives(chief: Chief, task: Task, begun: Callable[[], object]) -> bool:
     """Drives a job to its end; returns False if another process does, in the place of this task."""
     try:
-        chief.drive(waits=False, notice=NOTICE)
+        chief.drive(waits=False, begun=begun)
     except TaskTaken:
         server = chief.log_server
         expect(server)
@@ -89,7 +97,7 @@ def _drives(chief: Chief, task: Task) -> bool:
             log.warning("%s drives the job in the place of %s, which stands by", other, task)
             return False
         try:
-            chief.drive(notice=NOTICE)
+            chief.drive(begun=begun)
         except TaskTaken:
             if taken_over_by(server, task) is None:
                 raise

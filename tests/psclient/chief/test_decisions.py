@@ -208,21 +208,28 @@ def test_a_chief_that_is_told_to_end_stays_while_members_leave():
     """One that was told with it says so within a beat; nobody is waited for beyond the grace period."""
     beat, grace = Timeouts().beat, Timeouts().grace
     stays, leaves, gone = [paced(a), paced(b)], [paced(a, LEAVES), paced(b)], [at(a, "left"), at(b, "lost")]
-    alone = StepDown(Timeouts())
-    assert not alone.may(stays, 100.0)
-    assert not alone.may(stays, 100.0 + 0.9 * beat)
-    assert alone.may(stays, 100.0 + beat)
-    together = StepDown(Timeouts())
-    assert not together.may(stays, 100.0)
-    assert not together.may(leaves, 100.0 + 0.9 * beat)
-    assert not together.may(leaves, 120.0)
-    assert not together.may(stays, 120.0 + 0.9 * beat), "another one may be told yet"
-    assert together.may(stays, 120.0 + beat)
-    hung = StepDown(Timeouts())
-    assert not hung.may(leaves, 100.0)
-    assert not hung.may(leaves, 99.9 + grace)
-    assert hung.may(leaves, 100.0 + grace)
-    assert StepDown(Timeouts()).may(gone, 100.0), "nobody is here"
+
+    def told():
+        one = StepDown(Timeouts())
+        assert not one.look(gone, 50.0), "it was not told"
+        one.tell()
+        return one
+
+    alone = told()
+    assert not alone.look(stays, 100.0)
+    assert not alone.look(stays, 100.0 + 0.9 * beat)
+    assert alone.look(stays, 100.0 + beat)
+    together = told()
+    assert not together.look(stays, 100.0)
+    assert not together.look(leaves, 100.0 + 0.9 * beat)
+    assert not together.look(leaves, 120.0)
+    assert not together.look(stays, 120.0 + 0.9 * beat), "another one may be told yet"
+    assert together.look(stays, 120.0 + beat)
+    hung = told()
+    assert not hung.look(leaves, 100.0)
+    assert not hung.look(leaves, 99.9 + grace)
+    assert hung.look(leaves, 100.0 + grace)
+    assert told().look(gone, 100.0), "nobody is here"
 
 
 # ---- Changes of the consistency, and where all members go on ----

@@ -143,7 +143,7 @@ class Line:
     """A process's connection to a server: it may stand still before each call, and pushes travel."""
 
     def __init__(self, model: Model, process: Worker | Driver, server: int) -> None:
-        self.task = Task("ps", server)
+        self.task, self.address = Task("ps", server), f"ps-{server}:1"
         self._model = model
         self._process = process
         self._server = server

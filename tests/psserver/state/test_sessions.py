@@ -513,12 +513,12 @@ def test_a_server_that_is_told_to_end_sees_whether_others_leave():
     members.leave(chief, "")
     assert members.leave_now(1.0) is False
     members, workers, chief = driven()  # of another server, which hears beats and no farewells
-    members.hear(workers[0], 3.0, Pace(leaving=True))
-    members.hear(workers[0], 4.0, None)
-    members.hear(workers[0] + 1, 4.0, Pace(leaving=True))
+    members.touch(workers[0], 3.0, Pace(leaving=True))
+    members.touch(workers[0], 4.0, None)
+    members.touch(workers[0] + 1, 4.0, Pace(leaving=True))
     assert members.leave_now(8.0) is True
     assert members.leave_now(8.1) is False
-    members.hear(workers[0], 8.2, None)
+    members.touch(workers[0], 8.2, None)
     members.part(workers[0], 8.2)
     assert members.leave_now(8.2) is False
 

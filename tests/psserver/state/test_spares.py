@@ -7,6 +7,7 @@ import pytest
 from psserver.state.spares import Spares
 from pswire.cluster import Task
 from pswire.errors import ConfigError
+from pswire.limits import SPARE_SECONDS
 from pswire.model.places import Spare
 
 
@@ -25,3 +26,20 @@ def test_a_process_that_has_become_the_server_waits_no_more():
     spares.offer(Spare("c:1"), 0.4)
     moved[0] = "b:1"
     assert spares.give(0, "c:1", 0.5) == "c:1"
+
+
+def test_a_server_whose_job_is_over_knows_who_has_not_heard_of_it():
+    """Who asks then is told; one that asks no more is not waited for, nor one that has become a server."""
+    moved = dict[int, str]()
+    spares = Spares(Task("ps", 1), moved)
+    assert not spares.untold(0.0)
+    for address in ("a:1", "b:1", "c:1"):
+        spares.offer(Spare(address), 0.0)
+    spares.offer(Spare("a:1"), 1.0, over=True)
+    moved[0] = "b:1"
+    assert spares.untold(1.0), "c has not asked since"
+    spares.offer(Spare("c:1"), 1.1, over=True)
+    assert not spares.untold(1.2)
+    spares.offer(Spare("a:1"), 2.0)
+    assert spares.untold(2.0), "another job has begun"
+    assert not spares.untold(2.1 + SPARE_SECONDS)
