@@ -143,6 +143,8 @@ class ClusterCoordinator:
         self._idle = 0.0
         state = self._ask(ClosureOrder(functions=functions.registry()))
         self._next, self._told = state.number + 1, state.failures
+        strategy._exchange.creation.send()
+        strategy._exchange.creation.by_name = True  # of what functions create this process knows nothing
         self._made, strategy._coordinator = True, self
 
     @property

@@ -86,6 +86,7 @@ class Worker:
             ServerLost: a server was lost.
         """
         self._exchange.creation.send()  # others may wait for the first values of what the script has created
+        self._exchange.creation.by_name = True
         taken = self._ask(None)
         while not taken.over:
             taken = self._tell(taken, *self._run(taken))

@@ -156,7 +156,10 @@ class State:
         if name not in self._first:
             raise RuntimeError(f"this optimizer keeps no {name}: that comes with loss_scale_factor=DynamicLossScale()")
         if not self._shared:
-            raise RuntimeError("the optimizer has no state yet; apply gradients first, or call build(variables)")
+            raise RuntimeError(
+                "the optimizer has no state in this process yet; call optimizer.build(variables) in strategy.scope(), "
+                "as a coordinator does for what its workers train, or apply gradients first"
+            )
         return (self._first_of(False) or self._shared[0])[name]
 
     def beside(self, v: Variable) -> dict[str, Variable]:

@@ -6,6 +6,7 @@ Worlds
     fixtures         the fixtures of all folders: `strategy`, `shared`, and what a test changes for its own time
     rig              servers without a network or behind one, and a job on them that a test drives by hand
     workers          workers in threads of this process, and the training script `learn` of real processes
+    coordinated      a coordinator and its workers in threads of this process
     simulated        whole jobs in simulated time, which a test makes fail
     lanes            one server behind a lane, and networks that break
     faulty_servers   processes that die at a point of a save, flip a bit, or hold a read back

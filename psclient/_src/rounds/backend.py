@@ -112,7 +112,7 @@ class _RemoteVariables:
         self.check_open()
         servers = self._placement.with_copies(place) or self._placement.choose(spec)
         now = on_read or not self._placement.has_room(servers, spec)
-        handle = self._creation.create(spec, servers, value, now)
+        handle = self._creation.create(spec, servers, value, now, chosen=not place)
         self._placement.created(handle, chosen=not place)
         if not on_read:
             return ServerVariable.stored(strategy, spec, how, handle, self.reader)
@@ -149,7 +149,7 @@ class _RemoteVariables:
     def _create(self, spec: VariableSpec, value: Array, place: ServerIds, chosen: bool) -> Handle:
         self.check_open()
         place = self._placement.with_copies(place)
-        handle = self._creation.create(spec, place, value, not self._placement.has_room(place, spec))
+        handle = self._creation.create(spec, place, value, not self._placement.has_room(place, spec), chosen)
         self._placement.created(handle, chosen)
         return handle
 

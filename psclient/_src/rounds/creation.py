@@ -23,8 +23,9 @@ from psclient._src.transport.remote_server import SLOWEST
 from psclient._src.transport.session import Session
 from pswire.api import Contribution, RoundReply
 from pswire.cluster import Task
-from pswire.errors import PSError, RoundTimeout, ServerGone
+from pswire.errors import PSError, RoundTimeout, ServerGone, VariableMismatch
 from pswire.limits import PART_BYTES
+from pswire.model.log import Created
 from pswire.model.plan import PlacedVariable, VariableSpec
 from pswire.model.tensor import Array, portable
 from pswire.transport.payload import Payload
@@ -53,11 +54,16 @@ class Creation:
     Attributes:
         variables: all that this process has created, by number, sent or not.
         any_alone: True if each worker updates one of them alone.
+        by_name: True once processes run different code, as a coordinator and its workers do: what is created then is
+            found by its name, whatever else others have created before it. Each is sent at once.
     """
 
     def __init__(self, session: Session, group: Group, reads: ReadCache) -> None:
         self.variables: dict[int, PlacedVariable] = {}
         self.any_alone = False
+        self.by_name = False
+        self._named: list[PlacedVariable] = []  # all of the job, by number, as far as this process has read
+        self._entries = 0  # of the log, read for these
         self._session = session
         self._reads = reads
         self._first_values = FirstValues(session, group)
@@ -68,7 +74,9 @@ class Creation:
         self._restored: set[int] = set()
         self._failure: PSError | None = None
 
-    def create(self, spec: VariableSpec, servers: tuple[int, ...], value: Array, now: bool = False) -> PlacedVariable:
+    def create(
+        self, spec: VariableSpec, servers: tuple[int, ...], value: Array, now: bool = False, chosen: bool = False
+    ) -> PlacedVariable:
         """Creates a variable, or finds the one that others have created in its place.
 
         It is recorded, and sent with others later, unless its value is too large to be kept.
@@ -78,6 +86,7 @@ class Creation:
             servers: the servers that shall hold it.
             value: this process's initial value, of that dtype and shape; of a dynamic table `NO_VALUE`.
             now: True to send it at once, so that its errors are raised here.
+            chosen: True if it may as well lie on other servers.
 
         Raises:
             VariableMismatch: another process created another variable in its place, or in that of one recorded before.
@@ -91,6 +100,8 @@ class Creation:
             spec.check()
             if spec.part is not None:
                 self._session.hosting.check_tables(spec.part.table)
+            if self.by_name:
+                return self._create_by_name(spec, servers, value, chosen)
             large = value.nbytes >= PART_BYTES
             variable = PlacedVariable(len(self.variables), spec, servers)
             recorded = Recorded(variable, value if large or now else np.array(value, order="C"), users_line())
@@ -107,6 +118,35 @@ class Creation:
                 finally:
                     self._forget(recorded)
             return variable
+
+    def _create_by_name(
+        self, spec: VariableSpec, servers: tuple[int, ...], value: Array, chosen: bool
+    ) -> PlacedVariable:
+        """Creates a variable behind all that the job has, or finds it among these."""
+        self._send()
+        while True:
+            there = next((each for each in self._learned() if each.spec == spec), None)
+            number = len(self._named) if there is None else there.id
+            variable = there if there is not None and chosen else PlacedVariable(number, spec, servers)
+            recorded = Recorded(variable, value, users_line())
+            self.variables[variable.id] = variable
+            self.any_alone |= spec.alone
+            self._recorded, self._nbytes = [recorded], value.nbytes
+            try:
+                self._send(last=recorded)
+                return variable
+            except VariableMismatch:
+                if len(self._learned()) <= variable.id:
+                    raise  # it is not the number, which another process may have taken meanwhile
+            finally:
+                self._forget(recorded)
+
+    def _learned(self) -> Sequence[PlacedVariable]:
+        """Returns all variables of the job, by number."""
+        watched = self._session.look(self._entries)
+        self._entries = watched.start + len(watched.entries)
+        self._named += [entry.variable for entry in watched.entries if isinstance(entry, Created)]
+        return self._named
 
     def _forget(self, last: Recorded) -> None:
         """Forgets a variable whose creation was cut short, and that the script does not have: it may try again."""
