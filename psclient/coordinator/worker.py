@@ -49,8 +49,16 @@ def serve_at_end() -> None:
 
 def has_trained(strategy: ParameterServerStrategy) -> bool:
     """Returns True for a script that needs no coordinator, though it has registered functions."""
-    alone = strategy.consistency.mode == "async" and strategy._exchange.group.has_chief
-    return strategy.round > 0 and not alone
+    return strategy.round > 0 and not (strategy.consistency.mode == "async" and is_coordinated(strategy))
+
+
+def is_coordinated(strategy: ParameterServerStrategy) -> bool:
+    """Returns whether the chief of a worker's job runs the script, or has run it. Waits until all are there."""
+    exchange = strategy._exchange
+    if exchange.group.has_chief:
+        return True
+    # One that had nothing to schedule may have left before the job's first epoch.
+    return any(state.member.task.job == "chief" for state in exchange.session.look().sessions)
 
 
 class Worker:
@@ -69,7 +77,7 @@ class Worker:
         self._exchange = strategy._exchange
         self._session = self._exchange.session
         self._session.hosting.check_closures()
-        if not self._exchange.group.has_chief:
+        if not is_coordinated(strategy):
             raise ConfigError(
                 f"{strategy.task} has registered functions for a coordinator, and nobody coordinates: the chief of "
                 f"this job runs no script; {HOW}"

@@ -110,6 +110,7 @@ def coordinated(
     *scheduled: Callable[..., Any],
     workers: int = 1,
     servers: int = 1,
+    started: int | None = None,
     root: Path | str = "runs",
 ) -> Iterator[Coordinated]:
     """A job with a coordinator, while it runs.
@@ -118,6 +119,7 @@ def coordinated(
         create: creates in each process, in the scope of its strategy, what it has; returns it by name.
         scheduled: the functions that are registered.
         workers, servers: how many there are.
+        started: how many workers come at once, if not all; the others come with `start`, and the job begins then.
         root: directory of checkpoints.
     """
     before = dict(functions._registered)
@@ -128,7 +130,7 @@ def coordinated(
         with InProcessCluster(servers, checkpoint_root=root) as cluster:
             tasks = {"chief": ["chief:0"], "worker": [f"worker-{index}:0" for index in range(workers)]}
             job = Coordinated(cluster, ps.ClusterSpec({"ps": cluster.addresses, **tasks}), create)
-            for worker in range(workers):
+            for worker in range(workers if started is None else started):
                 job.start(worker)
             try:
                 yield job
