@@ -14,6 +14,7 @@ from psclient._src.arrays import nest
 from psclient._src.arrays.nest import Nest
 from psclient._src.cluster_resolver.base import ClusterResolver
 from psclient._src.config import task_config
+from psclient._src.options import InputContext
 from psclient._src.strategies.parameter_server import ParameterServerStrategy
 from psclient._src.transport.session import Session
 from psclient.coordinator import functions
@@ -128,7 +129,8 @@ class ClusterCoordinator:
                 "ClusterCoordinator below `if ps.coordinator.is_coordinator():`, and " + HOW
             )
         check_asynchronous(strategy)
-        if not resolver.cluster_spec().tasks("worker"):
+        self._workers = len(resolver.cluster_spec().tasks("worker"))
+        if not self._workers:
             raise ConfigError("the cluster has no workers, which would run what is scheduled", str(task))
         if not functions.registry():
             raise ConfigError("no function is registered; write @ps.coordinator.function above those to be scheduled")
@@ -144,7 +146,7 @@ class ClusterCoordinator:
         state = self._ask(ClosureOrder(functions=functions.registry()))
         self._next, self._told = state.number + 1, state.failures
         strategy._exchange.creation.send()
-        strategy._exchange.creation.by_name = True  # of what functions create this process knows nothing
+        strategy._exchange.coordinate()
         self._made, strategy._coordinator = True, self
 
     @property
@@ -245,9 +247,10 @@ class ClusterCoordinator:
             The dataset of each worker; `iter` of it is an iterator of each worker, an argument for `schedule`.
 
         Raises:
-            TypeError: the function is not registered.
+            TypeError: the function is not registered; or it is a dataset, which is never sent.
         """
-        return PerWorkerValues("dataset", functions.name_of(dataset_fn))
+        context = InputContext(self._workers, 0, self._strategy.num_replicas_in_sync)
+        return PerWorkerValues("dataset", functions.name_of(dataset_fn, "create_per_worker_dataset"), context=context)
 
     # ---- Server 0 ----
 

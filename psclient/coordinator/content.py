@@ -14,6 +14,7 @@ import numpy as np
 
 from psclient._src.arrays.conversions import is_torch
 from psclient._src.arrays.devices import to_numpy
+from psclient._src.data.array_dataset import ArrayDataset
 from psclient._src.values import DistributedValues
 from psclient._src.variables.variable import Variable
 from pswire.errors import InvalidRequest
@@ -69,6 +70,11 @@ class _Encoder:
                 raise TypeError(f"{path}: {error}") from None
             return array
         what = f"the function {value.__name__}" if hasattr(value, "__name__") else f"a {type(value).__name__}"
+        if hasattr(value, "__next__") or hasattr(value, "element_spec") or isinstance(value, ArrayDataset):
+            raise TypeError(
+                f"{path} is {what}, and data are never sent: let a registered function return the dataset, and give "
+                "iter(coordinator.create_per_worker_dataset(function)), so that each worker has its own"
+            )
         raise TypeError(
             f"{path} is {what}: only numbers, strings, arrays, RemoteValues and PerWorkerValues travel between "
             "processes, and tuples, lists and dicts of them; code never does"

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
+from psclient._src.options import InputContext
 from pswire.limits import MAX_FUNCTIONS, MAX_NAME
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -60,13 +61,19 @@ def _place(fn: Callable[..., Any]) -> str:
     return f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', repr(fn))}"
 
 
-def name_of(fn: object) -> str:
-    """Returns the name of a registered function; raises `TypeError` if it is none."""
+def name_of(fn: object, taker: str = "schedule") -> str:
+    """Returns the name of a registered function; raises `TypeError` if it is none, for the method that takes it."""
     for name, registered in _registered.items():
         if registered is fn:
             return name
     if not callable(fn):
-        raise TypeError(f"schedule takes a function, not {type(fn).__name__}")
+        what = f"{taker} takes a function, not {type(fn).__name__}"
+        if hasattr(fn, "__iter__") and not isinstance(fn, str | bytes):
+            what += (
+                ": data are never sent; let a function with @ps.coordinator.function return the dataset, and give that "
+                "to create_per_worker_dataset, so that each worker makes its own"
+            )
+        raise TypeError(what)
     raise TypeError(
         f"{getattr(fn, '__qualname__', fn)!r} is not registered, and code is never sent; write "
         "@ps.coordinator.function above it, in a module that every process imports"
@@ -76,6 +83,11 @@ def name_of(fn: object) -> str:
 def named(name: str) -> Callable[..., Any]:
     """Returns the function with a name; raises `KeyError` if there is none."""
     return _registered[name]
+
+
+def dataset_of(fn: Callable[..., Any], context: Callable[[], InputContext]) -> Any:
+    """Returns the dataset that a function makes, which takes nothing, or the context of a worker."""
+    return fn(context()) if inspect.signature(fn).parameters else fn()
 
 
 def registry() -> tuple[str, ...]:

@@ -6,6 +6,11 @@ import threading
 import weakref
 from typing import Any, ClassVar, Literal
 
+from psclient._src.arrays.nest import Nest
+from psclient._src.data.adapters import source_of
+from psclient._src.options import InputContext
+from psclient.coordinator import functions
+
 Kind = Literal["dataset", "iterator"]
 
 
@@ -45,11 +50,15 @@ class PerWorkerValues:
 
     nest_leaf: ClassVar[bool] = True
 
-    def __init__(self, kind: Kind, function: str, of: PerWorkerValues | None = None) -> None:
+    def __init__(
+        self, kind: Kind, function: str, of: PerWorkerValues | None = None, context: InputContext | None = None
+    ) -> None:
         self.kind = kind
         self.number = LIVING.add(self)
         self._function = function
         self._of = of  # keeps the dataset of an iterator
+        self._context = context or InputContext()
+        self._spec: Nest = None
 
     def __iter__(self) -> PerWorkerValues:
         """Returns an iterator of each worker over its dataset, from the beginning."""
@@ -62,6 +71,22 @@ class PerWorkerValues:
             "each worker has its own values, and the coordinator none; call next(iterator) in a function that is "
             "scheduled with the iterator as an argument"
         )
+
+    @property
+    def element_spec(self) -> Nest:
+        """The shapes and dtypes of a batch, a nest of `ArraySpec`, as the first worker's dataset has them.
+
+        The function that makes the dataset is called once, in this process; the batches are of the workers alone.
+
+        Raises:
+            TypeError: the function returns something that has no known batches, such as a generator.
+        """
+        if self._of is not None:
+            return self._of.element_spec
+        if self._spec is None:
+            made = functions.dataset_of(functions.named(self._function), lambda: self._context)
+            self._spec = made.element_spec if hasattr(made, "element_spec") else source_of(made).spec()
+        return self._spec
 
     def __repr__(self) -> str:
         return f"PerWorkerValues({self.kind} {self.number} of {self._function})"

@@ -5,7 +5,6 @@ It begins when the script of a worker has come to its end, where that has regist
 
 from __future__ import annotations
 
-import inspect
 import logging
 import traceback
 from collections.abc import Callable, Iterator
@@ -28,6 +27,12 @@ from pswire.errors import ConfigError
 from pswire.model.closures import ClosureResult, Piece, Taken
 
 log = logging.getLogger("psclient")
+
+ENDED = (
+    "the iterator has ended, as its dataset has no further batch on this worker; let the dataset repeat(), or catch "
+    "StopIteration in the function"
+)
+"""The text of `StopIteration`, which has none."""
 
 _OURS = str(Path(psclient._src.__file__).parents[1])
 
@@ -94,7 +99,7 @@ class Worker:
             ServerLost: a server was lost.
         """
         self._exchange.creation.send()  # others may wait for the first values of what the script has created
-        self._exchange.creation.by_name = True
+        self._exchange.coordinate()
         taken = self._ask(None)
         while not taken.over:
             taken = self._tell(taken, *self._run(taken))
@@ -124,7 +129,8 @@ class Worker:
         content = joined(taken.arguments, lambda offset: self._more(offset))
         try:
             self._values.of(taken.coordinator)
-            args, kwargs, living = decode(content, self._resolve)
+            with self._strategy.scope():  # where the functions that make datasets are called, too
+                args, kwargs, living = decode(content, self._resolve)
             self._values.forget(living)
             with self._exchange.closure(name), self._strategy.scope():
                 result = call(functions.named(taken.function), *args, **kwargs)
@@ -177,11 +183,11 @@ class WorkerValues:
         return self._made[said["number"]]
 
     def _dataset(self, fn: Callable[..., Any]) -> Any:
-        if not inspect.signature(fn).parameters:
-            return fn()
-        resolver = self._strategy.cluster_resolver
-        workers = len(resolver.cluster_spec().tasks("worker")) if resolver else 1
-        return fn(InputContext(workers, self._strategy.task.index, self._strategy.num_replicas_in_sync))
+        return functions.dataset_of(fn, self._context)
+
+    def _context(self) -> InputContext:
+        place, count = self._strategy._exchange.group.pipeline
+        return InputContext(count, place, self._strategy.num_replicas_in_sync)
 
 
 def _told(error: BaseException) -> str:
@@ -190,4 +196,9 @@ def _told(error: BaseException) -> str:
     own = (frame for frame in frames if not frame.filename.startswith((_OURS, "<")))
     frame = next(own, None)
     where = "" if frame is None else f" ({Path(frame.filename).name}:{frame.lineno})"
-    return f"{error}{where}"
+    text = str(error).strip()
+    if not text and isinstance(error, StopIteration):
+        text = ENDED
+    elif not text:
+        text = f"in `{frame.line}`" if frame is not None and frame.line else "it has no text"
+    return f"{text}{where}"

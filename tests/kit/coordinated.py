@@ -53,7 +53,6 @@ class Coordinated:
         self._spec, self._create = spec, create
         self._pool = ThreadPoolExecutor(8, "worker")
         self._workers: list[Future[None]] = []
-        self.strategy, self.mine = self._open("chief", 0)
         self._coordinator: ps.coordinator.ClusterCoordinator | None = None
 
     @contextmanager
@@ -75,6 +74,12 @@ class Coordinated:
     def run(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Schedules a function, and returns its result."""
         return self.coordinator.schedule(fn, args).fetch()
+
+    def begin(self, workers: int) -> None:
+        """Starts workers, and the coordinator's script, which may wait for them."""
+        for worker in range(workers):
+            self.start(worker)
+        self.strategy, self.mine = self._open("chief", 0)
 
     def start(self, worker: int) -> None:
         """Starts a worker."""
@@ -130,8 +135,7 @@ def coordinated(
         with InProcessCluster(servers, checkpoint_root=root) as cluster:
             tasks = {"chief": ["chief:0"], "worker": [f"worker-{index}:0" for index in range(workers)]}
             job = Coordinated(cluster, ps.ClusterSpec({"ps": cluster.addresses, **tasks}), create)
-            for worker in range(workers if started is None else started):
-                job.start(worker)
+            job.begin(workers if started is None else started)
             try:
                 yield job
             finally:

@@ -44,7 +44,7 @@ class Worker:
         self.next: dict[int, Position] = {}
         self.events: list[str] = []
         self.backup_workers = 0
-        self.late = self.behind = False
+        self.late = self.behind = self.coordinated = False
         self.dealt: tuple[Examples, ...] = ()
 
     def join(self, dataset: int) -> None:

@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
@@ -447,7 +448,8 @@ class DistributedDatasetFromFunction(_Distributed):
     for as long as any other worker has data.
 
     Args:
-        dataset_fn: called once, with `input_context`; gives a dataset, see `source_of` for what it may be. Its
+        dataset_fn: called with `input_context`, and once more where a coordinator's worker has another place than the
+            script knew when it made the dataset; gives a dataset, see `source_of` for what it may be. Its
             batches are those of one replica.
         input_context: the argument of `dataset_fn`.
         group: the replicas of all workers.
@@ -470,13 +472,22 @@ class DistributedDatasetFromFunction(_Distributed):
         options: InputOptions | None = None,
     ) -> None:
         super().__init__(source_of(dataset_fn(input_context)), group, number, passes, options)
-        self._context = input_context
+        self._context, self._function = input_context, dataset_fn
 
     def _described(self) -> Sequence[str]:
         return "from a function", self._source.described().recipe  # each worker has examples of its own
 
     def _batches(self, epoch: int, index: int) -> Iterator[Nest]:
+        if self._group.coordinated:
+            self._take_place()
         return self._uneven(epoch, index, self._steps(epoch, index))
+
+    def _take_place(self) -> None:
+        """Makes it anew where the chief was taken for one of those that have a part, as it was above a coordinator."""
+        place, count = self._group.pipeline
+        context = replace(self._context, num_input_pipelines=count, input_pipeline_id=place)
+        if context != self._context:
+            self._context, self._source = context, source_of(self._function(context))
 
     def _steps(self, epoch: int, index: int) -> Iterator[list[Nest]]:
         count = len(self._group.devices)

@@ -19,6 +19,16 @@ class DatasetGroup(Protocol):
         """The local replicas' devices."""
         ...
 
+    @property
+    def coordinated(self) -> bool:
+        """True once a coordinator schedules what this process runs: each has all batches of a dataset."""
+        ...
+
+    @property
+    def pipeline(self) -> tuple[int, int]:
+        """This process's place among those that make datasets of their own, and how many they are."""
+        ...
+
     def join(self, dataset: int) -> None:
         """Takes part, if it does not yet; waits until it learns where the group stands."""
         ...

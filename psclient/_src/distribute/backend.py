@@ -80,11 +80,6 @@ class ReplicaGroup(dynamic.ChunkGroup, Protocol):
         ...
 
     @property
-    def pipeline(self) -> tuple[int, int]:
-        """This process's place among those that make datasets of their own, and how many they are."""
-        ...
-
-    @property
     def alone(self) -> bool:
         """True if each process makes rounds of its own: its workers are asynchronous."""
         ...

@@ -49,6 +49,7 @@ class LocalGroup(Progress):
     backup_workers = 0
     leads = True
     pipeline = (0, 1)
+    coordinated = False
     chunk_calls = None
 
     def __init__(self, devices: tuple[Device, ...]) -> None:

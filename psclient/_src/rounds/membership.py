@@ -140,6 +140,8 @@ class Group(Follower):
         """The newest epoch that this process has taken in; None before it takes part."""
         self.apart = False
         """True while this process runs a closure, which no other does: nobody else creates the same variables."""
+        self.coordinated = False
+        """True once it schedules closures, or runs what is scheduled: it shares its data with no other process."""
         self.saved = 0
         """Rounds of this process that only saved, which are no ticks of its clock."""
         self.given: tuple[int, int] | None = None
@@ -198,7 +200,7 @@ class Group(Follower):
         Raises:
             ConfigError: the task came back with another number of replicas.
         """
-        if not self.alone:
+        if not self.alone or self.coordinated:
             return self.slice()
         self._settle()
         sharers = self._news.sharers
@@ -263,7 +265,13 @@ class Group(Follower):
 
     @property
     def pipeline(self) -> tuple[int, int]:
-        """This process's place among those that share the data, and how many they are; as `share` and `replicas`."""
+        """This process's place among those that share the data, and how many they are; as `share` and `replicas`.
+
+        Workers that run closures share no batches, and each has a place, whether it has come or not.
+        """
+        if self.coordinated:
+            index, workers = self.session.task.index, [task for task in self._expected if task.job == "worker"]
+            return (index, max(len(workers), index + 1)) if self.session.task.job == "worker" else (0, 1)
         epoch = self._first_epoch if self.alone else self._newest
         tasks = [member.task for member in epoch.members]
         return tasks.index(self.session.task) if self.session.task in tasks else len(tasks), len(tasks)
