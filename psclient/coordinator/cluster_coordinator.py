@@ -146,7 +146,7 @@ class ClusterCoordinator:
         state = self._ask(ClosureOrder(functions=functions.registry()))
         self._next, self._told = state.number + 1, state.failures
         strategy._exchange.creation.send()
-        strategy._exchange.coordinate()
+        strategy._exchange.creation.by_name = strategy._exchange.group.coordinated = True
         self._made, strategy._coordinator = True, self
 
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -99,7 +99,7 @@ class Worker:
             ServerLost: a server was lost.
         """
         self._exchange.creation.send()  # others may wait for the first values of what the script has created
-        self._exchange.coordinate()
+        self._exchange.creation.by_name = self._exchange.group.coordinated = True
         taken = self._ask(None)
         while not taken.over:
             taken = self._tell(taken, *self._run(taken))
@@ -133,7 +133,7 @@ class Worker:
                 args, kwargs, living = decode(content, self._resolve)
             self._values.forget(living)
             with self._exchange.closure(name), self._strategy.scope():
-                result = call(functions.named(taken.function), *args, **kwargs)
+                result = self._call(functions.named(taken.function), args, kwargs)
                 return encode(result, f"what {taken.function} returned"), "", ""
         except FATAL:
             raise
@@ -141,6 +141,18 @@ class Worker:
             session.check()  # what ends this process is no error of the function
             log.error("closure %d, %s, failed", name.number, taken.function, exc_info=True)
             return b"", type(error).__name__, _told(error)
+
+    def _call(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls a function; what its replicas make of metrics is handed in as a part of it, also where it fails."""
+        parts = self._strategy._remote.parts
+        parts.begin_function()
+        try:
+            result = call(fn, *args, **kwargs)
+        except Exception:
+            parts.hand_in()
+            raise
+        parts.hand_in()
+        return result
 
     def _more(self, offset: int) -> Piece:
         return self._ask(None, offset).arguments

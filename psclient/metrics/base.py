@@ -7,6 +7,7 @@ import numpy as np
 from psclient._src import context
 from psclient._src.arraylike import read
 from psclient._src.arrays.devices import AnyArray, Value, as_array, device_of, device_scope, to_numpy
+from psclient._src.variables.kinds import read_together
 from psclient._src.variables.variable import Variable, VariableAggregation, VariableSynchronization
 from psclient.losses.labels import broadcast_weights
 from pswire.model.tensor import Array
@@ -52,11 +53,15 @@ class Metric:
     def totals(self) -> list[Array]:
         """Returns the values of its variables: in replica context this replica's, else the sums over all replicas.
 
-        In cross-replica context this is one round for all of them, made by every process alike.
+        In cross-replica context this is one round for all of them, made by every process alike; where workers are
+        asynchronous servers have the sums, and any process may ask for them.
         """
         strategy = self._strategy
         if context.is_default(strategy) or context.local_replica(strategy) is not None:
             return [v.numpy() for v in self.variables]
+        whole = read_together(self.variables)
+        if whole is not None:
+            return whole
         here = strategy.extended.worker_devices[0]
         sums = strategy.extended.batch_reduce_to("sum", [(v, here) for v in self.variables])
         return [to_numpy(total) for total in sums]

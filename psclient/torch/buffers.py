@@ -40,6 +40,8 @@ class BufferCell(Cell):
         buffer: of the module.
     """
 
+    foreign = True
+
     def __init__(self, variable: SyncOnReadVariable, buffer: torch.Tensor) -> None:
         self.device, self._name, self._spec = CPU, variable.name, variable.spec
         self._buffer = buffer
@@ -149,4 +151,5 @@ def _created(name: str, buffer: torch.Tensor) -> Variable:
     cell = BufferCell(made, buffer)
     cell.array = made.component(0).cell.array
     made.component(0).cell = cell
+    made.handed_in()
     return made  # type: ignore[no-any-return]

@@ -12,6 +12,7 @@ from psserver.plans.outline import Outline, outline
 from psserver.programs.kernels.kernels import Kernels
 from pswire.api import Contribution
 from pswire.errors import InvalidRequest
+from pswire.model.log import Member
 from pswire.model.plan import Operand, PlacedVariable, Plan, Reduction, Ref, Trim
 from pswire.model.rows import ID_BYTES, KEY_BYTES, MAX_ROWS, row_bytes
 from pswire.model.tables import ROWS
@@ -52,8 +53,12 @@ class PreparedPlan:
     def look(self, variables: Mapping[int, PlacedVariable]) -> None:
         """Looks at the variables that it assigns, once it is verified."""
         written = {id for server in self.plan.servers for id in self.plan.writes(server)}
-        orders = self.plan.snapshot is not None or self.plan.restore is not None
-        self.is_alone = not orders and all(variables[id].spec.alone for id in written)
+        self.is_alone = not self.orders and all(variables[id].spec.alone for id in written)
+
+    @property
+    def orders(self) -> bool:
+        """True if its rounds order a checkpoint, or complete a restore."""
+        return self.plan.snapshot is not None or self.plan.restore is not None
 
     @cached_property
     def nbytes(self) -> int:
@@ -170,10 +175,13 @@ class PreparedPlan:
     def _row_bytes(reduction: Reduction) -> int:
         return row_bytes(reduction.tensor) if reduction.codec is None else reduction.codec.row_bytes(reduction.tensor)
 
-    def check(self, said: Contribution, size: int) -> None:
-        """Raises `InvalidRequest` if a contribution with a payload of this size does not fit the plan."""
+    def check(self, said: Contribution, size: int, sender: Member | None = None) -> None:
+        """Raises `InvalidRequest` if a contribution with a payload of this size does not fit the plan.
+
+        An asynchronous `sender` makes each round alone: beside those that count also one that counts as no step.
+        """
         reductions = self.plan.reductions
-        if said.alone and not self.is_alone:
+        if said.alone and (self.orders or not (self.is_alone or (sender is not None and sender.alone))):
             raise InvalidRequest(
                 "a round of one worker alone is of variables that were created with ps.Async(), and this section "
                 "does something else; all workers make it together"

@@ -270,7 +270,7 @@ class Rounds:
         """Fails a contribution that does not fit its plan, for its sender alone; sets the window of a streamed one."""
         said = part.said
         try:
-            prepared.check(said, part.payload.size)
+            prepared.check(said, part.payload.size, self.epochs[said.epoch].session(said.session))
         except InvalidRequest as error:
             for session in part.summed or (said.session,):
                 del pending.parts[session]

@@ -38,11 +38,12 @@ def count(closures, elements):
     strategy = ps.ParameterServerStrategy(consistency=ps.Async())
     with strategy.scope():
         v, u = (ps.Variable(np.zeros(elements), name=name) for name in ("v", "u"))
-        optimizer = ps.optimizers.SGD(1.0)
+        optimizer, seen = ps.optimizers.SGD(1.0), ps.metrics.Sum("seen")
 
     @ps.coordinator.function
     def add_up(n):
         begun.append(n)
+        strategy.run(lambda: seen.update_state(n))
         for amount in (n, 1):
             gradient = np.full(elements, -float(amount))
             strategy.run(lambda gradient=gradient: optimizer.apply_gradients([(gradient, v), (gradient, u)]))
@@ -66,10 +67,12 @@ def count(closures, elements):
     for value in (v.numpy(), u.numpy()):
         assert (value == value[0]).all()
     say("sums", [float(v[0]) - more, float(u[0]) - more])
+    say("seen", seen.result())
 
 
 def test_a_closure_counts_once_where_its_worker_dies(tmp_path):
-    """Also where a server had its update and another one not: it is run again, and each update counts once."""
+    """Also where a server had its update and another one not: it is run again, and each update counts once, and so
+    does what its replicas add to a metric."""
     closures = 60
     keys = KEYS | {"ps": 2, "workers": 3, "gates": ["never", "back"]}
     with ProcessCluster(count, tmp_path, (closures, 4), **keys) as job:
@@ -80,6 +83,7 @@ def test_a_closure_counts_once_where_its_worker_dies(tmp_path):
         job.hear(W1, "open")
         job.open("back")
         assert job.hear(CHIEF, "sums") == [sum(range(closures)) + closures] * 2
+        assert job.hear(CHIEF, "seen") == sum(range(closures))
         for task in (CHIEF, W0, W1, W2):
             assert job.exited(task) == 0
 

@@ -102,7 +102,7 @@ src.strategies              8  pswire wire.model wire.security wire.transport wi
                                 src.interpreter src.cluster_resolver src.processes src.variables src.distribute
                                 src.transport src.chief src.rounds src.telemetry
 psclient.coordinator       11  pswire wire.model wire.transport psclient._src src.arrays src.interpreter
-                                src.cluster_resolver src.processes src.variables src.transport src.strategies
+                                src.data src.cluster_resolver src.processes src.variables src.transport src.strategies
 psclient                   15  pswire psclient.ops psclient._src src.data src.tracing src.variables psclient.summary
                                 psclient.coordinator src.distribute psclient.losses psclient.nn
                                 psclient.cluster_resolver psclient.metrics psclient.compat psclient.dynamic_embedding

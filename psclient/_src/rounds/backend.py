@@ -17,6 +17,7 @@ from psclient._src.arrays.nest import Nest
 from psclient._src.context import StrategyFace
 from psclient._src.distribute.backend import Beside, LocalContributions, ServerIds
 from psclient._src.distribute.host_buffers import HostBuffers
+from psclient._src.distribute.on_read import Copies
 from psclient._src.distribute.reduction import LocalValue
 from psclient._src.distribute.replicas import RunAgain
 from psclient._src.distribute.residuals import Residuals
@@ -69,6 +70,7 @@ class _RemoteVariables:
         self.consistencies: Callable[[Consistency, str], bool] = lambda consistency, name: False
         self._creation, self._placement = exchange.creation, placement
         self._copies: list[SyncOnReadVariable] = []
+        self.parts: Copies
         self._before: list[tuple[Cell, AnyArray]] | None = None
         """In a run that may have to be made again: the replicas' copies of variables as they were before it."""
         self._closed = False
@@ -118,13 +120,17 @@ class _RemoteVariables:
             return ServerVariable.stored(strategy, spec, how, handle, self.reader)
         restored = self._creation.was_restored(handle.id)
         # Who comes back to a running job begins anew: what the servers have is an aggregate of others. Without an
-        # aggregation nothing was saved but another job's beginning.
+        # aggregation nothing was saved but another job's beginning. Of asynchronous workers each adds to a sum, and
+        # goes on from a mean.
         anew = self.group.late or (restored and how is VariableAggregation.NONE)
+        if self.group.alone and how is not VariableAggregation.NONE:
+            anew = how is VariableAggregation.SUM and not restored
         first = value if anew else self.reader.read(handle)
         variable = SyncOnReadVariable.stored(strategy, spec, how, handle.servers, self.group.devices, first)
         variable.saved = ServerVariable.stored(strategy, spec, how, handle, self.reader)
         if restored:
             variable.share_out(first)
+        self.parts.add(variable)
         self._copies.append(variable)
         if self._before is not None:
             self._before += variable.contents()
@@ -180,6 +186,7 @@ class RemoteBackend(_RemoteVariables):
         self.worker_devices = tuple(map(self.full_name, exchange.group.devices))
         self._reads = exchange.reads
         self.reader = VariableReader(exchange, self)
+        self.parts = Copies(self.group, self)
         self.residuals = Residuals(
             self.group, self, self._creation.was_restored, exchange.session.hosting.check_compression
         )
@@ -377,10 +384,13 @@ class RemoteBackend(_RemoteVariables):
         merge call it is the outer run that runs again.
         """
         traces, group = self._exchange.traces, self.group
-        if traces is None or context.in_merge_call():
+        if context.in_merge_call():
             return self._run(replicas)
-        with traces.step(group.round, group.alone or group.apart):
-            return self._run(replicas)
+        with contextlib.nullcontext() if traces is None else traces.step(group.round, group.alone or group.apart):
+            result = self._run(replicas)
+            if not group.apart:
+                self.parts.hand_in(ends=False)
+            return result
 
     def _run(self, replicas: Callable[[], T]) -> T:
         section = self._mine()
@@ -410,7 +420,7 @@ class RemoteBackend(_RemoteVariables):
         With the number of an epoch it is of what a server held that comes back by it, as the servers have it.
         """
         if not returns:
-            _save_copies(self._copies)
+            self._save_copies()
             self.residuals.save(lambda local, to: self.reduce([(local, to)])[0])
         if self.section_here.marks:
             self.flush()  # what this worker makes alone is no part of it, and comes before
@@ -418,6 +428,31 @@ class RemoteBackend(_RemoteVariables):
         section = self.section_here
         section.order_snapshot(path, self.group.round, state, returns)
         return self._send(section).id
+
+    def _save_copies(self) -> None:
+        """Records that servers keep the aggregates of now, which a checkpoint is to have."""
+        if self.group.alone:
+            self.parts.hand_in()
+        else:
+            self.parts.leave_in_round()
+
+    def record_own(self, strategy: StrategyFace, record: Callable[[], object]) -> None:
+        """Implements `distribute.on_read.Sender`: outside of a closure the round is one beside those of all."""
+        self.flush()
+        with strategy.scope(), context.enter_cross_replica(strategy):
+            section = self.section_here
+            section.own = not self.group.apart and self._exchange.session.hosting.knows_own_rounds
+            try:
+                record()
+                self._send(section)
+            except BaseException:
+                self.drop()
+                raise
+
+    def read_now(self, handles: Sequence[Handle]) -> list[Array]:
+        """Implements `distribute.on_read.Sender`."""
+        self._creation.send()
+        return self._reads.read_all(handles, now=True, waits=self._exchange.mine)
 
     def drop(self) -> None:
         """Forgets the calling thread's open section: what recorded it failed."""
@@ -441,7 +476,7 @@ class RemoteBackend(_RemoteVariables):
         try:
             self._creation.send()
             outgoing = section.outgoing()
-            section.sent(self._make_rounds(outgoing, section.marks) if outgoing.plan.servers else dict)
+            section.sent(self._make_rounds(outgoing, section) if outgoing.plan.servers else dict)
         finally:
             # Only now: a section of another thread would be a second round at the same time.
             self._end_section()
@@ -452,13 +487,16 @@ class RemoteBackend(_RemoteVariables):
             self._section = None
             self._opening.notify_all()
 
-    def _make_rounds(self, outgoing: Outgoing, marks: Marks | None) -> Callable[[], Mapping[Ref, Array | Rows]]:
+    def _make_rounds(self, outgoing: Outgoing, section: Section) -> Callable[[], Mapping[Ref, Array | Rows]]:
         outdated = self._exchange.enter(outgoing.plan)
+        if section.own:
+            self._exchange.send(outgoing, alone=True)
+            return dict
         if outdated and self._before is not None:
             raise RunAgain
         if outdated and outgoing.plan.reductions:
             _warn_of_loss(self._task, outgoing.plan, self.group.round)
-        return self._exchange.make(outgoing, marks, observes=outdated)
+        return self._exchange.make(outgoing, section.marks, observes=outdated)
 
 
 def _reduced(
@@ -467,13 +505,6 @@ def _reduced(
     if to is None:
         return section.reduce(local, None)
     return section.reduce(local, with_copies(to.place), to.label, to.feedback, to.alone)
-
-
-def _save_copies(copies: Sequence[SyncOnReadVariable]) -> None:
-    """Records that servers keep the aggregates of now, which a checkpoint is to have."""
-    for variable in copies:
-        if variable.aggregation is not VariableAggregation.NONE:
-            variable.saved.assign_aggregate(variable.strategy, "assign", variable)
 
 
 def _warn_of_loss(task: Task, plan: Plan, round: int) -> None:

@@ -105,6 +105,7 @@ class ServerCheckpoints:
         for variable in chosen.values():
             if isinstance(variable, SyncOnReadVariable):
                 variable.share_out(variable.saved.numpy())
+                variable.handed_in()
         self._residuals.restored(list(chosen.values()))
         self._exchange.reads.refresh()
         return reply

@@ -535,7 +535,7 @@ class ReadCache:
         with self._lock:
             self._values |= fresh
             self._rows |= rows
-            if self._group.alone or not servers:
+            if bool(self._group.alone) == bool(servers):
                 self._brought, self._rows_brought = set(fresh), set(rows)
 
 

@@ -233,10 +233,6 @@ class Exchange:
         pace = self.measures.pace()
         return replace(pace, knows_leaving=not alone, knows_returns=not alone, leaving=asks, saving=saves)
 
-    def coordinate(self) -> None:
-        """Processes run different code from now on, as a coordinator and its workers do."""
-        self.creation.by_name = self.group.coordinated = True
-
     @contextmanager
     def closure(self, name: ClosureName) -> Iterator[None]:
         """Makes the rounds within those of a closure: each is made once, whichever workers have run that before.

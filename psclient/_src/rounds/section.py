@@ -128,6 +128,9 @@ class Section:
         marks: takes what of it each worker makes alone; None where all of it is of one kind.
         batch: the global batch in use. It is that of the section's beginning, which all workers have at the same place
             of the program: a worker may look at a value, and so end the section, in another step than the others.
+
+    Attributes:
+        own: True if its round is one of this process alone, which counts as no step.
     """
 
     def __init__(
@@ -140,6 +143,7 @@ class Section:
         batch: SharedBatch | None = None,
     ) -> None:
         self._nonfinite, self._with_copies, self.marks, self._batch = nonfinite, with_copies, marks, batch
+        self.own = False
         self._servers, self._flush = servers, flush
         self._reductions: list[Reduction] = []
         self._floating: set[int] = set()  # reductions that get their place where they are used

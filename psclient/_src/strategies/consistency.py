@@ -179,13 +179,19 @@ def change(backend: RemoteBackend, now: Consistency, consistency: Consistency) -
         Whether it was changed.
     """
     exchange = backend.exchange
+    backend.parts.hand_in()
     backend.settle()  # what was recorded and sent so far belongs to the consistency of until now
     exchange.group.settle_in()
     change = exchange.session.change
     if consistency == (now if change is None else consistency_of(change)):
         return False
-    if not exchange.group.change(_change_to(consistency)):
-        return False
-    exchange.reads.begin_anew()
-    backend.reader.refresh()
-    return True
+
+    def changed() -> bool:
+        backend.settle()
+        if not exchange.group.change(_change_to(consistency)):
+            return False
+        exchange.reads.begin_anew()
+        backend.reader.refresh()
+        return True
+
+    return backend.parts.changes(changed)

@@ -461,6 +461,7 @@ class ParameterServerStrategy(Strategy):
         try:
             # A script that has caught why its session ended does not leave cleanly either.
             self._session.check()
+            self._remote.parts.hand_in(ends=False)
             self._remote.settle()
             self._wait_saved()
         except PSError as error:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
 from psclient._src.transport.daemon_threads import Threads
@@ -17,7 +17,7 @@ from psclient._src.transport.remote_server import RemoteServer, elsewhere, expec
 from pswire.api import Opened, ParameterServer
 from pswire.cluster import Task, server_of
 from pswire.encoding import protocol
-from pswire.errors import PSError, ServerGone, ServerLost, Unreachable
+from pswire.errors import ConfigError, PSError, ServerGone, ServerLost, Unreachable
 from pswire.limits import Timeouts
 from pswire.model.log import Gone, Return, in_order
 from pswire.model.places import Moved
@@ -212,6 +212,15 @@ class Hosting:
         for server in self._servers:
             if isinstance(server, RemoteServer):
                 server.check(refuse, *what)
+
+    @cached_property
+    def knows_own_rounds(self) -> bool:
+        """True if all servers know rounds of one worker alone, beside those that it counts."""
+        try:
+            self.check(protocol.check_alone, "")
+        except ConfigError:
+            return False
+        return True
 
     def check_tables(self, table: str) -> None:
         """Raises `ConfigError` if one of the servers knows no dynamic tables, of which one is to be created."""

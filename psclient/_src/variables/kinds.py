@@ -168,12 +168,17 @@ def _misfit(name: str, spec: TensorSpec, shape: tuple[int, ...]) -> ValueError:
 class Cell:
     """An array on a device that is replaced, never changed: readers keep the array that they have read. For any thread.
 
+    Attributes:
+        foreign: True if others write it as well, without a word.
+
     Args:
         name: name of the variable, for messages.
         spec: dtype and shape.
         device: the device that holds it.
         value: the first value, of that dtype and shape.
     """
+
+    foreign = False
 
     def __init__(self, name: str, spec: TensorSpec, device: Device, value: AnyArray) -> None:
         self.device = device
@@ -433,10 +438,13 @@ class SyncOnReadVariable(CopiedVariable):
     Source: `tf.compat.v1.distribute.StrategyExtended`, "Sync on read variables".
 
     Attributes:
-        saved: on servers, the aggregate as of the last checkpoint; of a local strategy None.
+        saved: on servers, the aggregate as of the last checkpoint, or of now where workers are asynchronous; of a
+            local strategy None.
+        parts: hands in what the copies have where workers are asynchronous: `distribute.on_read.Copies`, or None.
     """
 
     saved: Any = None
+    parts: Any = None
     synchronization = VariableSynchronization.ON_READ
 
     def _fetch(self) -> Array:
@@ -444,6 +452,9 @@ class SyncOnReadVariable(CopiedVariable):
         if mine is not None:
             return to_numpy(mine.cell.array)
         self._check_aggregation("read")
+        if self.is_shared:
+            (whole,) = self.parts.read([self])
+            return whole  # type: ignore[no-any-return]
         value: Array = self.strategy.extended.aggregate(self.aggregation, self, None)
         return value.astype(DTYPES[self.spec.dtype], copy=False)  # A mean of half precision comes in single.
 
@@ -477,7 +488,13 @@ class SyncOnReadVariable(CopiedVariable):
         if isinstance(value, DistributedValues) and not isinstance(value, Mirrored | Variable):
             raise ValueError(f"{self.name!r} is assigned a per-replica value in cross-replica context; give one value")
         self._check_aggregation("assigned")
-        self._spread(value.component(0) if isinstance(value, Mirrored) else read(value), how)
+        value = value.component(0) if isinstance(value, Mirrored) else read(value)
+        if self.is_shared:
+            self.parts.hand_in()
+        self._spread(value, how)
+        if self.is_shared:
+            self.handed_in()
+            self.parts.assign(self, how, value)
         return self
 
     def _scatter_here(self, how: str, slices: IndexedSlices) -> Value:
@@ -518,6 +535,39 @@ class SyncOnReadVariable(CopiedVariable):
             copy.cell.write(how, value)
         return rest
 
+    # ---- Where workers are asynchronous ----
+
+    @property
+    def is_shared(self) -> bool:
+        """True where servers have the aggregate of now, since workers are asynchronous."""
+        return self.parts is not None and self.parts.active
+
+    def copies(self) -> list[Array]:
+        """Returns the copies of now, on the host."""
+        return [to_numpy(copy.cell.array) for copy in self.values]
+
+    def is_ahead(self, ends: bool) -> bool:
+        """Returns whether a copy was changed since `handed_in`; `ends` to look at those that others write as well."""
+        return any(
+            copy.cell.array is not before and (not copy.cell.foreign or (ends and not _alike(copy.cell.array, before)))
+            for copy, before in zip(self.values, self._handed_in, strict=True)
+        )
+
+    def changes(self) -> list[Array]:
+        """Returns by how much each copy has grown since `handed_in`."""
+        before = map(to_numpy, self._handed_in)
+        return [now - then for now, then in zip(self.copies(), before, strict=True)]
+
+    def handed_in(self) -> None:
+        """Servers have what the copies are now."""
+        self._handed_in = [copy.cell.array for copy in self.values]
+
+    def take_over(self, value: Array) -> None:
+        """Gives each copy a value, of which there is nothing to be handed in."""
+        for copy in self.values:
+            copy.cell.write("assign", value)
+        self.handed_in()
+
     def _check_aggregation(self, what: str) -> None:
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
@@ -525,6 +575,19 @@ class SyncOnReadVariable(CopiedVariable):
                 "create it with aggregation=ps.VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA, or take its copies "
                 "with strategy.experimental_local_results"
             )
+
+
+def _alike(array: AnyArray, other: AnyArray) -> bool:
+    return bool(np.array_equal(to_numpy(array), to_numpy(other), equal_nan=array.dtype.kind in "fc"))
+
+
+def read_together(variables: Sequence[Variable]) -> list[Array] | None:
+    """Returns what all have made of ON_READ variables of asynchronous workers, asked for at once; None of others."""
+    shared = [each for each in variables if isinstance(each, SyncOnReadVariable) and each.is_shared]
+    if not shared or len(shared) < len(variables):
+        return None
+    found: list[Array] = shared[0].parts.read(shared)
+    return found
 
 
 def _share(whole: Array, replicas: int) -> tuple[Array, Array | None]:

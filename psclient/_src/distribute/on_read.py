@@ -1,0 +1,155 @@
+"""ON_READ variables of asynchronous workers: replicas fill copies of their own, and servers have what all make of them.
+
+Synchronous processes combine their copies when one is read, in a round of all. Asynchronous ones cannot wait for each
+other. So each hands in what has changed in its copies, at the end of each `run`, and of a function that a coordinator
+has scheduled; servers keep the whole, also of workers that have left. Then it is read, saved and restored as any other
+variable. See decision 61.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from psclient._src import context
+from psclient._src.context import StrategyFace
+from psclient._src.data.group import DatasetGroup
+from psclient._src.variables.kinds import SyncOnReadVariable
+from psclient._src.variables.variable import VariableAggregation
+from pswire.model.plan import PlacedVariable
+from pswire.model.tensor import Array
+
+
+class Sender(Protocol):
+    """Records updates, and reads variables: a `RemoteBackend`."""
+
+    def record_own(self, strategy: StrategyFace, record: Callable[[], object]) -> None:
+        """Sends the updates that a function records: a round of this process alone, which counts as no step."""
+        ...
+
+    def read_now(self, handles: Sequence[PlacedVariable]) -> list[Array]:
+        """Returns the values that servers have now."""
+        ...
+
+
+class Members(DatasetGroup, Protocol):
+    """The processes that train together, as this one sees them."""
+
+    @property
+    def alone(self) -> bool:
+        """True if each process makes rounds of its own."""
+        ...
+
+
+class Copies:
+    """The ON_READ variables of this process that have an aggregation. Used by the thread that records.
+
+    Args:
+        group: the processes that train together.
+        sender: the backend of these variables.
+    """
+
+    def __init__(self, group: Members, sender: Sender) -> None:
+        self._group = group
+        self._sender = sender
+        self._all: list[SyncOnReadVariable] = []
+
+    @property
+    def active(self) -> bool:
+        """True where servers have the whole: each process makes rounds of its own."""
+        return self._group.alone
+
+    def add(self, variable: SyncOnReadVariable) -> None:
+        """Adds a variable, with copies that hold nothing to be handed in."""
+        if variable.aggregation is not VariableAggregation.NONE:
+            variable.parts = self
+            self._all.append(variable)
+            variable.handed_in()
+
+    # ---- What replicas have changed ----
+
+    def hand_in(self, ends: bool = True) -> None:
+        """Hands in what replicas have changed since the last time; does nothing where processes wait for each other.
+
+        Args:
+            ends: True to look also at copies that others write without a word, such as a module's buffers.
+        """
+        if self.active and (ahead := [variable for variable in self._all if variable.is_ahead(ends)]):
+            self._sender.record_own(ahead[0].strategy, lambda: self._record(ahead))
+            for variable in ahead:
+                variable.handed_in()
+
+    def _record(self, ahead: Sequence[SyncOnReadVariable]) -> None:
+        for variable in ahead:
+            self._record_one(variable)
+
+    def _record_one(self, variable: SyncOnReadVariable) -> None:
+        saved, how, copies = variable.saved, variable.aggregation, variable.copies()
+        if how is VariableAggregation.ONLY_FIRST_REPLICA:
+            saved.assign(copies[0])
+        elif how is VariableAggregation.SUM:
+            saved.assign_add(sum(variable.changes(), np.zeros_like(copies[0])))
+        elif self._group.coordinated:
+            # As with TensorFlow: there is one value, with which each function begins, and the last one counts.
+            saved.assign(_mean(copies, len(copies)))
+        else:
+            # Of the copies of all replicas, as if they were combined in one round: each moves the mean by its part.
+            saved.assign_add(_mean(variable.changes(), self._group.share()[1]))
+
+    def begin_function(self) -> None:
+        """Begins a function that a coordinator has scheduled: sums are its own, all else begins with what there is.
+
+        So what it adds counts once, whichever workers have run it, and whatever the coordinator has set meanwhile.
+        """
+        shared = [v for v in self._all if v.aggregation is not VariableAggregation.SUM]
+        found = dict(zip(shared, self._read(shared), strict=True)) if shared else {}
+        for variable in self._all:
+            variable.take_over(found.get(variable, np.zeros(variable.shape, variable.dtype)))
+
+    # ---- The whole ----
+
+    def read(self, variables: Sequence[SyncOnReadVariable]) -> list[Array]:
+        """Returns what all replicas of all workers have made of variables. In cross-replica context."""
+        self.hand_in()
+        return self._read(variables)
+
+    def _read(self, variables: Sequence[SyncOnReadVariable]) -> list[Array]:
+        return self._sender.read_now([variable.saved.handle for variable in variables])
+
+    def assign(self, variable: SyncOnReadVariable, how: str, value: object) -> None:
+        """Changes what all have made of a variable, by "assign", "assign_add" or "assign_sub"."""
+        self._sender.record_own(variable.strategy, lambda: getattr(variable.saved, how)(value))
+
+    # ---- In rounds of all ----
+
+    def leave_in_round(self) -> None:
+        """Records that servers keep the aggregates of now, where all processes make a round together."""
+        for variable in self._all:
+            variable.saved.assign_aggregate(variable.strategy, "assign", variable)
+
+    def changes(self, change: Callable[[], bool]) -> bool:
+        """Calls what changes how processes make rounds, at the same place of all programs; returns what it does.
+
+        Those that become asynchronous leave on servers what they have; those that were take their shares of it.
+        """
+        was = self.active
+        if self._all and not was:
+            strategy = self._all[0].strategy
+            with strategy.scope(), context.enter_cross_replica(strategy):
+                self.leave_in_round()
+        if not change():
+            return False
+        if self._all and was and not self.active:
+            for variable, whole in zip(self._all, self._read(self._all), strict=True):
+                variable.share_out(whole)
+        for variable in self._all:
+            variable.handed_in()
+        return True
+
+
+def _mean(arrays: Sequence[Array], count: int) -> Array:
+    """The sum of arrays over a count, of their dtype; of half precision it is computed in single."""
+    wide = np.result_type(arrays[0].dtype, np.float32)
+    return (sum([array.astype(wide) for array in arrays], np.zeros((), wide)) / count).astype(arrays[0].dtype)

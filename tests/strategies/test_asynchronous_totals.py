@@ -1,0 +1,215 @@
+"""Metrics and ON_READ variables of asynchronous workers: everybody reads, saves and restores what all have made."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import psclient as ps
+from pstesting.in_process import InProcessCluster
+from pstesting.script import add_all
+from tests.kit.workers import PATIENT, in_threads
+
+AGGREGATION = ps.VariableAggregation
+MODES = {"async": ps.Async(), "bounded": ps.BoundedStaleness(1)}
+MODE = pytest.mark.parametrize("mode", MODES)
+
+
+def on_read(name, aggregation, value=0.0):
+    return ps.Variable(value, name=name, synchronization=ps.VariableSynchronization.ON_READ, aggregation=aggregation)
+
+
+class Made:
+    """What each worker creates, and how its replicas fill it."""
+
+    def __init__(self, strategy):
+        self.strategy = strategy
+        with strategy.scope():
+            self.v = ps.Variable(np.zeros(2), name="v")
+            self.mean, self.precision = ps.metrics.Mean("mean"), ps.metrics.Precision(name="precision")
+            self.total = on_read("total", AGGREGATION.SUM)
+            self.count = on_read("count", AGGREGATION.SUM, np.int64(0))
+            self.average = on_read("average", AGGREGATION.MEAN)
+            self.checkpoint = ps.train.Checkpoint(
+                mean=self.mean, precision=self.precision, total=self.total, count=self.count, average=self.average
+            )
+
+    def step(self, x):
+        """A step of training that fills all."""
+
+        def replica():
+            add_all([(self.v, np.ones(2))])
+            self.mean.update_state(np.float32(x))
+            self.precision.update_state([1, 0], [1, x > 10])
+            self.total.assign_add(x)
+            self.count.assign_add(1)
+            self.average.assign(x)
+
+        self.strategy.run(replica)
+
+    def read(self):
+        precision = self.precision.result()
+        return self.mean.result(), precision, float(self.total.numpy()), int(self.count), float(self.average.numpy())
+
+
+def own(made):
+    """What the first replica has in its own copies."""
+    strategy = made.strategy
+    found = strategy.run(lambda: np.stack([v.numpy() for v in (made.total, made.average)]).astype(float))
+    return strategy.experimental_local_results(found)[0].tolist()
+
+
+@MODE
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_all_read_what_all_have_made(mode, replicas):
+    """A sum is of the copies of all replicas of all workers, a mean is their mean, and a replica reads its own copy.
+
+    It costs no step: workers count the rounds of training alone, by which bounded staleness goes, too.
+    """
+    both = threading.Barrier(2)
+
+    def work(strategy, worker):
+        made = Made(strategy)
+        for x in (1.0, 2.0, 3.0):
+            made.step(x + 20 * worker)
+        assert strategy.round == 3
+        both.wait()
+        found = made.read(), own(made)
+        both.wait()
+        return found
+
+    sums = replicas * (6.0 + 66.0)
+    expected = sums / 6 / replicas, 6 / 9, sums, 6 * replicas, (3.0 + 23.0) / 2
+    devices = [f"cpu:{index}" for index in range(replicas)]
+    first, second = in_threads(work, consistency=MODES[mode], devices=devices)
+    assert first == (pytest.approx(expected), [6.0, 3.0])
+    assert second == (pytest.approx(expected), [66.0, 23.0])
+
+
+@MODE
+def test_what_a_worker_has_made_stays_when_it_leaves(mode):
+    """Also what it made in its last step."""
+    left = threading.Event()
+
+    def work(strategy, worker):
+        made = Made(strategy)
+        made.step(1.0 + worker)
+        if worker:
+            made.step(5.0)
+            made.strategy.close()
+            left.set()
+            return None
+        assert left.wait(PATIENT.round)
+        made.step(4.0)
+        return made.read()
+
+    found, _ = in_threads(work, consistency=MODES[mode])
+    assert found == pytest.approx((3.0, 1.0, 12.0, 4, 4.5))
+
+
+def test_a_reset_or_an_assignment_is_of_all():
+    """By any worker, across replicas; what others add later counts from there. In replicas it is of their copies."""
+    turns = threading.Barrier(2)
+
+    def work(strategy, worker):
+        made = Made(strategy)
+        made.step(1.0 + worker)
+        turns.wait()
+        if worker == 0:
+            made.mean.reset_state()
+            made.total.assign(100.0)
+            made.average.assign(7.0)
+            made.average.assign_add(1.0)
+        turns.wait()
+        after = made.read()
+        turns.wait()
+        if worker == 1:
+            made.strategy.run(lambda: made.mean.update_state([6.0]))
+            made.strategy.run(lambda: made.total.assign_add(1.0))
+            made.strategy.run(lambda: made.count.assign(10))
+        turns.wait()
+        found = after, made.read()
+        turns.wait()
+        return found
+
+    for after, at_last in in_threads(work, consistency=ps.Async()):
+        assert after == pytest.approx((0.0, 1.0, 100.0, 2, 8.0))
+        assert at_last == pytest.approx((6.0, 1.0, 101.0, 11, 8.0))
+
+
+@pytest.mark.parametrize("later", ["async", "sync"])
+def test_a_checkpoint_has_what_all_have_made(tmp_path, later):
+    """A worker saves what both have; each worker of a later job restores that, whatever its consistency, and goes on."""
+    both, paths = threading.Barrier(2), []
+
+    def save(strategy, worker):
+        made = Made(strategy)
+        made.step(2.0 + 2 * worker)
+        both.wait()
+        if worker == 0:
+            paths.append(made.checkpoint.save("run/ckpt"))
+        both.wait()
+
+    def go_on(strategy, worker):
+        made = Made(strategy)
+        made.checkpoint.restore(paths[0]).assert_consumed()
+        both.wait()
+        restored = made.read()
+        both.wait()
+        made.step(3.0)
+        both.wait()
+        found = restored, made.read()
+        both.wait()
+        return found
+
+    in_threads(save, consistency=ps.Async(), root=tmp_path)
+    for restored, found in in_threads(go_on, consistency=MODES.get(later, ps.Sync()), root=tmp_path):
+        assert restored == pytest.approx((3.0, 1.0, 6.0, 2, 3.0))
+        assert found == pytest.approx((3.0, 1.0, 12.0, 4, 3.0))
+
+
+def test_totals_stay_where_the_consistency_changes():
+    """From rounds of all to asynchronous ones, to bounded staleness, and back."""
+    both = threading.Barrier(2)
+
+    def work(strategy, worker):
+        made, found = Made(strategy), []
+        for consistency in (ps.Sync(), ps.Async(), ps.BoundedStaleness(0), ps.Sync(), ps.Async()):
+            strategy.set_consistency(consistency)
+            found.append(made.read())
+            made.step(1.0 + 2 * worker)
+            both.wait()
+        found.append(made.read())
+        both.wait()
+        return found
+
+    expected = [(0.0, 0.0, 0.0, 0, 0.0), *((2.0, 1.0, 4.0 * n, 2 * n, 2.0) for n in range(1, 6))]
+    for found in in_threads(work):
+        assert found == [pytest.approx(each) for each in expected]
+
+
+def test_a_worker_that_comes_back_adds_to_what_there_is():
+    """It begins with sums of its own that are empty, and with the mean of all; what it made before stays."""
+    back = threading.Event()
+
+    def work(strategy, worker):
+        made = Made(strategy)
+        made.step(2.0)
+        if worker == 0:
+            assert back.wait(PATIENT.round)
+            return made.read()
+        strategy.close()
+        options = {"cluster_resolver": cluster.resolver(1), "consistency": ps.Async(), "timeouts": PATIENT}
+        with ps.ParameterServerStrategy(**options) as again:
+            made = Made(again)
+            before, total = own(made), made.read()[2]
+            made.step(5.0)
+            back.set()
+        return before, total
+
+    with InProcessCluster(2, 2, timeouts=PATIENT) as cluster:
+        found, (before, total) = in_threads(work, cluster=cluster, consistency=ps.Async())
+    assert before == [0.0, total / 2]  # the other may not have made its step
+    assert found == pytest.approx((3.0, 1.0, 9.0, 3, 2.0 + (5.0 - before[1]) / 2))
